@@ -82,7 +82,7 @@ class EngineConfig:
             "data_parallel_backend", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
             "data_parallel_secret_file",
             "headless", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_rank",
-            "data_parallel_size_max", "data_parallel_autoscale"),
+            "data_parallel_size_max"),
         "limits of a request": ("max_logprobs",),
         "diagnostics": (
             "log_level", "log_format", "disable_log_stats", "log_scheduler", "trace", "torch_profiler_dir",
@@ -193,11 +193,6 @@ class EngineConfig:
     data_parallel_size_max: int | None = option(
         None, "most engines that POST /scale may ask for (default: their number cannot be changed)", 1, 64
     )
-    data_parallel_autoscale: float | None = option(
-        None, "seconds that a request may wait before more engines are started, up to data_parallel_size_max; they end "
-        "when fewer suffice, down to data_parallel_size",
-        0.01, 3600.0,
-    )  # fmt: skip
     enable_expert_parallel: bool = option(
         False, "divide a model's experts among all tensor and data ranks, each of which holds whole ones"
     )
@@ -444,10 +439,6 @@ class EngineConfig:
             raise ValueError(
                 f"data_parallel_size_max is {most}; with data_parallel_size_local, or engines on several hosts, which "
                 "start and end there, it must not be given"
-            )
-        if self.data_parallel_autoscale is not None and most is None:
-            raise ValueError(
-                f"data_parallel_autoscale is {self.data_parallel_autoscale}; it needs data_parallel_size_max"
             )
         if self.enable_expert_parallel and (several or self.data_parallel_external_lb):
             raise ValueError(

@@ -74,7 +74,6 @@ HTTP_ONLY = (
 )  # fmt: skip
 SERVER_ONLY = (
     "headless", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_rank", "data_parallel_size_max",
-    "data_parallel_autoscale",
 )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import FileIO
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from executor import is_stopped
 from observe.logs import logger
@@ -39,9 +39,6 @@ from plan import Health
 from processes.client import ACCEPTED, accept, limit_sends, read_frames, to_frame
 from processes.messages import Message
 from ring import STALL, Codec, Watchdog
-
-if TYPE_CHECKING:
-    pass
 
 STOP_TIMEOUT = 10  # seconds that a process has to end before it is killed
 MAX_FAILURES = 5  # of a new process to start, in a row, before the server gives up; each waits 1 s longer for the next
@@ -457,15 +454,6 @@ class Board:
     @wanted.setter
     def wanted(self, size: int) -> None:
         self.scale[0] = size
-
-    @property
-    def queue_time(self) -> float:
-        """Seconds that the request has waited which waits longest in an engine, as the coordinator said last."""
-        return self.scale[1] / 1000
-
-    @queue_time.setter
-    def queue_time(self, seconds: float) -> None:
-        self.scale[1] = round(1000 * seconds)
 
     def tag(self, *parts: str) -> str:
         """A hash of `parts`, the same in all API processes; only they can make it, so that it tells nobody anything."""

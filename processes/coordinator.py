@@ -2,7 +2,6 @@
 
     Router          decides which engine a request goes to
     DPClient        sends it there
-    Autoscaler      decides how many engines there should be
     Coordinator     sends the clients each engine's load, and the engines in lockstep how far to step
     Lockstep        an engine's part in that
     Peers           its part in meetings, by which the workers of engines that share experts find each other
@@ -54,7 +53,7 @@ from processes.messages import Load, Loads, Meet, Message, Resize, Routed, Subsc
 from processes.routing import Router
 
 INTERVAL = 0.05  # seconds between two publications of the loads, at least
-IDLE = 0, 0, 0  # the load of an engine that has nothing to do
+IDLE = 0, 0  # the load of an engine that has nothing to do
 
 
 class DPClient:
@@ -67,7 +66,7 @@ class DPClient:
         addresses: of the engines, also of those that are yet to come.
         coordinator: its address; None: the loads of engines are not known, because there is one engine.
         router: of this process.
-        board: has the state of each engine, and takes the queue time.
+        board: has the state of each engine.
         sizes: the numbers of engines that there may be; None: it does not change.
         resources: what a subclass has started for this client; None: nothing.
         suspects: see `MPClient`.
@@ -102,10 +101,9 @@ class DPClient:
     def _receive(self, message: Loads | Health) -> None:
         if isinstance(message, Loads):  # without the coordinator, what was sent since then is all that is known
             with self.lock:
-                self.router.update([load[:2] for load in message.loads])
+                self.router.update(message.loads)
                 for digest, rank in message.routed:
                     self.router.learn(digest, rank)
-            self.board.queue_time = max(waited for _, _, waited in message.loads) / 10
 
     def _look(self) -> None:
         """Connect to engines that have become ready, and hang up on those that drain."""
@@ -255,7 +253,7 @@ class Coordinator:
         self.engines: dict[socket.socket, int] = {}  # the rank of each, by its connection
         self.in_lockstep: set[socket.socket] = set()
         self.subscribers: set[socket.socket] = set()
-        self.loads: list[tuple[int, int, int]] = [IDLE] * size  # as `plan.Loads` has them
+        self.loads: list[tuple[int, int]] = [IDLE] * size  # as `plan.Loads` has them
         self.routed: list[tuple[bytes, int]] = []  # since loads were published
         # Whether something has come since then. Loads may be as they were then, and yet tell routers that what they
         # have sent has ended.
@@ -277,7 +275,7 @@ class Coordinator:
         self.news = self.news or isinstance(message, Load | Routed | None)
         if isinstance(message, Load):
             self.engines[client] = message.rank
-            self.loads[message.rank] = message.waiting, message.running, message.waited
+            self.loads[message.rank] = message.waiting, message.running
         elif isinstance(message, Routed):
             self.routed.append((message.digest, message.rank))
         elif isinstance(message, WaveReport):

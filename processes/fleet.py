@@ -27,7 +27,7 @@ from processes.coordinator import CoordinatorProcess, DPClient
 from processes.engine_process import EngineProcess, sizes_of
 from processes.hosts import FACTS, GateProcess, listed, place_of, read_secret, serve_headless
 from processes.ray_hosts import Launcher
-from processes.routing import Autoscaler, Router
+from processes.routing import Router
 
 IDLE_BEATS = 3  # heartbeats in a row by which an engine that drains is done; each client looks oftener than it beats
 
@@ -57,10 +57,6 @@ class Fleet:
         self.gate: GateProcess | None = None
         self.launcher: Launcher | None = None
         self.facts: dict[str, Any] = {}  # of the first engine
-        self.autoscaler: Autoscaler | None = None
-        if config.data_parallel_autoscale is not None:
-            sizes = config.data_parallel_size, config.max_engines
-            self.autoscaler = Autoscaler(config.data_parallel_autoscale, *sizes)
         self.secret = secret
         alone = (config.max_engines == 1 and not secret) or config.data_parallel_external_lb
         self.ranks = [config.first_rank] if alone else list(range(config.max_engines))
@@ -179,12 +175,6 @@ class Fleet:
             if not (isinstance(child, EngineProcess) and self._state(child) in unwatched):
                 child.check()
         if self.changing:
-            if self.autoscaler:
-                states = self.board.engines.tolist()
-                changing, wanted = STARTING in states or DRAINING in states, self.board.wanted
-                size = self.autoscaler.look(time.monotonic(), self.board.queue_time, wanted, changing)
-                if size != wanted:  # otherwise what `/scale` asks for at this moment would be lost
-                    self.board.wanted = size
             self._resize(self.board.wanted)
 
     def _state(self, engine: EngineProcess) -> int:

@@ -1,15 +1,13 @@
-"""Which engine a request goes to, and how many engines there are."""
+"""Which engine a request goes to."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from sequence import chain
 
-QUIET, RASH, LONGEST_QUIET = 60.0, 300.0, 960.0  # seconds; see `Autoscaler`
 WAITING = 4  # running requests that one that waits counts as (vLLM's weight)
 CLOSE = 16  # by so much an engine's load may exceed the least, for the sake of a prefix that it holds
 
@@ -71,46 +69,3 @@ class Router:
         self.holders.move_to_end(digest)
         if len(self.holders) > self.most:
             self.holders.popitem(last=False)
-
-
-class Autoscaler:
-    """How many engines there should be, by how long requests wait in them.
-
-    One more is wanted when a request has waited for longer than `target` in two looks in a row, and again when that one
-    serves and it is still so. One fewer is wanted when nothing has waited for a while: QUIET seconds. If that turns out
-    to have been too few within RASH seconds, the next time takes twice as long, up to LONGEST_QUIET, so that a load
-    between two sizes does not have an engine come and go for ever.
-
-    Args:
-        target: seconds that a request may wait.
-        least, most: engines.
-    """
-
-    def __init__(self, target: float, least: int, most: int):
-        self.target, self.least, self.most = target, least, most
-        self.quiet, self.since, self.shrunk = QUIET, 0.0, -math.inf
-        self.late = 0  # looks in a row in which a request had waited for too long
-
-    def look(self, now: float, queue_time: float, size: int, changing: bool) -> int:
-        """The number of engines that should be there.
-
-        Args:
-            now: seconds of any clock.
-            queue_time: seconds that the request has waited which waits longest.
-            size: engines that are wanted now.
-            changing: whether one of them still starts or drains.
-        """
-        if queue_time > 0 or changing:
-            self.since = now
-        self.late = self.late + 1 if queue_time > self.target else 0
-        if changing:
-            return size
-        if self.late >= 2 and size < self.most:
-            if now - self.shrunk < RASH:
-                self.quiet = min(2 * self.quiet, LONGEST_QUIET)
-            self.late, self.shrunk = 0, -math.inf
-            return size + 1
-        if now - self.since >= self.quiet and size > self.least:
-            self.since, self.shrunk = now, now
-            return size - 1
-        return size
