@@ -11,6 +11,8 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -472,6 +474,23 @@ def stamp_of(source: str) -> str:
     if not states:
         raise ValueError(f"there are no safetensors in {source!r:.200}; it must be a folder with them, or such a file")
     return hashlib.sha256(repr(states).encode()).hexdigest()
+
+
+def run_file(
+    path: str, *args: str, environment: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.Popen[bytes]:
+    """Run one of our own files as a program.
+
+    It finds the modules that this process finds, and not those beside the file: installed, they have other names.
+
+    Args:
+        path: of the file.
+        args: of its command line.
+        environment: variables that it has beside this process's.
+        options: of `Popen`.
+    """
+    found = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | (environment or {})
+    return subprocess.Popen([sys.executable, "-P", os.path.abspath(path), *args], env=found, **options)
 
 
 def read_json(folder: str, name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:

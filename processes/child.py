@@ -25,7 +25,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -33,6 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import FileIO
 from typing import Any, NoReturn, Protocol
 
+from config import run_file
 from executor import is_stopped
 from observe.logs import logger
 from plan import Health
@@ -79,9 +79,7 @@ class Child:
         environment: dict[str, str] | None = None,
         ends: tuple[socket.socket, socket.socket] | None = None,
     ):
-        self.name, self.script, self.options = name, os.path.abspath(script), options
-        # It finds the modules that its parent finds, and not those beside the script: installed, they have other names.
-        self.environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | (environment or {})
+        self.name, self.script, self.options, self.environment = name, script, options, environment
         self.startup_timeout, self.patience, self.beside = startup_timeout, STALL, beside
         self.address, self.listener = ends or socket.socketpair()
         self.owned = [] if ends else [self.address, self.listener]
@@ -105,11 +103,10 @@ class Child:
 
     def _launch(self) -> None:
         self.begun, self.starting, self.watchdog, self.beats = time.monotonic(), True, Watchdog(), 0
-        command = [sys.executable, "-P", self.script]
         fds = [end.fileno() for end in (self.listener, *self.beside)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=self.environment,
-            pass_fds=fds, bufsize=0,
+        self.process = run_file(
+            self.script, environment=self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=fds,
+            start_new_session=True, bufsize=0,
         )  # fmt: skip
         self.said = b""  # of a line that has no end yet
         assert self.process.stdin
