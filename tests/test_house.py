@@ -28,7 +28,7 @@ DOORS = {  # each folder, and the files and folders that may import it
     "cpu": {"device"},
     "scheduling": {"scheduler", "admission", "sequence", "core"},
     "device": {"executor", "executors"},
-    "processes": {"engine", "async_llm", "server", "scheduling", "api"},
+    "processes": {"engine", "async_llm", "server", "api"},
     "executors": {"core", "processes"},
     "observe": {"core", "scheduler", "worker", "api"},
 }
