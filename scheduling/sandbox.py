@@ -145,7 +145,8 @@ class Sandbox:
     """
 
     def __init__(self, *vocabulary: Any):
-        self.vocabulary, self.lock, self.limits = vocabulary, threading.Lock(), Limits()
+        self.vocabulary, self.lock = vocabulary, threading.Lock()
+        self.limits = Limits()
         self.held: Held = []
         self.close = weakref.finalize(self, end_sandbox, self.held, self.lock)
 

@@ -30,12 +30,12 @@ from executor import visible_gpus
 from plan import EngineCoreRequest, Health, Met
 from processes.child import READY, Board
 from processes.client import Connection, EngineDeadError, MPClient, Stream
-from processes.coordinator import IDLE, Coordinator, DPClient
+from processes.coordinator import IDLE, Coordinator
 from processes.engine_process import EngineServer
 from processes.fleet import check_engines
 from processes.lockstep import WAVE_STEPS, Lockstep, Waves
 from processes.messages import Load, Loads, Subscribe, Wave, WaveReport
-from processes.routing import CLOSE, Router
+from processes.routing import CLOSE, DPClient, Router
 from sampling_params import SamplingParams
 from served import Server, alive, eventually, serving
 from test_survival import Reader, command
@@ -332,7 +332,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, on_call: Callable[[int], None] = 
     """Have a `DPClient` connect to stand-ins; returns the ranks that will have been called."""
     called: list[int] = []
     monkeypatch.setattr(
-        "processes.coordinator.MPClient", lambda address, rank, *_: ClientStandIn(rank, called, on_call)
+        "processes.routing.MPClient", lambda address, rank, *_: ClientStandIn(rank, called, on_call)
     )
     return called
 
@@ -381,7 +381,7 @@ def test_an_engine_gets_one_connection_however_many_look_for_it(monkeypatch):
             other.join(0.1)  # it waits for its turn
         return ClientStandIn(rank, [], lambda rank: None)
 
-    monkeypatch.setattr("processes.coordinator.MPClient", connect)
+    monkeypatch.setattr("processes.routing.MPClient", connect)
     board.engines[0] = READY
     client._look()
     other.join(10)

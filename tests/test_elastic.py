@@ -22,10 +22,9 @@ from api.routes import Api
 from config import DEMO, EngineConfig, stamp_of
 from observe.logs import logger
 from processes.child import DRAINING, READY, STARTING, Board
-from processes.coordinator import DPClient
 from processes.engine_process import EngineProcess
 from processes.fleet import Fleet
-from processes.routing import Router
+from processes.routing import DPClient, Router
 from ring import Watchdog
 from scripted import FACTS, TOKENIZER, refusal
 from served import Server, alive, eventually, serving
