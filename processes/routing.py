@@ -132,7 +132,9 @@ class DPClient(EngineCoreClient):
             self.resources.add(weakly(self._hang_up))  # if this lives no more, its clients do not either
             self._look()
             if coordinator:
-                self.coordinator = Connection(coordinator, weakly(self._receive), subscribe)
+                self.coordinator = Connection(
+                    coordinator, weakly(self._receive), lambda connection: connection.send(Subscribe())
+                )
                 self.resources.add(self.coordinator.close)
             if sizes:
                 self.resources.run(repeat, weakly(self._look), self.resources.ended)
@@ -249,11 +251,6 @@ class DPClient(EngineCoreClient):
     def _hang_up(self) -> None:
         for client in list(self.clients.values()):
             client.shutdown()
-
-
-def subscribe(coordinator: Connection) -> None:
-    """Ask a coordinator for loads."""
-    coordinator.send(Subscribe())
 
 
 def repeat(look: Callable[[], None], ended: threading.Event) -> None:

@@ -331,9 +331,7 @@ class ClientStandIn:
 def stand_ins(monkeypatch: pytest.MonkeyPatch, on_call: Callable[[int], None] = lambda rank: None) -> list[int]:
     """Have a `DPClient` connect to stand-ins; returns the ranks that will have been called."""
     called: list[int] = []
-    monkeypatch.setattr(
-        "processes.routing.MPClient", lambda address, rank, *_: ClientStandIn(rank, called, on_call)
-    )
+    monkeypatch.setattr("processes.routing.MPClient", lambda address, rank, *_: ClientStandIn(rank, called, on_call))
     return called
 
 
