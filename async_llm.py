@@ -122,7 +122,7 @@ class AsyncMPClient:
             self.engine.connection.up.wait(STALL)
             self.sender = ThreadPoolExecutor(1)  # one thread, so that an abort cannot overtake its request
             self.resources.add(partial(self.sender.shutdown, wait=False, cancel_futures=True))
-            self.resources.run(watch_over, self.process, self.resources.ended)
+            self.resources.run(watch_over, self.process.check, self.resources.ended)
 
     @property
     def facts(self) -> dict[str, Any]:

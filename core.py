@@ -624,16 +624,11 @@ class EngineCore:
         if self.trace:
             self.trace.close()
 
-    def load(self) -> tuple[int, int, int]:
-        """How many groups of sequences wait, or are swapped, and how many run; for how long the next one has waited.
-
-        That is in tenths of a second, and 0 while the engine sleeps.
-        """
+    def load(self) -> tuple[int, int]:
+        """How many groups of sequences wait, or are swapped, and how many run."""
         scheduler = self.scheduler
-        queues, waited = (scheduler.waiting, scheduler.swapped, scheduler.admission.aside), 0.0
-        if scheduler.waiting and not self.asleep:
-            waited = scheduler.clock() - scheduler.waiting.first().timeline.begun
-        return sum(map(len, queues)) + len(self.held), len(scheduler.running), round(10 * waited)
+        queues = scheduler.waiting, scheduler.swapped, scheduler.admission.aside
+        return sum(map(len, queues)) + len(self.held), len(scheduler.running)
 
     def metrics(self) -> dict[str, Any]:
         """What is counted, by the names of `metrics.SERIES`."""

@@ -66,7 +66,7 @@ from executors.torchrun import lead_or_follow
 from model_config import ModelConfig
 from models.hub import find_model
 from observe.logs import Repeated, console, set_up
-from processes.child import Board, Kept, listen
+from processes.child import Board, listen
 from processes.client import Suspects
 from processes.fleet import check_engines, follow_server, launch
 from processes.hosts import read_secret
@@ -631,10 +631,9 @@ def serve(argv: list[str]) -> None:
     name_process("server")
     names = config.served_model_name or (engine_config.model_name,)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts, which leaves no trace
-    main_pid, board = os.getpid(), Board()
-    children: list[Kept] = []
+    board, running = Board(), contextlib.ExitStack()
     try:
-        fleet = launch(engine_config, children, board, secret)
+        fleet = running.enter_context(launch(engine_config, board, secret))
 
         def make_app() -> Flask:
             endpoint = config.otlp_traces_endpoint
@@ -642,13 +641,11 @@ def serve(argv: list[str]) -> None:
             client = fleet.new_client(config.api_server_count, Suspects())
             return create_app(Api(client, tokenizer, fleet.facts, config, names, board), spans, address)
 
-        Gunicorn(make_app, Worker, listener, children, board, config).run()
+        Gunicorn(make_app, Worker, listener, fleet, board, config).run()
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        if os.getpid() == main_pid:  # gunicorn's workers come by here, too
-            for child in children:
-                child.stop()
+        running.close()
 
 
 def with_policy(engine_config: EngineConfig, config: ServerConfig) -> EngineConfig:

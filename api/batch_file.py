@@ -53,9 +53,9 @@ from executors.torchrun import lead_or_follow
 from model_config import ModelConfig
 from models.hub import find_model
 from observe.logs import console, set_up
-from processes.child import LOOK, Board, Kept
+from processes.child import LOOK, Board
 from processes.client import EngineDeadError
-from processes.fleet import check_engines, launch
+from processes.fleet import Fleet, check_engines, launch
 from processes.hosts import read_secret
 from tokenizer import Tokenizer
 
@@ -74,7 +74,6 @@ HTTP_ONLY = (
 )  # fmt: skip
 SERVER_ONLY = (
     "headless", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_rank", "data_parallel_size_max",
-    "data_parallel_autoscale",
 )  # fmt: skip
 
 
@@ -510,10 +509,10 @@ def main(argv: list[str]) -> None:
     name_process("batch")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts
     names = config.served_model_name or (engine_config.model_name,)
-    children: list[Kept] = []
+    running = contextlib.ExitStack()
     try:
         board = Board()
-        fleet = launch(engine_config, children, board, secret)
+        fleet = running.enter_context(launch(engine_config, board, secret))
         # Each line is a greenlet, as each request is in an API process. Those are gunicorn's workers, which it patches.
         monkey.patch_all(os=False, signal=False, ssl=False, subprocess=False)
         client, facts = fleet.new_client(), fleet.facts
@@ -522,7 +521,7 @@ def main(argv: list[str]) -> None:
         with tqdm(total=count_lines(source), desc="Batch", unit="line", mininterval=pause) as bar:
             batch = Batch(Api(client, tokenizer, facts, config, names, board), answers, width, bar)
             try:
-                run_to_end(batch, file, children)
+                run_to_end(batch, file, fleet)
             except OSError as error:
                 bar.close()
                 console.error(f"{parser.prog}: error: {error}; {batch.summary()}")
@@ -537,11 +536,10 @@ def main(argv: list[str]) -> None:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     finally:
-        for child in children:
-            child.stop()
+        running.close()
 
 
-def run_to_end(batch: Batch, file: BinaryIO, children: list[Kept]) -> None:
+def run_to_end(batch: Batch, file: BinaryIO, fleet: Fleet) -> None:
     """Run the batch and look after the engines, until all is done or nothing can be.
 
     Raises:
@@ -553,8 +551,7 @@ def run_to_end(batch: Batch, file: BinaryIO, children: list[Kept]) -> None:
     runner = gevent.spawn(batch.run, file)
     try:
         while not batch.ended.ready():
-            for child in children:
-                child.check()
+            fleet.check()
             batch.ended.wait(LOOK)
         batch.ended.get()
     finally:

@@ -7,7 +7,7 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from flask import Flask
@@ -20,7 +20,8 @@ from gunicorn.workers.ggevent import GeventWorker
 from api.options import ServerConfig
 from executor import end_with_parent, name_process
 from observe.logs import console, logger
-from processes.child import Board, Kept
+from processes.child import Board
+from processes.fleet import Fleet
 
 # Seconds in which signals count as one: Linux tells of a launcher's death (see `end_with_parent`) thread by thread.
 SAME_SIGNAL = 0.5
@@ -38,7 +39,7 @@ class GunicornLog(Logger):
 
 
 class DrainingArbiter(Arbiter):
-    """Gunicorn's main loop, which looks after the server's other children as well.
+    """Gunicorn's main loop, which looks after the engines' processes as well.
 
     After SIGTERM or Ctrl-C the server drains: it still listens, and answers new requests with 503, until those that run
     have ended (gunicorn by itself would refuse connections). A second signal cuts them off, and so does the end of
@@ -47,7 +48,8 @@ class DrainingArbiter(Arbiter):
 
     def __init__(self, app: Gunicorn):
         super().__init__(app)
-        self.children, self.board, self.drain_timeout = app.children, app.board, app.config.drain_timeout
+        self.fleet, self.board = app.fleet, app.board
+        self.drain_timeout = app.config.drain_timeout
         self.deadline = math.inf
         self.first_signal = 0.0
 
@@ -66,8 +68,7 @@ class DrainingArbiter(Arbiter):
         raise StopIteration
 
     def reap_workers(self) -> None:
-        for child in self.children:
-            child.reap()
+        self.fleet.reap()
         super().reap_workers()
 
     def manage_workers(self) -> None:
@@ -77,8 +78,7 @@ class DrainingArbiter(Arbiter):
             self._cut()
         super().manage_workers()
         try:
-            for child in self.children:
-                child.check()
+            self.fleet.check()
         except ChildProcessError as error:
             raise HaltServer(str(error), 1) from None
 
@@ -90,7 +90,7 @@ class Gunicorn(BaseApplication):
         make_app: called in each API process; returns its Flask app.
         worker_class: of gunicorn, which the API processes run.
         listener: a bound socket.
-        children: the other processes to look after.
+        fleet: the engines, which are looked after.
         board: the one that the apps use.
         config: the server's options.
     """
@@ -100,12 +100,13 @@ class Gunicorn(BaseApplication):
         make_app: Callable[[], Flask],
         worker_class: type[GeventWorker],
         listener: socket.socket,
-        children: Sequence[Kept],
+        fleet: Fleet,
         board: Board,
         config: ServerConfig,
     ):
-        self.make_app, self.children, self.board, self.config = make_app, children, board, config
-        self.options = gunicorn_options(listener, children, board, config) | {"worker_class": worker_class}
+        self.make_app, self.fleet = make_app, fleet
+        self.board, self.config = board, config
+        self.options = gunicorn_options(listener, fleet, board, config) | {"worker_class": worker_class}
         super().__init__()
 
     def load_config(self) -> None:
@@ -119,9 +120,7 @@ class Gunicorn(BaseApplication):
         DrainingArbiter(self).run()
 
 
-def gunicorn_options(
-    listener: socket.socket, children: Sequence[Kept], board: Board, config: ServerConfig
-) -> dict[str, Any]:
+def gunicorn_options(listener: socket.socket, fleet: Fleet, board: Board, config: ServerConfig) -> dict[str, Any]:
     """Settings and hooks; gunicorn's own log speaks of errors only, unless ours speaks of everything."""
 
     def pre_fork(arbiter: Arbiter, worker: Any) -> None:
@@ -130,8 +129,7 @@ def gunicorn_options(
     def post_fork(arbiter: Arbiter, worker: Any) -> None:
         name_process(f"api {worker.age - 1}")
         end_with_parent(signal.SIGKILL)  # gunicorn looks for its parent as well, but not where it is stopped
-        for child in children:
-            child.disown()
+        fleet.disown()
         board.claim(worker.age)
 
     def child_exit(arbiter: Arbiter, worker: Any) -> None:

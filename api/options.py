@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from config import check_fields, option
+from processes.options import check_fields, option
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from observe.logs import logger
 from outputs import Choices, Generation, Vector, numbers
 from plan import EngineCoreRequest, EngineOutput
 from processes.client import EngineDeadError, MPClient, Stream
-from processes.coordinator import DPClient
+from processes.routing import DPClient
 from sampling_params import SamplingParams
 from text.messages import text_of
 from tokenizer import Tokenizer

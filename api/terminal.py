@@ -30,11 +30,12 @@ from urllib.error import HTTPError, URLError
 
 from api.flags import OptionParser, from_flags, refuse_given
 from async_llm import AsyncLLM
-from config import PROG, EngineConfig, check_fields, option
+from config import PROG, EngineConfig
 from model_config import ModelConfig
 from models.hub import find_model
 from models.pooling import settle
 from processes.client import EngineDeadError
+from processes.options import check_fields, option
 from sampling_params import SamplingParams
 from tokenizer import Tokenizer
 

@@ -9,7 +9,6 @@ Each line below goes after `python bench/bench.py`:
     plans                                        bytes of a step's plan and of its news, by how many sequences decode
     loads                                        messages and bytes through the coordinator, by number of engines
     elastic --trace AzureLLMInferenceTrace_conv.csv  a server that gets more engines and gives them up
-    autoscale --trace AzureLLMInferenceTrace_conv.csv  how many engines the rule by queue time keeps, simulated
     ring                                         the shared-memory ring: round trips, and a million messages
     ray                                          plans to Ray actors: by a compiled graph, a connection, or rings
     executor                                     a worker process, and the KV sanitizer, against neither
@@ -66,7 +65,7 @@ Figures = list[dict[str, Any]]
 
 # Commands that import what the server requires. The others run where no more is installed than `LLM` needs.
 SERVED = (
-    "routing", "scale", "plans", "loads", "elastic", "autoscale", "ring", "ray", "ray-survival", "executor", "survival",
+    "routing", "scale", "plans", "loads", "elastic", "ring", "ray", "ray-survival", "executor", "survival",
 )  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {  # config.json of models that `make-model` fills with random weights
     "qwen3-0.6b": {
@@ -353,7 +352,7 @@ def add_scale(commands: Any) -> None:
 
 def add_elastic(commands: Any) -> None:
     """Add what has engines come and go."""
-    elastic, autoscale = (commands.add_parser(name) for name in ("elastic", "autoscale"))
+    elastic = commands.add_parser("elastic")
     elastic.add_argument("--model", default=EngineConfig.model)
     elastic.add_argument(
         "--trace", type=Path, help="CSV in the format of Azure's LLM traces; default: made-up arrivals"
@@ -363,11 +362,6 @@ def add_elastic(commands: Any) -> None:
     elastic.add_argument("--scale", type=float, default=1.0, help="factor on lengths, for a slow machine")
     elastic.add_argument("--size", type=int, default=3, help="engines that there are in between")
     elastic.add_argument("--options", type=shlex.split, default=[], help="further options for the server")
-    autoscale.add_argument("--trace", type=Path, required=True, help="CSV in the format of Azure's LLM traces")
-    autoscale.add_argument("--copies", type=int, default=4, help="of each request")
-    autoscale.add_argument("--targets", type=float, nargs="+", default=[0.5, 2.0], help="seconds in the queue")
-    autoscale.add_argument("--most", type=int, default=4, help="engines")
-    autoscale.add_argument("--load-seconds", type=float, default=30.0, help="that an engine takes to start")
 
 
 def add_survival(commands: Any) -> None:
@@ -506,8 +500,6 @@ def served_figures(args: argparse.Namespace) -> Figures:
     if args.command == "elastic":
         arrivals = args.trace, args.rate, args.requests, args.scale
         return bench_elastic.elastic_figures(args.model, *arrivals, args.size, args.options)
-    if args.command == "autoscale":
-        return bench_elastic.autoscale_figures(args.trace, args.copies, args.targets, args.most, args.load_seconds)
     if args.command == "ring":
         return bench_process.ring_figures(args.messages)
     if args.command == "ray":

@@ -538,8 +538,8 @@ def loads_figures(engines: Sequence[int], messages: int = 200_000) -> Figures:
             subscriber = connect(process.address)
             subscriber.recv(len(ACCEPTED))
             subscriber.sendall(to_frame(codec, Subscribe()))
-            last = [(7, rank % 128, 0) for rank in range(size)]
-            frames = [[to_frame(codec, Load(rank, *load)) for load in ((3, 50, 0), last[rank])] for rank in range(size)]
+            last = [(7, rank % 128) for rank in range(size)]
+            frames = [[to_frame(codec, Load(rank, *load)) for load in ((3, 50), last[rank])] for rank in range(size)]
             heard = read_frames(subscriber)
             begun, rounds = time.perf_counter(), max(1, messages // size)
             for i in range(rounds):

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import torch
 
 import reference
+from config import run_file
 from cpu import ops as cpu_ops
 from cpu import weights as cpu_weights
 from cpu.ops import _store, _unit
@@ -253,11 +254,9 @@ class Builder:
         """
         with workplace() as path:
             theirs = {INDUCTOR_FOLDER: f"{path}/inductor", "TMPDIR": str(headers())}  # see `use_workplace`
-            process = subprocess.Popen(
-                [sys.executable, "-P", os.path.abspath(__file__)],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | theirs,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+            process = run_file(
+                __file__, environment=theirs, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
             with process:
                 assert process.stdin and process.stdout
                 pickle.dump((job, self.idle, path), process.stdin)

@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from config import MODEL_TAKES, EngineConfig, read_json
+from config import MODEL_TAKES, EngineConfig, read_json, run_file
 from model_config import ModelConfig
 from observe.logs import console, set_up
 
@@ -164,10 +164,8 @@ def download_beside(config: EngineConfig, weights: bool) -> str:
         ValueError, KeyboardInterrupt: see `find_model`.
     """
     message = json.dumps({"config": dataclasses.asdict(config), "weights": weights}).encode()
-    command = [sys.executable, "-P", os.path.abspath(__file__)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     try:
-        with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        with run_file(__file__, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdin and process.stdout
             process.stdin.write(message + b"\n")
             process.stdin.flush()

@@ -1,10 +1,9 @@
-"""The server's processes: engines, coordinator and API processes, and how they start, die, drain and end.
+"""The server's processes: how they start, die, drain and end. The API processes are in `api/gunicorn_loop.py`.
 
     Child             the parent's handle on an engine or the coordinator, which it replaces when it has died or stopped
     ParentPipe        such a process's own end of the pipe to its parent
     FrameServer       its end of its clients' connections; the others are in `processes/client.py`
     Board             what the API processes and their parent all see
-    Gunicorn          the API processes: gevent workers with the Flask app in them, and the loop of their parent
 
 The parent never speaks HTTP and never imports torch. A child reads its options from standard input, and that pipe stays
 open for as long as the parent lives: when it closes, because the parent ended or was killed, the child ends too. A
@@ -25,23 +24,20 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import FileIO
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
+from config import run_file
 from executor import is_stopped
 from observe.logs import logger
 from plan import Health
 from processes.client import ACCEPTED, accept, limit_sends, read_frames, to_frame
 from processes.messages import Message
 from ring import STALL, Codec, Watchdog
-
-if TYPE_CHECKING:
-    pass
 
 STOP_TIMEOUT = 10  # seconds that a process has to end before it is killed
 MAX_FAILURES = 5  # of a new process to start, in a row, before the server gives up; each waits 1 s longer for the next
@@ -82,10 +78,10 @@ class Child:
         environment: dict[str, str] | None = None,
         ends: tuple[socket.socket, socket.socket] | None = None,
     ):
-        self.name, self.script, self.options = name, os.path.abspath(script), options
-        # It finds the modules that its parent finds, and not those beside the script: installed, they have other names.
-        self.environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | (environment or {})
-        self.startup_timeout, self.patience, self.beside = startup_timeout, STALL, beside
+        self.name, self.script = name, script
+        self.options, self.environment = options, environment
+        self.startup_timeout, self.patience = startup_timeout, STALL
+        self.beside = beside
         self.address, self.listener = ends or socket.socketpair()
         self.owned = [] if ends else [self.address, self.listener]
         self.facts: dict[str, Any] = {}
@@ -107,12 +103,12 @@ class Child:
         """
 
     def _launch(self) -> None:
-        self.begun, self.starting, self.watchdog, self.beats = time.monotonic(), True, Watchdog(), 0
-        command = [sys.executable, "-P", self.script]
+        self.begun, self.starting = time.monotonic(), True
+        self.watchdog, self.beats = Watchdog(), 0
         fds = [end.fileno() for end in (self.listener, *self.beside)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=self.environment,
-            pass_fds=fds, bufsize=0,
+        self.process = run_file(
+            self.script, environment=self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=fds,
+            start_new_session=True, bufsize=0,
         )  # fmt: skip
         self.said = b""  # of a line that has no end yet
         assert self.process.stdin
@@ -247,27 +243,11 @@ class Child:
             self.process.wait()
 
 
-class Kept(Protocol):
-    """A `Child`, or several as one, as the server's main loop looks after it."""
-
-    def check(self) -> None:
-        """See `Child.check`."""
-
-    def disown(self) -> None:
-        """See `Child.disown`."""
-
-    def reap(self) -> None:
-        """See `Child.reap`."""
-
-    def stop(self) -> None:
-        """See `Child.stop`."""
-
-
-def watch_over(child: Kept, ended: threading.Event) -> None:
-    """Do what the server's main loop does for a child, in a thread of a script, until the end."""
+def watch_over(check: Callable[[], None], ended: threading.Event) -> None:
+    """Call a `check` of processes as the server's main loop does, in a thread of a script, until the end."""
     try:
         while not ended.wait(LOOK):
-            child.check()
+            check()
     except ChildProcessError as error:
         logger.error(str(error))
 
@@ -457,15 +437,6 @@ class Board:
     @wanted.setter
     def wanted(self, size: int) -> None:
         self.scale[0] = size
-
-    @property
-    def queue_time(self) -> float:
-        """Seconds that the request has waited which waits longest in an engine, as the coordinator said last."""
-        return self.scale[1] / 1000
-
-    @queue_time.setter
-    def queue_time(self, seconds: float) -> None:
-        self.scale[1] = round(1000 * seconds)
 
     def tag(self, *parts: str) -> str:
         """A hash of `parts`, the same in all API processes; only they can make it, so that it tells nobody anything."""

@@ -32,9 +32,10 @@ import struct
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from observe.logs import logger
 from plan import (
@@ -67,16 +68,18 @@ class EngineDeadError(RuntimeError):
     """The engine process is gone, and this request with it, or it does not answer."""
 
 
-class EngineCoreClient(Protocol):
+class EngineCoreClient(ABC):
     """What all clients can do, whether there is one engine or several, in this process or in others.
 
     It is vLLM's `EngineCoreClient`, with its names in brackets where they differ. Once a client is shut down, whatever
     asks something of an engine raises a ValueError; `shutdown` and `abort` do nothing then.
     """
 
+    @abstractmethod
     def shutdown(self) -> None:
         """End all that this client has started, and drop what it still had running."""
 
+    @abstractmethod
     def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
         """Send a request to an engine. Its outputs go into `stream`, or else into a new one; that is returned.
 
@@ -93,13 +96,16 @@ class EngineCoreClient(Protocol):
             queue.Empty: none came within `timeout` seconds.
             EngineDeadError: none will come.
         """
+        return stream.get(timeout)
 
+    @abstractmethod
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """Give a request up; it yields nothing more. With an index, give up that one of its samples (`abort_requests`).
 
         The reason is what it counts as: "stop" where its text has come to a stop string. An unknown id has just ended.
         """
 
+    @abstractmethod
     def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
         """What one of `core.UTILITIES` returns on each engine that lives, by its rank (`call_utility`).
 
@@ -115,6 +121,7 @@ class EngineCoreClient(Protocol):
         Raises:
             EngineDeadError: some did not answer. The others have done it.
         """
+        return self.utility(method, *args, timeout=timeout)
 
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
@@ -126,9 +133,13 @@ class EngineCoreClient(Protocol):
             TimeoutError: it took longer than `timeout` seconds.
             EngineDeadError: see `utility_on_all`.
         """
+        name = method if isinstance(method, str) else reference_to(method)
+        found = self.utility_on_all("collective_rpc", name, timeout, [*args], dict(kwargs or {}))
+        return [one for each in found.values() for one in each]
 
     def dp_engines_running(self) -> bool:
         """Whether an engine has a request to run now, from whichever client; raises what `utility` does."""
+        return any(self.utility("has_work").values())
 
     def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
         """Have so many engines; they come and go while others serve.
@@ -136,15 +147,7 @@ class EngineCoreClient(Protocol):
         Raises:
             ValueError: their number is fixed, or this one is not allowed.
         """
-
-
-def on_all_devices(
-    client: EngineCoreClient, method: Method, timeout: float | None, args: Sequence[Any], kwargs: Kwargs
-) -> list[Any]:
-    """What `collective_rpc` returns where engines are in other processes."""
-    name = method if isinstance(method, str) else reference_to(method)
-    found = client.utility_on_all("collective_rpc", name, timeout, [*args], dict(kwargs or {}))
-    return [one for each in found.values() for one in each]
+        raise fixed_size(new_data_parallel_size, 1)
 
 
 def fixed_size(asked: Any, size: int) -> ValueError:
@@ -317,8 +320,8 @@ class Suspects:
                 logger.error(f"request {names[again[0]]} is held to be the cause, and refused for {REFUSED:g} s")
 
 
-class MPClient:
-    """An `EngineCoreClient` of an engine process, and of its successor if that one ends.
+class MPClient(EngineCoreClient):
+    """The client of an engine process, and of its successor if that one ends.
 
     Args:
         address: of the engine.
@@ -402,10 +405,6 @@ class MPClient:
             with contextlib.suppress(EngineDeadError, ValueError):  # no engine has it, or this is shut down
                 self._send(Abort(request_id, index, reason))
 
-    def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
-        """See `EngineCoreClient`."""
-        return stream.get(timeout)
-
     def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
         """See `EngineCoreClient`."""
         call_id, waiter = next(self.call_ids), queue.SimpleQueue[Reply | None]()
@@ -425,31 +424,13 @@ class MPClient:
             raise (TimeoutError if reply.late else ValueError)(reply.error)
         return {self.rank: reply.value}
 
-    def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        """See `EngineCoreClient`; here there is one engine."""
-        return self.utility(method, *args, timeout=timeout)
-
-    def collective_rpc(
-        self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
-    ) -> list[Any]:
-        """See `EngineCoreClient`."""
-        return on_all_devices(self, method, timeout, args, kwargs)
-
-    def dp_engines_running(self) -> bool:
-        """See `EngineCoreClient`."""
-        return any(self.utility("has_work").values())
-
-    def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
-        """See `EngineCoreClient`; here there is always one engine."""
-        raise fixed_size(new_data_parallel_size, 1)
-
     def shutdown(self) -> None:
         """Hang up; the engine drops what this client still had running."""
         self.resources()
 
 
-class InprocClient:
-    """An `EngineCoreClient` of an engine in the caller's own process.
+class InprocClient(EngineCoreClient):
+    """The client of an engine in the caller's own process.
 
     The engine runs only while somebody waits: `get_output` steps it until a stream has an output. It ends with its own
     last reference, which may be another one than this client's; its executor sees to that.
@@ -524,23 +505,11 @@ class InprocClient:
             self.step()
         return {0: self.core.utility(method, *args)}
 
-    def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        """See `EngineCoreClient`; here there is one engine."""
-        return self.utility(method, *args)
-
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
         """See `EngineCoreClient`; here a function may be any."""
         return self.core.collective_rpc(method, timeout, args, kwargs)
-
-    def dp_engines_running(self) -> bool:
-        """See `EngineCoreClient`."""
-        return self.core.has_work()
-
-    def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
-        """See `EngineCoreClient`; here there is always one engine."""
-        raise fixed_size(new_data_parallel_size, 1)
 
     def shutdown(self) -> None:
         """Drop what runs, and end the engine."""
@@ -627,11 +596,14 @@ class Connection:
         lost: Callable[[Connection], None] = lambda connection: None,
         send_timeout: float | None = None,
     ):
-        self.address, self.receive, self.connected, self.lost = address, receive, connected, lost
+        self.address, self.receive = address, receive
+        self.connected, self.lost = connected, lost
         self.send_timeout = send_timeout
-        self.codec, self.lock, self.closed = Codec(Message), threading.Lock(), threading.Event()
+        self.codec, self.lock = Codec(Message), threading.Lock()
+        self.closed = threading.Event()
         self.up = threading.Event()
-        self.heard, self.silent, self.far = 0, False, False
+        self.heard, self.silent = 0, False
+        self.far = False
         self.socket = connect(address)
         try:
             for task in (self._run, self._watch):

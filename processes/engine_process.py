@@ -97,7 +97,8 @@ class EngineServer:
         Raises:
             ValueError, WorkerError, ConnectionError: see `EngineCore.step`.
         """
-        inbox, core, checked = self.frames.inbox, self.core, 0.0
+        inbox, core = self.frames.inbox, self.core
+        checked = 0.0
         while True:
             until = time.monotonic() + INBOX_TIME
             while not (core.plans or self.lockstep.running if self.lockstep else core.has_work()) or (

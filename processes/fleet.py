@@ -9,25 +9,27 @@ The process of one engine is in `processes/engine_process.py`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from config import PROG, EngineConfig, stamp_of, weights_in
 from executor import visible_gpus
 from model_config import ModelConfig
 from observe.logs import console, logger
-from processes.child import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, Kept, listen, watch_over
+from processes.child import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, listen, watch_over
 from processes.client import BackgroundResources, MPClient, Suspects
-from processes.coordinator import CoordinatorProcess, DPClient
+from processes.coordinator import CoordinatorProcess
 from processes.engine_process import EngineProcess, sizes_of
 from processes.hosts import FACTS, GateProcess, listed, place_of, read_secret, serve_headless
 from processes.ray_hosts import Launcher
-from processes.routing import Autoscaler, Router
+from processes.routing import DPClient, Router
 
 IDLE_BEATS = 3  # heartbeats in a row by which an engine that drains is done; each client looks oftener than it beats
 
@@ -57,10 +59,6 @@ class Fleet:
         self.gate: GateProcess | None = None
         self.launcher: Launcher | None = None
         self.facts: dict[str, Any] = {}  # of the first engine
-        self.autoscaler: Autoscaler | None = None
-        if config.data_parallel_autoscale is not None:
-            sizes = config.data_parallel_size, config.max_engines
-            self.autoscaler = Autoscaler(config.data_parallel_autoscale, *sizes)
         self.secret = secret
         alone = (config.max_engines == 1 and not secret) or config.data_parallel_external_lb
         self.ranks = [config.first_rank] if alone else list(range(config.max_engines))
@@ -79,8 +77,20 @@ class Fleet:
         """Start the engines, and wait until they are ready, those of other hosts as well.
 
         Raises:
-            ValueError: the port for other hosts cannot be had, or weights that these have are not on this one.
             SystemExit: one does not start, or engines differ in what clients have to know; it has been said why.
+        """
+        try:
+            self._start()
+        except ValueError as error:
+            console.error(f"{PROG}: error: {error}")
+            sys.exit(2)
+
+    def _start(self) -> None:
+        """See `start`.
+
+        Raises:
+            ValueError: the port for other hosts cannot be had, weights that these have are not on this one, or engines
+                differ in what clients have to know.
         """
         if self.coordinator:
             self.coordinator.wait()
@@ -100,11 +110,9 @@ class Fleet:
         for rank, told in facts.items():
             for name in FACTS:
                 if told[name] != self.facts[name]:
-                    console.error(
-                        f"{PROG}: error: {name} is {told[name]!r} in engine {rank} and {self.facts[name]!r} in engine "
-                        f"{self.ranks[0]}"
+                    raise ValueError(
+                        f"{name} is {told[name]!r} in engine {rank} and {self.facts[name]!r} in engine {self.ranks[0]}"
                     )
-                    sys.exit(2)
             self.board.engines[rank] = READY
         self.board.wanted = len(facts)
 
@@ -124,8 +132,7 @@ class Fleet:
             if self.launcher:
                 self.launcher.look()
                 if self.launcher.trouble:
-                    console.error(f"{PROG}: error: {self.launcher.trouble}")
-                    sys.exit(2)
+                    raise ValueError(self.launcher.trouble)
         if not ready:
             sys.exit(2)
 
@@ -179,12 +186,6 @@ class Fleet:
             if not (isinstance(child, EngineProcess) and self._state(child) in unwatched):
                 child.check()
         if self.changing:
-            if self.autoscaler:
-                states = self.board.engines.tolist()
-                changing, wanted = STARTING in states or DRAINING in states, self.board.wanted
-                size = self.autoscaler.look(time.monotonic(), self.board.queue_time, wanted, changing)
-                if size != wanted:  # otherwise what `/scale` asks for at this moment would be lost
-                    self.board.wanted = size
             self._resize(self.board.wanted)
 
     def _state(self, engine: EngineProcess) -> int:
@@ -275,24 +276,24 @@ class Fleet:
             end.close()
 
 
-def launch(config: EngineConfig, children: list[Kept], board: Board, secret: str = "") -> Fleet:
-    """Start the engines and what they need; all of it goes into `children`, and is ready then.
+@contextlib.contextmanager
+def launch(config: EngineConfig, board: Board, secret: str = "") -> Iterator[Fleet]:
+    """The engines and what they need, which are ready within the `with` block, and end with it.
 
     Raises:
         SystemExit: something does not start, and it has been said why.
     """
-    fleet = Fleet(config, board, secret)
-    children.append(fleet)
+    pid, fleet = os.getpid(), Fleet(config, board, secret)
     try:
         fleet.start()
-    except ValueError as error:
-        console.error(f"{PROG}: error: {error}")
-        sys.exit(2)
-    return fleet
+        yield fleet
+    finally:
+        if os.getpid() == pid:  # forked API processes come by here, too
+            fleet.stop()
 
 
 class FleetClient(DPClient):
-    """An `EngineCoreClient` of a script's engines. It starts them, looks after them and ends them.
+    """The client of a script's engines. It starts them, looks after them and ends them.
 
     They are programs of their own, and do not import the script. So it needs no guard of its `__main__` for them.
 
@@ -305,25 +306,19 @@ class FleetClient(DPClient):
 
     def __init__(self, config: EngineConfig):
         check_engines(config)
-        secret, self.children, board = read_secret(config, os.environ), list[Kept](), Board()
+        secret, board = read_secret(config, os.environ), Board()
         ModelConfig.from_folder(config.folder)  # here, because a message of the engine process would only be printed
         resources = BackgroundResources(self)
         with resources.all_or_nothing():
-            resources.add(stop, self.children)
+            launched = launch(dataclasses.replace(config, runs_functions=True), board, secret)
             try:
-                fleet = launch(dataclasses.replace(config, runs_functions=True), self.children, board, secret)
+                self.fleet = fleet = resources.stack.enter_context(launched)
             except SystemExit:
                 raise ValueError("the engine processes have not started; they have said why on stderr") from None
             self.facts, addresses = fleet.facts, [fleet.ends[rank][0] for rank in fleet.ranks]
             coordinator = fleet.coordinator.address if fleet.coordinator else None
             super().__init__(addresses, coordinator, fleet.new_router(), board, resources=resources)
-            resources.run(watch_over, fleet, resources.ended)
-
-
-def stop(children: list[Kept]) -> None:
-    """End processes."""
-    for child in children:
-        child.stop()
+            resources.run(watch_over, fleet.check, resources.ended)
 
 
 def follow_server(config: EngineConfig, secret: str) -> None:

@@ -232,7 +232,8 @@ class Link:
     """
 
     def __init__(self, sock: socket.socket, join: Join, host: str):
-        self.sock, self.node, self.ranks, self.host = sock, join.node, join.ranks, host
+        self.sock, self.node = sock, join.node
+        self.ranks, self.host = join.ranks, host
         self.codec, self.lock = Codec(Message), threading.Lock()
 
     def send(self, message: Message) -> None:
@@ -314,12 +315,14 @@ class Gate:
         coordinator: socket.socket,
         facts: dict[int, dict[str, Any]],
     ):
-        self.secret, self.settings, self.coordinator, self.facts = secret, settings, coordinator, facts
+        self.secret, self.settings = secret, settings
+        self.coordinator, self.facts = coordinator, facts
         self.lock, self.complete = threading.Lock(), threading.Event()
         self.on_facts: Callable[[dict[str, Any]], None] = lambda facts: None
         self.links: dict[int, Link] = {}  # by rank
         self.waiting: dict[str, tuple[int, socket.socket]] = {}  # by ticket: a client's half, and whom it wants
-        self.ranks, self.places, self.refusals = sorted(clients), Places(), Repeated()
+        self.ranks, self.places = sorted(clients), Places()
+        self.refusals = Repeated()
         for rank, theirs in clients.items():
             threading.Thread(target=self._take, args=(rank, theirs), daemon=True).start()
         threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
@@ -500,14 +503,16 @@ class Node:
     """
 
     def __init__(self, config: EngineConfig, secret: str):
-        self.config, self.secret, self.settings = config, secret, settings_of(config)
+        self.config, self.secret = config, secret
+        self.settings = settings_of(config)
         first = config.first_rank
         self.ranks, self.name = list(range(first, first + config.local_engines)), os.urandom(8).hex()
         self.server = place_of(config)
         self.engines: dict[int, Child] = {}
         self.ready: list[int] = []
         self.link: socket.socket | None = None
-        self.lock, self.joined, self.launched = threading.Lock(), threading.Event(), threading.Event()
+        self.lock, self.joined = threading.Lock(), threading.Event()
+        self.launched = threading.Event()
         self.refused = self.trouble = ""
         self.weights: dict[int, dict[str, Any]] = {}
         self.address, listener = socket.socketpair()
@@ -556,7 +561,8 @@ class Node:
         logger.info(f"joined the server at {self.server} with {listed(self.ranks)}")
         self.trouble = ""
         with self.lock:
-            self.link, self.weights, ready = link, answer.weights, list(self.ready)
+            self.link, self.weights = link, answer.weights
+            ready = list(self.ready)
         for rank in ready:
             self._tell(rank)
         self.joined.set()

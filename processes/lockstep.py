@@ -1,4 +1,22 @@
-"""Engines that share experts step together: waves of steps, and where their ranks meet."""
+"""Engines that share experts step together: waves of steps, and where their ranks meet.
+
+    Lockstep, Waves     an engine's part in a wave, and the coordinator's
+    Peers, Meetings     an engine's part in a meeting, and the coordinator's
+
+Engines of a model with experts step together, because each holds some of the experts: while one of them has work, the
+others run empty steps. vLLM's `DPCoordinator` calls such a time a wave, and its engines ask each other every 32 steps
+whether to go on. Here the coordinator announces how many steps every engine runs, `Wave.end`, and raises that number
+before it is reached as long as an engine has work. It never sinks, and no engine steps past it, so all of them stop at
+the same step, however late their messages are. Engines of a dense model step for themselves.
+
+When an engine is gone, or its workers are, the others can't end the step that they are in. Then all of them give it up,
+start their workers anew and compute the tokens of their requests again. The coordinator hears of it first, and tells
+the others. As soon as all engines wait, it names a place where the new workers meet, and a new count of steps begins.
+
+Their number changes in the same way. One that is added comes to the meeting, and one that is taken away is gone. The
+server tells the coordinator how many there are to be. Each engine is told the number when they meet, and divides the
+experts by it.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +122,8 @@ class Peers:
     """
 
     def __init__(self, coordinator: socket.socket, rank: int):
-        self.rank, self.turn, self.met, self.broken = rank, 0, Met(), False
+        self.rank, self.turn = rank, 0
+        self.met, self.broken = Met(), False
         self.news: queue.SimpleQueue[Met] = queue.SimpleQueue()
         self.waiting = False
         self.connection = Connection(coordinator, self._receive, self._introduce)

@@ -16,7 +16,6 @@ class Load:
     rank: int
     waiting: int
     running: int
-    waited: int = 0  # tenths of a second that the next one has waited
 
 
 @dataclass(slots=True)
@@ -26,9 +25,9 @@ class Subscribe:
 
 @dataclass(slots=True)
 class Loads:
-    """Coordinator to client: (waiting, running, waited) of each engine; see `Load`."""
+    """Coordinator to client: (waiting, running) of each engine; see `Load`."""
 
-    loads: list[tuple[int, int, int]]
+    loads: list[tuple[int, int]]
     routed: list[tuple[bytes, int]] = field(default_factory=list)  # (digest, rank) of each `Routed` since the last ones
 
 

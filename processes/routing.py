@@ -1,15 +1,34 @@
-"""Which engine a request goes to, and how many engines there are."""
+"""Several engines behind one server: the router decides which of them gets a request, and `DPClient` sends it there."""
 
 from __future__ import annotations
 
-import math
+import contextlib
 import random
-from collections import OrderedDict
-from collections.abc import Sequence
+import reprlib
+import socket
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from plan import EngineCoreRequest, Health
+from processes.child import READY, Board
+from processes.client import (
+    GONE,
+    BackgroundResources,
+    Connection,
+    EngineCoreClient,
+    EngineDeadError,
+    MPClient,
+    Stream,
+    Suspects,
+    fixed_size,
+    weakly,
+)
+from processes.coordinator import INTERVAL
+from processes.messages import Loads, Routed, Subscribe
 from sequence import chain
 
-QUIET, RASH, LONGEST_QUIET = 60.0, 300.0, 960.0  # seconds; see `Autoscaler`
 WAITING = 4  # running requests that one that waits counts as (vLLM's weight)
 CLOSE = 16  # by so much an engine's load may exceed the least, for the sake of a prefix that it holds
 
@@ -36,10 +55,12 @@ class Router:
     """
 
     def __init__(self, size: int, block_size: int, num_blocks: int = 1 << 14, routers: int = 1, affinity: bool = True):
-        self.size, self.block_size, self.routers, self.affinity = size, block_size, routers, affinity
+        self.size, self.block_size = size, block_size
+        self.routers, self.affinity = routers, affinity
         self.loads = [0] * size
         self.holders: OrderedDict[bytes, int] = OrderedDict()  # by hash, the one least recently asked for first
-        self.most, self.turn, self.latest = size * num_blocks, 0, b""
+        self.most, self.turn = size * num_blocks, 0
+        self.latest = b""
 
     def update(self, loads: Sequence[tuple[int, int]]) -> None:
         """Take the latest (waiting, running) of each engine."""
@@ -73,44 +94,166 @@ class Router:
             self.holders.popitem(last=False)
 
 
-class Autoscaler:
-    """How many engines there should be, by how long requests wait in them.
+class DPClient(EngineCoreClient):
+    """The client of several engines, whose number may change.
 
-    One more is wanted when a request has waited for longer than `target` in two looks in a row, and again when that one
-    serves and it is still so. One fewer is wanted when nothing has waited for a while: QUIET seconds. If that turns out
-    to have been too few within RASH seconds, the next time takes twice as long, up to LONGEST_QUIET, so that a load
-    between two sizes does not have an engine come and go for ever.
+    An engine gets requests as long as it is READY. One that is DRAINING is hung up on when the last of its requests
+    from here has ended; it ends itself when all have hung up, so that no request can be on its way to it.
 
     Args:
-        target: seconds that a request may wait.
-        least, most: engines.
+        addresses: of the engines, also of those that are yet to come.
+        coordinator: its address; None: the loads of engines are not known, because there is one engine.
+        router: of this process.
+        board: has the state of each engine.
+        sizes: the numbers of engines that there may be; None: it does not change.
+        resources: what a subclass has started for this client; None: nothing.
+        suspects: see `MPClient`.
     """
 
-    def __init__(self, target: float, least: int, most: int):
-        self.target, self.least, self.most = target, least, most
-        self.quiet, self.since, self.shrunk = QUIET, 0.0, -math.inf
-        self.late = 0  # looks in a row in which a request had waited for too long
+    def __init__(
+        self,
+        addresses: Sequence[socket.socket],
+        coordinator: socket.socket | None,
+        router: Router,
+        board: Board,
+        sizes: range | None = None,
+        resources: BackgroundResources | None = None,
+        suspects: Suspects | None = None,
+    ):
+        self.addresses, self.router = addresses, router
+        self.board, self.sizes = board, sizes
+        self.clients: dict[int, MPClient] = {}
+        self.suspects = suspects
+        self.adding: Counter[int] = Counter()  # requests that are about to be sent, by engine
+        self.lock, self.looking = threading.Lock(), threading.Lock()
+        self.resources = resources or BackgroundResources(self)
+        self.coordinator: Connection | None = None
+        with self.resources.all_or_nothing():
+            self.resources.add(weakly(self._hang_up))  # if this lives no more, its clients do not either
+            self._look()
+            if coordinator:
+                self.coordinator = Connection(
+                    coordinator, weakly(self._receive), lambda connection: connection.send(Subscribe())
+                )
+                self.resources.add(self.coordinator.close)
+            if sizes:
+                self.resources.run(repeat, weakly(self._look), self.resources.ended)
 
-    def look(self, now: float, queue_time: float, size: int, changing: bool) -> int:
-        """The number of engines that should be there.
+    def _receive(self, message: Loads | Health) -> None:
+        if isinstance(message, Loads):  # without the coordinator, what was sent since then is all that is known
+            with self.lock:
+                self.router.update(message.loads)
+                for digest, rank in message.routed:
+                    self.router.learn(digest, rank)
 
-        Args:
-            now: seconds of any clock.
-            queue_time: seconds that the request has waited which waits longest.
-            size: engines that are wanted now.
-            changing: whether one of them still starts or drains.
-        """
-        if queue_time > 0 or changing:
-            self.since = now
-        self.late = self.late + 1 if queue_time > self.target else 0
-        if changing:
-            return size
-        if self.late >= 2 and size < self.most:
-            if now - self.shrunk < RASH:
-                self.quiet = min(2 * self.quiet, LONGEST_QUIET)
-            self.late, self.shrunk = 0, -math.inf
-            return size + 1
-        if now - self.since >= self.quiet and size > self.least:
-            self.since, self.shrunk = now, now
-            return size - 1
-        return size
+    def _look(self) -> None:
+        """Connect to engines that have become ready, and hang up on those that drain."""
+        with self.looking:  # or an engine would get two connections, of which one is never closed
+            for rank, address in enumerate(self.addresses):
+                state, client = self.board.engines[rank], self.clients.get(rank)
+                if state == READY and not client:
+                    self.clients[rank] = MPClient(address, rank, self.suspects)
+                elif state != READY and client:
+                    with self.lock:
+                        if self.adding[rank] or client.streams or client.calls:
+                            continue
+                        del self.clients[rank]
+                    client.shutdown()
+
+    def _ready(self) -> dict[int, MPClient]:
+        return {rank: client for rank, client in self.clients.items() if self.board.engines[rank] == READY}
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no engine can run requests now; None: one can."""
+        troubles = {rank: client.trouble for rank, client in self._ready().items()}
+        return None if None in troubles.values() else "; ".join(f"engine {i}: {said}" for i, said in troubles.items())
+
+    def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
+        """See `EngineCoreClient`."""
+        self.resources.check()
+        prompt, width = request.prompt_token_ids, request.params.num_sequences
+        tried: set[int] = set()
+        while True:
+            with self.lock:
+                if not (alive := self._ready().keys() - tried):
+                    break
+                well = [rank for rank in alive if self.clients[rank].trouble is None] or sorted(alive)
+                rank = self.router.choose(prompt, request.salt, width, sorted(well))
+                digest, client = self.router.latest, self.clients[rank]
+                self.adding[rank] += 1
+            if digest and self.coordinator and self.router.routers > 1:
+                self.coordinator.send(Routed(digest, rank))
+            try:
+                stream = client.add_request(request, stream)
+                stream.clients.add(self)
+                return stream
+            except EngineDeadError:
+                tried.add(rank)
+            finally:
+                with self.lock:
+                    self.adding[rank] -= 1
+        raise EngineDeadError(self.trouble or GONE)
+
+    def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
+        """See `EngineCoreClient`. Those engines that do not have it do nothing."""
+        for client in list(self.clients.values()):
+            client.abort(request_id, index, reason)
+
+    def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
+        """See `EngineCoreClient`."""
+        self.resources.check()
+        if not (found := self._ask(self.clients, method, args, timeout)):
+            raise EngineDeadError(self.trouble or GONE)
+        return found
+
+    def _ask(
+        self, clients: dict[int, MPClient], method: str, args: Sequence[Any], timeout: float | None
+    ) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        for _, client in sorted(clients.items()):
+            if not client.connection.silent:
+                with contextlib.suppress(EngineDeadError):
+                    found |= client.utility(method, *args, timeout=timeout)
+        return found
+
+    def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
+        """See `EngineCoreClient`. Those that become ready meanwhile are among all; see `Fleet._admit`."""
+        self.resources.check()
+        found: dict[int, Any] = {}
+        called: set[int] = set()
+        while clients := {rank: client for rank, client in self.clients.items() if rank not in called}:
+            called |= clients.keys()
+            found |= self._ask(clients, method, args, timeout)
+            self._look()
+        if not found:
+            raise EngineDeadError(self.trouble or GONE)
+        if missing := sorted(self._ready().keys() - found.keys()):
+            raise EngineDeadError(f"{method} was not done by engines that do not answer: {missing}; ask again")
+        return found
+
+    def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
+        """See `EngineCoreClient`. The main process sees what is wanted, and starts and ends engines; see `Fleet`."""
+        self.resources.check()
+        if not self.sizes:
+            raise fixed_size(new_data_parallel_size, len(self.addresses))
+        if type(new_data_parallel_size) is not int or new_data_parallel_size not in self.sizes:
+            raise ValueError(
+                f"data_parallel_size is {reprlib.repr(new_data_parallel_size)}; it must be from {self.sizes[0]} to "
+                f"{self.sizes[-1]}"
+            )
+        self.board.wanted = new_data_parallel_size
+
+    def shutdown(self) -> None:
+        """See `EngineCoreClient`."""
+        self.resources()
+
+    def _hang_up(self) -> None:
+        for client in list(self.clients.values()):
+            client.shutdown()
+
+
+def repeat(look: Callable[[], None], ended: threading.Event) -> None:
+    """Look every INTERVAL until the end."""
+    while not ended.wait(INTERVAL):
+        look()

@@ -1,12 +1,10 @@
 """Which tokens may come next, where an answer must be what its request says: JSON of a schema, one of some texts, ...
 
-    Grammar      what one or more requests ask for, compiled
     Constraint   where one sequence is: in hidden reasoning, or how far in its grammar
     Grammars     compiles grammars and makes the masks of a step, in threads beside the engine's loop
-    Sandbox      a process in which a grammar is tried first, because it may be made to harm whoever compiles it
 
-llguidance does the parsing: it compiles schemas, regular expressions and Lark to lexers and an Earley parser, and walks
-a tree of the vocabulary for the tokens that fit. All that takes long it does without the GIL.
+A grammar is first tried in another process (`scheduling/sandbox.py`), because it may be made to harm whoever compiles
+it.
 
 A constraint follows from a sequence's output alone. So it need not know of preemption, chunks, swaps or a worker's
 death: whatever happened, it reads those tokens that it has not read.
@@ -15,57 +13,33 @@ death: whatever happened, it reads those tokens that it has not read.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
-import multiprocessing
 import os
-import select
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ints
-from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor, wait
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 
-from executor import end_with_parent, name_process
 from plan import StepPlan, bit_words
-from processes.client import accept, connect
 from sampling_params import SamplingParams, StructuredOutputsParams
+from scheduling.sandbox import LEAST_SIZE, Grammar, Sandbox, brief, compile_text, mask_of, open_vocabulary, text_of
 from sequence import Request, Sequence, SequenceGroup
-from text.schemas import grammar_text, is_small
+from text.schemas import is_small
 
 MAX_CHARS = 2**18  # of a grammar
 MAX_CACHED = 2**28  # bytes of all that is kept
 COMPILE_TIMEOUT = 20.0  # seconds that a request waits for its grammar
 STACK = 2**24  # bytes of the stack of a thread that compiles, or makes masks: more than in the sandbox
-START_TIMEOUT = 60.0  # seconds that the sandbox may take to read the vocabulary
-REMEMBERED = 600.0  # seconds in which a grammar that was refused is refused at once
-LEAST_SIZE, CHAR_SIZE = 2**17, 2**9  # bytes that a grammar takes at least, and that a small one takes per character
+CHAR_SIZE = 2**9  # bytes that a small grammar takes for each character, beside LEAST_SIZE
 COMPILERS = 4  # threads that compile, each for another client
-NICE = 5  # how far a grammar in the sandbox stands back for what serves requests
 MASK_TIMEOUT = 2.0  # seconds that one mask may take
 PATIENCE = 0.005  # seconds that a step waits for masks; sequences whose masks come later are left out of it
 THREADS = 4  # at most
-MAX_LEXER_STATES = 50_000  # of a grammar: up to 2 KiB each
-MAX_SAID = 300  # characters of an error
 ALL = 0xFFFFFFFF  # a word of a mask
-
-
-class Grammar(NamedTuple):
-    """What requests ask for, compiled."""
-
-    matcher: Any  # an LLMatcher at the beginning; its copies are advanced
-    first: np.ndarray  # [words] uint32: the mask there
-    size: int  # bytes that it takes
 
 
 class Constraint:
@@ -79,7 +53,8 @@ class Constraint:
     """
 
     def __init__(self, params: SamplingParams, grammar: Grammar | None, stops: dict[int, int], words: int):
-        self.params, self.stops, self.words = params, stops, words
+        self.params, self.stops = params, stops
+        self.words = words
         self.grammar = grammar
         self.matcher: Any = None  # the grammar's, copied once there is something to read
         self.allowed = grammar.first if grammar else np.full(words, ALL, dtype=np.uint32)  # by the grammar
@@ -152,23 +127,6 @@ class Constraint:
         row = np.zeros(self.words, dtype=np.uint32)
         row[list(words)] = list(words.values())
         return row
-
-
-class Limits(NamedTuple):
-    """What a grammar may take in the sandbox."""
-
-    cpu_time: int = 5  # seconds of a core
-    time: float = 15.0  # seconds by the clock, on a machine that has much else to do
-    memory: int = 2**29  # bytes
-    stack: int = 2**22  # bytes; some 1,500 rules that refer to each other in a chain
-
-
-class Refused(ValueError):
-    """Why a grammar cannot be compiled, and until when that is remembered."""
-
-    def __init__(self, why: str):
-        super().__init__(why)
-        self.until = time.monotonic() + REMEMBERED
 
 
 class Job(NamedTuple):
@@ -406,195 +364,6 @@ class Grammars:
         self.sandbox.close()
 
 
-Held = list[tuple[subprocess.Popen[bytes], socket.socket]]  # a process and its address, if there is one
-
-
-class Sandbox:
-    """A process that tries grammars: one may overflow the stack, take all memory, or never end.
-
-    It reads the vocabulary once, and forks for each grammar. Whatever happens to the fork costs nobody else anything.
-    It is started where it is first needed, ends when this process does, however that ends, and is replaced if it died.
-
-    Args:
-        vocabulary: the arguments of `open_vocabulary`.
-    """
-
-    def __init__(self, *vocabulary: Any):
-        self.vocabulary, self.lock, self.limits = vocabulary, threading.Lock(), Limits()
-        self.held: Held = []
-        self.close = weakref.finalize(self, end_sandbox, self.held, self.lock)
-
-    def start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """The process and its address. It is started unless it is there.
-
-        Raises:
-            ValueError: this is closed.
-        """
-        with self.lock:
-            if not self.close.alive:
-                raise ValueError("structured_outputs cannot be compiled: the engine has ended")
-            if self.held and self.held[0][0].poll() is None:
-                return self.held[0]
-            end_process(self.held)
-            address, listener = socket.socketpair()
-            with listener:
-                process = subprocess.Popen(
-                    [sys.executable, "-P", os.path.abspath(__file__), json.dumps(self.vocabulary)],
-                    stdin=listener.fileno(), stdout=subprocess.DEVNULL, start_new_session=True,
-                    env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-                )  # fmt: skip
-            self.held.append((process, address))
-            return self.held[0]
-
-    def check(self, wanted: StructuredOutputsParams, future: Future[Grammar]) -> tuple[str, int]:
-        """The text of a grammar that can be compiled, and how many bytes it takes then.
-
-        Args:
-            wanted: the grammar.
-            future: what waits for it. If that is cancelled, the fork ends.
-
-        Raises:
-            Refused: it cannot.
-            CancelledError: nobody waits any more.
-            ValueError: there is no such process, which has said why on stderr.
-        """
-        for _ in range(2):  # somebody may have killed it
-            process, address = self.start()
-            try:
-                return self._ask(address, wanted, future)
-            except OSError:
-                if future.cancelled():
-                    raise CancelledError from None
-                process.kill()
-                process.wait()
-        raise ValueError("structured_outputs cannot be compiled now: the process that tries them has ended")
-
-    def _ask(self, address: socket.socket, wanted: StructuredOutputsParams, future: Future[Grammar]) -> tuple[str, int]:
-        with connect(address) as sock, sock.makefile("rb") as file:
-            sock.settimeout(START_TIMEOUT)
-            future.add_done_callback(lambda _: hang_up(sock))
-            sock.sendall(json.dumps([dataclasses.asdict(wanted), self.limits]).encode() + b"\n")
-            said: dict[str, Any] = {}
-            while "exit" not in said:
-                if not (line := file.readline()):
-                    raise ConnectionError("the process has ended")
-                said |= json.loads(line)
-        if said["exit"]:
-            raise Refused(reason(said["exit"], self.limits))
-        if "error" in said:
-            raise Refused(said["error"])
-        return said["text"], said["size"]
-
-
-def hang_up(sock: socket.socket) -> None:
-    """Tell the other end of a socket, and whoever reads from this one, that there is nobody any more."""
-    with contextlib.suppress(OSError):  # it is closed
-        sock.shutdown(socket.SHUT_RDWR)
-
-
-def end_sandbox(held: Held, lock: threading.Lock) -> None:
-    """End a sandbox's process, if there is one, once nobody is about to start another."""
-    with lock:
-        end_process(held)
-
-
-def end_process(held: Held) -> None:
-    """End a sandbox's process; the list is empty afterwards."""
-    while held:
-        process, address = held.pop()
-        address.close()
-        process.kill()
-        process.wait()
-
-
-def reason(code: int, limits: Limits) -> str:
-    """Why a grammar is refused that has ended the process which compiled it, with this code."""
-    number = -code
-    if number in (signal.SIGSEGV, signal.SIGBUS):
-        why = "its rules or parts lie in each other, or refer to each other, too deeply"
-    elif number in (signal.SIGXCPU, signal.SIGALRM):
-        why = f"that takes more than {limits.cpu_time} s"
-    elif number in (signal.SIGABRT, signal.SIGKILL):
-        why = f"that takes more than {limits.memory >> 20} MiB of memory"
-    else:
-        why = f"the process that tried has ended with the code {code}"
-    return f"structured_outputs cannot be compiled: {why}"
-
-
-def sandbox_main() -> None:
-    """What the sandbox's process runs, until no process is left that could send a grammar."""
-    name_process("grammars")
-    end_with_parent(signal.SIGKILL)
-    folder, vocab_size, eos_token_ids = json.loads(sys.argv[1])
-    tokenizer, words = open_vocabulary(folder, vocab_size, eos_token_ids), -(-vocab_size // 32)
-    compile_text(tokenizer, text_of(StructuredOutputsParams(grammar='start: "a"')), words, 0)  # loads what forks need
-    listener, context = socket.socket(fileno=0), multiprocessing.get_context("fork")
-    forks: dict[int, tuple[Any, socket.socket]] = {}  # by what says that they end: each, and who waits for it
-    clients: dict[int, Any] = {}  # the forks by who waits for them
-    events = select.poll()
-    events.register(listener, select.POLLIN)
-    while True:
-        for ready, _ in events.poll():
-            if ready == listener.fileno():
-                if not (client := accept(listener)):
-                    os._exit(0)
-                process = context.Process(target=attempt, args=(tokenizer, words, client))
-                process.start()
-                forks[process.sentinel], clients[client.fileno()] = (process, client), process
-                events.register(process.sentinel, select.POLLIN)
-                events.register(client, 0)  # which tells when it has hung up, and nothing else
-            elif ready in clients:
-                clients.pop(ready).kill()
-                events.unregister(ready)
-            elif ready in forks:
-                process, client = forks.pop(ready)
-                events.unregister(ready)
-                if clients.pop(client.fileno(), None):
-                    events.unregister(client)
-                process.join()
-                with client, contextlib.suppress(OSError):  # nobody waits any more
-                    client.sendall(json.dumps({"exit": process.exitcode}).encode() + b"\n")
-
-
-def attempt(tokenizer: Any, words: int, client: socket.socket) -> None:
-    """In a fork: compile the grammar that a client sends, within limits, and tell what came of it."""
-    import resource  # here, because Windows has none
-
-    end_with_parent(signal.SIGKILL)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library writes there how it dies
-    os.nice(NICE)
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory is short, this ends first
-    with client.makefile("rb") as lines:
-        asked, sizes = json.loads(lines.readline())
-    wanted, limits = StructuredOutputsParams(**asked), Limits(*sizes)
-    signal.setitimer(signal.ITIMER_REAL, limits.time)
-    space = psutil.Process().memory_info().vms + limits.memory
-    for name, most in (("CORE", 0), ("CPU", limits.cpu_time), ("AS", space)):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # this system lacks it, or a lower one holds
-            number = getattr(resource, f"RLIMIT_{name}")
-            resource.setrlimit(number, (most, resource.getrlimit(number)[1]))
-    said: dict[str, Any] = {}
-
-    def run() -> None:
-        try:
-            before = own_memory()
-            text = text_of(wanted)
-            grammar = compile_text(tokenizer, text, words, 0)
-            grammar.matcher.deep_copy()
-            said.update(text=text, size=max(own_memory() - before, LEAST_SIZE))
-        except MemoryError:
-            said["error"] = reason(-signal.SIGABRT, limits)
-        except Refused as error:
-            said["error"] = str(error)
-
-    threading.stack_size(limits.stack)
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    client.sendall(json.dumps(said).encode() + b"\n")
-
-
 def submit(pool: ThreadPoolExecutor, task: Callable[..., Any], *args: Any) -> Future[Any]:
     """Have a pool run a task, in a thread whose stack is large enough for what went through the sandbox."""
     usual = threading.stack_size(STACK)
@@ -616,46 +385,6 @@ def size_of(entry: tuple[StructuredOutputsParams, Future[Grammar]]) -> int:
     return 2 * wanted.size + (future.result().size if known else 0)
 
 
-def own_memory() -> int:
-    """Bytes of memory that this process has, without what it shares by files."""
-    memory = psutil.Process().memory_info()
-    return memory.rss - getattr(memory, "shared", 0)
-
-
-def text_of(wanted: StructuredOutputsParams) -> str:
-    """The grammar for llguidance of what is asked for.
-
-    Raises:
-        Refused: it is malformed.
-    """
-    try:
-        return grammar_text(wanted)
-    except MemoryError:
-        raise
-    except Exception as error:  # the converter of GBNF raises its own
-        raise Refused(f"structured_outputs cannot be read: {brief(str(error))}") from None
-
-
-def compile_text(tokenizer: Any, text: str, words: int, size: int) -> Grammar:
-    """Compile a grammar of llguidance.
-
-    Raises:
-        Refused: it is none, or too complex.
-    """
-    from llguidance import LLMatcher, LLParserLimits
-
-    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-    try:
-        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
-        first = mask_of(matcher, words)
-    except BaseException as error:  # the library's panics are not even Exceptions
-        raise Refused(f"structured_outputs cannot be compiled: {brief(str(error))}") from None
-    if matcher.is_error() or not first.any():
-        said = brief(matcher.get_error()) or "they allow no text"
-        raise Refused(f"structured_outputs cannot be compiled: {said}")
-    return Grammar(matcher, first, size)
-
-
 def samples(seq: Sequence, computed: int) -> bool:
     """Whether a row that brings a sequence to so many computed tokens draws a token by a mask."""
     return seq.group.request.params.constrained and computed == len(seq.tokens)
@@ -664,35 +393,3 @@ def samples(seq: Sequence, computed: int) -> bool:
 def awaits_token(seq: Sequence) -> bool:
     """Whether a step in flight brings a sequence's next token, on which depends what may follow it."""
     return seq.num_computed >= len(seq.tokens)
-
-
-def brief(error: str) -> str:
-    """An error of the library in a line, which may quote a grammar at length."""
-    return " ".join(error.split())[:MAX_SAID]
-
-
-def mask_of(matcher: Any, words: int) -> np.ndarray:
-    """The mask [words] uint32 of what a matcher allows next; nothing, if it is in error."""
-    mask = np.zeros(words, dtype=np.uint32)
-    if not matcher.is_error():
-        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-    return mask
-
-
-def open_vocabulary(folder: str, vocab_size: int, eos_token_ids: Ints[int]) -> Any:
-    """The LLTokenizer of a model's folder, as `Grammars` wants it.
-
-    Raises:
-        ValueError: the model has no tokenizer, or names no token that ends an answer.
-    """
-    from llguidance import LLTokenizer
-
-    from tokenizer import tokenizer_json
-
-    if not (ends := [token for token in eos_token_ids if token < vocab_size]):
-        raise ValueError("structured_outputs need a model that names its end-of-sequence token, and this one does not")
-    return LLTokenizer(tokenizer_json(folder), n_vocab=vocab_size, eos_token=ends)
-
-
-if __name__ == "__main__":
-    sandbox_main()

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 import bench_scale
-from bench import show
-from bench_elastic import autoscale_figures
 from bench_scale import (
     APPS,
     PAUSE,
@@ -164,15 +162,3 @@ def test_loads_figures():
     (figure,) = loads_figures([3], messages=30)
     assert figure["engines"] == 3 and figure["Load messages/s taken"] > 0
     assert figure["Load bytes"] < 45 and figure["Loads bytes"] < 40
-
-
-def test_the_rule_by_queue_time_on_a_trace(tmp_path, capsys):
-    trace = tmp_path / "trace.csv"
-    with trace.open("w") as file:
-        rows = [(f"2023-11-16 18:{i // 60:02}:{i % 60:02}.0000000", 20_000, 400) for i in range(300)]
-        csv.writer(file).writerows([("TIMESTAMP", "ContextTokens", "GeneratedTokens"), *rows])
-    one, two, ruled = autoscale_figures(trace, 1, [0.5], 2, 5.0)
-    assert one["requests"] == 300 and one["queue_longest"] > 20 > 5 > two["queue_longest"]
-    assert ruled["engines"] == "1 to 2" and one["engine_hours"] < ruled["engine_hours"] <= two["engine_hours"]
-    show([one, two, ruled])
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["target", "-", "-", "0.5"]

@@ -38,10 +38,9 @@ from processes.client import (
     read_frames,
     to_frame,
 )
-from processes.coordinator import DPClient
 from processes.engine_process import EngineServer
 from processes.fleet import FleetClient
-from processes.routing import Router
+from processes.routing import DPClient, Router
 from ring import STALL, Codec
 from served import ROOT, eventually
 
@@ -307,9 +306,10 @@ def test_a_client_under_gevent_comes_back_after_it_hung_up():
     code = """if True:
         from gevent import monkey
         monkey.patch_all()
-        import socket, time, client, processes
+        import socket, time
+        from processes import child, client
         address, listener = socket.socketpair()
-        server, lost = processes.FrameServer(listener), []
+        server, lost = child.FrameServer(listener), []
         connection = client.Connection(address, print, lost=lost.append)
         assert connection.up.is_set()
         connection._hang_up()

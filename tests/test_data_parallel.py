@@ -30,12 +30,12 @@ from executor import visible_gpus
 from plan import EngineCoreRequest, Health, Met
 from processes.child import READY, Board
 from processes.client import Connection, EngineDeadError, MPClient, Stream
-from processes.coordinator import IDLE, Coordinator, DPClient
+from processes.coordinator import IDLE, Coordinator
 from processes.engine_process import EngineServer
 from processes.fleet import check_engines
 from processes.lockstep import WAVE_STEPS, Lockstep, Waves
 from processes.messages import Load, Loads, Subscribe, Wave, WaveReport
-from processes.routing import CLOSE, Router
+from processes.routing import CLOSE, DPClient, Router
 from sampling_params import SamplingParams
 from served import Server, alive, eventually, serving
 from test_survival import Reader, command
@@ -222,7 +222,7 @@ def test_the_coordinator_publishes_loads_and_waves(coordinator):
     engines[1].send(Load(1, 3, 4))
     engines[1].send(WaveReport(1, 0, True, engines=2))
     assert [heard[rank].get(timeout=10) for rank in range(2)] == [Wave(WAVE_STEPS)] * 2
-    assert heard[2].get(timeout=10) == Loads([IDLE, (3, 4, 0)])
+    assert heard[2].get(timeout=10) == Loads([IDLE, (3, 4)])
     engines[1].close()  # it dies
     assert heard[2].get(timeout=10) == Loads([IDLE, IDLE])
     engines[0].send(WaveReport(0, WAVE_STEPS, True, engines=2))
@@ -331,9 +331,7 @@ class ClientStandIn:
 def stand_ins(monkeypatch: pytest.MonkeyPatch, on_call: Callable[[int], None] = lambda rank: None) -> list[int]:
     """Have a `DPClient` connect to stand-ins; returns the ranks that will have been called."""
     called: list[int] = []
-    monkeypatch.setattr(
-        "processes.coordinator.MPClient", lambda address, rank, *_: ClientStandIn(rank, called, on_call)
-    )
+    monkeypatch.setattr("processes.routing.MPClient", lambda address, rank, *_: ClientStandIn(rank, called, on_call))
     return called
 
 
@@ -381,7 +379,7 @@ def test_an_engine_gets_one_connection_however_many_look_for_it(monkeypatch):
             other.join(0.1)  # it waits for its turn
         return ClientStandIn(rank, [], lambda rank: None)
 
-    monkeypatch.setattr("processes.coordinator.MPClient", connect)
+    monkeypatch.setattr("processes.routing.MPClient", connect)
     board.engines[0] = READY
     client._look()
     other.join(10)

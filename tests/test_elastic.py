@@ -22,10 +22,9 @@ from api.routes import Api
 from config import DEMO, EngineConfig, stamp_of
 from observe.logs import logger
 from processes.child import DRAINING, READY, STARTING, Board
-from processes.coordinator import DPClient
 from processes.engine_process import EngineProcess
 from processes.fleet import Fleet
-from processes.routing import LONGEST_QUIET, QUIET, RASH, Autoscaler, Router
+from processes.routing import DPClient, Router
 from ring import Watchdog
 from scripted import FACTS, TOKENIZER, refusal
 from served import Server, alive, eventually, serving
@@ -34,50 +33,6 @@ from test_data_parallel import counts
 from test_survival import Reader, command
 
 FLAGS = ("--data-parallel-size-max", "3", "--threads", "1", "--block-size", "16", "--api-server-count", "2")
-
-
-# --- the rule ---------------------------------------------------------------------------------------------------------
-
-
-def run(scaler: Autoscaler, size: int, waits: list[float], begin: float = 0.0, step: float = 1.0) -> list[int]:
-    """The sizes that the rule asks for, look by look, where each is there at once."""
-    sizes = []
-    for i, waited in enumerate(waits):
-        size = scaler.look(begin + step * i, waited, size, False)
-        sizes.append(size)
-    return sizes
-
-
-def test_one_long_wait_is_not_enough_and_two_are():
-    assert run(Autoscaler(0.5, 1, 4), 1, [0.6, 0.0, 0.6, 0.4, 0.6, 0.6, 0.6, 0.6]) == [1, 1, 1, 1, 1, 2, 2, 3]
-
-
-def test_nothing_is_decided_while_an_engine_comes_or_goes():
-    scaler = Autoscaler(0.5, 1, 4)
-    assert [scaler.look(i, 9.0, 2, True) for i in range(5)] == [2] * 5
-    assert scaler.look(5, 9.0, 2, False) == 3
-    scaler = Autoscaler(0.5, 1, 4)
-    assert [scaler.look(i, 0.0, 2, i < 100) for i in range(100)] == [2] * 100
-    assert scaler.look(99 + QUIET - 1, 0.0, 2, False) == 2 and scaler.look(99 + QUIET, 0.0, 2, False) == 1
-
-
-def test_the_size_keeps_to_its_range():
-    assert run(Autoscaler(0.1, 1, 2), 1, [9.0] * 10)[-1] == 2
-    assert run(Autoscaler(0.1, 2, 5), 3, [0.0] * 500)[-1] == 2
-
-
-def test_who_has_shrunk_too_soon_waits_longer_the_next_time():
-    scaler, size, now, pauses = Autoscaler(0.5, 1, 2), 2, 0.0, []
-    for _ in range(7):
-        quiet = 0
-        while size == 2:
-            size = scaler.look(now, 0.0, size, False)
-            now, quiet = now + 1, quiet + 1
-        pauses.append(quiet)
-        size = run(scaler, size, [1.0, 1.0], now)[-1]
-        now += 2
-    assert all(abs(pause - min(QUIET * 2**i, LONGEST_QUIET)) <= 2 for i, pause in enumerate(pauses))
-    assert run(Autoscaler(0.5, 1, 2), 2, [0.0] * int(QUIET + RASH + 10))[-1] == 1
 
 
 # --- the route --------------------------------------------------------------------------------------------------------
@@ -253,14 +208,9 @@ def test_an_engine_that_drains_is_ready_again_only_with_the_newest_weights(fleet
 
 
 def test_what_is_asked_for_while_the_parent_decides_is_not_lost(fleet: Fleet, monkeypatch) -> None:
-    def look(now: float, queue_time: float, size: int, changing: bool) -> int:
-        fleet.board.wanted = 3
-        return size
-
-    fleet.autoscaler, fleet.facts["device"] = SimpleNamespace(look=look), "cuda"  # type: ignore[assignment]
+    fleet.board.wanted, fleet.facts["device"] = 3, "cuda"
     fleet.check()
-    assert fleet.board.wanted == 3 and list(fleet.engines) == [0, 1, 2]
-    fleet.autoscaler = None
+    assert list(fleet.engines) == [0, 1, 2]
 
     def fail(timeout: float = 0) -> bool:
         fleet.board.wanted = 1
@@ -449,20 +399,6 @@ def test_an_engine_that_is_added_during_an_update_has_the_new_weights(tmp_path: 
         assert {answer["system_fingerprint"] for answer in answers} == {"weights-1"}
         assert min(counts(server, "generation_tokens_total").values()) > 0
         assert "engine process 1 is started anew" in server.log.read_text()
-
-
-@pytest.mark.long
-def test_engines_come_when_requests_wait(tmp_path: Path) -> None:
-    flags = (*FLAGS[:-2], "--data-parallel-autoscale", "0.3", "--max-num-seqs", "2", "--max-num-batched-tokens", "64")
-    with serving(tmp_path, *flags) as server:
-        readers = [Reader(server, prompt=f"{i} once", max_tokens=400) for i in range(8)]
-        eventually(lambda: scaling(server)["ready"] >= 2, 60)
-        while not counts(server, "generation_tokens_total").get("1"):  # until the API process has looked, too
-            readers.append(Reader(server, prompt=f"{len(readers)} late", max_tokens=8))
-            readers[-1].join(60)
-        for reader in readers:
-            reader.join(120)
-            assert reader.ended and not reader.error
 
 
 def test_a_server_behind_others_balance_has_one_engine_with_its_rank(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -296,9 +297,9 @@ class Engines:
     def __init__(self, folder: Path, **fields: Any):
         options = {"dtype": "float32", "device": "cpu", "block_size": 16, "max_num_seqs": 8}
         options |= {"data_parallel_size": 2, "skip_tokenizer_init": True, "max_num_batched_tokens": 32}
-        self.children: list[Any] = []
-        self.board = Board()
-        self.fleet = fleet = launch(EngineConfig(str(folder), **options | EP | fields), self.children, self.board)
+        self.launched, self.board = contextlib.ExitStack(), Board()
+        config = EngineConfig(str(folder), **options | EP | fields)
+        self.fleet = fleet = self.launched.enter_context(launch(config, self.board))
         assert fleet.coordinator
         self.engines, self.coordinator = [*fleet.engines.values()], fleet.coordinator
         self.clients = [MPClient(engine.address) for engine in self.engines]
@@ -309,8 +310,7 @@ class Engines:
 
     def check(self) -> None:
         while not self.ended.wait(0.2):
-            for child in self.children:
-                child.check()
+            self.fleet.check()
 
     def add(self, rank: int, prompt: list[int], count: int) -> Any:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
@@ -321,8 +321,7 @@ class Engines:
         self.watch.join()
         for client in self.clients:
             client.shutdown()
-        for child in reversed(self.children):
-            child.stop()
+        self.launched.close()
 
 
 def read(stream: Any) -> list[int]:

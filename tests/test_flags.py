@@ -204,7 +204,7 @@ def completions(line: str, place: int) -> set[str]:
 @pytest.mark.parametrize(
     ("line", "place", "words"),
     [
-        ("python server.py c", 2, {"chat", "complete"}),
+        ("python server.py c", 2, {"chat", "complete", "cpu/"}),
         ("./server.py dem", 1, {"demo/"}),
         ("manta complete demo --top", 1, {"--top-k", "--top-p"}),
         ("python server.py batch --dtype f", 2, {"float", "float16", "float32"}),

@@ -14,7 +14,8 @@ import pytest
 
 from conftest import DEMO
 from engine import StructuredOutputsParams
-from scheduling.grammar import Grammars, Limits
+from scheduling.grammar import Grammars
+from scheduling.sandbox import Limits
 from served import eventually
 from text.schemas import is_small
 
@@ -128,7 +129,7 @@ def test_what_is_certainly_small(asked, small):
 
 
 def test_a_grammar_that_was_refused_is_tried_again_later(grammars, monkeypatch):
-    monkeypatch.setattr("scheduling.grammar.REMEMBERED", -1.0)
+    monkeypatch.setattr("scheduling.sandbox.REMEMBERED", -1.0)
     wanted = StructuredOutputsParams(regex="(")
     refused = grammars.compile(wanted)
     assert refused.exception(30) and grammars.compile(wanted) is not refused

@@ -265,7 +265,7 @@ def test_its_caller_may_run_the_loop(monkeypatch, llm):
     for i in range(3):
         engine.add_request(str(i), "To be", LONG)
     engine.step()
-    os.kill(engine.client.children[0].children[0].process.pid, signal.SIGKILL)
+    os.kill(engine.client.fleet.children[0].process.pid, signal.SIGKILL)
     with pytest.raises(EngineDeadError, match="the engine process has ended"):
         finish()
     assert not engine.has_unfinished_requests()

@@ -1,0 +1,336 @@
+"""Grammars are compiled, and first tried in a process that may come to harm.
+
+    Grammar        what one or more requests ask for, compiled; `compile_text` does it
+    Sandbox        the process in which a grammar is tried first
+    sandbox_main   what it runs, which is this file
+
+llguidance does the parsing: it compiles schemas, regular expressions and Lark to lexers and an Earley parser, and walks
+a tree of the vocabulary for the tokens that fit. All that takes long it does without the GIL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence as Ints
+from concurrent.futures import CancelledError, Future
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+
+from config import run_file
+from executor import end_with_parent, name_process
+from sampling_params import StructuredOutputsParams
+from text.schemas import grammar_text
+
+START_TIMEOUT = 60.0  # seconds that the sandbox may take to read the vocabulary
+REMEMBERED = 600.0  # seconds in which a grammar that was refused is refused at once
+LEAST_SIZE = 2**17  # bytes that a grammar takes at least
+NICE = 5  # how far a grammar in the sandbox stands back for what serves requests
+MAX_LEXER_STATES = 50_000  # of a grammar: up to 2 KiB each
+MAX_SAID = 300  # characters of an error
+
+
+class Grammar(NamedTuple):
+    """What requests ask for, compiled."""
+
+    matcher: Any  # an LLMatcher at the beginning; its copies are advanced
+    first: np.ndarray  # [words] uint32: the mask there
+    size: int  # bytes that it takes
+
+
+class Limits(NamedTuple):
+    """What a grammar may take in the sandbox."""
+
+    cpu_time: int = 5  # seconds of a core
+    time: float = 15.0  # seconds by the clock, on a machine that has much else to do
+    memory: int = 2**29  # bytes
+    stack: int = 2**22  # bytes; some 1,500 rules that refer to each other in a chain
+
+
+class Refused(ValueError):
+    """Why a grammar cannot be compiled, and until when that is remembered."""
+
+    def __init__(self, why: str):
+        super().__init__(why)
+        self.until = time.monotonic() + REMEMBERED
+
+
+def text_of(wanted: StructuredOutputsParams) -> str:
+    """The grammar for llguidance of what is asked for.
+
+    Raises:
+        Refused: it is malformed.
+    """
+    try:
+        return grammar_text(wanted)
+    except MemoryError:
+        raise
+    except Exception as error:  # the converter of GBNF raises its own
+        raise Refused(f"structured_outputs cannot be read: {brief(str(error))}") from None
+
+
+def compile_text(tokenizer: Any, text: str, words: int, size: int) -> Grammar:
+    """Compile a grammar of llguidance.
+
+    Raises:
+        Refused: it is none, or too complex.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    try:
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        first = mask_of(matcher, words)
+    except BaseException as error:  # the library's panics are not even Exceptions
+        raise Refused(f"structured_outputs cannot be compiled: {brief(str(error))}") from None
+    if matcher.is_error() or not first.any():
+        said = brief(matcher.get_error()) or "they allow no text"
+        raise Refused(f"structured_outputs cannot be compiled: {said}")
+    return Grammar(matcher, first, size)
+
+
+def open_vocabulary(folder: str, vocab_size: int, eos_token_ids: Ints[int]) -> Any:
+    """The LLTokenizer of a model's folder, as `Grammars` wants it.
+
+    Raises:
+        ValueError: the model has no tokenizer, or names no token that ends an answer.
+    """
+    from llguidance import LLTokenizer
+
+    from tokenizer import tokenizer_json
+
+    if not (ends := [token for token in eos_token_ids if token < vocab_size]):
+        raise ValueError("structured_outputs need a model that names its end-of-sequence token, and this one does not")
+    return LLTokenizer(tokenizer_json(folder), n_vocab=vocab_size, eos_token=ends)
+
+
+def mask_of(matcher: Any, words: int) -> np.ndarray:
+    """The mask [words] uint32 of what a matcher allows next; nothing, if it is in error."""
+    mask = np.zeros(words, dtype=np.uint32)
+    if not matcher.is_error():
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    return mask
+
+
+def brief(error: str) -> str:
+    """An error of the library in a line, which may quote a grammar at length."""
+    return " ".join(error.split())[:MAX_SAID]
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+Held = list[tuple[subprocess.Popen[bytes], socket.socket]]  # a process and its address, if there is one
+
+
+class Sandbox:
+    """A process that tries grammars: one may overflow the stack, take all memory, or never end.
+
+    It reads the vocabulary once, and forks for each grammar. Whatever happens to the fork costs nobody else anything.
+    It is started where it is first needed, ends when this process does, however that ends, and is replaced if it died.
+
+    Args:
+        vocabulary: the arguments of `open_vocabulary`.
+    """
+
+    def __init__(self, *vocabulary: Any):
+        self.vocabulary, self.lock = vocabulary, threading.Lock()
+        self.limits = Limits()
+        self.held: Held = []
+        self.close = weakref.finalize(self, end_sandbox, self.held, self.lock)
+
+    def start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """The process and its address. It is started unless it is there.
+
+        Raises:
+            ValueError: this is closed.
+        """
+        with self.lock:
+            if not self.close.alive:
+                raise ValueError("structured_outputs cannot be compiled: the engine has ended")
+            if self.held and self.held[0][0].poll() is None:
+                return self.held[0]
+            end_process(self.held)
+            address, listener = socket.socketpair()
+            with listener:
+                vocabulary = json.dumps(self.vocabulary)
+                process = run_file(
+                    __file__, vocabulary, stdin=listener, stdout=subprocess.DEVNULL, start_new_session=True
+                )
+            self.held.append((process, address))
+            return self.held[0]
+
+    def check(self, wanted: StructuredOutputsParams, future: Future[Grammar]) -> tuple[str, int]:
+        """The text of a grammar that can be compiled, and how many bytes it takes then.
+
+        Args:
+            wanted: the grammar.
+            future: what waits for it. If that is cancelled, the fork ends.
+
+        Raises:
+            Refused: it cannot.
+            CancelledError: nobody waits any more.
+            ValueError: there is no such process, which has said why on stderr.
+        """
+        for _ in range(2):  # somebody may have killed it
+            process, address = self.start()
+            try:
+                return self._ask(address, wanted, future)
+            except OSError:
+                if future.cancelled():
+                    raise CancelledError from None
+                process.kill()
+                process.wait()
+        raise ValueError("structured_outputs cannot be compiled now: the process that tries them has ended")
+
+    def _ask(self, address: socket.socket, wanted: StructuredOutputsParams, future: Future[Grammar]) -> tuple[str, int]:
+        sock, theirs = socket.socketpair()
+        with sock, sock.makefile("rb") as file:
+            with theirs:
+                socket.send_fds(address, [b"\0"], [theirs.fileno()])
+            sock.settimeout(START_TIMEOUT)
+            future.add_done_callback(lambda _: hang_up(sock))
+            sock.sendall(json.dumps([dataclasses.asdict(wanted), self.limits]).encode() + b"\n")
+            said: dict[str, Any] = {}
+            while "exit" not in said:
+                if not (line := file.readline()):
+                    raise ConnectionError("the process has ended")
+                said |= json.loads(line)
+        if said["exit"]:
+            raise Refused(reason(said["exit"], self.limits))
+        if "error" in said:
+            raise Refused(said["error"])
+        return said["text"], said["size"]
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Tell the other end of a socket, and whoever reads from this one, that there is nobody any more."""
+    with contextlib.suppress(OSError):  # it is closed
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def end_sandbox(held: Held, lock: threading.Lock) -> None:
+    """End a sandbox's process, if there is one, once nobody is about to start another."""
+    with lock:
+        end_process(held)
+
+
+def end_process(held: Held) -> None:
+    """End a sandbox's process; the list is empty afterwards."""
+    while held:
+        process, address = held.pop()
+        address.close()
+        process.kill()
+        process.wait()
+
+
+def reason(code: int, limits: Limits) -> str:
+    """Why a grammar is refused that has ended the process which compiled it, with this code."""
+    number = -code
+    if number in (signal.SIGSEGV, signal.SIGBUS):
+        why = "its rules or parts lie in each other, or refer to each other, too deeply"
+    elif number in (signal.SIGXCPU, signal.SIGALRM):
+        why = f"that takes more than {limits.cpu_time} s"
+    elif number in (signal.SIGABRT, signal.SIGKILL):
+        why = f"that takes more than {limits.memory >> 20} MiB of memory"
+    else:
+        why = f"the process that tried has ended with the code {code}"
+    return f"structured_outputs cannot be compiled: {why}"
+
+
+def sandbox_main() -> None:
+    """What the sandbox's process runs, until no process is left that could send a grammar."""
+    name_process("grammars")
+    end_with_parent(signal.SIGKILL)
+    folder, vocab_size, eos_token_ids = json.loads(sys.argv[1])
+    tokenizer, words = open_vocabulary(folder, vocab_size, eos_token_ids), -(-vocab_size // 32)
+    compile_text(tokenizer, text_of(StructuredOutputsParams(grammar='start: "a"')), words, 0)  # loads what forks need
+    listener, context = socket.socket(fileno=0), multiprocessing.get_context("fork")
+    forks: dict[int, tuple[Any, socket.socket]] = {}  # by what says that they end: each, and who waits for it
+    clients: dict[int, Any] = {}  # the forks by who waits for them
+    events = select.poll()
+    events.register(listener, select.POLLIN)
+    while True:
+        for ready, _ in events.poll():
+            if ready == listener.fileno():
+                _, fds, _, _ = socket.recv_fds(listener, 1, 1)
+                if not fds:
+                    os._exit(0)
+                client = socket.socket(fileno=fds[0])
+                process = context.Process(target=attempt, args=(tokenizer, words, client))
+                process.start()
+                forks[process.sentinel], clients[client.fileno()] = (process, client), process
+                events.register(process.sentinel, select.POLLIN)
+                events.register(client, 0)  # which tells when it has hung up, and nothing else
+            elif ready in clients:
+                clients.pop(ready).kill()
+                events.unregister(ready)
+            elif ready in forks:
+                process, client = forks.pop(ready)
+                events.unregister(ready)
+                if clients.pop(client.fileno(), None):
+                    events.unregister(client)
+                process.join()
+                with client, contextlib.suppress(OSError):  # nobody waits any more
+                    client.sendall(json.dumps({"exit": process.exitcode}).encode() + b"\n")
+
+
+def attempt(tokenizer: Any, words: int, client: socket.socket) -> None:
+    """In a fork: compile the grammar that a client sends, within limits, and tell what came of it."""
+    import resource  # here, because Windows has none
+
+    end_with_parent(signal.SIGKILL)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library writes there how it dies
+    os.nice(NICE)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory is short, this ends first
+    with client.makefile("rb") as lines:
+        asked, sizes = json.loads(lines.readline())
+    wanted, limits = StructuredOutputsParams(**asked), Limits(*sizes)
+    signal.setitimer(signal.ITIMER_REAL, limits.time)
+    space = psutil.Process().memory_info().vms + limits.memory
+    for name, most in (("CORE", 0), ("CPU", limits.cpu_time), ("AS", space)):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # this system lacks it, or a lower one holds
+            number = getattr(resource, f"RLIMIT_{name}")
+            resource.setrlimit(number, (most, resource.getrlimit(number)[1]))
+    said: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            before = own_memory()
+            text = text_of(wanted)
+            grammar = compile_text(tokenizer, text, words, 0)
+            grammar.matcher.deep_copy()
+            said.update(text=text, size=max(own_memory() - before, LEAST_SIZE))
+        except MemoryError:
+            said["error"] = reason(-signal.SIGABRT, limits)
+        except Refused as error:
+            said["error"] = str(error)
+
+    threading.stack_size(limits.stack)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    client.sendall(json.dumps(said).encode() + b"\n")
+
+
+def own_memory() -> int:
+    """Bytes of memory that this process has, without what it shares by files."""
+    memory = psutil.Process().memory_info()
+    return memory.rss - getattr(memory, "shared", 0)
+
+
+if __name__ == "__main__":
+    sandbox_main()
