@@ -7,12 +7,16 @@ import os
 import re
 import reprlib
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, BinaryIO
 
+from flask import Flask, Response, request, send_file
+
 from api.fields import ApiError, without_folders
+from api.http import allowed_origin, body_of, reply
 from api.options import ServerConfig
+from api.routes import Api
 from processes.child import DRAINING, READY, STARTING, Board
 from processes.client import EngineCoreClient
 
@@ -130,3 +134,38 @@ def check_fields(body: dict[str, Any], *known: str) -> None:
     """Refuse a body with other fields by an `ApiError`."""
     if unknown := next((name for name in body if name not in known), None):
         raise ApiError(400, f"there is no field {reprlib.repr(unknown)}; known: {', '.join(known)}", unknown)
+
+
+def add_control_routes(app: Flask, api: Api, control: Control) -> None:
+    """The routes that change the state of all engines.
+
+    What pages of other origins send is refused, because a browser asks nobody before it sends a POST without a body.
+    """
+
+    def guarded(view: Callable[[], dict[str, Any]], known: str) -> Callable[[], Response]:
+        """The view, for those who may call it and say nothing but what is `known` behind the question mark."""
+
+        def answer() -> Response:
+            if "Origin" in request.headers and not allowed_origin(api.config):
+                raise ApiError(403, "this page's origin may not call this route (allowed_origins)")
+            if unknown := next((name for name in request.args if name != known), None):
+                raise ApiError(400, f"{unknown!r:.80} is unknown; known: {known or 'nothing'}", unknown)
+            return reply(view())
+
+        return answer
+
+    def profile(name: str) -> Response:
+        file = control.profile(name)
+        return send_file(file, "application/octet-stream", as_attachment=True, download_name=name)
+
+    for method, name, known, view in (
+        ("GET", "is_sleeping", "", control.is_sleeping),
+        ("POST", "sleep", "level", lambda: control.sleep(request.args.get("level", "1"))),
+        ("POST", "wake_up", "tags", lambda: control.wake_up(request.args.getlist("tags"))),
+        ("POST", "update_weights", "", lambda: control.update_weights(body_of(api))),
+        ("POST", "collective_rpc", "", lambda: control.collective_rpc(body_of(api))),
+        ("POST", "start_profile", "", control.start_profile),
+        ("POST", "stop_profile", "", control.stop_profile),
+    ):
+        app.add_url_rule(f"/{name}", name, guarded(view, known), methods=[method])
+    app.add_url_rule("/profiles/<name>", "profile", profile, methods=["GET"])
