@@ -32,9 +32,9 @@ from flask import Flask, Response, g, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from api import batch_file, terminal
-from api.anthropic import message_error
 from api.control import Control, add_control_routes
-from api.fields import COUNT_TOKENS, MESSAGES, PATHS, ApiError
+from api.faces import FACES
+from api.fields import ApiError, Face
 from api.flags import OptionParser, from_flags, split_command
 from api.gunicorn_loop import Gunicorn, with_response
 from api.http import (
@@ -75,20 +75,21 @@ STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}
 QUIET = ("health", "metrics", "live", "page", "scaling")
 
 
-def for_anthropic() -> bool:
-    """Whether this request is to a route of Anthropic's API."""
-    return request.path.rstrip("/").endswith((*PATHS[MESSAGES], *PATHS[COUNT_TOKENS]))
+def face_of() -> Face | None:
+    """The face that this request is to, by whatever method; None where it is to none that has errors of its own."""
+    path = request.path.rstrip("/")
+    return next((face for face in FACES if face.error_body and path.endswith(face.paths)), None)
 
 
-def view_of(api: Api, route: str) -> Callable[[], Response]:
-    """The view of one of `protocol.ROUTES`: a body comes in, and goes out as JSON or as events."""
+def view_of(api: Api, face: Face) -> Callable[[], Response]:
+    """The view of a face: a body comes in, and goes out as JSON or as events."""
 
     def view() -> Response:
         body = body_of(api)
         sock, reply_to = request.environ.get("gunicorn.socket"), request.environ.get("manta.response")
         peer = Peer(sock, reply_to.probe if reply_to else None) if sock else None
         caller = g.caller = Caller(g.name, g.client, peer, g.body.close)
-        answer = api.answer(route, body, caller)
+        answer = api.answer(face, body, caller)
         return stream(answer, api.config) if isinstance(answer, Events) else reply(answer)
 
     return view
@@ -99,10 +100,10 @@ def add_routes(app: Flask, api: Api) -> None:
     page = page_view()
     for path in PAGE:
         app.add_url_rule(path, "page", page, methods=["GET"])
-    for route, paths in PATHS.items():
-        view: Callable[..., Response] = view_of(api, route)
-        for path in paths:
-            app.add_url_rule(path, route, view, methods=["POST"])
+    for face in FACES:
+        view: Callable[..., Response] = view_of(api, face)
+        for path in face.paths:
+            app.add_url_rule(path, face.name, view, methods=["POST"])
     control, text = Control(api.client, api.facts, api.config, api.board), "text/plain; version=0.0.4; charset=utf-8"
     for rule, name, view in (
         ("/v1/models", "models", lambda: reply(api.models())),
@@ -120,11 +121,11 @@ def add_routes(app: Flask, api: Api) -> None:
         add_control_routes(app, api, control)
     for method, rule, name, view in (
         ("POST", "/scale", "scale", lambda: reply(control.scale(body_of(api)))),
-        ("GET", "/v1/responses/<id>", "response", lambda id: reply(api.response(id, g.client, request.args))),
-        ("DELETE", "/v1/responses/<id>", "delete_response", lambda id: reply(api.delete_response(id, g.client))),
-        ("POST", "/v1/responses/<id>/cancel", "cancel_response", lambda id: reply(api.cancel_response(id, g.client))),
+        ("GET", "/v1/responses/<id>", "response", lambda id: reply(api.store.response(g.client, id, request.args))),
+        ("DELETE", "/v1/responses/<id>", "delete_response", lambda id: reply(api.store.delete(g.client, id))),
+        ("POST", "/v1/responses/<id>/cancel", "cancel_response", lambda id: reply(api.store.cancel(g.client, id))),
         ("GET", "/v1/responses/<id>/input_items", "input_items",
-         lambda id: reply(api.input_items(id, g.client, request.args))),
+         lambda id: reply(api.store.page(g.client, id, request.args))),
     ):  # fmt: skip
         app.add_url_rule(rule, name, view, methods=[method])
 
@@ -180,7 +181,7 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
         given = request.headers.get("X-Request-Id", "")
         name = given if REQUEST_ID.fullmatch(given) else g.name
         response.headers["X-Request-Id"] = name
-        if for_anthropic():
+        if face_of():
             response.headers["Request-Id"] = name  # where Anthropic's SDK looks for it
         place, status, begun = (request.method, request.root_path + request.path), response.status_code, g.begun
         client, headers, caller, error = g.client, request.headers, g.get("caller"), g.get("error", "")
@@ -206,7 +207,8 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
             error = ApiError(error.code or 500, http_message(error, config))
         answer = api_error(error)
         g.error = str(answer)
-        response = reply(message_error(answer) if for_anthropic() else answer.body(), answer.status)
+        face = face_of()
+        response = reply(face.error_body(answer) if face and face.error_body else answer.body(), answer.status)
         response.headers.update(headers | STATUS_HEADERS.get(answer.status, {}))
         return response
 

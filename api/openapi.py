@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from api.fields import ANSWER, GENERATE, NEEDED, PATHS, REQUESTS, TURNS
-from api.responses import MOST_ITEMS
+from api.faces import FACES
+from api.response_store import MOST_ITEMS
 from config import VERSION
 
 STATUSES = {
@@ -109,17 +109,17 @@ def openapi(root_path: str = "", controls: bool = False) -> dict[str, Any]:
 
     `root_path` is what stands before the routes. `controls` says whether those that change the server are there.
     """
-    types = [*REQUESTS.values(), ErrorReply, MessageErrorReply]
+    types = [*(face.request for face in FACES), ErrorReply, MessageErrorReply]
     refs, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     error, message_error = refs[-2:]
     paths: dict[str, Any] = {}
-    for (route, (path, *_)), ref in zip(PATHS.items(), refs, strict=False):
+    for face, ref in zip(FACES, refs, strict=False):
         body = {"required": True, "content": {"application/json": {"schema": ref}}}
-        kinds = ("application/json", "text/event-stream") if route in GENERATE + ANSWER else ("application/json",)
-        found = replies(message_error if route in TURNS else error, *kinds)
-        paths[path] = {"post": {"operationId": route, "requestBody": body, "responses": found}}
-        fields = components[REQUESTS[route].__name__]
-        fields["required"] = list(NEEDED.get(route, ()))
+        kinds = ("application/json", "text/event-stream") if face.streams else ("application/json",)
+        found = replies(message_error if face.error_body else error, *kinds)
+        paths[face.paths[0]] = {"post": {"operationId": face.name, "requestBody": body, "responses": found}}
+        fields = components[face.request.__name__]
+        fields["required"] = list(face.needed)
         for name in fields["required"]:  # what must be there may not be null
             fields["properties"][name]["anyOf"].remove({"type": "null"})
             del fields["properties"][name]["default"]
