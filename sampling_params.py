@@ -15,6 +15,7 @@ from config import EngineConfig, read_json
 
 INT64 = range(-(2**63), 2**63)
 MAX_LOGIT_BIAS = 1024  # tokens of a request; OpenAI has 300
+MAX_BIAS = 100  # of one token, upwards and downwards
 MAX_BAD_WORDS = 64  # texts of a request,
 MAX_BAD_WORD_TOKENS = 16  # and tokens of one of them
 RANGES: dict[str, tuple[float, float]] = {  # of whole numbers where these are whole
@@ -36,7 +37,7 @@ def is_token(value: Any) -> bool:
 
 def is_bias(value: Any) -> bool:
     """Whether this may be added to a logit."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -100 <= value <= 100
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_BIAS
 
 
 @dataclass(frozen=True)
@@ -227,14 +228,18 @@ class SamplingParams:
     def _check_tokens(self) -> None:
         """Check `logit_bias` and `allowed_token_ids`, and bring them into the form of their annotations."""
         if not isinstance(self.logit_bias, dict | None):
-            raise ValueError(f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers from -100 to 100")
+            raise ValueError(
+                f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers from -{MAX_BIAS} to {MAX_BIAS}"
+            )
         given = self.logit_bias or {}
         if len(given) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias has {len(given)} tokens; at most {MAX_LOGIT_BIAS} are allowed")
         bias = {token: value for token, value in given.items() if is_token(token) and is_bias(value)}
         if bad := given.keys() - bias.keys():
             wrong = ", ".join(f"{token!r}: {given[token]!r}" for token in given if token in bad)
-            raise ValueError(f"logit_bias has {wrong}; it must map token ids from 0 to numbers from -100 to 100")
+            raise ValueError(
+                f"logit_bias has {wrong}; it must map token ids from 0 to numbers from -{MAX_BIAS} to {MAX_BIAS}"
+            )
         object.__setattr__(self, "logit_bias", {int(token): float(value) for token, value in bias.items()} or None)
         if (allowed := self.allowed_token_ids) is not None:
             if not isinstance(allowed, list | tuple) or not allowed:

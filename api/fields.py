@@ -28,7 +28,7 @@ from api import checks
 from api.checks import Check, Refusal
 from api.options import ServerConfig
 from api.structure import FORMS
-from sampling_params import RANGES, SamplingParams
+from sampling_params import MAX_BIAS, RANGES, SamplingParams
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # where all errors of a status have the same
@@ -141,8 +141,9 @@ def conversation(others: bool, **keys: Any) -> dict[str, Any]:
 
 def sampling_type(name: str, hint: Any) -> Any:
     """The type of a field of `SamplingParams`, with the range that it checks itself."""
+    bias = {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
     own = {
-        "logit_bias": shown(type="object", additionalProperties={"type": "number", "minimum": -100, "maximum": 100}),
+        "logit_bias": shown(type="object", additionalProperties=bias),
         "allowed_token_ids": shown(**IDS, minItems=1), "stop_token_ids": shown(**IDS), "stop": str | list[str],
         "bad_words": list[str],
     }  # fmt: skip

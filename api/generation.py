@@ -98,11 +98,11 @@ def params_of(
         given |= reading.params if reading else {"structured_outputs": structure_of(fields)}
         params = SamplingParams(**given | scores | {"max_tokens": left[0]})
         params.check_vocabulary(api.facts["vocab_size"])
-        each = [dataclasses.replace(params, max_tokens=tokens) for tokens in left]
+        of_length = {tokens: dataclasses.replace(params, max_tokens=tokens) for tokens in dict.fromkeys(left)}
     except ValueError as error:
         raise ApiError(400, str(error), str(error).partition(" ")[0]) from None
     check_samples(params, len(left), sum(left), fields["stream"], api.config)
-    return each
+    return [of_length[tokens] for tokens in left]
 
 
 def scores_of(api: Api, fields: dict[str, Any], lengths: list[int]) -> dict[str, int]:

@@ -34,7 +34,7 @@ from processes.coordinator import DPClient
 from sampling_params import SamplingParams
 from tokenizer import Tokenizer
 
-Client = MPClient | DPClient
+EngineClient = MPClient | DPClient
 News = Generator[tuple[int, str], None, None]  # which choice's text has grown, and by what
 LEFT = "the client left"  # an error of a request, for the log
 QUOTED = re.compile(r"(['\"]).*\1", re.DOTALL)
@@ -197,7 +197,7 @@ class Run(Job):
         super().__init__(id, fields, self.requests)
         self.answers = {drawn: Answer(drawn, reading) for asked in self.requests for drawn in asked.drawn}
 
-    def news(self, client: Client, peer: Peer | None, timeout: float) -> News:
+    def news(self, client: EngineClient, peer: Peer | None, timeout: float) -> News:
         """Run all prompts; yields what is new (it may be no text) until all are done. See `run_requests`.
 
         A request for no tokens and no log-probabilities asks nothing of the engine.
@@ -217,7 +217,7 @@ class Run(Job):
         """The server-sent events of a stream. Once it has begun, an error can only be an event."""
         raise NotImplementedError
 
-    def _echoes(self, client: Client) -> News:
+    def _echoes(self, client: EngineClient) -> News:
         """The news of answers that nobody has to draw, because they have no tokens."""
         for i, asked in enumerate(self.requests):
             for index in range(len(asked.drawn)):
@@ -244,7 +244,7 @@ def run_requests(
     requests: Sequence[Choices | Vector],
     fields: dict[str, Any],
     owner: str,
-    client: Client,
+    client: EngineClient,
     peer: Peer | None,
     timeout: float,
 ) -> Iterator[tuple[int, int, str]]:

@@ -22,7 +22,7 @@ from api.fields import ApiError, Face, read_fields, without_folders
 from api.options import ServerConfig
 from api.prompts import Prompts
 from api.reading import Parsers
-from api.replies import Client, Job, Peer
+from api.replies import EngineClient, Job, Peer
 from api.response_store import Store
 from api.viewers import Viewers, exposition
 from config import VERSION
@@ -70,7 +70,7 @@ class Api:
 
     def __init__(
         self,
-        client: Client,
+        client: EngineClient,
         tokenizer: Tokenizer,
         facts: dict[str, Any],
         config: ServerConfig,
