@@ -22,6 +22,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 if sys.platform == "win32":  # gunicorn could not even be imported
@@ -32,13 +33,11 @@ from flask import Flask, Response, g, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from api import batch_file, terminal
-from api.control import Control, add_control_routes
 from api.faces import FACES
 from api.fields import ApiError, Face
 from api.flags import OptionParser, from_flags, split_command
 from api.gunicorn_loop import Gunicorn, with_response
 from api.http import (
-    PAGE,
     RootPath,
     allow_origin,
     api_error,
@@ -47,12 +46,11 @@ from api.http import (
     http_message,
     is_loopback,
     is_preflight,
-    page_view,
     reply,
     stream,
 )
-from api.openapi import openapi
 from api.options import ServerConfig, with_all_keys
+from api.paths import paths_of
 from api.reading import check_parsers
 from api.replies import ClientGone, Peer, log_request
 from api.routes import Api, Caller, Events
@@ -97,37 +95,13 @@ def view_of(api: Api, face: Face) -> Callable[[], Response]:
 
 def add_routes(app: Flask, api: Api) -> None:
     """Say which function answers which path."""
-    page = page_view()
-    for path in PAGE:
-        app.add_url_rule(path, "page", page, methods=["GET"])
     for face in FACES:
-        view: Callable[..., Response] = view_of(api, face)
+        view = view_of(api, face)
         for path in face.paths:
             app.add_url_rule(path, face.name, view, methods=["POST"])
-    control, text = Control(api.client, api.facts, api.config, api.board), "text/plain; version=0.0.4; charset=utf-8"
-    for rule, name, view in (
-        ("/v1/models", "models", lambda: reply(api.models())),
-        ("/v1/models/<path:name>", "model", lambda name: reply(api.model(name.rstrip("/")))),
-        ("/health", "health", lambda: reply(api.health())),
-        ("/version", "version", lambda: reply(api.version())),
-        ("/scale", "scaling", lambda: reply(control.scaling())),
-        ("/openapi.json", "openapi", lambda: reply(openapi(api.config.root_path, api.config.enable_control_routes))),
-        ("/metrics", "metrics", lambda: Response(api.metrics(), content_type=text)),
-        ("/live", "live", lambda: stream(api.live(g.client), api.config)),
-        ("/explain/<path:id>", "explain", lambda id: reply(api.explain(id.rstrip("/"), g.client))),
-    ):
-        app.add_url_rule(rule, name, view, methods=["GET"])
-    if api.config.enable_control_routes:
-        add_control_routes(app, api, control)
-    for method, rule, name, view in (
-        ("POST", "/scale", "scale", lambda: reply(control.scale(body_of(api)))),
-        ("GET", "/v1/responses/<id>", "response", lambda id: reply(api.store.response(g.client, id, request.args))),
-        ("DELETE", "/v1/responses/<id>", "delete_response", lambda id: reply(api.store.delete(g.client, id))),
-        ("POST", "/v1/responses/<id>/cancel", "cancel_response", lambda id: reply(api.store.cancel(g.client, id))),
-        ("GET", "/v1/responses/<id>/input_items", "input_items",
-         lambda id: reply(api.store.page(g.client, id, request.args))),
-    ):  # fmt: skip
-        app.add_url_rule(rule, name, view, methods=[method])
+    views: dict[str, Callable[..., Response]] = {}  # several paths may have one
+    for row in paths_of(api):
+        app.add_url_rule(row.rule, row.name, views.setdefault(row.name, partial(row.view, api)), methods=[row.method])
 
 
 def create_app(api: Api, spans: Spans | None = None, address: str | None = None) -> Flask:

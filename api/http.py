@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import ipaddress
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -126,20 +127,21 @@ def in_time(events: Iterator[bytes], write_timeout: float) -> Iterator[bytes]:
                 yield event
 
 
-def page_view() -> Callable[[], Response]:
-    """The view of the page's files, which are read now."""
-    files = {path: (WEB / name).read_bytes() for path, (name, _) in PAGE.items()}
+@functools.cache
+def file_of_page(name: str) -> bytes:
+    """A file of the page, which is read once, so that all its files are of one age."""
+    return (WEB / name).read_bytes()
 
-    def view() -> Response:
-        if request.root_path and not request.environ["PATH_INFO"]:  # the page's links are relative to the slash
-            return Response(status=308, headers={"Location": request.root_path + "/"})
-        path = request.url_rule.rule  # type: ignore[union-attr]
-        response = Response(files[path], content_type=PAGE[path][1], headers=PAGE_HEADERS)
-        response.add_etag()
-        response.make_conditional(request)
-        return response
 
-    return view
+def page() -> Response:
+    """The file of the page that this request is for."""
+    if request.root_path and not request.environ["PATH_INFO"]:  # the page's links are relative to the slash
+        return Response(status=308, headers={"Location": request.root_path + "/"})
+    name, kind = PAGE[request.url_rule.rule]  # type: ignore[union-attr]
+    response = Response(file_of_page(name), content_type=kind, headers=PAGE_HEADERS)
+    response.add_etag()
+    response.make_conditional(request)
+    return response
 
 
 def allowed_origin(config: ServerConfig) -> str | None:
