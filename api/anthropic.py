@@ -13,30 +13,10 @@ from typing import Any
 import msgspec
 
 from api import checks
+from api import fields as shared
 from api.chat import as_chat, conversation, renamed
 from api.checks import ToolChoice
-from api.fields import (
-    ANSWERED,
-    ELSEWHERE,
-    MODEL,
-    NOT_IN_ANSWERS,
-    NOT_YET,
-    PARALLEL_CALLS,
-    SEVERAL,
-    STREAM,
-    TEMPLATE_VARIABLES,
-    THINKING_BUDGET,
-    ApiError,
-    Face,
-    Field,
-    Objects,
-    Tokens,
-    content_of,
-    listed,
-    sampling,
-    shown,
-)
-from api.fields import conversation as schema_of
+from api.fields import ApiError, Face, Field
 from api.generation import generate
 from api.options import ServerConfig
 from api.reading import CALL, CONTENT, REASONING, Answer, Block
@@ -263,14 +243,22 @@ def output_config(value: dict[str, Any], config: ServerConfig) -> dict[str, Any]
 
 
 NEEDED_OF_BLOCKS = {kind: ("type", *keys) for kind, keys in BLOCK_KEYS.items()}
-CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, listed(BLOCKS, NEEDED_OF_BLOCKS)]}
-ALTERNATING = shown(**schema_of(False, role={"enum": ["user", "assistant", "system"]}, content=CONTENT_SCHEMA))
+CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, shared.listed(BLOCKS, NEEDED_OF_BLOCKS)]}
+ALTERNATING = shared.shown(
+    **shared.conversation(False, role={"enum": ["user", "assistant", "system"]}, content=CONTENT_SCHEMA)
+)
 TURNS = (
-    MODEL,
+    shared.MODEL,
     Field("messages", ALTERNATING, None, turns, "The last may be an answer's beginning."),
-    Field("system", shown(**content_of(["text"], BLOCKS["text"])), None, system_text, "Comes before the messages."),
-    TEMPLATE_VARIABLES,
-    Field("tools", Objects, None, message_tools, "Functions that an answer may call."),
+    Field(
+        "system",
+        shared.shown(**shared.content_of(["text"], BLOCKS["text"])),
+        None,
+        system_text,
+        "Comes before the messages.",
+    ),
+    shared.TEMPLATE_VARIABLES,
+    Field("tools", shared.Objects, None, message_tools, "Functions that an answer may call."),
     Field("tool_choice", dict[str, Any], None, message_tool_choice, "Whether an answer calls tools."),
 )
 THOUGHTS = (
@@ -284,24 +272,24 @@ MESSAGES = Face(
     ("/v1/messages",),
     (
         *TURNS,
-        PARALLEL_CALLS,
-        THINKING_BUDGET,
+        shared.PARALLEL_CALLS,
+        shared.THINKING_BUDGET,
         *THOUGHTS,
-        STREAM,
-        Field("max_tokens", Tokens, about="Of output."),
+        shared.STREAM,
+        Field("max_tokens", shared.Tokens, about="Of output."),
         Field("stop_sequences", list[str], None, checks.stop_strings),
-        *ANSWERED,
-        *sampling(*SEVERAL, "masked_logprobs", "stop"),
+        *shared.ANSWERED,
+        *shared.sampling(*shared.SEVERAL, "masked_logprobs", "stop"),
     ),
     create_message,
     needed=("messages", "max_tokens"),
     streams=True,
-    not_yet=NOT_YET
+    not_yet=shared.NOT_YET
     | {
         "container": (), "mcp_servers": ([],), "context_management": (), "speed": ("standard",), "thread": (),
     }
-    | NOT_IN_ANSWERS,
-    elsewhere=ELSEWHERE
+    | shared.NOT_IN_ANSWERS,
+    elsewhere=shared.ELSEWHERE
     | {
         "stop": "stop_sequences", "max_completion_tokens": "max_tokens", "prompt": "messages", "input": "messages",
         "instructions": "system", "reasoning": "thinking", "reasoning_effort": "output_config.effort",
@@ -316,8 +304,8 @@ COUNT_TOKENS = Face(
     (*TURNS, *THOUGHTS),
     count_tokens,
     needed=("messages",),
-    not_yet=NOT_YET | {"mcp_servers": ([],), "context_management": (), "speed": ("standard",)},
-    elsewhere=ELSEWHERE
+    not_yet=shared.NOT_YET | {"mcp_servers": ([],), "context_management": (), "speed": ("standard",)},
+    elsewhere=shared.ELSEWHERE
     | {"prompt": "messages", "input": "messages", "instructions": "system", "reasoning": "thinking"},
     ignored=CACHES,
     error_body=message_error,

@@ -8,26 +8,9 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from api import checks
+from api import fields as shared
 from api.choices import ChoiceRun
-from api.fields import (
-    CHOICES,
-    CONVERSATION,
-    EFFORT,
-    ELSEWHERE,
-    LENGTHS,
-    MODEL,
-    NOT_YET,
-    PARALLEL_CALLS,
-    SPECIAL_TOKENS,
-    STREAM,
-    TALK,
-    THINKING_BUDGET,
-    TOOL_CHOICE,
-    ApiError,
-    Count,
-    Face,
-    Field,
-)
+from api.fields import ApiError, Face, Field
 from api.generation import generate
 from api.logprobs import Token, chat_logprobs
 from api.prompts import Prompt
@@ -40,7 +23,8 @@ from text.messages import text_of
 class ChatRun(ChoiceRun):
     """A run whose choices are messages."""
 
-    prefix, kind, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl-"
+    kind, chunk = "chat.completion", "chat.completion.chunk"
 
     def _choice(self, i: int, generation: Generation) -> dict[str, Any]:
         of_tokens = self._of_tokens(i, self._tokens(i, generation), first=True)
@@ -155,26 +139,26 @@ CHAT = Face(
     "chat",
     ("/v1/chat/completions",),
     (
-        MODEL,
-        Field("messages", CONVERSATION, None, checks.messages, "The conversation so far."),
-        SPECIAL_TOKENS,
-        *TALK,
-        Field("tool_choice", TOOL_CHOICE, None, checks.tool_choice, "Whether an answer calls tools, and which."),
-        PARALLEL_CALLS,
+        shared.MODEL,
+        Field("messages", shared.CONVERSATION, None, checks.messages, "The conversation so far."),
+        shared.SPECIAL_TOKENS,
+        *shared.TALK,
+        Field("tool_choice", shared.TOOL_CHOICE, None, checks.tool_choice, "Whether an answer calls tools, and which."),
+        shared.PARALLEL_CALLS,
         Field("include_reasoning", bool, True, about="Whether the client gets the hidden reasoning (vLLM's)."),
         Field("separate_reasoning", bool, True, about="False leaves reasoning in the content (SGLang's)."),
         Field("reasoning_format", REASONING_FORMAT, "auto", None, "none leaves it there, too (llama.cpp's)."),
-        THINKING_BUDGET,
-        EFFORT,
-        STREAM,
-        *LENGTHS,
+        shared.THINKING_BUDGET,
+        shared.EFFORT,
+        shared.STREAM,
+        *shared.LENGTHS,
         Field("logprobs", bool, False, about="Whether each token comes with its log-probability."),
-        Field("top_logprobs", Count, about="How many likeliest tokens each has with it; needs logprobs."),
-        *CHOICES,
+        Field("top_logprobs", shared.Count, about="How many likeliest tokens each has with it; needs logprobs."),
+        *shared.CHOICES,
     ),
     chat,
     needed=("messages",),
     streams=True,
-    not_yet=NOT_YET,
-    elsewhere=ELSEWHERE,
+    not_yet=shared.NOT_YET,
+    elsewhere=shared.ELSEWHERE,
 )

@@ -8,22 +8,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from api import checks
+from api import fields as shared
 from api.choices import ChoiceRun
-from api.fields import (
-    CHOICES,
-    ELSEWHERE,
-    LENGTHS,
-    MODEL,
-    NOT_YET,
-    ONE_OR_MORE,
-    PROMPT,
-    SPECIAL_TOKENS,
-    STREAM,
-    ApiError,
-    Count,
-    Face,
-    Field,
-)
+from api.fields import ApiError, Face, Field
 from api.generation import generate
 from api.logprobs import EchoedPrompt, Token, Tokens, completion_logprobs
 from api.routes import Api, Caller, Events
@@ -36,7 +23,8 @@ MAX_TOKENS = 16  # where neither the request nor the model says
 class CompletionRun(ChoiceRun):
     """A run whose choices are texts, which may begin with their prompts."""
 
-    prefix, kind, chunk = "cmpl-", "text_completion", "text_completion"
+    prefix = "cmpl-"
+    kind = chunk = "text_completion"
 
     def __init__(self, *run: Any):
         super().__init__(*run)
@@ -92,18 +80,18 @@ COMPLETIONS = Face(
     "completions",
     ("/v1/completions",),
     (
-        MODEL,
-        Field("prompt", PROMPT, None, checks.prompts, ONE_OR_MORE),
+        shared.MODEL,
+        Field("prompt", shared.PROMPT, None, checks.prompts, shared.ONE_OR_MORE),
         Field("suffix", str, about="What comes after the text that is to be filled in."),
-        SPECIAL_TOKENS,
-        STREAM,
-        *LENGTHS,
-        Field("logprobs", Count, about="Of each token, and of this many likeliest ones."),
-        *CHOICES,
+        shared.SPECIAL_TOKENS,
+        shared.STREAM,
+        *shared.LENGTHS,
+        Field("logprobs", shared.Count, about="Of each token, and of this many likeliest ones."),
+        *shared.CHOICES,
     ),
     complete,
     needed=("prompt",),
     streams=True,
-    not_yet=NOT_YET,
-    elsewhere=ELSEWHERE,
+    not_yet=shared.NOT_YET,
+    elsewhere=shared.ELSEWHERE,
 )

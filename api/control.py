@@ -32,7 +32,8 @@ class Control:
     """
 
     def __init__(self, api: Api):
-        self.api, self.config, self.board = api, api.config, api.board
+        self.api = api
+        self.config, self.board = api.config, api.board
 
     def _ask(self, utility: str, *args: Any) -> list[Any]:
         """What a utility returns on each engine."""

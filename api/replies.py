@@ -188,7 +188,8 @@ class Run(Job):
         reading: Reading | None = None,
     ):
         id = self.prefix + name
-        self.created, self.owner, self.reading = int(time.time()), owner, reading
+        self.created = int(time.time())
+        self.owner, self.reading = owner, reading
         self.n, self.top = params[0].n, params[0].logprobs
         self.requests: list[Choices] = [
             Choices(f"{id}-{i}", prompt, ids, param, tokenizer)

@@ -13,30 +13,10 @@ from functools import partial
 from typing import Any
 
 from api import checks
+from api import fields as shared
 from api.chat import as_chat, conversation, renamed
 from api.checks import ToolChoice
-from api.fields import (
-    ANSWERED,
-    ELSEWHERE,
-    MODEL,
-    NOT_IN_ANSWERS,
-    NOT_YET,
-    PARALLEL_CALLS,
-    SEVERAL,
-    STREAM,
-    TEMPLATE_VARIABLES,
-    THINKING_BUDGET,
-    TOOL_CHOICE,
-    ApiError,
-    Face,
-    Field,
-    Name,
-    Objects,
-    Tokens,
-    listed,
-    sampling,
-    shown,
-)
+from api.fields import ApiError, Face, Field
 from api.generation import generate
 from api.options import ServerConfig
 from api.reading import CALL, CONTENT, REASONING, Answer, Block
@@ -319,14 +299,16 @@ NEEDED_OF_ITEMS = {
     "message": ("role", "content"), "function_call": ("type", "call_id", "name", "arguments"),
     "function_call_output": ("type", "call_id", "output"), "reasoning": ("type",),
 }  # fmt: skip
-INPUT = shown(anyOf=[{"type": "string"}, listed(ITEMS, NEEDED_OF_ITEMS, role={"enum": ITEM_ROLES}) | {"minItems": 1}])
+INPUT = shared.shown(
+    anyOf=[{"type": "string"}, shared.listed(ITEMS, NEEDED_OF_ITEMS, role={"enum": ITEM_ROLES}) | {"minItems": 1}]
+)
 NOT_YET_HERE: dict[str, tuple[Any, ...]] = {
     "background": (False,), "conversation": (), "context_management": ([],), "prompt": (), "max_tool_calls": (),
     "truncation": ("disabled",), "image": (), "stream_options": ({}, {"include_obfuscation": False}),
     "access_programs": (),
 }  # fmt: skip
 ELSEWHERE_HERE = {
-    **{name: "max_output_tokens" for name, here in ELSEWHERE.items() if here == "max_tokens"},
+    **{name: "max_output_tokens" for name, here in shared.ELSEWHERE.items() if here == "max_tokens"},
     "messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens",
     "system": "instructions", "response_format": "text.format", "reasoning_effort": "reasoning.effort",
 }  # fmt: skip
@@ -334,29 +316,29 @@ RESPONSES = Face(
     "responses",
     ("/v1/responses",),
     (
-        MODEL,
+        shared.MODEL,
         Field("input", INPUT, None, input_items, "A text, or messages."),
         Field("instructions", str, about="Come first; not a part of the stored conversation."),
-        Field("previous_response_id", Name, about="The stored response whose conversation goes on."),
-        TEMPLATE_VARIABLES,
-        Field("tools", Objects, None, flat_tools, "Functions that an answer may call."),
-        Field("tool_choice", TOOL_CHOICE, None, checks.tool_choice, "Whether an answer calls tools."),
-        PARALLEL_CALLS,
-        THINKING_BUDGET,
+        Field("previous_response_id", shared.Name, about="The stored response whose conversation goes on."),
+        shared.TEMPLATE_VARIABLES,
+        Field("tools", shared.Objects, None, flat_tools, "Functions that an answer may call."),
+        Field("tool_choice", shared.TOOL_CHOICE, None, checks.tool_choice, "Whether an answer calls tools."),
+        shared.PARALLEL_CALLS,
+        shared.THINKING_BUDGET,
         Field("reasoning", dict[str, Any], {}, reasoning),
-        STREAM,
-        Field("max_output_tokens", Tokens, about="The default is what is left of the context."),
-        *ANSWERED,
-        *sampling(*SEVERAL, "masked_logprobs"),
+        shared.STREAM,
+        Field("max_output_tokens", shared.Tokens, about="The default is what is left of the context."),
+        *shared.ANSWERED,
+        *shared.sampling(*shared.SEVERAL, "masked_logprobs"),
         Field("text", dict[str, Any], {}, response_text),
         Field("include", list[str], [], included),
         Field("store", bool, about="Keep the response, to be read or to go on from."),
         Field("metadata", dict[str, Any], {}, labels, "Is a part of the reply."),
-        *(Field(name, Name, about="Is a part of the reply.") for name in NAMES),
+        *(Field(name, shared.Name, about="Is a part of the reply.") for name in NAMES),
     ),
     respond,
     needed=("input",),
     streams=True,
-    not_yet=NOT_YET | NOT_YET_HERE | NOT_IN_ANSWERS,
-    elsewhere=ELSEWHERE | ELSEWHERE_HERE,
+    not_yet=shared.NOT_YET | NOT_YET_HERE | shared.NOT_IN_ANSWERS,
+    elsewhere=shared.ELSEWHERE | ELSEWHERE_HERE,
 )

@@ -78,7 +78,8 @@ class Api:
         board: Board,
     ):
         self.client, self.tokenizer = client, tokenizer
-        self.facts, self.config, self.names, self.board = facts, config, names, board
+        self.facts, self.config = facts, config
+        self.names, self.board = names, board
         self.started = int(time.time())
         self.prompts = Prompts(tokenizer, facts)
         self.parsers = Parsers(config, tokenizer)

@@ -5,19 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from api import checks
-from api.fields import (
-    CONVERSATION,
-    CUT,
-    EFFORT,
-    IDS,
-    MODEL,
-    SPECIAL_TOKENS,
-    TALK,
-    ApiError,
-    Face,
-    Field,
-    shown,
-)
+from api import fields as shared
+from api.fields import ApiError, Face, Field
 from api.routes import Api, Caller
 
 
@@ -47,26 +36,26 @@ def detokenize(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, An
     return {"prompt": api.tokenizer.decode(ids, skip_special_tokens=False)}
 
 
-TEXT = shown(type="string", minLength=1)
+TEXT = shared.shown(type="string", minLength=1)
 TOKENIZE = Face(
     "tokenize",
     ("/tokenize",),
     (
-        MODEL,
+        shared.MODEL,
         Field("prompt", TEXT, None, checks.prompts, "A text; or else there are messages."),
-        Field("messages", CONVERSATION, None, checks.messages, "The conversation so far."),
+        Field("messages", shared.CONVERSATION, None, checks.messages, "The conversation so far."),
         Field("return_token_strs", bool),
-        SPECIAL_TOKENS,
-        *TALK,
-        EFFORT,
-        *CUT,
+        shared.SPECIAL_TOKENS,
+        *shared.TALK,
+        shared.EFFORT,
+        *shared.CUT,
     ),
     tokenize,
 )
 DETOKENIZE = Face(
     "detokenize",
     ("/detokenize",),
-    (MODEL, Field("tokens", shown(**IDS), None, checks.token_ids)),
+    (shared.MODEL, Field("tokens", shared.shown(**shared.IDS), None, checks.token_ids)),
     detokenize,
     needed=("tokens",),
 )

@@ -10,21 +10,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from api import checks
-from api.fields import (
-    CUT,
-    MODEL,
-    ONE_OR_MORE,
-    PRIORITY,
-    PROMPT,
-    SPECIAL_TOKENS,
-    ApiError,
-    Count,
-    Face,
-    Field,
-    attributes_of,
-    shown,
-    too_long,
-)
+from api import fields as shared
+from api.fields import ApiError, Face, Field, too_long
 from api.options import ServerConfig
 from api.prompts import Prompt
 from api.replies import Job, run_requests
@@ -189,41 +176,45 @@ def documents(value: Any, config: ServerConfig) -> list[str]:
 
 
 STRING = {"type": "string", "minLength": 1}
-TEXTS = shown(anyOf=[STRING, {"type": "array", "items": STRING, "minItems": 1}])
+TEXTS = shared.shown(anyOf=[STRING, {"type": "array", "items": STRING, "minItems": 1}])
 DOCUMENT = {"type": "object", "required": ["text"], "properties": {"text": STRING}, "additionalProperties": False}
-DOCUMENTS = shown(type="array", items={"anyOf": [STRING, DOCUMENT]}, minItems=1)
-INPUT = Field("input", PROMPT, None, checks.prompts, ONE_OR_MORE)
+DOCUMENTS = shared.shown(type="array", items={"anyOf": [STRING, DOCUMENT]}, minItems=1)
+INPUT = Field("input", shared.PROMPT, None, checks.prompts, shared.ONE_OR_MORE)
 SIZE = Field("dimensions", Annotated[int, Meta(ge=1, le=2**20)], about="Of the vector.")
 FORM = Field("encoding_format", Literal["float", "base64"], "float")
-ACTIVATION = Field("use_activation", bool, about=attributes_of(PoolingParams)["use_activation"])
+ACTIVATION = Field("use_activation", bool, about=shared.attributes_of(PoolingParams)["use_activation"])
+LAST = (*shared.CUT, shared.PRIORITY)
 TASK = Field("task", Literal["embed", "classify", "score"], about="What this server does with prompts.")
 EMBEDDINGS = Face(
     "embeddings",
     ("/v1/embeddings",),
-    (MODEL, INPUT, SIZE, FORM, ACTIVATION, SPECIAL_TOKENS, *CUT, PRIORITY),
+    (shared.MODEL, INPUT, SIZE, FORM, ACTIVATION, shared.SPECIAL_TOKENS, *LAST),
     embeddings,
     needed=("input",),
 )
 POOLING = Face(
     "pooling",
     ("/pooling",),
-    (MODEL, INPUT, TASK, SIZE, FORM, ACTIVATION, SPECIAL_TOKENS, *CUT, PRIORITY),
+    (shared.MODEL, INPUT, TASK, SIZE, FORM, ACTIVATION, shared.SPECIAL_TOKENS, *LAST),
     pooling,
     needed=("input",),
 )
 CLASSIFY = Face(
-    "classify", ("/classify",), (MODEL, INPUT, ACTIVATION, SPECIAL_TOKENS, *CUT, PRIORITY), classify, needed=("input",)
+    "classify",
+    ("/classify",),
+    (shared.MODEL, INPUT, ACTIVATION, shared.SPECIAL_TOKENS, *LAST),
+    classify,
+    needed=("input",),
 )
 SCORE = Face(
     "score",
     ("/score", "/v1/score"),
     (
-        MODEL,
+        shared.MODEL,
         ACTIVATION,
         Field("text_1", TEXTS, None, texts, "A text, or as many as text_2 has; vLLM: queries."),
         Field("text_2", TEXTS, None, texts, "A text or several; vLLM: documents."),
-        *CUT,
-        PRIORITY,
+        *LAST,
     ),
     score,
     needed=("text_1", "text_2"),
@@ -233,14 +224,13 @@ RERANK = Face(
     "rerank",
     ("/rerank", "/v1/rerank", "/v2/rerank"),
     (
-        MODEL,
+        shared.MODEL,
         ACTIVATION,
         Field("query", Annotated[str, Meta(min_length=1)]),
         Field("documents", DOCUMENTS, None, documents, "Texts, or objects with a text."),
-        Field("top_n", Count, 0, about="How many to return; 0 is all."),
+        Field("top_n", shared.Count, 0, about="How many to return; 0 is all."),
         Field("return_documents", bool, True),
-        *CUT,
-        PRIORITY,
+        *LAST,
     ),
     rerank,
     needed=("query", "documents"),
