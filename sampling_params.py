@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import reprlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -33,6 +33,13 @@ def is_token(value: Any) -> bool:
     if isinstance(value, str):
         return value.isascii() and value.isdigit() and len(value) <= 10 and int(value) < 2**31
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def check_ids(name: str, tokens: Iterable[Any]) -> None:
+    """Refuse a list that has something else than tokens' ids by a ValueError."""
+    for token in tokens:
+        if isinstance(token, str) or not is_token(token):
+            raise ValueError(f"{name} has {token!r}; each must be a whole number from 0 to 2^31 - 1")
 
 
 def is_bias(value: Any) -> bool:
@@ -214,9 +221,7 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop has {text!r}; each stop must be a string of at least one character")
-        for token in self.stop_token_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
-                raise ValueError(f"stop_token_ids has {token!r}; each must be a whole number from 0 to {2**31 - 1}")
+        check_ids("stop_token_ids", self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {self.max_tokens}")
@@ -246,9 +251,7 @@ class SamplingParams:
                 raise ValueError(
                     f"allowed_token_ids is {reprlib.repr(allowed)}; it must be a list of at least one token id"
                 )
-            for token in allowed:
-                if isinstance(token, str) or not is_token(token):
-                    raise ValueError(f"allowed_token_ids has {token!r}; each must be a whole number from 0 to 2^31 - 1")
+            check_ids("allowed_token_ids", allowed)
             object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(allowed)))
 
     def _check_bad_words(self) -> None:
@@ -267,9 +270,7 @@ class SamplingParams:
             if not isinstance(ids, list | tuple) or not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
                 count = f"{len(ids)} tokens" if isinstance(ids, list | tuple) else reprlib.repr(ids)
                 raise ValueError(f"bad_words has one of {count}; each must have from 1 to {MAX_BAD_WORD_TOKENS} tokens")
-            for token in ids:
-                if isinstance(token, str) or not is_token(token):
-                    raise ValueError(f"bad_word_ids has {token!r}; each must be a whole number from 0 to 2^31 - 1")
+            check_ids("bad_word_ids", ids)
         object.__setattr__(self, "bad_word_ids", tuple(tuple(ids) for ids in self.bad_word_ids))
 
     def _check_structure(self) -> None:

@@ -32,27 +32,6 @@ class Refusal(ValueError):
         self.code = code
 
 
-def only(*same: Any) -> Check:
-    """A check for what does not work yet: it takes only the values that change nothing."""
-
-    def check(value: Any, config: ServerConfig) -> Any:
-        if not any(value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in same):
-            message = f"this server cannot do that yet; it takes {json.dumps([None, *same])[1:-1]}"
-            raise Refusal(message, "unsupported_parameter")
-        return value
-
-    return check
-
-
-def called(here: str) -> Check:
-    """A check for what has another name here."""
-
-    def check(value: Any, config: ServerConfig) -> Any:
-        raise Refusal(f"this server calls it {here}", "unknown_parameter")
-
-    return check
-
-
 def stop_strings(value: Any, config: ServerConfig) -> list[str]:
     stops = [value] if isinstance(value, str) else value
     if len(stops) > config.max_stop_strings:

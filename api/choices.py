@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from api.logprobs import Token, Tokens, namer, prompt_table
-from api.reading import Reading
 from api.replies import ClientGone, Run, as_api_error, sse
 from outputs import Generation
-from sampling_params import SamplingParams
-from tokenizer import Tokenizer
 
 
 class ChoiceRun(Run):
@@ -20,18 +17,10 @@ class ChoiceRun(Run):
     kind: ClassVar[str]  # of the reply
     chunk: ClassVar[str]  # and of an event
 
-    def __init__(
-        self,
-        name: str,
-        owner: str,
-        fields: dict[str, Any],
-        prompts: Sequence[tuple[str | None, list[int]]],
-        params: list[SamplingParams],
-        tokenizer: Tokenizer,
-        reading: Reading | None = None,
-    ):
-        super().__init__(name, owner, fields, prompts, params, tokenizer, reading)
-        self.tokenizer, self.name = tokenizer, namer(tokenizer, fields["return_tokens_as_token_ids"])
+    def __init__(self, *run: Any):
+        super().__init__(*run)
+        fields = self.fields
+        self.name = namer(self.tokenizer, fields["return_tokens_as_token_ids"])
         self.options = fields["stream_options"] or {"include_usage": False, "continuous_usage_stats": False}
         self.begun: dict[int, Tokens | None] = {}  # the choices of a stream that have begun, and what is told of tokens
 

@@ -353,9 +353,12 @@ def read_fields(face: Face, body: dict[str, Any], config: ServerConfig) -> dict[
         if name in known:
             given[name] = value
         elif name in face.elsewhere:
-            run_check(checks.called(face.elsewhere[name]), name, value, config)
+            raise refusal(name, value, f"this server calls it {face.elsewhere[name]}", "unknown_parameter")
         elif name in face.not_yet:
-            run_check(checks.only(*face.not_yet[name]), name, value, config)
+            same = face.not_yet[name]
+            if not any(value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in same):
+                words = f"this server cannot do that yet; it takes {json.dumps([None, *same])[1:-1]}"
+                raise refusal(name, value, words, "unsupported_parameter")
         else:
             refuse_unknown(name, known.keys() | (face.not_yet.keys() - face.elsewhere.keys()), config)
     for needed in face.needed:
@@ -381,8 +384,12 @@ def run_check(check: Check, name: str, value: Any, config: ServerConfig) -> Any:
     try:
         return check(value, config)
     except ValueError as error:
-        code = error.code if isinstance(error, Refusal) else None
-        raise ApiError(400, f"{name} is {reprlib.repr(value)}: {error}", name, code) from None
+        raise refusal(name, value, str(error), error.code if isinstance(error, Refusal) else None) from None
+
+
+def refusal(name: str, value: Any, words: str, code: str | None) -> ApiError:
+    """The error for a field's value; the words say what is allowed."""
+    return ApiError(400, f"{name} is {reprlib.repr(value)}: {words}", name, code)
 
 
 def in_words(schema: dict[str, Any]) -> str:

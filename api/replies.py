@@ -190,6 +190,7 @@ class Run(Job):
         id = self.prefix + name
         self.created = int(time.time())
         self.owner, self.reading = owner, reading
+        self.tokenizer = tokenizer
         self.n, self.top = params[0].n, params[0].logprobs
         self.requests: list[Choices] = [
             Choices(f"{id}-{i}", prompt, ids, param, tokenizer)
