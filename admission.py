@@ -29,6 +29,18 @@ from sequence import Flight, Request, SchedulingBudget, Sequence, SequenceGroup,
 EXPECTED_TOKENS = 4096  # of output that admission reckons with at most, however many are allowed
 FIRST_GUESS = 0.7  # of the share of its allowance that a request's output uses, before any has finished (as SGLang's)
 PREEMPTED, FINISHED = 0.2, 0.98  # what they do to the caution of admission: a preemption in 10 requests, about
+FAIR_STEP = 0.1  # seconds
+
+
+def step_tokens(config: EngineConfig, most: int, seconds: float) -> int:
+    """Tokens of a step: `most`, which take so many seconds, or by default under `fair` what takes FAIR_STEP.
+
+    Whoever decodes gets its next token when the step ends, so the prompts of others must not make the step long.
+    """
+    given = config.max_num_batched_tokens is not None
+    if config.scheduling_policy != "fair" or given or config.pools or not config.enable_chunked_prefill:
+        return most
+    return max(config.max_num_seqs, min(most, int(most * FAIR_STEP / max(seconds, FAIR_STEP))))
 
 
 class Admission:

@@ -114,7 +114,8 @@ class EngineConfig:
     max_num_seqs: int = option(256, "sequences in one step", 1, 65536)
     max_num_batched_tokens: int | None = option(
         None,
-        "tokens in one step (default: 2048, on a GPU 8192, on one of 80 GB 16384, and at least max_num_seqs)",
+        "tokens in one step (default: 2048, on a GPU 8192, on one of 80 GB 16384; under the policy fair no more than "
+        "take 0.1 s; and at least max_num_seqs)",
         1,
         2**20,
     )

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
+from admission import step_tokens
 from config import EngineConfig, stamp_of
 from executor import BlamelessError, BrokenOffError, MpExecutor, Peers, UniExecutor, WorkerError
 from executors.ray_executor import RayExecutor, choose_backend
@@ -82,7 +83,9 @@ class EngineCore:
             "torch_profiler_dir": config.torch_profiler_dir,
             **facts(config, self.model_config),
         }
-        self.config = config = dataclasses.replace(config, max_num_batched_tokens=self.facts["max_num_batched_tokens"])
+        tokens = step_tokens(config, self.facts["max_num_batched_tokens"], self.facts["step_seconds"])
+        self.facts["max_num_batched_tokens"] = tokens
+        self.config = config = dataclasses.replace(config, max_num_batched_tokens=tokens)
         names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "windows", "swap_cost")
         ends = () if config.pools else ends
         states = self.facts.get("states")
@@ -189,7 +192,8 @@ class EngineCore:
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """Drop a request, or one of its samples; see `Scheduler.abort`."""
         if index is None:
-            self.compiling.pop(request_id, None)
+            if waits := self.compiling.pop(request_id, None):
+                self.grammars.leave(waits[0], (request for request, _ in self.compiling.values()))
             self.held.pop(request_id, None)
         self.scheduler.abort(request_id, index, reason)
         if self.journal:

@@ -20,9 +20,10 @@ from typing import Any, NoReturn, Protocol
 
 import tokenizers
 
+from config import read_json
 from text.messages import text_of
 from text.templates import ChatTemplate, TemplateEnvironment, read_template, run_template
-from text.vocabularies import BYTE_OF_CHAR, READERS, SPACE, convert, read_object, special_tokens
+from text.vocabularies import BYTE_OF_CHAR, READERS, SPACE, convert, special_tokens
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece vocabularies spell a single byte
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
@@ -90,8 +91,8 @@ class Tokenizer:
         self.joins_bytes = state.get("type") == "ByteLevel" or self._spells_spaces
         self.token_bytes = functools.cache(self._token_bytes)
         self.token_text = functools.cache(self._token_text)
-        config = read_object(Path(folder) / "tokenizer_config.json")
-        named = read_object(Path(folder) / "special_tokens_map.json") | config
+        config = read_json(folder, "tokenizer_config.json", {})
+        named = read_json(folder, "special_tokens_map.json", {}) | config
         self.special_tokens = names | special_tokens(named)
         environment = TemplateEnvironment(max_template_chars, max_template_seconds)
         self._templates = _compile_templates(Path(folder), config, environment)
@@ -529,6 +530,3 @@ def _tag_final_message(messages: list[dict[str, Any]]) -> tuple[list[dict[str, A
             part["text"] += CONTINUE_TAG
             return messages, text
     raise ValueError("continue_final_message: the final message has no text to go on with")
-
-
-# --- messages as OpenAI's clients send them ---------------------------------------------------------------------------

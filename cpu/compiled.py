@@ -43,6 +43,7 @@ from cpu.weights import multiply
 from observe.logs import logger
 
 MODULES = (sys.modules[__name__], cpu_weights, cpu_ops, reference)  # the code of what is compiled is in these
+INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # the variable that says where Inductor keeps what it makes
 WORKPLACE = "tmp"  # the name of a folder in which something is compiled begins so
 MANY = 64  # tokens of a step; with so many or more, compiled code uses several threads
 
@@ -170,13 +171,20 @@ def sweep() -> None:
 
 def has_compiler() -> bool:
     """Whether there is a C++ compiler that Inductor finds."""
-    from torch._inductor.cpp_builder import get_cpp_compiler  # here, because it takes long
-    from torch._inductor.exc import InvalidCxxCompiler
+    with tempfile.TemporaryDirectory() as path:
+        # Inductor makes this folder as soon as it is imported, and would leave its own in the temporary folder.
+        before = os.environ.get(INDUCTOR_FOLDER)
+        os.environ[INDUCTOR_FOLDER] = path
+        from torch._inductor.cpp_builder import get_cpp_compiler  # here, because it takes long
+        from torch._inductor.exc import InvalidCxxCompiler
 
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return False
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            return False
+        finally:
+            del os.environ[INDUCTOR_FOLDER]
+            os.environ.update({} if before is None else {INDUCTOR_FOLDER: before})
     return True
 
 
@@ -244,7 +252,7 @@ class Builder:
             RuntimeError: it fails; the last line that it has said.
         """
         with workplace() as path:
-            theirs = {"TORCHINDUCTOR_CACHE_DIR": f"{path}/inductor", "TMPDIR": str(headers())}  # see `use_workplace`
+            theirs = {INDUCTOR_FOLDER: f"{path}/inductor", "TMPDIR": str(headers())}  # see `use_workplace`
             process = subprocess.Popen(
                 [sys.executable, "-P", os.path.abspath(__file__)],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | theirs,

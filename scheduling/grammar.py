@@ -19,6 +19,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -29,8 +30,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ints
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from multiprocessing import connection
+from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -189,10 +189,11 @@ class Turns:
         count: threads that do.
     """
 
-    def __init__(self, compile: Callable[[StructuredOutputsParams], Grammar], count: int):
+    def __init__(self, compile: Callable[[StructuredOutputsParams, Future[Grammar]], Grammar], count: int):
         self.compile, self.lock = compile, threading.Lock()
         self.threads = ThreadPoolExecutor(count, thread_name_prefix="grammar")
         self.jobs: dict[StructuredOutputsParams, Job] = {}
+        self.running: list[Job] = []
         self.busy: set[str] = set()  # clients for whom something is compiled
         self.latest: dict[str, float] = {}  # when the latest turn of a client ended
 
@@ -201,19 +202,32 @@ class Turns:
         with self.lock:
             if future:
                 self.jobs[wanted] = Job(wanted, future, {})
-            if job := self.jobs.get(wanted):
+            if job := self._job(wanted):
                 job.clients[client] = time.monotonic() + COMPILE_TIMEOUT
                 submit(self.threads, self._compile_all)
+
+    def leave(self, wanted: StructuredOutputsParams, client: str) -> None:
+        """A client waits for a grammar no more. Its compilation ends if nobody else does."""
+        with self.lock:
+            if (job := self._job(wanted)) and job.clients.pop(client, None) and not job.clients:
+                self.jobs.pop(wanted, None)
+                job.future.cancel()
+
+    def _job(self, wanted: StructuredOutputsParams) -> Job | None:
+        running = (job for job in self.running if job.wanted == wanted and not job.future.cancelled())
+        return self.jobs.get(wanted) or next(running, None)
 
     def _compile_all(self) -> None:
         """Compile until nothing is left that may be compiled now."""
         while taken := self._take():
             job, client = taken
-            try:
-                job.future.set_result(self.compile(job.wanted))
-            except BaseException as error:
-                job.future.set_exception(error.with_traceback(None))
+            with contextlib.suppress(InvalidStateError):  # it was cancelled
+                try:
+                    job.future.set_result(self.compile(job.wanted, job.future))
+                except BaseException as error:
+                    job.future.set_exception(error.with_traceback(None))
             with self.lock:
+                self.running.remove(job)
                 self.busy.discard(client)
                 self.latest[client] = time.monotonic()
                 if not self.jobs:
@@ -231,7 +245,8 @@ class Turns:
                 return None
             client = min(free, key=lambda client: (self.latest.get(client, 0.0), client))
             self.busy.add(client)
-            return self.jobs.pop(waiting[client].wanted), client
+            self.running.append(self.jobs.pop(waiting[client].wanted))
+            return self.running[-1], client
 
 
 class Grammars:
@@ -274,7 +289,8 @@ class Grammars:
         if (size := wanted.size) > MAX_CHARS:
             raise ValueError(f"structured_outputs has {size} characters; at most {MAX_CHARS} are allowed")
         future, now = self.cache.get(wanted), time.monotonic()
-        if future and future.done() and (why := future.exception()) and now > getattr(why, "until", 0.0):
+        failed = future and future.done() and (future.cancelled() or future.exception())
+        if failed and now > getattr(failed, "until", 0.0):
             future = None
         if future is None:
             future = self.cache[wanted] = Future()
@@ -286,16 +302,22 @@ class Grammars:
         self.cache.move_to_end(wanted)
         return future
 
+    def leave(self, request: Request, others: Iterable[Request]) -> None:
+        """A request waits for its grammar no more; `others` do."""
+        wanted, client = request.params.structured_outputs, request.client
+        if wanted and not any(other.grammar is request.grammar and other.client == client for other in others):
+            self._turns(wanted).leave(wanted, client)
+
     def _turns(self, wanted: StructuredOutputsParams) -> Turns:
         return self.small if is_small(wanted) else self.others
 
-    def _compile(self, wanted: StructuredOutputsParams) -> Grammar:
+    def _compile(self, wanted: StructuredOutputsParams, future: Future[Grammar]) -> Grammar:
         self.sandbox.start()  # it reads the vocabulary meanwhile
         tokenizer = self._open()
-        text, size = self.sandbox.check(wanted)
+        text, size = self.sandbox.check(wanted, future)
         return compile_text(tokenizer, text, self.words, size)
 
-    def _compile_small(self, wanted: StructuredOutputsParams) -> Grammar:
+    def _compile_small(self, wanted: StructuredOutputsParams, future: Future[Grammar]) -> Grammar:
         return compile_text(self._open(), text_of(wanted), self.words, LEAST_SIZE + CHAR_SIZE * wanted.size)
 
     def check(self, request: Request) -> None:
@@ -424,25 +446,33 @@ class Sandbox:
             self.held.append((process, address))
             return self.held[0]
 
-    def check(self, wanted: StructuredOutputsParams) -> tuple[str, int]:
+    def check(self, wanted: StructuredOutputsParams, future: Future[Grammar]) -> tuple[str, int]:
         """The text of a grammar that can be compiled, and how many bytes it takes then.
+
+        Args:
+            wanted: the grammar.
+            future: what waits for it. If that is cancelled, the fork ends.
 
         Raises:
             Refused: it cannot.
+            CancelledError: nobody waits any more.
             ValueError: there is no such process, which has said why on stderr.
         """
         for _ in range(2):  # somebody may have killed it
             process, address = self.start()
             try:
-                return self._ask(address, wanted)
+                return self._ask(address, wanted, future)
             except OSError:
+                if future.cancelled():
+                    raise CancelledError from None
                 process.kill()
                 process.wait()
         raise ValueError("structured_outputs cannot be compiled now: the process that tries them has ended")
 
-    def _ask(self, address: socket.socket, wanted: StructuredOutputsParams) -> tuple[str, int]:
+    def _ask(self, address: socket.socket, wanted: StructuredOutputsParams, future: Future[Grammar]) -> tuple[str, int]:
         with connect(address) as sock, sock.makefile("rb") as file:
             sock.settimeout(START_TIMEOUT)
+            future.add_done_callback(lambda _: hang_up(sock))
             sock.sendall(json.dumps([dataclasses.asdict(wanted), self.limits]).encode() + b"\n")
             said: dict[str, Any] = {}
             while "exit" not in said:
@@ -454,6 +484,12 @@ class Sandbox:
         if "error" in said:
             raise Refused(said["error"])
         return said["text"], said["size"]
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Tell the other end of a socket, and whoever reads from this one, that there is nobody any more."""
+    with contextlib.suppress(OSError):  # it is closed
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def end_sandbox(held: Held, lock: threading.Lock) -> None:
@@ -493,17 +529,28 @@ def sandbox_main() -> None:
     tokenizer, words = open_vocabulary(folder, vocab_size, eos_token_ids), -(-vocab_size // 32)
     compile_text(tokenizer, text_of(StructuredOutputsParams(grammar='start: "a"')), words, 0)  # loads what forks need
     listener, context = socket.socket(fileno=0), multiprocessing.get_context("fork")
-    forks: dict[Any, tuple[Any, socket.socket]] = {}  # each with the socket of whoever waits for it
+    forks: dict[int, tuple[Any, socket.socket]] = {}  # by what says that they end: each, and who waits for it
+    clients: dict[int, Any] = {}  # the forks by who waits for them
+    events = select.poll()
+    events.register(listener, select.POLLIN)
     while True:
-        for ready in connection.wait([listener, *forks]):
-            if ready is listener:
+        for ready, _ in events.poll():
+            if ready == listener.fileno():
                 if not (client := accept(listener)):
                     os._exit(0)
                 process = context.Process(target=attempt, args=(tokenizer, words, client))
                 process.start()
-                forks[process.sentinel] = process, client
-            else:
+                forks[process.sentinel], clients[client.fileno()] = (process, client), process
+                events.register(process.sentinel, select.POLLIN)
+                events.register(client, 0)  # which tells when it has hung up, and nothing else
+            elif ready in clients:
+                clients.pop(ready).kill()
+                events.unregister(ready)
+            elif ready in forks:
                 process, client = forks.pop(ready)
+                events.unregister(ready)
+                if clients.pop(client.fileno(), None):
+                    events.unregister(client)
                 process.join()
                 with client, contextlib.suppress(OSError):  # nobody waits any more
                     client.sendall(json.dumps({"exit": process.exitcode}).encode() + b"\n")

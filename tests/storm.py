@@ -12,7 +12,11 @@ A row's logits depend in their last bits on what is computed with it, and once i
 turns another one up. So a text that differs is not broken if the model gives it, too, when the stream is resumed from a
 prefix of its tokens, alone or in a batch (`settle`). Wrong keys and values give texts that no such run does.
 
-The same storm blows in several worlds: one engine, diagnostics on a full disk, and two engines with a coordinator.
+What harms is among them: grammars that nobody can compile, connections that say nothing, compiled libraries that are
+not as they were written. Whoever sends such a grammar gets a 400 that says what is wrong, within `hostile.LONGEST`.
+
+The same storm blows in several worlds: one engine with compiled C++, diagnostics on a full disk, two engines with a
+coordinator, and two hosts with a gate between them. They share a cache for what is compiled, which is the storm's own.
 """
 
 from __future__ import annotations
@@ -24,9 +28,8 @@ import json
 import os
 import random
 import re
+import resource
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,20 +38,26 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the engine's files lie one folder up
 
+import hostile
 from config import DEMO
+from cpu.compiled import digest
+from cpu.compiled import folder as compiled_folder
 from engine import LLM, SamplingParams
 from sequence import derived_seed
+from storm_worlds import WORLDS, Broken, Server, World, limit
 
-ROOT = Path(__file__).parent.parent
+VICTIMS = {"worker": 5, "engine": 3, "api": 2, "coordinator": 2, "gate": 2}  # and how often it hits them
 DEADLY = [13, 11, 7, 5, 3, 2]  # as in poison/sitecustomize.py
 LIE = 5.0  # seconds that /health may say 200 while no token comes
 HUNG = 90.0  # seconds without a token, an error or an end, after which a stream counts as lost
 QUIET = 60.0  # seconds that the server has to recover before the next event
+COMPILING = 300.0  # seconds that it has if C++ must be compiled meanwhile
 DOCUMENTED = (
     "the engine process has ended",
     "gives no sign of life",
@@ -56,109 +65,7 @@ DOCUMENTED = (
     "the server is shutting down",
     "rank 0 ",  # at the door, while workers are started anew: died, stopped, makes no progress
 )
-
-
-class Broken(AssertionError):
-    """A promise was not kept."""
-
-
-@dataclass
-class World:
-    """How a server is started.
-
-    Attributes:
-        flags: beside those that all have.
-        full_disk: whether its log, journal and trace lie on a full disk.
-        share: of the events that happen here.
-    """
-
-    name: str
-    flags: tuple[str, ...]
-    full_disk: bool = False
-    share: float = 1.0
-
-
-WORLDS = (
-    World("one engine", ("--api-server-count", "2"), share=0.5),
-    World("full disk", ("--log-scheduler", "/dev/full", "--trace", "/dev/full"), full_disk=True, share=0.25),
-    World("two engines", ("--api-server-count", "2", "--data-parallel-size", "2"), share=0.25),
-)
-
-
-# --- the server -------------------------------------------------------------------------------------------------------
-
-
-class Server:
-    """A server of a world, and its processes by kind."""
-
-    def __init__(self, world: World, folder: Path):
-        self.world, self.tmp = world, Path(tempfile.mkdtemp(dir="/tmp"))
-        self.shm = set(os.listdir("/dev/shm"))
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.port = sock.getsockname()[1]
-        self.log = folder / f"{world.name.replace(' ', '-')}.log"
-        path = os.pathsep.join([str(ROOT / "tests" / "poison"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.tmp), "PYTHONPATH": path}
-        command = [
-            sys.executable, "server.py", "--port", str(self.port), "--device", "cpu", "--dtype", "float32",
-            "--threads", "1", "--step-timeout", "8", *world.flags,
-        ]  # fmt: skip
-        with open("/dev/full" if world.full_disk else self.log, "w") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log, start_new_session=True)
-        self.seen: set[int] = set()
-
-    def family(self) -> dict[str, list[int]]:
-        """Its processes by kind."""
-        kinds: dict[str, list[int]] = {"main": [self.process.pid], "api": [], "engine": [], "coordinator": []}
-        kinds["worker"] = []
-        below = [(child, "main") for child in children(self.process.pid)]
-        while below:
-            pid, parent = below.pop()
-            command = command_of(pid)
-            # The first words are those of a process that has not called itself by the others yet.
-            engine, coordinator = (r"engine_process\.py|manta: engine", r"data_parallel\.py|manta: coordinator")
-            kind = "engine" if re.search(engine, command) else "coordinator" if re.search(coordinator, command) else ""
-            worker = re.search("spawn_main|manta: worker", command)
-            kind = kind or ("api" if parent == "main" else "worker" if worker else "")
-            if kind:
-                kinds[kind].append(pid)
-                below += [(child, kind) for child in children(pid)]
-            self.seen.add(pid)
-        return kinds
-
-    def assert_gone(self) -> None:
-        """Nothing of it is left: no process, no shared memory, no file."""
-        deadline = time.monotonic() + 20
-        while left := [pid for pid in self.seen if alive(pid)]:
-            if time.monotonic() > deadline:
-                raise Broken(f"processes are left: {[(pid, command_of(pid)) for pid in left]}")
-            time.sleep(0.1)
-        while files := list(self.tmp.iterdir()):
-            if time.monotonic() > deadline:
-                raise Broken(f"files are left: {files}")
-            time.sleep(0.1)
-        if shared := set(os.listdir("/dev/shm")) - self.shm:
-            raise Broken(f"shared memory is left: {shared}")
-        self.tmp.rmdir()
-
-
-def children(pid: int) -> list[int]:
-    with contextlib.suppress(OSError):
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
-
-
-def command_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    return ""
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
+SAYS_WHY = ("too deeply", "takes more than", "took more than", "the prompt is too long")  # what is wrong with a grammar
 
 
 # --- clients ----------------------------------------------------------------------------------------------------------
@@ -323,19 +230,18 @@ class Storm:
 
     # --- what happens
 
-    async def recover(self) -> None:
-        """Wait until /health says 200 again and tokens flow."""
+    async def recover(self, most: float = QUIET) -> None:
+        """Wait until /health says 200 again and tokens flow, at most so many seconds."""
         await asyncio.sleep(0.6)  # for /health to have been asked since
         begun, tokens = time.monotonic(), self.tokens
         while self.healthy_since is None or self.tokens < tokens + 20:
-            if time.monotonic() - begun > QUIET + 130 * bool(self.api_cuts):  # gunicorn waits for a stopped one
+            if time.monotonic() - begun > most + 130 * bool(self.api_cuts):  # gunicorn waits for a stopped one
                 raise Broken(f"no recovery within {time.monotonic() - begun:.0f} s of {self.last}")
             await asyncio.sleep(0.1)
 
-    def victim(self, kinds: tuple[str, ...] = ("worker", "engine", "api", "coordinator")) -> tuple[str, int] | None:
+    def victim(self, kinds: tuple[str, ...] = tuple(VICTIMS)) -> tuple[str, int] | None:
         family = self.server.family()
-        weights = {"worker": 5, "engine": 3, "api": 2, "coordinator": 2}
-        found = [(kind, pid) for kind in kinds for pid in family[kind] for _ in range(weights[kind])]
+        found = [(kind, pid) for kind in kinds for pid in family[kind] for _ in range(VICTIMS[kind])]
         return self.rng.choice(found) if found else None
 
     def hurt(self, kind: str, pid: int, number: signal.Signals) -> None:
@@ -396,6 +302,77 @@ class Storm:
             await asyncio.sleep(0.5)  # no engine at that moment
         raise Broken(f"a poison request was never refused: {text[:200]}")
 
+    async def harmful(self) -> None:
+        """Three grammars that would harm whoever compiles them, by any of the fields that take one."""
+        asked = hostile.harmful(f"n{self.rng.getrandbits(60)}")
+        chosen = self.rng.sample(sorted(asked), 3)
+        self.last = "grammars: " + ", ".join(chosen)
+        await asyncio.gather(*(self.be_refused(what, *asked[what]) for what in chosen))
+
+    async def be_refused(self, what: str, path: str, body: dict[str, Any]) -> None:
+        """Send a grammar until it is refused for what is wrong with it; large ones may be answered.
+
+        Raises:
+            Broken: it is answered otherwise, or too late.
+        """
+        data = json.dumps(body).encode()
+        for _ in range(20):
+            try:
+                status, text = await asyncio.wait_for(ask(self.server.port, "POST", path, data), hostile.LONGEST)
+            except TimeoutError:
+                raise Broken(f"{what} got no reply within {hostile.LONGEST:.0f} s") from None
+            except (OSError, ValueError) as error:
+                if not any(time.monotonic() - at < 200 for at in self.api_cuts):
+                    raise Broken(f"{what} got no reply: {error!r}") from None
+                status, text = 503, ""
+            if status == 400 and any(words in text for words in SAYS_WHY):
+                self.counts["grammars refused"] += 1
+                return
+            if status == 200 and what.startswith("properties"):
+                self.counts["grammars answered"] += 1
+                return
+            if status != 503 or (text and not any(known in text for known in DOCUMENTED)):
+                raise Broken(f"{what} got {status}: {text[:300]}")
+            await asyncio.sleep(0.5)  # no engine at that moment
+        raise Broken(f"{what} was never refused: {text[:300]}")
+
+    async def silent(self) -> None:
+        """Connections that say nothing take all descriptors, of API processes and of the gate, and others come in."""
+        self.last = "silent connections"
+        with contextlib.ExitStack() as stack:
+            for pid in self.server.family()["api"]:
+                with contextlib.suppress(OSError):
+                    stack.callback(limit, pid, resource.prlimit(pid, resource.RLIMIT_NOFILE)[0])
+                    limit(pid, len(os.listdir(f"/proc/{pid}/fd")) + 60)
+            for port in [self.server.port, self.server.gate] * 150:
+                if port:
+                    with contextlib.suppress(OSError):  # the gate hangs up on the one before
+                        stack.callback((await asyncio.open_connection("127.0.0.1", port))[1].close)
+            if self.rng.random() < 0.7 and (found := self.victim(("worker", "engine", "gate"))):
+                self.last += f", and the {found[0]} is killed"
+                self.hurt(*found, signal.SIGKILL)
+            await self.recover()
+
+    async def broken_library(self) -> None:
+        """A library of compiled C++ is not as it was written: the next worker makes it again."""
+        library = self.rng.choice(sorted(compiled_folder().glob("*.so")))
+        data = bytearray(library.read_bytes())
+        if self.rng.random() < 0.5:
+            del data[self.rng.randrange(len(data)) :]
+        else:
+            data[self.rng.randrange(len(data))] ^= 255
+        self.last = f"a library of {len(data)} bytes that is broken"
+        broken = library.with_suffix(".broken")
+        broken.write_bytes(data)
+        broken.chmod(0o600)
+        broken.replace(library)  # the worker that runs has the old file
+        if found := self.victim(("worker",)):
+            self.hurt(*found, signal.SIGKILL)
+        await self.recover(COMPILING)
+        for path in compiled_folder().glob(f"{library.stem.rpartition('-')[0]}-*.so"):
+            if digest(path.read_bytes()) != path.stem.rpartition("-")[2]:
+                raise Broken(f"a worker runs, and {path} is not as it was written")
+
     async def big_body(self) -> None:
         """Bodies of up to 31 MB, some of them cut off."""
         self.last = "big bodies"
@@ -452,7 +429,7 @@ class Storm:
             raise Broken(f"/health said 200 for {self.longest_lie:.1f} s in which no token came")
 
     async def until_up(self) -> None:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + COMPILING
         while time.monotonic() < deadline and self.server.process.poll() is None:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 if (await ask(self.server.port, "GET", "/health"))[0] == 200:
@@ -463,9 +440,10 @@ class Storm:
     async def events(self, events: int, only: tuple[str, ...]) -> None:
         kinds: dict[Callable[[], Awaitable[None]], float] = {
             self.death: 6, self.double_death: 2, self.death_in_recovery: 2, self.stop: 3, self.poison: 1.5,
-            self.big_body: 1, self.slow_readers: 1.5, self.nonsense: 1,
+            self.big_body: 1, self.slow_readers: 1.5, self.nonsense: 1, self.harmful: 3, self.silent: 2,
+            self.broken_library: 3 * self.server.world.compiles,
         }  # fmt: skip
-        kinds = {kind: weight for kind, weight in kinds.items() if not only or kind.__name__ in only}
+        kinds = {kind: n for kind, n in kinds.items() if n and (not only or kind.__name__ in only)}
         for i in range(events):
             await asyncio.sleep(self.rng.uniform(0.2, 2))
             event = self.rng.choices(list(kinds), list(kinds.values()))[0]
@@ -496,13 +474,13 @@ async def lines(reader: asyncio.StreamReader, stream: Stream) -> Any:
         yield line.strip()
 
 
-def settle(disputes: list[tuple[Stream, int, str]]) -> None:
+def settle(disputes: list[tuple[Stream, int, str]], compiles: bool) -> None:
     """See whether the model gives each of these texts when its stream is resumed somewhere before it differs.
 
     Raises:
         Broken: it does not.
     """
-    llm = LLM(DEMO, dtype="float32", device="cpu", threads=1)
+    llm = LLM(DEMO, dtype="float32", device="cpu", threads=1, compile=compiles)
     known: set[str] = set()  # texts that it has given
     for stream, index, text in disputes:
         if any(other.startswith(text) for other in known):
@@ -543,16 +521,11 @@ def blow(
     storm, begun = Storm(server, streams, seed), time.monotonic()
     try:
         asyncio.run(storm.run(events, kinds))
-        server.family()
-        server.process.terminate()
-        if (code := server.process.wait(60)) != 0:
-            raise Broken(f"the server ended with {code}")
+        server.end()
         server.assert_gone()
-        settle(storm.disputes)
+        settle(storm.disputes, world.compiles)
     finally:
-        server.family()
-        if server.process.poll() is None:
-            server.process.kill()
+        server.kill()
     return {
         "world": world.name, "seconds": round(time.monotonic() - begun), "tokens": storm.tokens,
         "texts that differ by rounding": len(storm.disputes),
@@ -571,7 +544,8 @@ def run(
 ) -> list[dict[str, Any]]:
     """The storm in all worlds; returns the figures of each."""
     streams = [make_stream(number, seed) for number in range(num_streams)]
-    return [blow(world, streams, max(1, round(events * world.share)), seed, folder, kinds) for world in worlds]
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(folder / "cache")):
+        return [blow(world, streams, max(1, round(events * world.share)), seed, folder, kinds) for world in worlds]
 
 
 @pytest.mark.long
@@ -593,6 +567,6 @@ if __name__ == "__main__":
             for figures in run(flags.events, flags.streams, flags.seed, Path(logs), chosen, tuple(flags.kind)):
                 print(json.dumps(figures, indent=1))
         except BaseException:
-            for log in Path(logs).iterdir():
+            for log in Path(logs).glob("*.log"):
                 print(f"--- {log.name}\n{log.read_text()[-6000:]}", file=sys.stderr)
             raise

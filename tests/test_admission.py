@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 
 import pytest
 
+from admission import step_tokens
+from config import EngineConfig
 from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
 from sequence import SequenceGroup, Status
 
@@ -306,6 +309,13 @@ def test_admission_keeps_room_for_growth_once_it_knows_it():
 
 
 # --- the policy `fair` ------------------------------------------------------------------------------------------------
+
+
+def test_a_step_takes_a_tenth_of_a_second_by_default():
+    fair = EngineConfig(scheduling_policy="fair", max_num_seqs=64)
+    assert [step_tokens(fair, 2048, seconds) for seconds in (0.05, 0.1, 0.4, 9.0)] == [2048, 2048, 512, 64]
+    others = {"scheduling_policy": "fcfs"}, {"max_num_batched_tokens": 2048}, {"enable_chunked_prefill": False}
+    assert all(step_tokens(dataclasses.replace(fair, **fields), 2048, 9.0) == 2048 for fields in others)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])

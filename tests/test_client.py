@@ -23,8 +23,8 @@ import pytest
 from async_llm import AsyncEngineCoreClient, AsyncMPClient
 from engine import SamplingParams
 from plan import EngineCoreRequest, EngineOutput, Health, Outputs, Reply
+from processes import client as clients
 from processes.child import READY, SEND_TIMEOUT, Board, FrameServer
-from processes.child import client as clients
 from processes.client import (
     GRACE,
     BackgroundResources,

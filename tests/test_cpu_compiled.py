@@ -16,9 +16,20 @@ import pytest
 import torch
 from torch._inductor.runtime.runtime_utils import default_cache_dir
 
+from cpu import ops as cpu_ops
 from cpu import weights as cpu_weights
-from cpu.compiled import MANY, Builder, Job, Late, compile_job, compile_ops, keep, multiply_job, open_folders
-from cpu.weights import ops as cpu_ops
+from cpu.compiled import (
+    INDUCTOR_FOLDER,
+    MANY,
+    Builder,
+    Job,
+    Late,
+    compile_job,
+    compile_ops,
+    keep,
+    multiply_job,
+    open_folders,
+)
 from device import startup
 from engine import LLM, SamplingParams
 from oracles import HeadNorm
@@ -160,6 +171,13 @@ def test_without_a_compiler_the_operators_serve_and_one_line_says_why(monkeypatc
     assert len(caplog.records) == 1 and "no more C++ is made, and torch's operators serve: activate: " in caplog.text
     with pytest.raises(ValueError, match=r"compiling failed: .*InvalidCxxCompiler"):
         builder.wait()
+
+
+def test_looking_for_a_compiler_leaves_nothing(tmp_path):
+    code = "import cpu_compiled; print(cpu_compiled.has_compiler())"
+    env = {name: value for name, value in os.environ.items() if name != INDUCTOR_FOLDER} | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True\n" and not list(tmp_path.iterdir())
 
 
 def test_the_compiling_process_ends_with_its_parent(tmp_path):

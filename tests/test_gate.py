@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from processes.child import hosts
+from processes import hosts
 from processes.client import MPClient
 from processes.hosts import Places
 from served import eventually

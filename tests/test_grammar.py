@@ -499,6 +499,15 @@ def test_a_request_waits_for_its_grammar_while_others_run(make_llm):
         assert ended == {"free", "held"} and not core.compiling
 
 
+def test_the_grammar_of_a_request_that_is_aborted_is_not_compiled(make_llm):
+    wanted = StructuredOutputsParams(json={"type": "integer", "multipleOf": 99999989})
+    with make_llm() as llm:
+        llm.core.add(EngineCoreRequest("left", [5, 6], SamplingParams(max_tokens=4, structured_outputs=wanted)))
+        grammar = llm.core.compiling["left"][0].grammar
+        llm.core.abort("left")
+        assert grammar.cancelled() and not llm.core.has_work()
+
+
 def test_a_grammar_that_takes_too_long_is_refused(make_llm):
     params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="abc?"))
     with make_llm() as llm:

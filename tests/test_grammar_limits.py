@@ -15,6 +15,7 @@ import pytest
 from conftest import DEMO
 from engine import StructuredOutputsParams
 from scheduling.grammar import Grammars, Limits
+from served import eventually
 from text.schemas import is_small
 
 EOS = 1
@@ -65,6 +66,30 @@ def test_a_grammar_that_would_harm_is_refused_and_others_are_not_held_up(own_gra
         harmful.result(60)
     assert other.result(60) and mine.result(60)
     assert own_grammars.compile(wanted, "worse") is harmful  # it is remembered
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled(own_grammars):
+    own_grammars.sandbox.limits = Limits(cpu_time=60, time=60.0)
+    wanted, queued = (StructuredOutputsParams(json=ENDLESS | {"title": name}) for name in "ab")
+    first, same, other, next_one = (
+        SimpleNamespace(
+            client=client,
+            params=SimpleNamespace(structured_outputs=asked),
+            grammar=own_grammars.compile(asked, client),
+        )
+        for client, asked in (("bad", wanted), ("bad", wanted), ("other", wanted), ("bad", queued))
+    )
+    sandbox = psutil.Process(own_grammars.sandbox.start()[0].pid)
+    eventually(sandbox.children, 30)
+    own_grammars.leave(first, [same, other, next_one])
+    own_grammars.leave(same, [other, next_one])
+    assert not other.grammar.cancelled()
+    own_grammars.leave(next_one, [other])
+    own_grammars.leave(other, [])
+    assert first.grammar.cancelled() and next_one.grammar.cancelled() and not own_grammars.others.jobs
+    eventually(lambda: not sandbox.children(), 10)
+    assert own_grammars.compile(StructuredOutputsParams(regex="mine"), "bad").result(30)  # the turn is free again
+    assert own_grammars.compile(wanted, "bad") is not first.grammar
 
 
 def test_a_client_waits_for_its_own_grammars_alone(own_grammars):

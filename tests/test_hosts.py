@@ -24,7 +24,8 @@ import pytest
 from config import DEMO, EngineConfig
 from engine import LLM
 from plan import Health
-from processes.child import Board, FrameServer, hosts
+from processes import hosts
+from processes.child import Board, FrameServer
 from processes.client import Connection, MPClient, to_frame
 from processes.fleet import Fleet
 from processes.hosts import (

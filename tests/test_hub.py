@@ -194,7 +194,7 @@ def full(self, *args, **options):
     return Full()
 pathlib.Path.open = full
 """)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
         ValueError, match=r"^/[^\n]* is full: make room for manta/demo, or name another place by [^\n]*$"
     ):

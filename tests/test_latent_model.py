@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import reference
-from cpu.weights import ops as cpu_ops
+from cpu import ops as cpu_ops
 from device.loader import load_weights
 from model import Batch, Transformer
 from model_config import ModelConfig

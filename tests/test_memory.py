@@ -26,7 +26,7 @@ import reference
 from batch_state import BatchState
 from config import DEMO, EngineConfig
 from core import EngineCore
-from cpu.weights import sampling as cpu_sampling
+from cpu import sampling as cpu_sampling
 from device import memory, startup
 from device.memory import (
     MIB,

@@ -37,7 +37,7 @@ def installed(tmp_path_factory) -> Path:
 def elsewhere(tmp_path: Path) -> Path:
     """A user's folder, with files that are called like some of ours, and a clone's folder without the clone."""
     (tmp_path / "manta").mkdir()
-    for name in ("config.py", "kernels.py", "device/memory.py", "manta/config.py"):
+    for name in ("config.py", "kernels.py", "models.py", "manta/config.py"):
         (tmp_path / name).write_text("raise SystemExit('this is the user\\'s own file')")
     return tmp_path
 

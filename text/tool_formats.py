@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from text.lark_rules import (
     Lark,
@@ -79,20 +79,28 @@ class Calls:
         return Part(call=self.count - 1, arguments=text)
 
 
-class ToolParser(Protocol):
-    """A format; see above."""
+class ToolParser:
+    """A format; see above.
 
-    @property
-    def begins(self) -> tuple[str, ...]:
-        """The texts that one or more calls begin with. Brackets are a part of the calls."""
+    Attributes:
+        begins: the texts that one or more calls begin with. Brackets are a part of the calls.
+        end: comes after them, mostly; empty if nothing does.
+        call_end: comes after each of them, in some formats.
+    """
+
+    begins: tuple[str, ...]
+    end: str = ""
+    call_end: str = ""
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The texts that end them."""
+        """The texts that end calls."""
+        return tuple(filter(None, (self.end, self.call_end)))
 
     @property
     def syntax(self) -> tuple[str, ...]:
         """All texts in which special tokens may stand."""
+        return (*self.begins, *self.ends)
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
         """Read calls from `begin` on.
@@ -100,18 +108,19 @@ class ToolParser(Protocol):
         Raises:
             NoCall: there are none, or one breaks.
         """
+        raise NotImplementedError
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
         """The grammar of one or several calls, after the first of `begins`."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class JsonFormat:
+class JsonFormat(ToolParser):
     """Calls that are JSON objects, or lists of them, which hold the function's name and its arguments.
 
     Attributes:
-        begins: see `ToolParser`.
-        end: comes after them, mostly.
+        begins, end: see `ToolParser`.
         around: stands between the tags and the JSON.
         listed: the model writes a list of objects; both ways are read.
         arguments: keys for the arguments, of which the model writes the first.
@@ -126,16 +135,6 @@ class JsonFormat:
     arguments: tuple[str, ...] = ("arguments", "parameters")
     beside: tuple[str, ...] = ("id", "type")
     separator: str = ""
-
-    @property
-    def ends(self) -> tuple[str, ...]:
-        """See `ToolParser`."""
-        return (self.end,) if self.end else ()
-
-    @property
-    def syntax(self) -> tuple[str, ...]:
-        """See `ToolParser`."""
-        return (*self.begins, *self.ends)
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
         """See `ToolParser`."""
@@ -219,7 +218,7 @@ class JsonFormat:
 
 
 @dataclass(frozen=True)
-class HeaderFormat:
+class HeaderFormat(ToolParser):
     r"""Calls that name their function in a header, after which their arguments follow as JSON.
 
     Attributes:
@@ -243,11 +242,6 @@ class HeaderFormat:
     end: str = ""
     others: tuple[str, ...] = ()
     older: JsonFormat | None = None
-
-    @property
-    def ends(self) -> tuple[str, ...]:
-        """See `ToolParser`."""
-        return tuple(filter(None, (self.end, self.call_end)))
 
     @property
     def syntax(self) -> tuple[str, ...]:
@@ -316,7 +310,7 @@ def schema_value(text: str, schema: Schema) -> str:
 
 
 @dataclass(frozen=True)
-class TagFormat:
+class TagFormat(ToolParser):
     """Calls with a tag for each argument. What it holds is text or JSON, as the tool's schema says.
 
     Attributes:
@@ -340,11 +334,6 @@ class TagFormat:
     call_end: str
     end: str
     padding: str = ""
-
-    @property
-    def ends(self) -> tuple[str, ...]:
-        """See `ToolParser`."""
-        return tuple(filter(None, (self.end, self.call_end)))
 
     @property
     def syntax(self) -> tuple[str, ...]:
@@ -432,7 +421,7 @@ class TagFormat:
 
 
 @dataclass(frozen=True)
-class PythonFormat:
+class PythonFormat(ToolParser):
     """Calls like those of Python, with named arguments.
 
     Attributes:
@@ -454,11 +443,6 @@ class PythonFormat:
     between: str = "="
     raw: str = ""
     around: str = ""
-
-    @property
-    def ends(self) -> tuple[str, ...]:
-        """See `ToolParser`."""
-        return (self.end,) if self.end else ()
 
     @property
     def syntax(self) -> tuple[str, ...]:

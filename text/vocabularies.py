@@ -8,7 +8,6 @@ the tokens are special. A vocabulary that would not give the ids of its own libr
 from __future__ import annotations
 
 import base64
-import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from config import read_json
 
 SPACE = "\u2581"  # how SentencePiece vocabularies spell a space
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece's types of pieces
@@ -70,14 +71,14 @@ def read_settings(folder: Path) -> Settings:
     Raises:
         ValueError: one of them is broken.
     """
-    config = read_object(folder / "tokenizer_config.json")
-    named = read_object(folder / "special_tokens_map.json") | config
+    config = read_json(str(folder), "tokenizer_config.json", {})
+    named = read_json(str(folder), "special_tokens_map.json", {}) | config
     names = special_tokens(named)
     special = set(names.values())
     for each in ("additional_special_tokens", "extra_special_tokens"):
         special |= {token["content"] if isinstance(token, dict) else token for token in named.get(each) or ()}
     added = {}
-    for text, id in read_object(folder / "added_tokens.json").items():
+    for text, id in read_json(str(folder), "added_tokens.json", {}).items():
         added[int(id)] = AddedToken(text, special=text in special, normalized=text not in special)
     flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
     for id, token in (config.get("added_tokens_decoder") or {}).items():
@@ -93,23 +94,6 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(text, str):
             found[name] = text
     return found
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, empty where there is no file.
-
-    Raises:
-        ValueError: the file holds something else.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}; it must hold a JSON object")
-    return content
 
 
 # --- SentencePiece ----------------------------------------------------------------------------------------------------
@@ -271,7 +255,7 @@ def varint(message: bytes, at: int) -> tuple[int, int]:
 
 def read_tekken(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str]]:
     """A `tekken.json`: the special tokens have the first ids, the byte strings in the order of their ranks the next."""
-    content = read_object(path)
+    content = read_json(str(path.parent), path.name)
     config = content["config"]
     listed = content.get("special_tokens")
     special = dict(enumerate(TEKKEN_SPECIAL)) if listed is None else {int(t["rank"]): t["token_str"] for t in listed}
@@ -308,7 +292,7 @@ def read_merges(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, st
     merges = [tuple(line.split(" ")) for line in lines if line]
     if wrong := next((merge for merge in merges if len(merge) != 2), None):
         raise ValueError(f"merges.txt has the line {' '.join(wrong)!r:.80}; a line must have two tokens")
-    vocab = read_object(path)
+    vocab = read_json(str(path.parent), path.name)
     prefix = bool(settings.config.get("add_prefix_space"))
     tokenizer = byte_level(vocab, merges, SPLITS[kind], prefix)
     names, added = {}, {}

@@ -1,0 +1,34 @@
+"""The documentation: its links lead somewhere, and the files that it names are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere_and_files_are_there(page: Path) -> None:
+    text = page.read_text()
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", text):
+        there = (page.parent / target).resolve() if target else page
+        assert there.exists(), f"{target} is not there"
+        assert not anchor or anchor in anchors(there), f"{target} has no #{anchor}"
+    if page.name in (
+        "seeds.md",
+        "extend.md",
+    ):  # these name files of vLLM's, and made-up ones; they have their own tests
+        return
+    for name in re.findall(r"`(?:python )?((?:\w+/)*\w+\.py)[` ]", text):
+        found = any((ROOT / folder / name).is_file() for folder in ("", "tests", "bench"))
+        assert found or name.startswith("modeling_"), f"{name} is not there"  # that is transformers'
