@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import reprlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from config import EngineConfig, read_json
 
 INT64 = range(-(2**63), 2**63)
 MAX_LOGIT_BIAS = 1024  # tokens of a request; OpenAI has 300
+MAX_BIAS = 100  # of one token, upwards and downwards
 MAX_BAD_WORDS = 64  # texts of a request,
 MAX_BAD_WORD_TOKENS = 16  # and tokens of one of them
 RANGES: dict[str, tuple[float, float]] = {  # of whole numbers where these are whole
@@ -34,9 +35,16 @@ def is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
+def check_ids(name: str, tokens: Iterable[Any]) -> None:
+    """Refuse a list that has something else than tokens' ids by a ValueError."""
+    for token in tokens:
+        if isinstance(token, str) or not is_token(token):
+            raise ValueError(f"{name} has {token!r}; each must be a whole number from 0 to 2^31 - 1")
+
+
 def is_bias(value: Any) -> bool:
     """Whether this may be added to a logit."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -100 <= value <= 100
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_BIAS
 
 
 @dataclass(frozen=True)
@@ -213,9 +221,7 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop has {text!r}; each stop must be a string of at least one character")
-        for token in self.stop_token_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
-                raise ValueError(f"stop_token_ids has {token!r}; each must be a whole number from 0 to {2**31 - 1}")
+        check_ids("stop_token_ids", self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {self.max_tokens}")
@@ -227,23 +233,25 @@ class SamplingParams:
     def _check_tokens(self) -> None:
         """Check `logit_bias` and `allowed_token_ids`, and bring them into the form of their annotations."""
         if not isinstance(self.logit_bias, dict | None):
-            raise ValueError(f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers from -100 to 100")
+            raise ValueError(
+                f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers from -{MAX_BIAS} to {MAX_BIAS}"
+            )
         given = self.logit_bias or {}
         if len(given) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias has {len(given)} tokens; at most {MAX_LOGIT_BIAS} are allowed")
         bias = {token: value for token, value in given.items() if is_token(token) and is_bias(value)}
         if bad := given.keys() - bias.keys():
             wrong = ", ".join(f"{token!r}: {given[token]!r}" for token in given if token in bad)
-            raise ValueError(f"logit_bias has {wrong}; it must map token ids from 0 to numbers from -100 to 100")
+            raise ValueError(
+                f"logit_bias has {wrong}; it must map token ids from 0 to numbers from -{MAX_BIAS} to {MAX_BIAS}"
+            )
         object.__setattr__(self, "logit_bias", {int(token): float(value) for token, value in bias.items()} or None)
         if (allowed := self.allowed_token_ids) is not None:
             if not isinstance(allowed, list | tuple) or not allowed:
                 raise ValueError(
                     f"allowed_token_ids is {reprlib.repr(allowed)}; it must be a list of at least one token id"
                 )
-            for token in allowed:
-                if isinstance(token, str) or not is_token(token):
-                    raise ValueError(f"allowed_token_ids has {token!r}; each must be a whole number from 0 to 2^31 - 1")
+            check_ids("allowed_token_ids", allowed)
             object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(allowed)))
 
     def _check_bad_words(self) -> None:
@@ -262,9 +270,7 @@ class SamplingParams:
             if not isinstance(ids, list | tuple) or not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
                 count = f"{len(ids)} tokens" if isinstance(ids, list | tuple) else reprlib.repr(ids)
                 raise ValueError(f"bad_words has one of {count}; each must have from 1 to {MAX_BAD_WORD_TOKENS} tokens")
-            for token in ids:
-                if isinstance(token, str) or not is_token(token):
-                    raise ValueError(f"bad_word_ids has {token!r}; each must be a whole number from 0 to 2^31 - 1")
+            check_ids("bad_word_ids", ids)
         object.__setattr__(self, "bad_word_ids", tuple(tuple(ids) for ids in self.bad_word_ids))
 
     def _check_structure(self) -> None:

@@ -1,4 +1,7 @@
-"""Replies of /v1/messages, as Anthropic has them."""
+"""/v1/messages: Anthropic's Messages API, a thin translation to and from the one `Run`.
+
+Anthropic's types are those of its SDK, `anthropic.types`.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,73 @@ from typing import Any
 
 import msgspec
 
-from api.fields import ApiError
-from api.reading import CONTENT, REASONING, Answer, Block
-from api.replies import ClientGone, Run, as_api_error
-from api.responses import DELTAS, MESSAGE_ERRORS, event
+from api import checks
+from api import fields as shared
+from api.chat import as_chat, conversation, renamed
+from api.checks import ToolChoice
+from api.fields import ApiError, Face, Field
+from api.generation import generate
+from api.options import ServerConfig
+from api.reading import CALL, CONTENT, REASONING, Answer, Block
+from api.replies import ClientGone, Run, as_api_error, typed_event
+from api.routes import Api, Caller, Events
+from api.structure import flat_format
+from text.messages import BLOCK_KEYS, joined_turns
+
+MESSAGE_ERRORS = {  # Anthropic's words for the statuses
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+DELTAS = {  # of Anthropic's blocks: the kind, and what its text is called
+    CONTENT: ("text_delta", "text"), REASONING: ("thinking_delta", "thinking"),
+    CALL: ("input_json_delta", "partial_json"),
+}  # fmt: skip
+CACHED_TOOL = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
+BLOCKS = {  # the keys of Anthropic's blocks; some are what an earlier answer had
+    "text": ("type", "text", "cache_control", "citations"),
+    "tool_use": ("type", "id", "name", "input", "cache_control", "caller", "toolset_name"),
+    "tool_result": ("type", "tool_use_id", "content", "is_error", "cache_control", "toolset_name"),
+    "thinking": ("type", "thinking", "signature"), "redacted_thinking": ("type", "data"),
+}  # fmt: skip
+
+
+def create_message(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
+    """The next message of a conversation, or the rest of its last one, in the shapes of Anthropic's API."""
+    with renamed(prompt="messages", response_format="output_config.format"):
+        chat = turns_as_chat(api, fields) | {"stop": fields["stop_sequences"]}
+        prompt, reading = conversation(api, chat)
+        return generate(api, chat, caller, [prompt], MessageRun, None, reading)
+
+
+def count_tokens(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
+    """How many tokens the prompt of such a request has."""
+    with renamed(prompt="messages"):
+        chat = turns_as_chat(api, fields)
+        return {"input_tokens": len(api.prompts.encode(chat, api.prompts.render(chat), False)[1])}
+
+
+def turns_as_chat(api: Api, fields: dict[str, Any]) -> dict[str, Any]:
+    """A request for Anthropic's Messages API as one for chat completions."""
+    messages, system, thinking = fields["messages"], fields["system"], fields["thinking"]
+    messages = messages if system is None else [{"role": "system", "content": system}, *messages]
+    structure, older = fields["output_config"].get("structure"), fields["output_format"]
+    if structure is not None and older is not None:
+        message = "output_config.format and output_format are both given; one is enough"
+        raise ApiError(400, message, "output_format")
+    asked = {"enabled": True, "disabled": False}.get(thinking.get("type"))
+    variables = {} if asked is None else {"enable_thinking": asked}
+    if asked and thinking["budget_tokens"] is not None:  # which some templates tell the model
+        variables["thinking_budget"] = thinking["budget_tokens"]
+    chat = as_chat(
+        fields, messages, reasoning_effort=fields["output_config"].get("effort"),
+        chat_template_kwargs=variables | fields["chat_template_kwargs"],
+        continue_final_message=messages[-1]["role"] == "assistant",
+        response_format=older if structure is None else structure,
+        include_reasoning=thinking.get("display") != "omitted",
+    )  # fmt: skip
+    if chat["thinking_token_budget"] is None and api.parsers.reasoning_parser(chat):  # others keep to any budget
+        chat["thinking_token_budget"] = thinking.get("budget_tokens")
+    return chat
 
 
 def message_error(error: ApiError) -> dict[str, Any]:
@@ -28,8 +94,10 @@ def message_error(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": told}
 
 
-class Messages(Run):
+class MessageRun(Run):
     """A run whose reply is Anthropic's message."""
+
+    prefix = "msg_"
 
     def whole(self) -> dict[str, Any]:
         """The reply in one piece, once `news` has ended."""
@@ -41,15 +109,15 @@ class Messages(Run):
     def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
         """The server-sent events of a stream, whose last one is an error where it has failed."""
         try:
-            yield event("message_start", {"message": self._message([], self._counts() | {"output_tokens": 0})})
-            yield event("ping", {})
+            yield typed_event("message_start", {"message": self._message([], self._counts() | {"output_tokens": 0})})
+            yield typed_event("ping", {})
             yield from self._blocks(news)
-            yield event("message_delta", {"delta": self._stop(), "usage": self._counts() | self._output()})
-            yield event("message_stop", {})
+            yield typed_event("message_delta", {"delta": self._stop(), "usage": self._counts() | self._output()})
+            yield typed_event("message_stop", {})
         except ClientGone:
             return
         except Exception as error:
-            yield event("error", message_error(as_api_error(error)))
+            yield typed_event("error", message_error(as_api_error(error)))
 
     def _blocks(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
         """The events of the blocks, one block after the other."""
@@ -59,16 +127,16 @@ class Messages(Run):
                 block, index = answer.blocks[piece.at], {"index": piece.at}
                 if piece.begins:
                     if latest >= 0:
-                        yield event("content_block_stop", {"index": latest})
+                        yield typed_event("content_block_stop", {"index": latest})
                     latest = piece.at
                     empty = content_block(dataclasses.replace(block, text=""))
-                    yield event("content_block_start", index | {"content_block": empty})
+                    yield typed_event("content_block_start", index | {"content_block": empty})
                 if piece.text:
                     kind, key = DELTAS[block.kind]
-                    yield event("content_block_delta", index | {"delta": {"type": kind, key: piece.text}})
+                    yield typed_event("content_block_delta", index | {"delta": {"type": kind, key: piece.text}})
         if latest < 0:
-            yield event("content_block_start", {"index": 0, "content_block": content_block(Block(CONTENT))})
-        yield event("content_block_stop", {"index": max(0, latest)})
+            yield typed_event("content_block_start", {"index": 0, "content_block": content_block(Block(CONTENT))})
+        yield typed_event("content_block_stop", {"index": max(0, latest)})
 
     @property
     def _answer(self) -> Answer:
@@ -112,3 +180,133 @@ def content_block(block: Block) -> dict[str, Any]:
     with contextlib.suppress(msgspec.DecodeError):
         input = msgspec.json.decode(block.text)
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": input}
+
+
+# --- what it takes ---------------------------------------------------------------------------------------------------
+
+
+def turns(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
+    found = joined_turns(value)
+    for message in value:
+        checks.known_keys(message, ("role", "content"), config)
+        for block in message["content"] if isinstance(message["content"], list) else ():
+            checks.known_keys(block, BLOCKS[block["type"]], config)
+    return found
+
+
+def system_text(value: Any, config: ServerConfig) -> str:
+    return turns([{"role": "system", "content": value}], config)[0]["content"]
+
+
+THINKING = checks.settings(
+    type=["enabled", "disabled", "adaptive"], budget_tokens=int, display=["summarized", "omitted"]
+)  # fmt: skip
+
+
+def thinking(value: Any, config: ServerConfig) -> dict[str, Any]:
+    found = THINKING(value, config)
+    if found["type"] is None:
+        raise ValueError("it must have a type")
+    if (budget := found["budget_tokens"]) is not None and not 0 <= budget < 2**31:
+        raise ValueError(f"budget_tokens is {budget}; it must be from 0 to {2**31 - 1}")
+    return found
+
+
+def message_tools(value: list[dict[str, Any]], config: ServerConfig) -> list[dict[str, Any]]:
+    """Tools as Anthropic has them, in the shape of a chat's."""
+    found = []
+    for tool in value:
+        if (kind := tool.get("type") or "custom") == "custom":
+            checks.known_keys(tool, CACHED_TOOL, config)
+        function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None}
+        function["parameters"] = tool.get("input_schema")
+        found.append({"type": "function" if kind == "custom" else kind, "function": function})
+    return checks.tools(found, config)
+
+
+def message_tool_choice(value: dict[str, Any], config: ServerConfig) -> ToolChoice:
+    """Anthropic's."""
+    checks.known_keys(value, ("type", "name", "disable_parallel_tool_use"), config)
+    kind, name, single = value.get("type"), value.get("name"), value.get("disable_parallel_tool_use") or False
+    modes = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
+    fits = isinstance(name, str) if kind == "tool" else name is None
+    if not isinstance(kind, str) or kind not in modes or not isinstance(single, bool) or not fits:
+        words = "type must be auto, any, none, or tool with a name"
+        raise ValueError(f"{words}; disable_parallel_tool_use must be true or false")
+    return ToolChoice(modes[kind], None if name is None else (name,), single)
+
+
+def output_config(value: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
+    """Anthropic's, and as its `structure` what its format comes to."""
+    found: dict[str, Any] = checks.settings(effort=str, format=dict)(value, config)
+    return found | {"structure": found["format"] and flat_format(found["format"], config)}
+
+
+NEEDED_OF_BLOCKS = {kind: ("type", *keys) for kind, keys in BLOCK_KEYS.items()}
+CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, shared.listed(BLOCKS, NEEDED_OF_BLOCKS)]}
+ALTERNATING = shared.shown(
+    **shared.conversation(False, role={"enum": ["user", "assistant", "system"]}, content=CONTENT_SCHEMA)
+)
+TURNS = (
+    shared.MODEL,
+    Field("messages", ALTERNATING, None, turns, "The last may be an answer's beginning."),
+    Field(
+        "system",
+        shared.shown(**shared.content_of(["text"], BLOCKS["text"])),
+        None,
+        system_text,
+        "Comes before the messages.",
+    ),
+    shared.TEMPLATE_VARIABLES,
+    Field("tools", shared.Objects, None, message_tools, "Functions that an answer may call."),
+    Field("tool_choice", dict[str, Any], None, message_tool_choice, "Whether an answer calls tools."),
+)
+THOUGHTS = (
+    Field("thinking", dict[str, Any], {}, thinking, "For the chat template."),
+    Field("output_config", dict[str, Any], {}, output_config),
+    Field("output_format", dict[str, Any], None, flat_format, "The older place of output_config.format."),
+)
+CACHES = ("cache_control", "inference_geo", "diagnostics", "user_profile_id", "workspace_id")  # change nothing
+MESSAGES = Face(
+    "messages",
+    ("/v1/messages",),
+    (
+        *TURNS,
+        shared.PARALLEL_CALLS,
+        shared.THINKING_BUDGET,
+        *THOUGHTS,
+        shared.STREAM,
+        Field("max_tokens", shared.Tokens, about="Of output."),
+        Field("stop_sequences", list[str], None, checks.stop_strings),
+        *shared.ANSWERED,
+        *shared.sampling(*shared.SEVERAL, "masked_logprobs", "stop"),
+    ),
+    create_message,
+    needed=("messages", "max_tokens"),
+    streams=True,
+    not_yet=shared.NOT_YET
+    | {
+        "container": (), "mcp_servers": ([],), "context_management": (), "speed": ("standard",), "thread": (),
+    }
+    | shared.NOT_IN_ANSWERS,
+    elsewhere=shared.ELSEWHERE
+    | {
+        "stop": "stop_sequences", "max_completion_tokens": "max_tokens", "prompt": "messages", "input": "messages",
+        "instructions": "system", "reasoning": "thinking", "reasoning_effort": "output_config.effort",
+        "response_format": "output_config.format",
+    },
+    ignored=CACHES,
+    error_body=message_error,
+)  # fmt: skip
+COUNT_TOKENS = Face(
+    "count_tokens",
+    ("/v1/messages/count_tokens",),
+    (*TURNS, *THOUGHTS),
+    count_tokens,
+    needed=("messages",),
+    not_yet=shared.NOT_YET | {"mcp_servers": ([],), "context_management": (), "speed": ("standard",)},
+    elsewhere=shared.ELSEWHERE
+    | {"prompt": "messages", "input": "messages", "instructions": "system", "reasoning": "thinking"},
+    ignored=CACHES,
+    error_body=message_error,
+)

@@ -6,7 +6,7 @@
     main        the command line
 
 Both files have the format of OpenAI's batches. Between them and the engine process there is no HTTP: a line goes to
-`serving.Api`, as the body of a request does. A batch may end at any time, also by `kill -9`: when it is started again
+`Api.answer`, as the body of a request does. A batch may end at any time, also by `kill -9`: when it is started again
 with the same files, it runs the lines that have no answer yet.
 """
 
@@ -41,7 +41,8 @@ from gevent.pool import Group
 from tqdm import tqdm
 
 from api.bodies import RAW_FIELDS, parse_json
-from api.fields import PATHS, ApiError
+from api.faces import FACES
+from api.fields import ApiError, Face
 from api.flags import OptionParser, from_flags, refuse_given
 from api.options import ServerConfig
 from api.reading import check_parsers
@@ -65,7 +66,7 @@ LINES_AT_ONCE = 256  # that are read, perhaps only to be skipped, before others 
 READ_AT_ONCE = 2**20  # bytes in which lines are counted
 FIRST_BYTES = b'{"id":"batch_req_'  # of each line of the output
 REQUIRED = ("custom_id", "method", "url", "body")  # of a line of the input
-ROUTE_OF = {path: route for route, paths in PATHS.items() for path in paths}
+FACE_OF = {path: face for face in FACES for path in face.paths}
 # Options of the server that mean nothing where there is no HTTP.
 HTTP_ONLY = (
     "host", "port", "api_key", "api_key_file", "metrics_key", "share_prefix_cache", "allowed_origins", "allowed_hosts",
@@ -89,7 +90,7 @@ class Line:
         text: of the line, at most one byte more than is allowed.
         id: what the line's answer is called. The same line in the same place always has the same.
         custom_id: what the line is called by who wrote it; None until `read` has found it.
-        route: one of `protocol.ROUTES`.
+        face: what it asks; None until `read` has found it.
         body: of the request, not decoded yet.
     """
 
@@ -97,7 +98,7 @@ class Line:
     text: bytes
     id: str = field(init=False)
     custom_id: str | None = None
-    route: str = ""
+    face: Face | None = None
     body: bytes = b""
 
     def __post_init__(self) -> None:
@@ -120,14 +121,14 @@ class Line:
         method, url = text_of(fields, "method"), text_of(fields, "url")
         if method != "POST":
             raise ApiError(400, f"method is {method!r:.80}; it must be POST", "method", "invalid_method")
-        if url not in ROUTE_OF:
-            raise ApiError(400, f"url is {url!r:.80}; it must be one of {', '.join(ROUTE_OF)}", "url", "invalid_url")
+        if url not in FACE_OF:
+            raise ApiError(400, f"url is {url!r:.80}; it must be one of {', '.join(FACE_OF)}", "url", "invalid_url")
         if "body" not in fields:
             raise ApiError(400, "body is missing", "body", "missing_required_parameter")
         if not config.allow_unknown_fields and (unknown := [name for name in fields if name not in REQUIRED]):
             message = f"the line has {unknown[0]!r:.80}; it must have {', '.join(REQUIRED)}, and nothing else"
             raise ApiError(400, message, unknown[0][:80], "unknown_parameter")
-        self.route, self.body = ROUTE_OF[url], bytes(fields["body"])
+        self.face, self.body = FACE_OF[url], bytes(fields["body"])
         self.text = b""  # the body is all that is needed now, and may be large
 
 
@@ -375,6 +376,7 @@ class Batch:
         """What the route answers. If the engine process ends meanwhile, the line is run again by its successor."""
         fields = parse_json(line.body, self.api.config, self.api.facts["max_model_len"])
         line.body = b""
+        assert line.face
         if fields.get("stream") is True:
             raise ApiError(400, "stream is true; in a batch it must be false", "stream")
         for attempt in range(1, ATTEMPTS + 1):
@@ -383,7 +385,7 @@ class Batch:
                 while self.api.client.trouble:
                     gevent.sleep(LOOK / 10)
                 try:
-                    answer = self.api.answer(line.route, fields, Caller(name, "batch"))
+                    answer = self.api.answer(line.face, fields, Caller(name, "batch"))
                 except EngineDeadError as error:
                     if attempt == ATTEMPTS:
                         raise ApiError(503, f"{error}; it was so {ATTEMPTS} times when this line was run") from None

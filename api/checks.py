@@ -14,32 +14,11 @@ from typing import Any, NamedTuple
 
 from api.options import ServerConfig
 from sampling_params import MAX_BAD_WORDS
-from text.messages import TYPE_NAMES, chat_messages, joined_turns, response_items, template_variables
+from text.messages import TYPE_NAMES, chat_messages, template_variables
 
 MAX_TOOL_NAME = 256  # characters
 LIST_PART = 2**14  # items of a list between which others are served
 TEXT_PART = ("type", "text", "refusal", "cache_control", "prompt_cache_breakpoint")  # the last two: caches elsewhere
-CACHED_TOOL = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
-BLOCKS = {  # the keys of Anthropic's blocks; some are what an earlier answer had
-    "text": ("type", "text", "cache_control", "citations"),
-    "tool_use": ("type", "id", "name", "input", "cache_control", "caller", "toolset_name"),
-    "tool_result": ("type", "tool_use_id", "content", "is_error", "cache_control", "toolset_name"),
-    "thinking": ("type", "thinking", "signature"), "redacted_thinking": ("type", "data"),
-}  # fmt: skip
-ITEMS = {  # and those of OpenAI's items
-    "message": ("id", "type", "role", "status", "content", "phase"),
-    "function_call": ("id", "type", "call_id", "name", "arguments", "status", "caller", "namespace"),
-    "function_call_output": ("id", "type", "call_id", "output", "status", "caller"),
-    "reasoning": ("id", "type", "summary", "content", "encrypted_content", "status"),
-}  # fmt: skip
-FLAT_TOOL = ("type", "name", "description", "parameters", "strict")
-ITEM_PART = ("type", "text", "annotations", "logprobs", "prompt_cache_breakpoint")
-# What `include` of a response may ask for although no answer has it: it is about tools, pictures and hidden thoughts.
-NEVER_THERE = (
-    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
-    "web_search_call.action.sources", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
-    "message.input_image.image_url",
-)  # fmt: skip
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 
 Check = Callable[[Any, ServerConfig], Any]
@@ -51,27 +30,6 @@ class Refusal(ValueError):
     def __init__(self, message: str, code: str):
         super().__init__(message)
         self.code = code
-
-
-def only(*same: Any) -> Check:
-    """A check for what does not work yet: it takes only the values that change nothing."""
-
-    def check(value: Any, config: ServerConfig) -> Any:
-        if not any(value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in same):
-            message = f"this server cannot do that yet; it takes {json.dumps([None, *same])[1:-1]}"
-            raise Refusal(message, "unsupported_parameter")
-        return value
-
-    return check
-
-
-def called(here: str) -> Check:
-    """A check for what has another name here."""
-
-    def check(value: Any, config: ServerConfig) -> Any:
-        raise Refusal(f"this server calls it {here}", "unknown_parameter")
-
-    return check
 
 
 def stop_strings(value: Any, config: ServerConfig) -> list[str]:
@@ -120,24 +78,6 @@ def prompts(value: Any, config: ServerConfig) -> list[str | list[int]]:
     return items
 
 
-def texts(value: Any, config: ServerConfig) -> list[str]:
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or not found or not all(isinstance(text, str) and text for text in found):
-        raise ValueError("it must be a string or a list of strings, none of them empty")
-    if len(found) > config.max_prompts:
-        raise ValueError(f"it has {len(found)} texts; at most {config.max_prompts} are allowed (max_prompts)")
-    return found
-
-
-def documents(value: Any, config: ServerConfig) -> list[str]:
-    if not isinstance(value, list):
-        raise ValueError("it must be a list of strings, or of objects with a text")
-    for document in value:
-        if isinstance(document, dict):
-            known_keys(document, ("text",), config)
-    return texts([document.get("text") if isinstance(document, dict) else document for document in value], config)
-
-
 def known_keys(value: dict[str, Any], known: Sequence[str], config: ServerConfig) -> None:
     """Refuse an object with a key that is not `known`, unless unknown fields are allowed."""
     unknown = [key for key in value if key not in known]
@@ -150,29 +90,6 @@ def messages(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
     for message in value:
         for part in message["content"] if isinstance(message.get("content"), list) else ():
             known_keys(part, TEXT_PART, config)
-    return found
-
-
-def turns(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
-    found = joined_turns(value)
-    for message in value:
-        known_keys(message, ("role", "content"), config)
-        for block in message["content"] if isinstance(message["content"], list) else ():
-            known_keys(block, BLOCKS[block["type"]], config)
-    return found
-
-
-def system_text(value: Any, config: ServerConfig) -> str:
-    return turns([{"role": "system", "content": value}], config)[0]["content"]
-
-
-def input_items(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
-    found = response_items(value)
-    for item in value if isinstance(value, list) else ():
-        known_keys(item, ITEMS[item.get("type") or "message"], config)
-        for key in ("content", "output", "summary"):
-            for part in parts if isinstance(parts := item.get(key), list) else ():
-                known_keys(part, ITEM_PART, config)
     return found
 
 
@@ -193,36 +110,6 @@ def settings(**known: Any) -> Check:
         return {name: value.get(name) for name in known}
 
     return check
-
-
-# Of reasoning there is no summary; "auto" is what there is.
-reasoning = settings(effort=str, summary=["auto"], generate_summary=[], mode=[], context=[])
-THINKING = settings(
-    type=["enabled", "disabled", "adaptive"], budget_tokens=int, display=["summarized", "omitted"]
-)  # fmt: skip
-
-
-def thinking(value: Any, config: ServerConfig) -> dict[str, Any]:
-    found = THINKING(value, config)
-    if found["type"] is None:
-        raise ValueError("it must have a type")
-    if (budget := found["budget_tokens"]) is not None and not 0 <= budget < 2**31:
-        raise ValueError(f"budget_tokens is {budget}; it must be from 0 to {2**31 - 1}")
-    return found
-
-
-def labels(value: Any, config: ServerConfig) -> dict[str, str]:
-    fits = all(len(key) <= 64 and isinstance(text, str) and len(text) <= 512 for key, text in value.items())
-    if len(value) > 16 or not fits:
-        raise ValueError("it may have 16 keys of at most 64 characters, with strings of at most 512")
-    return value
-
-
-def included(value: Any, config: ServerConfig) -> list[str]:
-    if unknown := [part for part in value if part not in NEVER_THERE]:
-        message = f"this server cannot include {reprlib.repr(unknown[0])} yet; it takes {', '.join(NEVER_THERE)}"
-        raise Refusal(message, "unsupported_parameter")
-    return value
 
 
 class ToolChoice(NamedTuple):
@@ -263,41 +150,6 @@ def check_function(function: dict[str, Any], i: int) -> None:
         raise ValueError(f"tool {i} has parameters {reprlib.repr(parameters)}; they must be a JSON schema, an object")
     if not isinstance(strict, bool | None):
         raise ValueError(f"tool {i} has strict {reprlib.repr(strict)}; it must be true or false")
-
-
-def flat_tools(value: list[dict[str, Any]], config: ServerConfig) -> list[dict[str, Any]]:
-    """Tools as OpenAI's Responses API has them, in the shape of a chat's."""
-    found = []
-    for tool in value:
-        if (kind := tool.get("type", "function")) == "function":
-            known_keys(tool, FLAT_TOOL, config)
-        function = {key: tool[key] for key in FLAT_TOOL[1:] if tool.get(key) is not None}
-        found.append({"type": kind, "function": function})
-    return tools(found, config)
-
-
-def message_tools(value: list[dict[str, Any]], config: ServerConfig) -> list[dict[str, Any]]:
-    """Tools as Anthropic has them, in the shape of a chat's."""
-    found = []
-    for tool in value:
-        if (kind := tool.get("type") or "custom") == "custom":
-            known_keys(tool, CACHED_TOOL, config)
-        function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None}
-        function["parameters"] = tool.get("input_schema")
-        found.append({"type": "function" if kind == "custom" else kind, "function": function})
-    return tools(found, config)
-
-
-def message_tool_choice(value: dict[str, Any], config: ServerConfig) -> ToolChoice:
-    """Anthropic's."""
-    known_keys(value, ("type", "name", "disable_parallel_tool_use"), config)
-    kind, name, single = value.get("type"), value.get("name"), value.get("disable_parallel_tool_use") or False
-    modes = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
-    fits = isinstance(name, str) if kind == "tool" else name is None
-    if not isinstance(kind, str) or kind not in modes or not isinstance(single, bool) or not fits:
-        words = "type must be auto, any, none, or tool with a name"
-        raise ValueError(f"{words}; disable_parallel_tool_use must be true or false")
-    return ToolChoice(modes[kind], None if name is None else (name,), single)
 
 
 def tool_choice(value: Any, config: ServerConfig) -> ToolChoice:

@@ -7,14 +7,17 @@ import os
 import re
 import reprlib
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, BinaryIO
 
+from flask import Response, request, send_file
+
 from api.fields import ApiError, without_folders
-from api.options import ServerConfig
-from processes.child import DRAINING, READY, STARTING, Board
-from processes.client import EngineCoreClient
+from api.http import allowed_origin, body_of, reply
+from api.openapi import Path
+from api.routes import Api
+from processes.child import DRAINING, READY, STARTING
 
 PROFILE = re.compile(r"[\w-]+\.(pt\.trace\.json\.gz|steps\.json)", re.ASCII)  # the names of `stop_profile`
 
@@ -25,19 +28,17 @@ class Control:
     What is wrong with a call is an `ApiError` with the value and what is allowed. `core.EngineCore` says what they do.
 
     Args:
-        client: of the engines.
-        facts: of the first engine.
-        config: the server's options.
-        board: has the engines' states.
+        api: what the routes share.
     """
 
-    def __init__(self, client: EngineCoreClient, facts: dict[str, Any], config: ServerConfig, board: Board):
-        self.client, self.facts, self.config, self.board = client, facts, config, board
+    def __init__(self, api: Api):
+        self.api = api
+        self.config, self.board = api.config, api.board
 
     def _ask(self, utility: str, *args: Any) -> list[Any]:
         """What a utility returns on each engine."""
         try:
-            return [*self.client.utility_on_all(utility, *args, timeout=self.config.request_timeout).values()]
+            return [*self.api.client.utility_on_all(utility, *args, timeout=self.config.request_timeout).values()]
         except ValueError as error:
             raise ApiError(400, without_folders(str(error))) from None
 
@@ -58,7 +59,7 @@ class Control:
         if name not in body:
             raise ApiError(400, f"{name} is missing", name, "missing_required_parameter")
         try:
-            self.client.scale_elastic_ep(body[name])
+            self.api.client.scale_elastic_ep(body[name])
         except ValueError as error:
             raise ApiError(400, str(error), name) from None
         return self.scaling()
@@ -111,7 +112,7 @@ class Control:
 
     def profile(self, name: str) -> BinaryIO:
         """One of these files, open; an `ApiError` if there is none."""
-        folder = self.facts["torch_profiler_dir"]
+        folder = self.api.facts["torch_profiler_dir"]
         if folder and PROFILE.fullmatch(name):
             with contextlib.suppress(OSError), contextlib.ExitStack() as unless_kept:
                 file = unless_kept.enter_context(open(os.path.join(folder, name), "rb", opener=open_no_link))
@@ -130,3 +131,49 @@ def check_fields(body: dict[str, Any], *known: str) -> None:
     """Refuse a body with other fields by an `ApiError`."""
     if unknown := next((name for name in body if name not in known), None):
         raise ApiError(400, f"there is no field {reprlib.repr(unknown)}; known: {', '.join(known)}", unknown)
+
+
+def guarded(method: str, name: str, about: str, act: Callable[[Control], Any], **schemas: Any) -> Path:
+    """A route that changes the state of all engines, or tells it.
+
+    What pages of other origins send is refused, because a browser asks nobody before it sends a POST without a body;
+    and so is what is unknown behind the question mark.
+    """
+    known = next(iter(schemas.get("query", ())), None)
+
+    def view(api: Api) -> Response:
+        if "Origin" in request.headers and not allowed_origin(api.config):
+            raise ApiError(403, "this page's origin may not call this route (allowed_origins)")
+        if unknown := next((given for given in request.args if given != known), None):
+            raise ApiError(400, f"{unknown!r:.80} is unknown; known: {known or 'nothing'}", unknown)
+        return reply(act(Control(api)))
+
+    return Path(method, f"/{name}", name, about, view, **schemas)
+
+
+def profile(api: Api, name: str) -> Response:
+    """A file of a profile."""
+    return send_file(Control(api).profile(name), "application/octet-stream", as_attachment=True, download_name=name)
+
+
+LEVEL = {"level": {"enum": [1, 2]}}
+TAGS = {"tags": {"type": "array", "items": {"enum": ["weights", "kv_cache"]}}}
+CALL: dict[str, Any] = {
+    "method": {"type": "string"}, "timeout": {"type": ["number", "null"]}, "args": {"type": ["array", "null"]},
+    "kwargs": {"type": ["object", "null"]},
+}  # fmt: skip
+CONTROL_PATHS = (  # with `enable_control_routes`
+    guarded("POST", "sleep", "Give memory back; level 1 keeps the weights in host memory, level 2 drops them.",
+            lambda control: control.sleep(request.args.get("level", "1")), query=LEVEL),
+    guarded("POST", "wake_up", "Take it again: that of weights, of kv_cache, or both.",
+            lambda control: control.wake_up(request.args.getlist("tags")), query=TAGS),
+    guarded("GET", "is_sleeping", "Whether the engine sleeps.", Control.is_sleeping),
+    guarded("POST", "update_weights", "Load other weights of the same shapes, after the requests that run.",
+            lambda control: control.update_weights(body_of(control.api)), body={"model_path": {"type": "string"}}),
+    guarded("POST", "collective_rpc", "What a method of the worker returns on each device.",
+            lambda control: control.collective_rpc(body_of(control.api)), body=CALL),
+    guarded("POST", "start_profile", "Have torch's profiler record what the workers do, and the phases of each step.",
+            Control.start_profile),
+    guarded("POST", "stop_profile", "End that, and write the files.", Control.stop_profile),
+    Path("GET", "/profiles/<name>", "profile", "One of these files.", profile, "application/octet-stream"),
+)  # fmt: skip

@@ -1,10 +1,12 @@
-"""What an HTTP request may hold: one row of `FIELDS` for each field, with its type.
+"""What an HTTP request may hold: a `Field` for each of its fields, and a `Face` for each route that takes a body.
 
-The rows of a route become a msgspec struct, which validates its requests and is its schema in /openapi.json. What a
-type cannot say is left to a check of the row's own. A client's mistake is an `ApiError`, which names what arrived and
-what is allowed. What Manta cannot do yet is listed in `NOT_YET` and refused; to switch a feature on, move its entry
-from there to `FIELDS`. What other servers call by another name is in `ELSEWHERE`, and what cannot change an answer is
-in `HARMLESS`. Any other name is a mistake, too.
+The fields of a route become a msgspec struct, which validates its requests and is its schema in /openapi.json. What a
+type cannot say is left to a check of the field's own. A client's mistake is an `ApiError`, which names what arrived and
+what is allowed. What Manta cannot do yet is listed in `NOT_YET` and refused; to switch a feature on, make a field of
+its entry there. What other servers call by another name is in `ELSEWHERE`, and what cannot change an answer is in
+`HARMLESS`. Any other name is a mistake, too.
+
+Here is what several routes have. What one of them has alone is in the file of its face, like `api/chat.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import difflib
 import json
 import re
 import reprlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
@@ -23,9 +27,8 @@ from msgspec import Meta
 from api import checks
 from api.checks import Check, Refusal
 from api.options import ServerConfig
-from api.structure import FORMS, flat_format, output_config, response_text
-from sampling_params import RANGES, PoolingParams, SamplingParams
-from text.messages import BLOCK_KEYS, ITEM_ROLES
+from api.structure import FORMS
+from sampling_params import MAX_BIAS, RANGES, SamplingParams
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # where all errors of a status have the same
@@ -68,27 +71,7 @@ def without_folders(message: str) -> str:
     return FOLDERS.sub("", message)
 
 
-# --- the tables -------------------------------------------------------------------------------------------------------
-
-COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "completions", "chat", "tokenize", "detokenize"
-EMBEDDINGS, POOLING, CLASSIFY, SCORE, RERANK = "embeddings", "pooling", "classify", "score", "rerank"
-RESPONSES, MESSAGES, COUNT_TOKENS = "responses", "messages", "count_tokens"
-GENERATE, POOL = (COMPLETIONS, CHAT), (EMBEDDINGS, POOLING, CLASSIFY, SCORE, RERANK)
-ANSWER = (RESPONSES, MESSAGES)  # with one message, in a shape of their own
-TURNS = (MESSAGES, COUNT_TOKENS)  # Anthropic's
-CUT = (*GENERATE, TOKENIZE, *POOL)  # that cut long prompts where asked to
-PATHS = {  # the first is the one in the schema, the others are those of other servers
-    COMPLETIONS: ("/v1/completions",), CHAT: ("/v1/chat/completions",), TOKENIZE: ("/tokenize",),
-    DETOKENIZE: ("/detokenize",), RESPONSES: ("/v1/responses",), MESSAGES: ("/v1/messages",),
-    COUNT_TOKENS: ("/v1/messages/count_tokens",), EMBEDDINGS: ("/v1/embeddings",), POOLING: ("/pooling",),
-    CLASSIFY: ("/classify",), SCORE: ("/score", "/v1/score"), RERANK: ("/rerank", "/v1/rerank", "/v2/rerank"),
-}  # fmt: skip
-ROUTES = tuple(PATHS)
-NEEDED: dict[str, tuple[str, ...]] = {  # fields without which a request says nothing
-    COMPLETIONS: ("prompt",), CHAT: ("messages",), DETOKENIZE: ("tokens",), RESPONSES: ("input",),
-    MESSAGES: ("messages", "max_tokens"), COUNT_TOKENS: ("messages",), EMBEDDINGS: ("input",),
-    POOLING: ("input",), CLASSIFY: ("input",), SCORE: ("text_1", "text_2"), RERANK: ("query", "documents"),
-}  # fmt: skip
+# --- fields -----------------------------------------------------------------------------------------------------------
 
 
 class Field(NamedTuple):
@@ -98,7 +81,6 @@ class Field(NamedTuple):
         name: of the field.
         type: of its value, beside null, which is the same as leaving it out.
         default: its value when left out.
-        routes: that know it.
         check: what the type cannot say.
         about: for those who read the schema.
     """
@@ -106,7 +88,6 @@ class Field(NamedTuple):
     name: str
     type: Any
     default: Any = None
-    routes: Sequence[str] = GENERATE
     check: Check | None = None
     about: str = ""
 
@@ -129,11 +110,7 @@ PROMPT = shown(anyOf=[
     {"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
     IDS | {"minItems": 1}, {"type": "array", "items": IDS | {"minItems": 1}, "minItems": 1},
 ])  # fmt: skip
-STRING = {"type": "string", "minLength": 1}
 ONE_OR_MORE = "A text, or token ids, or a list of such."
-TEXTS = shown(anyOf=[STRING, {"type": "array", "items": STRING, "minItems": 1}])
-DOCUMENT = {"type": "object", "required": ["text"], "properties": {"text": STRING}, "additionalProperties": False}
-DOCUMENTS = shown(type="array", items={"anyOf": [STRING, DOCUMENT]}, minItems=1)
 
 
 def content_of(kinds: Sequence[str], known: Sequence[str]) -> dict[str, Any]:
@@ -162,26 +139,11 @@ def conversation(others: bool, **keys: Any) -> dict[str, Any]:
     return {"type": "array", "minItems": 1, "items": message}
 
 
-TEXT_BLOCKS = content_of(["text"], checks.BLOCKS["text"])
-NEEDED_OF_BLOCKS = {kind: ("type", *keys) for kind, keys in BLOCK_KEYS.items()}
-BLOCKS = {"anyOf": [{"type": "string"}, listed(checks.BLOCKS, NEEDED_OF_BLOCKS)]}
-SYSTEM = shown(**TEXT_BLOCKS)
-REASONING_FORMAT = Literal["auto", "none", "deepseek"]
-TOOL_CHOICE = shown(anyOf=[{"enum": checks.MODES}, {"type": "object"}])
-CONVERSATION = shown(**conversation(True, role={"type": "string"}, content=content_of(["text"], checks.TEXT_PART)))
-ALTERNATING = shown(**conversation(False, role={"enum": ["user", "assistant", "system"]}, content=BLOCKS))
-NEEDED_OF_ITEMS = {
-    "message": ("role", "content"), "function_call": ("type", "call_id", "name", "arguments"),
-    "function_call_output": ("type", "call_id", "output"), "reasoning": ("type",),
-}  # fmt: skip
-ITEMS = listed(checks.ITEMS, NEEDED_OF_ITEMS, role={"enum": ITEM_ROLES})
-INPUT = shown(anyOf=[{"type": "string"}, ITEMS | {"minItems": 1}])
-
-
 def sampling_type(name: str, hint: Any) -> Any:
     """The type of a field of `SamplingParams`, with the range that it checks itself."""
+    bias = {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
     own = {
-        "logit_bias": shown(type="object", additionalProperties={"type": "number", "minimum": -100, "maximum": 100}),
+        "logit_bias": shown(type="object", additionalProperties=bias),
         "allowed_token_ids": shown(**IDS, minItems=1), "stop_token_ids": shown(**IDS), "stop": str | list[str],
         "bad_words": list[str],
     }  # fmt: skip
@@ -203,10 +165,65 @@ OTHERS = (  # that have rows of their own, or none
     "thinking_token_budget", "reasoning_start_ids", "reasoning_end_ids",
 )  # fmt: skip
 PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in OTHERS)
-SEVERAL = ("n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping")  # answers
 CHECKS = {
     "stop": checks.stop_strings, "stop_token_ids": checks.token_ids, "bad_words": checks.bad_words,
 }  # fmt: skip
+SEVERAL = ("n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping")  # answers
+
+
+def sampling(*but: str) -> list[Field]:
+    """The fields that are attributes of `SamplingParams`, but for some."""
+    names = [name for name in PARAMS if name not in but]
+    return [Field(name, sampling_type(name, HINTS[name]), None, CHECKS.get(name), ABOUT[name]) for name in names]
+
+
+CONVERSATION = shown(**conversation(True, role={"type": "string"}, content=content_of(["text"], checks.TEXT_PART)))
+TOOL_CHOICE = shown(anyOf=[{"enum": checks.MODES}, {"type": "object"}])
+MODEL = Field("model", Name, about="One of the names that /v1/models lists.")
+SPECIAL_TOKENS = Field("add_special_tokens", bool)
+TEMPLATE_VARIABLES = Field("chat_template_kwargs", dict[str, Any], {}, checks.template_kwargs)
+TALK = (  # what the chat template gets
+    Field("add_generation_prompt", bool),
+    Field("continue_final_message", bool, False),
+    TEMPLATE_VARIABLES,
+    Field("chat_template", Source, None, checks.chat_template, "Replaces the model's, if allowed."),
+    Field("documents", Objects, about="For chat templates that know of retrieval."),
+    Field("tools", Objects, None, checks.tools, "Functions that an answer may call."),
+)
+EFFORT = Field("reasoning_effort", Name, about="Is a variable of the chat template.")
+PARALLEL_CALLS = Field("parallel_tool_calls", bool, True, about="Whether one answer may hold several calls.")
+THINKING_BUDGET = Field("thinking_token_budget", Output, None, checks.budget, ABOUT["thinking_token_budget"])
+STREAM = Field("stream", bool, False, about="Server-sent events, as the answer grows.")
+LENGTHS = (
+    Field("stream_options", dict[str, Any], None, checks.stream_options),
+    Field("max_completion_tokens", Output),
+    Field("max_tokens", Output, about="Of output; -1 is what is left of the context."),
+)
+DETAILS = (
+    Field("prompt_logprobs", Count, about=ABOUT["prompt_logprobs"]),
+    Field("echo", bool, False, about="Begin with the prompt; in a chat with the message that the answer goes on with."),
+    Field("return_token_ids", bool, False, about="Give the token ids of prompt and answer, too."),
+    Field(
+        "return_tokens_as_token_ids", bool, False, about="Write `token_id:N` for a token beside its log-probability."
+    ),
+)
+CUT = (
+    Field("truncate_prompt_tokens", Output, None, checks.kept, ABOUT["truncate_prompt_tokens"]),
+    Field(
+        "truncation_side",
+        Literal["left", "right"],
+        about="Where a prompt loses tokens: left, which is the default where it is answered, or right.",
+    ),
+)
+RESPONSE_FORMAT, *OTHER_FORMS = (Field(name, kind, None, check, about) for name, (kind, check, about) in FORMS.items())
+PRIORITY = Field("priority", Int32, 0, about="The lowest goes first, under the policy `priority`.")
+ANSWERED = (
+    *OTHER_FORMS,
+    Field("guided_whitespace_pattern", str, about="What may stand between the parts of JSON."),
+    Field("cache_salt", Name, "", about="Requests of equal salt share cached prefixes."),
+    PRIORITY,
+)
+CHOICES = (*DETAILS, *CUT, RESPONSE_FORMAT, *ANSWERED, *sampling())  # of completions and chats
 # What the clients of other servers may send and this one cannot do yet, with the values that change nothing.
 NOT_YET: dict[str, tuple[Any, ...]] = {
     # OpenAI's
@@ -235,54 +252,26 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "post_sampling_probs": (False,), "reasoning_format": ("none",), "options": ({},),
     "think": (False,), "do_sample": (True,), "return_full_text": (False,), "watermark": (False,), "truncate": (),
 }  # fmt: skip
-# What only GENERATE takes.
+# What only completions and chats take; so it is not yet in other answers,
 NOT_IN_ANSWERS = {
-    "chat_template": (), "documents": ([],), "suffix": ("",), "truncate_prompt_tokens": (), "truncation_side": (),
-    "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (), "echo": (False,), "return_token_ids": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "suffix": ("",),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-}  # fmt: skip
-ONE_ANSWER = {name: (False,) if name == "use_beam_search" else (1,) for name in SEVERAL}  # for ANSWER
-# What only these routes' own clients may send, as in NOT_YET.
-NOT_YET_THERE: dict[str, dict[str, tuple[Any, ...]]] = {
-    RESPONSES: {
-        "background": (False,), "conversation": (), "context_management": ([],), "prompt": (), "max_tool_calls": (),
-        "truncation": ("disabled",), "image": (), "stream_options": ({}, {"include_obfuscation": False}),
-        "access_programs": (), **NOT_IN_ANSWERS, **ONE_ANSWER,
-    },
-    MESSAGES: {
-        "container": (), "mcp_servers": ([],), "context_management": (), "speed": ("standard",), "thread": (),
-        **NOT_IN_ANSWERS, **ONE_ANSWER,
-    },
-    COUNT_TOKENS: {
-        "mcp_servers": ([],), "context_management": (), "speed": ("standard",),
-    },
-}  # fmt: skip
+} | {name: (False,) if name == "use_beam_search" else (1,) for name in SEVERAL}  # of which there is one
 # What other servers call by another name than this one.
 ELSEWHERE = {
     "max_new_tokens": "max_tokens", "max_output_tokens": "max_tokens", "n_predict": "max_tokens",
     "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "stop_sequences": "stop", "n_cmpl": "n",
     "num_beams": "beam_width", "extra_key": "cache_salt", "enable_thinking": "chat_template_kwargs.enable_thinking",
     "request_id": "the header X-Request-Id", "rid": "the header X-Request-Id",
-}  # fmt: skip
-# The same, for the routes that call it otherwise than the others.
-ELSEWHERE_THERE = {
-    RESPONSES: {
-        **{name: "max_output_tokens" for name, here in ELSEWHERE.items() if here == "max_tokens"},
-        "messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens",
-        "system": "instructions", "response_format": "text.format", "reasoning_effort": "reasoning.effort",
-    },
-    MESSAGES: {
-        "stop": "stop_sequences", "max_completion_tokens": "max_tokens", "prompt": "messages", "input": "messages",
-        "instructions": "system", "reasoning": "thinking", "reasoning_effort": "output_config.effort",
-        "response_format": "output_config.format",
-    },
-    COUNT_TOKENS: {"prompt": "messages", "input": "messages", "instructions": "system", "reasoning": "thinking"},
-}  # fmt: skip
-# What vLLM's clients call otherwise: the name that it is then read by.
-ALIASES = {
-    SCORE: {
-        "queries": "text_1", "data_1": "text_1", "documents": "text_2", "items": "text_2", "data_2": "text_2",
-    },
 }  # fmt: skip
 # What cannot change the answer, whatever its value, which nobody looks at.
 HARMLESS = (
@@ -295,176 +284,99 @@ HARMLESS = (
     "mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent", "dry_base", "dry_allowed_length",
     "dry_penalty_last_n", "dry_sequence_breakers",
 )  # fmt: skip
-NAMES = ("user", "prompt_cache_key", "safety_identifier")  # that a response repeats
-ECHOED = ("metadata", "store", "parallel_tool_calls", *NAMES)
-HONOURED = {name: (RESPONSES,) for name in ECHOED} | {"parallel_tool_calls": (CHAT, *ANSWER)}  # where not harmless
-CACHES = ("cache_control", "inference_geo", "diagnostics", "user_profile_id", "workspace_id")  # Anthropic's
 
 
-def routes_of(name: str) -> tuple[str, ...]:
-    """The routes that know a field of `SamplingParams`, or of `HARMLESS`."""
-    if name in HARMLESS:
-        return tuple(route for route in ROUTES if route not in HONOURED.get(name, ()))
-    if name in (*SEVERAL, "masked_logprobs"):
-        return GENERATE
-    return (*GENERATE, RESPONSES) if name == "stop" else GENERATE + ANSWER
+# --- faces ------------------------------------------------------------------------------------------------------------
 
 
-FIELDS = (
-    Field("model", Name, None, ROUTES, about="One of the names that /v1/models lists."),
-    Field("prompt", PROMPT, None, (COMPLETIONS,), checks.prompts, ONE_OR_MORE),
-    Field("prompt", shown(**STRING), None, (TOKENIZE,), checks.prompts, "A text; or else there are messages."),
-    Field("suffix", str, None, (COMPLETIONS,), None, "What comes after the text that is to be filled in."),
-    Field("messages", CONVERSATION, None, (CHAT, TOKENIZE), checks.messages, "The conversation so far."),
-    Field("messages", ALTERNATING, None, TURNS, checks.turns, "The last may be an answer's beginning."),
-    Field("system", SYSTEM, None, TURNS, checks.system_text, "Comes before the messages."),
-    Field("input", INPUT, None, (RESPONSES,), checks.input_items, "A text, or messages."),
-    Field("instructions", str, None, (RESPONSES,), about="Come first; not a part of the stored conversation."),
-    Field("previous_response_id", Name, None, (RESPONSES,), about="The stored response whose conversation goes on."),
-    Field("tokens", shown(**IDS), None, (DETOKENIZE,), checks.token_ids),
-    Field("input", PROMPT, None, (EMBEDDINGS, POOLING, CLASSIFY), checks.prompts, ONE_OR_MORE),
-    Field("task", Literal["embed", "classify", "score"], None, (POOLING,), about="What this server does with prompts."),
-    Field("dimensions", Annotated[int, Meta(ge=1, le=2**20)], None, (EMBEDDINGS, POOLING), about="Of the vector."),
-    Field("encoding_format", Literal["float", "base64"], "float", (EMBEDDINGS, POOLING)),
-    Field("use_activation", bool, None, POOL, about=attributes_of(PoolingParams)["use_activation"]),
-    Field("text_1", TEXTS, None, (SCORE,), checks.texts, "A text, or as many as text_2 has; vLLM: queries."),
-    Field("text_2", TEXTS, None, (SCORE,), checks.texts, "A text or several; vLLM: documents."),
-    Field("query", Annotated[str, Meta(min_length=1)], None, (RERANK,)),
-    Field("documents", DOCUMENTS, None, (RERANK,), checks.documents, "Texts, or objects with a text."),
-    Field("top_n", Annotated[int, Meta(ge=0, le=2**31 - 1)], 0, (RERANK,), about="How many to return; 0 is all."),
-    Field("return_documents", bool, True, (RERANK,)),
-    Field("return_token_strs", bool, None, (TOKENIZE,)),
-    Field("add_special_tokens", bool, None, (COMPLETIONS, CHAT, TOKENIZE, EMBEDDINGS, POOLING, CLASSIFY)),
-    Field("add_generation_prompt", bool, None, (CHAT, TOKENIZE)),
-    Field("continue_final_message", bool, False, (CHAT, TOKENIZE)),
-    Field("chat_template_kwargs", dict[str, Any], {}, (CHAT, TOKENIZE, RESPONSES, *TURNS), checks.template_kwargs),
-    Field("chat_template", Source, None, (CHAT, TOKENIZE), checks.chat_template, "Replaces the model's, if allowed."),
-    Field("documents", Objects, None, (CHAT, TOKENIZE), about="For chat templates that know of retrieval."),
-    Field("tools", Objects, None, (CHAT, TOKENIZE), checks.tools, "Functions that an answer may call."),
-    Field("tool_choice", TOOL_CHOICE, None, (CHAT,), checks.tool_choice, "Whether an answer calls tools, and which."),
-    Field("tools", Objects, None, (RESPONSES,), checks.flat_tools, "Functions that an answer may call."),
-    Field("tools", Objects, None, TURNS, checks.message_tools, "Functions that an answer may call."),
-    Field("tool_choice", TOOL_CHOICE, None, (RESPONSES,), checks.tool_choice, "Whether an answer calls tools."),
-    Field("tool_choice", dict[str, Any], None, TURNS, checks.message_tool_choice, "Whether an answer calls tools."),
-    Field("parallel_tool_calls", bool, True, (CHAT, *ANSWER), about="Whether one answer may hold several calls."),
-    Field("include_reasoning", bool, True, (CHAT,), about="Whether the client gets the hidden reasoning (vLLM's)."),
-    Field("separate_reasoning", bool, True, (CHAT,), about="False leaves reasoning in the content (SGLang's)."),
-    Field("reasoning_format", REASONING_FORMAT, "auto", (CHAT,), None, "none leaves it there, too (llama.cpp's)."),
-    Field("thinking_token_budget", Output, None, (CHAT, *ANSWER), checks.budget, ABOUT["thinking_token_budget"]),
-    Field("reasoning_effort", Name, None, (CHAT, TOKENIZE), about="Is a variable of the chat template."),
-    Field("reasoning", dict[str, Any], {}, (RESPONSES,), checks.reasoning),
-    Field("thinking", dict[str, Any], {}, TURNS, checks.thinking, "For the chat template."),
-    Field("output_config", dict[str, Any], {}, TURNS, output_config),
-    Field("output_format", dict[str, Any], None, TURNS, flat_format, "The older place of output_config.format."),
-    Field("stream", bool, False, GENERATE + ANSWER, about="Server-sent events, as the answer grows."),
-    Field("stream_options", dict[str, Any], None, GENERATE, checks.stream_options),
-    Field("max_completion_tokens", Output),
-    Field("max_tokens", Output, about="Of output; -1 is what is left of the context."),
-    Field("logprobs", Count, None, (COMPLETIONS,), about="Of each token, and of this many likeliest ones."),
-    Field("logprobs", bool, False, (CHAT,), about="Whether each token comes with its log-probability."),
-    Field("top_logprobs", Count, None, (CHAT,), about="How many likeliest tokens each has with it; needs logprobs."),
-    Field("prompt_logprobs", Count, about=ABOUT["prompt_logprobs"]),
-    Field("echo", bool, False, about="Begin with the prompt; in a chat with the message that the answer goes on with."),
-    Field("return_token_ids", bool, False, about="Give the token ids of prompt and answer, too."),
-    Field(
-        "return_tokens_as_token_ids", bool, False, about="Write `token_id:N` for a token beside its log-probability."
-    ),
-    Field("max_tokens", Tokens, None, (MESSAGES,), about="Of output."),
-    Field("max_output_tokens", Tokens, None, (RESPONSES,), about="The default is what is left of the context."),
-    Field("stop_sequences", list[str], None, (MESSAGES,), checks.stop_strings),
-    Field("truncate_prompt_tokens", Output, None, CUT, checks.kept, ABOUT["truncate_prompt_tokens"]),
-    Field(
-        "truncation_side",
-        Literal["left", "right"],
-        None,
-        CUT,
-        about="Where a prompt loses tokens: left, which is the default where it is answered, or right.",
-    ),
-    *(
-        Field(name, kind, None, GENERATE if name == "response_format" else GENERATE + ANSWER, check, about)
-        for name, (kind, check, about) in FORMS.items()
-    ),
-    Field("guided_whitespace_pattern", str, None, GENERATE + ANSWER, about="What may stand between the parts of JSON."),
-    Field("cache_salt", Name, "", GENERATE + ANSWER, about="Requests of equal salt share cached prefixes."),
-    Field("priority", Int32, 0, GENERATE + ANSWER + POOL, about="The lowest goes first, under the policy `priority`."),
-    *(
-        Field(name, sampling_type(name, HINTS[name]), None, routes_of(name), CHECKS.get(name), ABOUT[name])
-        for name in PARAMS
-    ),
-    Field("text", dict[str, Any], {}, (RESPONSES,), response_text),
-    Field("include", list[str], [], (RESPONSES,), checks.included),
-    Field("store", bool, None, (RESPONSES,), about="Keep the response, to be read or to go on from."),
-    Field("metadata", dict[str, Any], {}, (RESPONSES,), checks.labels, "Is a part of the reply."),
-    *(Field(name, Name, None, (RESPONSES,), about="Is a part of the reply.") for name in NAMES),
-    *(Field(name, Any, None, routes_of(name), about="Is accepted and changes nothing.") for name in HARMLESS),
-    *(Field(name, Any, None, TURNS, about="Is accepted and changes nothing.") for name in CACHES),
-)
-KNOWN = {route: {field.name: field for field in FIELDS if route in field.routes} for route in ROUTES}
-REQUESTS = {
-    route: msgspec.defstruct(
-        f"{route.title()}Request",
-        [(f.name, Annotated[f.type | None, Meta(description=f.about)], None) for f in fields.values()],
-        forbid_unknown_fields=True,
-    )
-    for route, fields in KNOWN.items()
-}
-REFUSED: dict[str, dict[str, Check]] = {
-    route: {name: checks.only(*NOT_YET[name]) for name in NOT_YET}
-    | {name: checks.called(here) for name, here in ELSEWHERE.items()}
-    for route in GENERATE
-}
-REFUSED |= {
-    route: {name: checks.only(*same) for name, same in (NOT_YET | own).items()}
-    | {name: checks.called(here) for name, here in (ELSEWHERE | ELSEWHERE_THERE[route]).items()}
-    for route, own in NOT_YET_THERE.items()
-}
+@dataclass(frozen=True)
+class Face:
+    """A route that takes a body. Its path, its checks, its lines of a batch and its schema are made from this row.
+
+    Attributes:
+        name: of the route.
+        paths: the first is the one in the schema, the others are those of other servers.
+        own: its fields, beside those of `HARMLESS`.
+        answer: takes the routes' `Api`, the checked fields and who asks; returns a reply, or its events.
+        needed: fields without which a request says nothing.
+        streams: whether an answer may be a stream.
+        not_yet: what its clients may send and it cannot do yet, with the values that change nothing.
+        elsewhere: what its clients may call by another name than it: its own name for that.
+        aliases: the same, but it is then read.
+        ignored: what cannot change the answer, beside `HARMLESS`.
+        error_body: what an error looks like; None is OpenAI's.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    own: Sequence[Field]
+    answer: Callable[..., Any]
+    needed: tuple[str, ...] = ()
+    streams: bool = False
+    not_yet: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    error_body: Callable[[ApiError], dict[str, Any]] | None = None
+
+    @cached_property
+    def fields(self) -> dict[str, Field]:
+        """All its fields, by name."""
+        known = {field.name: field for field in self.own}
+        names = [name for name in (*HARMLESS, *self.ignored) if name not in known]
+        return known | {name: Field(name, Any, about="Is accepted and changes nothing.") for name in names}
+
+    @cached_property
+    def request(self) -> type[msgspec.Struct]:
+        """The struct of a request."""
+        rows = [(f.name, Annotated[f.type | None, Meta(description=f.about)], None) for f in self.fields.values()]
+        return msgspec.defstruct(f"{self.name.title()}Request", rows, forbid_unknown_fields=True)
+
+    def defaults(self) -> dict[str, Any]:
+        """The fields of a request that gives none."""
+        return {name: field.default for name, field in self.fields.items()}
 
 
-# --- reading fields ---------------------------------------------------------------------------------------------------
-
-
-def read_fields(route: str, body: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
-    """The checked value of each field that `route` knows; null is the default.
+def read_fields(face: Face, body: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
+    """The checked value of each field of a face; null is the default.
 
     Raises:
-        ApiError: a value is not allowed, a field is unknown, or the one that is needed is missing.
+        ApiError: a value is not allowed, a field is unknown, or one that is needed is missing.
     """
-    known, refused, given = KNOWN[route], REFUSED.get(route, {}), {}
-    aliases = ALIASES.get(route, {})
+    known, given = face.fields, {}
     for name, value in body.items():
         if value is None:
             continue
-        name, alias = aliases.get(name, name), name
+        name, alias = face.aliases.get(name, name), name
         if name in given:
             raise ApiError(400, f"{alias} is given beside another name of {name}; one is enough", alias)
         if name in known:
             given[name] = value
-        elif name in refused:
-            run_check(refused[name], name, value, config)
+        elif name in face.elsewhere:
+            raise refusal(name, value, f"this server calls it {face.elsewhere[name]}", "unknown_parameter")
+        elif name in face.not_yet:
+            same = face.not_yet[name]
+            if not any(value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in same):
+                words = f"this server cannot do that yet; it takes {json.dumps([None, *same])[1:-1]}"
+                raise refusal(name, value, words, "unsupported_parameter")
         else:
-            elsewhere = ELSEWHERE.keys() | ELSEWHERE_THERE.get(route, {}).keys()
-            refuse_unknown(name, known.keys() | (refused.keys() - elsewhere), config)
-    for needed in NEEDED.get(route, ()):
+            refuse_unknown(name, known.keys() | (face.not_yet.keys() - face.elsewhere.keys()), config)
+    for needed in face.needed:
         if needed not in given:
             raise ApiError(400, f"{needed} is missing", needed, "missing_required_parameter")
     try:
-        request = msgspec.convert(given, REQUESTS[route])
+        request = msgspec.convert(given, face.request)
     except msgspec.ValidationError as error:
         found = PLACE.search(str(error))
         assert found, error
         field = known[found[1]]
         must = f"it must be {in_words(msgspec.json.schema(field.type))}"
         raise ApiError(400, f"{field.name} is {reprlib.repr(given[field.name])}: {must}", field.name) from None
-    values = defaults(route)
+    values = face.defaults()
     for name in given:
         check, value = known[name].check, getattr(request, name)
         values[name] = value if check is None else run_check(check, name, value, config)
     return values
-
-
-def defaults(route: str) -> dict[str, Any]:
-    """The fields of a request to `route` that gives none."""
-    return {name: field.default for name, field in KNOWN[route].items()}
 
 
 def run_check(check: Check, name: str, value: Any, config: ServerConfig) -> Any:
@@ -472,8 +384,12 @@ def run_check(check: Check, name: str, value: Any, config: ServerConfig) -> Any:
     try:
         return check(value, config)
     except ValueError as error:
-        code = error.code if isinstance(error, Refusal) else None
-        raise ApiError(400, f"{name} is {reprlib.repr(value)}: {error}", name, code) from None
+        raise refusal(name, value, str(error), error.code if isinstance(error, Refusal) else None) from None
+
+
+def refusal(name: str, value: Any, words: str, code: str | None) -> ApiError:
+    """The error for a field's value; the words say what is allowed."""
+    return ApiError(400, f"{name} is {reprlib.repr(value)}: {words}", name, code)
 
 
 def in_words(schema: dict[str, Any]) -> str:

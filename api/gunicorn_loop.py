@@ -1,31 +1,47 @@
-"""Gunicorn as the server runs it: its workers drain, and its log is ours."""
+"""Gunicorn as the server runs it: its workers speak HTTP and drain, and its log is ours."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
 import logging
 import math
+import resource
 import signal
 import socket
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from typing import Any
 
+import gevent
+import gevent.lock
+import msgspec
 from flask import Flask
+from gevent.server import StreamServer
+from gunicorn import util
 from gunicorn.app.base import BaseApplication
 from gunicorn.arbiter import Arbiter
 from gunicorn.errors import HaltServer
 from gunicorn.glogging import Logger
-from gunicorn.workers.ggevent import GeventWorker
+from gunicorn.http import wsgi
+from gunicorn.workers import ggevent
 
+from api.http import api_error
 from api.options import ServerConfig
+from api.replies import log_request
 from executor import end_with_parent, name_process
-from observe.logs import console, logger
+from observe.logs import Repeated, console, logger
 from processes.child import Board
 from processes.fleet import Fleet
 
 # Seconds in which signals count as one: Linux tells of a launcher's death (see `end_with_parent`) thread by thread.
 SAME_SIGNAL = 0.5
 API_TIMEOUT = 30  # seconds after which an API process is killed that has not got round to telling that it lives
+SPARE = 16  # descriptors that connections leave for the rest of the process
+PAUSE = 0.1  # seconds for which no connection is taken where no descriptor can be had
 KEEP_ALIVE = 6  # seconds; more than the 5 after which the usual clients close an idle connection themselves
 
 
@@ -83,12 +99,141 @@ class DrainingArbiter(Arbiter):
             raise HaltServer(str(error), 1) from None
 
 
+class NamelessResponse(wsgi.Response):
+    """Gunicorn's response, which does not say which server it is from, and can find out whether anybody reads it."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.lock = gevent.lock.RLock()  # a probe must not come in the midst of an event
+
+    def write(self, arg: bytes) -> None:
+        """Write a part of the body."""
+        with self.lock:
+            super().write(arg)
+
+    def probe(self) -> bool:
+        """Write what every client passes over: an interim reply, or a comment in a stream. False: HTTP/1.0 has neither.
+
+        Raises:
+            OSError: nobody reads any more.
+        """
+        if self.headers_sent:
+            self.write(b":\n\n")
+        elif self.req.version >= (1, 1):
+            self.sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return self.headers_sent or self.req.version >= (1, 1)
+
+    def default_headers(self) -> list[str]:
+        """The headers that every reply has."""
+        return [line for line in super().default_headers() if not line.startswith("Server:")]
+
+
+class Listener(StreamServer):
+    """gevent's server, for a process whose connections may take all its descriptors (`ulimit -n`).
+
+    When they have, a new connection takes the place of the one that has waited for a request longest.
+
+    Args:
+        idle: the greenlets of connections that wait for a request; see `HttpWorker.timeout_ctx`.
+    """
+
+    def __init__(self, idle: dict[gevent.Greenlet, None], *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.idle, self.crowded = idle, Repeated()
+
+    def do_read(self) -> tuple[socket.socket, Any] | None:
+        """The next connection and its address; None where there is none. This runs in gevent's hub."""
+        try:
+            accepted = super().do_read()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self._make_room()
+            return None
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        # The system gives the lowest descriptor that is free, so a high one means that few are left.
+        if accepted and limit != resource.RLIM_INFINITY and accepted[0].fileno() >= limit - SPARE:
+            self._make_room()
+        return accepted
+
+    def _make_room(self) -> None:
+        if oldest := next(iter(self.idle), None):
+            del self.idle[oldest]
+            oldest.kill(block=False)
+        else:
+            self.stop_accepting()
+            gevent.spawn_later(PAUSE, self._go_on)
+        what = "connections take all descriptors (ulimit -n), and new ones the places of those that wait for a request"
+        gevent.spawn(self.crowded.warn, what)  # the hub itself must not wait
+
+    def _go_on(self) -> None:
+        if self.started:
+            self.start_accepting()
+
+
+class HttpWorker(ggevent.GeventWorker):
+    """Gunicorn's worker. What it refuses itself, because it is no HTTP, gets a reply like the app's, not a page."""
+
+    def init_process(self) -> None:
+        """What the process does first."""
+        wsgi.Response = NamelessResponse
+        self.idle: dict[gevent.Greenlet, None] = {}  # who waits for a request, in the order in which they began to
+        ggevent.StreamServer = functools.partial(Listener, self.idle)
+        super().init_process()
+
+    @contextlib.contextmanager
+    def timeout_ctx(self) -> Iterator[None]:
+        """Gunicorn waits for a request inside the `with` block, which leaves it when that takes too long."""
+        me = gevent.getcurrent()
+        self.idle[me] = None
+        try:
+            with super().timeout_ctx():
+                yield
+        finally:
+            self.idle.pop(me, None)
+
+    def handle_error(self, req: Any, client: socket.socket, addr: Any, exc: BaseException) -> None:
+        """Answer what no request could be made of, or what the app did not catch, and hang up."""
+        if not isinstance(exc, Exception):  # the process ends, or another connection needs the descriptor
+            return
+        begun, name, config = time.monotonic(), uuid.uuid4().hex, self.app.config
+        answer = api_error(exc)
+        content = msgspec.json.encode(answer.body())
+        head = (
+            f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\nX-Request-Id: {name}"
+        )
+        if "*" in config.allowed_origins:  # which page it was from cannot be told
+            head += "\r\nAccess-Control-Allow-Origin: *\r\nVary: Origin"
+        with contextlib.suppress(OSError), gevent.Timeout(self.cfg.keepalive, False):
+            client.sendall(head.encode() + b"\r\n\r\n" + content)
+            util.close_graceful(client)  # else what it has sent and nobody read would cost it the reply
+        tag = self.app.board.tag("address", addr[0] if addr else "")
+        log_request(name, tag, ("", ""), answer.status, begun, error=str(answer))
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """On SIGTERM: send the spans that are left while the connections are closed."""
+        super().handle_exit(sig, frame)
+        if spans := self.wsgi.extensions["spans"]:
+            gevent.spawn(spans.flush)
+
+
+def with_response(app: Callable[..., Any]) -> Callable[..., Any]:
+    """The WSGI app, whose views find gunicorn's response in the environment, if it is gunicorn that calls."""
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        response = getattr(start_response, "__self__", None)
+        environ["manta.response"] = response if isinstance(response, NamelessResponse) else None
+        return app(environ, start_response)
+
+    return answer
+
+
 class Gunicorn(BaseApplication):
     """Gunicorn with gevent workers, configured from here and not from its files and flags.
 
     Args:
         make_app: called in each API process; returns its Flask app.
-        worker_class: of gunicorn, which the API processes run.
         listener: a bound socket.
         fleet: the engines, which are looked after.
         board: the one that the apps use.
@@ -98,7 +243,6 @@ class Gunicorn(BaseApplication):
     def __init__(
         self,
         make_app: Callable[[], Flask],
-        worker_class: type[GeventWorker],
         listener: socket.socket,
         fleet: Fleet,
         board: Board,
@@ -106,7 +250,7 @@ class Gunicorn(BaseApplication):
     ):
         self.make_app, self.fleet = make_app, fleet
         self.board, self.config = board, config
-        self.options = gunicorn_options(listener, fleet, board, config) | {"worker_class": worker_class}
+        self.options = gunicorn_options(listener, fleet, board, config)
         super().__init__()
 
     def load_config(self) -> None:
@@ -143,7 +287,7 @@ def gunicorn_options(listener: socket.socket, fleet: Fleet, board: Board, config
             console.info(f"  server    {url}")
 
     return {
-        "bind": f"fd://{listener.detach()}", "workers": config.api_server_count,
+        "bind": f"fd://{listener.detach()}", "worker_class": HttpWorker, "workers": config.api_server_count,
         "worker_connections": 65536, "keepalive": KEEP_ALIVE, "timeout": API_TIMEOUT, "graceful_timeout": KEEP_ALIVE,
         "loglevel": "debug" if logger.isEnabledFor(logging.DEBUG) else "error", "logger_class": GunicornLog,
         "control_socket_disable": True,

@@ -1,7 +1,7 @@
 """Log-probabilities and token ids in replies: which go out with which part of a text, and the shapes that they have.
 
     Tokens              one answer's tokens, which are told when their text goes out
-    Prompt              a prompt's text and tokens, where a reply gives them back
+    EchoedPrompt        a prompt's text and tokens, where a reply gives them back
     completion_logprobs, chat_logprobs, prompt_table    the shapes of OpenAI and vLLM
 
 A long prompt has as many log-probabilities as a hundred answers, so all this is made in parts, between which an API
@@ -89,7 +89,7 @@ class Tokens:
         return list(map(Token._make, zip(ids, found, offsets, strict=True)))
 
 
-class Prompt:
+class EchoedPrompt:
     """A prompt's text and tokens, where a reply gives them back.
 
     Args:

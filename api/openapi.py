@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
+from flask import Response
 
-from api.fields import ANSWER, GENERATE, NEEDED, PATHS, REQUESTS, TURNS
-from api.responses import MOST_ITEMS
+from api.faces import FACES
 from config import VERSION
 
 STATUSES = {
@@ -18,49 +19,30 @@ STATUSES = {
     429: "Too much is in flight.", 500: "An error of the server's own.",
     503: "The engine cannot run requests, or the server is shutting down.",
 }  # fmt: skip
-GETS = {
-    "/": "The page: a chat, and the engine at work.", "/page.css": "Its style.", "/page.js": "Its script.",
-    "/v1/models": "The model's names.", "/v1/models/{name}": "One of them.", "/health": "Whether the engine runs.",
-    "/version": "Of Manta.", "/metrics": "Gauges and counters, as Prometheus reads them.",
-    "/explain/{id}": "Where the time of a request went.", "/live": "What the engines do, as it happens.",
-    "/openapi.json": "This document.", "/scale": "How many engines there are, come and go.",
-    "/v1/responses/{id}": "A stored response.", "/v1/responses/{id}/input_items": "What it was made from, by pages.",
-}  # fmt: skip
-KINDS = {  # what comes back, where that is not JSON
-    "/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript", "/metrics": "text/plain",
-    "/live": "text/event-stream", "/profiles/{name}": "application/octet-stream",
-}  # fmt: skip
-OTHERS = {("get", path): summary for path, summary in GETS.items()} | {
-    ("post", "/scale"): "Have so many engines.",
-    ("delete", "/v1/responses/{id}"): "Forget a stored response.",
-    ("post", "/v1/responses/{id}/cancel"): "Is refused, because no response is made in the background.",
-}
-BODIES: dict[str, dict[str, Any]] = {  # of routes that have no struct; the first field is required
-    "/scale": {"data_parallel_size": {"type": "integer", "minimum": 1}},
-    "/update_weights": {"model_path": {"type": "string"}},
-    "/collective_rpc": {
-        "method": {"type": "string"}, "timeout": {"type": ["number", "null"]}, "args": {"type": ["array", "null"]},
-        "kwargs": {"type": ["object", "null"]},
-    },
-}  # fmt: skip
-CONTROLS = {  # with `enable_control_routes`
-    ("post", "/sleep"): "Give memory back; level 1 keeps the weights in host memory, level 2 drops them.",
-    ("post", "/wake_up"): "Take it again: that of weights, of kv_cache, or both.",
-    ("get", "/is_sleeping"): "Whether the engine sleeps.",
-    ("post", "/update_weights"): "Load other weights of the same shapes, after the requests that run.",
-    ("post", "/collective_rpc"): "What a method of the worker returns on each device.",
-    ("post", "/start_profile"): "Have torch's profiler record what the workers do, and the phases of each step.",
-    ("post", "/stop_profile"): "End that, and write the files.",
-    ("get", "/profiles/{name}"): "One of these files.",
-}
-QUERIES: dict[str, dict[str, Any]] = {  # what may stand behind the question mark of a path
-    "/v1/responses/{id}/input_items": {
-        "limit": {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS}, "order": {"enum": ["asc", "desc"]},
-        "after": {"type": "string"},
-    },
-    "/sleep": {"level": {"enum": [1, 2]}},
-    "/wake_up": {"tags": {"type": "array", "items": {"enum": ["weights", "kv_cache"]}}},
-}  # fmt: skip
+
+
+class Path(NamedTuple):
+    """A path that takes no body, or one that no struct describes.
+
+    Attributes:
+        method: of HTTP.
+        rule: the path, as Flask writes it.
+        name: of the route.
+        about: for those who read the schema.
+        view: takes the routes' `Api` and what the rule catches; returns the response.
+        kind: the content type of what comes back.
+        query: the schemas of what may stand behind the question mark.
+        body: the schemas of the fields of a body, of which the first is required.
+    """
+
+    method: str
+    rule: str
+    name: str
+    about: str
+    view: Callable[..., Response]
+    kind: str = "application/json"
+    query: Mapping[str, Any] = {}
+    body: Mapping[str, Any] = {}
 
 
 class Mistake(msgspec.Struct):
@@ -104,38 +86,38 @@ def replies(error: dict[str, Any], *kinds: str) -> dict[str, Any]:
     }
 
 
-def openapi(root_path: str = "", controls: bool = False) -> dict[str, Any]:
+def openapi(root_path: str, others: Sequence[Path]) -> dict[str, Any]:
     """The schema of all routes, as OpenAPI 3.1 writes it, from the structs that validate requests.
 
-    `root_path` is what stands before the routes. `controls` says whether those that change the server are there.
+    `root_path` is what stands before the routes, and `others` are those that are no faces.
     """
-    types = [*REQUESTS.values(), ErrorReply, MessageErrorReply]
+    types = [*(face.request for face in FACES), ErrorReply, MessageErrorReply]
     refs, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     error, message_error = refs[-2:]
     paths: dict[str, Any] = {}
-    for (route, (path, *_)), ref in zip(PATHS.items(), refs, strict=False):
+    for face, ref in zip(FACES, refs, strict=False):
         body = {"required": True, "content": {"application/json": {"schema": ref}}}
-        kinds = ("application/json", "text/event-stream") if route in GENERATE + ANSWER else ("application/json",)
-        found = replies(message_error if route in TURNS else error, *kinds)
-        paths[path] = {"post": {"operationId": route, "requestBody": body, "responses": found}}
-        fields = components[REQUESTS[route].__name__]
-        fields["required"] = list(NEEDED.get(route, ()))
+        kinds = ("application/json", "text/event-stream") if face.streams else ("application/json",)
+        found = replies(message_error if face.error_body else error, *kinds)
+        paths[face.paths[0]] = {"post": {"operationId": face.name, "requestBody": body, "responses": found}}
+        fields = components[face.request.__name__]
+        fields["required"] = list(face.needed)
         for name in fields["required"]:  # what must be there may not be null
             fields["properties"][name]["anyOf"].remove({"type": "null"})
             del fields["properties"][name]["default"]
-    for (method, path), summary in (OTHERS | (CONTROLS if controls else {})).items():
+    for row in others:
+        path = re.sub(r"<(?:path:)?(\w+)>", r"{\1}", row.rule)
         places = [
             {"name": n, "in": "path", "required": True, "schema": {"type": "string"}}
             for n in re.findall(r"{(\w+)}", path)
         ]
-        places += [{"name": name, "in": "query", "schema": schema} for name, schema in QUERIES.get(path, {}).items()]
-        found = replies(error, KINDS.get(path, "application/json"))
-        operation = {"summary": summary, "parameters": places, "responses": found}
-        if method == "post" and path in BODIES:
-            fields = {"type": "object", "properties": BODIES[path], "required": [next(iter(BODIES[path]))]}
+        places += [{"name": name, "in": "query", "schema": schema} for name, schema in row.query.items()]
+        operation = {"summary": row.about, "parameters": places, "responses": replies(error, row.kind)}
+        if row.body:
+            fields = {"type": "object", "properties": row.body, "required": [next(iter(row.body))]}
             content = {"application/json": {"schema": fields | {"additionalProperties": False}}}
             operation["requestBody"] = {"required": True, "content": content}
-        paths.setdefault(path, {})[method] = operation
+        paths.setdefault(path, {})[row.method.lower()] = operation
     return {
         "openapi": "3.1.0", "info": {"title": "Manta", "version": VERSION}, "servers": [{"url": root_path or "/"}],
         "paths": paths,

@@ -2,43 +2,39 @@
 
     Job         what a request has the engine do, and what a log says of it
     log_request a line for each request that has ended
-    Run         a job that makes texts; `news` runs it, `whole` and `events` shape what came of it
+    Run         a job that makes texts; `news` runs it, and those made of it shape what came of it
 
 A stream and a reply in one piece come out of the same iterator, `Run.news`.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import itertools
 import logging
 import queue
 import re
 import socket
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 from urllib.parse import quote
 
 import gevent
 import msgspec
 
 from api.checks import in_parts
-from api.fields import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ApiError, without_folders
-from api.logprobs import TOKENS_AT_ONCE, Prompt, Token, Tokens, chat_logprobs, completion_logprobs, namer, prompt_table
-from api.reading import CONTENT, REASONING, Answer, Block, Piece, Reading
+from api.fields import ApiError, without_folders
+from api.logprobs import TOKENS_AT_ONCE
+from api.reading import Answer, Reading
 from observe.logs import logger
-from outputs import Choices, Generation, Vector, numbers
+from outputs import Choices, Vector
 from plan import EngineCoreRequest, EngineOutput
 from processes.client import EngineDeadError, MPClient, Stream
 from processes.routing import DPClient
 from sampling_params import SamplingParams
-from text.messages import text_of
 from tokenizer import Tokenizer
 
-Client = MPClient | DPClient
-ID_PREFIXES = {COMPLETIONS: "cmpl-", CHAT: "chatcmpl-", RESPONSES: "resp_", MESSAGES: "msg_"}
+EngineClient = MPClient | DPClient
 News = Generator[tuple[int, str], None, None]  # which choice's text has grown, and by what
 LEFT = "the client left"  # an error of a request, for the log
 QUOTED = re.compile(r"(['\"]).*\1", re.DOTALL)
@@ -164,12 +160,11 @@ def log_request(
 
 
 class Run(Job):
-    """A job that makes texts.
+    """A job that makes texts. What its reply looks like is for those that are made of it; see `api/choices.py`.
 
     Args:
         name: is a part of the reply's id, and of those that the engine knows the prompts by.
         owner: whose request it is.
-        route: whose shapes the reply has; those of RESPONSES and MESSAGES are in `api/responses.py`.
         fields: of the request.
         prompts: (text or None, token ids) of each.
         params: one for each prompt.
@@ -180,41 +175,37 @@ class Run(Job):
         answers: what each of the answers that are drawn turns out to be.
     """
 
+    prefix: ClassVar[str]  # of the reply's id
+
     def __init__(
         self,
         name: str,
         owner: str,
-        route: str,
         fields: dict[str, Any],
-        prompts: list[tuple[str | None, list[int]]],
+        prompts: Sequence[tuple[str | None, list[int]]],
         params: list[SamplingParams],
         tokenizer: Tokenizer,
         reading: Reading | None = None,
     ):
-        id = ID_PREFIXES[route] + name
+        id = self.prefix + name
         self.created = int(time.time())
-        self.owner, self.route = owner, route
-        self.options = fields["stream_options"] or {"include_usage": False, "continuous_usage_stats": False}
-        self.n, self.top, self.tokenizer = params[0].n, params[0].logprobs, tokenizer
-        self.name = namer(tokenizer, fields["return_tokens_as_token_ids"])
-        self.scores = self.top is not None or fields["prompt_logprobs"] is not None
+        self.owner, self.reading = owner, reading
+        self.tokenizer = tokenizer
+        self.n, self.top = params[0].n, params[0].logprobs
         self.requests: list[Choices] = [
             Choices(f"{id}-{i}", prompt, ids, param, tokenizer)
             for i, ((prompt, ids), param) in enumerate(zip(prompts, params, strict=True))
         ]
         super().__init__(id, fields, self.requests)
-        self.reading = reading
         self.answers = {drawn: Answer(drawn, reading) for asked in self.requests for drawn in asked.drawn}
-        echoes = fields["echo"] and route != CHAT
-        self.prompts = [Prompt(asked, tokenizer) for asked in self.requests] if echoes else []
-        self.begun: dict[int, Tokens | None] = {}  # the choices of a stream that have begun, and what is told of tokens
 
-    def news(self, client: Client, peer: Peer | None, timeout: float) -> News:
+    def news(self, client: EngineClient, peer: Peer | None, timeout: float) -> News:
         """Run all prompts; yields what is new (it may be no text) until all are done. See `run_requests`.
 
         A request for no tokens and no log-probabilities asks nothing of the engine.
         """
-        if self.requests[0].params.max_tokens == 0 and not self.scores:
+        scores = self.top is not None or self.fields["prompt_logprobs"] is not None
+        if self.requests[0].params.max_tokens == 0 and not scores:
             yield from self._echoes(client)
             return
         for i, index, new in run_requests(self.requests, self.fields, self.owner, client, peer, timeout):
@@ -222,84 +213,13 @@ class Run(Job):
 
     def whole(self) -> dict[str, Any]:
         """The reply in one piece, once `news` has ended."""
-        kind, choices = ("chat.completion" if self.route == CHAT else "text_completion"), []
-        content: dict[str, Any]
-        for i, generation in enumerate(itertools.chain(*(asked.best() for asked in self.requests))):
-            if self.route == CHAT:
-                content = {"message": self._chat_message(self.answers[generation])}
-                of_prompt = {}  # a chat has one prompt, and tells of it beside the choices
-            else:
-                content = {"text": self._echo(i) + generation.text}
-                of_prompt = self._of_prompt(i)
-            of_tokens = self._of_tokens(i, self._tokens(i, generation), first=True)
-            choices.append({"index": i, **content, **self._ending(generation), **of_tokens, **of_prompt})
-        beside = self._of_prompt(0) if self.route == CHAT else {}
-        return {**self._head(kind), "choices": choices, "usage": self._usage(), **beside}
+        raise NotImplementedError
 
     def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
         """The server-sent events of a stream. Once it has begun, an error can only be an event."""
-        try:
-            if self.route == CHAT:
-                for i in range(len(self.requests) * self.n):
-                    delta = {"role": "assistant", "content": ""}
-                    choice = {"index": i, "delta": delta, "logprobs": None, "finish_reason": None}
-                    yield self._event([choice], self._of_prompt(0) if i == 0 else {})
-                for i in range(self.n if self._continued() else 0):
-                    delta = {"content": self._continued()}
-                    yield self._event([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}])
-            for i, new in news:
-                for choice in self._choices(i, new):
-                    yield self._event([choice])
-            if self.options["include_usage"]:
-                yield self._event([])
-        except ClientGone:
-            return
-        except Exception as error:
-            yield sse(as_api_error(error).body())
-        yield b"data: [DONE]\n\n"
+        raise NotImplementedError
 
-    def _choices(self, i: int, new: str) -> Iterator[dict[str, Any]]:
-        """The choices to send for new text: in a chat, each part and the ending come in events of their own."""
-        generation = self.requests[i // self.n].drawn[i % self.n]
-        if not new and not generation.finished:
-            return
-        deltas = []
-        if self.route == CHAT:
-            deltas = [{"content": new}] if new else []
-            if self.reading:
-                answer = self.answers[generation]
-                deltas = [delta_of(answer, piece) for piece in answer.read()]
-            if not deltas and not generation.finished:
-                return
-        if first := i not in self.begun:
-            self.begun[i] = self._tokens(i, generation)
-        of_tokens = self._of_tokens(i, self.begun[i], first)
-        if self.route != CHAT:
-            text, of_prompt = (self._echo(i) + new, self._of_prompt(i)) if first else (new, {})
-            yield {"index": i, "text": text, **self._ending(generation), **of_tokens, **of_prompt}
-            return
-        for delta in deltas:
-            yield {"index": i, "delta": delta, "logprobs": None, "finish_reason": None, **of_tokens}
-            of_tokens = {name: [] for name in of_tokens if name == "token_ids"}  # all told
-        if generation.finished:
-            yield {"index": i, "delta": {}, **self._ending(generation), **of_tokens}
-
-    def _chat_message(self, answer: Answer) -> dict[str, Any]:
-        """The message that an answer is."""
-        answer.read()
-        content, reasoning = self._continued() + answer.text(CONTENT), answer.text(REASONING)
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if answer.calls:
-            calls = [call_of(call, call.text) for call in answer.calls]
-            message |= {"content": content or None, "tool_calls": calls}
-        return message | (reasoning_of(reasoning) if reasoning else {})
-
-    def _ending(self, generation: Generation) -> dict[str, Any]:
-        """The part of a choice that says how it ended; its values are null before that."""
-        reason = self.answers[generation].finish_reason
-        return {"logprobs": None, "finish_reason": reason, "stop_reason": generation.stop_reason}
-
-    def _echoes(self, client: Client) -> News:
+    def _echoes(self, client: EngineClient) -> News:
         """The news of answers that nobody has to draw, because they have no tokens."""
         for i, asked in enumerate(self.requests):
             for index in range(len(asked.drawn)):
@@ -307,63 +227,6 @@ class Run(Job):
                 ended.finished = index == len(asked.drawn) - 1
                 asked.push(ended, client.abort)
                 yield i * self.n + index, ""
-
-    def _echo(self, i: int) -> str:
-        """The prompt's text, with which the i-th choice of a completion begins, if it does."""
-        return self.prompts[i // self.n].text if self.prompts else ""
-
-    def _continued(self) -> str:
-        """The text of the message that a chat's answer goes on with, where it is echoed."""
-        if not self.fields["echo"]:
-            return ""
-        last = self.fields["messages"][-1]
-        return text_of(last) if self.fields["continue_final_message"] or last["role"] == "assistant" else ""
-
-    def _tokens(self, i: int, generation: Generation) -> Tokens | None:
-        """What tells of the tokens of the i-th choice; None where nothing of them is told."""
-        if self.top is None and not self.fields["return_token_ids"]:
-            return None
-        ids = self.requests[i // self.n].prompt_token_ids
-        return Tokens(generation, ids, self.tokenizer, len(self._echo(i)) if self.route != CHAT else 0)
-
-    def _of_tokens(self, i: int, tokens: Tokens | None, first: bool) -> dict[str, Any]:
-        """What a choice tells of its tokens that have not been told; the `first` time of an echoed prompt's, too."""
-        if tokens is None:
-            return {}
-        told: dict[str, Any] = {}
-        new = tokens.take()
-        if self.fields["return_token_ids"]:
-            told["token_ids"] = [token.id for token in new]
-        if self.top is not None and self.route == CHAT:
-            told["logprobs"] = chat_logprobs(new, self.top, self.name, self.tokenizer.bytes_of)
-        elif self.top is not None:
-            prompt: Iterable[Token] = self.prompts[i // self.n].tokens() if self.prompts and first else ()
-            told["logprobs"] = completion_logprobs(itertools.chain(prompt, new), self.top, self.name)
-        return told
-
-    def _of_prompt(self, i: int) -> dict[str, Any]:
-        """What the i-th choice tells of its prompt, beside an echo."""
-        asked = self.requests[i // self.n]
-        told: dict[str, Any] = {}
-        if (top := self.fields["prompt_logprobs"]) is not None:
-            told["prompt_logprobs"] = prompt_table(asked, top, self.tokenizer)
-        if self.fields["return_token_ids"]:
-            told["prompt_token_ids"] = asked.prompt_token_ids
-        return told
-
-    def _event(self, choices: list[dict[str, Any]], beside: dict[str, Any] | None = None) -> bytes:
-        event = self._head("chat.completion.chunk" if self.route == CHAT else "text_completion")
-        event |= {"choices": choices, **(beside or {})}
-        if self.options["include_usage"]:
-            counted = not choices or self.options["continuous_usage_stats"]
-            event["usage"] = self._usage() if counted else None
-        return sse(event, long=bool(self.prompts) and self.top is not None)
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        head = {"id": self.id, "object": kind, "created": self.created, "model": self.fields["model"]}
-        if version := self.requests[0].weights_version:  # as long as they are those of the start, it is left out
-            head["system_fingerprint"] = f"weights-{version}"
-        return head
 
     def _usage(self) -> dict[str, Any]:
         prompt = sum(len(asked.prompt_token_ids) for asked in self.requests)
@@ -383,7 +246,7 @@ def run_requests(
     requests: Sequence[Choices | Vector],
     fields: dict[str, Any],
     owner: str,
-    client: Client,
+    client: EngineClient,
     peer: Peer | None,
     timeout: float,
 ) -> Iterator[tuple[int, int, str]]:
@@ -454,57 +317,6 @@ def watch(peer: Peer, stream: Stream) -> None:
     stream.put(ClientGone())
 
 
-def reasoning_of(text: str) -> dict[str, str]:
-    """The part of a message or a delta that is hidden reasoning, by the name that most clients know and by vLLM's."""
-    return {"reasoning_content": text, "reasoning": text}
-
-
-def call_of(call: Block, arguments: str) -> dict[str, Any]:
-    """A call of a function as OpenAI spells it."""
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
-
-
-def delta_of(answer: Answer, piece: Piece) -> dict[str, Any]:
-    """What a chat's stream has for what is new of an answer."""
-    block = answer.blocks[piece.at]
-    if block.kind == CONTENT:
-        return {"content": piece.text}
-    if block.kind == REASONING:
-        return reasoning_of(piece.text)
-    new = call_of(block, "") if piece.begins else {"function": {"arguments": piece.text}}
-    return {"tool_calls": [{"index": answer.number(piece.at), **new}]}
-
-
-def vectors(kind: str, key: str, found: list[bytes], encoding_format: str) -> list[dict[str, Any]]:
-    """The entries of /v1/embeddings (`kind` "embedding") and /pooling: numbers, or their float32 bytes in base64."""
-    encode = numbers if encoding_format == "float" else lambda pooled: base64.b64encode(pooled).decode()
-    return [{"object": kind, "index": i, key: encode(pooled)} for i, pooled in enumerate(found)]
-
-
-def scores(found: list[float]) -> list[dict[str, Any]]:
-    """The entries of /score."""
-    return [{"object": "score", "index": i, "score": score} for i, score in enumerate(found)]
-
-
-def ranks(found: list[float], documents: list[str], top_n: int, with_documents: bool) -> list[dict[str, Any]]:
-    """The entries of /rerank: the `top_n` best documents, the best first, and among equals the first first."""
-    best = sorted(range(len(found)), key=lambda i: (-found[i], i))[:top_n]
-    return [
-        {"index": i, "relevance_score": found[i]} | ({"document": {"text": documents[i]}} if with_documents else {})
-        for i in best
-    ]
-
-
-def classes(found: list[bytes], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """The entries of /classify: each prompt's probabilities, and the label of the highest one."""
-    entries = []
-    for i, pooled in enumerate(found):
-        probs = numbers(pooled)
-        label = labels[max(range(len(probs)), key=probs.__getitem__)]
-        entries.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
-    return entries
-
-
 def sse(event: dict[str, Any], long: bool = False) -> bytes:
     """A server-sent event. One that may be `long` is encoded in parts, which takes short ones longer."""
     return b"data: " + (json_of(event) if long else msgspec.json.encode(event)) + b"\n\n"
@@ -525,3 +337,8 @@ def json_of(value: Any, nested: int = NESTED) -> bytes:
         return b"[%b]" % b",".join(json_of(item, nested - 1) for item in value)
     items = (b"%b:%b" % (msgspec.json.encode(name), json_of(item, nested - 1)) for name, item in value.items())
     return b"{%b}" % b",".join(items)
+
+
+def typed_event(kind: str, content: dict[str, Any]) -> bytes:
+    """A server-sent event that has a type."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **content}))

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from api.fields import ApiError
 from api.options import ServerConfig
-from api.responses import MOST_ITEMS, USUAL_ITEMS, Keep
+
+MOST_ITEMS, USUAL_ITEMS = 100, 20  # of a page
+
+Keep = Callable[[dict[str, Any]], None]
 
 
 class Store:
@@ -62,12 +65,13 @@ class Store:
 
         return keep
 
-    def response(self, owner: str, id: str) -> dict[str, Any]:
+    def response(self, owner: str, id: str, query: Mapping[str, str]) -> dict[str, Any]:
         """The response object.
 
         Raises:
-            ApiError: there is none of that id, or it is another's.
+            ApiError: there is none of that id, it is another's, or there is a query.
         """
+        refuse_query(query)
         return msgspec.json.decode(self._find(owner, id)[0])
 
     def conversation(self, owner: str, id: str) -> list[dict[str, Any]]:
@@ -125,6 +129,12 @@ class Store:
         self._find(owner, id)
         self._drop((owner, id))
         return {"id": id, "object": "response", "deleted": True}
+
+    def cancel(self, owner: str, id: str) -> dict[str, Any]:
+        """Refuses, as no response is made in the background, and only such can be cancelled."""
+        status = msgspec.json.decode(self._find(owner, id)[0])["status"]
+        message = f"the response is {status}, but not in the background; to cancel it, close the connection"
+        raise ApiError(400, message, "response_id")
 
     def _find(self, owner: str, id: str) -> tuple[bytes, bytes]:
         if self.closed:

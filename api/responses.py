@@ -1,69 +1,77 @@
-"""The Responses API of OpenAI and the Messages API of Anthropic: thin translations to and from the one `Run`.
+"""/v1/responses: OpenAI's Responses API, a thin translation to and from the one `Run`.
 
-    as_chat             a request of either, as one for chat completions
-    Responses, Messages runs whose replies have these shapes
-    Store               the responses that a client may read again, or go on from
-
-OpenAI's types are those of its SDK, `openai.types.responses`, and Anthropic's those of `anthropic.types`.
+OpenAI's types are those of its SDK, `openai.types.responses`. Responses are kept in `api/response_store.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import re
+import reprlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-import msgspec
-
+from api import checks
+from api import fields as shared
+from api.chat import as_chat, conversation, renamed
 from api.checks import ToolChoice
-from api.fields import CHAT, ECHOED, ApiError, defaults
+from api.fields import ApiError, Face, Field
+from api.generation import generate
+from api.options import ServerConfig
 from api.reading import CALL, CONTENT, REASONING, Answer, Block
-from api.replies import ClientGone, Run, as_api_error
+from api.replies import ClientGone, Run, as_api_error, typed_event
+from api.response_store import Keep
+from api.routes import Api, Caller, Events
+from api.structure import flat_format
 from outputs import Generation
+from text.messages import ITEM_ROLES, item_messages, response_items
 
-MESSAGE_ERRORS = {  # Anthropic's words for the statuses
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-    429: "rate_limit_error", 503: "overloaded_error",
-}  # fmt: skip
 ITEM_IDS = {CONTENT: "msg", REASONING: "rs", CALL: "fc"}  # what the id of an item begins with
 ITEM_EVENTS = {CONTENT: "output_text", REASONING: "reasoning_text", CALL: "function_call_arguments"}
-DELTAS = {  # of Anthropic's blocks: the kind, and what its text is called
-    CONTENT: ("text_delta", "text"), REASONING: ("thinking_delta", "thinking"),
-    CALL: ("input_json_delta", "partial_json"),
-}  # fmt: skip
 RESPONSE_ERRORS = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # of those that the SDK knows
-MOST_ITEMS, USUAL_ITEMS = 100, 20  # of a page
-
-Keep = Callable[[dict[str, Any]], None]
-
-
-def as_chat(fields: dict[str, Any], messages: list[dict[str, Any]], **own: Any) -> dict[str, Any]:
-    """The fields of a request for chat completions: those that both routes know, `messages`, and what is its `own`."""
-    chat = defaults(CHAT)
-    return chat | {name: fields[name] for name in fields.keys() & chat.keys()} | {"messages": messages} | own
-
-
-@contextlib.contextmanager
-def renamed(**names: str) -> Iterator[None]:
-    """Errors within the `with` block name the fields by these names, as their route calls them.
-
-    Names that are words of prose, too, stay as they are in a message.
-    """
-    try:
-        yield
-    except ApiError as error:
-        param, message = names.get(error.param or "", error.param), str(error)
-        for name in names:
-            message = re.sub(rf"\b{name}\b", names[name], message) if "_" in name else message
-        raise ApiError(error.status, message, param, error.code) from None
+NAMES = ("user", "prompt_cache_key", "safety_identifier")
+REPEATED = ("metadata", "store", "parallel_tool_calls", *NAMES)  # by a response
+ITEMS = {  # the keys of OpenAI's items
+    "message": ("id", "type", "role", "status", "content", "phase"),
+    "function_call": ("id", "type", "call_id", "name", "arguments", "status", "caller", "namespace"),
+    "function_call_output": ("id", "type", "call_id", "output", "status", "caller"),
+    "reasoning": ("id", "type", "summary", "content", "encrypted_content", "status"),
+}  # fmt: skip
+FLAT_TOOL = ("type", "name", "description", "parameters", "strict")
+ITEM_PART = ("type", "text", "annotations", "logprobs", "prompt_cache_breakpoint")
+# What `include` of a response may ask for although no answer has it: it is about tools, pictures and hidden thoughts.
+NEVER_THERE = (
+    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)  # fmt: skip
 
 
-def event(kind: str, content: dict[str, Any]) -> bytes:
-    """A server-sent event that has a type."""
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **content}))
+def respond(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
+    """The next message of a conversation, in the shapes of OpenAI's Responses API."""
+    if fields["store"] is None:
+        fields["store"] = not api.store.closed
+    elif fields["store"] and api.store.closed:
+        raise ApiError(400, f"store is true; {api.store.closed}", "store")
+    owner, previous, items = caller.client, fields["previous_response_id"], fields.pop("input")
+    for i, item in enumerate(items):
+        item["id"] = item["id"] or f"msg_{caller.name}_{i}"
+    if previous is not None:
+        items = api.store.conversation(owner, previous) + items
+    keep = api.store.keeper(owner, items) if fields["store"] else lambda response: None
+    messages = item_messages(items)
+    if fields["instructions"] is not None:
+        messages = [{"role": "system", "content": fields["instructions"]}, *messages]
+    chat = as_chat(
+        fields, messages, max_tokens=fields["max_output_tokens"],
+        reasoning_effort=fields["reasoning"].get("effort"), response_format=fields["text"].get("structure"),
+    )  # fmt: skip
+    names = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
+    with renamed(**names, response_format="text.format"):
+        prompt, reading = conversation(api, chat)
+        shape = partial(Responses, fields, keep)
+        return generate(api, chat, caller, [prompt], shape, None, reading)
 
 
 class Responses(Run):
@@ -74,6 +82,8 @@ class Responses(Run):
         keep: takes the response object whenever its status is new.
         run: what `Run` takes.
     """
+
+    prefix = "resp_"
 
     def __init__(self, asked: dict[str, Any], keep: Keep, *run: Any):
         super().__init__(*run)
@@ -106,7 +116,7 @@ class Responses(Run):
             "completed_at": int(time.time()) if status == "completed" else None, "background": False,
             "error": failure,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            **{name: asked[name] for name in (*ECHOED, "instructions", "max_output_tokens", "previous_response_id")},
+            **{name: asked[name] for name in (*REPEATED, "instructions", "max_output_tokens", "previous_response_id")},
             "max_tool_calls": None, "model": asked["model"], "output": output,
             "reasoning": {"effort": asked["reasoning"].get("effort"), "summary": None}, "service_tier": "default",
             "temperature": params.temperature, "text": {"format": asked["text"].get("format") or {"type": "text"}},
@@ -181,7 +191,7 @@ class Responses(Run):
         yield self._numbered("response.output_item.done", output_index=at, item=self._item(at, status))
 
     def _numbered(self, kind: str, **content: Any) -> bytes:
-        return event(kind, {"sequence_number": next(self.numbers), **content})
+        return typed_event(kind, {"sequence_number": next(self.numbers), **content})
 
     def _block(self, at: int) -> Block:
         """The block that is the item at this place. An answer that has none yet is an empty message."""
@@ -239,4 +249,96 @@ def choice_of(choice: ToolChoice) -> str | dict[str, Any]:
     return tools[0] if choice.single else {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
 
 
-# --- what is kept -----------------------------------------------------------------------------------------------------
+# --- what it takes ---------------------------------------------------------------------------------------------------
+
+
+def input_items(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
+    found = response_items(value)
+    for item in value if isinstance(value, list) else ():
+        checks.known_keys(item, ITEMS[item.get("type") or "message"], config)
+        for key in ("content", "output", "summary"):
+            for part in parts if isinstance(parts := item.get(key), list) else ():
+                checks.known_keys(part, ITEM_PART, config)
+    return found
+
+
+def labels(value: Any, config: ServerConfig) -> dict[str, str]:
+    fits = all(len(key) <= 64 and isinstance(text, str) and len(text) <= 512 for key, text in value.items())
+    if len(value) > 16 or not fits:
+        raise ValueError("it may have 16 keys of at most 64 characters, with strings of at most 512")
+    return value
+
+
+def included(value: Any, config: ServerConfig) -> list[str]:
+    if unknown := [part for part in value if part not in NEVER_THERE]:
+        message = f"this server cannot include {reprlib.repr(unknown[0])} yet; it takes {', '.join(NEVER_THERE)}"
+        raise checks.Refusal(message, "unsupported_parameter")
+    return value
+
+
+def flat_tools(value: list[dict[str, Any]], config: ServerConfig) -> list[dict[str, Any]]:
+    """Tools as OpenAI's Responses API has them, in the shape of a chat's."""
+    found = []
+    for tool in value:
+        if (kind := tool.get("type", "function")) == "function":
+            checks.known_keys(tool, FLAT_TOOL, config)
+        function = {key: tool[key] for key in FLAT_TOOL[1:] if tool.get(key) is not None}
+        found.append({"type": kind, "function": function})
+    return checks.tools(found, config)
+
+
+def response_text(value: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
+    """What OpenAI's Responses API has as `text`, and as its `structure` what that comes to."""
+    found: dict[str, Any] = checks.settings(format=dict, verbosity=str)(value, config)
+    return found | {"structure": found["format"] and flat_format(found["format"], config)}
+
+
+# Of reasoning there is no summary; "auto" is what there is.
+reasoning = checks.settings(effort=str, summary=["auto"], generate_summary=[], mode=[], context=[])
+NEEDED_OF_ITEMS = {
+    "message": ("role", "content"), "function_call": ("type", "call_id", "name", "arguments"),
+    "function_call_output": ("type", "call_id", "output"), "reasoning": ("type",),
+}  # fmt: skip
+INPUT = shared.shown(
+    anyOf=[{"type": "string"}, shared.listed(ITEMS, NEEDED_OF_ITEMS, role={"enum": ITEM_ROLES}) | {"minItems": 1}]
+)
+NOT_YET_HERE: dict[str, tuple[Any, ...]] = {
+    "background": (False,), "conversation": (), "context_management": ([],), "prompt": (), "max_tool_calls": (),
+    "truncation": ("disabled",), "image": (), "stream_options": ({}, {"include_obfuscation": False}),
+    "access_programs": (),
+}  # fmt: skip
+ELSEWHERE_HERE = {
+    **{name: "max_output_tokens" for name, here in shared.ELSEWHERE.items() if here == "max_tokens"},
+    "messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens",
+    "system": "instructions", "response_format": "text.format", "reasoning_effort": "reasoning.effort",
+}  # fmt: skip
+RESPONSES = Face(
+    "responses",
+    ("/v1/responses",),
+    (
+        shared.MODEL,
+        Field("input", INPUT, None, input_items, "A text, or messages."),
+        Field("instructions", str, about="Come first; not a part of the stored conversation."),
+        Field("previous_response_id", shared.Name, about="The stored response whose conversation goes on."),
+        shared.TEMPLATE_VARIABLES,
+        Field("tools", shared.Objects, None, flat_tools, "Functions that an answer may call."),
+        Field("tool_choice", shared.TOOL_CHOICE, None, checks.tool_choice, "Whether an answer calls tools."),
+        shared.PARALLEL_CALLS,
+        shared.THINKING_BUDGET,
+        Field("reasoning", dict[str, Any], {}, reasoning),
+        shared.STREAM,
+        Field("max_output_tokens", shared.Tokens, about="The default is what is left of the context."),
+        *shared.ANSWERED,
+        *shared.sampling(*shared.SEVERAL, "masked_logprobs"),
+        Field("text", dict[str, Any], {}, response_text),
+        Field("include", list[str], [], included),
+        Field("store", bool, about="Keep the response, to be read or to go on from."),
+        Field("metadata", dict[str, Any], {}, labels, "Is a part of the reply."),
+        *(Field(name, shared.Name, about="Is a part of the reply.") for name in NAMES),
+    ),
+    respond,
+    needed=("input",),
+    streams=True,
+    not_yet=shared.NOT_YET | NOT_YET_HERE | shared.NOT_IN_ANSWERS,
+    elsewhere=shared.ELSEWHERE | ELSEWHERE_HERE,
+)

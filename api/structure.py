@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from api.checks import Check, known_keys, settings
+from api.checks import Check, known_keys
 from api.options import ServerConfig
 from sampling_params import StructuredOutputsParams
 
@@ -53,18 +53,6 @@ def flat_format(value: dict[str, Any], config: ServerConfig) -> StructuredOutput
     if value.get("type") != "json_schema":
         return response_format(value, config)
     return named_schema({key: value[key] for key in value if key != "type"}, config)
-
-
-def response_text(value: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
-    """What OpenAI's Responses API has as `text`, and as its `structure` what that comes to."""
-    found: dict[str, Any] = settings(format=dict, verbosity=str)(value, config)
-    return found | {"structure": found["format"] and flat_format(found["format"], config)}
-
-
-def output_config(value: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
-    """Anthropic's, and as its `structure` what its format comes to."""
-    found: dict[str, Any] = settings(effort=str, format=dict)(value, config)
-    return found | {"structure": found["format"] and flat_format(found["format"], config)}
 
 
 def structured_outputs(value: dict[str, Any], config: ServerConfig) -> StructuredOutputsParams:

@@ -1,8 +1,8 @@
 """A conversation in the terminal, and the continuation of a text: `python server.py chat` and `server.py complete`.
 
-    Answer          an answer as it arrives and is shown
-    LocalModel      answers by an engine that this process starts
-    RemoteModel     answers by a server that runs already, over HTTP
+    Reply           an answer as it arrives and is shown
+    Model           what answers: a model of a server, over HTTP
+    OwnServer       the server where none is given
     Chat            the conversation: messages, commands, and Ctrl-C
 
 On stdout is nothing but answers. All else goes to stderr.
@@ -11,30 +11,31 @@ On stdout is nothing but answers. All else goes to stderr.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import dataclasses
 import io
 import json
 import os
 import re
+import secrets
 import signal
+import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPException, HTTPResponse
-from typing import Any, ClassVar, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 from urllib.error import HTTPError, URLError
 
-from api.flags import OptionParser, from_flags, refuse_given
-from async_llm import AsyncLLM
+from api.flags import OptionParser, flag_fields, from_flags, refuse_given
 from config import PROG, EngineConfig
-from model_config import ModelConfig
+from executor import end_with_parent
 from models.hub import find_model
-from models.pooling import settle
-from processes.client import EngineDeadError
 from processes.options import check_fields, option
 from sampling_params import SamplingParams
 from tokenizer import Tokenizer
@@ -43,6 +44,9 @@ CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "ignore_eos")  # of SamplingParams
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError)  # what comes of JSON that is not as it should be
 CONNECT_TIMEOUT = 10  # seconds that a server may take to say which models it has
+SERVER = Path(__file__).parents[1] / "server.py"
+ADDRESS = re.compile(r"  server    (http://\S+)")  # what a server says when it is ready
+NEWS = re.compile(r' INFO |"level": "info"')  # of a server's requests, which would come between those of a conversation
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 HELP = '''  /reset        forget what was said, but for the system message
   /system TEXT  set the system message; without TEXT there is none
@@ -114,7 +118,7 @@ def printable(text: str) -> str:
     return text.translate(CONTROLS)
 
 
-class Answer:
+class Reply:
     """An answer as it arrives.
 
     Attributes:
@@ -147,65 +151,54 @@ class Answer:
             say(f"{DIM}{self.num_tokens} tokens, the first after {waited:.2f} s, then {rate:.1f} tok/s{PLAIN}")
 
 
-class Model(Protocol):
-    """What answers."""
-
-    def answer(self, prompt: Prompt, answer: Answer) -> None:
-        """Generate an answer, which grows as it comes. KeyboardInterrupt stops it at once.
-
-        Raises:
-            ValueError: the prompt is refused; a `TooLongError`, if the context does not hold it.
-            RuntimeError: the answer was begun, and cannot go on.
-        """
-
-    def close(self) -> None:
-        """Free what it holds."""
-
-
-class LocalModel:
-    """A model in an engine process, which Ctrl-C does not reach: it only aborts the request.
+class OwnServer:
+    """A server for this terminal alone, which ends with it. Ctrl-C does not reach it, but only stops an answer.
 
     Args:
-        config: the engine's options.
-        sampling: arguments of `SamplingParams` that go before the model's own.
+        flags: of its command line.
 
     Raises:
-        ValueError: the options or the model are not usable.
-        EngineDeadError: the engine does not start; it has said why on stderr.
+        SystemExit: it does not start, and has said why on stderr.
+
+    Attributes:
+        key: the only one that it takes.
+        url: where it is.
     """
 
-    def __init__(self, config: EngineConfig, sampling: dict[str, Any]):
-        self.llm, self.runner = AsyncLLM(config), asyncio.Runner()
-        facts = self.llm.client.facts
-        self.max_model_len = facts["max_model_len"]
-        self.params = SamplingParams(**{"max_tokens": None} | facts["default_sampling"] | sampling)
+    def __init__(self, flags: list[str]):
+        self.key = secrets.token_hex(16)
+        self.process = subprocess.Popen(
+            [sys.executable, str(SERVER), *flags, "--port=0"], text=True, errors="replace", start_new_session=True,
+            stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"MANTA_API_KEY": self.key},
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
+        )  # fmt: skip
+        try:
+            self.url = self._wait()
+        except BaseException:
+            self.close()
+            raise
+        threading.Thread(target=self._follow, daemon=True).start()
 
-    def answer(self, prompt: Prompt, answer: Answer) -> None:
-        """See `Model.answer`."""
-        tokenizer = self.llm.get_tokenizer()
-        if isinstance(prompt, str):
-            ids = tokenizer.encode(prompt)
-        else:
-            ids = tokenizer.encode(tokenizer.render(prompt), add_special_tokens=False)
-        if len(ids) >= self.max_model_len:
-            raise TooLongError(
-                f"the prompt has {len(ids)} tokens, and the context holds {self.max_model_len} with the answer"
-            )
-        self.runner.run(self._follow(ids, answer))
+    def _wait(self) -> str:
+        """Show what it says until it is ready."""
+        assert self.process.stderr
+        for line in self.process.stderr:
+            if found := ADDRESS.fullmatch(line.rstrip()):
+                return found[1]
+            say(line.rstrip())
+        raise SystemExit(2)
 
-    async def _follow(self, ids: list[int], answer: Answer) -> None:
-        async with contextlib.aclosing(self.llm.generate(ids, self.params, "terminal")) as outputs:
-            async for output in outputs:
-                completion = output.outputs[0]
-                answer.num_tokens, answer.finish_reason = len(completion.token_ids), completion.finish_reason
-                answer.show(completion.text[len(answer.text) :])
-        if output.error:
-            raise RuntimeError(output.error)
+    def _follow(self) -> None:
+        """Show what it says of trouble."""
+        assert self.process.stderr
+        for line in self.process.stderr:
+            if not NEWS.search(line):
+                say(line.rstrip())
 
     def close(self) -> None:
-        """End the engine process."""
-        self.runner.close()
-        self.llm.shutdown()
+        """End it."""
+        self.process.terminate()
+        self.process.wait()
 
 
 def error_of(content: Any) -> tuple[str, Any]:
@@ -214,23 +207,23 @@ def error_of(content: Any) -> tuple[str, Any]:
     return printable(error["message"]), error.get("code")
 
 
-class RemoteModel:
+class Model:
     """A model of a server with OpenAI's API.
 
     Args:
         url: of the server, with or without the /v1 at its end.
         api_key: for it; empty if it wants none.
         model: its name there; None takes the first of the server's list.
-        sampling: fields of each request.
+        fields: of each request.
 
     Raises:
         ValueError: the server does not answer, or has no such model.
     """
 
-    def __init__(self, url: str, api_key: str, model: str | None, sampling: dict[str, Any]):
+    def __init__(self, url: str, api_key: str, model: str | None, fields: dict[str, Any]):
         if not re.fullmatch(r"https?://\S+", url):
             raise ValueError(f"url is {url!r}; it must be like http://127.0.0.1:8000")
-        self.url, self.sampling = url.rstrip("/").removesuffix("/v1"), sampling
+        self.url, self.fields = url.rstrip("/").removesuffix("/v1"), fields
         self.headers = {"Content-Type": "application/json"}
         if api_key:
             self.headers["Authorization"] = f"Bearer {api_key}"
@@ -263,12 +256,17 @@ class RemoteModel:
         too_long = code == "context_length_exceeded" or "maximum context length" in message  # vLLM has no such code
         return (TooLongError if too_long else ValueError)(message)
 
-    def answer(self, prompt: Prompt, answer: Answer) -> None:
-        """See `Model.answer`."""
+    def answer(self, prompt: Prompt, answer: Reply) -> None:
+        """Generate an answer, which grows as it comes. KeyboardInterrupt stops it at once.
+
+        Raises:
+            ValueError: the prompt is refused; a `TooLongError`, if the context does not hold it.
+            RuntimeError: the answer was begun, and cannot go on.
+        """
         chats = not isinstance(prompt, str)
         path, field = ("/v1/chat/completions", "messages") if chats else ("/v1/completions", "prompt")
         body = {"model": self.model, field: prompt, "stream": True, "stream_options": {"include_usage": True}}
-        with self._open(path, body | self.sampling) as response:
+        with self._open(path, body | self.fields) as response:
             for text, finish_reason, num_tokens in self._news(response):
                 answer.finish_reason = finish_reason or answer.finish_reason
                 answer.num_tokens = num_tokens or answer.num_tokens
@@ -291,9 +289,6 @@ class RemoteModel:
         except (OSError, HTTPException, *MALFORMED) as error:
             raise RuntimeError(f"the answer of {self.url} breaks off: {error!r}") from None
         raise RuntimeError(f"the answer of {self.url} breaks off")
-
-    def close(self) -> None:
-        """Nothing is held between answers."""
 
 
 class Chat:
@@ -388,7 +383,7 @@ class Chat:
         """Send a message and show its answer. The conversation keeps both, unless there is no answer."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         conversation = [*system, *self.messages, {"role": "user", "content": text}]
-        answer, trouble = Answer(), ""
+        answer, trouble = Reply(), ""
         try:
             self.model.answer(conversation, answer)
         except KeyboardInterrupt:
@@ -439,7 +434,7 @@ def go_on(model: Model, options: CompleteOptions) -> int:
         prompt = sys.stdin.read().removesuffix("\n")
     if not prompt:
         raise ValueError("the prompt is empty; give -p TEXT, or a text on stdin")
-    answer, code = Answer(), 0
+    answer, code = Reply(), 0
     try:
         model.answer(prompt, answer)
     except KeyboardInterrupt:
@@ -466,10 +461,8 @@ def run(parser: OptionParser, cls: type[Options], act: Callable[[Model, Options]
             stream.reconfigure(errors="replace")  # what the terminal has no character for must end nothing
     try:
         options = from_flags(cls, flags)
-        with contextlib.closing(open_model(flags, options)) as model:
-            code = act(model, options)
-    except EngineDeadError:
-        pass  # it has said why
+        with contextlib.ExitStack() as stack:
+            code = act(open_model(flags, options, stack), options)
     except ValueError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
@@ -482,29 +475,45 @@ def run(parser: OptionParser, cls: type[Options], act: Callable[[Model, Options]
     sys.exit(code)
 
 
-def open_model(flags: argparse.Namespace, options: AnswerOptions) -> Model:
-    """The model that the options name.
+def open_model(flags: argparse.Namespace, options: AnswerOptions, stack: contextlib.ExitStack) -> Model:
+    """The model that the options name. A server that is started for it is left to the stack.
 
     Raises:
         ValueError: the options or the model are not usable, or the server does not answer.
-        EngineDeadError: the engine does not start; it has said why on stderr.
+        SystemExit: the server does not start; it has said why on stderr.
     """
     if options.url is not None:
         local = {f.name for f in dataclasses.fields(EngineConfig)} - {"model", *SAMPLING}
         refuse_given(flags, sorted(local), "with --url there is no engine that it could concern")
         key = options.api_key or os.environ.get("MANTA_API_KEY", "").partition(",")[0]
-        return RemoteModel(options.url, key, getattr(flags, "model", None), options.sampling)
+        return Model(options.url, key, getattr(flags, "model", None), options.sampling)
     refuse_given(flags, ["api_key"], "without --url there is no server that it could be for")
     config = find_model(from_flags(EngineConfig, flags))
-    # Statistics would come between the lines of a conversation.
-    config = dataclasses.replace(config, max_num_seqs=options.max_num_seqs, disable_log_stats=True)
-    settled, _ = settle(config, ModelConfig.from_folder(config.folder))
-    if settled.pools:
-        raise ValueError(f"task is {settled.task!r}; to get answers it must be 'generate'")
+    if config.task not in ("auto", "generate"):
+        raise ValueError(f"task is {config.task!r}; to get answers it must be 'generate'")
     if config.skip_tokenizer_init:
         raise ValueError("skip_tokenizer_init is True; where text comes and goes it must be False")
     if isinstance(options, ChatOptions) and not Tokenizer(config.folder).has_chat_template:
         raise ValueError(f"{config.model} has no chat template; `{PROG} complete` goes on from a text")
+    # Statistics would come between the lines of a conversation.
+    own = [*engine_flags(flags), f"--max-num-seqs={options.max_num_seqs}", "--disable-log-stats"]
     if config.distributed_executor_backend == "auto" and config.world_size == 1:
-        config = dataclasses.replace(config, distributed_executor_backend="uni")
-    return LocalModel(config, options.sampling)
+        own.append("--distributed-executor-backend=uni")
+    server = OwnServer(own)
+    stack.callback(server.close)
+    # Answers are as long as the context holds, and tell how many tokens they have also where they are stopped.
+    own_fields: dict[str, Any] = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    own_fields |= {"max_tokens": -1} if isinstance(options, CompleteOptions) else {}
+    return Model(server.url, server.key, None, own_fields | options.sampling)
+
+
+def engine_flags(flags: argparse.Namespace) -> list[str]:
+    """The options of the engine that were given, as words of a command line."""
+    words = []
+    for name in (f.name for f in flag_fields(EngineConfig) if f.name in flags):
+        value, flag = getattr(flags, name), name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}={each}" for each in (value if isinstance(value, list | tuple) else [value])]
+    return words

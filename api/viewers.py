@@ -24,7 +24,7 @@ from prometheus_client.utils import floatToGoString
 from api.checks import in_parts
 from api.fields import ApiError, without_folders
 from api.options import ServerConfig
-from api.replies import Client, sse
+from api.replies import EngineClient, sse
 from observe.metrics import SERIES
 from processes.child import Board
 from processes.client import EngineDeadError
@@ -62,7 +62,7 @@ class Viewers:
         board: tells when the server drains.
     """
 
-    def __init__(self, client: Client, config: ServerConfig, board: Board):
+    def __init__(self, client: EngineClient, config: ServerConfig, board: Board):
         self.client, self.config, self.board = client, config, board
         self.lock = threading.Lock()
         self.viewers: set[Viewer] = set()

@@ -17,7 +17,6 @@ import pytest
 from tqdm import tqdm
 
 from api.batch_file import ATTEMPTS, Answers, Batch, main, new_parser, open_files, read_flags, read_lines
-from api.fields import PATHS
 from api.options import ServerConfig
 from api.routes import Api
 from plan import EngineCoreRequest
@@ -105,7 +104,7 @@ class Mortal(ScriptedClient):
 
 def test_an_answer_has_openais_form(files, engine):
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-    files.ask(line("a"), line("b", CHAT, chat), line("c", PATHS["tokenize"][0], {"prompt": "To be"}))
+    files.ask(line("a"), line("b", CHAT, chat), line("c", "/tokenize", {"prompt": "To be"}))
     batch = files.run(engine)
     found = files.by_id()
     for custom_id, told in found.items():
@@ -334,14 +333,14 @@ def test_lines_in_flight_are_bounded(files, engine, monkeypatch):
     """By their number, by their answers, and by the bytes of their bodies; one alone may have more than these."""
     api_answer, flying, most = Api.answer, [], []
 
-    def answer(self: Api, route: str, fields: dict[str, Any], caller: Any) -> Any:
+    def answer(self: Api, face: Any, fields: dict[str, Any], caller: Any) -> Any:
         flying.append(caller)
         most.append(len(flying))
         gevent.sleep(0.001)
         with self.board.counted(fields.get("n", 1)):
             gevent.sleep(0.001)
             flying.remove(caller)
-            return api_answer(self, route, fields, caller)
+            return api_answer(self, face, fields, caller)
 
     monkeypatch.setattr(Api, "answer", answer)
     for width, lines, expected in (

@@ -21,7 +21,9 @@ import pytest
 from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
-from api.fields import KNOWN, PATHS, ROUTES, TURNS
+from api.anthropic import COUNT_TOKENS, MESSAGES
+from api.faces import FACES
+from api.fields import Face
 from api.options import ServerConfig
 from api.routes import Api
 from config import DEMO
@@ -31,7 +33,8 @@ from served import Server, eventually, serving
 from server import create_app
 from tokenizer import Tokenizer
 
-ANTHROPIC = [PATHS[route][0] for route in TURNS]
+ANTHROPIC = [*MESSAGES.paths, *COUNT_TOKENS.paths]
+PATHS = {face.name: face.paths for face in FACES}
 TALK = [{"role": "user", "content": "Hi"}]
 GOOD: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "To be", "max_tokens": 1}, "chat": {"messages": TALK, "max_tokens": 1},
@@ -107,11 +110,11 @@ def json_types(schema: dict[str, Any]) -> set[str]:
     return {schema["type"], "integer"} if schema.get("type") == "number" else {schema["type"]} if schema else set()
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_wrong_types_and_extremes_in_every_field(apps: Apps, route: str) -> None:
+@pytest.mark.parametrize("face", FACES, ids=PATHS)
+def test_wrong_types_and_extremes_in_every_field(apps: Apps, face: Face) -> None:
     """A wrong type is a 400 that names the field. An extreme of the right type may be none, but then it works."""
-    sent = 0
-    for i, (name, field) in enumerate(KNOWN[route].items()):
+    sent, route = 0, face.name
+    for i, (name, field) in enumerate(face.fields.items()):
         types = json_types(msgspec.json.schema(field.type))
         wrong = [values[i % len(values)] for kind, values in WRONG.items() if types and kind not in types]
         for value in wrong:
@@ -231,7 +234,7 @@ def test_bodies_that_are_no_requests(apps: Apps, what: str) -> None:
     apps.check_good("completions")
 
 
-@pytest.mark.parametrize("route", [route for route in ROUTES if route != "completions"])
+@pytest.mark.parametrize("route", [route for route in PATHS if route != "completions"])
 def test_no_route_takes_what_is_no_json(apps: Apps, route: str) -> None:
     for what in (
         "nothing",

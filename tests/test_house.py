@@ -36,7 +36,7 @@ ALL = {  # what any file may import: names in the log, a model by its name, and 
     "observe.logs", "models.hub", "models.kv_layout",
 }  # fmt: skip
 LEFT = {  # imports past a door, which are to become none
-    ("server", "executors.torchrun"), ("api.batch_file", "executors.torchrun"), ("api.terminal", "models.pooling"),
+    ("server", "executors.torchrun"), ("api.batch_file", "executors.torchrun"),
     ("core", "models.pooling"), ("device.upkeep", "observe.sanitizer"), ("batch_state", "cpu.weights"),
     ("worker", "cpu.weights"), ("server", "device.startup"), ("worker", "device.compile_guard"),
     ("worker", "device.memory"), ("worker", "models.expert_ranks"), ("worker", "models.pooled"),

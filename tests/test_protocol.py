@@ -12,9 +12,10 @@ import pytest
 import tokenizers
 from flask.testing import FlaskClient
 
-from api.checks import ITEMS
-from api.fields import ELSEWHERE, FIELDS, HARMLESS, KNOWN, NEEDED, NOT_YET, PARAMS, PATHS, REQUESTS, ROUTES
+from api.faces import FACES
+from api.fields import ELSEWHERE, HARMLESS, NOT_YET, PARAMS
 from api.options import ServerConfig
+from api.responses import ITEMS
 from api.routes import Api
 from api.structure import FORMS
 from config import DEMO
@@ -170,7 +171,7 @@ CASES = [
 ]
 
 
-KINDS = {COMPLETIONS: "completions", CHAT: "chat"}
+FIELDS = {path: face.fields for face in FACES for path in face.paths}
 
 
 def test_bad_values_are_400_and_name_the_field(http_client: FlaskClient, engine: ScriptedClient) -> None:
@@ -190,9 +191,9 @@ def test_null_is_the_default_and_what_changes_nothing_is_taken(
     samples = {"n": 1, "best_of": 1, "use_beam_search": False, "length_penalty": 1, "early_stopping": False}
     assert post(http_client, route, **samples).json["choices"] == plain
     engine.added.pop()  # best_of 1 is the same as none, but spelled otherwise
-    nulls = {field.name: None for field in FIELDS if field.name not in BODIES[route]}
+    nulls = {name: None for face in FACES for name in face.fields if name not in BODIES[route]}
     assert post(http_client, route, **nulls, unknown=None).json["choices"] == plain
-    harmless = {name: "any" for name in HARMLESS if KNOWN[KINDS[route]][name].type is Any}
+    harmless = {name: "any" for name in HARMLESS if FIELDS[route][name].type is Any}
     for body in (harmless, {"store": True, "verbosity": "low"}, {"n": 1, "echo": False}):
         assert post(http_client, route, **body).json["choices"] == plain
     same = {name: values[0] for name, values in NOT_YET.items() if values}
@@ -370,9 +371,8 @@ def test_min_tokens_must_fit_beside_each_prompt(http_client: FlaskClient, engine
 
 
 def test_the_table_has_one_row_for_each_field() -> None:
-    for route in ROUTES:
-        names = [field.name for field in FIELDS if route in field.routes]
-        assert len(names) == len(set(names))
+    for face in FACES:
+        assert len(face.own) == len({field.name for field in face.own})
 
 
 @pytest.mark.parametrize(
@@ -569,10 +569,10 @@ def test_body_size_is_413(engine: ScriptedClient) -> None:
 def test_the_schema_is_that_of_the_structs_that_validate(http_client: FlaskClient) -> None:
     schema = http_client.get("/openapi.json").json
     schemas = schema["components"]["schemas"]
-    for route, (path, *_) in PATHS.items():
-        body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    for face in FACES:
+        body = schema["paths"][face.paths[0]]["post"]["requestBody"]["content"]["application/json"]["schema"]
         fields = schemas[body["$ref"].rpartition("/")[2]]
-        assert set(fields["properties"]) == set(KNOWN[route]) and fields["additionalProperties"] is False
+        assert set(fields["properties"]) == set(face.fields) and fields["additionalProperties"] is False
     top_p = schemas["CompletionsRequest"]["properties"]["top_p"]
     assert {"type": "number", "minimum": 0, "maximum": 1} in top_p["anyOf"] and "probabilities" in top_p["description"]
     rules = {
@@ -580,7 +580,7 @@ def test_the_schema_is_that_of_the_structs_that_validate(http_client: FlaskClien
         for rule in http_client.application.url_map.iter_rules()
         for method in rule.methods - {"HEAD", "OPTIONS"}
     }
-    others = {(path, "post") for _, *paths in PATHS.values() for path in paths}
+    others = {(path, "post") for face in FACES for path in face.paths[1:]}
     assert rules == {(path, method) for path, methods in schema["paths"].items() for method in methods} | others
 
 
@@ -604,10 +604,10 @@ def test_the_schema_says_what_comes_back(http_client: FlaskClient) -> None:
 
 def test_the_schema_tells_what_must_be_there_and_which_keys_messages_have(http_client: FlaskClient) -> None:
     schemas = http_client.get("/openapi.json").json["components"]["schemas"]
-    for route, needed in NEEDED.items():
-        fields = schemas[REQUESTS[route].__name__]
-        assert fields["required"] == list(needed)
-        for name in needed:
+    for face in FACES:
+        fields = schemas[face.request.__name__]
+        assert fields["required"] == list(face.needed)
+        for name in face.needed:
             kinds = fields["properties"][name]["anyOf"]
             assert {"type": "null"} not in kinds and "default" not in fields["properties"][name]
         assert {"type": "null"} in fields["properties"]["model"]["anyOf"]

@@ -11,9 +11,10 @@ from openai.types.responses import Response, ResponseItemList, ResponseStreamEve
 from pydantic import TypeAdapter
 from werkzeug.test import TestResponse
 
-from api.fields import KNOWN, MESSAGES, RESPONSES
+from api.anthropic import MESSAGES
 from api.options import ServerConfig
 from api.response_store import Store
+from api.responses import RESPONSES
 from scripted import BROKEN, CHAT, FACTS, MISSING, TEXT, TOKENIZER, ScriptedClient, client_of, refusal, told
 from test_protocol import BAD, BAD_MESSAGES, IMAGE
 
@@ -466,7 +467,7 @@ def test_errors_of_messages_are_as_anthropic_spells_them(engine: ScriptedClient)
     with http_client.application.app_context(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("api.routes.Board.in_flight", 2)
         assert "max_queue" in error_of(post(http_client, TALK, "red"), 429, "rate_limit_error")
-        patch.setattr("api.routes.Api._conversation", lambda *args: 1 // 0)
+        patch.setattr("api.anthropic.conversation", lambda *args: 1 // 0)
         assert "internal" in error_of(post(http_client, TALK, "red"), 500, "api_error")
     accepted = {"Authorization": "Bearer red", "anthropic-version": "2023-06-01"}
     assert http_client.post(TALK, json=BODIES[TALK], headers=accepted).status_code == 200
@@ -546,7 +547,7 @@ OTHERWISE = [  # a field, what it is called here, or a misspelling of
 
 
 def test_bad_values_are_400_and_name_the_field(http_client: FlaskClient, engine: ScriptedClient) -> None:
-    for route, known in ((ASK, KNOWN[RESPONSES]), (TALK, KNOWN[MESSAGES])):
+    for route, known in ((ASK, RESPONSES.fields), (TALK, MESSAGES.fields)):
         bad = {name: values for name, values in BAD.items() if name in known} | BOTH | BAD_HERE[route]
         assert set(bad) == {name for name, field in known.items() if field.type is not Any}
         for name, values in bad.items():

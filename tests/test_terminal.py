@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from api.terminal import Answer, Chat, TooLongError, printable
+from api.terminal import Chat, Reply, TooLongError, printable
 from config import DEMO
 from sampling_params import SamplingParams
 from served import Server, eventually, serving
@@ -38,7 +38,7 @@ class Script:
     def __init__(self, *says: str | BaseException | tuple[str, BaseException]):
         self.says, self.asked = list(says), []
 
-    def answer(self, prompt: Any, answer: Answer) -> None:
+    def answer(self, prompt: Any, answer: Reply) -> None:
         self.asked.append([(message["role"], message["content"]) for message in prompt])
         text, ending = says if isinstance(says := self.says.pop(0), tuple) else (says, says)
         if isinstance(text, str):
@@ -46,9 +46,6 @@ class Script:
         if isinstance(ending, BaseException):
             raise ending
         answer.finish_reason = "stop"
-
-    def close(self) -> None:
-        pass
 
 
 def talk(monkeypatch: pytest.MonkeyPatch, model: Script, text: str, tty: bool = False, system: str = "") -> int:
@@ -106,7 +103,7 @@ def test_ctrl_c_keeps_what_was_said(monkeypatch, capsys):
 
 def test_a_model_cannot_command_the_terminal(capsys):
     every = "".join(map(chr, range(256)))
-    answer = Answer()
+    answer = Reply()
     answer.show(f"{every}\x1b]0;title\x07ö\u2028")
     kept = [chr(i) for i in range(256) if not (i < 32 or 127 <= i < 160) or chr(i) in "\n\t"]
     assert capsys.readouterr().out == printable(answer.text) == "".join(kept) + "]0;titleö\u2028"
@@ -210,8 +207,8 @@ def test_a_conversation_by_a_pipe(tmp_path):
     done = run("chat", "demo", "--config", str(tmp_path / "options.toml"), text=f"{SUM}\n{long}\n", code=1)
     assert done.stdout == "81\n" and "tok/s" not in done.stderr
     last = done.stderr.splitlines()[-1]
-    beginning = r"the conversation has become too long: the prompt has \d+ tokens, and the context holds 64 "
-    assert re.fullmatch(beginning + r".*; /reset forgets it", last)
+    beginning = r"the conversation has become too long: this model's maximum context length is 64 tokens; "
+    assert re.fullmatch(beginning + r".* it has \d+, .*; /reset forgets it", last)
 
 
 def test_a_text_is_gone_on_from(llm):
@@ -235,7 +232,6 @@ def test_an_engine_that_cannot_start_has_said_why():
         (["chat", "--skip-tokenizer-init"], "skip_tokenizer_init is True"),
         (["chat", "--task", "embed"], "task is 'embed'; to get answers it must be 'generate'"),
         (["chat", "plain"], "plain has no chat template; `server.py complete` goes on from a text"),
-        (["chat", "--data-parallel-size", "2"], "data_parallel_size is 2"),
         (["chat", "--api-key", "x"], "--api-key is given; without --url there is no server that it could be for"),
         (["chat", "--url", "127.0.0.1:8000"], "url is '127.0.0.1:8000'; it must be like http://127.0.0.1:8000"),
         (["chat", "--url", "file:///etc/passwd"], "it must be like http://"),

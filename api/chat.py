@@ -1,0 +1,164 @@
+"""/v1/chat/completions: the next message of a conversation; and what other shapes of conversations need of it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from api import checks
+from api import fields as shared
+from api.choices import ChoiceRun
+from api.fields import ApiError, Face, Field
+from api.generation import generate
+from api.logprobs import Token, chat_logprobs
+from api.prompts import Prompt
+from api.reading import CONTENT, REASONING, Answer, Block, Piece, Reading
+from api.routes import Api, Caller, Events
+from outputs import Generation
+from text.messages import text_of
+
+
+class ChatRun(ChoiceRun):
+    """A run whose choices are messages."""
+
+    prefix = "chatcmpl-"
+    kind, chunk = "chat.completion", "chat.completion.chunk"
+
+    def _choice(self, i: int, generation: Generation) -> dict[str, Any]:
+        of_tokens = self._of_tokens(i, self._tokens(i, generation), first=True)
+        return {"index": i, "message": self._message(self.answers[generation]), **self._ending(generation), **of_tokens}
+
+    def _opening(self) -> Iterator[bytes]:
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        deltas += [{"content": self._continued()}] if self._continued() else []
+        for delta in deltas:
+            for i in range(self.n):
+                choice = {"index": i, "delta": delta, "logprobs": None, "finish_reason": None}
+                yield self._event([choice], self._of_prompt(0) if i == 0 and "role" in delta else {})
+
+    def _chunks(self, i: int, new: str, generation: Generation) -> Iterator[dict[str, Any]]:
+        """Each part and the ending come in events of their own."""
+        deltas = [{"content": new}] if new else []
+        if self.reading:
+            answer = self.answers[generation]
+            deltas = [delta_of(answer, piece) for piece in answer.read()]
+        if not deltas and not generation.finished:
+            return
+        if first := i not in self.begun:
+            self.begun[i] = self._tokens(i, generation)
+        of_tokens = self._of_tokens(i, self.begun[i], first)
+        for delta in deltas:
+            yield {"index": i, "delta": delta, "logprobs": None, "finish_reason": None, **of_tokens}
+            of_tokens = {name: [] for name in of_tokens if name == "token_ids"}  # all told
+        if generation.finished:
+            yield {"index": i, "delta": {}, **self._ending(generation), **of_tokens}
+
+    def _beside(self) -> dict[str, Any]:
+        return self._of_prompt(0)  # the only one
+
+    def _logprobs(self, i: int, new: list[Token], first: bool) -> dict[str, Any]:
+        return chat_logprobs(new, self.top or 0, self.name, self.tokenizer.bytes_of)
+
+    def _message(self, answer: Answer) -> dict[str, Any]:
+        """The message that an answer is."""
+        answer.read()
+        content, reasoning = self._continued() + answer.text(CONTENT), answer.text(REASONING)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if answer.calls:
+            calls = [call_of(call, call.text) for call in answer.calls]
+            message |= {"content": content or None, "tool_calls": calls}
+        return message | (reasoning_of(reasoning) if reasoning else {})
+
+    def _continued(self) -> str:
+        """The text of the message that a chat's answer goes on with, where it is echoed."""
+        if not self.fields["echo"]:
+            return ""
+        last = self.fields["messages"][-1]
+        return text_of(last) if self.fields["continue_final_message"] or last["role"] == "assistant" else ""
+
+
+def reasoning_of(text: str) -> dict[str, str]:
+    """The part of a message or a delta that is hidden reasoning, by the name that most clients know and by vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def call_of(call: Block, arguments: str) -> dict[str, Any]:
+    """A call of a function as OpenAI spells it."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def delta_of(answer: Answer, piece: Piece) -> dict[str, Any]:
+    """What a chat's stream has for what is new of an answer."""
+    block = answer.blocks[piece.at]
+    if block.kind == CONTENT:
+        return {"content": piece.text}
+    if block.kind == REASONING:
+        return reasoning_of(piece.text)
+    new = call_of(block, "") if piece.begins else {"function": {"arguments": piece.text}}
+    return {"tool_calls": [{"index": answer.number(piece.at), **new}]}
+
+
+def chat(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
+    """Answer a request."""
+    prompt, reading = conversation(api, fields)
+    return generate(api, fields, caller, [prompt], ChatRun, None, reading)
+
+
+def conversation(api: Api, fields: dict[str, Any]) -> tuple[Prompt, Reading | None]:
+    """The prompt for a conversation with its tokens, and how the answers to it are read."""
+    output, text = api.prompts.least_output(fields, None), api.prompts.render(fields)
+    prompt = api.prompts.encode(fields, text, bool(fields["add_special_tokens"]), output)
+    return prompt, api.parsers.reading(fields, text)
+
+
+def as_chat(fields: dict[str, Any], messages: list[dict[str, Any]], **own: Any) -> dict[str, Any]:
+    """The fields of a request for chat completions: those that both routes know, `messages`, and what is its `own`."""
+    chat = CHAT.defaults()
+    return chat | {name: fields[name] for name in fields.keys() & chat.keys()} | {"messages": messages} | own
+
+
+@contextlib.contextmanager
+def renamed(**names: str) -> Iterator[None]:
+    """Errors within the `with` block name the fields by these names, as their route calls them.
+
+    Names that are words of prose, too, stay as they are in a message.
+    """
+    try:
+        yield
+    except ApiError as error:
+        param, message = names.get(error.param or "", error.param), str(error)
+        for name in names:
+            message = re.sub(rf"\b{name}\b", names[name], message) if "_" in name else message
+        raise ApiError(error.status, message, param, error.code) from None
+
+
+REASONING_FORMAT = Literal["auto", "none", "deepseek"]
+CHAT = Face(
+    "chat",
+    ("/v1/chat/completions",),
+    (
+        shared.MODEL,
+        Field("messages", shared.CONVERSATION, None, checks.messages, "The conversation so far."),
+        shared.SPECIAL_TOKENS,
+        *shared.TALK,
+        Field("tool_choice", shared.TOOL_CHOICE, None, checks.tool_choice, "Whether an answer calls tools, and which."),
+        shared.PARALLEL_CALLS,
+        Field("include_reasoning", bool, True, about="Whether the client gets the hidden reasoning (vLLM's)."),
+        Field("separate_reasoning", bool, True, about="False leaves reasoning in the content (SGLang's)."),
+        Field("reasoning_format", REASONING_FORMAT, "auto", None, "none leaves it there, too (llama.cpp's)."),
+        shared.THINKING_BUDGET,
+        shared.EFFORT,
+        shared.STREAM,
+        *shared.LENGTHS,
+        Field("logprobs", bool, False, about="Whether each token comes with its log-probability."),
+        Field("top_logprobs", shared.Count, about="How many likeliest tokens each has with it; needs logprobs."),
+        *shared.CHOICES,
+    ),
+    chat,
+    needed=("messages",),
+    streams=True,
+    not_yet=shared.NOT_YET,
+    elsewhere=shared.ELSEWHERE,
+)

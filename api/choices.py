@@ -1,0 +1,117 @@
+"""Replies that have choices: those of completions and of chats."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from api.logprobs import Token, Tokens, namer, prompt_table
+from api.replies import ClientGone, Run, as_api_error, sse
+from outputs import Generation
+
+
+class ChoiceRun(Run):
+    """A run whose reply has a choice for each answer. What one looks like is for completions and for chats to say."""
+
+    kind: ClassVar[str]  # of the reply
+    chunk: ClassVar[str]  # and of an event
+
+    def __init__(self, *run: Any):
+        super().__init__(*run)
+        fields = self.fields
+        self.name = namer(self.tokenizer, fields["return_tokens_as_token_ids"])
+        self.options = fields["stream_options"] or {"include_usage": False, "continuous_usage_stats": False}
+        self.begun: dict[int, Tokens | None] = {}  # the choices of a stream that have begun, and what is told of tokens
+
+    def whole(self) -> dict[str, Any]:
+        """The reply in one piece, once `news` has ended."""
+        best = itertools.chain.from_iterable(asked.best() for asked in self.requests)
+        choices = [self._choice(i, generation) for i, generation in enumerate(best)]
+        return {**self._head(self.kind), "choices": choices, "usage": self._usage(), **self._beside()}
+
+    def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
+        """The server-sent events of a stream. Once it has begun, an error can only be an event."""
+        try:
+            yield from self._opening()
+            for i, new in news:
+                generation = self.requests[i // self.n].drawn[i % self.n]
+                for choice in self._chunks(i, new, generation) if new or generation.finished else ():
+                    yield self._event([choice])
+            if self.options["include_usage"]:
+                yield self._event([])
+        except ClientGone:
+            return
+        except Exception as error:
+            yield sse(as_api_error(error).body())
+        yield b"data: [DONE]\n\n"
+
+    def _choice(self, i: int, generation: Generation) -> dict[str, Any]:
+        """The i-th choice of a reply in one piece."""
+        raise NotImplementedError
+
+    def _chunks(self, i: int, new: str, generation: Generation) -> Iterator[dict[str, Any]]:
+        """The parts of the i-th choice to send for new text, or for its end, each in an event of its own."""
+        raise NotImplementedError
+
+    def _logprobs(self, i: int, new: list[Token], first: bool) -> dict[str, Any]:
+        """Log-probabilities of new tokens of the i-th choice."""
+        raise NotImplementedError
+
+    def _opening(self) -> Iterator[bytes]:
+        """What comes before all news."""
+        yield from ()
+
+    def _beside(self) -> dict[str, Any]:
+        """What a reply has beside its choices."""
+        return {}
+
+    def _echo(self, i: int) -> str:
+        """The prompt's text, with which the i-th choice begins, if it does."""
+        return ""
+
+    def _ending(self, generation: Generation) -> dict[str, Any]:
+        """The part of a choice that says how it ended; its values are null before that."""
+        reason = self.answers[generation].finish_reason
+        return {"logprobs": None, "finish_reason": reason, "stop_reason": generation.stop_reason}
+
+    def _tokens(self, i: int, generation: Generation) -> Tokens | None:
+        """What tells of the tokens of the i-th choice; None where nothing of them is told."""
+        if self.top is None and not self.fields["return_token_ids"]:
+            return None
+        return Tokens(generation, self.requests[i // self.n].prompt_token_ids, self.tokenizer, len(self._echo(i)))
+
+    def _of_tokens(self, i: int, tokens: Tokens | None, first: bool) -> dict[str, Any]:
+        """What a choice tells of its tokens that have not been told; the `first` time of an echoed prompt's, too."""
+        if tokens is None:
+            return {}
+        told: dict[str, Any] = {}
+        new = tokens.take()
+        if self.fields["return_token_ids"]:
+            told["token_ids"] = [token.id for token in new]
+        if self.top is not None:
+            told["logprobs"] = self._logprobs(i, new, first)
+        return told
+
+    def _of_prompt(self, i: int) -> dict[str, Any]:
+        """What the i-th choice tells of its prompt, beside an echo."""
+        asked = self.requests[i // self.n]
+        told: dict[str, Any] = {}
+        if (top := self.fields["prompt_logprobs"]) is not None:
+            told["prompt_logprobs"] = prompt_table(asked, top, self.tokenizer)
+        if self.fields["return_token_ids"]:
+            told["prompt_token_ids"] = asked.prompt_token_ids
+        return told
+
+    def _event(self, choices: list[dict[str, Any]], beside: dict[str, Any] | None = None) -> bytes:
+        event = self._head(self.chunk) | {"choices": choices, **(beside or {})}
+        if self.options["include_usage"]:
+            counted = not choices or self.options["continuous_usage_stats"]
+            event["usage"] = self._usage() if counted else None
+        return sse(event, long=self.top is not None and bool(self._echo(0)))
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.fields["model"]}
+        if version := self.requests[0].weights_version:  # as long as they are those of the start, it is left out
+            head["system_fingerprint"] = f"weights-{version}"
+        return head

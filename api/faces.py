@@ -1,0 +1,15 @@
+"""Every route that takes a body: a row for each, from the file of its face."""
+
+from __future__ import annotations
+
+from api.anthropic import COUNT_TOKENS, MESSAGES
+from api.chat import CHAT
+from api.completions import COMPLETIONS
+from api.responses import RESPONSES
+from api.tokenize import DETOKENIZE, TOKENIZE
+from api.vectors import CLASSIFY, EMBEDDINGS, POOLING, RERANK, SCORE
+
+FACES = (
+    COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE, RESPONSES, MESSAGES, COUNT_TOKENS, EMBEDDINGS, POOLING, CLASSIFY, SCORE,
+    RERANK,
+)  # fmt: skip

@@ -1,0 +1,222 @@
+"""HTTP, as far as no route is concerned: bodies that arrive, replies and errors that go out, pages of other origins."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import ipaddress
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import gevent
+from flask import Response, g, request
+from gunicorn.http import errors
+from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
+
+from api.bodies import parse_json
+from api.fields import ApiError
+from api.options import ServerConfig
+from api.replies import ClientGone, as_api_error, json_of
+from api.routes import Api, Events
+from processes.child import Board
+
+BODY_PART = 2**14  # bytes of a body to read at a time
+HOST_PORT = re.compile(r":\d*\Z", re.ASCII)
+HEADER_NAMES = re.compile(r"[\w-]+(, *[\w-]+)*", re.ASCII)
+WEB = Path(__file__).parents[1] / "web"
+PAGE = {  # the files of the page, and their content types
+    "/": ("index.html", "text/html; charset=utf-8"), "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}  # fmt: skip
+# The page runs its own script and speaks to its own server only, whatever a model writes into it.
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+# What gunicorn finds wrong with a request before the app sees it, where that is not 400.
+UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417, errors.LimitRequestHeaders: 431}
+
+
+def read_body(config: ServerConfig, board: Board, hold: Callable[[int], None]) -> bytearray:
+    """The body of this request; each part of it is counted by `hold` when it arrives."""
+    kind = request.mimetype
+    if kind.startswith("multipart/"):
+        raise ApiError(415, f"the content type is {kind}; it must be application/json")
+    # `curl -d` says that it sends a form. But a web page may send one to any server without asking the browser, and
+    # JSON not.
+    if kind != "application/json" and "Origin" in request.headers and not allowed_origin(config):
+        raise ApiError(415, f"the content type is {kind or 'not given'}; from a web page it must be application/json")
+    body, refused = bytearray(), ""
+    try:
+        with gevent.Timeout(config.body_timeout):
+            while part := request.stream.read(BODY_PART):
+                if len(part) == BODY_PART:
+                    gevent.sleep(0)  # a socket that always has more would let nobody else run
+                if refused:  # but read to its end, because a client that still writes would not see the reply
+                    continue
+                body += part
+                hold(len(part))
+                if len(body) > config.max_body_bytes:
+                    raise RequestEntityTooLarge
+                if (in_flight := board.body_bytes) > config.max_body_bytes_in_flight:
+                    cap = f"{config.max_body_bytes_in_flight} (max_body_bytes_in_flight)"
+                    refused = f"bodies of {in_flight} bytes are in flight; at most {cap}"
+                    hold(-len(body))
+                    body.clear()
+    except gevent.Timeout:
+        raise ApiError(400, f"the body did not arrive within {config.body_timeout} s (body_timeout)") from None
+    if refused:
+        raise ApiError(429, refused)
+    return body
+
+
+def body_of(api: Api) -> dict[str, Any]:
+    """The JSON object that this request brings."""
+    g.body = contextlib.ExitStack()  # closed when the body has become a request, or with the reply
+    hold = g.body.enter_context(api.board.holding())
+    return parse_json(read_body(api.config, api.board, hold), api.config, api.facts["max_model_len"])
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of an exception, also of gunicorn's; see `as_api_error`."""
+    if isinstance(error, errors.ParseException):
+        return ApiError(UNREADABLE.get(type(error), 400), f"this is no request: {error}")
+    if isinstance(error, errors.NoMoreData):
+        return ApiError(400, "the request ends before its body is complete")
+    return as_api_error(error)
+
+
+def http_message(error: HTTPException, config: ServerConfig) -> str:
+    """What Flask would have said on an HTML page."""
+    if error.code == 404:
+        return f"there is no route {request.path}"
+    if error.code == 405:
+        return f"{request.path} does not take {request.method}"
+    if error.code == 413:
+        return f"the body is larger than {config.max_body_bytes} bytes (max_body_bytes)"
+    return error.description or error.name
+
+
+def reply(content: dict[str, Any], status: int = 200) -> Response:
+    """A JSON response."""
+    return Response(json_of(content), status, content_type="application/json")
+
+
+def stream(answer: Events, config: ServerConfig) -> Response:
+    """A response of server-sent events."""
+    response = Response(in_time(answer.events, config.write_timeout), content_type="text/event-stream")
+    response.headers["Cache-Control"] = "no-cache"
+    response.call_on_close(answer.close)  # also where the body is never begun
+    return response
+
+
+def in_time(events: Iterator[bytes], write_timeout: float) -> Iterator[bytes]:
+    """The body of a stream, as long as the client reads it."""
+    gone = ConnectionResetError(errno.ECONNRESET, "the client does not read")  # gunicorn takes it in silence
+    with contextlib.suppress(ClientGone):
+        for event in events:
+            with gevent.Timeout(write_timeout, gone):  # runs while gunicorn writes the event
+                yield event
+
+
+@functools.cache
+def file_of_page(name: str) -> bytes:
+    """A file of the page, which is read once, so that all its files are of one age."""
+    return (WEB / name).read_bytes()
+
+
+def page() -> Response:
+    """The file of the page that this request is for."""
+    if request.root_path and not request.environ["PATH_INFO"]:  # the page's links are relative to the slash
+        return Response(status=308, headers={"Location": request.root_path + "/"})
+    name, kind = PAGE[request.url_rule.rule]  # type: ignore[union-attr]
+    response = Response(file_of_page(name), content_type=kind, headers=PAGE_HEADERS)
+    response.add_etag()
+    response.make_conditional(request)
+    return response
+
+
+def allowed_origin(config: ServerConfig) -> str | None:
+    """What Access-Control-Allow-Origin is for the page that this request is from, if it may read the reply."""
+    origin = request.headers.get("Origin")
+    if origin is not None and "*" in config.allowed_origins:
+        return "*"
+    return origin if origin in config.allowed_origins else None
+
+
+def allow_origin(response: Response, config: ServerConfig) -> Response:
+    """Tell the browser of a page whether the page may read the reply, or in a preflight whether it may ask (CORS).
+
+    Cookies are never allowed, because nothing here looks at them: keys come in headers.
+    """
+    if not config.allowed_origins:
+        return response
+    response.vary.add("Origin")
+    if origin := allowed_origin(config):
+        response.headers["Access-Control-Allow-Origin"] = origin
+        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+        if is_preflight():
+            asked = request.headers.get("Access-Control-Request-Headers", "")
+            named = asked if HEADER_NAMES.fullmatch(asked) else "Authorization, Content-Type, X-Api-Key"
+            response.headers["Access-Control-Allow-Headers"] = named
+            response.headers["Access-Control-Allow-Methods"] = "GET, HEAD, POST, DELETE, OPTIONS"
+            response.headers["Access-Control-Max-Age"] = "7200"  # seconds; browsers take no more
+            response.vary.add("Access-Control-Request-Headers")
+    return response
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a host's name or address is this machine's own, wherever it is asked for."""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+def check_host(allowed: Sequence[str]) -> None:
+    """Refuse a request that names a host which is neither loopback nor allowed.
+
+    A page of another site may let its own name stand for 127.0.0.1 (DNS rebinding). To the browser it then speaks to
+    its own server, so that CORS does not stop it. Browsers always send the name, so a request without one is let in.
+
+    Args:
+        allowed: names without ports, or *.
+
+    Raises:
+        ApiError: the host is another one.
+    """
+    given = request.headers.get("Host", "")
+    name = HOST_PORT.sub("", given.lower()).removeprefix("[").removesuffix("]").removesuffix(".")
+    if given and "*" not in allowed and name not in allowed and not is_loopback(name):
+        raise ApiError(403, f"the host is {given!r:.80}; without API keys it must be loopback or in allowed_hosts")
+
+
+def is_preflight() -> bool:
+    """Whether this is a browser's question whether a page may send a request."""
+    asks = "Origin" in request.headers and "Access-Control-Request-Method" in request.headers
+    return request.method == "OPTIONS" and asks
+
+
+class RootPath:
+    """A WSGI app that answers under `root_path` as well as without it, for proxies that cut it off or do not.
+
+    Uvicorn's and FastAPI's users know that from `--root-path`.
+    """
+
+    def __init__(self, app: Callable[..., Any], root_path: str):
+        self.app, self.root_path = app, root_path
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
+        """Answer a request."""
+        path, root = environ.get("PATH_INFO", ""), self.root_path
+        if path == root or path.startswith(root + "/"):
+            environ |= {"SCRIPT_NAME": root, "PATH_INFO": path[len(root) :]}
+        return self.app(environ, start_response)

@@ -1,0 +1,54 @@
+"""The paths that are no faces: a row for each, which makes the route and its entry in the schema."""
+
+from __future__ import annotations
+
+from flask import Response, g, request
+
+from api.control import CONTROL_PATHS, Control
+from api.http import body_of, page, reply, stream
+from api.openapi import Path, openapi
+from api.response_store import MOST_ITEMS
+from api.routes import Api
+
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+PAGE_OF_ITEMS = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS}, "order": {"enum": ["asc", "desc"]},
+    "after": {"type": "string"},
+}  # fmt: skip
+ENGINES = {"data_parallel_size": {"type": "integer", "minimum": 1}}
+PATHS = (
+    Path("GET", "/", "page", "The page: a chat, and the engine at work.", lambda api: page(), "text/html"),
+    Path("GET", "/page.css", "page", "Its style.", lambda api: page(), "text/css"),
+    Path("GET", "/page.js", "page", "Its script.", lambda api: page(), "text/javascript"),
+    Path("GET", "/v1/models", "models", "The model's names.", lambda api: reply(api.models())),
+    Path("GET", "/v1/models/<path:name>", "model", "One of them.",
+         lambda api, name: reply(api.model(name.rstrip("/")))),
+    Path("GET", "/health", "health", "Whether the engine runs.", lambda api: reply(api.health())),
+    Path("GET", "/version", "version", "Of Manta.", lambda api: reply(api.version())),
+    Path("GET", "/metrics", "metrics", "Gauges and counters, as Prometheus reads them.",
+         lambda api: Response(api.metrics(), content_type=PROMETHEUS), "text/plain"),
+    Path("GET", "/explain/<path:id>", "explain", "Where the time of a request went.",
+         lambda api, id: reply(api.explain(id.rstrip("/"), g.client))),
+    Path("GET", "/live", "live", "What the engines do, as it happens.",
+         lambda api: stream(api.live(g.client), api.config), "text/event-stream"),
+    Path("GET", "/openapi.json", "openapi", "This document.",
+         lambda api: reply(openapi(api.config.root_path, paths_of(api)))),
+    Path("GET", "/scale", "scaling", "How many engines there are, come and go.",
+         lambda api: reply(Control(api).scaling())),
+    Path("GET", "/v1/responses/<id>", "response", "A stored response.",
+         lambda api, id: reply(api.store.response(g.client, id, request.args))),
+    Path("GET", "/v1/responses/<id>/input_items", "input_items", "What it was made from, by pages.",
+         lambda api, id: reply(api.store.page(g.client, id, request.args)), query=PAGE_OF_ITEMS),
+    Path("POST", "/scale", "scale", "Have so many engines.",
+         lambda api: reply(Control(api).scale(body_of(api))), body=ENGINES),
+    Path("DELETE", "/v1/responses/<id>", "delete_response", "Forget a stored response.",
+         lambda api, id: reply(api.store.delete(g.client, id))),
+    Path("POST", "/v1/responses/<id>/cancel", "cancel_response",
+         "Is refused, because no response is made in the background.",
+         lambda api, id: reply(api.store.cancel(g.client, id))),
+)  # fmt: skip
+
+
+def paths_of(api: Api) -> tuple[Path, ...]:
+    """Those that this server has."""
+    return PATHS + (CONTROL_PATHS if api.config.enable_control_routes else ())

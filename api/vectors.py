@@ -1,0 +1,237 @@
+"""The routes that sample nothing: embeddings, pooling, classes, scores, and the order of documents."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from api import checks
+from api import fields as shared
+from api.fields import ApiError, Face, Field, too_long
+from api.options import ServerConfig
+from api.prompts import Prompt
+from api.replies import Job, run_requests
+from api.routes import Api, Caller
+from outputs import Vector, cosine, numbers
+from sampling_params import PoolingParams
+
+
+def embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
+    """A vector for each prompt."""
+    prompts = inputs(api, fields, "embed")
+    found = pool(api, "embd-", fields, caller, prompts, fields["dimensions"])
+    data = vectors("embedding", "embedding", found, fields["encoding_format"])
+    return listed("embd-", fields, caller, prompts, data)
+
+
+def pooling(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
+    """What the model makes of each prompt: a vector, or what its classification head says."""
+    prompts, task = inputs(api, fields, "embed", "score", "classify"), api.facts["task"]
+    if fields["task"] not in (None, task, "classify" if task == "score" else task):
+        raise ApiError(400, f"task is {fields['task']}; this server's is {task}", "task")
+    found = pool(api, "pool-", fields, caller, prompts, fields["dimensions"])
+    data = vectors("pooling", "data", found, fields["encoding_format"])
+    return listed("pool-", fields, caller, prompts, data)
+
+
+def classify(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
+    """The probability of each label for each prompt."""
+    prompts = inputs(api, fields, "classify", "score")
+    data = classes(pool(api, "classify-", fields, caller, prompts), api.facts["labels"])
+    return listed("classify-", fields, caller, prompts, data)
+
+
+def score(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
+    """How well each of `text_2` goes with its partner in `text_1`, or with the only one there."""
+    first, second = fields["text_1"], fields["text_2"]
+    if len(first) not in (1, len(second)):
+        message = f"text_1 has {len(first)} texts for {len(second)} of text_2; it must have as many, or 1"
+        raise ApiError(400, message, "text_1")
+    found, prompts = compare(api, "score-", fields, caller, first, second)
+    return listed("score-", fields, caller, prompts, scores(found))
+
+
+def rerank(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
+    """Documents in the order of how well they answer a query."""
+    documents = fields["documents"]
+    found, prompts = compare(api, "rerank-", fields, caller, [fields["query"]], documents)
+    top_n = fields["top_n"] or len(documents)
+    results = ranks(found, documents, top_n, fields["return_documents"])
+    count = sum(len(ids) for _, ids in prompts)
+    used = {"prompt_tokens": count, "total_tokens": count}
+    return {"id": "rerank-" + caller.name, "model": fields["model"], "usage": used, "results": results}
+
+
+def compare(
+    api: Api, kind: str, fields: dict[str, Any], caller: Caller, first: list[str], second: list[str]
+) -> tuple[list[float], list[Prompt]]:
+    """How well texts go together, and the prompts that were run for it.
+
+    For an embedder that is the cosine of two embeddings. For a classifier with one label, it is what the classifier
+    says of both texts as one prompt.
+    """
+    api.need_task("embed", "score")
+    if api.facts["task"] == "score":
+        pairs = zip(first * (len(second) // len(first)), second, strict=True)
+        prompts: list[Any] = [api.prompts.encode(fields, pair, True) for pair in pairs]
+        return [numbers(found)[0] for found in pool(api, kind, fields, caller, prompts)], prompts
+    prompts = [api.prompts.encode(fields, text, True) for text in first + second]
+    found = [numbers(pooled) for pooled in pool(api, kind, fields, caller, prompts)]
+    left = found[: len(first)] * (len(second) // len(first))
+    return [cosine(a, b) for a, b in zip(left, found[len(first) :], strict=True)], prompts
+
+
+def inputs(api: Api, fields: dict[str, Any], *tasks: str) -> list[Prompt]:
+    """The prompts of `input`, where this server does one of these tasks."""
+    api.need_task(*tasks)
+    return [api.prompts.encode(fields, prompt, fields["add_special_tokens"] is not False) for prompt in fields["input"]]
+
+
+def pool(
+    api: Api,
+    kind: str,
+    fields: dict[str, Any],
+    caller: Caller,
+    prompts: Sequence[Prompt],
+    dimensions: int | None = None,
+) -> list[bytes]:
+    """The vector of each prompt."""
+    limit, name = api.facts["max_model_len"], kind + caller.name
+    api.check_priority(fields)
+    for _, ids in prompts:
+        if len(ids) > limit:
+            raise too_long(limit, f"a prompt is too long: it has {len(ids)}")
+    if dimensions is not None and dimensions > (most := api.facts["hidden_size"]):
+        raise ApiError(400, f"dimensions is {dimensions}; at most {most} are there", "dimensions")
+    params = PoolingParams(dimensions, fields["use_activation"])
+    vectors = [Vector(f"{name}-{i}", ids, params) for i, (_, ids) in enumerate(prompts)]
+    with api.admitted(len(vectors), caller):
+        caller.job = Job(name, fields, vectors)
+        config = api.config
+        for _ in run_requests(vectors, fields, caller.client, api.client, caller.peer, config.request_timeout):
+            pass
+    return [vector.pooled for vector in vectors]
+
+
+def listed(kind: str, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], data: Any) -> dict[str, Any]:
+    """A reply that is a list."""
+    count, now = sum(len(ids) for _, ids in prompts), int(time.time())
+    head = {"id": kind + caller.name, "object": "list", "created": now, "model": fields["model"]}
+    return head | {"data": data, "usage": {"prompt_tokens": count, "total_tokens": count}}
+
+
+def vectors(kind: str, key: str, found: list[bytes], encoding_format: str) -> list[dict[str, Any]]:
+    """The entries of /v1/embeddings (`kind` "embedding") and /pooling: numbers, or their float32 bytes in base64."""
+    encode = numbers if encoding_format == "float" else lambda pooled: base64.b64encode(pooled).decode()
+    return [{"object": kind, "index": i, key: encode(pooled)} for i, pooled in enumerate(found)]
+
+
+def scores(found: list[float]) -> list[dict[str, Any]]:
+    """The entries of /score."""
+    return [{"object": "score", "index": i, "score": score} for i, score in enumerate(found)]
+
+
+def ranks(found: list[float], documents: list[str], top_n: int, with_documents: bool) -> list[dict[str, Any]]:
+    """The entries of /rerank: the `top_n` best documents, the best first, and among equals the first first."""
+    best = sorted(range(len(found)), key=lambda i: (-found[i], i))[:top_n]
+    return [
+        {"index": i, "relevance_score": found[i]} | ({"document": {"text": documents[i]}} if with_documents else {})
+        for i in best
+    ]
+
+
+def classes(found: list[bytes], labels: Sequence[str]) -> list[dict[str, Any]]:
+    """The entries of /classify: each prompt's probabilities, and the label of the highest one."""
+    entries = []
+    for i, pooled in enumerate(found):
+        probs = numbers(pooled)
+        label = labels[max(range(len(probs)), key=probs.__getitem__)]
+        entries.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
+    return entries
+
+
+# --- what they take --------------------------------------------------------------------------------------------------
+
+
+def texts(value: Any, config: ServerConfig) -> list[str]:
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not found or not all(isinstance(text, str) and text for text in found):
+        raise ValueError("it must be a string or a list of strings, none of them empty")
+    if len(found) > config.max_prompts:
+        raise ValueError(f"it has {len(found)} texts; at most {config.max_prompts} are allowed (max_prompts)")
+    return found
+
+
+def documents(value: Any, config: ServerConfig) -> list[str]:
+    if not isinstance(value, list):
+        raise ValueError("it must be a list of strings, or of objects with a text")
+    for document in value:
+        if isinstance(document, dict):
+            checks.known_keys(document, ("text",), config)
+    return texts([document.get("text") if isinstance(document, dict) else document for document in value], config)
+
+
+STRING = {"type": "string", "minLength": 1}
+TEXTS = shared.shown(anyOf=[STRING, {"type": "array", "items": STRING, "minItems": 1}])
+DOCUMENT = {"type": "object", "required": ["text"], "properties": {"text": STRING}, "additionalProperties": False}
+DOCUMENTS = shared.shown(type="array", items={"anyOf": [STRING, DOCUMENT]}, minItems=1)
+INPUT = Field("input", shared.PROMPT, None, checks.prompts, shared.ONE_OR_MORE)
+SIZE = Field("dimensions", Annotated[int, Meta(ge=1, le=2**20)], about="Of the vector.")
+FORM = Field("encoding_format", Literal["float", "base64"], "float")
+ACTIVATION = Field("use_activation", bool, about=shared.attributes_of(PoolingParams)["use_activation"])
+LAST = (*shared.CUT, shared.PRIORITY)
+TASK = Field("task", Literal["embed", "classify", "score"], about="What this server does with prompts.")
+EMBEDDINGS = Face(
+    "embeddings",
+    ("/v1/embeddings",),
+    (shared.MODEL, INPUT, SIZE, FORM, ACTIVATION, shared.SPECIAL_TOKENS, *LAST),
+    embeddings,
+    needed=("input",),
+)
+POOLING = Face(
+    "pooling",
+    ("/pooling",),
+    (shared.MODEL, INPUT, TASK, SIZE, FORM, ACTIVATION, shared.SPECIAL_TOKENS, *LAST),
+    pooling,
+    needed=("input",),
+)
+CLASSIFY = Face(
+    "classify",
+    ("/classify",),
+    (shared.MODEL, INPUT, ACTIVATION, shared.SPECIAL_TOKENS, *LAST),
+    classify,
+    needed=("input",),
+)
+SCORE = Face(
+    "score",
+    ("/score", "/v1/score"),
+    (
+        shared.MODEL,
+        ACTIVATION,
+        Field("text_1", TEXTS, None, texts, "A text, or as many as text_2 has; vLLM: queries."),
+        Field("text_2", TEXTS, None, texts, "A text or several; vLLM: documents."),
+        *LAST,
+    ),
+    score,
+    needed=("text_1", "text_2"),
+    aliases={"queries": "text_1", "data_1": "text_1", "documents": "text_2", "items": "text_2", "data_2": "text_2"},
+)
+RERANK = Face(
+    "rerank",
+    ("/rerank", "/v1/rerank", "/v2/rerank"),
+    (
+        shared.MODEL,
+        ACTIVATION,
+        Field("query", Annotated[str, Meta(min_length=1)]),
+        Field("documents", DOCUMENTS, None, documents, "Texts, or objects with a text."),
+        Field("top_n", shared.Count, 0, about="How many to return; 0 is all."),
+        Field("return_documents", bool, True),
+        *LAST,
+    ),
+    rerank,
+    needed=("query", "documents"),
+)
