@@ -339,11 +339,11 @@ class LLM:
         return self.client.collective_rpc(method, timeout, args, kwargs)
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`; see `EngineCore.sleep`. Until then `generate` raises a ValueError."""
+        """Give memory back until `wake_up`; see `Workers.sleep`. Until then `generate` raises a ValueError."""
         self.client.utility_on_all("sleep", level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the memory of "weights", "kv_cache" or (None) both again; see `EngineCore.wake_up`."""
+        """Take the memory of "weights", "kv_cache" or (None) both again; see `Workers.wake_up`."""
         self.client.utility_on_all("wake_up", tags)
 
     def is_sleeping(self) -> bool:
@@ -372,7 +372,7 @@ class LLM:
         return max(self.client.utility("get_weights_version").values())
 
     def start_profile(self) -> None:
-        """Record what the engine and its workers do; see `EngineCore.start_profile`."""
+        """Record what the engine and its workers do; see `Profiles.start_profile`."""
         self.client.utility_on_all("start_profile")
 
     def stop_profile(self) -> list[str]:

@@ -78,6 +78,8 @@ class UniExecutor:
         ValueError: see `start_worker`.
     """
 
+    on_this_machine = True  # all workers are
+
     def __init__(self, config: EngineConfig, model_config: ModelConfig, rendezvous: str = ""):
         self.worker = new_worker(config, model_config, rendezvous=rendezvous)
         self.overlaps = self.worker.device == "cuda"  # whether a step runs while the next one is planned
@@ -157,6 +159,7 @@ class MpExecutor:
         WorkerError: a worker died while it started, or was not ready within `startup_timeout` seconds.
     """
 
+    on_this_machine = True  # all workers are
     overlaps = True  # a step runs while the next one is planned
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, peers: Peers | None = None):

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from config import VERSION, EngineConfig
-from executor import MpExecutor, WorkerError, is_stopped, name_process, room, work
+from executor import MpExecutor, WorkerError, is_stopped, name_process, work
 from executors.links import EngineLink, RankLink
 from model_config import ModelConfig
 from models.hub import find_model
@@ -303,31 +303,6 @@ def inherited() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(INHERITED)}
 
 
-def choose_backend(config: EngineConfig, alone: bool) -> str:
-    """The executor that the options ask for; with `auto` it is Ray's if the ranks do not fit this machine and Ray runs.
-
-    Args:
-        config: the engine's options.
-        alone: whether its workers need no others on this machine.
-
-    Raises:
-        ValueError: this is Windows, where one worker is the most.
-    """
-    backend, size = config.distributed_executor_backend, config.world_size
-    if backend == "auto":  # a server has to outlive a worker's death; a script on one device needs no process
-        backend = "mp" if config.beside_server or size > 1 else "uni"
-        if alone and size > 1 and size > room(config):
-            with contextlib.suppress(ValueError):
-                join_cluster()
-                backend = "ray"
-    if backend != "uni" and sys.platform == "win32":
-        raise ValueError(
-            f"distributed_executor_backend is {backend!r} for {size} workers; on Windows it must be 'uni' for one, "
-            "because worker processes share descriptors and memory as Unix does"
-        )
-    return backend
-
-
 class RayProcess:
     """A rank's actor, with the methods of `multiprocessing.Process` that the executor needs.
 
@@ -378,6 +353,7 @@ class RayExecutor(MpExecutor):
         WorkerError: an actor died while it started, or was not ready within `startup_timeout` seconds.
     """
 
+    on_this_machine = False
     processes: list[RayProcess]
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig):

@@ -52,6 +52,8 @@ class ExternalExecutor(UniExecutor):
             that need the other ranks raise it.
     """
 
+    on_this_machine = False
+
     def __init__(self, config: EngineConfig, model_config: ModelConfig):
         super().__init__(config, model_config, "env://")
         self.overlaps = False

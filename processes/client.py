@@ -532,7 +532,7 @@ class InprocClient:
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
         """See `EngineCoreClient`; here a function may be any."""
-        return self.core.collective_rpc(method, timeout, args, kwargs)
+        return self.core.workers.collective_rpc(method, timeout, args, kwargs)
 
     def dp_engines_running(self) -> bool:
         """See `EngineCoreClient`."""

@@ -24,7 +24,8 @@ from config import DEMO, VERSION, EngineConfig
 from core import EngineCore
 from engine import LLM
 from executor import MpExecutor, WorkerError
-from executors import ray_executor
+from executors import choose, ray_executor
+from executors.choose import choose_backend
 from executors.links import EngineLink, RankLink
 from executors.ray_executor import (
     Door,
@@ -32,7 +33,6 @@ from executors.ray_executor import (
     Plans,
     RayExecutor,
     RayWorker,
-    choose_backend,
     in_order,
     in_short,
     join_cluster,
@@ -133,7 +133,7 @@ def test_ray_is_chosen_where_the_ranks_do_not_fit_and_it_runs(monkeypatch):
 
         monkeypatch.setattr(executor_module, "visible_gpus", lambda gpus=gpus: gpus)
         monkeypatch.setattr(executor_module.os, "cpu_count", lambda: 3)
-        monkeypatch.setattr(ray_executor, "join_cluster", join_cluster)
+        monkeypatch.setattr(choose, "join_cluster", join_cluster)
         chosen.append([choose_backend(EngineConfig(tensor_parallel_size=size), True) for size in (1, 3, 4)])
         assert choose_backend(EngineConfig(tensor_parallel_size=4), False) == "mp"  # with others, on this machine
     assert chosen == [["uni", "mp", "ray"], ["uni", "mp", "mp"], ["uni", "ray", "ray"], ["uni", "mp", "mp"]]
@@ -453,13 +453,13 @@ def test_two_nodes_give_the_tokens_of_one_rank(ray_llm, answers):
     assert first.place.node == core.executor.here != second.place.node
     assert isinstance(core.executor.results[0], RingBuffer) and isinstance(core.executor.results[1], EngineLink)
     assert "2 Ray actors on 2 nodes, 3 s at most for a step" in core.executor.note()
-    assert core.collective_rpc("block_bytes") == [core.facts["kv_bytes"] // core.facts["num_blocks"] // 2] * 2
+    assert core.workers.collective_rpc("block_bytes") == [core.facts["kv_bytes"] // core.facts["num_blocks"] // 2] * 2
     with pytest.raises(ValueError, match="with Ray it must be a name"):
-        core.collective_rpc(len)
+        core.workers.collective_rpc(len)
     with pytest.raises(ValueError, match="tensors are for workers of this machine alone"):
-        core.check_update(DEMO, lasting=False)
-    core.sleep(2)
-    core.wake_up()
+        core.workers.check_update(DEMO, lasting=False)
+    core.workers.sleep(2)
+    core.workers.wake_up()
     assert tokens(ray_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     assert core.metrics()["num_worker_restarts_total"] == 0
 
@@ -469,7 +469,7 @@ def test_two_nodes_give_the_tokens_of_one_rank(ray_llm, answers):
 @pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_an_actor_that_is_lost_is_replaced(ray_llm, answers, caplog, monkeypatch, rank, with_signal):
     core, said = ray_llm.core, []
-    monkeypatch.setattr(core, "on_trouble", said.append)
+    monkeypatch.setattr(core.workers, "on_trouble", said.append)
     before = core.metrics()["num_worker_restarts_total"]
     lost = core.executor.processes[rank].pid
     when(ray_llm, [20], lambda: os.kill(lost, with_signal))
@@ -493,7 +493,7 @@ def test_a_node_that_is_lost_is_made_up_for(cluster, ray_llm, answers):
     when(ray_llm, [20], lambda: os.kill(raylet, signal.SIGKILL))
     assert tokens(ray_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     vars(core.executor).pop("submit")
-    eventually(lambda: core.check_workers() or core.executor.processes[1] is not lost, 30)
+    eventually(lambda: core.workers.check() or core.executor.processes[1] is not lost, 30)
     assert core.executor.processes[1].place.node not in (lost.place.node, core.executor.here)
     eventually(lambda: not alive(lost.pid), 20)
     assert tokens(ray_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers

@@ -65,7 +65,8 @@ try:
 except ValueError as error:
     said = str(error)
 found.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)])
-print(json.dumps([kinds, found, said, llm.core.num_restarts, [process.pid for process in processes]]), flush=True)
+pids = [process.pid for process in processes]
+print(json.dumps([kinds, found, said, llm.core.workers.num_restarts, pids]), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 NO_GUARD = "imports your script: put what it does under `if __name__ == '__main__':`"

@@ -1,0 +1,54 @@
+"""Which executor an engine has."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+from config import EngineConfig
+from executor import MpExecutor, Peers, UniExecutor, room
+from executors.ray_executor import RayExecutor, join_cluster
+from executors.torchrun import ExternalExecutor, lead_or_follow
+from model_config import ModelConfig
+
+
+def choose_backend(config: EngineConfig, alone: bool) -> str:
+    """The executor that the options ask for; with `auto` it is Ray's if the ranks do not fit this machine and Ray runs.
+
+    Args:
+        config: the engine's options.
+        alone: whether its workers need no others on this machine.
+
+    Raises:
+        ValueError: this is Windows, where one worker is the most.
+    """
+    backend, size = config.distributed_executor_backend, config.world_size
+    if backend == "auto":  # a server has to outlive a worker's death; a script on one device needs no process
+        backend = "mp" if config.beside_server or size > 1 else "uni"
+        if alone and size > 1 and size > room(config):
+            with contextlib.suppress(ValueError):
+                join_cluster()
+                backend = "ray"
+    if backend != "uni" and sys.platform == "win32":
+        raise ValueError(
+            f"distributed_executor_backend is {backend!r} for {size} workers; on Windows it must be 'uni' for one, "
+            "because worker processes share descriptors and memory as Unix does"
+        )
+    return backend
+
+
+def new_executor(
+    config: EngineConfig, model_config: ModelConfig, peers: Peers | None = None
+) -> UniExecutor | MpExecutor:
+    """The executor that the options ask for.
+
+    Raises:
+        ValueError, WorkerError, ConnectionError: see `choose_backend`, `lead_or_follow` and the executors.
+        SystemExit: this is a rank that follows, and is done.
+    """
+    backend = choose_backend(config, alone=not peers)
+    if backend == "external_launcher":
+        return ExternalExecutor(lead_or_follow(config, model_config), model_config)
+    if backend == "ray":
+        return RayExecutor(config, model_config)
+    return MpExecutor(config, model_config, peers) if backend == "mp" else UniExecutor(config, model_config)
