@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
 import sys
 
 from config import EngineConfig
-from executor import MpExecutor, Peers, UniExecutor, room
+from executor import MpExecutor, Peers, UniExecutor
 from executors.ray_executor import RayExecutor, join_cluster
 from executors.torchrun import ExternalExecutor, lead_or_follow
 from model_config import ModelConfig
@@ -52,3 +54,25 @@ def new_executor(
     if backend == "ray":
         return RayExecutor(config, model_config)
     return MpExecutor(config, model_config, peers) if backend == "mp" else UniExecutor(config, model_config)
+
+
+def room(config: EngineConfig) -> int:
+    """How many ranks fit this machine: one on each GPU, or if there are none, or none is wanted, one on each core."""
+    gpus = None if config.device == "cpu" else visible_gpus()
+    return len(gpus) if gpus else os.cpu_count() or 1
+
+
+def visible_gpus() -> list[str] | None:
+    """The GPUs that engines may use, as CUDA_VISIBLE_DEVICES names them, or else by the driver's numbers.
+
+    None means that nobody knows, because the driver's tool is missing. torch would know, but takes seconds to load.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name not in ("", "-1")]
+    try:
+        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.split()

@@ -33,7 +33,8 @@ from typing import Any, NamedTuple
 import psutil
 
 from config import VERSION, EngineConfig
-from executor import MpExecutor, WorkerError, is_stopped, name_process, work
+from device.serve import work
+from executor import MpExecutor, WorkerError, is_stopped, name_process
 from executors.links import EngineLink, RankLink
 from model_config import ModelConfig
 from models.hub import find_model

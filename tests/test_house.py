@@ -61,7 +61,9 @@ STDLIB_ONLY = {
 }  # fmt: skip
 TORCH_FREE_ROOMS = ("api", "text", "scheduling", "processes", "executors")
 TORCH_FREE = (
-    {name for name in FILES if name.startswith(TORCH_FREE_ROOMS)} | STDLIB_ONLY | {"server", "engine", "device.workers"}
+    {name for name in FILES if name.startswith(TORCH_FREE_ROOMS)}
+    | STDLIB_ONLY
+    | {"device.serve", "device.workers", "engine", "server"}
 )
 OPS = {name for name in FILES if name.split(".")[0] in ("kernels", "reference", "ops", "cpu")}
 
