@@ -22,7 +22,7 @@ SHARED = [
 ]  # fmt: skip
 DOORS = {  # each folder, and the files and folders that may import it
     "api": {"server"},
-    "text": {"tokenizer", "outputs", "core", "engine", "async_llm", "scheduling", "api"},
+    "text": {"tokenizer", "outputs", "core", "engine", "async_llm", "scheduling", "processes", "api"},
     "models": {"core", "model", "layers", "model_config", "device"},
     "ops": {"kernels"},
     "cpu": {"device"},
