@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import pytest
 
-import executor as executor_module
 from bench_ray import actors, new_cluster, node_above, replace_node
 from config import DEMO, VERSION, EngineConfig
 from core import EngineCore
@@ -101,7 +100,7 @@ def test_without_ray_the_backend_is_refused_and_auto_goes_without(monkeypatch, m
     monkeypatch.setattr(ray_executor.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"'ray', but Ray is not installed: pip install -r requirements-ray\.txt"):
         LLM(DEMO, device="cpu", distributed_executor_backend="ray")
-    monkeypatch.setattr(ray_executor, "room", lambda config: 1)
+    monkeypatch.setattr(choose, "room", lambda config: 1)
     llm = make_llm(tensor_parallel_size=2, threads=1)
     assert type(llm.core.executor) is MpExecutor
     llm.core.close()
@@ -131,8 +130,8 @@ def test_ray_is_chosen_where_the_ranks_do_not_fit_and_it_runs(monkeypatch):
             if not runs:
                 raise ValueError("no cluster")
 
-        monkeypatch.setattr(executor_module, "visible_gpus", lambda gpus=gpus: gpus)
-        monkeypatch.setattr(executor_module.os, "cpu_count", lambda: 3)
+        monkeypatch.setattr(choose, "visible_gpus", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(choose.os, "cpu_count", lambda: 3)
         monkeypatch.setattr(choose, "join_cluster", join_cluster)
         chosen.append([choose_backend(EngineConfig(tensor_parallel_size=size), True) for size in (1, 3, 4)])
         assert choose_backend(EngineConfig(tensor_parallel_size=4), False) == "mp"  # with others, on this machine
