@@ -212,7 +212,7 @@ def test_a_rank_that_takes_nothing_is_named():
 
 
 def test_heartbeats_and_naps_are_counted(monkeypatch):
-    monkeypatch.setattr("ring.BACKSTOP", 0.05)
+    monkeypatch.setattr("executors.links.BACKSTOP", 0.05)
     engine, rank = far()
     rank.beat()
     rank.beat()
