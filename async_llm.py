@@ -338,11 +338,11 @@ class AsyncLLM:
         return await self.client.collective_rpc(method, timeout, args, kwargs)
 
     async def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`; see `EngineCore.sleep`. Requests wait until then."""
+        """Give memory back until `wake_up`; see `Workers.sleep`. Requests wait until then."""
         await self._utility("sleep", level, timeout=None)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the memory of "weights", "kv_cache" or (None) both again; see `EngineCore.wake_up`."""
+        """Take the memory of "weights", "kv_cache" or (None) both again; see `Workers.wake_up`."""
         await self._utility("wake_up", tags, timeout=None)
 
     async def is_sleeping(self) -> bool:
@@ -359,7 +359,7 @@ class AsyncLLM:
         return await self._utility("get_weights_version")
 
     async def start_profile(self) -> None:
-        """Record what the engine and its workers do; see `EngineCore.start_profile`."""
+        """Record what the engine and its workers do; see `Profiles.start_profile`."""
         await self._utility("start_profile", timeout=None)
 
     async def stop_profile(self) -> list[str]:

@@ -24,6 +24,7 @@ DEMO = str(Path(__file__).parent / "demo")
 MAX_CONTEXT = 2**24  # tokens
 STEP_TOKENS = 2048  # of a step, by default; on a GPU there are more, see device/memory.py
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's other names, which vLLM takes, too
+TENSORS = "tensors"  # as the option `weights`: they came as tensors, and cannot be loaded again
 BACKEND_NAMES = {"torchrun": "external_launcher"}  # another name of an executor, and vLLM's
 MODEL_TAKES = "--model takes a folder in Hugging Face layout or a model's id on the hub, like Qwen/Qwen3-0.6B"
 

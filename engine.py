@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
-import math
 import os
 import queue
 import sys
@@ -28,28 +27,20 @@ from models.hub import find_model, source_of
 from observe.logs import logger, set_up
 from outputs import (
     BeamSearchOutput,
-    BeamSearchSequence,
     Choices,
-    ClassificationOutput,
-    ClassificationRequestOutput,
     CompletionOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
     Logprob,
-    PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
-    ScoringOutput,
-    ScoringRequestOutput,
-    cosine,
-    numbers,
+    beams_of,
 )
-from plan import EngineCoreRequest, EngineOutput, Kwargs, Method
-from processes.client import EngineCoreClient, EngineDeadError, InprocClient, Stream, check_accepted
+from plan import EngineOutput, Kwargs, Method
+from processes.client import EngineDeadError, InprocClient, Stream, check_accepted
+from processes.pooling import PoolingFaces, drop
 from ring import undisturbed
 from sampling_params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
 from text.messages import chat_messages, template_variables
-from text.prompts import InputProcessor, Prompt, listed, read_prompt
+from text.prompts import InputProcessor, Prompt, listed
 from tokenizer import NoTokenizer, Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
@@ -230,7 +221,7 @@ class LLMEngine:
             self.live.clear()
 
 
-class LLM:
+class LLM(PoolingFaces):
     """A model for scripts. `with LLM(...) as llm:` closes it at the end.
 
     The engine runs in this process, while somebody waits for it. With MANTA_ENABLE_V1_MULTIPROCESSING=1 in the
@@ -250,17 +241,17 @@ class LLM:
         SystemExit: on such ranks above 0, when rank 0 has ended. Where it was lost, the process ends with 1.
     """
 
+    llm_engine: LLMEngine
+
     @with_options(EngineConfig)
     def __init__(self, model: str = EngineConfig.model, **fields: Any):
         known = {f.name for f in dataclasses.fields(EngineConfig)}
         if unknown := sorted(set(fields) - known):
             raise ValueError(f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         self.llm_engine = LLMEngine(EngineConfig(model=model, **fields))
-        self.config, self.tokenizer, self.inputs = (
-            self.llm_engine.config,
-            self.llm_engine.tokenizer,
-            self.llm_engine.inputs,
-        )
+        self.config = self.llm_engine.config
+        self.tokenizer = self.llm_engine.tokenizer
+        self.inputs = self.llm_engine.inputs
         self.ids = itertools.filterfalse(self.llm_engine.live.__contains__, map(str, itertools.count()))  # unused ones
 
     @classmethod
@@ -339,11 +330,11 @@ class LLM:
         return self.client.collective_rpc(method, timeout, args, kwargs)
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`; see `EngineCore.sleep`. Until then `generate` raises a ValueError."""
+        """Give memory back until `wake_up`; see `Workers.sleep`. Until then `generate` raises a ValueError."""
         self.client.utility_on_all("sleep", level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the memory of "weights", "kv_cache" or (None) both again; see `EngineCore.wake_up`."""
+        """Take the memory of "weights", "kv_cache" or (None) both again; see `Workers.wake_up`."""
         self.client.utility_on_all("wake_up", tags)
 
     def is_sleeping(self) -> bool:
@@ -372,16 +363,12 @@ class LLM:
         return max(self.client.utility("get_weights_version").values())
 
     def start_profile(self) -> None:
-        """Record what the engine and its workers do; see `EngineCore.start_profile`."""
+        """Record what the engine and its workers do; see `Profiles.start_profile`."""
         self.client.utility_on_all("start_profile")
 
     def stop_profile(self) -> list[str]:
         """End that; returns the names of the files in `torch_profiler_dir`."""
         return list(itertools.chain(*self.client.utility_on_all("stop_profile").values()))
-
-    def _check_awake(self) -> None:
-        if self.is_sleeping():
-            raise ValueError("the engine sleeps; call wake_up() first")
 
     def generate(
         self,
@@ -456,164 +443,6 @@ class LLM:
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in rendered]
         return self.generate(ids, sampling_params, use_tqdm)
 
-    def encode(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | list[PoolingParams] | None = None,
-        use_tqdm: bool = True,
-        pooling_task: str | None = None,
-        tokenization_kwargs: dict[str, Any] | None = None,
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What the model makes of each prompt, as `outputs.data`: an embedding, or what its classification head says.
-
-        Args:
-            prompts: see `generate`, as for `use_tqdm`.
-            pooling_params: for all of them, or for each.
-            pooling_task: what is expected: "embed", "classify" or "score"; None takes what this engine does.
-            tokenization_kwargs: may have `truncate_prompt_tokens`, as in vLLM, which cuts the end of a longer prompt;
-                -1 keeps what the context holds. Without it a prompt that is too long is refused.
-
-        Raises:
-            ValueError: the task of this engine is to generate, or another than `pooling_task`; or see `generate`.
-        """
-        if pooling_task is not None:
-            self._check_task("encode", ("score", "classify") if pooling_task == "classify" else (pooling_task,))
-        ids = self._pooled_ids(listed(prompts), self._kept(tokenization_kwargs))
-        return self._pool(ids, pooling_params, use_tqdm)
-
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | list[PoolingParams] | None = None,
-        use_tqdm: bool = True,
-        tokenization_kwargs: dict[str, Any] | None = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """The embedding of each prompt.
-
-        Raises:
-            ValueError: the task of this engine is not to embed, or see `generate`.
-        """
-        self._check_task("embed", ("embed",))
-        found = self.encode(prompts, pooling_params, use_tqdm, tokenization_kwargs=tokenization_kwargs)
-        return [one.having(EmbeddingOutput(one.outputs.data)) for one in found]
-
-    def classify(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | list[PoolingParams] | None = None,
-        use_tqdm: bool = True,
-        tokenization_kwargs: dict[str, Any] | None = None,
-    ) -> list[ClassificationRequestOutput]:
-        """The probability of each label for each prompt.
-
-        Raises:
-            ValueError: the model has no classification head, or see `generate`.
-        """
-        self._check_task("classify", ("score", "classify"))
-        found = self.encode(prompts, pooling_params, use_tqdm, tokenization_kwargs=tokenization_kwargs)
-        return [one.having(ClassificationOutput(one.outputs.data)) for one in found]
-
-    def score(
-        self,
-        text_1: str | list[str],
-        text_2: str | list[str],
-        pooling_params: PoolingParams | None = None,
-        use_tqdm: bool = True,
-        tokenization_kwargs: dict[str, Any] | None = None,
-    ) -> list[ScoringRequestOutput]:
-        """How well each of `text_2` goes with its partner in `text_1`, or with the only one there.
-
-        For an embedder that is the cosine of the two embeddings, and a result has the tokens of both texts. For a
-        classifier with one label, it is what the classifier says of the two texts as one prompt.
-
-        Raises:
-            ValueError: the numbers of texts differ, the task of this engine is another one, or see `generate`.
-        """
-        self._check_task("score", ("embed", "score"))
-        first, second = ([text] if isinstance(text, str) else list(text) for text in (text_1, text_2))
-        if not first or len(first) not in (1, len(second)):
-            raise ValueError(
-                f"text_1 has {len(first)} texts for {len(second)} of text_2; it must have as many, or 1 text"
-            )
-        if not all(isinstance(text, str) for text in (*first, *second)):
-            raise ValueError("text_1 or text_2 has what is no string")
-        first, keep = first * (len(second) // len(first)), self._kept(tokenization_kwargs)
-        if self.client.facts["task"] == "score":
-            pairs = zip(first, second, strict=True)
-            if keep is None:
-                ids = [self.tokenizer.encode_pair(*pair) for pair in pairs]
-            else:
-                ids = [self.tokenizer.encode_cut(pair, keep, "right")[0] for pair in pairs]
-            found = self._pool(ids, pooling_params, use_tqdm)
-            return [one.having(ScoringOutput(*one.outputs.data or [math.nan])) for one in found]  # it has one label
-        distinct = list(dict.fromkeys(first + second))
-        ids = self._pooled_ids(distinct, keep)
-        vectors = dict(zip(distinct, self._pool(ids, pooling_params, use_tqdm), strict=True))
-        return [scored(vectors[a], vectors[b]) for a, b in zip(first, second, strict=True)]
-
-    def _check_task(self, method: str, tasks: tuple[str, ...]) -> None:
-        if (task := self.client.facts["task"]) not in tasks:
-            raise ValueError(f"{method} is for engines whose task is {' or '.join(tasks)}; this one's is {task!r}")
-
-    def _kept(self, tokenization_kwargs: dict[str, Any] | None) -> int | None:
-        """How many tokens of a prompt are kept; None: all."""
-        given, limit = dict(tokenization_kwargs or {}), self.client.facts["max_model_len"]
-        keep = given.pop("truncate_prompt_tokens", None)
-        if given:
-            raise ValueError(f"tokenization_kwargs has {next(iter(given))!r:.80}; known: truncate_prompt_tokens")
-        if keep is None:
-            return None
-        if type(keep) is not int or keep == 0 or not -1 <= keep <= limit:
-            raise ValueError(f"truncate_prompt_tokens is {keep!r:.80}; it must be -1, or from 1 to {limit}")
-        return limit if keep == -1 else keep
-
-    def _pooled_ids(self, prompts: Sequence[Prompt], keep: int | None) -> list[list[int]]:
-        """The tokens of each prompt; of a longer one, the first `keep`."""
-        texts = [item for item in prompts if isinstance(item, str)]
-        tokens = iter(self.tokenizer.encode_batch(texts) if keep is None else [])
-        found = []
-        for item in prompts:
-            if isinstance(item, str) and keep is None:
-                found.append(next(tokens))
-                continue
-            text, ids, _ = read_prompt(item, self.tokenizer)
-            if keep is not None and len(ids) > keep:
-                ids = ids[:keep] if text is None else self.tokenizer.encode_cut((text,), keep, "right")[0]
-            found.append(ids)
-        return found
-
-    def _pool(
-        self,
-        prompt_ids: list[list[int]],
-        params: PoolingParams | list[PoolingParams] | None,
-        use_tqdm: bool,
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What the engine makes of each prompt; raises what `generate` does."""
-        each = params if isinstance(params, list) else [params or PoolingParams()] * len(prompt_ids)
-        if len(each) != len(prompt_ids):
-            raise ValueError(f"pooling_params has {len(each)} entries for {len(prompt_ids)} prompts")
-        self._check_awake()
-        found: dict[str, PoolingRequestOutput[PoolingOutput]] = {}
-        live, stream, client = set(), Stream(), self.client
-        try:
-            for ids, param in zip(prompt_ids, each, strict=True):
-                request = EngineCoreRequest(next(self.ids), ids, SamplingParams(), pooling=param)
-                client.add_request(request, stream)
-                live.add(request.request_id)
-                found[request.request_id] = PoolingRequestOutput(request.request_id, PoolingOutput([]), ids, False)
-            with tqdm(total=len(live), desc="Pooling", unit="request", disable=not use_tqdm) as bar:
-                while live:
-                    output = client.get_output(stream)
-                    check_accepted(output, begun=False)
-                    live.remove(output.request_id)
-                    done = found[output.request_id]
-                    done.error, done.finished = output.error, output.error is None
-                    done.outputs.data = numbers(output.pooled or b"")
-                    bar.update()
-        finally:  # as in `generate`
-            drop(client, live)
-        return list(found.values())
-
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
@@ -629,21 +458,7 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params is {params!r:.80}; it must be BeamSearchParams")
         outputs = self.generate(prompts, params.sampling_params(), use_tqdm)
-        return [BeamSearchOutput([self._beam(output, beam, params) for beam in output.outputs]) for output in outputs]
-
-    def _beam(self, output: RequestOutput, beam: CompletionOutput, params: BeamSearchParams) -> BeamSearchSequence:
-        if output.error:
-            raise RuntimeError(output.error)
-        tokens, stop_reason = beam.token_ids, beam.stop_reason
-        assert beam.cumulative_logprob is not None
-        logprob = beam.cumulative_logprob * len(tokens) ** params.length_penalty  # it was the score
-        if beam.finish_reason == "stop":
-            stop_reason = tokens[-1]
-            tokens = tokens if params.include_stop_str_in_output else tokens[:-1]
-        tokens = output.prompt_token_ids + tokens
-        no_text = isinstance(self.tokenizer, NoTokenizer)
-        text = "" if no_text else self.tokenizer.decode(tokens, skip_special_tokens=False)
-        return BeamSearchSequence(tokens, text, logprob, beam.finish_reason, stop_reason)
+        return [beams_of(output, params, self.tokenizer) for output in outputs]
 
     def _run(self, live: dict[str, Choices], stream: Stream, use_tqdm: bool) -> None:
         begun, prefilled, decoded = time.monotonic(), 0, 0
@@ -666,24 +481,6 @@ class LLM:
                     rates = f"prefill {prefilled / seconds:,.0f} tok/s, decode {decoded / seconds:,.0f} tok/s"
                     bar.set_postfix_str(rates, refresh=False)
                     bar.update()
-
-
-def drop(client: EngineCoreClient, request_ids: Iterable[str]) -> None:
-    """Give requests up, and finish a step that has begun before, if the engine is in this process."""
-    for request_id in request_ids:
-        client.abort(request_id)
-    while isinstance(client, InprocClient) and client.step():
-        pass
-
-
-def scored(
-    a: PoolingRequestOutput[PoolingOutput], b: PoolingRequestOutput[PoolingOutput]
-) -> PoolingRequestOutput[ScoringOutput]:
-    """The cosine of two embeddings; NaN if one of them was given up."""
-    error = a.error or b.error
-    score = math.nan if error else cosine(a.outputs.data, b.outputs.data)
-    name, ids = f"{a.request_id}_{b.request_id}", a.prompt_token_ids + b.prompt_token_ids
-    return PoolingRequestOutput(name, ScoringOutput(score), ids, error is None, error)
 
 
 def _messages(conversation: Any) -> list[dict[str, Any]]:

@@ -17,31 +17,26 @@ import dataclasses
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from multiprocessing import spawn
 from multiprocessing.connection import wait
 from typing import Any, Protocol
 
 import psutil
-from tqdm import tqdm
 
 from config import EngineConfig
+from device.serve import NEVER, SCRIPT, new_worker, script_of_caller, work
 from model_config import ModelConfig
 from observe.logs import logger, set_up
-from plan import Call, CallError, Kwargs, Met, Method, PeersGone, Reply, StepPlan, StepResult, joined
+from plan import Call, Kwargs, Met, Method, Reply, StepPlan, StepResult, joined
 from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog, meeting_place
 
-NEVER = 1e9  # seconds
-LOOK = 2e-5  # seconds to look for another plan before asking the device again whether a step is done
 TURN = 0.05  # seconds to wait for one rank's reply before looking at the next rank's
-SCRIPT = ("init_main_from_name", "init_main_from_path")  # multiprocessing's words for the script to import
 STARTING = threading.Lock()  # held while a worker's process starts
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 SLOWEST = 20  # times the largest step of warm-up that a step may take: other lengths, a busy machine, a cold cache
@@ -77,6 +72,8 @@ class UniExecutor:
     Raises:
         ValueError: see `start_worker`.
     """
+
+    on_this_machine = True  # all workers are
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, rendezvous: str = ""):
         self.worker = new_worker(config, model_config, rendezvous=rendezvous)
@@ -132,7 +129,7 @@ class UniExecutor:
 
 
 class Peers(Protocol):
-    """The engines that share a model's experts with this one; see `data_parallel.Peers`."""
+    """The engines that share a model's experts with this one; see `processes/lockstep.py`."""
 
     broken: bool
 
@@ -157,6 +154,7 @@ class MpExecutor:
         WorkerError: a worker died while it started, or was not ready within `startup_timeout` seconds.
     """
 
+    on_this_machine = True  # all workers are
     overlaps = True  # a step runs while the next one is planned
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, peers: Peers | None = None):
@@ -472,12 +470,6 @@ def start_method() -> str:
     return asked
 
 
-def script_of_caller() -> dict[str, str]:
-    """How multiprocessing has a new process import the script that this one runs; empty: it is in no file."""
-    said = spawn.get_preparation_data("")
-    return {key: said[key] for key in SCRIPT if key in said}
-
-
 def start_alone(process: Any) -> None:
     """Start a worker's process without the caller's script.
 
@@ -512,47 +504,7 @@ def end(processes: list[Any], held: list[Any]) -> None:
     held.clear()
 
 
-def room(config: EngineConfig) -> int:
-    """How many ranks fit this machine: one on each GPU, or if there are none, or none is wanted, one on each core."""
-    gpus = None if config.device == "cpu" else visible_gpus()
-    return len(gpus) if gpus else os.cpu_count() or 1
-
-
-def visible_gpus() -> list[str] | None:
-    """The GPUs that engines may use, as CUDA_VISIBLE_DEVICES names them, or else by the driver's numbers.
-
-    None means that nobody knows, because the driver's tool is missing. torch would know, but takes seconds to load.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name for name in visible.split(",") if name not in ("", "-1")]
-    try:
-        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.split()
-
-
 # --- in a worker's process ------------------------------------------------------------------------------------------
-
-
-def new_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, rendezvous: str = "") -> Any:
-    """A `Worker` that is ready. This imports torch."""
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch takes huge pages for large tensors, which read faster
-    # With libgomp's default a thread that waits for work keeps its core for longer than the engine takes to plan.
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
-    # torch and oneDNN each keep prepared products of the latest sizes, some 0.3 MB for each: by default 1,024, which
-    # take hours of mixed lengths to fill, and leave holes in malloc's memory.
-    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
-        os.environ.setdefault(name, "128")
-    begun = time.perf_counter()
-    from device.startup import start_worker
-
-    seconds = time.perf_counter() - begun
-    worker = start_worker(config, model_config, rank, rendezvous)
-    worker.info["startup"] = {"imports": round(seconds, 3)} | worker.info["startup"]
-    return worker
 
 
 def worker_main(
@@ -574,100 +526,6 @@ def worker_main(
     plans.be_reader(rank)
     results.be_writer()
     work(config, model_config, rank, rendezvous, plans, results, script)
-
-
-def work(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    rank: int,
-    rendezvous: str,
-    plans: Any,
-    results: Any,
-    script: dict[str, str] | None = None,
-) -> None:
-    """Make a worker; take plans and return results until this process ends.
-
-    Args:
-        plans, results: a reader's and a writer's end of `RingBuffer`s, or what has the same methods.
-        script: see `answer`.
-    """
-    tqdm.set_lock(threading.RLock())  # the default is a named semaphore, which a kill would leave behind
-    codec = Codec()
-    threading.Thread(target=keep_beating, args=(results,), daemon=True).start()
-
-    send = partial(results.write, timeout=NEVER)
-    try:
-        worker = new_worker(config, model_config, rank, rendezvous)
-    except ValueError as error:
-        return send(codec.encode(Reply(0, error=str(error))))
-    send(codec.encode(Reply(0, worker.facts())))
-    launched: deque[Any] = deque()
-    while True:
-        try:
-            if launched and launched[0].ready():
-                send(codec.encode(launched.popleft().result()))
-            elif data := plans.read(LOOK if launched else NEVER):  # a plan may come while the device runs another
-                message = codec.decode(data)
-                if isinstance(message, StepPlan):
-                    launched.append(worker.launch(message))
-                else:
-                    send(answer(worker, message, codec, script))
-        except PeersGone as error:
-            return send(codec.encode(Reply(0, error=str(error), blameless=True)))
-        except Exception as error:
-            send(codec.encode(Reply(0, error=f"{type(error).__name__}: {error}")))
-            raise
-
-
-def answer(worker: Any, message: StepPlan | Call, codec: Codec, script: dict[str, str] | None = None) -> bytes:
-    """A worker's reply to a message.
-
-    Args:
-        script: what a function in `__main__` is imported from; None: it is here already, or no function comes.
-    """
-    if isinstance(message, StepPlan):
-        return codec.encode(worker.step(message))
-    try:
-        if script is not None and b"__main__" in message.function:
-            import_script(script)
-        return codec.encode(Reply(message.call_id, message.run(worker)))
-    except Exception as error:  # the caller hears of it
-        if failed := isinstance(error, CallError):
-            logger.warning(str(error), exc_info=True)
-        return codec.encode(Reply(message.call_id, error=str(error), failed=failed))
-
-
-def import_script(script: dict[str, str]) -> None:
-    """Import the caller's script as multiprocessing would have done at first, unless it is here already.
-
-    Args:
-        script: see `script_of_caller`.
-
-    Raises:
-        ValueError: there is no file to import, or the script has no guard. Whatever else it raises.
-    """
-    if not script or not os.path.isfile(script.get("init_main_from_path", __file__)):
-        raise ValueError(
-            "method is a function of a notebook, of `python -c` or of standard input, which worker processes cannot "
-            "import; it must be the name of a method, or a function of a module that they can import"
-        )
-    process: Any = multiprocessing.current_process()
-    process._inheriting = True  # as multiprocessing says it, see `MpExecutor`
-    try:
-        spawn.prepare(script)
-    except SystemExit as error:
-        raise ValueError(
-            f"your script, which a worker imports for a function of it, has ended ({error.code})"
-        ) from None
-    finally:
-        del process._inheriting
-
-
-def keep_beating(results: Any) -> None:
-    """Count heartbeats for as long as this process lives and is not stopped, however long a step takes."""
-    while True:
-        results.beat()
-        time.sleep(BEAT)
 
 
 def name_process(name: str) -> None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from plan import EngineOutput, Logprobs
-from sampling_params import PoolingParams, SamplingParams
-from tokenizer import Detokenizer, Tokenizer
+from sampling_params import BeamSearchParams, PoolingParams, SamplingParams
+from tokenizer import Detokenizer, NoTokenizer, Tokenizer
 
 
 @dataclass
@@ -206,6 +206,29 @@ class BeamSearchOutput:
     """The answers of a beam search, the best first."""
 
     sequences: list[BeamSearchSequence]
+
+
+def beams_of(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer) -> BeamSearchOutput:
+    """The beams of a request that has finished, each with its prompt before it.
+
+    Raises:
+        RuntimeError: the engine had to give the request up, and why.
+    """
+    if output.error:
+        raise RuntimeError(output.error)
+    found = []
+    for beam in output.outputs:
+        tokens, stop_reason = beam.token_ids, beam.stop_reason
+        assert beam.cumulative_logprob is not None
+        logprob = beam.cumulative_logprob * len(tokens) ** params.length_penalty  # it was the score
+        if beam.finish_reason == "stop":
+            stop_reason = tokens[-1]
+            tokens = tokens if params.include_stop_str_in_output else tokens[:-1]
+        tokens = output.prompt_token_ids + tokens
+        no_text = isinstance(tokenizer, NoTokenizer)
+        text = "" if no_text else tokenizer.decode(tokens, skip_special_tokens=False)
+        found.append(BeamSearchSequence(tokens, text, logprob, beam.finish_reason, stop_reason))
+    return BeamSearchOutput(found)
 
 
 class Generation:

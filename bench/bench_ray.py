@@ -67,14 +67,21 @@ class Echo:
         """By Ray."""
         return message
 
-    def answer(self, address: Any, token: bytes) -> None:
-        """By a connection, or on the same node by rings, until an empty message comes."""
-        from executors.ray_executor import knock
+    def listen(self, host: str, near: bool) -> Any:
+        """Where this waits for a connection."""
+        from executors.ray_executor import listen
 
-        sock = knock(address, token, 0)
+        self.listener, self.near = listen(host, near), near
+        return self.listener.getsockname()
+
+    def answer(self, token: bytes) -> None:
+        """By a connection, or on the same node by rings, until an empty message comes."""
+        from executors.ray_executor import admit
+
+        sock = admit(self.listener, token)
         plans: Any
         results: Any
-        if isinstance(address, str):
+        if self.near:
             plans, results = RingBuffer.receive(sock), RingBuffer.receive(sock)
             plans.be_reader(0)
             results.be_writer()
@@ -97,7 +104,7 @@ def ray_figures(trips: int = 2000, size: int = 2048) -> Figures:
     from ray.dag import InputNode
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from executors.ray_executor import Door
+    from executors.ray_executor import TOKEN, reach
 
     cluster = new_cluster(2)
     (far,) = cluster.worker_nodes
@@ -111,12 +118,10 @@ def ray_figures(trips: int = 2000, size: int = 2048) -> Figures:
     ]
     with InputNode() as message:
         graph = actors[0].echo.bind(message).experimental_compile()
-    door = Door(ray.util.get_node_ip_address())
-    ends = [actors[1].answer.remote(door.address, door.token)]
-    link = EngineLink(door.welcome(1, time.monotonic() + 60, lambda: None)[0], 0)
-    ends.append(actors[2].answer.remote(door.name, door.token))
-    (sock,) = door.welcome(1, time.monotonic() + 60, lambda: None)
-    sock.setblocking(True)
+    host, token = ray.util.get_node_ip_address(), os.urandom(TOKEN)
+    addresses = ray.get([actors[1].listen.remote(host, False), actors[2].listen.remote(host, True)])
+    ends = [actor.answer.remote(token) for actor in actors[1:]]
+    link, sock = EngineLink(reach(addresses[0], token), 0), reach(addresses[1], token)
     plans, results = RingBuffer(1), RingBuffer(1)
     for ring in (plans, results):
         ring.send(sock)

@@ -1,13 +1,12 @@
 """Ranks as Ray actors, on any node of a cluster: `RayExecutor` places, reaches and replaces them.
 
     Plans           the way of plans: one ring to the ranks on the engine's node, a connection to each of the others
-    Door            where actors connect to the engine while they start
-    ways_to_place   what is asked of Ray: room for the ranks, on as few nodes as possible
+    room_for        what is asked of Ray: room for the ranks, on as few nodes as possible
     RayWorker       the actor: it holds a `Worker` and runs the same loop as a worker process of `MpExecutor`
 
 Ray starts the processes and says where they run. Plans and results do not go through Ray, because to another node its
-compiled graphs take some twenty times as long as a plain connection. Ray carries a token to the actors, and to nobody
-else, and a connection must begin with it.
+compiled graphs take some twenty times as long as a plain connection. An actor takes one connection, the engine's. It
+begins with a token that Ray carries to the actors, and to nobody else.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ import contextlib
 import dataclasses
 import hmac
 import importlib.util
-import itertools
 import logging
 import os
 import select
-import selectors
 import socket
 import sys
 import threading
@@ -33,7 +30,8 @@ from typing import Any, NamedTuple
 import psutil
 
 from config import VERSION, EngineConfig
-from executor import MpExecutor, WorkerError, is_stopped, name_process, room, work
+from device.serve import work
+from executor import MpExecutor, WorkerError, is_stopped, name_process
 from executors.links import EngineLink, RankLink
 from model_config import ModelConfig
 from models.hub import find_model
@@ -42,10 +40,10 @@ from plan import Kwargs, Method, StepPlan
 from ring import BEAT, RingBuffer, RingTimeout
 
 TOKEN = 32  # bytes
-PATIENCE = 5.0  # seconds to wait for the best places before others will do
+PATIENCE = (
+    5.0  # seconds to wait for a node, or for what a visitor says, and before it is logged that ranks have no room
+)
 TOLD = 1.0  # seconds to wait for what Ray says of a death
-HELLO = TOKEN + 2  # bytes that a rank says at the door: the token and its number
-MOST_VISITORS = 256  # connections that may be at the door at a time without having said so much
 INHERITED = ("GLOO_", "HF_", "NCCL_", "TRITON_")  # variables of a process's environment that its actors get
 
 
@@ -84,96 +82,51 @@ class Plans:
         return self.ring.nap(self.near.index(rank))
 
 
-class Door:
-    """Where actors connect to the engine. It is open only while they start, to those who show its token.
+def listen(host: str, near: bool) -> socket.socket:
+    """Where an actor waits for its engine: on this machine a socket without a file, which only Linux has, or a port.
 
     Args:
-        host: the address to listen on.
+        host: the address of the actor's node.
+        near: whether the engine is on the same node.
     """
-
-    def __init__(self, host: str):
-        self.token = os.urandom(TOKEN)
-        self.far = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self.address = self.far.getsockname()[:2]
-        self.listeners, self.name = [self.far], ""
-        if sys.platform == "linux":  # elsewhere there are no sockets without a file
-            self.name = f"\0manta-{os.urandom(16).hex()}"
-            near = socket.socket(socket.AF_UNIX)
-            near.bind(self.name)
-            near.listen()
-            self.listeners.append(near)
-
-    def welcome(self, size: int, deadline: float, look: Callable[[], None]) -> list[socket.socket]:
-        """The connections of all ranks, in their order; `look` is called every now and then.
-
-        Raises:
-            WorkerError: one has not come by `deadline`, a time of `time.monotonic`. Whatever `look` raises.
-        """
-        found: dict[int, socket.socket] = {}
-        visitors: dict[socket.socket, tuple[bytearray, Any]] = {}  # what each has said so far, and its address
-        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as failed:
-            failed.callback(lambda: [*map(socket.socket.close, (*found.values(), *visitors))])
-            for listener in self.listeners:
-                listener.setblocking(False)
-                selector.register(listener, selectors.EVENT_READ)
-            while len(found) < size:
-                look()
-                if time.monotonic() > deadline:
-                    late = min({*range(size)} - {*found})
-                    raise WorkerError(f"rank {late} has not connected to the engine in time (startup_timeout)")
-                for key, _ in selector.select(BEAT):
-                    sock: Any = key.fileobj
-                    if sock in self.listeners:
-                        with contextlib.suppress(OSError):
-                            visitor, address = sock.accept()
-                            visitor.setblocking(False)
-                            visitors[visitor] = bytearray(), address
-                            selector.register(visitor, selectors.EVENT_READ)
-                    elif sock in visitors and self._listen(sock, visitors[sock][0]):
-                        selector.unregister(sock)
-                        said, address = visitors.pop(sock)
-                        rank = int.from_bytes(said[TOKEN:], "little")
-                        known = len(said) == HELLO and hmac.compare_digest(said[:TOKEN], self.token)
-                        if known and rank < size and rank not in found:
-                            found[rank] = sock
-                        else:
-                            self._refuse(sock, address, f"the {len(said)} bytes that it has sent are no rank's")
-                    if len(visitors) > MOST_VISITORS:
-                        first = next(iter(visitors))
-                        selector.unregister(first)
-                        self._refuse(first, visitors.pop(first)[1], "too many have come")
-            failed.pop_all()
-        for visitor, (_, address) in visitors.items():
-            self._refuse(visitor, address, "all ranks have come")
-        return [found[rank] for rank in range(size)]
-
-    def _listen(self, visitor: socket.socket, said: bytearray) -> bool:
-        """Take what a visitor says; returns whether that is all."""
-        try:
-            said += (data := visitor.recv(HELLO - len(said)))
-        except OSError:
-            data = b""
-        return not data or len(said) == HELLO
-
-    def _refuse(self, visitor: socket.socket, address: Any, why: str) -> None:
-        logger.warning(f"a connection from {address or 'this machine'} to the ranks' door is refused: {why}")
-        visitor.close()
-
-    def close(self) -> None:
-        """Take no more connections."""
-        for listener in self.listeners:
-            listener.close()
+    if not near:
+        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0manta-{os.urandom(16).hex()}")
+    listener.listen()
+    return listener
 
 
-def knock(address: tuple[str, int] | str, token: bytes, rank: int) -> socket.socket:
-    """A rank's connection to the engine, through its `Door`."""
-    if isinstance(address, str):
+def reach(address: Any, token: bytes) -> socket.socket:
+    """The engine's connection to an actor that listens at this address, which `getsockname` has told."""
+    if isinstance(address, bytes):
         sock = socket.socket(socket.AF_UNIX)
-        sock.connect(address)
+        try:
+            sock.connect(address)
+        except OSError:
+            sock.close()
+            raise
     else:
-        sock = socket.create_connection(address)
-    sock.sendall(token + rank.to_bytes(HELLO - TOKEN, "little"))
+        sock = socket.create_connection(address[:2], PATIENCE)
+    sock.sendall(token)
     return sock
+
+
+def admit(listener: socket.socket, token: bytes) -> socket.socket:
+    """The engine's connection, at the actor's end: the first one that begins with the token. Others are refused."""
+    with listener:
+        while True:
+            sock, address = listener.accept()
+            sock.settimeout(PATIENCE)
+            said = b""
+            with contextlib.suppress(OSError):
+                while len(said) < TOKEN and (data := sock.recv(TOKEN - len(said))):
+                    said += data
+            if hmac.compare_digest(said, token):
+                sock.settimeout(None)
+                return sock
+            logger.warning(f"a connection from {address or 'this machine'} is refused: it has not said the token")
+            sock.close()
 
 
 # --- where ranks go ---------------------------------------------------------------------------------------------------
@@ -187,25 +140,26 @@ class Place(NamedTuple):
     host: str  # its address
 
 
-def ways_to_place(ranks: int, stages: int, need: int, rooms: list[int]) -> list[tuple[list[int], str]]:
-    """What to ask of Ray, the best first: how much each bundle holds, and the strategy by which Ray places them.
+def room_for(ranks: int, stages: int, need: int, rooms: list[int]) -> tuple[list[int], str]:
+    """What to ask of Ray: how much each bundle holds, and the strategy by which Ray places them.
 
     A stage's ranks exchange most, so a bundle holds all of them, on one node, and the stages spread over nodes. Where
-    the nodes have no room for that, each rank has a bundle of its own, and they are packed on as few nodes as possible.
+    the nodes are too small for that, each rank has a bundle of its own, and Ray packs them on as few nodes as possible.
 
     Args:
         ranks: of a stage.
         stages: how many there are.
         need: devices of a rank.
-        rooms: devices of each node.
+        rooms: devices of each node, free or not.
 
     Raises:
         ValueError: the nodes have too few together.
     """
     if sum(room // need for room in rooms) < ranks * stages:
         raise ValueError(f"{ranks * stages} ranks need {ranks * stages * need}, and the nodes have {rooms}")
-    whole = sum(room // (ranks * need) for room in rooms) >= stages
-    return [([ranks * need] * stages, "SPREAD")] * whole + [([need] * (ranks * stages), "PACK")]
+    if sum(room // (ranks * need) for room in rooms) >= stages:
+        return [ranks * need] * stages, "SPREAD"
+    return [need] * (ranks * stages), "PACK"
 
 
 def in_order(nodes: dict[int, str], hosts: dict[str, str], here: str) -> list[Place]:
@@ -303,31 +257,6 @@ def inherited() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(INHERITED)}
 
 
-def choose_backend(config: EngineConfig, alone: bool) -> str:
-    """The executor that the options ask for; with `auto` it is Ray's if the ranks do not fit this machine and Ray runs.
-
-    Args:
-        config: the engine's options.
-        alone: whether its workers need no others on this machine.
-
-    Raises:
-        ValueError: this is Windows, where one worker is the most.
-    """
-    backend, size = config.distributed_executor_backend, config.world_size
-    if backend == "auto":  # a server has to outlive a worker's death; a script on one device needs no process
-        backend = "mp" if config.beside_server or size > 1 else "uni"
-        if alone and size > 1 and size > room(config):
-            with contextlib.suppress(ValueError):
-                join_cluster()
-                backend = "ray"
-    if backend != "uni" and sys.platform == "win32":
-        raise ValueError(
-            f"distributed_executor_backend is {backend!r} for {size} workers; on Windows it must be 'uni' for one, "
-            "because worker processes share descriptors and memory as Unix does"
-        )
-    return backend
-
-
 class RayProcess:
     """A rank's actor, with the methods of `multiprocessing.Process` that the executor needs.
 
@@ -378,6 +307,7 @@ class RayExecutor(MpExecutor):
         WorkerError: an actor died while it started, or was not ready within `startup_timeout` seconds.
     """
 
+    on_this_machine = False
     processes: list[RayProcess]
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig):
@@ -435,65 +365,72 @@ class RayExecutor(MpExecutor):
         self.told, self.asked = False, time.monotonic()
         group = self._reserve(config, deadline)
         places = self._places(group, size)
+        near = [rank for rank, place in enumerate(places) if place.node == self.here and sys.platform == "linux"]
         for place in places:
             self.processes.append(RayProcess(self._actor(group, place.bundle), place))
+        looks = [
+            process.actor.look.remote(process.place.host, rank in near) for rank, process in enumerate(self.processes)
+        ]
         try:
-            looks = [process.actor.look.remote(process.place.host) for process in self.processes]
             found = ray.get(looks, timeout=max(1.0, deadline - time.monotonic()))
         except ray.exceptions.RayError as error:
             raise WorkerError(f"an actor has not started: {in_short(error)}") from None
-        gpus = [rank_gpus for _, rank_gpus, _ in found]
-        for process, (pid, _, _) in zip(self.processes, found, strict=True):
-            process.pid = pid
-        first, port = places[0].host, found[0][2]
+        environments = variables(places, [looked.gpus for looked in found])
+        first, port = places[0].host, found[0].port
         meeting = f"tcp://[{first}]:{port}" if ":" in first else f"tcp://{first}:{port}"
-        with contextlib.closing(Door(ray.util.get_node_ip_address())) as door:
-            near = [rank for rank, place in enumerate(places) if place.node == self.here and door.name]
-            for rank, (process, environment) in enumerate(zip(self.processes, variables(places, gpus), strict=True)):
-                entry = (door.name, near.index(rank)) if rank in near else (door.address, 0)
-                process.loop = process.actor.run.remote(
-                    VERSION, config, self.model_config, rank, meeting, (*entry, door.token), inherited() | environment
-                )
-            socks = door.welcome(size, deadline, self._look_for_ends)
+        token, socks = os.urandom(TOKEN), []
+        for rank, (process, looked) in enumerate(zip(self.processes, found, strict=True)):
+            process.pid = looked.pid
+            entry = token, near.index(rank) if rank in near else None
+            environment = inherited() | environments[rank]
+            process.loop = process.actor.run.remote(
+                VERSION, config, self.model_config, rank, meeting, entry, environment
+            )
+            try:
+                socks.append(reach(looked.address, token))
+                self.held.append(socks[-1])
+            except OSError as error:
+                raise WorkerError(f"rank {rank} at {looked.address} cannot be reached: {error}") from None
         self._connect(near, socks)
         self.placed = True
 
     def _reserve(self, config: EngineConfig, deadline: float) -> Any:
         """Room for the ranks, as Ray's placement group, which is given back when they end.
 
+        Its first bundle is on the engine's node, if that is large enough.
+
         Raises:
-            ValueError: see `_ways`; or the cluster has not enough free until the deadline.
+            ValueError: see `_room`; or the cluster has not enough free until the deadline.
             RuntimeError: this process is in the cluster no more; one that begins anew may be.
         """
-        from ray.util import placement_group, remove_placement_group
+        from ray.util import placement_group
 
-        ways, need = self._ways(config, deadline), self.need * config.world_size
-        for i, ((sizes, strategy), here) in enumerate(itertools.product(ways, (True, False))):
-            if here and self._rooms().get(self.here, 0) < sizes[0]:
-                continue
-            beside = [{"ray.io/node-id": self.here}, *({} for _ in sizes[1:])] if here else None
-            group = placement_group([{self.kind: float(n)} for n in sizes], strategy, bundle_label_selector=beside)
-            until = deadline if i == 2 * len(ways) - 1 else time.monotonic() + PATIENCE
-            while not (ready := is_ready(group)) and time.monotonic() < until:
-                self._wait(f"the ranks wait for {need} {self.kind}s of the Ray cluster, which are in use")
-            if ready:
-                held = contextlib.ExitStack()
-                held.callback(give_back, group)
-                self.held.append(held)
-                return group
-            remove_placement_group(group)
-        raise ValueError(
-            f"the ranks need {need} {self.kind}s, and of the {sum(self._rooms().values())} of the Ray cluster too few "
-            "were free in time (startup_timeout)"
-        )
+        sizes, strategy = self._room(config, deadline)
+        selector = None
+        if self._rooms()[self.here] >= sizes[0]:
+            selector = [{"ray.io/node-id": self.here}, *({} for _ in sizes[1:])]
+        bundles = [{self.kind: float(size)} for size in sizes]
+        group = placement_group(bundles, strategy, bundle_label_selector=selector)
+        held = contextlib.ExitStack()
+        held.callback(give_back, group)
+        self.held.append(held)
+        while not is_ready(group):
+            need = f"{sum(sizes)} {self.kind}s"
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"the ranks need {need}, and of the {sum(self._rooms().values())} of the Ray cluster too few "
+                    "were free in time (startup_timeout)"
+                )
+            self._wait(f"the ranks wait for {need} of the Ray cluster, which are in use")
+        return group
 
-    def _ways(self, config: EngineConfig, deadline: float) -> list[tuple[list[int], str]]:
-        """See `ways_to_place`. Once the ranks had room, wait for a cluster that has become too small, because another
-        node may come."""
+    def _room(self, config: EngineConfig, deadline: float) -> tuple[list[int], str]:
+        """See `room_for`. Once the ranks had room, wait for a cluster that has become too small, because another node
+        may come."""
         while True:
             rooms = [*self._rooms().values()]
             try:
-                return ways_to_place(config.tensor_parallel_size, config.pipeline_parallel_size, self.need, rooms)
+                return room_for(config.tensor_parallel_size, config.pipeline_parallel_size, self.need, rooms)
             except ValueError as error:
                 said = f"the Ray cluster is too small for the ranks, in {self.kind}s: {error}"
             if not self.placed or time.monotonic() > deadline:
@@ -552,11 +489,10 @@ class RayExecutor(MpExecutor):
                 results.be_reader(0, [sock.fileno()])
                 process.line.register(sock, select.POLLIN)
                 self.results.append(results)
-                self.held += [results, sock]
+                self.held.append(results)
             else:
                 links[rank] = process.link = link = EngineLink(sock, rank)
                 self.results.append(link)
-                self.held.append(link)
         if ring:
             ring.be_writer()
             self.held.append(ring)
@@ -615,17 +551,27 @@ def in_short(error: Exception) -> str:
 # --- in an actor's process --------------------------------------------------------------------------------------------
 
 
+class Looked(NamedTuple):
+    """What an actor tells of its process before it runs."""
+
+    pid: int
+    gpus: list[str]  # that Ray has given it
+    port: int  # that is free at its node's address
+    address: Any  # where it listens
+
+
 class RayWorker:
     """A rank's actor."""
 
-    def look(self, host: str) -> tuple[int, list[str], int]:
-        """This process's id, the GPUs that Ray has given it, and a port that is free at `host`, its node's address."""
+    def look(self, host: str, near: bool) -> Looked:
+        """What the engine has to know of this process, which waits for it from now on; see `listen`."""
         import ray
 
-        self.host = host
-        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
-            port = server.getsockname()[1]
-        return os.getpid(), ray.get_runtime_context().get_accelerator_ids().get("GPU", []), port
+        self.host, self.listener = host, listen(host, near)
+        with listen(host, near=False) as free:
+            port = free.getsockname()[1]
+        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        return Looked(os.getpid(), gpus, port, self.listener.getsockname())
 
     def run(
         self,
@@ -634,10 +580,10 @@ class RayWorker:
         model_config: ModelConfig,
         rank: int,
         rendezvous: str,
-        entry: tuple[Any, int, bytes],
+        entry: tuple[bytes, int | None],
         environment: dict[str, str],
     ) -> None:
-        """Connect to the engine, and be a worker until it hangs up.
+        """Take the engine's connection, and be a worker until it hangs up.
 
         Args:
             version: of the engine.
@@ -645,7 +591,7 @@ class RayWorker:
             model_config: the model's shape.
             rank: which this is.
             rendezvous: where the ranks meet; see `Group.connect`.
-            entry: the address of the engine's door, this rank's number in the ring of plans, and the token.
+            entry: the token, and this rank's number in the ring of plans; None: its plans come by the connection.
             environment: variables to set.
 
         Raises:
@@ -658,18 +604,18 @@ class RayWorker:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
         name_process(f"worker {rank}")
         set_up(config.log_level, config.log_format)
-        address, number, token = entry
-        sock = knock(address, token, rank)
+        token, number = entry
+        sock = admit(self.listener, token)
         threading.Thread(target=leave_with_engine, args=(sock,), daemon=True).start()
         config = find_model_here(config, self.host)
-        if isinstance(address, str):
+        if number is None:
+            link = RankLink(sock)
+            work(config, model_config, rank, rendezvous, link, link)
+        else:
             plans, results = RingBuffer.receive(sock), RingBuffer.receive(sock)
             plans.be_reader(number)
             results.be_writer()
             work(config, model_config, rank, rendezvous, plans, results)
-        else:
-            link = RankLink(sock)
-            work(config, model_config, rank, rendezvous, link, link)
 
 
 def check_version(version: str, host: str) -> None:

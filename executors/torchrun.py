@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from config import EngineConfig
-from executor import NEVER, UniExecutor, answer, end_with_parent, name_process, new_worker, step_timeout
+from device.serve import NEVER, answer, new_worker
+from executor import UniExecutor, end_with_parent, name_process, step_timeout
 from model_config import ModelConfig
 from observe.logs import logger
 from plan import Call, Kwargs, Method, StepPlan, StepResult
@@ -51,6 +52,8 @@ class ExternalExecutor(UniExecutor):
         ConnectionError: a rank is gone, or has made no progress for `step_timeout` seconds. From then on all methods
             that need the other ranks raise it.
     """
+
+    on_this_machine = False
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig):
         super().__init__(config, model_config, "env://")

@@ -19,13 +19,14 @@ from typing import Any
 
 from config import EngineConfig
 from observe.files import DiagnosticFile
+from observe.observer import Observer
 from plan import Logprobs, StateRoom, StepPlan, StepResult
 from sampling_params import PoolingParams, SamplingParams
 from scheduler import Scheduler
 from sequence import Request, SequenceGroup
 
 
-class Journal:
+class Journal(Observer):
     """Writes the journal of one scheduler.
 
     Args:
@@ -52,13 +53,13 @@ class Journal:
         """Let the clock go on to now."""
         self.now = time.monotonic() - self.start
 
-    def add(self, request: Request) -> None:
+    def added(self, request: Request) -> None:
         """Note a request that was accepted."""
         r, params = request, dataclasses.asdict(request.params)
         pooling = None if r.pooling is None else dataclasses.asdict(r.pooling)
         self.events.append(["add", self.now, r.request_id, r.prompt, params, r.salt, r.priority, r.client, pooling])
 
-    def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
+    def aborted(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """Note a request that was given up, or one sample of it."""
         self.events.append(["abort", self.now, request_id, index, reason])
 
@@ -84,7 +85,7 @@ class Journal:
             news["pooled"] = list(result.pooled)
         self._note({"landed": result.step} | news)
 
-    def start_over(self, lost: bool, cause: str | None) -> None:
+    def started_over(self, lost: bool, cause: str | None) -> None:
         """Note that the steps in flight brought no result, and that all tokens are computed again."""
         self._note({"start_over": [lost, cause]})
 

@@ -17,7 +17,8 @@ from heapq import nsmallest
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-from plan import StepPlan
+from observe.observer import Observer
+from plan import StepPlan, StepResult
 from scheduler import Scheduler
 from sequence import SequenceGroup
 
@@ -39,7 +40,7 @@ def latest(items: Reversible[T], count: int) -> list[T]:
     return [*islice(reversed(items), count)][::-1]
 
 
-class Recorder:
+class Recorder(Observer):
     """Notes the steps of one engine while somebody watches, and tells what there is to see.
 
     Args:
@@ -48,7 +49,7 @@ class Recorder:
         clock: in seconds.
 
     Attributes:
-        recording: whether somebody has asked lately; only then is `planned` to be called.
+        recording: whether somebody has asked lately; else nothing is noted.
     """
 
     def __init__(self, scheduler: Scheduler, rank: int, clock: Callable[[], float] = time.monotonic):
@@ -60,20 +61,22 @@ class Recorder:
         self.blocks_in: deque[int] = deque(maxlen=MAX_MOVED)  # and those that came back from there
         self.totals = dict.fromkeys(("steps", "out", "in", "copies"), 0)
 
-    def planned(self, plan: StepPlan) -> None:
+    def planned(self, plan: StepPlan, scheduler: Scheduler) -> None:
         """Note the step that the scheduler has just planned."""
+        if not self.recording:
+            return
         now = self.clock()
         if now > self.until:
             self.recording = False
             self.flying.clear()
             return
-        others = self.scheduler.in_flight[-1].others
+        others = scheduler.in_flight[-1].others
         prompts = [n for seq, n, computed in others if n > 1 or computed <= seq.group.request.num_prompt]
         step = {
             "step": plan.step,
             "prefill": sum(prompts),
             "decode": len(plan.rows) - len(prompts),
-            "preempted": len(self.scheduler.admission.preempted),
+            "preempted": len(scheduler.admission.preempted),
         }
         self.flying.append((now, step))
         for name, pairs in (("out", plan.swap_out), ("in", plan.swap_in), ("copies", plan.copies)):
@@ -81,13 +84,17 @@ class Recorder:
         self.blocks_out.extend(block for block, _ in plan.swap_out)
         self.blocks_in.extend(block for _, block in plan.swap_in)
 
-    def landed(self, plan: StepPlan) -> None:
+    def landed(self, result: StepResult) -> None:
         """Note that the result of a step is in; steps before it that have none will get none."""
-        while self.flying and self.flying[0][1]["step"] <= plan.step:
+        while self.recording and self.flying and self.flying[0][1]["step"] <= result.step:
             planned_at, step = self.flying.popleft()
-            if step["step"] == plan.step:
+            if step["step"] == result.step:
                 self.steps.append(step | {"ms": 1000 * (self.clock() - planned_at)})
                 self.totals["steps"] += 1
+
+    def live(self, before: dict[int, dict[str, int]]) -> dict[str, Any]:
+        """What there is to see of this engine, and what has happened since `before`, by rank; see `look`."""
+        return self.look(before.get(self.rank, {}))
 
     def look(self, before: dict[str, int]) -> dict[str, Any]:
         """What there is to see now, and what has happened since the answer that `before` came with.
@@ -127,6 +134,15 @@ class Recorder:
             "totals": totals,
         }
         return found | {"seconds": time.thread_time() - begun}
+
+    def explain_prompts(self, name: str, most: int, client: str | None = None) -> list[dict[str, Any]]:
+        """What `explain` tells of the requests `name-0`, `name-1`, ... below `most`, but for those that are unknown.
+
+        With a client, another's are unknown, too. Whose they are is not told.
+        """
+        found = [story for i in range(most) if (story := self.scheduler.explain(f"{name}-{i}")) is not None]
+        mine = [story for story in found if client in (None, story["client"])]
+        return [{key: value for key, value in story.items() if key != "client"} for story in mine]
 
     def _groups(self) -> Iterator[tuple[SequenceGroup, str]]:
         """Who runs, who is swapped and who waits, each in their order, as far as an answer may list them."""

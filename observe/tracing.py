@@ -7,20 +7,19 @@ that it can be read whenever and however the engine ends.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 from observe.files import DiagnosticFile
+from observe.observer import Observer
 from plan import StepPlan, StepResult
 
 LAST = "update"  # phase of a step
 
 
-class Trace:
+class Trace(Observer):
     """Writes the timeline of one engine. Times are those of `time.perf_counter`, which all processes share.
 
     Args:
@@ -33,7 +32,7 @@ class Trace:
 
     def __init__(self, path: str, stages: int = 1):
         self.file = DiagnosticFile("trace", path, tail=b"\n]\n")
-        self.start = time.perf_counter()
+        self.start = self.begun = time.perf_counter()
         each = [""] if stages == 1 else [f" {i}" for i in range(stages)]
         self.lanes = ["engine", *(f"{lane}{stage}" for stage in each for lane in ("worker", "device"))]
         events = [
@@ -42,26 +41,31 @@ class Trace:
         ]
         self.file.write(b"[" + ",\n".join(map(json.dumps, events)).encode())
         self.events: list[str] = []  # that are not in the file yet
-        self.close = weakref.finalize(self, end, self.file, self.events)
+        self.finalize = weakref.finalize(self, finish, self.file, self.events)
 
-    @contextlib.contextmanager
-    def span(self, name: str, plan: StepPlan | None = None) -> Iterator[None]:
-        """A phase of the engine's, and the step that it is about."""
-        begin = time.perf_counter()
-        yield
-        stop, facts = time.perf_counter(), {}
+    def phase_began(self) -> None:
+        """Note when the engine has begun with something."""
+        self.begun = time.perf_counter()
+
+    def phase_ended(self, name: str, plan: StepPlan | None) -> None:
+        """Note a phase of the engine's, and the step that it is about."""
+        end, facts = time.perf_counter(), {}
         if plan:
             facts = {"step": plan.step, "rows": len(plan.rows), "tokens": sum(count for _, count in plan.rows)}
-        self._write("engine", name, begin, stop, facts)
+        self._write("engine", name, self.begun, end, facts)
 
-    def phases(self, result: StepResult) -> None:
-        """The phases that the worker went through in a step."""
-        for lane, name, begin, stop in result.phases:
-            self._write(lane, name, begin, stop, {"step": result.step})
+    def landed(self, result: StepResult) -> None:
+        """Note the phases that the worker went through in a step."""
+        for lane, name, begin, end in result.phases:
+            self._write(lane, name, begin, end, {"step": result.step})
 
-    def _write(self, lane: str, name: str, begin: float, stop: float, facts: dict[str, Any]) -> None:
+    def close(self) -> None:
+        """Write what is not in the file yet; nothing is written any more."""
+        self.finalize()
+
+    def _write(self, lane: str, name: str, begin: float, end: float, facts: dict[str, Any]) -> None:
         event = {"name": name, "ph": "X", "pid": 0, "tid": self.lanes.index(lane), "args": facts}
-        microseconds = {"ts": round((begin - self.start) * 1e6, 3), "dur": round((stop - begin) * 1e6, 3)}
+        microseconds = {"ts": round((begin - self.start) * 1e6, 3), "dur": round((end - begin) * 1e6, 3)}
         self.events.append(json.dumps(event | microseconds))
         if name == LAST:
             flush(self.file, self.events)
@@ -74,7 +78,7 @@ def flush(file: DiagnosticFile, events: list[str]) -> None:
         events.clear()
 
 
-def end(file: DiagnosticFile, events: list[str]) -> None:
+def finish(file: DiagnosticFile, events: list[str]) -> None:
     """Flush and close."""
     flush(file, events)
     file.close()

@@ -509,7 +509,7 @@ class InprocClient(EngineCoreClient):
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
         """See `EngineCoreClient`; here a function may be any."""
-        return self.core.collective_rpc(method, timeout, args, kwargs)
+        return self.core.workers.collective_rpc(method, timeout, args, kwargs)
 
     def shutdown(self) -> None:
         """Drop what runs, and end the engine."""

@@ -15,9 +15,10 @@ import time
 from collections import defaultdict, deque
 from typing import Any
 
-from config import PROG, VERSION, EngineConfig, weights_in
-from core import GLANCE, TENSORS, EngineCore
-from executor import MpExecutor, WorkerError, end_with_parent, name_process, visible_gpus
+from config import PROG, TENSORS, VERSION, EngineConfig, weights_in
+from core import GLANCE, EngineCore
+from executor import MpExecutor, WorkerError, end_with_parent, name_process
+from executors.choose import visible_gpus
 from executors.torchrun import ExternalExecutor
 from observe.logs import console, logger, set_up, start_log
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Met, Outputs, Reply
@@ -52,7 +53,7 @@ class EngineServer:
         self.core, self.frames = core, FrameServer(listener)
         self.owners: dict[str, socket.socket] = {}
         self.deferred: deque[tuple[socket.socket, Call]] = deque()  # calls that wait until the engine is not busy
-        core.on_trouble = self._tell
+        core.workers.on_trouble = self._tell
         if isinstance(core.executor, MpExecutor):
             core.executor.on_trouble = self._tell
         self.load = Load(core.config.data_parallel_rank, 0, 0)  # as the coordinator knows it
@@ -78,11 +79,16 @@ class EngineServer:
         if self.lockstep:
             coordinator.send(self.lockstep.join())
 
+    def _load(self) -> Load:
+        scheduler = self.core.scheduler
+        waiting = len(self.core.held) + sum(map(len, (scheduler.waiting, scheduler.swapped, scheduler.admission.aside)))
+        return Load(self.load.rank, waiting, len(scheduler.running))
+
     def _report(self) -> None:
         """Tell the coordinator what has changed."""
         if not self.coordinator:
             return
-        if (load := Load(self.load.rank, *self.core.load())) != self.load:
+        if (load := self._load()) != self.load:
             self.load = load
             self.coordinator.send(load)
         if self.lockstep and self.peers and self.lockstep.met != self.peers.met:  # all count from 0 again
@@ -116,7 +122,7 @@ class EngineServer:
                 core.admit()
                 self._hand_out(core.tell())
                 if time.monotonic() > checked + BEAT:
-                    core.check_workers()
+                    core.workers.check()
                     self._log_stats()
                     checked = time.monotonic()
             self._report()

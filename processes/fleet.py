@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from config import PROG, EngineConfig, stamp_of, weights_in
-from executor import visible_gpus
+from executors.choose import visible_gpus
 from model_config import ModelConfig
 from observe.logs import console, logger
 from processes.child import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, listen, watch_over

@@ -576,7 +576,7 @@ def test_whoever_is_ended_while_idle_workers_are_replaced_is_told(make_llm, monk
             raise WorkerError("rank 0 has died")
 
         monkeypatch.setattr(core.executor, "check", dead)
-        monkeypatch.setattr(core, "_restart_workers", lambda error: None)
+        monkeypatch.setattr(core.workers, "restart", lambda error: None)
         monkeypatch.setattr(core.scheduler, "start_over", lambda lost, cause: [ended])
-        core.check_workers()
+        core.workers.check()
         assert core.has_work() and [*core.tell()] == [ended] and not core.has_work()

@@ -86,7 +86,7 @@ def answers(llm):
 def test_the_same_tokens_from_a_worker_process(mp_llm, answers):
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     assert mp_llm.core.metrics()["num_worker_restarts_total"] == 0
-    assert mp_llm.core.collective_rpc("block_bytes") == [
+    assert mp_llm.core.workers.collective_rpc("block_bytes") == [
         mp_llm.core.facts["kv_bytes"] // mp_llm.core.facts["num_blocks"]
     ]
 
@@ -94,7 +94,7 @@ def test_the_same_tokens_from_a_worker_process(mp_llm, answers):
 @pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_workers_death_is_noticed_by_the_clock_alone(mp_llm, answers, undisturbed, monkeypatch, caplog, with_signal):
     said: list[str | None] = []
-    mp_llm.core.on_trouble = said.append
+    mp_llm.core.workers.on_trouble = said.append
     before = mp_llm.core.metrics()["num_worker_restarts_total"]
     when(mp_llm, [3, 30], lambda: os.kill(worker(mp_llm), with_signal))
     first, trial, suspects = worker(mp_llm), mp_llm.core.scheduler.admission.trial, []
@@ -133,7 +133,7 @@ def test_a_worker_that_dies_while_idle_is_replaced(mp_llm, answers):
     eventually(lambda: not mp_llm.core.executor.processes[0].is_alive())
     with pytest.raises(WorkerError, match=r"rank 0 has died \(SIGKILL\) while idle"):
         mp_llm.core.executor.check()
-    mp_llm.core.check_workers()
+    mp_llm.core.workers.check()
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
 
 
@@ -177,14 +177,14 @@ def test_a_worker_that_is_stopped_is_noticed_and_may_go_on(slow_llm, answers, un
         threading.Timer(6, os.kill, (first, signal.SIGCONT)).start()
 
     if when_idle:
-        core.collective_rpc("block_bytes")
+        core.workers.collective_rpc("block_bytes")
         core.executor.check()
         stop()
     else:
         when(slow_llm, [5], stop)
         slow_llm.generate(PROMPTS, MIXED, use_tqdm=False)
     while not said or said[-1]:
-        core.check_workers()
+        core.workers.check()
         time.sleep(0.2)
         assert time.monotonic() - begun[0] < 60
     where = "while idle" if when_idle else "in step "
@@ -213,11 +213,11 @@ def test_how_long_a_step_may_take_is_learned_or_given(slow_llm, mp_llm):
 @pytest.mark.long
 def test_a_worker_that_stays_stopped_while_idle_is_replaced(mp_llm, answers):
     first = worker(mp_llm)
-    mp_llm.core.collective_rpc("block_bytes")
+    mp_llm.core.workers.collective_rpc("block_bytes")
     os.kill(first, signal.SIGSTOP)
     deadline = time.monotonic() + 60
     while worker(mp_llm) == first:
-        mp_llm.core.check_workers()
+        mp_llm.core.workers.check()
         time.sleep(0.2)
         assert time.monotonic() < deadline
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
@@ -283,10 +283,10 @@ def test_a_request_that_kills_every_worker_is_refused_and_the_others_go_on(mp_ll
 )
 def test_workers_that_do_not_come_up_are_started_again(mp_llm, answers, undisturbed, monkeypatch, refuses, caplog):
     core, restart, pauses, said = mp_llm.core, mp_llm.core.executor.restart, [], []
-    core.on_trouble = said.append
+    core.workers.on_trouble = said.append
     sleep, here = time.sleep, threading.get_ident()  # other threads sleep between their beats
     pause = lambda seconds: pauses.append(seconds) if threading.get_ident() == here else sleep(seconds)  # noqa: E731
-    monkeypatch.setattr("core.time.sleep", pause)
+    monkeypatch.setattr("device.workers.time.sleep", pause)
 
     def restart_or_not(config) -> None:
         if len(pauses) < 7:
@@ -396,7 +396,7 @@ def test_a_plan_and_a_result_that_fit_no_chunk_do_not_wait_for_each_other(make_l
         while core.has_work():
             for output in core.step():
                 answers[output.request_id] += output.token_ids
-        assert core.num_restarts == 0 and len(answers) == 21
+        assert core.workers.num_restarts == 0 and len(answers) == 21
         found.append(answers)
         core.close()
     assert found[0] == found[1]
@@ -436,7 +436,7 @@ def test_a_journal_with_deaths_in_it_replays(mp_llm, make_llm, tmp_path):
     llm.generate(PROMPTS, MIXED, use_tqdm=False)
     os.kill(worker(llm), signal.SIGKILL)
     eventually(lambda: not llm.core.executor.processes[0].is_alive())
-    llm.core.check_workers()
+    llm.core.workers.check()
     llm.generate(PROMPTS, MIXED, use_tqdm=False)
     llm.core.close()
     lines = path.read_text().splitlines()
@@ -450,7 +450,7 @@ def test_a_call_while_a_step_runs_loses_neither(mp_llm):
     tokens_of_a: list[int] = []
     while core.has_work():
         tokens_of_a += [token for output in core.step() for token in output.token_ids]
-        assert core.collective_rpc("block_bytes")
+        assert core.workers.collective_rpc("block_bytes")
     wanted = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     assert tokens(mp_llm.generate([[5, 6, 7]], wanted, use_tqdm=False)) == [[tokens_of_a]]
 
@@ -459,7 +459,7 @@ def test_errors_of_the_worker_are_the_callers(make_llm, mp_llm):
     with pytest.raises(ValueError, match="max_model_len is 4096"):
         make_llm(distributed_executor_backend="mp", max_model_len=4096)
     with pytest.raises(ValueError, match="no_such_method"):
-        mp_llm.core.collective_rpc("no_such_method")
+        mp_llm.core.workers.collective_rpc("no_such_method")
 
 
 def lose_peers(worker: Any) -> None:
@@ -503,7 +503,7 @@ def test_engines_that_break_off_do_so_in_the_midst_of_steps_and_as_often_as_they
     monkeypatch.setattr(core.executor, "restart", lambda config: meet(0))
     for _ in range(core.config.max_worker_restarts + 2):  # no step in between
         peers.broken = True
-        core.check_workers()
+        core.workers.check()
     assert not peers.broken
 
 
@@ -539,14 +539,14 @@ def very_slow(worker: Any) -> None:
 def test_what_comes_after_a_call_that_was_given_up_waits_for_it(mp_llm, answers, monkeypatch):
     """Be it a step, or a method that would have the workers started anew if it were late."""
     core, busy = mp_llm.core, []
-    first, before = worker(mp_llm), core.num_restarts
+    first, before = worker(mp_llm), core.workers.num_restarts
     for act in ("look", "sleep"):
         with pytest.raises(TimeoutError, match=r"rank 0 has not replied within 0\.1 s"):
             mp_llm.collective_rpc(very_slow, timeout=0.1)
         if act == "look":
             until = time.monotonic() + 2.2
             while time.monotonic() < until:  # as an idle engine does; longer than a step may take
-                core.check_workers()
+                core.workers.check()
                 time.sleep(0.1)
         else:
             with monkeypatch.context() as patch:
@@ -555,18 +555,18 @@ def test_what_comes_after_a_call_that_was_given_up_waits_for_it(mp_llm, answers,
                 mp_llm.wake_up()
             assert busy == [set(), set()]  # so their own clocks have not begun before
         assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
-        assert worker(mp_llm) == first and core.num_restarts == before
+        assert worker(mp_llm) == first and core.workers.num_restarts == before
 
 
 @pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_worker_that_is_lost_in_a_call_that_was_given_up_is_replaced(mp_llm, answers, monkeypatch, with_signal):
-    core, before, suspects = mp_llm.core, mp_llm.core.num_restarts, []
+    core, before, suspects = mp_llm.core, mp_llm.core.workers.num_restarts, []
     monkeypatch.setattr(core.scheduler.admission.trial, "died", lambda seqs, requests: suspects.extend(seqs))
     with pytest.raises(TimeoutError):
         mp_llm.collective_rpc(very_slow, timeout=0.1)
     os.kill(worker(mp_llm), with_signal)
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
-    assert core.num_restarts == before + 1 and not suspects
+    assert core.workers.num_restarts == before + 1 and not suspects
 
 
 def fail(worker: Any, after: float) -> None:
@@ -578,13 +578,13 @@ def fail(worker: Any, after: float) -> None:
 @pytest.mark.parametrize("after", [0.0, 0.4], ids=["in time", "given up"])
 def test_a_worker_in_which_a_call_has_failed_is_replaced(mp_llm, answers, after):
     """However often: these starts do not count as ones that came to nothing."""
-    core, before = mp_llm.core, mp_llm.core.num_restarts
+    core, before = mp_llm.core, mp_llm.core.workers.num_restarts
     said = "has failed: RuntimeError.*half done.*as they were before" if not after else "has not replied"
     with pytest.raises(TimeoutError if after else ValueError, match=said):
         mp_llm.collective_rpc(fail, 0.2 if after else None, (after,))
-    assert core.in_a_row == 0 or after
+    assert core.workers.in_a_row == 0 or after
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
-    assert core.num_restarts == before + 1
+    assert core.workers.num_restarts == before + 1
 
 
 def itself(worker: Any) -> Any:
@@ -607,7 +607,7 @@ def test_an_idle_worker_process_takes_no_time(mp_llm):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    mp_llm.core.collective_rpc("block_bytes")
+    mp_llm.core.workers.collective_rpc("block_bytes")
     time.sleep(0.1)
     before = seconds(worker(mp_llm))
     time.sleep(3)

@@ -32,7 +32,7 @@ def record(path: Path, depth: int = 1, states: tuple[int, int] | None = None, **
     engine.scheduler.clock = journal.clock
     for i in range(12):
         journal.tick()
-        journal.add(
+        journal.added(
             engine.add(
                 str(i),
                 prompt(6 + i, i % 3),
@@ -46,7 +46,7 @@ def record(path: Path, depth: int = 1, states: tuple[int, int] | None = None, **
         )
         if i == 7:
             engine.scheduler.abort("2")
-            journal.abort("2")
+            journal.aborted("2")
         for _ in range(2 if i < 11 else 1000):
             if engine.scheduler.has_work():
                 journal.tick()
@@ -55,7 +55,7 @@ def record(path: Path, depth: int = 1, states: tuple[int, int] | None = None, **
                 journal.planned(plan, engine.scheduler)
                 if engine.scheduler.step == 20:  # somebody leaves while the step runs
                     engine.scheduler.abort("5")
-                    journal.abort("5")
+                    journal.aborted("5")
                 if len(flying) == depth:
                     journal.landed(flying[0][1])
                     engine.scheduler.update(*flying.popleft())
@@ -114,13 +114,13 @@ def test_the_search_for_a_request_that_kills_workers_replays(tmp_path, depth):
     sizes = {"num_blocks": 60, "max_model_len": 64, "vocab_size": VOCAB, "eos_token_ids": [EOS]}
     journal, scheduler, flying = Journal(str(path), engine.config, sizes), engine.scheduler, deque()
     for i in range(8):
-        journal.add(engine.add(str(i), prompt(6, i), max_tokens=9, n=1 + i % 2, ignore_eos=True).request)
+        journal.added(engine.add(str(i), prompt(6, i), max_tokens=9, n=1 + i % 2, ignore_eos=True).request)
     ended = []
     while scheduler.has_work():
         plan = scheduler.schedule()
         journal.planned(plan, scheduler)
         if any(seq.group.name == "4" for seq in scheduler.in_flight[-1].seqs):
-            journal.start_over(True, "killed")
+            journal.started_over(True, "killed")
             ended += [output.request_id for output in scheduler.start_over(True, "killed")]
             flying.clear()
             engine.worker = FakeWorker(*engine.worker_args)

@@ -45,12 +45,12 @@ class Watched(Engine):
         def planned() -> Any:
             plan = schedule()
             if self.recorder.recording:
-                self.recorder.planned(plan)
+                self.recorder.planned(plan, self.scheduler)
             return plan
 
         def landed(plan: Any, result: Any) -> Any:
             if self.recorder.recording:
-                self.recorder.landed(plan)
+                self.recorder.landed(result)
             return update(plan, result)
 
         self.scheduler.schedule, self.scheduler.update = planned, landed

@@ -193,7 +193,7 @@ def test_a_journal_with_scores_is_replayed(tmp_path):
     journal = Journal(str(tmp_path / "journal"), engine.config, sizes)
     engine.scheduler.clock = journal.clock
     for i in range(5):
-        journal.add(engine.add(str(i), prompt(24), max_tokens=9, prompt_logprobs=i % 3, logprobs=i).request)
+        journal.added(engine.add(str(i), prompt(24), max_tokens=9, prompt_logprobs=i % 3, logprobs=i).request)
     while engine.scheduler.has_work():
         journal.tick()
         plan = engine.scheduler.schedule()

@@ -357,7 +357,7 @@ def test_a_journal_can_be_replayed(tmp_path):
     journal = Journal(str(tmp_path / "journal"), pooler.config, pooler.sizes)
     pooler.scheduler.clock = journal.clock
     for i in range(6):
-        journal.add(pooler.add("x" * (i + 1), 3 * i + 1))
+        journal.added(pooler.add("x" * (i + 1), 3 * i + 1))
     while pooler.scheduler.has_work():
         pooler.plan()
         plan, pooled = pooler.flying[0]

@@ -16,7 +16,8 @@ import pytest
 import executor as executor_module
 import ring as ring_module
 from config import EngineConfig
-from executor import NEVER, BlamelessError, MpExecutor, WorkerError
+from device.serve import NEVER
+from executor import BlamelessError, MpExecutor, WorkerError
 from executors.links import EngineLink, RankLink
 from executors.ray_executor import Plans
 from plan import Call, Reply, StepPlan, StepResult

@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -18,27 +17,28 @@ from typing import Any
 import psutil
 import pytest
 
-import executor as executor_module
 from bench_ray import actors, new_cluster, node_above, replace_node
 from config import DEMO, VERSION, EngineConfig
 from core import EngineCore
 from engine import LLM
-from executor import MpExecutor, WorkerError
-from executors import ray_executor
+from executor import MpExecutor
+from executors import choose, ray_executor
+from executors.choose import choose_backend
 from executors.links import EngineLink, RankLink
 from executors.ray_executor import (
-    Door,
+    TOKEN,
     Place,
     Plans,
     RayExecutor,
     RayWorker,
-    choose_backend,
+    admit,
     in_order,
     in_short,
     join_cluster,
-    knock,
+    listen,
+    reach,
+    room_for,
     variables,
-    ways_to_place,
 )
 from model_config import ModelConfig
 from ring import RingBuffer, RingTimeout
@@ -56,25 +56,25 @@ FLAGS = ("--distributed-executor-backend", "ray", "--pipeline-parallel-size", "2
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stages", "need", "rooms", "shapes"),
+    ("ranks", "stages", "need", "rooms", "shape"),
     [
-        (4, 1, 1, [8, 8], [([4], "SPREAD"), ([1, 1, 1, 1], "PACK")]),
-        (2, 1, 1, [1, 1, 1], [([1, 1], "PACK")]),
-        (4, 2, 1, [4, 4], [([4, 4], "SPREAD"), ([1] * 8, "PACK")]),
-        (4, 2, 1, [8, 2], [([4, 4], "SPREAD"), ([1] * 8, "PACK")]),
-        (4, 2, 1, [6, 2], [([1] * 8, "PACK")]),
-        (2, 1, 3, [7], [([6], "SPREAD"), ([3, 3], "PACK")]),
+        (4, 1, 1, [8, 8], ([4], "SPREAD")),
+        (2, 1, 1, [1, 1, 1], ([1, 1], "PACK")),
+        (4, 2, 1, [4, 4], ([4, 4], "SPREAD")),
+        (4, 2, 1, [8, 2], ([4, 4], "SPREAD")),
+        (4, 2, 1, [6, 2], ([1] * 8, "PACK")),
+        (2, 1, 3, [7], ([6], "SPREAD")),
     ],
 )
-def test_a_stage_is_on_one_node_where_there_is_room(ranks, stages, need, rooms, shapes):
-    assert ways_to_place(ranks, stages, need, rooms) == shapes
+def test_a_stage_is_on_one_node_where_there_is_room(ranks, stages, need, rooms, shape):
+    assert room_for(ranks, stages, need, rooms) == shape
 
 
 def test_a_cluster_that_is_too_small_is_said_with_numbers():
     with pytest.raises(ValueError, match=r"2 ranks need 8, and the nodes have \[3, 3, 0\]"):
-        ways_to_place(2, 1, 4, [3, 3, 0])
+        room_for(2, 1, 4, [3, 3, 0])
     with pytest.raises(ValueError, match=r"2 ranks need 6"):
-        ways_to_place(2, 1, 3, [5])  # together they would suffice, but a rank is on one node
+        room_for(2, 1, 3, [5])  # together they would suffice, but a rank is on one node
 
 
 def test_ranks_are_sorted_as_vllm_does_it():
@@ -101,7 +101,7 @@ def test_without_ray_the_backend_is_refused_and_auto_goes_without(monkeypatch, m
     monkeypatch.setattr(ray_executor.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"'ray', but Ray is not installed: pip install -r requirements-ray\.txt"):
         LLM(DEMO, device="cpu", distributed_executor_backend="ray")
-    monkeypatch.setattr(ray_executor, "room", lambda config: 1)
+    monkeypatch.setattr(choose, "room", lambda config: 1)
     llm = make_llm(tensor_parallel_size=2, threads=1)
     assert type(llm.core.executor) is MpExecutor
     llm.core.close()
@@ -131,9 +131,9 @@ def test_ray_is_chosen_where_the_ranks_do_not_fit_and_it_runs(monkeypatch):
             if not runs:
                 raise ValueError("no cluster")
 
-        monkeypatch.setattr(executor_module, "visible_gpus", lambda gpus=gpus: gpus)
-        monkeypatch.setattr(executor_module.os, "cpu_count", lambda: 3)
-        monkeypatch.setattr(ray_executor, "join_cluster", join_cluster)
+        monkeypatch.setattr(choose, "visible_gpus", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(choose.os, "cpu_count", lambda: 3)
+        monkeypatch.setattr(choose, "join_cluster", join_cluster)
         chosen.append([choose_backend(EngineConfig(tensor_parallel_size=size), True) for size in (1, 3, 4)])
         assert choose_backend(EngineConfig(tensor_parallel_size=4), False) == "mp"  # with others, on this machine
     assert chosen == [["uni", "mp", "ray"], ["uni", "mp", "mp"], ["uni", "ray", "ray"], ["uni", "mp", "mp"]]
@@ -143,7 +143,7 @@ def test_a_node_with_another_version_is_refused():
     actor = RayWorker()
     actor.host = "10.0.0.7"
     with pytest.raises(ValueError, match=rf"10\.0\.0\.7 has version {VERSION} of Manta; the engine has 0\.0\.1"):
-        actor.run("0.0.1", EngineConfig(), ModelConfig.from_folder(DEMO), 0, "", ("", 0, b""), {})
+        actor.run("0.0.1", EngineConfig(), ModelConfig.from_folder(DEMO), 0, "", (b"", 0), {})
 
 
 def test_of_what_ray_says_one_sentence_is_passed_on():
@@ -156,60 +156,38 @@ def test_of_what_ray_says_one_sentence_is_passed_on():
     assert in_short(ValueError()) == "ValueError"
 
 
-# --- the door, and connections ----------------------------------------------------------------------------------------
+# --- connections -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def door() -> Iterator[Door]:
-    made = Door("127.0.0.1")
-    yield made
-    made.close()
-
-
-def far(door: Door) -> tuple[EngineLink, RankLink]:
+def far(near: bool = False) -> tuple[EngineLink, RankLink]:
     """A connection, and its two ends."""
-    rank = RankLink(knock(door.address, door.token, 0))
-    (sock,) = door.welcome(1, time.monotonic() + 10, lambda: None)
-    return EngineLink(sock, 7), rank
+    token, listener = os.urandom(TOKEN), listen("127.0.0.1", near)
+    engine = reach(listener.getsockname(), token)
+    return EngineLink(engine, 7), RankLink(admit(listener, token))
 
 
-def test_strangers_are_refused_and_disturb_nobody(door, caplog):
-    hello = door.token + (1).to_bytes(2, "little")
-    said = [b"", b"GET / HTTP/1.1\r\nHost: manta\r\n\r\n" * 3, b"short", bytes(34), hello[:-1] + b"\x09", hello[:20]]
-    strangers = [socket.create_connection(door.address) for _ in said]
-    for stranger, words in zip(strangers, said, strict=True):
-        stranger.sendall(words)
+@pytest.mark.parametrize("near", [False, True])
+def test_strangers_are_refused_and_disturb_nobody(monkeypatch, caplog, near):
+    monkeypatch.setattr(ray_executor, "PATIENCE", 0.3)
+    token, listener = os.urandom(TOKEN), listen("127.0.0.1", near)
+    address = listener.getsockname()
+    said = [b"", b"GET / HTTP/1.1\r\nHost: manta\r\n\r\n" * 3, b"short", bytes(TOKEN), token[:20]]
+    strangers = [reach(address, words) for words in said]
     for stranger in (strangers[0], strangers[2]):
         stranger.close()
-    looks: list[int] = []
-    ranks = []
-
-    def look() -> None:
-        looks.append(1)
-        if len(looks) == 12:  # after the strangers
-            ranks.extend(knock(address, door.token, i) for i, address in enumerate((door.address, door.name)))
-            ranks.append(knock(door.address, door.token, 1))  # a second one of that number
-
-    found = door.welcome(2, time.monotonic() + 30, look)
-    assert [sock.family for sock in found] == [socket.AF_INET, socket.AF_UNIX]
-    assert len(looks) < 60, "it waits, and does not spin"
-    told = [record.getMessage() for record in caplog.records]
-    assert len([text for text in told if "127.0.0.1" in text and "is refused" in text]) >= len(said), told
-    assert any("the 34 bytes that it has sent are no rank's" in text for text in told)
-    assert any("all ranks have come" in text for text in told)  # of the one that has said half
-    for sock in (*found, *ranks, *strangers):
+    engine = reach(address, token)
+    rank = admit(listener, token)
+    engine.sendall(b"plan")
+    assert rank.recv(4) == b"plan" and rank.gettimeout() is None
+    assert len([record for record in caplog.records if "is refused" in record.getMessage()]) == len(said)
+    with pytest.raises(ConnectionRefusedError):
+        reach(address, token)
+    for sock in (engine, rank, *strangers):
         sock.close()
 
 
-def test_a_rank_that_does_not_come_is_named(door):
-    rank = knock(door.name, door.token, 0)
-    with pytest.raises(WorkerError, match="rank 1 has not connected to the engine in time"):
-        door.welcome(2, time.monotonic() + 0.3, lambda: None)
-    rank.close()
-
-
-def test_messages_cross_whole_and_in_order(door):
-    engine, rank = far(door)
+def test_messages_cross_whole_and_in_order():
+    engine, rank = far()
     sent = [os.urandom(n) for n in (0, 1, 2000, 3_000_000, 70_000)]
     echoing = threading.Thread(target=lambda: [rank.write(rank.read(30) or b"", 30) for _ in sent])
     echoing.start()
@@ -223,8 +201,8 @@ def test_messages_cross_whole_and_in_order(door):
     engine.close()
 
 
-def test_a_rank_that_takes_nothing_is_named(door):
-    engine, rank = far(door)
+def test_a_rank_that_takes_nothing_is_named():
+    engine, rank = far()
     looks: list[int] = []
     with pytest.raises(RingTimeout) as error:
         engine.write(bytes(2**26), 0.3, lambda: looks.append(1))
@@ -233,9 +211,9 @@ def test_a_rank_that_takes_nothing_is_named(door):
     engine.close()
 
 
-def test_heartbeats_and_naps_are_counted(door, monkeypatch):
-    monkeypatch.setattr("ring.BACKSTOP", 0.05)
-    engine, rank = far(door)
+def test_heartbeats_and_naps_are_counted(monkeypatch):
+    monkeypatch.setattr("executors.links.BACKSTOP", 0.05)
+    engine, rank = far()
     rank.beat()
     rank.beat()
     assert rank.read(0.3) is None
@@ -270,9 +248,9 @@ def test_a_ring_can_be_sent_to_a_process_that_runs():
         ring.close()
 
 
-def test_plans_reach_all_ranks_and_the_late_one_is_named(door):
+def test_plans_reach_all_ranks_and_the_late_one_is_named():
     """Ranks 0 and 2 are near, and 1 is not."""
-    engine, rank = far(door)
+    engine, rank = far()
     ring = RingBuffer(2, num_chunks=1)
     plans = Plans(ring, [0, 2], {1: engine})
     plans.write(b"plan", 5)
@@ -453,13 +431,13 @@ def test_two_nodes_give_the_tokens_of_one_rank(ray_llm, answers):
     assert first.place.node == core.executor.here != second.place.node
     assert isinstance(core.executor.results[0], RingBuffer) and isinstance(core.executor.results[1], EngineLink)
     assert "2 Ray actors on 2 nodes, 3 s at most for a step" in core.executor.note()
-    assert core.collective_rpc("block_bytes") == [core.facts["kv_bytes"] // core.facts["num_blocks"] // 2] * 2
+    assert core.workers.collective_rpc("block_bytes") == [core.facts["kv_bytes"] // core.facts["num_blocks"] // 2] * 2
     with pytest.raises(ValueError, match="with Ray it must be a name"):
-        core.collective_rpc(len)
+        core.workers.collective_rpc(len)
     with pytest.raises(ValueError, match="tensors are for workers of this machine alone"):
-        core.check_update(DEMO, lasting=False)
-    core.sleep(2)
-    core.wake_up()
+        core.workers.check_update(DEMO, lasting=False)
+    core.workers.sleep(2)
+    core.workers.wake_up()
     assert tokens(ray_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     assert core.metrics()["num_worker_restarts_total"] == 0
 
@@ -469,7 +447,7 @@ def test_two_nodes_give_the_tokens_of_one_rank(ray_llm, answers):
 @pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_an_actor_that_is_lost_is_replaced(ray_llm, answers, caplog, monkeypatch, rank, with_signal):
     core, said = ray_llm.core, []
-    monkeypatch.setattr(core, "on_trouble", said.append)
+    monkeypatch.setattr(core.workers, "on_trouble", said.append)
     before = core.metrics()["num_worker_restarts_total"]
     lost = core.executor.processes[rank].pid
     when(ray_llm, [20], lambda: os.kill(lost, with_signal))
@@ -493,7 +471,7 @@ def test_a_node_that_is_lost_is_made_up_for(cluster, ray_llm, answers):
     when(ray_llm, [20], lambda: os.kill(raylet, signal.SIGKILL))
     assert tokens(ray_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     vars(core.executor).pop("submit")
-    eventually(lambda: core.check_workers() or core.executor.processes[1] is not lost, 30)
+    eventually(lambda: core.workers.check() or core.executor.processes[1] is not lost, 30)
     assert core.executor.processes[1].place.node not in (lost.place.node, core.executor.here)
     eventually(lambda: not alive(lost.pid), 20)
     assert tokens(ray_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers

@@ -22,8 +22,9 @@ import pytest
 import torch
 
 from config import DEMO
+from device.serve import script_of_caller
 from engine import LLM, LLMEngine, SamplingParams
-from executor import script_of_caller, start_alone, start_method
+from executor import start_alone, start_method
 from processes.client import EngineDeadError, InprocClient
 from served import eventually
 
@@ -65,7 +66,8 @@ try:
 except ValueError as error:
     said = str(error)
 found.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)])
-print(json.dumps([kinds, found, said, llm.core.num_restarts, [process.pid for process in processes]]), flush=True)
+pids = [process.pid for process in processes]
+print(json.dumps([kinds, found, said, llm.core.workers.num_restarts, pids]), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 NO_GUARD = "imports your script: put what it does under `if __name__ == '__main__':`"
@@ -130,7 +132,7 @@ if __name__ == "__main__":
 
 def test_a_script_that_ends_while_a_worker_imports_it_says_so(tmp_path):
     (tmp_path / "script.py").write_text("raise SystemExit(3)")
-    ask = f"import executor; executor.import_script({{'init_main_from_path': {str(tmp_path / 'script.py')!r}}})"
+    ask = f"from device import serve; serve.import_script({{'init_main_from_path': {str(tmp_path / 'script.py')!r}}})"
     done = run_script(tmp_path / "..", ask, "-c")
     assert done.returncode == 1
     assert done.stderr.endswith("your script, which a worker imports for a function of it, has ended (3)\n")

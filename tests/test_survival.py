@@ -225,7 +225,7 @@ def submit_and_kill(plan):
         os.kill(llm.core.executor.processes[0].pid, signal.SIGKILL)
 llm.core.executor.submit = submit_and_kill
 outputs = llm.generate(["To be"] * 3, SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
-print([len(output.outputs[0].token_ids) for output in outputs], llm.core.num_restarts)
+print([len(output.outputs[0].token_ids) for output in outputs], llm.core.workers.num_restarts)
 """
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from config import EngineConfig
-from core import new_executor
+from executors.choose import new_executor
 from model_config import ModelConfig
 
 ROOT = Path(__file__).parent.parent

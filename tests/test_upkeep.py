@@ -319,7 +319,7 @@ def test_new_workers_have_the_weights_that_were_set_last(make_llm, tmp_path, wan
     assert tokens(llm) == after != wanted
     llm.sleep(2)
     kill(llm)
-    llm.core.check_workers()
+    llm.core.workers.check()
     assert llm.is_sleeping() and llm.collective_rpc(asleep_on) == [["kv_cache", "weights"]]
     llm.wake_up()
     assert tokens(llm) == after

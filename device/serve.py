@@ -1,0 +1,145 @@
+"""A worker's loop in a process of its own: it takes plans and calls, and returns results.
+
+torch is imported where the worker is made, and not before.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections import deque
+from functools import partial
+from multiprocessing import spawn
+from typing import Any
+
+from tqdm import tqdm
+
+from config import EngineConfig
+from model_config import ModelConfig
+from observe.logs import logger
+from plan import Call, CallError, PeersGone, Reply, StepPlan
+from ring import BEAT, Codec
+
+NEVER = 1e9  # seconds
+LOOK = 2e-5  # seconds to look for another plan before asking the device again whether a step is done
+SCRIPT = ("init_main_from_name", "init_main_from_path")  # multiprocessing's words for the script to import
+
+
+def new_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, rendezvous: str = "") -> Any:
+    """A `Worker` that is ready. This imports torch."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch takes huge pages for large tensors, which read faster
+    # With libgomp's default a thread that waits for work keeps its core for longer than the engine takes to plan.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    # torch and oneDNN each keep prepared products of the latest sizes, some 0.3 MB for each: by default 1,024, which
+    # take hours of mixed lengths to fill, and leave holes in malloc's memory.
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        os.environ.setdefault(name, "128")
+    begun = time.perf_counter()
+    from device.startup import start_worker
+
+    seconds = time.perf_counter() - begun
+    worker = start_worker(config, model_config, rank, rendezvous)
+    worker.info["startup"] = {"imports": round(seconds, 3)} | worker.info["startup"]
+    return worker
+
+
+def work(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    rank: int,
+    rendezvous: str,
+    plans: Any,
+    results: Any,
+    script: dict[str, str] | None = None,
+) -> None:
+    """Make a worker; take plans and return results until this process ends.
+
+    Args:
+        plans, results: a reader's and a writer's end of `RingBuffer`s, or what has the same methods.
+        script: see `answer`.
+    """
+    tqdm.set_lock(threading.RLock())  # the default is a named semaphore, which a kill would leave behind
+    codec = Codec()
+    threading.Thread(target=keep_beating, args=(results,), daemon=True).start()
+
+    send = partial(results.write, timeout=NEVER)
+    try:
+        worker = new_worker(config, model_config, rank, rendezvous)
+    except ValueError as error:
+        return send(codec.encode(Reply(0, error=str(error))))
+    send(codec.encode(Reply(0, worker.facts())))
+    launched: deque[Any] = deque()
+    while True:
+        try:
+            if launched and launched[0].ready():
+                send(codec.encode(launched.popleft().result()))
+            elif data := plans.read(LOOK if launched else NEVER):  # a plan may come while the device runs another
+                message = codec.decode(data)
+                if isinstance(message, StepPlan):
+                    launched.append(worker.launch(message))
+                else:
+                    send(answer(worker, message, codec, script))
+        except PeersGone as error:
+            return send(codec.encode(Reply(0, error=str(error), blameless=True)))
+        except Exception as error:
+            send(codec.encode(Reply(0, error=f"{type(error).__name__}: {error}")))
+            raise
+
+
+def answer(worker: Any, message: StepPlan | Call, codec: Codec, script: dict[str, str] | None = None) -> bytes:
+    """A worker's reply to a message.
+
+    Args:
+        script: what a function in `__main__` is imported from; None: it is here already, or no function comes.
+    """
+    if isinstance(message, StepPlan):
+        return codec.encode(worker.step(message))
+    try:
+        if script is not None and b"__main__" in message.function:
+            import_script(script)
+        return codec.encode(Reply(message.call_id, message.run(worker)))
+    except Exception as error:  # the caller hears of it
+        if failed := isinstance(error, CallError):
+            logger.warning(str(error), exc_info=True)
+        return codec.encode(Reply(message.call_id, error=str(error), failed=failed))
+
+
+def import_script(script: dict[str, str]) -> None:
+    """Import the caller's script as multiprocessing would have done at first, unless it is here already.
+
+    Args:
+        script: see `script_of_caller`.
+
+    Raises:
+        ValueError: there is no file to import, or the script has no guard. Whatever else it raises.
+    """
+    if not script or not os.path.isfile(script.get("init_main_from_path", __file__)):
+        raise ValueError(
+            "method is a function of a notebook, of `python -c` or of standard input, which worker processes cannot "
+            "import; it must be the name of a method, or a function of a module that they can import"
+        )
+    process: Any = multiprocessing.current_process()
+    process._inheriting = True  # as multiprocessing says it, see `MpExecutor`
+    try:
+        spawn.prepare(script)
+    except SystemExit as error:
+        raise ValueError(
+            f"your script, which a worker imports for a function of it, has ended ({error.code})"
+        ) from None
+    finally:
+        del process._inheriting
+
+
+def keep_beating(results: Any) -> None:
+    """Count heartbeats for as long as this process lives and is not stopped, however long a step takes."""
+    while True:
+        results.beat()
+        time.sleep(BEAT)
+
+
+def script_of_caller() -> dict[str, str]:
+    """How multiprocessing has a new process import the script that this one runs; empty: it is in no file."""
+    said = spawn.get_preparation_data("")
+    return {key: said[key] for key in SCRIPT if key in said}

@@ -1,0 +1,283 @@
+"""An engine's workers as it sees them: called by name, replaced when they die, asleep or awake, with which weights.
+
+Weights change between answers, never within one. Requests that have come before `update_weights` run to their end with
+the old ones, and what comes meanwhile waits for the new ones. While the workers sleep nothing can run to its end: then
+requests that have begun to answer end with an error. The others are computed from their beginning when they wake up.
+
+What a worker does of all this is in `device/upkeep.py`. torch is not imported here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pkgutil
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from config import TENSORS, EngineConfig, stamp_of
+from executor import BlamelessError, BrokenOffError, MpExecutor, UniExecutor, WorkerError
+from observe.logs import logger
+from plan import TAGS, WEIGHTS, CallError, Kwargs, Method
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds before workers that did not come up are started again; it doubles
+
+
+def check_weights(config: EngineConfig) -> None:
+    """Check that weights which were updated can be loaded once more as they were.
+
+    Raises:
+        ValueError: they came as tensors, or their files have changed.
+    """
+    source = config.weights
+    if source == TENSORS:
+        raise ValueError(f"version {config.weights_version} of the weights came as tensors, which are gone")
+    if source and stamp_of(source) != config.weights_stamp:
+        raise ValueError(f"{source} has changed since version {config.weights_version} was loaded from there")
+
+
+class Workers:
+    """The workers of one engine, whichever executor has them.
+
+    Args:
+        executor: has them.
+        config: the engine's options, with what the workers have chosen where the options left it open.
+        facts: what the workers have measured and chosen; successors keep these sizes.
+        start_over: gives up the steps that run, and returns how many requests go on; see `Scheduler.start_over`.
+
+    Attributes:
+        config: the options with which successors start; the weights among them change.
+        asleep: those of TAGS that sleep.
+        num_restarts: how often the workers were started anew.
+        on_trouble: called with what is wrong, and with None when nothing is any more.
+    """
+
+    def __init__(
+        self,
+        executor: UniExecutor | MpExecutor,
+        config: EngineConfig,
+        facts: dict[str, Any],
+        start_over: Callable[[bool, str | None], int],
+    ):
+        self.executor, self.config, self.start_over = executor, config, start_over
+        self.sizes = {name: facts[name] for name in ("max_model_len", "num_host_blocks")}
+        self.sizes["num_gpu_blocks_override"] = facts["num_blocks"]
+        if states := facts["states"]:
+            self.sizes |= {"num_state_snapshots": states["snapshots"], "num_host_states": states["host"]}
+        self.on_trouble: Callable[[str | None], None] = lambda trouble: None
+        self.num_restarts = 0
+        self.in_a_row = 0  # restarts since a step went through
+        self.asleep: list[str] = []
+        self.level = 0  # how deeply they sleep
+        self.lost = ""  # why their weights are no whole ones any more
+
+    def check_whole(self) -> None:
+        """Raise a WorkerError if the weights are lost."""
+        if self.lost:
+            raise WorkerError(self.lost)
+
+    def check(self) -> None:
+        """Replace workers that have died while idle; raises what `replace` does."""
+        self.check_whole()
+        try:
+            self.executor.check()
+        except WorkerError as error:
+            self.replace(error)
+
+    def replace(self, error: WorkerError) -> None:
+        """Start the workers anew, as they were.
+
+        Raises:
+            WorkerError: they have not come up in `max_worker_restarts` times.
+        """
+        cause = None if isinstance(error, BlamelessError) else str(error)
+        begun = time.monotonic()
+        live = self.start_over(True, cause)
+        self.restart(error)
+        logger.warning(f"{error}: new workers after {time.monotonic() - begun:.1f} s, {live} requests go on")
+        self.on_trouble(None)
+
+    def restart(self, error: Exception) -> None:
+        """Start the workers anew, and again if they do not come up, because what they lack may be there a little later.
+
+        Raises:
+            WorkerError: they have not come up in `max_worker_restarts` times.
+        """
+        config = dataclasses.replace(self.config, **self.sizes)
+        try:
+            check_weights(config)
+        except ValueError as changed:
+            raise WorkerError(f"{error}; new workers cannot have their weights: {changed}") from error
+        most, pause = self.config.max_worker_restarts, 0.0
+        assert isinstance(self.executor, MpExecutor)
+        while True:
+            if self.in_a_row == most:
+                raise WorkerError(
+                    f"{error}; no step went through, and the workers were started anew {most} times "
+                    "(max_worker_restarts)"
+                ) from error
+            self.on_trouble(f"{error}; the workers are started anew")
+            time.sleep(pause)
+            self.num_restarts += 1
+            self.in_a_row += not isinstance(error, BrokenOffError)
+            try:
+                self.executor.restart(config)
+                if self.asleep:
+                    self.executor.collective_rpc("sleep", args=[self.level])
+                    if awake := [tag for tag in TAGS if tag not in self.asleep]:
+                        self.executor.collective_rpc("wake_up", args=[awake, self.config.weights])
+                return
+            except (ValueError, WorkerError, OSError) as failure:
+                logger.warning(f"{failure}: the workers are started once more")
+                error, pause = failure, min(max(2 * pause, FIRST_PAUSE), LONGEST_PAUSE)
+
+    def collective_rpc(
+        self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
+    ) -> list[Any]:
+        """What a method of `Worker`, or a function of it, returns on each rank; see `LLM.collective_rpc`.
+
+        Args:
+            method: may be a `plan.reference_to` a function, too, if this is the engine of a script.
+
+        Raises:
+            ValueError: there is none; or it failed, and the workers are as they were before: new ones, if they are
+                processes, and otherwise with their weights loaded again. What a function of the script does to a worker
+                in this process is the script's own affair.
+            TimeoutError: it took longer than `timeout` seconds.
+            WorkerError: the workers cannot be as they were before.
+        """
+        if isinstance(method, str) and ":" in method:
+            if not self.config.runs_functions:
+                raise ValueError(f"method is {method!r:.200}; it must be the name of a method of the worker")
+            try:
+                method = pkgutil.resolve_name(method)
+            except (AttributeError, ImportError, ValueError) as error:
+                raise ValueError(
+                    f"method is {method!r:.200}, which the engine's process cannot import: {error}"
+                ) from None
+        try:
+            return self.executor.collective_rpc(method, timeout, args, kwargs)
+        except (CallError, WorkerError) as error:
+            if isinstance(self.executor, MpExecutor):
+                before = self.in_a_row
+                self.replace(error if isinstance(error, WorkerError) else BlamelessError(str(error)))
+                self.in_a_row = before  # calls may fail as often as they like
+                raise ValueError(f"{error}; the workers were started anew, as they were before") from error
+            if isinstance(error, CallError):
+                self.start_over(True, None)
+                self._restore(error)
+            raise
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """What a method of `KeptWorker` returns on each rank, which may take as long as a start.
+
+        Raises:
+            ValueError: it failed; or a worker did, and all were started anew as they were.
+        """
+        timeout = None
+        try:
+            if isinstance(self.executor, MpExecutor):
+                timeout = self.config.startup_timeout
+                self.executor.catch_up()  # a call that was given up may take its time
+            return self.executor.collective_rpc(method, timeout, args)
+        except (WorkerError, TimeoutError) as error:
+            self.replace(WorkerError(f"{method}: {error}"))
+            raise ValueError(f"{method}: {error}; the workers were started anew, as they were before") from error
+
+    def is_sleeping(self) -> bool:
+        """Whether weights or the KV cache sleep, and so no request runs."""
+        return bool(self.asleep)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back until `wake_up`. Requests that run or come wait until then.
+
+        Those that ran compute their tokens again when they go on, and get the same. Prefixes are forgotten.
+
+        Args:
+            level: 1: the weights wait in host memory. 2: they are dropped, and loaded again at `wake_up` or by
+                `update_weights`.
+
+        Raises:
+            ValueError: the level is another one, or other engines step together with this one.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"level is {level!r:.80}; it must be 1 or 2")
+        self._check_alone("sleep")
+        if WEIGHTS in self.asleep:  # they may be dropped already
+            level = max(level, self.level)
+        self.start_over(True, None)
+        self.call("sleep", level)
+        self.asleep, self.level = [*TAGS], level
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory for weights, KV cache, or both, again. Once both are there, requests go on.
+
+        Args:
+            tags: some of TAGS; None: both. What is awake stays so.
+
+        Raises:
+            ValueError: a tag is unknown, or the weights cannot be loaded again.
+        """
+        tags = [*TAGS] if tags is None else tags
+        if not isinstance(tags, list | tuple) or any(tag not in TAGS for tag in tags):
+            raise ValueError(f"tags is {tags!r:.80}; it must be None or a list of some of {', '.join(TAGS)}")
+        if not (waking := [tag for tag in self.asleep if tag in tags]):
+            return
+        if WEIGHTS in waking and self.level == 2:
+            check_weights(self.config)
+        self.call("wake_up", waking, self.config.weights)
+        self._awake(*waking)
+
+    def _awake(self, *tags: str) -> None:
+        self.asleep = [tag for tag in self.asleep if tag not in tags]
+        self.level = self.level if self.asleep else 0
+
+    def check_update(self, source: str, lasting: bool = True) -> str:
+        """Check by the headers of its files whether `load_weights` could take a source; returns its `stamp_of`.
+
+        Raises:
+            ValueError: a file is missing or damaged, or a tensor is missing, surplus, misshapen or of another dtype; it
+                is named. Or this engine cannot have other weights.
+        """
+        self._check_alone("update_weights")
+        if not self.executor.on_this_machine and not lasting:
+            raise ValueError("tensors are for workers of this machine alone; give a folder that all ranks can read")
+        stamp = stamp_of(source) if lasting else ""
+        self.call("check_weights", source)
+        return stamp
+
+    def load_weights(self, source: str, lasting: bool) -> dict[str, Any]:
+        """Replace the weights of all ranks; see `EngineCore.update_weights`. Weights that slept are awake afterwards.
+
+        Returns:
+            The options by which a successor of this engine has them.
+        """
+        stamp = self.check_update(source, lasting)
+        try:
+            self.call("load_weights", source)
+        except ValueError as error:
+            self._restore(error)
+            raise
+        options: dict[str, Any] = {"weights": source if lasting else TENSORS, "weights_stamp": stamp}
+        options["weights_version"] = self.config.weights_version + 1
+        self.config = dataclasses.replace(self.config, **options)
+        self._awake(WEIGHTS)
+        return options
+
+    def get_weights_version(self) -> int:
+        """How often weights were updated; 0: they are those of the start."""
+        return self.config.weights_version
+
+    def _restore(self, error: ValueError) -> None:
+        """Loading has failed in its midst: bring the old weights back."""
+        try:
+            check_weights(self.config)
+            self.call("load_weights", self.config.weights)
+        except ValueError as failure:
+            self.lost = f"weights are neither the new ones ({error}) nor the old ones ({failure})"
+            raise WorkerError(self.lost) from error
+        self._awake(WEIGHTS)
+
+    def _check_alone(self, method: str) -> None:
+        if self.config.lockstep:
+            raise ValueError(f"{method} is not for engines that share experts, because these run every step together")

@@ -1,0 +1,46 @@
+"""What looks on while an engine works: an observer is told what happens, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from plan import StepPlan, StepResult
+from scheduler import Scheduler
+from sequence import Request, SequenceGroup
+
+
+class Observer:
+    """Is told what one engine does. It overrides what it wants to know."""
+
+    def tick(self) -> None:
+        """Time goes on: what follows happens now."""
+
+    def added(self, request: Request) -> None:
+        """A request was accepted."""
+
+    def aborted(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
+        """A request was given up, or one sample of it."""
+
+    def late(self, groups: Collection[SequenceGroup]) -> None:
+        """These cannot go on in the next step, because what may come next there is not known yet."""
+
+    def planned(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        """The scheduler has planned a step."""
+
+    def landed(self, result: StepResult) -> None:
+        """The oldest step in flight has brought a result, which the scheduler does not know yet."""
+
+    def started_over(self, lost: bool, cause: str | None) -> None:
+        """The steps in flight bring no result, and all tokens are computed again."""
+
+    def reset_prefix_cache(self) -> None:
+        """All cached prefixes were forgotten."""
+
+    def phase_began(self) -> None:
+        """The engine's thread has begun with a phase of a step; no other one begins before that has ended."""
+
+    def phase_ended(self, name: str, plan: StepPlan | None) -> None:
+        """It has done that phase, of this step if it is known by now."""
+
+    def close(self) -> None:
+        """The engine has ended."""

@@ -1,0 +1,37 @@
+"""Which observers an engine has: the journal of its scheduler, a timeline of its steps, and what `/live` shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from config import EngineConfig
+from observe.journal import Journal
+from observe.live import Recorder
+from observe.observer import Observer
+from observe.tracing import Trace
+from scheduler import Scheduler
+
+
+def observers_of(config: EngineConfig, sizes: dict[str, Any], scheduler: Scheduler) -> tuple[Recorder, list[Observer]]:
+    """The one that tells what there is to see, and all observers that the options ask for, with that one among them.
+
+    With a journal, the scheduler's clock is the journal's.
+
+    Args:
+        config: the engine's options.
+        sizes: the scheduler's further arguments, by name.
+        scheduler: of the engine.
+
+    Raises:
+        ValueError: there can be no such file as an option asks for.
+    """
+    suffix = f".{config.data_parallel_rank}" if config.max_engines > 1 else ""  # of files that they write
+    recorder = Recorder(scheduler, config.data_parallel_rank)
+    observers: list[Observer] = [recorder]
+    if config.log_scheduler:
+        journal = Journal(config.log_scheduler + suffix, config, sizes)
+        scheduler.clock = journal.clock
+        observers.append(journal)
+    if config.trace:
+        observers.append(Trace(config.trace + suffix, config.pipeline_parallel_size))
+    return recorder, observers
