@@ -43,9 +43,10 @@ from observe.metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, bit_words
 from scheduling.beam import BeamSearch
 from scheduling.fair import OUTPUT_WEIGHT
+from scheduling.lanes import Lane, Lanes
 from scheduling.states import StateManager
 from scheduling.timeline import WaitClock
-from sequence import Flight, Lane, Lanes, Request, SchedulingBudget, Sequence, SequenceGroup, Status
+from sequence import Flight, Request, SchedulingBudget, Sequence, SequenceGroup, Status
 
 MAX_REPORTS = 1000  # finished requests whose report is kept
 
