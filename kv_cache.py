@@ -86,9 +86,7 @@ class BlockManager:
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks  # of each block that can be found
         self.block_of: dict[bytes, int] = {}  # the inverse
-        self.findable = bytearray(
-            num_blocks
-        )  # 1 for each block that has a hash: to copy this is cheap, for `observe/live.py`
+        self.findable = bytearray(num_blocks)  # 1 for each block that has a hash, for `observe/live.py`: a cheap copy
         self.idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # ref_count 0, next to reuse first
 
     @property
@@ -174,29 +172,6 @@ class BlockManager:
         assert self.findable == bytes(digest is not None for digest in self.hashes)
 
 
-class WatchedBlockManager(BlockManager):
-    """Notes in `freed`, for the KV sanitizer, which blocks lose their last reference or what they hold."""
-
-    def allocate(self, num_blocks: int) -> list[int]:
-        """As `BlockManager.allocate`; cached blocks that it takes lose what they hold."""
-        self._drop(islice(self.idle, num_blocks))
-        return super().allocate(num_blocks)
-
-    def free(self, blocks: Ints[int]) -> None:
-        """As `BlockManager.free`."""
-        super().free(blocks)
-        idle = (block for block in blocks if block >= 0 and self.ref_counts[block] == 0)
-        self.freed += [(block, self.hashes[block] is not None) for block in idle]
-
-    def reset_prefix_cache(self) -> None:
-        """As `BlockManager.reset_prefix_cache`; all cached blocks lose what they hold."""
-        self._drop(self.idle)
-        super().reset_prefix_cache()
-
-    def _drop(self, blocks: Iterable[int]) -> None:
-        self.freed += [(block, False) for block in blocks if self.hashes[block] is not None]
-
-
 class Entry(NamedTuple):
     """What a sequence is let in with."""
 
@@ -225,12 +200,12 @@ class BlockSpaceManager:
     them step by step, as the window gives others back.
 
     Args:
-        config: block size, prefix caching, look-ahead, tokens of a step, and whether plans name freed blocks for a KV
-            sanitizer.
+        config: block size, prefix caching, look-ahead, and tokens of a step.
         num_blocks: size of the KV pool.
         num_host_blocks: size of the host pool, for swapped sequences and cached prefixes that the device drops.
         windows: of each kind of layers, see `KVLayout`; blocks behind a window are given back.
         states: the recurrent states of sequences, where the model has some.
+        manager: of the device's blocks.
     """
 
     def __init__(
@@ -240,15 +215,16 @@ class BlockSpaceManager:
         num_host_blocks: int,
         windows: Ints[int],
         states: StateManager | None = None,
+        manager: type[BlockManager] = BlockManager,
     ):
         self.block_size, caching = config.block_size, config.enable_prefix_caching
         # Tokens that a sequence computes in a step at most: without chunked prefill there is no limit to them.
         self.chunk = config.token_budget if config.enable_chunked_prefill else sys.maxsize
         self.windows, self.windowed = tuple(windows), any(windows)
         self.marks = [bytes((kind,)) if kind else b"" for kind in range(len(windows))]  # in the keys of what they hold
-        ahead = config.num_lookahead_slots
-        self.device = (WatchedBlockManager if config.sanitize_kv else BlockManager)(
-            num_blocks, config.block_size, caching, num_lookahead_slots=ahead, keep_evicted=num_host_blocks > 0
+        ahead, second_tier = config.num_lookahead_slots, num_host_blocks > 0
+        self.device = manager(
+            num_blocks, config.block_size, caching, num_lookahead_slots=ahead, keep_evicted=second_tier
         )
         self.host = BlockManager(num_host_blocks, config.block_size, caching)
         self.states = states

@@ -38,7 +38,8 @@ from typing import Any
 
 from admission import Admission
 from config import EngineConfig
-from kv_cache import AllocStatus, BlockSpaceManager
+from kv_cache import AllocStatus, BlockManager, BlockSpaceManager
+from observe.freed_blocks import WatchedBlockManager
 from observe.metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, bit_words
 from scheduling.beam import BeamSearch
@@ -92,8 +93,9 @@ class Scheduler:
         self.eos_token_ids, self.clock = frozenset(eos_token_ids), clock
         self.stats = EngineStats(max_model_len)
         self.counters = self.stats.counters
+        manager = WatchedBlockManager if config.sanitize_kv else BlockManager
         self.space = BlockSpaceManager(
-            config, num_blocks, num_host_blocks, windows, states and StateManager(config, states)
+            config, num_blocks, num_host_blocks, windows, states and StateManager(config, states), manager
         )
         self.blocks = self.space.device
         self.admission = Admission(config, self.space, vocab_size, swap_cost, self.counters)
