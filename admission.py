@@ -22,10 +22,19 @@ from collections.abc import Sequence as Ints
 from config import EngineConfig
 from kv_cache import AllocStatus, BlockSpaceManager, Entry
 from plan import NewRow, StepPlan
-from scheduling.fair import FairQueue, GroupQueue
+from scheduling.fair import Fair
+from scheduling.fcfs import Fcfs
+from scheduling.policy import GroupQueue, Policy
+from scheduling.priority import Priority
 from scheduling.trial import Trial
-from sequence import Flight, Request, SchedulingBudget, Sequence, SequenceGroup, Status, by_column
+from sequence import Request, SchedulingBudget, Sequence, SequenceGroup, Status, by_column
 
+POLICIES: dict[str, type[Policy]] = {  # by the names of `EngineConfig.scheduling_policy`
+    "auto": Fcfs,
+    "fcfs": Fcfs,
+    "priority": Priority,
+    "fair": Fair,
+}
 EXPECTED_TOKENS = 4096  # of output that admission reckons with at most, however many are allowed
 FIRST_GUESS = 0.7  # of the share of its allowance that a request's output uses, before any has finished (as SGLang's)
 PREEMPTED, FINISHED = 0.2, 0.98  # what they do to the caution of admission: a preemption in 10 requests, about
@@ -52,11 +61,8 @@ class Admission:
     ):
         self.config, self.space, self.vocab_size, self.swap_cost = config, space, vocab_size, swap_cost
         self.blocks, self.host, self.counters = space.device, space.host, counters
-        self.fair = FairQueue() if config.scheduling_policy == "fair" else None
-        self.waiting = GroupQueue(Status.WAITING) if self.fair is None else self.fair
+        self.waiting = self.policy = POLICIES[config.scheduling_policy](config)
         self.swapped = GroupQueue(Status.SWAPPED)
-        # Who makes way must be worse than this by class. Under `fair` less than a step's tokens is not worth the work.
-        self.quantum = 0 if self.fair is None else config.token_budget
         self.aside, self.trial = GroupQueue(Status.ASIDE), Trial()  # those who wait for the end of a trial
         self.prompt_holders: list[Request] = []  # whose prompt blocks are kept for samples that have yet to branch off
         self.free_slots = list(range(config.max_num_seqs))[::-1]
@@ -145,6 +151,19 @@ class Admission:
             return min(waiting, swapped, key=lambda group: group.key)
         return waiting or swapped
 
+    def entrant(self, plan: StepPlan, running: Ints[SequenceGroup]) -> tuple[SequenceGroup, int] | None:
+        """Who comes in next, and the tokens that it has yet to compute; None if there is no room for it."""
+        group = self.first()
+        if group is None or len(self.free_slots) < group.width:
+            return None
+        need, known = self.space.entry(len(group.seqs[0].tokens)), group.seqs[0].num_computed
+        if group.status is Status.WAITING:
+            entry, births = self._entry(group, plan)
+            need, known = self.space.price(entry) + births, entry.cached
+        if need + self._kept(group, self._growth([*running, group])) > self.blocks.num_free:
+            return None
+        return group, len(group.seqs[0].tokens) - known
+
     # --- who comes in -----------------------------------------------------------------------------------------------
 
     def let_in(
@@ -157,8 +176,8 @@ class Admission:
         """
         growth: float | None = None
         while (group := self.first()) and group.status in statuses:
-            if self.fair is not None and self.now > group.timeline.begun:
-                self.fair.note_rival(group, running)
+            if self.now > group.timeline.begun:
+                self.policy.passed_over(group, running)
             if budget.tokens <= 0 or budget.seqs <= 0:
                 short = "step" if budget.tokens > 0 else "tokens"  # the next step may be another lane's
                 self.held_up = (group.name, short if self.free_slots else "slots")
@@ -226,8 +245,10 @@ class Admission:
         if not self.waiting or not running or self.config.pools:
             return []
         group, victims, slots = self.waiting.first(), list[SequenceGroup](), len(self.free_slots)
-        holders = [r for r in self.prompt_holders if self._yields(min(r.groups, key=lambda each: each.key), group)]
-        if group is not self.first() or not (holders or self._yields(running[-1], group)):
+        holders = [
+            r for r in self.prompt_holders if self.policy.yields(min(r.groups, key=lambda each: each.key), group)
+        ]
+        if group is not self.first() or not (holders or self.policy.yields(running[-1], group)):
             return []
         entry, births = self._entry(group, plan)
         left = self.blocks.num_free - self.blocks.watermark_blocks - self.space.price(entry) - births
@@ -243,7 +264,7 @@ class Admission:
         holders = holders if left < 0 else []
         left += sum(drop(request.prompt_tables) for request in holders)
         for victim in reversed(running):
-            if not self._yields(victim, group) or (left >= 0 and slots >= group.width):
+            if not self.policy.yields(victim, group) or (left >= 0 and slots >= group.width):
                 break
             left += drop(table for seq in victim.seqs for table in seq.tables)
             slots += victim.width
@@ -263,12 +284,6 @@ class Admission:
         births = sum(self.space.blocks_to_fork(child, shared) for child, _, shared in group.births)
         return self.space.find(group.seqs[0], self._prompt_tables(group, plan), most or self.space.chunk), births
 
-    def _yields(self, victim: SequenceGroup, group: SequenceGroup) -> bool:
-        """Whether `victim` makes way for `group`; under `fair` it does so for another client only."""
-        if self.fair is not None and victim.request.client == group.request.client:
-            return False
-        return victim.key[0] > group.key[0] + self.quantum
-
     def must_gather(self, running: Ints[SequenceGroup]) -> bool:
         """Whether the classic order runs no prompts yet, so that more of them come together in one step.
 
@@ -280,41 +295,6 @@ class Admission:
             return False
         earliest = min(group.request.arrival for group in self.waiting)
         return self.now - earliest <= factor * self.prefill_seconds
-
-    # --- the policy `fair`; see `FairQueue` -------------------------------------------------------------------------
-
-    def divide(self, flight: Flight, running: Ints[SequenceGroup], to_come: int) -> dict[str, int]:
-        """The tokens that each client's prompts may have of a step's, where several want some.
-
-        Else a long prompt would take whole steps, and whoever came after it would wait for all of these. All clients
-        get the same, but for those who want less (max-min fairness).
-
-        Args:
-            flight: the step. Who runs in its lane gets a share, and so does the first in line if there is room for it.
-            running: all who run.
-            to_come: tokens of the step that are not divided, because each sequence of the lane is to have one.
-        """
-        tokens = flight.budget.tokens - to_come
-        wants: Counter[str] = Counter()
-        for group in flight.lane.others:
-            if (seq := group.seqs[0]).batch is None and (want := seq.num_known - seq.num_computed) > 1:
-                wants[group.request.client] += want
-                tokens += group.width
-        first = self.first()
-        if wants and first and len(self.free_slots) >= first.width:
-            need, known = self.space.entry(len(first.seqs[0].tokens)), first.seqs[0].num_computed
-            if first.status is Status.WAITING:
-                entry, births = self._entry(first, flight.plan)
-                need, known = self.space.price(entry) + births, entry.cached
-            if need + self._kept(first, self._growth([*running, first])) <= self.blocks.num_free:
-                wants[first.request.client] += len(first.seqs[0].tokens) - known
-        shares: dict[str, int] = {}
-        if len(wants) < 2:
-            return shares
-        for place, (client, want) in enumerate(sorted(wants.items(), key=lambda item: item[1])):
-            shares[client] = min(want, tokens // (len(wants) - place))
-            tokens -= shares[client]
-        return shares
 
     # --- what who comes in gets -------------------------------------------------------------------------------------
 
@@ -348,8 +328,7 @@ class Admission:
             self.counters["prefix_cache_queries_total"] += request.num_prompt
             self.counters["prefix_cache_hits_total"] += entry.cached
             self.counters["host_cache_hits_total"] += len(entry.fetched) * self.config.block_size
-        if self.fair is not None and not group.charged_prompt:
-            self.fair.charge(group, len(seq.tokens) - entry.cached, self._allowance(group) * group.width)
+        self.policy.admitted(group, len(seq.tokens) - entry.cached, self._allowance(group) * group.width)
         group.timeline.enter("running", self.now, cached_tokens=entry.cached)
         if request.score is not None and self.config.enable_prefix_caching:
             group.timeline.note(prefix_cache="not read: prompt_logprobs")
@@ -487,11 +466,7 @@ class Admission:
             self._let_go(request, now)
         if not request.groups and request.prompt_tables:
             self._drop(request)
-        if self.fair is not None:
-            if group.charged_prompt:
-                self.fair.settle(group)
-            if not request.groups:
-                self.fair.depart(request)
+        self.policy.ended(group)
 
     def drop_prompt_blocks(self, most: int | None = None) -> bool:
         """Give up the prompt blocks of the latest `most` requests that keep some, or of all; returns if there were any.
@@ -593,8 +568,7 @@ class Admission:
         """Assert that queues and slots agree with each other, and with `running`."""
         waiting, swapped, aside = list(self.waiting), list(self.swapped), list(self.aside)
         held = [group for request in requests for group in request.held]
-        if self.fair is not None:
-            self.fair.check_integrity(requests)
+        self.policy.check_integrity(requests)
         assert [*map(len, (waiting, swapped, aside))] == [*map(len, (self.waiting, self.swapped, self.aside))]
         alone = self.trial.alone
         assert all(alone and group.request not in alone for group in aside)

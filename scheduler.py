@@ -10,7 +10,7 @@ budget until `num_computed` has caught up, and then the model's last hidden stat
               '--------'                    preempted by recompute: its blocks are freed, its tokens kept
 
 All three queues have one order: by class, then by arrival. The class is the same for all under `fcfs`, the priority
-under `priority`, and what the client has had under `fair` (see `FairQueue`). The first goes first, and the last that
+under `priority`, and what the client has had under `fair` (see `Fair`). The first goes first, and the last that
 runs is the first to be preempted. So nobody is passed by a later request of its class, and the first in order computes
 at least a token in every step: a request ends at most as many steps after its arrival as it and those before it have
 tokens. (Samples of one request branch off when their prompt is computed. Whoever came in by then may run on first,
@@ -33,6 +33,7 @@ from bisect import insort
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Ints
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -43,7 +44,6 @@ from observe.freed_blocks import WatchedBlockManager
 from observe.metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, bit_words
 from scheduling.beam import BeamSearch
-from scheduling.fair import OUTPUT_WEIGHT
 from scheduling.lanes import Lane, Lanes
 from scheduling.states import StateManager
 from scheduling.timeline import WaitClock
@@ -99,7 +99,8 @@ class Scheduler:
         )
         self.blocks = self.space.device
         self.admission = Admission(config, self.space, vocab_size, swap_cost, self.counters)
-        self.waiting, self.swapped = self.admission.waiting, self.admission.swapped
+        self.policy = self.waiting = self.admission.policy
+        self.swapped = self.admission.swapped
         self.running: list[SequenceGroup] = []  # in order of `key`
         size = config.max_num_seqs, config.block_size, config.num_lookahead_slots
         self.lanes = Lanes(config.pipeline_parallel_size, *size)
@@ -133,9 +134,8 @@ class Scheduler:
         self.arrivals += 1
         request.arrival = now = self.clock()
         self.requests[request.request_id] = request
-        rank = request.priority if self.config.scheduling_policy == "priority" else 0
-        if self.admission.fair is not None:  # it has classes of its own
-            self.admission.fair.arrive(request)
+        self.policy.arrived(request)
+        rank = self.policy.rank(request)
         for index in range(1 if params.use_beam_search else params.num_samples):
             group = SequenceGroup(request, index, self.waits)
             group.key, group.limit, group.width = (rank, self.arrivals, index), limit, width
@@ -256,8 +256,7 @@ class Scheduler:
         self.waits.advance(now, reason if self.waiting or self.swapped or self.admission.aside else "step")
         computed = self.config.token_budget - budget.tokens
         self.counters["num_computed_tokens_total"] += computed
-        if self.admission.fair is not None:
-            self.admission.fair.advance(computed + (OUTPUT_WEIGHT - 1) * len(flight.decodes.seqs))
+        self.policy.advance(computed, len(flight.decodes.seqs))
         self.in_flight.append(flight)
         lane.flying += 1
         self.step += 1
@@ -338,8 +337,8 @@ class Scheduler:
         before, lane, decodes = len(self.admission.preempted), flight.lane, flight.lane.decodes
         to_come = lane.width  # sequences, or the slots kept for them
         due = [seq.group for seq in decodes.pop_due()]
-        divided = self.admission.fair is not None and lane.others
-        shares = self.admission.divide(flight, self.running, to_come) if divided else {}
+        entrant = partial(self.admission.entrant, flight.plan, self.running)
+        shares = self.policy.shares(flight, to_come, entrant) if lane.others else {}
         for group in sorted(lane.others + due, key=lambda group: group.key):
             if group.status is not Status.RUNNING or group in self.late:
                 continue
@@ -664,19 +663,15 @@ class Scheduler:
         """Where the time of a request went, in seconds; None for one that is unknown, or finished long ago."""
         if (request := self.requests.get(request_id)) is None:
             return self.reports.get(request_id)
-        report, fair = self._report(request, self.clock()), self.admission.fair
-        rival = None if fair is None else fair.rival_of(request, self.running)
+        report, instead = self._report(request, self.clock()), self.policy.instead(request, self.running)
         for group in request.groups:
             if group.status in (Status.WAITING, Status.SWAPPED):
                 ahead = sum(other.key < group.key for queue in (self.waiting, self.swapped) for other in queue)
-                report["answers"][group.index]["ahead"] = ahead
-                if fair is not None:
-                    report["answers"][group.index]["served_instead"] = rival
+                report["answers"][group.index] |= {"ahead": ahead} | instead
         return report
 
     def _report(self, request: Request, now: float) -> dict[str, Any]:
-        fair = self.admission.fair
-        return request.report(now) | ({} if fair is None else {"fairness": fair.account(request)})
+        return request.report(now) | self.policy.account(request)
 
     def check_integrity(self) -> None:
         """Assert that queues, slots and blocks agree with each other."""

@@ -11,7 +11,7 @@ each other.
 
 A `Flight` is a step from its planning to its result, and `Timeline` remembers where a group's time went. Groups
 that run are in a lane (`scheduling/lanes.py`), their sequences in a batch once these only decode
-(`scheduling/decodes.py`). The queues of those who do not run are in `scheduling/fair.py`.
+(`scheduling/decodes.py`). The queues of those who do not run are in `scheduling/policy.py`.
 """
 
 from __future__ import annotations

@@ -350,7 +350,7 @@ def test_two_clients_get_the_same_however_much_they_ask_for():
         engine.add(f"a{i}", prompt(2, i), client="a", n=1 + i % 3, max_tokens=40)
     for i in range(150):
         engine.add(f"b{i}", prompt(2, i), client="b", max_tokens=1 + i % 20, ignore_eos=True)
-    fair, written = engine.scheduler.admission.fair, {"a": 0, "b": 0}
+    fair, written = engine.scheduler.admission.policy, {"a": 0, "b": 0}
     while all(fair.clients[client].backlog for client in "ab"):
         engine.step()
         for client in "ab":
@@ -372,7 +372,7 @@ def test_no_stream_of_newcomers_holds_up_a_request_for_ever():
         engine.step()
     assert "second" in engine.finished and len(engine.scheduler.waiting) > 20
     engine.run()
-    assert len(engine.scheduler.admission.fair.clients) <= 2  # who has gone is forgotten
+    assert len(engine.scheduler.admission.policy.clients) <= 2  # who has gone is forgotten
 
 
 @pytest.mark.parametrize("contended", [False, True])
@@ -461,7 +461,7 @@ def test_a_long_prompt_of_another_client_shares_the_step():
 def test_a_client_is_charged_with_what_it_has_had():
     """A prompt's tokens but for cached ones, twice the output's, and nothing again after a preemption."""
     engine = Engine(num_blocks=12, max_model_len=44, scheduling_policy="fair", preemption_mode="recompute")
-    fair, counters = engine.scheduler.admission.fair, {}
+    fair, counters = engine.scheduler.admission.policy, {}
     engine.add("plain", prompt(9), client="plain", max_tokens=30, ignore_eos=True)
     engine.add("samples", prompt(10, 2), client="samples", n=3, max_tokens=5, ignore_eos=True)
     engine.add("beams", prompt(9, 3), client="beams", use_beam_search=True, n=2, max_tokens=4, ignore_eos=True)
@@ -478,7 +478,7 @@ def test_a_client_is_not_charged_with_what_is_cached_or_aborted():
     engine.add("before", prompt(9), client="a", max_tokens=1)
     engine.add("again", prompt(9), client="b", max_tokens=8, ignore_eos=True)
     engine.step()
-    fair = engine.scheduler.admission.fair
+    fair = engine.scheduler.admission.policy
     start = fair.clients["b"].counter - 2 * 8 - 9
     engine.scheduler.abort("again")
     assert fair.clients["b"].counter == start + 7  # the rest of the step's tokens, of its prompt
