@@ -22,6 +22,7 @@ from collections.abc import Sequence as Ints
 from config import EngineConfig
 from kv_cache import AllocStatus, BlockSpaceManager, Entry
 from plan import NewRow, StepPlan
+from scheduling.beam import blocks_to_fork
 from scheduling.fair import Fair
 from scheduling.fcfs import Fcfs
 from scheduling.policy import GroupQueue, Policy
@@ -281,8 +282,8 @@ class Admission:
 
         The step computes `most` tokens of it at most, by default as many as a step has.
         """
-        births = sum(self.space.blocks_to_fork(child, shared) for child, _, shared in group.births)
-        return self.space.find(group.seqs[0], self._prompt_tables(group, plan), most or self.space.chunk), births
+        entry = self.space.find(group.seqs[0], self._prompt_tables(group, plan), most or self.space.chunk)
+        return entry, blocks_to_fork(self.space, group.births)
 
     def must_gather(self, running: Ints[SequenceGroup]) -> bool:
         """Whether the classic order runs no prompts yet, so that more of them come together in one step.
@@ -392,13 +393,6 @@ class Admission:
             self.counters["num_recomputed_tokens_total"] += again
             group.timeline.note(recomputed_tokens=again)
         seq.lost = 0
-
-    def branch_off(self, child: Sequence, parent: Sequence, shared: int, plan: StepPlan) -> None:
-        """Put a new beam into a slot, with what it shares with its parent; see `BlockSpaceManager.fork`."""
-        self.space.fork(child, parent, shared, plan)
-        self.enter(child, plan)
-        if self.space.states:
-            plan.state_copies.append((parent.slot, child.slot))
 
     # --- samples of one request -------------------------------------------------------------------------------------
 

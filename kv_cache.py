@@ -389,31 +389,9 @@ class BlockSpaceManager:
         last = seq.group.request.num_prompt - 1
         return not self.states.keeps or self._find(seq, last)[0] == last // self.block_size * self.block_size
 
-    def fork(self, child: Sequence, parent: Sequence, shared: int, plan: StepPlan) -> None:
-        """Give `child` its parent's first `shared` tokens by reference; the block that it goes on in is copied."""
-        full, whole = shared // self.block_size, self.device.blocks_for(len(child.tokens))
-        child.tables, child.hashes = [table[:full] for table in parent.tables], parent.hashes[:full]
-        for table, source in zip(child.tables, parent.tables, strict=True):
-            self.device.share(table)
-            own = self.device.allocate(whole - full)
-            if shared % self.block_size:
-                plan.copies.append((source[full], own[0]))
-            table += own
-        child.num_computed, child.num_published = shared, full
-
-    def to_fork(self, births: list[tuple[Sequence, Sequence, int]]) -> list[tuple[Sequence, Sequence, int]]:
-        """Which of `births` come now: all, when every parent is so far; with states, each when its parent is there."""
-        if self.states:
-            return [birth for birth in births if birth[1].num_computed == birth[2]]
-        return births if all(parent.num_computed >= shared for _, parent, shared in births) else []
-
     def cut(self, seq: Sequence, count: int) -> int:
         """How many of `count` tokens a sequence computes in a step that may be cut; see `StateManager.cut`."""
         return self.states.cut(seq, count) if self.states else count
-
-    def blocks_to_fork(self, child: Sequence, shared: int) -> int:
-        """Blocks that `fork` will take."""
-        return len(self.windows) * (self.device.blocks_for(len(child.tokens)) - shared // self.block_size)
 
     def can_branch(self, prompt_tables: list[list[int]], length: int) -> bool:
         """Whether a sample can go on from the `length` tokens in `prompt_tables`: no window has passed what it sees.

@@ -43,7 +43,7 @@ from kv_cache import AllocStatus, BlockManager, BlockSpaceManager
 from observe.freed_blocks import WatchedBlockManager
 from observe.metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, bit_words
-from scheduling.beam import BeamSearch
+from scheduling.beam import Beams, BeamSearch
 from scheduling.lanes import Lane, Lanes
 from scheduling.states import StateManager
 from scheduling.timeline import WaitClock
@@ -101,6 +101,7 @@ class Scheduler:
         self.admission = Admission(config, self.space, vocab_size, swap_cost, self.counters)
         self.policy = self.waiting = self.admission.policy
         self.swapped = self.admission.swapped
+        self.beams = Beams(self.space, self.admission, self._make_room, self._finish)
         self.running: list[SequenceGroup] = []  # in order of `key`
         size = config.max_num_seqs, config.block_size, config.num_lookahead_slots
         self.lanes = Lanes(config.pipeline_parallel_size, *size)
@@ -323,7 +324,7 @@ class Scheduler:
             insort(self.running, group, key=lambda group: group.key)
             flight.lane.put(group)
             if group.beams is not None:
-                self._schedule_beams(group, flight, flight.budget.tokens, just_entered=True)
+                self.beams.schedule(group, flight, flight.budget.tokens, just_entered=True)
             else:
                 seq = group.seqs[0]
                 most = flight.budget.tokens if self.config.enable_chunked_prefill else self.max_model_len
@@ -350,7 +351,7 @@ class Scheduler:
                 to_come -= group.width
             left = flight.budget.tokens
             most = self._most_tokens(group, left - to_come, shares)
-            schedule = self._schedule_sequence if group.beams is None else self._schedule_beams
+            schedule = self._schedule_sequence if group.beams is None else self.beams.schedule
             if not schedule(group, flight, most):  # it was preempted itself, as all after it were
                 break
             if (taken := left - flight.budget.tokens) > 1 and group.request.client in shares:
@@ -401,45 +402,6 @@ class Scheduler:
             flight.take(seq, count)
         return True
 
-    def _schedule_beams(self, group: SequenceGroup, flight: Flight, most: int, just_entered: bool = False) -> bool:
-        """Give all beams of a group their next token in this step, or some of them what they lack before that.
-
-        New beams are born first, by reference to the blocks of their parents. After a preemption by recompute the first
-        beam computes its tokens, then the others branch off it and compute theirs.
-
-        Returns what `_schedule_sequence` does.
-        """
-        plan, length = flight.plan, len(group.seqs[0].tokens)
-        # A block that this very plan copies something into cannot be copied from: who just entered is no parent yet.
-        births = [] if just_entered else self.space.to_fork(group.births)
-        if self.space.windowed and not (just_entered or births):  # what this plan moves must stay
-            for seq in group.seqs:
-                self.space.pass_windows(seq)
-        missing = sum(self.space.blocks_to_fork(child, shared) for child, _, shared in births)
-        missing += sum(self.space.lacks(seq, length, seq.num_computed + most) for seq in group.seqs)
-        if missing > self.blocks.num_free and not self._make_room(missing, group, plan):
-            return False
-        if self.space.states:
-            for seq in group.seqs:
-                self.space.states.keep(seq, plan)
-        for child, parent, shared in births:
-            self.admission.branch_off(child, parent, shared, plan)
-            group.seqs.append(child)
-        group.births = [birth for birth in group.births if birth not in births]
-        # A token for each is kept for who runs; who was just let in may find fewer left, and waits for the next step.
-        together = not group.births and all(seq.num_computed == length - 1 for seq in group.seqs)
-        together = together and most >= len(group.seqs)
-        goal = length if together or len(group.seqs) + len(group.births) == 1 else length - 1
-        for seq in group.seqs:
-            if seq.stale:
-                self.admission.enter(seq, plan)
-            if self.space.lacks(seq, length, seq.num_computed + most):
-                plan.new_blocks.append((seq.slot, self.space.grow(seq, length, seq.num_computed + most)))
-            if (count := self.space.cut(seq, min(goal - seq.num_computed, most))) > 0:
-                most -= count
-                flight.take(seq, count)
-        return True
-
     # --- results ----------------------------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: StepResult) -> Outputs:
@@ -481,7 +443,7 @@ class Scheduler:
         self.counters["generation_tokens_total"] += sum(len(o.token_ids) for o in news.outputs) + len(news.token_ids)
         news.outputs += pooled
         for rows in beams.values():
-            news.outputs += self._advance_beams(rows)
+            news.outputs += self.beams.advance(rows)
         for lane in self.lanes:  # a group may have come to another one meanwhile, see `Lanes.surplus`
             lane.others = [g for g in lane.others if g.status is Status.RUNNING and g.seqs[0].batch is None]
         if beams or any(output.finish_reason for output in news.outputs):
@@ -544,52 +506,6 @@ class Scheduler:
             self._finish(group, output.finish_reason)
             output.finished = not request.groups
         return output
-
-    def _advance_beams(self, rows: list[tuple[Sequence, int, Logprobs]]) -> list[EngineOutput]:
-        """Choose the next beams of one search; returns its answers, if it is over."""
-        group = rows[0][0].group
-        request, beams = group.request, group.beams
-        assert beams is not None and [seq for seq, _, _ in rows] == group.seqs
-        going = beams.advance(
-            [seq.tokens[request.num_prompt :] for seq in group.seqs],
-            [seq.logprob for seq in group.seqs],
-            [(logprobs.ids, logprobs.values) for _, _, logprobs in rows],
-        )
-        if not going:
-            return self._answers(group)
-        length, seqs = len(rows[0][0].tokens), {}
-        for c in going:
-            parent, sampled, _ = rows[c.parent]
-            tokens = [*parent.tokens[:length], c.token]
-            if c.parent in seqs:  # a second continuation of the same beam
-                child = Sequence(group, tokens)
-                child.logprob = c.logprob
-                group.births.append((child, parent, length))
-            else:
-                seqs[c.parent] = parent
-                parent.tokens, parent.logprob, parent.stale = tokens, c.logprob, c.token != sampled
-        self.admission.leave([seq for i, (seq, _, _) in enumerate(rows) if i not in seqs])
-        group.seqs = list(seqs.values())
-        return []
-
-    def _answers(self, group: SequenceGroup) -> list[EngineOutput]:
-        """The answers of a search that is over, the best first; or the error that there are too few."""
-        request, outputs = group.request, []
-        assert group.beams is not None
-        if error := group.beams.shortage(request.params.n):
-            self._finish(group, "error")
-            return [EngineOutput(request.request_id, [], "error", error=error, finished=True)]
-        for index, answer in enumerate(group.beams.answers[: request.params.n]):
-            output = EngineOutput(request.request_id, answer.tokens, "stop" if answer.stopped else "length")
-            output.stop_reason = answer.tokens[-1] if answer.tokens[-1] in request.params.stop_token_ids else None
-            output.num_cached_tokens, output.index = request.num_cached, index
-            output.cumulative_logprob = answer.score
-            outputs.append(output)
-        self.counters["generation_tokens_total"] += sum(len(output.token_ids) for output in outputs)
-        self.admission.learn(group)
-        self._finish(group, outputs[0].finish_reason or "")
-        outputs[-1].finished, outputs[0].time_in_queue = True, request.time_in_queue
-        return outputs
 
     def start_over(self, lost: bool, cause: str | None = None) -> list[EngineOutput]:
         """The steps in flight will bring no results: every sequence computes its tokens again, and gets the same.
