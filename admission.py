@@ -7,9 +7,6 @@ a queue.
 All queues have one order, and nobody overtakes the first in it. Three things decide whether the first comes in: a free
 slot for each sequence that it may come to have, tokens left of the step's budget, and blocks: those of its tokens, and
 a reserve for the growth of all who run (`_growth`).
-
-Of the samples of a request only one, the leader, computes the prompt. The others are held until it has, and share the
-prompt's blocks.
 """
 
 from __future__ import annotations
@@ -27,6 +24,7 @@ from scheduling.fair import Fair
 from scheduling.fcfs import Fcfs
 from scheduling.policy import GroupQueue, Policy
 from scheduling.priority import Priority
+from scheduling.samples import Samples
 from scheduling.trial import Trial
 from sequence import Request, SchedulingBudget, Sequence, SequenceGroup, Status, by_column
 
@@ -65,7 +63,7 @@ class Admission:
         self.waiting = self.policy = POLICIES[config.scheduling_policy](config)
         self.swapped = GroupQueue(Status.SWAPPED)
         self.aside, self.trial = GroupQueue(Status.ASIDE), Trial()  # those who wait for the end of a trial
-        self.prompt_holders: list[Request] = []  # whose prompt blocks are kept for samples that have yet to branch off
+        self.samples = Samples(space, self.wait)
         self.free_slots = list(range(config.max_num_seqs))[::-1]
         self.released: list[int] = []  # slots that the next plan gives up
         self.used_share = FIRST_GUESS  # of their allowance that outputs are expected to use
@@ -97,12 +95,6 @@ class Admission:
         for group in [queue.pop(Status.HELD) for queue in (self.waiting, self.aside) for _ in range(len(queue))]:
             self._queue(group)
 
-    def hold(self, group: SequenceGroup, now: float) -> None:
-        """Let a sample wait for another one of its request, which computes the prompt for both."""
-        group.status = Status.HELD
-        group.timeline.enter("held", now)
-        group.request.held.append(group)
-
     def withdraw(self, group: SequenceGroup) -> None:
         """Take a group that does not run out of its queue, for good."""
         if group.status is Status.SWAPPED:
@@ -133,7 +125,7 @@ class Admission:
     def lose_pools(self, now: float) -> None:
         """What was in the KV cache and in host memory is gone."""
         self.drop_swapped(now)
-        self.drop_prompt_blocks()
+        self.samples.drop()
         self.space.reset_prefix_cache()
         self.released = []  # new workers know of none of these
 
@@ -189,8 +181,8 @@ class Admission:
             if len(self.free_slots) < group.width:
                 self.held_up = (group.name, "slots")
                 return
-            if group.status is Status.WAITING and self._follows(group, plan):
-                self.hold(self.waiting.pop(Status.HELD), self.now)
+            if group.status is Status.WAITING and self.samples.follows(group, plan):
+                self.samples.hold(self.waiting.pop(Status.HELD), self.now)
                 continue
             seq = group.seqs[0]
             # The classic order cuts no prompt. One that is to be pooled may have a step of its own, however long it is.
@@ -247,7 +239,7 @@ class Admission:
             return []
         group, victims, slots = self.waiting.first(), list[SequenceGroup](), len(self.free_slots)
         holders = [
-            r for r in self.prompt_holders if self.policy.yields(min(r.groups, key=lambda each: each.key), group)
+            r for r in self.samples.holders if self.policy.yields(min(r.groups, key=lambda each: each.key), group)
         ]
         if group is not self.first() or not (holders or self.policy.yields(running[-1], group)):
             return []
@@ -273,7 +265,7 @@ class Admission:
         if left < 0 or slots < group.width:
             return []
         for request in holders:
-            self._drop(request)
+            self.samples.give_up(request)
         self.urgent = group
         return victims
 
@@ -282,7 +274,7 @@ class Admission:
 
         The step computes `most` tokens of it at most, by default as many as a step has.
         """
-        entry = self.space.find(group.seqs[0], self._prompt_tables(group, plan), most or self.space.chunk)
+        entry = self.space.find(group.seqs[0], self.samples.prompt_tables(group, plan), most or self.space.chunk)
         return entry, blocks_to_fork(self.space, group.births)
 
     def must_gather(self, running: Ints[SequenceGroup]) -> bool:
@@ -308,8 +300,8 @@ class Admission:
         if not find_blocks(group, plan, most, kept):
             if not alone:
                 return False
-            assert self.prompt_holders, f"request {group.name} fits the empty pool"
-            self.drop_prompt_blocks()
+            assert self.samples.holders, f"request {group.name} fits the empty pool"
+            self.samples.drop()
             return self._find_room(group, plan, most, kept, alone)
         group.spare_slots = [self.free_slots.pop() for _ in range(group.width)]
         for seq in group.seqs:
@@ -333,10 +325,7 @@ class Admission:
         group.timeline.enter("running", self.now, cached_tokens=entry.cached)
         if request.score is not None and self.config.enable_prefix_caching:
             group.timeline.note(prefix_cache="not read: prompt_logprobs")
-        if request.prompt_tables and not self._has_more_samples(request, group):
-            self.space.pinned += by_column(request.prompt_tables)  # the last sample has branched off
-            request.prompt_tables = []
-            self.prompt_holders.remove(request)
+        self.samples.admitted(group)
         return True
 
     def _swap_in(self, group: SequenceGroup, plan: StepPlan, most: int, kept: int) -> bool:
@@ -394,90 +383,12 @@ class Admission:
             group.timeline.note(recomputed_tokens=again)
         seq.lost = 0
 
-    # --- samples of one request -------------------------------------------------------------------------------------
-
-    def _follows(self, group: SequenceGroup, plan: StepPlan) -> bool:
-        """Whether a sample waits until another one has computed their prompt; if not, it may have to do so itself."""
-        request = group.request
-        if len(request.groups) == 1 or self._prompt_tables(group, plan):
-            return False
-        if request.leader is not group and self.space.finds_prompt(group.seqs[0]):
-            return False
-        if request.leader and request.leader is not group:
-            if request.leader.status in (Status.RUNNING, Status.SWAPPED):
-                return True
-            request.leader.awaited = False
-        request.leader, group.awaited = group, True
-        return False
-
-    def _prompt_tables(self, group: SequenceGroup, plan: StepPlan) -> list[list[int]]:
-        """The blocks of a sample's prompt, if its request keeps them or another of its samples runs on them."""
-        request = group.request
-        if request.prompt_tables or group is request.leader:
-            return request.prompt_tables
-        count = self._num_prompt_blocks(request)
-        for other in request.groups:
-            seq = other.seqs[0]
-            if other.status is Status.RUNNING and other is not request.leader and seq.num_tokens > request.num_prompt:
-                tables, targets = [table[:count] for table in seq.tables], {target for _, target in plan.copies}
-                copied = any(table[-1] in targets for table in tables)  # only now: it cannot be copied on
-                if not copied and self.space.can_branch(tables, request.num_prompt):
-                    return tables
-        return []
-
-    def prompt_done(self, group: SequenceGroup) -> None:
-        """A sample has computed the prompt: the others of its request may branch off."""
-        request, group.awaited = group.request, False
-        tables = [table[: self._num_prompt_blocks(request)] for table in group.seqs[0].tables]
-        if self._has_more_samples(request, group) and self.space.can_branch(tables, request.num_prompt):
-            request.prompt_tables = tables
-            self.blocks.share(by_column(tables))
-            self.prompt_holders.append(request)
-        self._let_go(request, self.now)
-
-    def _num_prompt_blocks(self, request: Request) -> int:
-        """Blocks of a table that hold the prompt; in the last of them the output may begin."""
-        return -(-request.num_prompt // self.config.block_size)
-
-    def _has_more_samples(self, request: Request, group: SequenceGroup) -> bool:
-        """Whether samples of the request other than `group` have yet to come in."""
-        others = (other for other in request.groups if other is not group)
-        return any(other.status in (Status.HELD, Status.WAITING) for other in others)
-
-    def _let_go(self, request: Request, now: float) -> None:
-        """The held samples of a request need wait for its leader no longer."""
-        if request.leader:
-            request.leader.awaited = False
-        request.leader = None
-        for group in request.held:
-            self.wait(group, now)
-        request.held = []
+    # --- the way out ------------------------------------------------------------------------------------------------
 
     def finished(self, group: SequenceGroup, now: float) -> None:
         """A group of a request has ended, and is none of its groups any more."""
-        request = group.request
-        if group is request.leader:
-            self._let_go(request, now)
-        if not request.groups and request.prompt_tables:
-            self._drop(request)
+        self.samples.ended(group, now)
         self.policy.ended(group)
-
-    def drop_prompt_blocks(self, most: int | None = None) -> bool:
-        """Give up the prompt blocks of the latest `most` requests that keep some, or of all; returns if there were any.
-
-        Their samples compute the prompt again, or find it in the prefix cache.
-        """
-        latest = self.prompt_holders[::-1][:most]
-        for request in latest:
-            self._drop(request)
-        return bool(latest)
-
-    def _drop(self, request: Request) -> None:
-        self.blocks.free(by_column(request.prompt_tables))
-        request.prompt_tables = []
-        self.prompt_holders.remove(request)
-
-    # --- the way out ------------------------------------------------------------------------------------------------
 
     def preempt(self, group: SequenceGroup, plan: StepPlan, cause: Request) -> None:
         """Take a running group's blocks and slots away, for `cause` to have them.

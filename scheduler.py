@@ -147,7 +147,7 @@ class Scheduler:
                 )
             request.groups.append(group)
             if index:
-                self.admission.hold(group, now)
+                self.admission.samples.hold(group, now)
             else:
                 self.admission.wait(group, now)
         request.leader = request.groups[0]
@@ -314,7 +314,7 @@ class Scheduler:
     def _make_room(self, missing: int, group: SequenceGroup, plan: StepPlan) -> bool:
         """Preempt from the back until `missing` blocks are free; returns whether `group` still runs."""
         while missing > self.blocks.num_free:
-            if not self.admission.drop_prompt_blocks(1) and self._preempt_last(plan, group.request) is group:
+            if not self.admission.samples.drop(1) and self._preempt_last(plan, group.request) is group:
                 return False
         return True
 
@@ -435,7 +435,7 @@ class Scheduler:
                 beams.setdefault(seq.group.request.request_id, []).append((seq, token, result.logprobs[i]))
                 continue
             if seq.group.awaited:
-                self.admission.prompt_done(seq.group)
+                self.admission.samples.prompt_done(seq.group, self.admission.now)
             seq.tokens.append(token)
             news.outputs.append(self._output_of(seq, i in stopped, result.logprobs.get(i)))
             if seq.batch is None and seq.group.lane is flight.lane and self._only_decodes(seq):
@@ -594,7 +594,7 @@ class Scheduler:
         requests = self.requests.values()
         groups = [group for request in requests for group in request.groups]
         tables = [table for group in groups for seq in group.seqs for table in seq.tables]
-        tables += [table for request in self.admission.prompt_holders for table in request.prompt_tables]
+        tables += [table for request in self.admission.samples.holders for table in request.prompt_tables]
         host_tables = [table for group in groups for seq in group.seqs for table in seq.host_tables]
         self.space.check_integrity(tables, host_tables, [seq.host_state for group in groups for seq in group.seqs])
         self.admission.check_integrity(requests, self.running)

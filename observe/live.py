@@ -114,7 +114,7 @@ class Recorder:
             "requests": [request_row(group, state) for group, state in islice(self._groups(), MAX_REQUESTS)],
             "held": flat((group.key[1], (t for seq in group.seqs for t in seq.tables)) for group in s.running),
             # Prompts that samples are yet to come for; their tables refer to the blocks, whoever runs on them.
-            "kept": flat((r.groups[0].key[1], r.prompt_tables) for r in s.admission.prompt_holders),
+            "kept": flat((r.groups[0].key[1], r.prompt_tables) for r in s.admission.samples.holders),
             "findable": bytes(s.blocks.findable),
             "moves": {
                 **{name: new[name] for name in ("out", "in", "copies")},

@@ -218,7 +218,7 @@ def test_samples_share_the_prompt_and_copy_the_block_they_go_on_in(caching):
     tables = [row.blocks[0] for row in entered.new]
     assert all(table[:3] == tables[0][:3] for table in tables) and len({table[3] for table in tables}) == 3
     assert len(entered.copies) == 3 and len({source for source, _ in entered.copies}) == 1
-    assert not engine.scheduler.admission.prompt_holders  # all have branched off
+    assert not engine.scheduler.admission.samples.holders  # all have branched off
     engine.run()
     for index, tokens in engine.answers["a"].items():
         assert tokens == expected(prompt(14), 10, 64, ignore_eos=True, seed=sample_seed(index))
@@ -579,7 +579,7 @@ def test_prompts_kept_for_samples_make_way_first():
     engine.add("samples", prompt(100), priority=9, n=4, max_tokens=4, ignore_eos=True)
     for _ in range(2):
         engine.step()
-    assert engine.scheduler.admission.prompt_holders
+    assert engine.scheduler.admission.samples.holders
     engine.add("urgent", prompt(120, 3), priority=1, max_tokens=2, ignore_eos=True)
     for _ in range(2):
         engine.step()
