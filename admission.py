@@ -68,7 +68,6 @@ class Admission:
         self.released: list[int] = []  # slots that the next plan gives up
         self.used_share = FIRST_GUESS  # of their allowance that outputs are expected to use
         self.caution = 1.0  # share of the growth so expected that is kept free
-        self.prefill_seconds = 0.0  # that the latest step of prompts took, in the classic order
         self.begin_step(0.0)
 
     def begin_step(self, now: float) -> None:
@@ -276,18 +275,6 @@ class Admission:
         """
         entry = self.space.find(group.seqs[0], self.samples.prompt_tables(group, plan), most or self.space.chunk)
         return entry, blocks_to_fork(self.space, group.births)
-
-    def must_gather(self, running: Ints[SequenceGroup]) -> bool:
-        """Whether the classic order runs no prompts yet, so that more of them come together in one step.
-
-        As in vLLM, whoever of all that wait came first waits `scheduler_delay_factor` times as long as the latest step
-        of prompts took.
-        """
-        factor = self.config.scheduler_delay_factor
-        if not factor or not self.waiting or not running:
-            return False
-        earliest = min(group.request.arrival for group in self.waiting)
-        return self.now - earliest <= factor * self.prefill_seconds
 
     # --- what who comes in gets -------------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ from observe.freed_blocks import WatchedBlockManager
 from observe.metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, bit_words
 from scheduling.beam import Beams, BeamSearch
+from scheduling.classic import ClassicOrder
 from scheduling.lanes import Lane, Lanes
 from scheduling.states import StateManager
 from scheduling.timeline import WaitClock
@@ -101,6 +102,7 @@ class Scheduler:
         self.admission = Admission(config, self.space, vocab_size, swap_cost, self.counters)
         self.policy = self.waiting = self.admission.policy
         self.swapped = self.admission.swapped
+        self.classic = None if config.enable_chunked_prefill else ClassicOrder(self, config.scheduler_delay_factor)
         self.beams = Beams(self.space, self.admission, self._make_room, self._finish)
         self.running: list[SequenceGroup] = []  # in order of `key`
         size = config.max_num_seqs, config.block_size, config.num_lookahead_slots
@@ -240,10 +242,8 @@ class Scheduler:
         flight = Flight(plan, lane, budget, now)
         if self.admission.trial.settled:
             reason = "trial"
-        elif self.config.enable_chunked_prefill:
-            reason = self._schedule_mixed(flight)
         else:
-            reason = self._schedule_classic(flight)
+            reason = self.schedule_mixed(flight) if self.classic is None else self.classic.schedule(flight)
         flight.others.sort(key=lambda row: row[1] > 1)  # stable: rows of one token first, as the workers' kernels want
         plan.rows = flight.decodes.rows
         if flight.others:
@@ -267,36 +267,19 @@ class Scheduler:
         """The lane that the next step is of."""
         return self.lanes.next(len(self.waiting) + len(self.swapped))
 
-    def _schedule_mixed(self, flight: Flight) -> str:
+    def schedule_mixed(self, flight: Flight) -> str:
         """The default: decodes first, then prompts, cut where the budget ends (Sarathi-Serve, Agrawal et al., 2024).
 
         Returns why whoever still waits does so, where admission has no better reason; see `WaitClock`.
         """
-        self._make_way(flight)
+        self.make_way(flight)
         # After a preemption nobody is let in: it would be who was preempted, into the blocks it has just given up.
-        if self._schedule_running(flight):
+        if self.schedule_running(flight):
             return "blocks"
-        self._let_in(flight, Status.WAITING, Status.SWAPPED)
+        self.let_in(flight, Status.WAITING, Status.SWAPPED)
         return "order"
 
-    def _schedule_classic(self, flight: Flight) -> str:
-        """The order without chunked prefill: whole prompts first, and alone; else who runs, and then who was swapped.
-
-        Returns what `_schedule_mixed` does.
-        """
-        gathers = self.admission.must_gather(self.running)
-        if not gathers:
-            self._make_way(flight)
-            self._let_in(flight, Status.WAITING)
-        if flight.plan.new:
-            flight.is_prefill = True
-            return "order"
-        if self._schedule_running(flight):
-            return "blocks"
-        self._let_in(flight, Status.SWAPPED)
-        return "delay" if gathers else "order"
-
-    def _make_way(self, flight: Flight) -> None:
+    def make_way(self, flight: Flight) -> None:
         """Preempt who stands in the way of the first in line, and has a lower priority."""
         for victim in self.admission.make_way(self.running, flight.plan):
             assert self.admission.urgent and victim is self.running[-1]
@@ -318,7 +301,7 @@ class Scheduler:
                 return False
         return True
 
-    def _let_in(self, flight: Flight, *statuses: Status) -> None:
+    def let_in(self, flight: Flight, *statuses: Status) -> None:
         """Give their first tokens to groups that are let in, of those that have one of `statuses`."""
         for group in self.admission.let_in(flight.plan, flight.budget, self.running, statuses):
             insort(self.running, group, key=lambda group: group.key)
@@ -330,7 +313,7 @@ class Scheduler:
                 most = flight.budget.tokens if self.config.enable_chunked_prefill else self.max_model_len
                 flight.take(seq, self.space.cut(seq, min(len(seq.tokens) - seq.num_computed, most)))
 
-    def _schedule_running(self, flight: Flight) -> bool:
+    def schedule_running(self, flight: Flight) -> bool:
         """Give every running sequence its next tokens, preempting from the back where blocks run out.
 
         Of the decodes only those are looked at that need a block, or end. Returns whether a group was preempted.
@@ -410,8 +393,8 @@ class Scheduler:
         flight.lane.flying -= 1
         assert flight.plan is plan and plan.step == result.step and len(result.token_ids) == len(plan.rows)
         self.stats.landed(self.config.token_budget - flight.budget.tokens, flight.decodes, self.clock())
-        if flight.is_prefill:
-            self.admission.prefill_seconds = self.clock() - flight.planned_at
+        if self.classic is not None:
+            self.classic.landed(flight, self.clock())
         num_decodes, stopped = len(flight.decodes.seqs), frozenset(result.stopped)
         news = self._take_decodes(flight, result.token_ids[:num_decodes], stopped)
         beams: dict[str, list[tuple[Sequence, int, Logprobs]]] = {}
