@@ -455,30 +455,3 @@ class Admission:
         if seq.batch is not None:
             seq.batch.leave(seq)
             self.space.publish(seq, len(seq.tokens) - 1)
-
-    def check_integrity(self, requests: Collection[Request], running: Ints[SequenceGroup]) -> None:
-        """Assert that queues and slots agree with each other, and with `running`."""
-        waiting, swapped, aside = list(self.waiting), list(self.swapped), list(self.aside)
-        held = [group for request in requests for group in request.held]
-        self.policy.check_integrity(requests)
-        assert [*map(len, (waiting, swapped, aside))] == [*map(len, (self.waiting, self.swapped, self.aside))]
-        alone = self.trial.alone
-        assert all(alone and group.request not in alone for group in aside)
-        assert not alone or all(group.request in alone for group in (*waiting, *swapped, *running))
-        assert self.trial.suspects.keys() <= set(requests)
-        places = [id(group) for group in (*waiting, *swapped, *aside, *held, *running)]
-        assert sorted(places) == sorted(id(group) for request in requests for group in request.groups)
-        slots = [seq.slot for group in running for seq in group.seqs]
-        slots += [slot for group in running for slot in group.spare_slots]
-        assert sorted(slots + self.free_slots) == list(range(self.config.max_num_seqs))
-        for group in (*waiting, *swapped, *aside, *held):
-            assert not group.spare_slots and all(seq.slot < 0 and not seq.tables for seq in group.seqs)
-        for group in held:
-            assert group.status is Status.HELD
-            assert (leader := group.request.leader) and (
-                leader.awaited or leader.status in (Status.WAITING, Status.ASIDE)
-            )
-        for group in swapped:
-            for seq in group.seqs:
-                columns = self.host.blocks_for(seq.num_computed)
-                assert [len(table) for table in seq.host_tables] == [columns] * len(self.space.windows)

@@ -545,11 +545,3 @@ class BlockSpaceManager:
     def _forget_states(self) -> None:
         if self.states:
             self.states.snapshots.reset_prefix_cache()
-
-    def check_integrity(self, tables: list[list[int]], host_tables: list[list[int]], host_states: list[int]) -> None:
-        """Assert that the books of all pools agree with the tables, and host rows of states, of all that own some."""
-        self.device.check_integrity(tables)
-        self.host.check_integrity(host_tables)
-        if self.states:
-            self.states.snapshots.check_integrity([])
-            self.states.host.check_integrity([host_states])

@@ -45,6 +45,7 @@ from observe.metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, bit_words
 from scheduling.beam import Beams, BeamSearch
 from scheduling.classic import ClassicOrder
+from scheduling.integrity import check_integrity
 from scheduling.lanes import Lane, Lanes
 from scheduling.states import StateManager
 from scheduling.timeline import WaitClock
@@ -574,25 +575,4 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that queues, slots and blocks agree with each other."""
-        requests = self.requests.values()
-        groups = [group for request in requests for group in request.groups]
-        tables = [table for group in groups for seq in group.seqs for table in seq.tables]
-        tables += [table for request in self.admission.samples.holders for table in request.prompt_tables]
-        host_tables = [table for group in groups for seq in group.seqs for table in seq.host_tables]
-        self.space.check_integrity(tables, host_tables, [seq.host_state for group in groups for seq in group.seqs])
-        self.admission.check_integrity(requests, self.running)
-        keys = [group.key for group in self.running]
-        assert keys == sorted(keys)
-        for group in self.running:
-            assert group.status is Status.RUNNING
-            assert len(group.seqs) + len(group.births) <= group.width
-            for seq in group.seqs:
-                assert not seq.host_tables and seq.num_computed < seq.num_known <= group.limit
-                assert len(seq.tables) == len(self.space.windows)
-                assert all(len(table) * self.config.block_size >= seq.num_computed for table in seq.tables)
-                assert group.lane and (group in group.lane.others) == (seq.batch is None)
-        for lane in self.lanes:
-            seqs, rows = lane.decodes.current.seqs, lane.decodes.current.rows
-            assert [seq.place for seq in seqs] == list(range(len(seqs)))
-            assert all(seq.batch is lane.decodes and seq.group.lane is lane and seq.slot >= 0 for seq in seqs)
-            assert rows == [(seq.slot, 1) for seq in seqs]
+        check_integrity(self)
