@@ -641,7 +641,7 @@ class EngineCore:
             "num_cpu_blocks": self.facts["num_host_blocks"],
             "num_gpu_blocks": self.facts["num_blocks"],
         }
-        return self.scheduler.metrics() | {
+        return self.scheduler.reports.metrics() | {
             "num_worker_restarts_total": self.num_restarts,
             "cache_config_info": {name: str(value) for name, value in cache.items()},
         }
@@ -652,7 +652,7 @@ class EngineCore:
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         """Where a request's time went; None if it is unknown, or finished so long ago that it is forgotten."""
-        return self.scheduler.explain(request_id)
+        return self.scheduler.reports.explain(request_id)
 
     def explain_prompts(self, name: str, most: int, client: str | None = None) -> list[dict[str, Any]]:
         """The same of the requests `name-0`, `name-1`, ... below `most`, but for those that are unknown.

@@ -30,28 +30,27 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Ints
 from functools import partial
 from itertools import compress
-from typing import Any
 
 from admission import Admission
 from config import EngineConfig
-from kv_cache import AllocStatus, BlockManager, BlockSpaceManager
+from kv_cache import BlockManager, BlockSpaceManager
 from observe.freed_blocks import WatchedBlockManager
 from observe.metrics import EngineStats
-from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, bit_words
+from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult
 from scheduling.beam import Beams, BeamSearch
 from scheduling.classic import ClassicOrder
 from scheduling.integrity import check_integrity
 from scheduling.lanes import Lane, Lanes
+from scheduling.limits import Limits
+from scheduling.reports import Reports
 from scheduling.states import StateManager
 from scheduling.timeline import WaitClock
 from sequence import Flight, Request, SchedulingBudget, Sequence, SequenceGroup, Status
-
-MAX_REPORTS = 1000  # finished requests whose report is kept
 
 
 class Scheduler:
@@ -86,13 +85,7 @@ class Scheduler:
         states: StateRoom | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        if not (config.enable_chunked_prefill or config.pools) and config.token_budget < max_model_len:
-            raise ValueError(
-                f"max_num_batched_tokens is {config.token_budget}; without chunked prefill it must be at "
-                f"least max_model_len, {max_model_len}"
-            )
-        self.config, self.max_model_len, self.vocab_size = config, max_model_len, vocab_size
-        self.eos_token_ids, self.clock = frozenset(eos_token_ids), clock
+        self.config, self.clock = config, clock
         self.stats = EngineStats(max_model_len)
         self.counters = self.stats.counters
         manager = WatchedBlockManager if config.sanitize_kv else BlockManager
@@ -100,6 +93,7 @@ class Scheduler:
             config, num_blocks, num_host_blocks, windows, states and StateManager(config, states), manager
         )
         self.blocks = self.space.device
+        self.limits = Limits(config, self.space, max_model_len, vocab_size, eos_token_ids)
         self.admission = Admission(config, self.space, vocab_size, swap_cost, self.counters)
         self.policy = self.waiting = self.admission.policy
         self.swapped = self.admission.swapped
@@ -113,7 +107,7 @@ class Scheduler:
         self.arrivals = self.step = 0
         self.waits = WaitClock()
         self.late: Collection[SequenceGroup] = ()  # of those that run: what they may go on with is not known yet
-        self.reports: OrderedDict[str, dict[str, Any]] = OrderedDict()  # of finished requests, the latest last
+        self.reports = Reports(self)
 
     # --- requests come and go ---------------------------------------------------------------------------------------
 
@@ -121,20 +115,11 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            ValueError: the prompt is empty, has a token outside of the vocabulary (or the sampling parameters do),
-                leaves no room for output within `max_model_len`, or could outgrow the whole KV pool; a beam search is
-                too wide; or more log-probabilities are asked for than `max_logprobs`.
+            ValueError: its id is in use; or it can never run, see `Limits.settle`.
         """
-        params = request.params
-        self._check_prompt(request)
-        limit = request.limit(self.max_model_len)
-        width = params.num_sequences if params.use_beam_search else 1
-        self._check_size(request, limit, width)
-        ended = params.structured_outputs is not None or not params.ignore_eos  # what is complete ends so, too
-        stop_ids = (*params.stop_token_ids, *(self.eos_token_ids if ended else ()))
-        request.stop_ids = frozenset(token for token in stop_ids if token < self.vocab_size)
-        request.stops = bit_words(request.stop_ids)
-        request.allowed = bit_words(params.allowed_token_ids) if params.allowed_token_ids else None
+        if request.request_id in self.requests:
+            raise ValueError(f"request id {request.request_id!r} is in use by a request in flight")
+        params, (limit, width) = request.params, self.limits.settle(request)
         self.arrivals += 1
         request.arrival = now = self.clock()
         self.requests[request.request_id] = request
@@ -155,33 +140,6 @@ class Scheduler:
                 self.admission.wait(group, now)
         request.leader = request.groups[0]
         self.counters["prompt_tokens_total"] += request.num_prompt
-
-    def _check_prompt(self, request: Request) -> None:
-        num_prompt = request.num_prompt
-        request.params.check_vocabulary(self.vocab_size, self.eos_token_ids)
-        request.params.check_logprobs(self.config.max_logprobs)
-        if request.request_id in self.requests:
-            raise ValueError(f"request id {request.request_id!r} is in use by a request in flight")
-        if num_prompt == 0:
-            raise ValueError("the prompt is empty; it must have at least 1 token")
-        if bad := [token for token in (min(request.prompt), max(request.prompt)) if not 0 <= token < self.vocab_size]:
-            raise ValueError(f"the prompt has token id {bad[0]}; allowed: 0 to {self.vocab_size - 1}")
-
-    def _check_size(self, request: Request, limit: int, width: int) -> None:
-        """A request may grow to `limit` tokens in each of `width` beams: both must be possible."""
-        if width > (most := min(self.config.max_num_seqs, self.vocab_size)):
-            raise ValueError(
-                f"beam_width is {width}; it must be at most {most}, the lower of max_num_seqs and the vocabulary's size"
-            )
-        spread, shared = (limit - request.num_prompt, request.num_prompt) if width > 1 else (0, 0)
-        # The last token of a sequence is never computed, so it needs no place in the cache.
-        needed = self.space.most(limit - 1, spread, width, shared)
-        if self.blocks.can_allocate(needed) is AllocStatus.NEVER:
-            beams = f" in each of {width} beams" if width > 1 else ""
-            raise ValueError(
-                f"the request may grow to {limit} tokens{beams}, {needed} KV blocks of {self.config.block_size}; "
-                f"the whole pool has {self.blocks.num_blocks}: lower max_tokens or shorten the prompt"
-            )
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """Drop a request, or one of its samples, wherever it is; an unknown id is one that has just finished.
@@ -219,9 +177,7 @@ class Scheduler:
         if not request.groups:
             del self.requests[request.request_id]
             self.admission.trial.suspects.pop(request, None)
-            self.reports[request.request_id] = self._report(request, now)
-            if len(self.reports) > MAX_REPORTS:
-                self.reports.popitem(last=False)
+            self.reports.keep(request, now)
 
     @property
     def others(self) -> list[SequenceGroup]:
@@ -304,6 +260,7 @@ class Scheduler:
 
     def let_in(self, flight: Flight, *statuses: Status) -> None:
         """Give their first tokens to groups that are let in, of those that have one of `statuses`."""
+        chunked = self.config.enable_chunked_prefill
         for group in self.admission.let_in(flight.plan, flight.budget, self.running, statuses):
             insort(self.running, group, key=lambda group: group.key)
             flight.lane.put(group)
@@ -311,8 +268,8 @@ class Scheduler:
                 self.beams.schedule(group, flight, flight.budget.tokens, just_entered=True)
             else:
                 seq = group.seqs[0]
-                most = flight.budget.tokens if self.config.enable_chunked_prefill else self.max_model_len
-                flight.take(seq, self.space.cut(seq, min(len(seq.tokens) - seq.num_computed, most)))
+                count = len(seq.tokens) - seq.num_computed
+                flight.take(seq, self.space.cut(seq, min(count, flight.budget.tokens) if chunked else count))
 
     def schedule_running(self, flight: Flight) -> bool:
         """Give every running sequence its next tokens, preempting from the back where blocks run out.
@@ -422,7 +379,7 @@ class Scheduler:
                 self.admission.samples.prompt_done(seq.group, self.admission.now)
             seq.tokens.append(token)
             news.outputs.append(self._output_of(seq, i in stopped, result.logprobs.get(i)))
-            if seq.batch is None and seq.group.lane is flight.lane and self._only_decodes(seq):
+            if seq.batch is None and seq.group.lane is flight.lane and seq.only_decodes:
                 flight.lane.decodes.join(seq)
         self.counters["generation_tokens_total"] += sum(len(o.token_ids) for o in news.outputs) + len(news.token_ids)
         news.outputs += pooled
@@ -436,15 +393,8 @@ class Scheduler:
             seq, lane = found
             self.admission.stop_decoding(seq)
             lane.put(seq.group)
-        if self.admission.trial.suspects:
-            self._clear_suspects()
+        self.admission.trial.landed(self.in_flight)
         return news
-
-    def _only_decodes(self, seq: Sequence) -> bool:
-        """Whether a sequence that has sampled will do nothing else in the next step, nor have more to report."""
-        group, params = seq.group, seq.group.request.params
-        alone = params.num_samples > params.n or params.logprobs is not None or params.constrained
-        return group.status is Status.RUNNING and seq.num_known < group.limit and not alone
 
     def _take_decodes(self, flight: Flight, token_ids: list[int], stopped: frozenset[int]) -> Outputs:
         """Give the decodes of a step their tokens; returns the news. `stopped` are the indices of rows that end."""
@@ -533,45 +483,9 @@ class Scheduler:
             group.timeline.note(started_over=True)
             self.admission.recompute(group, now)
 
-    def _clear_suspects(self) -> None:
-        """Requests that have come past where workers died are suspect no more."""
-        flying: Counter[Sequence] = Counter()  # tokens of steps that have yet to land
-        for flight in self.in_flight:
-            rows = [(seq, 1) for seq in flight.decodes.seqs] + [(seq, count) for seq, count, _ in flight.others]
-            flying.update({seq: count for seq, count in rows if seq not in flight.dropped})
-        self.admission.trial.landed(lambda seq: seq.num_computed - flying[seq])
-
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.space.reset_prefix_cache()
-
-    # --- what an operator sees --------------------------------------------------------------------------------------
-
-    def metrics(self) -> dict[str, Any]:
-        """What is counted, by the names of `metrics.SERIES`."""
-        waiting = {"capacity": len(self.waiting), "deferred": len(self.admission.aside)}
-        return {
-            "num_requests_running": len(self.running),
-            "num_requests_waiting": sum(waiting.values()),
-            "num_requests_waiting_by_reason": waiting,
-            "num_requests_swapped": len(self.swapped),
-            "kv_cache_usage_perc": 1 - self.blocks.num_free / self.blocks.num_blocks,
-            **self.stats.plain(),
-        }
-
-    def explain(self, request_id: str) -> dict[str, Any] | None:
-        """Where the time of a request went, in seconds; None for one that is unknown, or finished long ago."""
-        if (request := self.requests.get(request_id)) is None:
-            return self.reports.get(request_id)
-        report, instead = self._report(request, self.clock()), self.policy.instead(request, self.running)
-        for group in request.groups:
-            if group.status in (Status.WAITING, Status.SWAPPED):
-                ahead = sum(other.key < group.key for queue in (self.waiting, self.swapped) for other in queue)
-                report["answers"][group.index] |= {"ahead": ahead} | instead
-        return report
-
-    def _report(self, request: Request, now: float) -> dict[str, Any]:
-        return request.report(now) | self.policy.account(request)
 
     def check_integrity(self) -> None:
         """Assert that queues, slots and blocks agree with each other."""

@@ -128,6 +128,13 @@ class Sequence:
         """Its tokens, and those that steps in flight are about to sample: one after all that is computed."""
         return max(len(self.delivered), self.num_computed + 1)
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether it has sampled, will do nothing else in the next step, and has no more than its token to report."""
+        group, params = self.group, self.group.request.params
+        alone = params.num_samples > params.n or params.logprobs is not None or params.constrained
+        return group.status is Status.RUNNING and self.num_known < group.limit and not alone
+
 
 class SequenceGroup:
     """Sequences that are scheduled as one.
@@ -244,21 +251,6 @@ class Request:
         self.leader: SequenceGroup | None = None  # computes the prompt for all
         self.prompt_tables: list[list[int]] = []  # referred to as long as samples have yet to branch off the prompt
         self.finished_reports: list[dict[str, Any]] = []  # of groups that have finished
-
-    def limit(self, max_model_len: int) -> int:
-        """Tokens at which its sequences end. Where there is no output, one token counts that never goes out.
-
-        Raises:
-            ValueError: the prompt is too long for `max_model_len`.
-        """
-        silent = self.pooling is not None or self.params.max_tokens == 0
-        num_prompt, most = self.num_prompt, max_model_len - (not silent)
-        if num_prompt > most:
-            fit = "fit" if silent else "leave room for output within"
-            raise ValueError(f"the prompt has {num_prompt} tokens; at most {most} {fit} the context of {max_model_len}")
-        if silent:
-            return num_prompt + 1
-        return min(num_prompt + (self.params.max_tokens or max_model_len), max_model_len)
 
     def seed_of(self, index: int, seed: int) -> int:
         """The seed of one of its answers, where the engine's is `seed`."""

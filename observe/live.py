@@ -122,7 +122,7 @@ class Recorder:
                 "blocks_in": latest(self.blocks_in, new["in"]),
             },
             "steps": latest(self.steps, new["steps"]),
-            "finished": [ending(report) for report in latest(s.reports.values(), min(new["finished"], MAX_FINISHED))],
+            "finished": [*map(ending, latest(s.reports.finished.values(), min(new["finished"], MAX_FINISHED)))],
             "counters": {name: counters[counter] for name, counter in COUNTERS.items()},
             "totals": totals,
         }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
 
-from sequence import Request, Sequence, SequenceGroup, Status
+from sequence import Flight, Request, Sequence, SequenceGroup, Status
 
 MIN_DEATHS = 3  # before a request is held to be guilty: whoever kills workers by hand may do so twice
 
@@ -59,11 +59,18 @@ class Trial:
         alone = again[0] if again and len(ran) == 1 else None
         return alone if alone and self.suspects[alone].deaths >= MIN_DEATHS else None
 
-    def landed(self, computed: Callable[[Sequence], int]) -> None:
-        """Clear who has got past its goals; `computed` says how many tokens of a sequence steps have brought."""
+    def landed(self, in_flight: Iterable[Flight]) -> None:
+        """A step has landed: clear who has got past where workers died, but for what steps in flight are to bring."""
+        if not self.suspects:
+            return
+        flying = Counter[Sequence]()
+        for flight in in_flight:
+            rows = [(seq, 1) for seq in flight.decodes.seqs] + [(seq, count) for seq, count, _ in flight.others]
+            flying.update({seq: count for seq, count in rows if seq not in flight.dropped})
         for request, suspicion in list(self.suspects.items()):
             live = [group for group in suspicion.goals if group.status is not Status.FINISHED]
-            suspicion.goals = {g: goal for g in live if computed(g.seqs[0]) < (goal := suspicion.goals[g])}
+            landed = {group: group.seqs[0].num_computed - flying[group.seqs[0]] for group in live}
+            suspicion.goals = {g: goal for g in live if landed[g] < (goal := suspicion.goals[g])}
             if not suspicion.goals:
                 del self.suspects[request]
 

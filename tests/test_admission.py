@@ -17,7 +17,7 @@ def test_preempted_requests_give_the_same_tokens():
     for name, ids in prompts.items():
         engine.add(name, ids, max_tokens=30, ignore_eos=True)
     engine.run()
-    assert engine.scheduler.metrics()["num_preemptions_total"] > 5
+    assert engine.scheduler.reports.metrics()["num_preemptions_total"] > 5
     for name, ids in prompts.items():
         assert engine.outputs[name] == expected(ids, 30, 48, ignore_eos=True)
 
@@ -39,7 +39,7 @@ def test_swapped_requests_give_the_same_tokens():
     engine.run()
     moved = sum(len(plan.swap_out) for plan in engine.plans)
     assert moved == sum(len(plan.swap_in) for plan in engine.plans) > 5
-    assert engine.scheduler.metrics()["num_swapped_blocks_total"] == moved
+    assert engine.scheduler.reports.metrics()["num_swapped_blocks_total"] == moved
     for plan in engine.plans:  # nothing is computed twice: who comes back goes on where it was
         assert all(row.num_computed >= len(row.token_ids) - 16 for row in plan.new if plan.swap_in)
     for name, ids in prompts.items():
@@ -500,18 +500,18 @@ def test_explain_says_who_was_served_instead_and_tells_no_name():
     for name in ("b1", "b2"):
         engine.add(name, prompt(4, 3), client="secret b", max_tokens=5, ignore_eos=True)
     step()
-    report = engine.scheduler.explain("b2")
+    report = engine.scheduler.reports.explain("b2")
     fairness = report["fairness"]
     assert fairness["number"] == 2 and fairness["counter"] >= fairness["virtual_time"] >= 0
     assert report["answers"][0]["served_instead"] == {"client": 1, "sequences": 1}  # the other slot has b1
     while engine.scheduler.has_work():
         step()
-    waited = engine.scheduler.explain("b2")["answers"][0]["stays"][0]
+    waited = engine.scheduler.reports.explain("b2")["answers"][0]["stays"][0]
     assert waited["served_instead"] == {"client": 1, "sequences": 1} and "slots" in waited["waited_for"]
     assert "secret" not in str(report["answers"]) + str(fairness)
     plain = Engine()
     plain.add("x", [1], max_tokens=1)
-    assert "fairness" not in plain.scheduler.explain("x")
+    assert "fairness" not in plain.scheduler.reports.explain("x")
 
 
 # --- blocks that several share, and making way ------------------------------------------------------------------------

@@ -220,7 +220,7 @@ def test_a_finished_request_tells_its_times_and_its_ends() -> None:
     assert a == {"id": "a", "client": "of a", "reason": "length", "output": 8, "ttft": 1.0, "e2e": engine.now} | told
     assert c == {"id": "c", "client": "of c", "reason": "abort", "output": 0, "ttft": None, "e2e": 0.0} | told
     assert b["ttft"] > 1.0 and b["e2e"] == b["ttft"] + 3
-    assert engine.scheduler.explain("b")["first_token_seconds"] == b["ttft"]
+    assert engine.scheduler.reports.explain("b")["first_token_seconds"] == b["ttft"]
 
 
 # --- to whom it is told ----------------------------------------------------------------------------------------------
