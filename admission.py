@@ -6,7 +6,7 @@ a queue.
 
 All queues have one order, and nobody overtakes the first in it. Three things decide whether the first comes in: a free
 slot for each sequence that it may come to have, tokens left of the step's budget, and blocks: those of its tokens, and
-a reserve for the growth of all who run (`_growth`).
+a reserve for the growth of all who run (`Reserve`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from scheduling.fair import Fair
 from scheduling.fcfs import Fcfs
 from scheduling.policy import GroupQueue, Policy
 from scheduling.priority import Priority
+from scheduling.reserve import Reserve
 from scheduling.samples import Samples
 from scheduling.trial import Trial
 from sequence import Request, SchedulingBudget, Sequence, SequenceGroup, Status, by_column
@@ -34,9 +35,6 @@ POLICIES: dict[str, type[Policy]] = {  # by the names of `EngineConfig.schedulin
     "priority": Priority,
     "fair": Fair,
 }
-EXPECTED_TOKENS = 4096  # of output that admission reckons with at most, however many are allowed
-FIRST_GUESS = 0.7  # of the share of its allowance that a request's output uses, before any has finished (as SGLang's)
-PREEMPTED, FINISHED = 0.2, 0.98  # what they do to the caution of admission: a preemption in 10 requests, about
 
 
 class Admission:
@@ -63,11 +61,9 @@ class Admission:
         self.waiting = self.policy = POLICIES[config.scheduling_policy](config)
         self.swapped = GroupQueue(Status.SWAPPED)
         self.aside, self.trial = GroupQueue(Status.ASIDE), Trial()  # those who wait for the end of a trial
-        self.samples = Samples(space, self.wait)
+        self.samples, self.reserve = Samples(space, self.wait), Reserve(config, space)
         self.free_slots = list(range(config.max_num_seqs))[::-1]
         self.released: list[int] = []  # slots that the next plan gives up
-        self.used_share = FIRST_GUESS  # of their allowance that outputs are expected to use
-        self.caution = 1.0  # share of the growth so expected that is kept free
         self.begin_step(0.0)
 
     def begin_step(self, now: float) -> None:
@@ -152,7 +148,7 @@ class Admission:
         if group.status is Status.WAITING:
             entry, births = self._entry(group, plan)
             need, known = self.space.price(entry) + births, entry.cached
-        if need + self._kept(group, self._growth([*running, group])) > self.blocks.num_free:
+        if need + self._kept(group, self.reserve.growth([*running, group])) > self.blocks.num_free:
             return None
         return group, len(group.seqs[0].tokens) - known
 
@@ -189,8 +185,8 @@ class Admission:
             if not self.config.enable_chunked_prefill and len(seq.tokens) - seq.num_computed > room:
                 self.held_up = (group.name, "tokens")
                 return
-            growth = self._growth(running) if growth is None else growth
-            growth += self._growth([group])
+            growth = self.reserve.growth(running) if growth is None else growth
+            growth += self.reserve.growth([group])
             kept = self._kept(group, growth) if running else 0  # with nothing running the group may fill the pool
             most = budget.tokens if self.config.enable_chunked_prefill else len(seq.tokens)  # that it computes at first
             if not self._find_room(group, plan, most, kept, alone=not running):
@@ -202,31 +198,6 @@ class Admission:
     def _kept(self, group: SequenceGroup, growth: float) -> int:
         """Blocks that must be left free when `group` is let in, where the others are expected to grow by `growth`."""
         return self.blocks.watermark_blocks + (0 if group is self.urgent else int(growth))
-
-    def _growth(self, groups: Ints[SequenceGroup]) -> float:
-        """Blocks that `groups` are expected to need beyond those of their tokens, and that prompts have yet to take.
-
-        Without this reserve a burst of prompts fills the pool, all of them grow at once, and most are preempted, some
-        many times. How much of their allowance outputs use is learned as they end; what part of that growth is kept
-        free rises with each preemption and falls as requests end (SGLang's new_token_ratio is the model for it).
-        """
-        slots, to_come = 0.0, 0
-        for group in groups:
-            end = group.request.num_prompt + self.used_share * self._allowance(group)
-            slots += self.space.growth(group.seqs[0], end) * group.width
-            to_come += self.space.to_come(group.seqs[0])
-        return to_come + slots * self.caution * self.config.schedule_conservativeness / self.config.block_size
-
-    def _allowance(self, group: SequenceGroup) -> int:
-        """Tokens of output that are reckoned with for each sequence of a group."""
-        return min(group.limit - group.request.num_prompt, EXPECTED_TOKENS)
-
-    def learn(self, group: SequenceGroup) -> None:
-        """A group has all its tokens: admission knows a little more of how much outputs grow."""
-        if group.request.params.max_tokens != 0:  # who asks for no tokens tells nothing of it
-            used = min(1.0, (group.seqs[0].num_tokens - group.request.num_prompt) / self._allowance(group))
-            self.used_share += (used - self.used_share) / 16
-        self.caution *= FINISHED
 
     def make_way(self, running: Ints[SequenceGroup], plan: StepPlan) -> list[SequenceGroup]:
         """The running groups to preempt, the last first, so that the first in line comes in; none if that is no help.
@@ -308,7 +279,7 @@ class Admission:
             self.counters["prefix_cache_queries_total"] += request.num_prompt
             self.counters["prefix_cache_hits_total"] += entry.cached
             self.counters["host_cache_hits_total"] += len(entry.fetched) * self.config.block_size
-        self.policy.admitted(group, len(seq.tokens) - entry.cached, self._allowance(group) * group.width)
+        self.policy.admitted(group, len(seq.tokens) - entry.cached, self.reserve.allowance(group) * group.width)
         group.timeline.enter("running", self.now, cached_tokens=entry.cached)
         if request.score is not None and self.config.enable_prefix_caching:
             group.timeline.note(prefix_cache="not read: prompt_logprobs")
@@ -391,7 +362,7 @@ class Admission:
             self.space.pass_windows(seq)
         group.num_preemptions += 1
         self.counters["num_preemptions_total"] += 1
-        self.caution = min(1.0, self.caution + PREEMPTED)
+        self.reserve.preempted()
         held = self.space.held(group.seqs)
         num_held = sum(map(len, held))
         tokens = min(sum(seq.num_computed for seq in group.seqs), len(held[0]) * self.config.block_size)

@@ -264,22 +264,6 @@ class BlockSpaceManager:
         kinds = most_blocks(self.windows, tokens, self.chunk + spread, size, ahead)
         return sum(min(together, width * most) for most in kinds)
 
-    def growth(self, seq: Sequence, end: float) -> float:
-        """Slots in blocks that a sequence will hold beyond those of its known tokens when these have become `end`."""
-        known = seq.num_known
-        end = max(known, end)
-        return sum(min(end, window or end) - min(known, window or known) for window in self.windows)
-
-    def to_come(self, seq: Sequence) -> int:
-        """Blocks of the kinds with a window that the rest of a sequence's prompt will take."""
-        known, computed = seq.num_known, seq.num_computed
-        if known - computed <= 1 or not self.windowed or not seq.tables:
-            return 0
-        size, ahead = self.block_size, self.device.num_lookahead_slots
-        most = most_blocks(self.windows, known, self.chunk, size, ahead)
-        kinds = zip(self.windows, most, seq.tables, strict=True)
-        return sum(max(0, n - len(table) + max(0, computed - w) // size) for w, n, table in kinds if w)
-
     # --- a sequence's way in ----------------------------------------------------------------------------------------
 
     def find(self, seq: Sequence, prompt_tables: list[list[int]], most: int) -> Entry:

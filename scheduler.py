@@ -436,7 +436,7 @@ class Scheduler:
             seq.logprob += logprobs.sampled
             output.cumulative_logprob, output.logprobs = seq.logprob, [logprobs]
         if output.finish_reason:
-            self.admission.learn(group)
+            self.admission.reserve.learn(group)
             self._finish(group, output.finish_reason)
             output.finished = not request.groups
         return output

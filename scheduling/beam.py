@@ -259,7 +259,7 @@ class Beams:
             output.cumulative_logprob = answer.score
             outputs.append(output)
         self.admission.counters["generation_tokens_total"] += sum(len(output.token_ids) for output in outputs)
-        self.admission.learn(group)
+        self.admission.reserve.learn(group)
         self.finish(group, outputs[0].finish_reason or "")
         outputs[-1].finished, outputs[0].time_in_queue = True, request.time_in_queue
         return outputs

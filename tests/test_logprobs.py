@@ -156,7 +156,7 @@ def test_no_tokens_of_output_may_be_asked_for(length):
         assert engine.answers["a"] == {0: [], 1: []} and not engine.token_logprobs["a", 0]
         report, counters = engine.scheduler.reports.explain("a"), engine.scheduler.counters
         assert [answer["output_tokens"] for answer in report["answers"]] == [0, 0]
-        assert counters["generation_tokens_total"] == 0 and engine.scheduler.admission.used_share == 0.7
+        assert counters["generation_tokens_total"] == 0 and engine.scheduler.admission.reserve.used_share == 0.7
 
 
 @pytest.mark.parametrize(
