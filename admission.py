@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Ints
 
 from config import EngineConfig
-from kv_cache import AllocStatus, BlockSpaceManager, Entry
+from kv_cache import BlockSpaceManager, Entry
 from plan import NewRow, StepPlan
 from scheduling.beam import blocks_to_fork
 from scheduling.fair import Fair
@@ -26,6 +26,7 @@ from scheduling.policy import GroupQueue, Policy
 from scheduling.priority import Priority
 from scheduling.reserve import Reserve
 from scheduling.samples import Samples
+from scheduling.swap import Swap
 from scheduling.trial import Trial
 from sequence import Request, SchedulingBudget, Sequence, SequenceGroup, Status, by_column
 
@@ -56,12 +57,13 @@ class Admission:
         swap_cost: float,
         counters: dict[str, float],
     ):
-        self.config, self.space, self.vocab_size, self.swap_cost = config, space, vocab_size, swap_cost
-        self.blocks, self.host, self.counters = space.device, space.host, counters
+        self.config, self.vocab_size, self.counters = config, vocab_size, counters
+        self.space, self.blocks = space, space.device
         self.waiting = self.policy = POLICIES[config.scheduling_policy](config)
         self.swapped = GroupQueue(Status.SWAPPED)
         self.aside, self.trial = GroupQueue(Status.ASIDE), Trial()  # those who wait for the end of a trial
         self.samples, self.reserve = Samples(space, self.wait), Reserve(config, space)
+        self.swap = Swap(config, space, swap_cost)
         self.free_slots = list(range(config.max_num_seqs))[::-1]
         self.released: list[int] = []  # slots that the next plan gives up
         self.begin_step(0.0)
@@ -94,7 +96,7 @@ class Admission:
         """Take a group that does not run out of its queue, for good."""
         if group.status is Status.SWAPPED:
             self.swapped.abort(group)
-            self._free_host(group)
+            self.swap.drop(group.seqs)
         elif group.status is Status.HELD:
             group.request.held.remove(group)
         else:
@@ -104,7 +106,7 @@ class Admission:
         """Groups that were swapped compute their tokens again."""
         while self.swapped:
             group = self.swapped.pop(Status.WAITING)
-            self._free_host(group)
+            self.swap.drop(group.seqs)
             group.forget_computed()
             group.timeline.note(started_over=True)
             self.wait(group, now)
@@ -123,13 +125,6 @@ class Admission:
         self.samples.drop()
         self.space.reset_prefix_cache()
         self.released = []  # new workers know of none of these
-
-    def _free_host(self, group: SequenceGroup) -> None:
-        for seq in group.seqs:
-            self.host.free(by_column(seq.host_tables))
-            seq.host_tables = []
-            if self.space.states:
-                self.space.states.drop(seq)
 
     def first(self) -> SequenceGroup | None:
         """The group that comes in next, of all that wait or are swapped; None if there is none."""
@@ -288,7 +283,7 @@ class Admission:
 
     def _swap_in(self, group: SequenceGroup, plan: StepPlan, most: int, kept: int) -> bool:
         """Bring a swapped group's blocks back, if device blocks can be had."""
-        if not self.space.swap_in(group.seqs, most, kept, plan):
+        if not self.swap.back(group.seqs, most, kept, plan):
             return False
         group.timeline.enter("running", self.now)
         return True
@@ -363,15 +358,15 @@ class Admission:
         group.num_preemptions += 1
         self.counters["num_preemptions_total"] += 1
         self.reserve.preempted()
-        held = self.space.held(group.seqs)
+        held = self.swap.held(group.seqs)
         num_held = sum(map(len, held))
         tokens = min(sum(seq.num_computed for seq in group.seqs), len(held[0]) * self.config.block_size)
-        swap = not ahead and self._swap_pays(group, held, tokens)
-        how = "swap" if swap else "recompute"
+        swaps = not ahead and self.swap.pays(group, held, tokens)
+        how = "swap" if swaps else "recompute"
         self.preempted.append((group.name, how, cause.request_id))
         group.timeline.note(preempted={"for": cause.request_id, "by": how, "tokens": tokens})
-        if swap:
-            self.space.swap_out(group.seqs, plan)
+        if swaps:
+            self.swap.out(group.seqs, plan)
             self.counters["num_swapped_blocks_total"] += num_held
             self.counters["num_swapped_tokens_total"] += tokens
             self.release(group)
@@ -385,24 +380,6 @@ class Admission:
         self.release(group)
         group.forget_computed()
         self.wait(group, now)
-
-    def _swap_pays(self, group: SequenceGroup, held: list[list[int]], tokens: int) -> bool:
-        """Whether a group is to be preempted by swap, and can be.
-
-        In mode `auto` beams are swapped, for that keeps what they share; and a single sequence, if moving its blocks
-        takes less time than computing anew what nobody else has, by the kind of layers that sees most. Each sequence's
-        state moves, too.
-        """
-        mode, count, states = self.config.preemption_mode, sum(map(len, held)), self.space.states
-        if mode == "recompute" or not count or self.host.can_allocate(count, kept=0) is not AllocStatus.OK:
-            return False
-        if states and states.host.can_allocate(len(group.seqs), kept=0) is not AllocStatus.OK:
-            return False
-        if mode == "swap" or group.beams is not None:
-            return True
-        alone = sum(self.blocks.ref_counts[block] == 1 for block in held[0]) * self.config.block_size
-        size = count + (states.room.blocks if states else 0)
-        return size * self.swap_cost < min(tokens, alone)
 
     def release(self, group: SequenceGroup) -> None:
         """Take all blocks and slots of a group."""

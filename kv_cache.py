@@ -2,7 +2,8 @@
 
 Blocks are integers here; the tensors behind them live in the worker. `BlockManager` keeps the books of one pool, the
 device's or the host's; `BlockSpaceManager` lets the two work together for the tables of sequences: sharing, copy on
-write, swapping, and host memory as the prefix cache's second tier. `StateManager` does so for recurrent states.
+write, and host memory as the prefix cache's second tier. `Beams` fork what they share, and `Swap` moves whole sequences
+to the host. `StateManager` keeps the books of recurrent states.
 
 A block is in one of three states:
 
@@ -417,59 +418,6 @@ class BlockSpaceManager:
                     if table[i] >= 0:
                         self.device.publish(table[i], seq.hashes[i] + mark)
             seq.num_published = full
-
-    # --- and its way out --------------------------------------------------------------------------------------------
-
-    def held(self, seqs: Ints[Sequence]) -> list[list[int]]:
-        """The blocks of what `seqs` have computed, by kind, each once."""
-        columns = [self.host.blocks_for(seq.num_computed) for seq in seqs]
-        kinds = zip(*(seq.tables for seq in seqs), strict=True)
-        parts = ([table[:count] for table, count in zip(tables, columns, strict=True)] for tables in kinds)
-        return [list(dict.fromkeys(block for part in kind for block in part if block >= 0)) for kind in parts]
-
-    def swap_out(self, seqs: Ints[Sequence], plan: StepPlan) -> None:
-        """Copy what `seqs` have computed to host memory, where the prefix cache can find it, too."""
-        held = [block for block in by_column(self.held(seqs)) if block >= 0]
-        moved = dict(zip(held, self.host.allocate(len(held)), strict=True))
-        plan.swap_out += moved.items()
-        for seq in seqs:
-            columns = self.host.blocks_for(seq.num_computed)
-            seq.host_tables = [[moved.get(block, -1) for block in table[:columns]] for table in seq.tables]
-        self._share_again(self.host, [by_column(seq.host_tables) for seq in seqs])
-        for block, host_block in moved.items():
-            if (key := self.device.hashes[block]) is not None:
-                self.host.publish(host_block, key)
-        if self.states:
-            self.states.swap_out(seqs, plan)
-
-    def swap_in(self, seqs: Ints[Sequence], most: int, kept: int, plan: StepPlan) -> bool:
-        """Bring back what `seqs` had computed, if blocks for their tokens can be had with `kept` more left free.
-
-        The next step computes `most` tokens of each at most.
-        """
-        moved = dict.fromkeys(block for seq in seqs for block in by_column(seq.host_tables) if block >= 0)
-        goals = [self.goals(len(seq.tokens), seq.num_computed + most) for seq in seqs]
-        columns = [self.host.blocks_for(seq.num_computed) for seq in seqs]
-        grown = sum(goal - count for kinds, count in zip(goals, columns, strict=True) for goal in kinds)
-        if self.device.can_allocate(len(moved) + grown, kept) is not AllocStatus.OK:
-            return False
-        device = dict(zip(moved, self.device.allocate(len(moved)), strict=True))
-        plan.swap_in += device.items()
-        for seq in seqs:
-            seq.tables = [[device.get(block, -1) for block in table] for table in seq.host_tables]
-            self.host_pinned += by_column(seq.host_tables)
-            seq.host_tables = []
-        self._share_again(self.device, [by_column(seq.tables) for seq in seqs])
-        for seq in seqs:
-            self.grow(seq, len(seq.tokens), seq.num_computed + most)
-        return True
-
-    def _share_again(self, pool: BlockManager, tables: Ints[list[int]]) -> None:
-        """Add the references of blocks that stand in several tables and were allocated once."""
-        seen: set[int] = set()
-        for table in tables:
-            pool.share(block for block in table if block in seen)
-            seen.update(table)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ def check_admission(admission: Admission, scheduler: Scheduler, groups: list[Seq
         assert leader.awaited or leader.status in (Status.WAITING, Status.ASIDE)
     for group in swapped:
         for seq in group.seqs:
-            columns = admission.host.blocks_for(seq.num_computed)
+            columns = admission.space.host.blocks_for(seq.num_computed)
             assert [len(table) for table in seq.host_tables] == [columns] * len(admission.space.windows)
 
 
