@@ -296,13 +296,6 @@ class Admission:
         else:
             seq.slot = group.spare_slots.pop()
         seq.stale = False
-        num_logprobs = -1
-        if group.beams is not None:
-            num_logprobs = min(group.beams.num_candidates, self.vocab_size)
-        elif params.logprobs is not None:
-            num_logprobs = params.logprobs
-        elif params.num_samples > params.n:
-            num_logprobs = 0
         free = not params.constrained  # else the masks of its steps say it all
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         plan.new.append(
@@ -316,7 +309,7 @@ class Admission:
                 top_p=params.top_p,
                 min_p=params.min_p,
                 seed=group.seed,
-                num_logprobs=num_logprobs,
+                num_logprobs=group.num_logprobs(self.vocab_size),
                 score=request.score,
                 name=group.name if self.config.sanitize_kv else "",
                 penalties=penalties if penalties != (1.0, 0.0, 0.0) else None,

@@ -446,25 +446,17 @@ class Scheduler:
 
         Args:
             lost: the workers have died, and what was in the KV cache and in host memory is gone, too.
-            cause: what happened, if the steps' requests may be to blame. Where workers have died, `Trial` says who is
-                ended rather than run once more; else it is the latest to come, because a step did not fit.
+            cause: what happened, if the steps' requests may be to blame: `Trial.blame` says who is ended for it.
         """
-        trial, outputs, now = self.admission.trial, [], self.clock()
+        outputs, now = list[EngineOutput](), self.clock()
         seqs = [seq for flight in self.in_flight for seq in flight.seqs]
         plans = [flight.plan for flight in self.in_flight]
         self.in_flight.clear()
         self.lanes.forget()
-        guilty = None
-        if cause and lost:
-            guilty = trial.died(seqs, self.requests.values())
-            if guilty:
-                deaths = trial.suspects[guilty].deaths
-                cause += f"; {deaths} steps that this request ran in have ended so, and in the last it was alone"
-        elif cause and (live := [seq.group for seq in seqs if seq.slot >= 0]):
-            guilty = max(live, key=lambda group: group.key[1]).request
-        if guilty:
+        if cause and (blamed := self.admission.trial.blame(lost, cause, seqs, self.requests.values())):
+            guilty, error = blamed
             self.abort(guilty.request_id, reason="error")
-            news = EngineOutput(guilty.request_id, [], "error", error=cause, finished=True, engine_fault=not lost)
+            news = EngineOutput(guilty.request_id, [], "error", error=error, finished=True, engine_fault=not lost)
             outputs.append(news)
         self._stop_running(now)
         if lost:

@@ -177,6 +177,15 @@ class SequenceGroup:
         """For logs: the request's id, and which sample."""
         return f"{self.request.request_id}#{self.index}" if self.index else self.request.request_id
 
+    def num_logprobs(self, vocab_size: int) -> int:
+        """Of how many of the likeliest tokens its rows bring log-probabilities; see `NewRow.num_logprobs`."""
+        params = self.request.params
+        if self.beams is not None:
+            return min(self.beams.num_candidates, vocab_size)
+        if params.logprobs is not None:
+            return params.logprobs
+        return 0 if params.num_samples > params.n else -1
+
     def forget_computed(self) -> None:
         """All its tokens must be computed again: those of the first beam, off which the others branch again."""
         first, *others = [*self.seqs, *(child for child, _, _ in self.births)]

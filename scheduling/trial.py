@@ -35,6 +35,27 @@ class Trial:
         self.pool: list[Request] = []  # the guilty one is one of these, if anyone is; the first to come first
         self.alone: list[Request] = []  # those of the pool who run, and nobody else; empty: all run
 
+    def blame(
+        self, lost: bool, cause: str, seqs: Ints[Sequence], requests: Collection[Request]
+    ) -> tuple[Request, str] | None:
+        """Who is ended because steps of `seqs` have failed, and with which error; None: nobody is.
+
+        Where workers have died, that is the one that is guilty of it, once that is certain. Else a step did not fit,
+        and it is the latest to come.
+
+        Args:
+            lost: the workers have died.
+            cause: what happened.
+            seqs, requests: see `died`.
+        """
+        if not lost:
+            live = [seq.group for seq in seqs if seq.slot >= 0]
+            return (max(live, key=lambda group: group.key[1]).request, cause) if live else None
+        if (guilty := self.died(seqs, requests)) is None:
+            return None
+        deaths = self.suspects[guilty].deaths
+        return guilty, f"{cause}; {deaths} steps that this request ran in have ended so, and in the last it was alone"
+
     def died(self, seqs: Ints[Sequence], requests: Collection[Request]) -> Request | None:
         """Workers have died in steps of `seqs`; returns the request that is guilty, once that is certain.
 
