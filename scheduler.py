@@ -16,7 +16,7 @@ at least a token in every step: a request ends at most as many steps after its a
 tokens. (Samples of one request branch off when their prompt is computed. Whoever came in by then may run on first,
 `max_num_seqs` sequences at most. The classic order may put as many steps of prompts before each of decodes. Under
 `fair` the first in order may have to wait for those who run and are behind it by no more than a step's tokens.)
-Who is let in, and what it needs for that, is decided in `Admission`.
+Who is let in, and what it needs for that, is decided in `Admission`. Beams and the classic order are in `scheduling/`.
 
 `schedule()` makes a `StepPlan` of differences for the workers; `update()` takes their `StepResult`. The next plan may
 be made before the result of the last one is in: it must know that a token will come (`num_known`), not which. Where
@@ -42,7 +42,7 @@ from kv_cache import BlockManager, BlockSpaceManager
 from observe.freed_blocks import WatchedBlockManager
 from observe.metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult
-from scheduling.beam import Beams, BeamSearch
+from scheduling.beam import Beams
 from scheduling.classic import ClassicOrder
 from scheduling.integrity import check_integrity
 from scheduling.lanes import Lane, Lanes
@@ -100,8 +100,7 @@ class Scheduler:
         self.classic = None if config.enable_chunked_prefill else ClassicOrder(self, config.scheduler_delay_factor)
         self.beams = Beams(self.space, self.admission, self._make_room, self._finish)
         self.running: list[SequenceGroup] = []  # in order of `key`
-        size = config.max_num_seqs, config.block_size, config.num_lookahead_slots
-        self.lanes = Lanes(config.pipeline_parallel_size, *size)
+        self.lanes = Lanes(config)
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[Flight] = deque()
         self.arrivals = self.step = 0
@@ -130,9 +129,7 @@ class Scheduler:
             group.key, group.limit, group.width = (rank, self.arrivals, index), limit, width
             group.seed = request.seed_of(index, self.config.seed)
             if params.use_beam_search:
-                group.beams = BeamSearch(
-                    width, limit - request.num_prompt, request.stop_ids, params.length_penalty, params.early_stopping
-                )
+                group.beams = self.beams.search(group)
             request.groups.append(group)
             if index:
                 self.admission.samples.hold(group, now)
@@ -456,8 +453,7 @@ class Scheduler:
         if cause and (blamed := self.admission.trial.blame(lost, cause, seqs, self.requests.values())):
             guilty, error = blamed
             self.abort(guilty.request_id, reason="error")
-            news = EngineOutput(guilty.request_id, [], "error", error=error, finished=True, engine_fault=not lost)
-            outputs.append(news)
+            outputs = [EngineOutput(guilty.request_id, [], "error", error=error, finished=True, engine_fault=not lost)]
         self._stop_running(now)
         if lost:
             self.admission.lose_pools(now)

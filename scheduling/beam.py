@@ -154,6 +154,12 @@ class Beams:
         self.space, self.admission = space, admission
         self.make_room, self.finish = make_room, finish
 
+    def search(self, group: SequenceGroup) -> BeamSearch:
+        """A search that begins, for a group with its limit and width."""
+        request, params = group.request, group.request.params
+        most = group.limit - request.num_prompt
+        return BeamSearch(group.width, most, request.stop_ids, params.length_penalty, params.early_stopping)
+
     def schedule(self, group: SequenceGroup, flight: Flight, most: int, just_entered: bool = False) -> bool:
         """Give all beams of a group their next token in this step, or some of them what they lack before that.
 

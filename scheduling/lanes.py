@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
+from config import EngineConfig
 from scheduling.decodes import DecodeBatch
 from sequence import Sequence, SequenceGroup, Status
 
@@ -37,13 +39,13 @@ class Lanes:
     """All lanes of a scheduler.
 
     Args:
-        count: how many there are.
-        width: sequences that run at once, in all of them.
-        block_size, num_lookahead_slots: see `DecodeBatch`.
+        config: how many there are, how many sequences run at once in all of them, and what a `DecodeBatch` needs.
     """
 
-    def __init__(self, count: int, width: int, block_size: int, num_lookahead_slots: int):
-        self.all, self.width = [Lane(DecodeBatch(width, block_size, num_lookahead_slots)) for _ in range(count)], width
+    def __init__(self, config: EngineConfig):
+        self.width = config.max_num_seqs
+        batch = partial(DecodeBatch, self.width, config.block_size, config.num_lookahead_slots)
+        self.all = [Lane(batch()) for _ in range(config.pipeline_parallel_size)]
         self.turn = 0  # of the lane whose step was planned last
 
     def __iter__(self) -> Iterator[Lane]:
