@@ -57,7 +57,8 @@ class Admission:
         swap_cost: float,
         counters: dict[str, float],
     ):
-        self.config, self.vocab_size, self.counters = config, vocab_size, counters
+        self.config, self.counters = config, counters
+        self.vocab_size = vocab_size
         self.space, self.blocks = space, space.device
         self.waiting = self.policy = POLICIES[config.scheduling_policy](config)
         self.swapped = GroupQueue(Status.SWAPPED)
@@ -202,7 +203,8 @@ class Admission:
         """
         if not self.waiting or not running or self.config.pools:
             return []
-        group, victims, slots = self.waiting.first(), list[SequenceGroup](), len(self.free_slots)
+        group, slots = self.waiting.first(), len(self.free_slots)
+        victims: list[SequenceGroup] = []
         holders = [
             r for r in self.samples.holders if self.policy.yields(min(r.groups, key=lambda each: each.key), group)
         ]
@@ -290,7 +292,8 @@ class Admission:
 
     def enter(self, seq: Sequence, plan: StepPlan) -> None:
         """Put a sequence into a slot that its group has to spare, or anew into the slot that it has."""
-        group, request, params = seq.group, seq.group.request, seq.group.request.params
+        group, request = seq.group, seq.group.request
+        params = request.params
         if seq.slot >= 0:
             self.released.append(seq.slot)
         else:
@@ -352,7 +355,6 @@ class Admission:
         self.counters["num_preemptions_total"] += 1
         self.reserve.preempted()
         held = self.swap.held(group.seqs)
-        num_held = sum(map(len, held))
         tokens = min(sum(seq.num_computed for seq in group.seqs), len(held[0]) * self.config.block_size)
         swaps = not ahead and self.swap.pays(group, held, tokens)
         how = "swap" if swaps else "recompute"
@@ -360,7 +362,7 @@ class Admission:
         group.timeline.note(preempted={"for": cause.request_id, "by": how, "tokens": tokens})
         if swaps:
             self.swap.out(group.seqs, plan)
-            self.counters["num_swapped_blocks_total"] += num_held
+            self.counters["num_swapped_blocks_total"] += sum(map(len, held))
             self.counters["num_swapped_tokens_total"] += tokens
             self.release(group)
             group.timeline.enter("swapped", self.now, waits=True)

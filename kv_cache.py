@@ -260,9 +260,9 @@ class BlockSpaceManager:
             width: how many there are.
             shared: the first of the tokens, which they share.
         """
-        size, ahead, full = self.block_size, self.device.num_lookahead_slots, shared // self.block_size
+        size, full = self.block_size, shared // self.block_size
         together = full + width * (self.device.blocks_for(tokens) - full)
-        kinds = most_blocks(self.windows, tokens, self.chunk + spread, size, ahead)
+        kinds = most_blocks(self.windows, tokens, self.chunk + spread, size, self.device.num_lookahead_slots)
         return sum(min(together, width * most) for most in kinds)
 
     # --- a sequence's way in ----------------------------------------------------------------------------------------
@@ -330,7 +330,8 @@ class BlockSpaceManager:
         if not self.device.enable_prefix_caching:
             return 0, tables, fetched
         chain(seq.hashes, seq.tokens, self.block_size, seq.group.request.salt)
-        device, host, size, states = self.device.block_of, self.host.block_of, self.block_size, self.states
+        device, host = self.device.block_of, self.host.block_of
+        size, states = self.block_size, self.states
         branch = min((shared for _, _, shared in seq.group.births), default=last + 1)
         if states:  # who branches off does so from the state at that very place, which is yet to come
             last = min(last, branch - 1) // size * size

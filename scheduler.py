@@ -46,7 +46,7 @@ from scheduling.beam import Beams
 from scheduling.classic import ClassicOrder
 from scheduling.integrity import check_integrity
 from scheduling.lanes import Lane, Lanes
-from scheduling.limits import Limits
+from scheduling.limits import RequestLimits
 from scheduling.reports import Reports
 from scheduling.states import StateManager
 from scheduling.timeline import WaitClock
@@ -93,7 +93,7 @@ class Scheduler:
             config, num_blocks, num_host_blocks, windows, states and StateManager(config, states), manager
         )
         self.blocks = self.space.device
-        self.limits = Limits(config, self.space, max_model_len, vocab_size, eos_token_ids)
+        self.limits = RequestLimits(config, self.space, max_model_len, vocab_size, eos_token_ids)
         self.admission = Admission(config, self.space, vocab_size, swap_cost, self.counters)
         self.policy = self.waiting = self.admission.policy
         self.swapped = self.admission.swapped
@@ -114,7 +114,7 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            ValueError: its id is in use; or it can never run, see `Limits.settle`.
+            ValueError: its id is in use; or it can never run, see `RequestLimits.settle`.
         """
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use by a request in flight")
@@ -123,10 +123,10 @@ class Scheduler:
         request.arrival = now = self.clock()
         self.requests[request.request_id] = request
         self.policy.arrived(request)
-        rank = self.policy.rank(request)
         for index in range(1 if params.use_beam_search else params.num_samples):
             group = SequenceGroup(request, index, self.waits)
-            group.key, group.limit, group.width = (rank, self.arrivals, index), limit, width
+            group.key = (self.policy.rank(request), self.arrivals, index)
+            group.limit, group.width = limit, width
             group.seed = request.seed_of(index, self.config.seed)
             if params.use_beam_search:
                 group.beams = self.beams.search(group)
@@ -273,7 +273,8 @@ class Scheduler:
 
         Of the decodes only those are looked at that need a block, or end. Returns whether a group was preempted.
         """
-        before, lane, decodes = len(self.admission.preempted), flight.lane, flight.lane.decodes
+        lane, decodes = flight.lane, flight.lane.decodes
+        before = len(self.admission.preempted)
         to_come = lane.width  # sequences, or the slots kept for them
         due = [seq.group for seq in decodes.pop_due()]
         entrant = partial(self.admission.entrant, flight.plan, self.running)
@@ -405,10 +406,9 @@ class Scheduler:
             if seq.batch is not None:
                 decodes.deliver(seq)
                 self.space.publish(seq, len(seq.tokens) - 1)
-        outputs = []
         for seq in ends:
             decodes.deliver(seq)
-            outputs.append(self._output_of(seq, True))
+        outputs = [self._output_of(seq, True) for seq in ends]
         if ends:
             ended = {(output.request_id, output.index) for output in outputs}
             going = [name not in ended for name in names]

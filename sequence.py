@@ -79,7 +79,8 @@ class Sequence:
         self.group = group
         self.delivered = list(tokens)  # see `tokens`
         self.batch: DecodeBatch | None = None  # that it decodes in, which fills in the three that follow
-        self.place = self.due = self.next_delivery = 0
+        self.place = self.due = 0
+        self.next_delivery = 0
         self.computed_before = 0  # `num_computed`, but for the steps of `batch`
         self.num_published = 0  # columns of `tables` offered to the prefix cache
         self.hashes: list[bytes] = []
@@ -240,7 +241,8 @@ class Request:
         client: str = "",
         pooling: PoolingParams | None = None,
     ):
-        self.request_id, self.params, self.salt, self.priority = request_id, params, salt, priority
+        self.request_id, self.params = request_id, params
+        self.salt, self.priority = salt, priority
         self.client, self.pooling = client, pooling
         self.prompt = list(prompt_token_ids)
         self.num_prompt = len(self.prompt)

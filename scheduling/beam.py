@@ -70,7 +70,8 @@ class BeamSearch:
         length_penalty: float,
         early_stopping: bool | Literal["never"],
     ):
-        self.width, self.max_tokens, self.stop_ids = width, max_tokens, stop_ids
+        self.width, self.max_tokens = width, max_tokens
+        self.stop_ids = stop_ids
         self.length_penalty, self.early_stopping = length_penalty, early_stopping
         # Enough that `width` beams go on even if every beam's likeliest continuations are the tokens that end it.
         self.num_candidates = max(2, 1 + len(stop_ids)) * width
@@ -247,7 +248,8 @@ class Beams:
                 group.births.append((child, parent, length))
             else:
                 seqs[c.parent] = parent
-                parent.tokens, parent.logprob, parent.stale = tokens, c.logprob, c.token != sampled
+                parent.tokens, parent.logprob = tokens, c.logprob
+                parent.stale = c.token != sampled
         self.admission.leave([seq for i, (seq, _, _) in enumerate(rows) if i not in seqs])
         group.seqs = list(seqs.values())
         return []

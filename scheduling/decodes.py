@@ -28,7 +28,8 @@ class DecodeBatch:
     """
 
     def __init__(self, width: int, block_size: int, num_lookahead_slots: int):
-        self.width, self.block_size, self.ahead = width, block_size, num_lookahead_slots
+        self.width, self.block_size = width, block_size
+        self.ahead = num_lookahead_slots
         self.steps = 0  # that it has run
         self.current, self.shared = DecodeRows(), False  # whether they were handed out
         self.calendar: defaultdict[int, dict[Sequence, None]] = defaultdict(dict)  # by step: who needs a look
@@ -44,7 +45,8 @@ class DecodeBatch:
     def join(self, seq: Sequence) -> None:
         """`seq` computes a token in every step from the next one on."""
         seq.computed_before -= self.steps
-        seq.batch, seq.place, seq.next_delivery = self, len(self), self.steps + 1
+        seq.batch, seq.place = self, len(self)
+        seq.next_delivery = self.steps + 1
         name = (seq.group.request.request_id, seq.group.index)
         for column, entry in zip(self._own(), (seq, (seq.slot, 1), name), strict=True):
             column.append(entry)

@@ -79,7 +79,8 @@ class Constraint:
     """
 
     def __init__(self, params: SamplingParams, grammar: Grammar | None, stops: dict[int, int], words: int):
-        self.params, self.stops, self.words = params, stops, words
+        self.params, self.stops = params, stops
+        self.words = words
         self.grammar = grammar
         self.matcher: Any = None  # the grammar's, copied once there is something to read
         self.allowed = grammar.first if grammar else np.full(words, ALL, dtype=np.uint32)  # by the grammar
@@ -398,7 +399,8 @@ class Sandbox:
     """
 
     def __init__(self, *vocabulary: Any):
-        self.vocabulary, self.lock, self.limits = vocabulary, threading.Lock(), Limits()
+        self.vocabulary, self.lock = vocabulary, threading.Lock()
+        self.limits = Limits()
         self.held: Held = []
         self.close = weakref.finalize(self, end_sandbox, self.held, self.lock)
 

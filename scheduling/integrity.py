@@ -35,12 +35,11 @@ def check_space(space: BlockSpaceManager, admission: Admission, groups: list[Seq
 
 def check_admission(admission: Admission, scheduler: Scheduler, groups: list[SequenceGroup]) -> None:
     """Each group is in one place, and each slot has one owner."""
-    waiting, swapped, aside = list(admission.waiting), list(admission.swapped), list(admission.aside)
+    queues = admission.waiting, admission.swapped, admission.aside
+    waiting, swapped, aside = map(list, queues)
     requests, running = scheduler.requests.values(), scheduler.running
     held = [group for request in requests for group in request.held]
-    assert [*map(len, (waiting, swapped, aside))] == [
-        *map(len, (admission.waiting, admission.swapped, admission.aside))
-    ]
+    assert [*map(len, (waiting, swapped, aside))] == [*map(len, queues)]
     alone = admission.trial.alone
     assert all(alone and group.request not in alone for group in aside)
     assert not alone or all(group.request in alone for group in (*waiting, *swapped, *running))

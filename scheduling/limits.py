@@ -10,7 +10,7 @@ from plan import bit_words
 from sequence import Request
 
 
-class Limits:
+class RequestLimits:
     """The limits of a model and its pools, as far as requests run into them.
 
     Args:
@@ -37,7 +37,8 @@ class Limits:
                 f"max_num_batched_tokens is {config.token_budget}; without chunked prefill it must be at "
                 f"least max_model_len, {max_model_len}"
             )
-        self.config, self.space, self.max_model_len = config, space, max_model_len
+        self.config, self.space = config, space
+        self.max_model_len = max_model_len
         self.vocab_size, self.eos_token_ids = vocab_size, frozenset(eos_token_ids)
 
     def settle(self, request: Request) -> tuple[int, int]:

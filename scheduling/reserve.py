@@ -30,7 +30,8 @@ class Reserve:
     """
 
     def __init__(self, config: EngineConfig, space: BlockSpaceManager):
-        self.space, self.block_size, self.conservativeness = space, config.block_size, config.schedule_conservativeness
+        self.space, self.block_size = space, config.block_size
+        self.conservativeness = config.schedule_conservativeness
         self.used_share = FIRST_GUESS  # of their allowance that outputs are expected to use
         self.caution = 1.0  # share of the growth so expected that is kept free
 
@@ -66,7 +67,8 @@ class Reserve:
 
     def _to_come(self, seq: Sequence) -> int:
         """Blocks of the kinds with a window that the rest of a sequence's prompt will take."""
-        known, computed, windows = seq.num_known, seq.num_computed, self.space.windows
+        known, computed = seq.num_known, seq.num_computed
+        windows = self.space.windows
         if known - computed <= 1 or not self.space.windowed or not seq.tables:
             return 0
         size, ahead = self.block_size, self.space.device.num_lookahead_slots

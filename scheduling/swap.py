@@ -20,8 +20,9 @@ class Swap:
     """
 
     def __init__(self, config: EngineConfig, space: BlockSpaceManager, cost: float):
-        self.mode, self.block_size, self.cost = config.preemption_mode, config.block_size, cost
-        self.space, self.device, self.host = space, space.device, space.host
+        self.mode, self.cost = config.preemption_mode, cost
+        self.block_size, self.space = config.block_size, space
+        self.device, self.host = space.device, space.host
 
     def held(self, seqs: Ints[Sequence]) -> list[list[int]]:
         """The blocks of what `seqs` have computed, by kind, each once."""

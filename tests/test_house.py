@@ -57,8 +57,10 @@ MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 7
 STDLIB_ONLY = {
     "admission", "config", "kv_cache", "model_config", "models.config_fields", "models.families", "models.kv_layout",
     "models.pooling", "models.quantization", "models.sizes", "observe.freed_blocks", "observe.live", "observe.logs",
-    "observe.metrics", "plan", "sampling_params", "scheduler", "scheduling.beam", "scheduling.fair",
-    "scheduling.fcfs", "scheduling.policy", "scheduling.priority", "sequence",
+    "observe.metrics", "plan", "sampling_params", "scheduler", "scheduling.beam", "scheduling.classic",
+    "scheduling.decodes", "scheduling.fair", "scheduling.fcfs", "scheduling.integrity", "scheduling.lanes",
+    "scheduling.limits", "scheduling.policy", "scheduling.priority", "scheduling.reports", "scheduling.reserve",
+    "scheduling.samples", "scheduling.states", "scheduling.swap", "scheduling.timeline", "scheduling.trial", "sequence",
 }  # fmt: skip
 TORCH_FREE_ROOMS = ("api", "text", "scheduling", "processes", "executors")
 TORCH_FREE = {name for name in FILES if name.startswith(TORCH_FREE_ROOMS)} | STDLIB_ONLY | {"server", "engine"}
