@@ -6,10 +6,7 @@ a queue.
 
 All queues have one order, and nobody overtakes the first in it. Three things decide whether the first comes in: a free
 slot for each sequence that it may come to have, tokens left of the step's budget, and blocks: those of its tokens, and
-a reserve for the growth of all who run (`_growth`).
-
-Of the samples of a request only one, the leader, computes the prompt. The others are held until it has, and share the
-prompt's blocks.
+a reserve for the growth of all who run (`Reserve`).
 """
 
 from __future__ import annotations
@@ -20,27 +17,25 @@ from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Ints
 
 from config import EngineConfig
-from kv_cache import AllocStatus, BlockSpaceManager, Entry
+from kv_cache import BlockSpaceManager, Entry
 from plan import NewRow, StepPlan
-from scheduling.fair import FairQueue, GroupQueue
+from scheduling.beam import blocks_to_fork
+from scheduling.fair import Fair
+from scheduling.fcfs import Fcfs
+from scheduling.policy import GroupQueue, Policy
+from scheduling.priority import Priority
+from scheduling.reserve import Reserve
+from scheduling.samples import Samples
+from scheduling.swap import Swap
 from scheduling.trial import Trial
-from sequence import Flight, Request, SchedulingBudget, Sequence, SequenceGroup, Status, by_column
+from sequence import Request, SchedulingBudget, Sequence, SequenceGroup, Status, by_column
 
-EXPECTED_TOKENS = 4096  # of output that admission reckons with at most, however many are allowed
-FIRST_GUESS = 0.7  # of the share of its allowance that a request's output uses, before any has finished (as SGLang's)
-PREEMPTED, FINISHED = 0.2, 0.98  # what they do to the caution of admission: a preemption in 10 requests, about
-FAIR_STEP = 0.1  # seconds
-
-
-def step_tokens(config: EngineConfig, most: int, seconds: float) -> int:
-    """Tokens of a step: `most`, which take so many seconds, or by default under `fair` what takes FAIR_STEP.
-
-    Whoever decodes gets its next token when the step ends, so the prompts of others must not make the step long.
-    """
-    given = config.max_num_batched_tokens is not None
-    if config.scheduling_policy != "fair" or given or config.pools or not config.enable_chunked_prefill:
-        return most
-    return max(config.max_num_seqs, min(most, int(most * FAIR_STEP / max(seconds, FAIR_STEP))))
+POLICIES: dict[str, type[Policy]] = {  # by the names of `EngineConfig.scheduling_policy`
+    "auto": Fcfs,
+    "fcfs": Fcfs,
+    "priority": Priority,
+    "fair": Fair,
+}
 
 
 class Admission:
@@ -62,20 +57,16 @@ class Admission:
         swap_cost: float,
         counters: dict[str, float],
     ):
-        self.config, self.space, self.vocab_size, self.swap_cost = config, space, vocab_size, swap_cost
-        self.blocks, self.host, self.counters = space.device, space.host, counters
-        self.fair = FairQueue() if config.scheduling_policy == "fair" else None
-        self.waiting = GroupQueue(Status.WAITING) if self.fair is None else self.fair
+        self.config, self.counters = config, counters
+        self.vocab_size = vocab_size
+        self.space, self.blocks = space, space.device
+        self.waiting = self.policy = POLICIES[config.scheduling_policy](config)
         self.swapped = GroupQueue(Status.SWAPPED)
-        # Who makes way must be worse than this by class. Under `fair` less than a step's tokens is not worth the work.
-        self.quantum = 0 if self.fair is None else config.token_budget
         self.aside, self.trial = GroupQueue(Status.ASIDE), Trial()  # those who wait for the end of a trial
-        self.prompt_holders: list[Request] = []  # whose prompt blocks are kept for samples that have yet to branch off
+        self.samples, self.reserve = Samples(space, self.wait), Reserve(config, space)
+        self.swap = Swap(config, space, swap_cost)
         self.free_slots = list(range(config.max_num_seqs))[::-1]
         self.released: list[int] = []  # slots that the next plan gives up
-        self.used_share = FIRST_GUESS  # of their allowance that outputs are expected to use
-        self.caution = 1.0  # share of the growth so expected that is kept free
-        self.prefill_seconds = 0.0  # that the latest step of prompts took, in the classic order
         self.begin_step(0.0)
 
     def begin_step(self, now: float) -> None:
@@ -102,17 +93,11 @@ class Admission:
         for group in [queue.pop(Status.HELD) for queue in (self.waiting, self.aside) for _ in range(len(queue))]:
             self._queue(group)
 
-    def hold(self, group: SequenceGroup, now: float) -> None:
-        """Let a sample wait for another one of its request, which computes the prompt for both."""
-        group.status = Status.HELD
-        group.timeline.enter("held", now)
-        group.request.held.append(group)
-
     def withdraw(self, group: SequenceGroup) -> None:
         """Take a group that does not run out of its queue, for good."""
         if group.status is Status.SWAPPED:
             self.swapped.abort(group)
-            self._free_host(group)
+            self.swap.drop(group.seqs)
         elif group.status is Status.HELD:
             group.request.held.remove(group)
         else:
@@ -122,7 +107,7 @@ class Admission:
         """Groups that were swapped compute their tokens again."""
         while self.swapped:
             group = self.swapped.pop(Status.WAITING)
-            self._free_host(group)
+            self.swap.drop(group.seqs)
             group.forget_computed()
             group.timeline.note(started_over=True)
             self.wait(group, now)
@@ -138,16 +123,9 @@ class Admission:
     def lose_pools(self, now: float) -> None:
         """What was in the KV cache and in host memory is gone."""
         self.drop_swapped(now)
-        self.drop_prompt_blocks()
+        self.samples.drop()
         self.space.reset_prefix_cache()
         self.released = []  # new workers know of none of these
-
-    def _free_host(self, group: SequenceGroup) -> None:
-        for seq in group.seqs:
-            self.host.free(by_column(seq.host_tables))
-            seq.host_tables = []
-            if self.space.states:
-                self.space.states.drop(seq)
 
     def first(self) -> SequenceGroup | None:
         """The group that comes in next, of all that wait or are swapped; None if there is none."""
@@ -156,6 +134,19 @@ class Admission:
         if waiting and swapped:
             return min(waiting, swapped, key=lambda group: group.key)
         return waiting or swapped
+
+    def entrant(self, plan: StepPlan, running: Ints[SequenceGroup]) -> tuple[SequenceGroup, int] | None:
+        """Who comes in next, and the tokens that it has yet to compute; None if there is no room for it."""
+        group = self.first()
+        if group is None or len(self.free_slots) < group.width:
+            return None
+        need, known = self.space.entry(len(group.seqs[0].tokens)), group.seqs[0].num_computed
+        if group.status is Status.WAITING:
+            entry, births = self._entry(group, plan)
+            need, known = self.space.price(entry) + births, entry.cached
+        if need + self._kept(group, self.reserve.growth([*running, group])) > self.blocks.num_free:
+            return None
+        return group, len(group.seqs[0].tokens) - known
 
     # --- who comes in -----------------------------------------------------------------------------------------------
 
@@ -169,8 +160,8 @@ class Admission:
         """
         growth: float | None = None
         while (group := self.first()) and group.status in statuses:
-            if self.fair is not None and self.now > group.timeline.begun:
-                self.fair.note_rival(group, running)
+            if self.now > group.timeline.begun:
+                self.policy.passed_over(group, running)
             if budget.tokens <= 0 or budget.seqs <= 0:
                 short = "step" if budget.tokens > 0 else "tokens"  # the next step may be another lane's
                 self.held_up = (group.name, short if self.free_slots else "slots")
@@ -181,8 +172,8 @@ class Admission:
             if len(self.free_slots) < group.width:
                 self.held_up = (group.name, "slots")
                 return
-            if group.status is Status.WAITING and self._follows(group, plan):
-                self.hold(self.waiting.pop(Status.HELD), self.now)
+            if group.status is Status.WAITING and self.samples.follows(group, plan):
+                self.samples.hold(self.waiting.pop(Status.HELD), self.now)
                 continue
             seq = group.seqs[0]
             # The classic order cuts no prompt. One that is to be pooled may have a step of its own, however long it is.
@@ -190,8 +181,8 @@ class Admission:
             if not self.config.enable_chunked_prefill and len(seq.tokens) - seq.num_computed > room:
                 self.held_up = (group.name, "tokens")
                 return
-            growth = self._growth(running) if growth is None else growth
-            growth += self._growth([group])
+            growth = self.reserve.growth(running) if growth is None else growth
+            growth += self.reserve.growth([group])
             kept = self._kept(group, growth) if running else 0  # with nothing running the group may fill the pool
             most = budget.tokens if self.config.enable_chunked_prefill else len(seq.tokens)  # that it computes at first
             if not self._find_room(group, plan, most, kept, alone=not running):
@@ -204,31 +195,6 @@ class Admission:
         """Blocks that must be left free when `group` is let in, where the others are expected to grow by `growth`."""
         return self.blocks.watermark_blocks + (0 if group is self.urgent else int(growth))
 
-    def _growth(self, groups: Ints[SequenceGroup]) -> float:
-        """Blocks that `groups` are expected to need beyond those of their tokens, and that prompts have yet to take.
-
-        Without this reserve a burst of prompts fills the pool, all of them grow at once, and most are preempted, some
-        many times. How much of their allowance outputs use is learned as they end; what part of that growth is kept
-        free rises with each preemption and falls as requests end (SGLang's new_token_ratio is the model for it).
-        """
-        slots, to_come = 0.0, 0
-        for group in groups:
-            end = group.request.num_prompt + self.used_share * self._allowance(group)
-            slots += self.space.growth(group.seqs[0], end) * group.width
-            to_come += self.space.to_come(group.seqs[0])
-        return to_come + slots * self.caution * self.config.schedule_conservativeness / self.config.block_size
-
-    def _allowance(self, group: SequenceGroup) -> int:
-        """Tokens of output that are reckoned with for each sequence of a group."""
-        return min(group.limit - group.request.num_prompt, EXPECTED_TOKENS)
-
-    def learn(self, group: SequenceGroup) -> None:
-        """A group has all its tokens: admission knows a little more of how much outputs grow."""
-        if group.request.params.max_tokens != 0:  # who asks for no tokens tells nothing of it
-            used = min(1.0, (group.seqs[0].num_tokens - group.request.num_prompt) / self._allowance(group))
-            self.used_share += (used - self.used_share) / 16
-        self.caution *= FINISHED
-
     def make_way(self, running: Ints[SequenceGroup], plan: StepPlan) -> list[SequenceGroup]:
         """The running groups to preempt, the last first, so that the first in line comes in; none if that is no help.
 
@@ -237,9 +203,12 @@ class Admission:
         """
         if not self.waiting or not running or self.config.pools:
             return []
-        group, victims, slots = self.waiting.first(), list[SequenceGroup](), len(self.free_slots)
-        holders = [r for r in self.prompt_holders if self._yields(min(r.groups, key=lambda each: each.key), group)]
-        if group is not self.first() or not (holders or self._yields(running[-1], group)):
+        group, slots = self.waiting.first(), len(self.free_slots)
+        victims: list[SequenceGroup] = []
+        holders = [
+            r for r in self.samples.holders if self.policy.yields(min(r.groups, key=lambda each: each.key), group)
+        ]
+        if group is not self.first() or not (holders or self.policy.yields(running[-1], group)):
             return []
         entry, births = self._entry(group, plan)
         left = self.blocks.num_free - self.blocks.watermark_blocks - self.space.price(entry) - births
@@ -255,7 +224,7 @@ class Admission:
         holders = holders if left < 0 else []
         left += sum(drop(request.prompt_tables) for request in holders)
         for victim in reversed(running):
-            if not self._yields(victim, group) or (left >= 0 and slots >= group.width):
+            if not self.policy.yields(victim, group) or (left >= 0 and slots >= group.width):
                 break
             left += drop(table for seq in victim.seqs for table in seq.tables)
             slots += victim.width
@@ -263,7 +232,7 @@ class Admission:
         if left < 0 or slots < group.width:
             return []
         for request in holders:
-            self._drop(request)
+            self.samples.give_up(request)
         self.urgent = group
         return victims
 
@@ -272,61 +241,8 @@ class Admission:
 
         The step computes `most` tokens of it at most, by default as many as a step has.
         """
-        births = sum(self.space.blocks_to_fork(child, shared) for child, _, shared in group.births)
-        return self.space.find(group.seqs[0], self._prompt_tables(group, plan), most or self.space.chunk), births
-
-    def _yields(self, victim: SequenceGroup, group: SequenceGroup) -> bool:
-        """Whether `victim` makes way for `group`; under `fair` it does so for another client only."""
-        if self.fair is not None and victim.request.client == group.request.client:
-            return False
-        return victim.key[0] > group.key[0] + self.quantum
-
-    def must_gather(self, running: Ints[SequenceGroup]) -> bool:
-        """Whether the classic order runs no prompts yet, so that more of them come together in one step.
-
-        As in vLLM, whoever of all that wait came first waits `scheduler_delay_factor` times as long as the latest step
-        of prompts took.
-        """
-        factor = self.config.scheduler_delay_factor
-        if not factor or not self.waiting or not running:
-            return False
-        earliest = min(group.request.arrival for group in self.waiting)
-        return self.now - earliest <= factor * self.prefill_seconds
-
-    # --- the policy `fair`; see `FairQueue` -------------------------------------------------------------------------
-
-    def divide(self, flight: Flight, running: Ints[SequenceGroup], to_come: int) -> dict[str, int]:
-        """The tokens that each client's prompts may have of a step's, where several want some.
-
-        Else a long prompt would take whole steps, and whoever came after it would wait for all of these. All clients
-        get the same, but for those who want less (max-min fairness).
-
-        Args:
-            flight: the step. Who runs in its lane gets a share, and so does the first in line if there is room for it.
-            running: all who run.
-            to_come: tokens of the step that are not divided, because each sequence of the lane is to have one.
-        """
-        tokens = flight.budget.tokens - to_come
-        wants: Counter[str] = Counter()
-        for group in flight.lane.others:
-            if (seq := group.seqs[0]).batch is None and (want := seq.num_known - seq.num_computed) > 1:
-                wants[group.request.client] += want
-                tokens += group.width
-        first = self.first()
-        if wants and first and len(self.free_slots) >= first.width:
-            need, known = self.space.entry(len(first.seqs[0].tokens)), first.seqs[0].num_computed
-            if first.status is Status.WAITING:
-                entry, births = self._entry(first, flight.plan)
-                need, known = self.space.price(entry) + births, entry.cached
-            if need + self._kept(first, self._growth([*running, first])) <= self.blocks.num_free:
-                wants[first.request.client] += len(first.seqs[0].tokens) - known
-        shares: dict[str, int] = {}
-        if len(wants) < 2:
-            return shares
-        for place, (client, want) in enumerate(sorted(wants.items(), key=lambda item: item[1])):
-            shares[client] = min(want, tokens // (len(wants) - place))
-            tokens -= shares[client]
-        return shares
+        entry = self.space.find(group.seqs[0], self.samples.prompt_tables(group, plan), most or self.space.chunk)
+        return entry, blocks_to_fork(self.space, group.births)
 
     # --- what who comes in gets -------------------------------------------------------------------------------------
 
@@ -339,8 +255,8 @@ class Admission:
         if not find_blocks(group, plan, most, kept):
             if not alone:
                 return False
-            assert self.prompt_holders, f"request {group.name} fits the empty pool"
-            self.drop_prompt_blocks()
+            assert self.samples.holders, f"request {group.name} fits the empty pool"
+            self.samples.drop()
             return self._find_room(group, plan, most, kept, alone)
         group.spare_slots = [self.free_slots.pop() for _ in range(group.width)]
         for seq in group.seqs:
@@ -360,39 +276,29 @@ class Admission:
             self.counters["prefix_cache_queries_total"] += request.num_prompt
             self.counters["prefix_cache_hits_total"] += entry.cached
             self.counters["host_cache_hits_total"] += len(entry.fetched) * self.config.block_size
-        if self.fair is not None and not group.charged_prompt:
-            self.fair.charge(group, len(seq.tokens) - entry.cached, self._allowance(group) * group.width)
+        self.policy.admitted(group, len(seq.tokens) - entry.cached, self.reserve.allowance(group) * group.width)
         group.timeline.enter("running", self.now, cached_tokens=entry.cached)
         if request.score is not None and self.config.enable_prefix_caching:
             group.timeline.note(prefix_cache="not read: prompt_logprobs")
-        if request.prompt_tables and not self._has_more_samples(request, group):
-            self.space.pinned += by_column(request.prompt_tables)  # the last sample has branched off
-            request.prompt_tables = []
-            self.prompt_holders.remove(request)
+        self.samples.admitted(group)
         return True
 
     def _swap_in(self, group: SequenceGroup, plan: StepPlan, most: int, kept: int) -> bool:
         """Bring a swapped group's blocks back, if device blocks can be had."""
-        if not self.space.swap_in(group.seqs, most, kept, plan):
+        if not self.swap.back(group.seqs, most, kept, plan):
             return False
         group.timeline.enter("running", self.now)
         return True
 
     def enter(self, seq: Sequence, plan: StepPlan) -> None:
         """Put a sequence into a slot that its group has to spare, or anew into the slot that it has."""
-        group, request, params = seq.group, seq.group.request, seq.group.request.params
+        group, request = seq.group, seq.group.request
+        params = request.params
         if seq.slot >= 0:
             self.released.append(seq.slot)
         else:
             seq.slot = group.spare_slots.pop()
         seq.stale = False
-        num_logprobs = -1
-        if group.beams is not None:
-            num_logprobs = min(group.beams.num_candidates, self.vocab_size)
-        elif params.logprobs is not None:
-            num_logprobs = params.logprobs
-        elif params.num_samples > params.n:
-            num_logprobs = 0
         free = not params.constrained  # else the masks of its steps say it all
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         plan.new.append(
@@ -406,7 +312,7 @@ class Admission:
                 top_p=params.top_p,
                 min_p=params.min_p,
                 seed=group.seed,
-                num_logprobs=num_logprobs,
+                num_logprobs=group.num_logprobs(self.vocab_size),
                 score=request.score,
                 name=group.name if self.config.sanitize_kv else "",
                 penalties=penalties if penalties != (1.0, 0.0, 0.0) else None,
@@ -426,101 +332,12 @@ class Admission:
             group.timeline.note(recomputed_tokens=again)
         seq.lost = 0
 
-    def branch_off(self, child: Sequence, parent: Sequence, shared: int, plan: StepPlan) -> None:
-        """Put a new beam into a slot, with what it shares with its parent; see `BlockSpaceManager.fork`."""
-        self.space.fork(child, parent, shared, plan)
-        self.enter(child, plan)
-        if self.space.states:
-            plan.state_copies.append((parent.slot, child.slot))
-
-    # --- samples of one request -------------------------------------------------------------------------------------
-
-    def _follows(self, group: SequenceGroup, plan: StepPlan) -> bool:
-        """Whether a sample waits until another one has computed their prompt; if not, it may have to do so itself."""
-        request = group.request
-        if len(request.groups) == 1 or self._prompt_tables(group, plan):
-            return False
-        if request.leader is not group and self.space.finds_prompt(group.seqs[0]):
-            return False
-        if request.leader and request.leader is not group:
-            if request.leader.status in (Status.RUNNING, Status.SWAPPED):
-                return True
-            request.leader.awaited = False
-        request.leader, group.awaited = group, True
-        return False
-
-    def _prompt_tables(self, group: SequenceGroup, plan: StepPlan) -> list[list[int]]:
-        """The blocks of a sample's prompt, if its request keeps them or another of its samples runs on them."""
-        request = group.request
-        if request.prompt_tables or group is request.leader:
-            return request.prompt_tables
-        count = self._num_prompt_blocks(request)
-        for other in request.groups:
-            seq = other.seqs[0]
-            if other.status is Status.RUNNING and other is not request.leader and seq.num_tokens > request.num_prompt:
-                tables, targets = [table[:count] for table in seq.tables], {target for _, target in plan.copies}
-                copied = any(table[-1] in targets for table in tables)  # only now: it cannot be copied on
-                if not copied and self.space.can_branch(tables, request.num_prompt):
-                    return tables
-        return []
-
-    def prompt_done(self, group: SequenceGroup) -> None:
-        """A sample has computed the prompt: the others of its request may branch off."""
-        request, group.awaited = group.request, False
-        tables = [table[: self._num_prompt_blocks(request)] for table in group.seqs[0].tables]
-        if self._has_more_samples(request, group) and self.space.can_branch(tables, request.num_prompt):
-            request.prompt_tables = tables
-            self.blocks.share(by_column(tables))
-            self.prompt_holders.append(request)
-        self._let_go(request, self.now)
-
-    def _num_prompt_blocks(self, request: Request) -> int:
-        """Blocks of a table that hold the prompt; in the last of them the output may begin."""
-        return -(-request.num_prompt // self.config.block_size)
-
-    def _has_more_samples(self, request: Request, group: SequenceGroup) -> bool:
-        """Whether samples of the request other than `group` have yet to come in."""
-        others = (other for other in request.groups if other is not group)
-        return any(other.status in (Status.HELD, Status.WAITING) for other in others)
-
-    def _let_go(self, request: Request, now: float) -> None:
-        """The held samples of a request need wait for its leader no longer."""
-        if request.leader:
-            request.leader.awaited = False
-        request.leader = None
-        for group in request.held:
-            self.wait(group, now)
-        request.held = []
+    # --- the way out ------------------------------------------------------------------------------------------------
 
     def finished(self, group: SequenceGroup, now: float) -> None:
         """A group of a request has ended, and is none of its groups any more."""
-        request = group.request
-        if group is request.leader:
-            self._let_go(request, now)
-        if not request.groups and request.prompt_tables:
-            self._drop(request)
-        if self.fair is not None:
-            if group.charged_prompt:
-                self.fair.settle(group)
-            if not request.groups:
-                self.fair.depart(request)
-
-    def drop_prompt_blocks(self, most: int | None = None) -> bool:
-        """Give up the prompt blocks of the latest `most` requests that keep some, or of all; returns if there were any.
-
-        Their samples compute the prompt again, or find it in the prefix cache.
-        """
-        latest = self.prompt_holders[::-1][:most]
-        for request in latest:
-            self._drop(request)
-        return bool(latest)
-
-    def _drop(self, request: Request) -> None:
-        self.blocks.free(by_column(request.prompt_tables))
-        request.prompt_tables = []
-        self.prompt_holders.remove(request)
-
-    # --- the way out ------------------------------------------------------------------------------------------------
+        self.samples.ended(group, now)
+        self.policy.ended(group)
 
     def preempt(self, group: SequenceGroup, plan: StepPlan, cause: Request) -> None:
         """Take a running group's blocks and slots away, for `cause` to have them.
@@ -536,17 +353,16 @@ class Admission:
             self.space.pass_windows(seq)
         group.num_preemptions += 1
         self.counters["num_preemptions_total"] += 1
-        self.caution = min(1.0, self.caution + PREEMPTED)
-        held = self.space.held(group.seqs)
-        num_held = sum(map(len, held))
+        self.reserve.preempted()
+        held = self.swap.held(group.seqs)
         tokens = min(sum(seq.num_computed for seq in group.seqs), len(held[0]) * self.config.block_size)
-        swap = not ahead and self._swap_pays(group, held, tokens)
-        how = "swap" if swap else "recompute"
+        swaps = not ahead and self.swap.pays(group, held, tokens)
+        how = "swap" if swaps else "recompute"
         self.preempted.append((group.name, how, cause.request_id))
         group.timeline.note(preempted={"for": cause.request_id, "by": how, "tokens": tokens})
-        if swap:
-            self.space.swap_out(group.seqs, plan)
-            self.counters["num_swapped_blocks_total"] += num_held
+        if swaps:
+            self.swap.out(group.seqs, plan)
+            self.counters["num_swapped_blocks_total"] += sum(map(len, held))
             self.counters["num_swapped_tokens_total"] += tokens
             self.release(group)
             group.timeline.enter("swapped", self.now, waits=True)
@@ -559,24 +375,6 @@ class Admission:
         self.release(group)
         group.forget_computed()
         self.wait(group, now)
-
-    def _swap_pays(self, group: SequenceGroup, held: list[list[int]], tokens: int) -> bool:
-        """Whether a group is to be preempted by swap, and can be.
-
-        In mode `auto` beams are swapped, for that keeps what they share; and a single sequence, if moving its blocks
-        takes less time than computing anew what nobody else has, by the kind of layers that sees most. Each sequence's
-        state moves, too.
-        """
-        mode, count, states = self.config.preemption_mode, sum(map(len, held)), self.space.states
-        if mode == "recompute" or not count or self.host.can_allocate(count, kept=0) is not AllocStatus.OK:
-            return False
-        if states and states.host.can_allocate(len(group.seqs), kept=0) is not AllocStatus.OK:
-            return False
-        if mode == "swap" or group.beams is not None:
-            return True
-        alone = sum(self.blocks.ref_counts[block] == 1 for block in held[0]) * self.config.block_size
-        size = count + (states.room.blocks if states else 0)
-        return size * self.swap_cost < min(tokens, alone)
 
     def release(self, group: SequenceGroup) -> None:
         """Take all blocks and slots of a group."""
@@ -600,31 +398,3 @@ class Admission:
         if seq.batch is not None:
             seq.batch.leave(seq)
             self.space.publish(seq, len(seq.tokens) - 1)
-
-    def check_integrity(self, requests: Collection[Request], running: Ints[SequenceGroup]) -> None:
-        """Assert that queues and slots agree with each other, and with `running`."""
-        waiting, swapped, aside = list(self.waiting), list(self.swapped), list(self.aside)
-        held = [group for request in requests for group in request.held]
-        if self.fair is not None:
-            self.fair.check_integrity(requests)
-        assert [*map(len, (waiting, swapped, aside))] == [*map(len, (self.waiting, self.swapped, self.aside))]
-        alone = self.trial.alone
-        assert all(alone and group.request not in alone for group in aside)
-        assert not alone or all(group.request in alone for group in (*waiting, *swapped, *running))
-        assert self.trial.suspects.keys() <= set(requests)
-        places = [id(group) for group in (*waiting, *swapped, *aside, *held, *running)]
-        assert sorted(places) == sorted(id(group) for request in requests for group in request.groups)
-        slots = [seq.slot for group in running for seq in group.seqs]
-        slots += [slot for group in running for slot in group.spare_slots]
-        assert sorted(slots + self.free_slots) == list(range(self.config.max_num_seqs))
-        for group in (*waiting, *swapped, *aside, *held):
-            assert not group.spare_slots and all(seq.slot < 0 and not seq.tables for seq in group.seqs)
-        for group in held:
-            assert group.status is Status.HELD
-            assert (leader := group.request.leader) and (
-                leader.awaited or leader.status in (Status.WAITING, Status.ASIDE)
-            )
-        for group in swapped:
-            for seq in group.seqs:
-                columns = self.host.blocks_for(seq.num_computed)
-                assert [len(table) for table in seq.host_tables] == [columns] * len(self.space.windows)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
-from admission import step_tokens
 from config import EngineConfig
 from device.workers import Workers, check_weights
 from executor import Peers, WorkerError
@@ -29,12 +28,13 @@ from plan import EngineCoreRequest, EngineOutput, Outputs, StateRoom, StepPlan
 from ring import undisturbed
 from sampling_params import default_sampling
 from scheduler import Scheduler
+from scheduling.fair import step_tokens
 from scheduling.grammar import COMPILE_TIMEOUT, Grammars, awaits_token, late
 from sequence import Request
 
 UTILITIES = {  # what clients may call, and whose method it is: the core's own, or one of its parts'
     "metrics": "metrics",
-    "explain": "scheduler.explain",
+    "explain": "scheduler.reports.explain",
     "explain_prompts": "recorder.explain_prompts",
     "live": "recorder.live",
     "reset_prefix_cache": "reset_prefix_cache",
@@ -388,7 +388,7 @@ class EngineCore:
             "num_cpu_blocks": self.facts["num_host_blocks"],
             "num_gpu_blocks": self.facts["num_blocks"],
         }
-        return self.scheduler.metrics() | {
+        return self.scheduler.reports.metrics() | {
             "num_worker_restarts_total": self.workers.num_restarts,
             "cache_config_info": {name: str(value) for name, value in cache.items()},
         }

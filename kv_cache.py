@@ -2,7 +2,8 @@
 
 Blocks are integers here; the tensors behind them live in the worker. `BlockManager` keeps the books of one pool, the
 device's or the host's; `BlockSpaceManager` lets the two work together for the tables of sequences: sharing, copy on
-write, swapping, and host memory as the prefix cache's second tier. `StateManager` does so for recurrent states.
+write, and host memory as the prefix cache's second tier. `Beams` fork what they share, and `Swap` moves whole sequences
+to the host. `StateManager` keeps the books of recurrent states.
 
 A block is in one of three states:
 
@@ -86,9 +87,7 @@ class BlockManager:
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks  # of each block that can be found
         self.block_of: dict[bytes, int] = {}  # the inverse
-        self.findable = bytearray(
-            num_blocks
-        )  # 1 for each block that has a hash: to copy this is cheap, for `observe/live.py`
+        self.findable = bytearray(num_blocks)  # 1 for each block that has a hash, for `observe/live.py`: a cheap copy
         self.idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # ref_count 0, next to reuse first
 
     @property
@@ -174,29 +173,6 @@ class BlockManager:
         assert self.findable == bytes(digest is not None for digest in self.hashes)
 
 
-class WatchedBlockManager(BlockManager):
-    """Notes in `freed`, for the KV sanitizer, which blocks lose their last reference or what they hold."""
-
-    def allocate(self, num_blocks: int) -> list[int]:
-        """As `BlockManager.allocate`; cached blocks that it takes lose what they hold."""
-        self._drop(islice(self.idle, num_blocks))
-        return super().allocate(num_blocks)
-
-    def free(self, blocks: Ints[int]) -> None:
-        """As `BlockManager.free`."""
-        super().free(blocks)
-        idle = (block for block in blocks if block >= 0 and self.ref_counts[block] == 0)
-        self.freed += [(block, self.hashes[block] is not None) for block in idle]
-
-    def reset_prefix_cache(self) -> None:
-        """As `BlockManager.reset_prefix_cache`; all cached blocks lose what they hold."""
-        self._drop(self.idle)
-        super().reset_prefix_cache()
-
-    def _drop(self, blocks: Iterable[int]) -> None:
-        self.freed += [(block, False) for block in blocks if self.hashes[block] is not None]
-
-
 class Entry(NamedTuple):
     """What a sequence is let in with."""
 
@@ -225,12 +201,12 @@ class BlockSpaceManager:
     them step by step, as the window gives others back.
 
     Args:
-        config: block size, prefix caching, look-ahead, tokens of a step, and whether plans name freed blocks for a KV
-            sanitizer.
+        config: block size, prefix caching, look-ahead, and tokens of a step.
         num_blocks: size of the KV pool.
         num_host_blocks: size of the host pool, for swapped sequences and cached prefixes that the device drops.
         windows: of each kind of layers, see `KVLayout`; blocks behind a window are given back.
         states: the recurrent states of sequences, where the model has some.
+        manager: of the device's blocks.
     """
 
     def __init__(
@@ -240,15 +216,16 @@ class BlockSpaceManager:
         num_host_blocks: int,
         windows: Ints[int],
         states: StateManager | None = None,
+        manager: type[BlockManager] = BlockManager,
     ):
         self.block_size, caching = config.block_size, config.enable_prefix_caching
         # Tokens that a sequence computes in a step at most: without chunked prefill there is no limit to them.
         self.chunk = config.token_budget if config.enable_chunked_prefill else sys.maxsize
         self.windows, self.windowed = tuple(windows), any(windows)
         self.marks = [bytes((kind,)) if kind else b"" for kind in range(len(windows))]  # in the keys of what they hold
-        ahead = config.num_lookahead_slots
-        self.device = (WatchedBlockManager if config.sanitize_kv else BlockManager)(
-            num_blocks, config.block_size, caching, num_lookahead_slots=ahead, keep_evicted=num_host_blocks > 0
+        ahead, second_tier = config.num_lookahead_slots, num_host_blocks > 0
+        self.device = manager(
+            num_blocks, config.block_size, caching, num_lookahead_slots=ahead, keep_evicted=second_tier
         )
         self.host = BlockManager(num_host_blocks, config.block_size, caching)
         self.states = states
@@ -283,26 +260,10 @@ class BlockSpaceManager:
             width: how many there are.
             shared: the first of the tokens, which they share.
         """
-        size, ahead, full = self.block_size, self.device.num_lookahead_slots, shared // self.block_size
+        size, full = self.block_size, shared // self.block_size
         together = full + width * (self.device.blocks_for(tokens) - full)
-        kinds = most_blocks(self.windows, tokens, self.chunk + spread, size, ahead)
+        kinds = most_blocks(self.windows, tokens, self.chunk + spread, size, self.device.num_lookahead_slots)
         return sum(min(together, width * most) for most in kinds)
-
-    def growth(self, seq: Sequence, end: float) -> float:
-        """Slots in blocks that a sequence will hold beyond those of its known tokens when these have become `end`."""
-        known = seq.num_known
-        end = max(known, end)
-        return sum(min(end, window or end) - min(known, window or known) for window in self.windows)
-
-    def to_come(self, seq: Sequence) -> int:
-        """Blocks of the kinds with a window that the rest of a sequence's prompt will take."""
-        known, computed = seq.num_known, seq.num_computed
-        if known - computed <= 1 or not self.windowed or not seq.tables:
-            return 0
-        size, ahead = self.block_size, self.device.num_lookahead_slots
-        most = most_blocks(self.windows, known, self.chunk, size, ahead)
-        kinds = zip(self.windows, most, seq.tables, strict=True)
-        return sum(max(0, n - len(table) + max(0, computed - w) // size) for w, n, table in kinds if w)
 
     # --- a sequence's way in ----------------------------------------------------------------------------------------
 
@@ -369,7 +330,8 @@ class BlockSpaceManager:
         if not self.device.enable_prefix_caching:
             return 0, tables, fetched
         chain(seq.hashes, seq.tokens, self.block_size, seq.group.request.salt)
-        device, host, size, states = self.device.block_of, self.host.block_of, self.block_size, self.states
+        device, host = self.device.block_of, self.host.block_of
+        size, states = self.block_size, self.states
         branch = min((shared for _, _, shared in seq.group.births), default=last + 1)
         if states:  # who branches off does so from the state at that very place, which is yet to come
             last = min(last, branch - 1) // size * size
@@ -413,31 +375,9 @@ class BlockSpaceManager:
         last = seq.group.request.num_prompt - 1
         return not self.states.keeps or self._find(seq, last)[0] == last // self.block_size * self.block_size
 
-    def fork(self, child: Sequence, parent: Sequence, shared: int, plan: StepPlan) -> None:
-        """Give `child` its parent's first `shared` tokens by reference; the block that it goes on in is copied."""
-        full, whole = shared // self.block_size, self.device.blocks_for(len(child.tokens))
-        child.tables, child.hashes = [table[:full] for table in parent.tables], parent.hashes[:full]
-        for table, source in zip(child.tables, parent.tables, strict=True):
-            self.device.share(table)
-            own = self.device.allocate(whole - full)
-            if shared % self.block_size:
-                plan.copies.append((source[full], own[0]))
-            table += own
-        child.num_computed, child.num_published = shared, full
-
-    def to_fork(self, births: list[tuple[Sequence, Sequence, int]]) -> list[tuple[Sequence, Sequence, int]]:
-        """Which of `births` come now: all, when every parent is so far; with states, each when its parent is there."""
-        if self.states:
-            return [birth for birth in births if birth[1].num_computed == birth[2]]
-        return births if all(parent.num_computed >= shared for _, parent, shared in births) else []
-
     def cut(self, seq: Sequence, count: int) -> int:
         """How many of `count` tokens a sequence computes in a step that may be cut; see `StateManager.cut`."""
         return self.states.cut(seq, count) if self.states else count
-
-    def blocks_to_fork(self, child: Sequence, shared: int) -> int:
-        """Blocks that `fork` will take."""
-        return len(self.windows) * (self.device.blocks_for(len(child.tokens)) - shared // self.block_size)
 
     def can_branch(self, prompt_tables: list[list[int]], length: int) -> bool:
         """Whether a sample can go on from the `length` tokens in `prompt_tables`: no window has passed what it sees.
@@ -479,59 +419,6 @@ class BlockSpaceManager:
                     if table[i] >= 0:
                         self.device.publish(table[i], seq.hashes[i] + mark)
             seq.num_published = full
-
-    # --- and its way out --------------------------------------------------------------------------------------------
-
-    def held(self, seqs: Ints[Sequence]) -> list[list[int]]:
-        """The blocks of what `seqs` have computed, by kind, each once."""
-        columns = [self.host.blocks_for(seq.num_computed) for seq in seqs]
-        kinds = zip(*(seq.tables for seq in seqs), strict=True)
-        parts = ([table[:count] for table, count in zip(tables, columns, strict=True)] for tables in kinds)
-        return [list(dict.fromkeys(block for part in kind for block in part if block >= 0)) for kind in parts]
-
-    def swap_out(self, seqs: Ints[Sequence], plan: StepPlan) -> None:
-        """Copy what `seqs` have computed to host memory, where the prefix cache can find it, too."""
-        held = [block for block in by_column(self.held(seqs)) if block >= 0]
-        moved = dict(zip(held, self.host.allocate(len(held)), strict=True))
-        plan.swap_out += moved.items()
-        for seq in seqs:
-            columns = self.host.blocks_for(seq.num_computed)
-            seq.host_tables = [[moved.get(block, -1) for block in table[:columns]] for table in seq.tables]
-        self._share_again(self.host, [by_column(seq.host_tables) for seq in seqs])
-        for block, host_block in moved.items():
-            if (key := self.device.hashes[block]) is not None:
-                self.host.publish(host_block, key)
-        if self.states:
-            self.states.swap_out(seqs, plan)
-
-    def swap_in(self, seqs: Ints[Sequence], most: int, kept: int, plan: StepPlan) -> bool:
-        """Bring back what `seqs` had computed, if blocks for their tokens can be had with `kept` more left free.
-
-        The next step computes `most` tokens of each at most.
-        """
-        moved = dict.fromkeys(block for seq in seqs for block in by_column(seq.host_tables) if block >= 0)
-        goals = [self.goals(len(seq.tokens), seq.num_computed + most) for seq in seqs]
-        columns = [self.host.blocks_for(seq.num_computed) for seq in seqs]
-        grown = sum(goal - count for kinds, count in zip(goals, columns, strict=True) for goal in kinds)
-        if self.device.can_allocate(len(moved) + grown, kept) is not AllocStatus.OK:
-            return False
-        device = dict(zip(moved, self.device.allocate(len(moved)), strict=True))
-        plan.swap_in += device.items()
-        for seq in seqs:
-            seq.tables = [[device.get(block, -1) for block in table] for table in seq.host_tables]
-            self.host_pinned += by_column(seq.host_tables)
-            seq.host_tables = []
-        self._share_again(self.device, [by_column(seq.tables) for seq in seqs])
-        for seq in seqs:
-            self.grow(seq, len(seq.tokens), seq.num_computed + most)
-        return True
-
-    def _share_again(self, pool: BlockManager, tables: Ints[list[int]]) -> None:
-        """Add the references of blocks that stand in several tables and were allocated once."""
-        seen: set[int] = set()
-        for table in tables:
-            pool.share(block for block in table if block in seen)
-            seen.update(table)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -591,11 +478,3 @@ class BlockSpaceManager:
     def _forget_states(self) -> None:
         if self.states:
             self.states.snapshots.reset_prefix_cache()
-
-    def check_integrity(self, tables: list[list[int]], host_tables: list[list[int]], host_states: list[int]) -> None:
-        """Assert that the books of all pools agree with the tables, and host rows of states, of all that own some."""
-        self.device.check_integrity(tables)
-        self.host.check_integrity(host_tables)
-        if self.states:
-            self.states.snapshots.check_integrity([])
-            self.states.host.check_integrity([host_states])

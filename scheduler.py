@@ -10,13 +10,13 @@ budget until `num_computed` has caught up, and then the model's last hidden stat
               '--------'                    preempted by recompute: its blocks are freed, its tokens kept
 
 All three queues have one order: by class, then by arrival. The class is the same for all under `fcfs`, the priority
-under `priority`, and what the client has had under `fair` (see `FairQueue`). The first goes first, and the last that
+under `priority`, and what the client has had under `fair` (see `Fair`). The first goes first, and the last that
 runs is the first to be preempted. So nobody is passed by a later request of its class, and the first in order computes
 at least a token in every step: a request ends at most as many steps after its arrival as it and those before it have
 tokens. (Samples of one request branch off when their prompt is computed. Whoever came in by then may run on first,
 `max_num_seqs` sequences at most. The classic order may put as many steps of prompts before each of decodes. Under
 `fair` the first in order may have to wait for those who run and are behind it by no more than a step's tokens.)
-Who is let in, and what it needs for that, is decided in `Admission`.
+Who is let in, and what it needs for that, is decided in `Admission`. Beams and the classic order are in `scheduling/`.
 
 `schedule()` makes a `StepPlan` of differences for the workers; `update()` takes their `StepResult`. The next plan may
 be made before the result of the last one is in: it must know that a token will come (`num_known`), not which. Where
@@ -30,24 +30,27 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Ints
+from functools import partial
 from itertools import compress
-from typing import Any
 
 from admission import Admission
 from config import EngineConfig
-from kv_cache import AllocStatus, BlockSpaceManager
+from kv_cache import BlockManager, BlockSpaceManager
+from observe.freed_blocks import WatchedBlockManager
 from observe.metrics import EngineStats
-from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, bit_words
-from scheduling.beam import BeamSearch
-from scheduling.fair import OUTPUT_WEIGHT
+from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult
+from scheduling.beam import Beams
+from scheduling.classic import ClassicOrder
+from scheduling.integrity import check_integrity
+from scheduling.lanes import Lane, Lanes
+from scheduling.limits import RequestLimits
+from scheduling.reports import Reports
 from scheduling.states import StateManager
 from scheduling.timeline import WaitClock
-from sequence import Flight, Lane, Lanes, Request, SchedulingBudget, Sequence, SequenceGroup, Status
-
-MAX_REPORTS = 1000  # finished requests whose report is kept
+from sequence import Flight, Request, SchedulingBudget, Sequence, SequenceGroup, Status
 
 
 class Scheduler:
@@ -82,30 +85,28 @@ class Scheduler:
         states: StateRoom | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        if not (config.enable_chunked_prefill or config.pools) and config.token_budget < max_model_len:
-            raise ValueError(
-                f"max_num_batched_tokens is {config.token_budget}; without chunked prefill it must be at "
-                f"least max_model_len, {max_model_len}"
-            )
-        self.config, self.max_model_len, self.vocab_size = config, max_model_len, vocab_size
-        self.eos_token_ids, self.clock = frozenset(eos_token_ids), clock
+        self.config, self.clock = config, clock
         self.stats = EngineStats(max_model_len)
         self.counters = self.stats.counters
+        manager = WatchedBlockManager if config.sanitize_kv else BlockManager
         self.space = BlockSpaceManager(
-            config, num_blocks, num_host_blocks, windows, states and StateManager(config, states)
+            config, num_blocks, num_host_blocks, windows, states and StateManager(config, states), manager
         )
         self.blocks = self.space.device
+        self.limits = RequestLimits(config, self.space, max_model_len, vocab_size, eos_token_ids)
         self.admission = Admission(config, self.space, vocab_size, swap_cost, self.counters)
-        self.waiting, self.swapped = self.admission.waiting, self.admission.swapped
+        self.policy = self.waiting = self.admission.policy
+        self.swapped = self.admission.swapped
+        self.classic = None if config.enable_chunked_prefill else ClassicOrder(self, config.scheduler_delay_factor)
+        self.beams = Beams(self.space, self.admission, self._make_room, self._finish)
         self.running: list[SequenceGroup] = []  # in order of `key`
-        size = config.max_num_seqs, config.block_size, config.num_lookahead_slots
-        self.lanes = Lanes(config.pipeline_parallel_size, *size)
+        self.lanes = Lanes(config)
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[Flight] = deque()
         self.arrivals = self.step = 0
         self.waits = WaitClock()
         self.late: Collection[SequenceGroup] = ()  # of those that run: what they may go on with is not known yet
-        self.reports: OrderedDict[str, dict[str, Any]] = OrderedDict()  # of finished requests, the latest last
+        self.reports = Reports(self)
 
     # --- requests come and go ---------------------------------------------------------------------------------------
 
@@ -113,68 +114,29 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            ValueError: the prompt is empty, has a token outside of the vocabulary (or the sampling parameters do),
-                leaves no room for output within `max_model_len`, or could outgrow the whole KV pool; a beam search is
-                too wide; or more log-probabilities are asked for than `max_logprobs`.
+            ValueError: its id is in use; or it can never run, see `RequestLimits.settle`.
         """
-        params = request.params
-        self._check_prompt(request)
-        limit = request.limit(self.max_model_len)
-        width = params.num_sequences if params.use_beam_search else 1
-        self._check_size(request, limit, width)
-        ended = params.structured_outputs is not None or not params.ignore_eos  # what is complete ends so, too
-        stop_ids = (*params.stop_token_ids, *(self.eos_token_ids if ended else ()))
-        request.stop_ids = frozenset(token for token in stop_ids if token < self.vocab_size)
-        request.stops = bit_words(request.stop_ids)
-        request.allowed = bit_words(params.allowed_token_ids) if params.allowed_token_ids else None
+        if request.request_id in self.requests:
+            raise ValueError(f"request id {request.request_id!r} is in use by a request in flight")
+        params, (limit, width) = request.params, self.limits.settle(request)
         self.arrivals += 1
         request.arrival = now = self.clock()
         self.requests[request.request_id] = request
-        rank = request.priority if self.config.scheduling_policy == "priority" else 0
-        if self.admission.fair is not None:  # it has classes of its own
-            self.admission.fair.arrive(request)
+        self.policy.arrived(request)
         for index in range(1 if params.use_beam_search else params.num_samples):
             group = SequenceGroup(request, index, self.waits)
-            group.key, group.limit, group.width = (rank, self.arrivals, index), limit, width
+            group.key = (self.policy.rank(request), self.arrivals, index)
+            group.limit, group.width = limit, width
             group.seed = request.seed_of(index, self.config.seed)
             if params.use_beam_search:
-                group.beams = BeamSearch(
-                    width, limit - request.num_prompt, request.stop_ids, params.length_penalty, params.early_stopping
-                )
+                group.beams = self.beams.search(group)
             request.groups.append(group)
             if index:
-                self.admission.hold(group, now)
+                self.admission.samples.hold(group, now)
             else:
                 self.admission.wait(group, now)
         request.leader = request.groups[0]
         self.counters["prompt_tokens_total"] += request.num_prompt
-
-    def _check_prompt(self, request: Request) -> None:
-        num_prompt = request.num_prompt
-        request.params.check_vocabulary(self.vocab_size, self.eos_token_ids)
-        request.params.check_logprobs(self.config.max_logprobs)
-        if request.request_id in self.requests:
-            raise ValueError(f"request id {request.request_id!r} is in use by a request in flight")
-        if num_prompt == 0:
-            raise ValueError("the prompt is empty; it must have at least 1 token")
-        if bad := [token for token in (min(request.prompt), max(request.prompt)) if not 0 <= token < self.vocab_size]:
-            raise ValueError(f"the prompt has token id {bad[0]}; allowed: 0 to {self.vocab_size - 1}")
-
-    def _check_size(self, request: Request, limit: int, width: int) -> None:
-        """A request may grow to `limit` tokens in each of `width` beams: both must be possible."""
-        if width > (most := min(self.config.max_num_seqs, self.vocab_size)):
-            raise ValueError(
-                f"beam_width is {width}; it must be at most {most}, the lower of max_num_seqs and the vocabulary's size"
-            )
-        spread, shared = (limit - request.num_prompt, request.num_prompt) if width > 1 else (0, 0)
-        # The last token of a sequence is never computed, so it needs no place in the cache.
-        needed = self.space.most(limit - 1, spread, width, shared)
-        if self.blocks.can_allocate(needed) is AllocStatus.NEVER:
-            beams = f" in each of {width} beams" if width > 1 else ""
-            raise ValueError(
-                f"the request may grow to {limit} tokens{beams}, {needed} KV blocks of {self.config.block_size}; "
-                f"the whole pool has {self.blocks.num_blocks}: lower max_tokens or shorten the prompt"
-            )
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """Drop a request, or one of its samples, wherever it is; an unknown id is one that has just finished.
@@ -212,9 +174,7 @@ class Scheduler:
         if not request.groups:
             del self.requests[request.request_id]
             self.admission.trial.suspects.pop(request, None)
-            self.reports[request.request_id] = self._report(request, now)
-            if len(self.reports) > MAX_REPORTS:
-                self.reports.popitem(last=False)
+            self.reports.keep(request, now)
 
     @property
     def others(self) -> list[SequenceGroup]:
@@ -236,10 +196,8 @@ class Scheduler:
         flight = Flight(plan, lane, budget, now)
         if self.admission.trial.settled:
             reason = "trial"
-        elif self.config.enable_chunked_prefill:
-            reason = self._schedule_mixed(flight)
         else:
-            reason = self._schedule_classic(flight)
+            reason = self.schedule_mixed(flight) if self.classic is None else self.classic.schedule(flight)
         flight.others.sort(key=lambda row: row[1] > 1)  # stable: rows of one token first, as the workers' kernels want
         plan.rows = flight.decodes.rows
         if flight.others:
@@ -253,8 +211,7 @@ class Scheduler:
         self.waits.advance(now, reason if self.waiting or self.swapped or self.admission.aside else "step")
         computed = self.config.token_budget - budget.tokens
         self.counters["num_computed_tokens_total"] += computed
-        if self.admission.fair is not None:
-            self.admission.fair.advance(computed + (OUTPUT_WEIGHT - 1) * len(flight.decodes.seqs))
+        self.policy.advance(computed, len(flight.decodes.seqs))
         self.in_flight.append(flight)
         lane.flying += 1
         self.step += 1
@@ -264,36 +221,19 @@ class Scheduler:
         """The lane that the next step is of."""
         return self.lanes.next(len(self.waiting) + len(self.swapped))
 
-    def _schedule_mixed(self, flight: Flight) -> str:
+    def schedule_mixed(self, flight: Flight) -> str:
         """The default: decodes first, then prompts, cut where the budget ends (Sarathi-Serve, Agrawal et al., 2024).
 
         Returns why whoever still waits does so, where admission has no better reason; see `WaitClock`.
         """
-        self._make_way(flight)
+        self.make_way(flight)
         # After a preemption nobody is let in: it would be who was preempted, into the blocks it has just given up.
-        if self._schedule_running(flight):
+        if self.schedule_running(flight):
             return "blocks"
-        self._let_in(flight, Status.WAITING, Status.SWAPPED)
+        self.let_in(flight, Status.WAITING, Status.SWAPPED)
         return "order"
 
-    def _schedule_classic(self, flight: Flight) -> str:
-        """The order without chunked prefill: whole prompts first, and alone; else who runs, and then who was swapped.
-
-        Returns what `_schedule_mixed` does.
-        """
-        gathers = self.admission.must_gather(self.running)
-        if not gathers:
-            self._make_way(flight)
-            self._let_in(flight, Status.WAITING)
-        if flight.plan.new:
-            flight.is_prefill = True
-            return "order"
-        if self._schedule_running(flight):
-            return "blocks"
-        self._let_in(flight, Status.SWAPPED)
-        return "delay" if gathers else "order"
-
-    def _make_way(self, flight: Flight) -> None:
+    def make_way(self, flight: Flight) -> None:
         """Preempt who stands in the way of the first in line, and has a lower priority."""
         for victim in self.admission.make_way(self.running, flight.plan):
             assert self.admission.urgent and victim is self.running[-1]
@@ -311,32 +251,34 @@ class Scheduler:
     def _make_room(self, missing: int, group: SequenceGroup, plan: StepPlan) -> bool:
         """Preempt from the back until `missing` blocks are free; returns whether `group` still runs."""
         while missing > self.blocks.num_free:
-            if not self.admission.drop_prompt_blocks(1) and self._preempt_last(plan, group.request) is group:
+            if not self.admission.samples.drop(1) and self._preempt_last(plan, group.request) is group:
                 return False
         return True
 
-    def _let_in(self, flight: Flight, *statuses: Status) -> None:
+    def let_in(self, flight: Flight, *statuses: Status) -> None:
         """Give their first tokens to groups that are let in, of those that have one of `statuses`."""
+        chunked = self.config.enable_chunked_prefill
         for group in self.admission.let_in(flight.plan, flight.budget, self.running, statuses):
             insort(self.running, group, key=lambda group: group.key)
             flight.lane.put(group)
             if group.beams is not None:
-                self._schedule_beams(group, flight, flight.budget.tokens, just_entered=True)
+                self.beams.schedule(group, flight, flight.budget.tokens, just_entered=True)
             else:
                 seq = group.seqs[0]
-                most = flight.budget.tokens if self.config.enable_chunked_prefill else self.max_model_len
-                flight.take(seq, self.space.cut(seq, min(len(seq.tokens) - seq.num_computed, most)))
+                count = len(seq.tokens) - seq.num_computed
+                flight.take(seq, self.space.cut(seq, min(count, flight.budget.tokens) if chunked else count))
 
-    def _schedule_running(self, flight: Flight) -> bool:
+    def schedule_running(self, flight: Flight) -> bool:
         """Give every running sequence its next tokens, preempting from the back where blocks run out.
 
         Of the decodes only those are looked at that need a block, or end. Returns whether a group was preempted.
         """
-        before, lane, decodes = len(self.admission.preempted), flight.lane, flight.lane.decodes
+        lane, decodes = flight.lane, flight.lane.decodes
+        before = len(self.admission.preempted)
         to_come = lane.width  # sequences, or the slots kept for them
         due = [seq.group for seq in decodes.pop_due()]
-        divided = self.admission.fair is not None and lane.others
-        shares = self.admission.divide(flight, self.running, to_come) if divided else {}
+        entrant = partial(self.admission.entrant, flight.plan, self.running)
+        shares = self.policy.shares(flight, to_come, entrant) if lane.others else {}
         for group in sorted(lane.others + due, key=lambda group: group.key):
             if group.status is not Status.RUNNING or group in self.late:
                 continue
@@ -348,7 +290,7 @@ class Scheduler:
                 to_come -= group.width
             left = flight.budget.tokens
             most = self._most_tokens(group, left - to_come, shares)
-            schedule = self._schedule_sequence if group.beams is None else self._schedule_beams
+            schedule = self._schedule_sequence if group.beams is None else self.beams.schedule
             if not schedule(group, flight, most):  # it was preempted itself, as all after it were
                 break
             if (taken := left - flight.budget.tokens) > 1 and group.request.client in shares:
@@ -399,45 +341,6 @@ class Scheduler:
             flight.take(seq, count)
         return True
 
-    def _schedule_beams(self, group: SequenceGroup, flight: Flight, most: int, just_entered: bool = False) -> bool:
-        """Give all beams of a group their next token in this step, or some of them what they lack before that.
-
-        New beams are born first, by reference to the blocks of their parents. After a preemption by recompute the first
-        beam computes its tokens, then the others branch off it and compute theirs.
-
-        Returns what `_schedule_sequence` does.
-        """
-        plan, length = flight.plan, len(group.seqs[0].tokens)
-        # A block that this very plan copies something into cannot be copied from: who just entered is no parent yet.
-        births = [] if just_entered else self.space.to_fork(group.births)
-        if self.space.windowed and not (just_entered or births):  # what this plan moves must stay
-            for seq in group.seqs:
-                self.space.pass_windows(seq)
-        missing = sum(self.space.blocks_to_fork(child, shared) for child, _, shared in births)
-        missing += sum(self.space.lacks(seq, length, seq.num_computed + most) for seq in group.seqs)
-        if missing > self.blocks.num_free and not self._make_room(missing, group, plan):
-            return False
-        if self.space.states:
-            for seq in group.seqs:
-                self.space.states.keep(seq, plan)
-        for child, parent, shared in births:
-            self.admission.branch_off(child, parent, shared, plan)
-            group.seqs.append(child)
-        group.births = [birth for birth in group.births if birth not in births]
-        # A token for each is kept for who runs; who was just let in may find fewer left, and waits for the next step.
-        together = not group.births and all(seq.num_computed == length - 1 for seq in group.seqs)
-        together = together and most >= len(group.seqs)
-        goal = length if together or len(group.seqs) + len(group.births) == 1 else length - 1
-        for seq in group.seqs:
-            if seq.stale:
-                self.admission.enter(seq, plan)
-            if self.space.lacks(seq, length, seq.num_computed + most):
-                plan.new_blocks.append((seq.slot, self.space.grow(seq, length, seq.num_computed + most)))
-            if (count := self.space.cut(seq, min(goal - seq.num_computed, most))) > 0:
-                most -= count
-                flight.take(seq, count)
-        return True
-
     # --- results ----------------------------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: StepResult) -> Outputs:
@@ -446,8 +349,8 @@ class Scheduler:
         flight.lane.flying -= 1
         assert flight.plan is plan and plan.step == result.step and len(result.token_ids) == len(plan.rows)
         self.stats.landed(self.config.token_budget - flight.budget.tokens, flight.decodes, self.clock())
-        if flight.is_prefill:
-            self.admission.prefill_seconds = self.clock() - flight.planned_at
+        if self.classic is not None:
+            self.classic.landed(flight, self.clock())
         num_decodes, stopped = len(flight.decodes.seqs), frozenset(result.stopped)
         news = self._take_decodes(flight, result.token_ids[:num_decodes], stopped)
         beams: dict[str, list[tuple[Sequence, int, Logprobs]]] = {}
@@ -471,15 +374,15 @@ class Scheduler:
                 beams.setdefault(seq.group.request.request_id, []).append((seq, token, result.logprobs[i]))
                 continue
             if seq.group.awaited:
-                self.admission.prompt_done(seq.group)
+                self.admission.samples.prompt_done(seq.group, self.admission.now)
             seq.tokens.append(token)
             news.outputs.append(self._output_of(seq, i in stopped, result.logprobs.get(i)))
-            if seq.batch is None and seq.group.lane is flight.lane and self._only_decodes(seq):
+            if seq.batch is None and seq.group.lane is flight.lane and seq.only_decodes:
                 flight.lane.decodes.join(seq)
         self.counters["generation_tokens_total"] += sum(len(o.token_ids) for o in news.outputs) + len(news.token_ids)
         news.outputs += pooled
         for rows in beams.values():
-            news.outputs += self._advance_beams(rows)
+            news.outputs += self.beams.advance(rows)
         for lane in self.lanes:  # a group may have come to another one meanwhile, see `Lanes.surplus`
             lane.others = [g for g in lane.others if g.status is Status.RUNNING and g.seqs[0].batch is None]
         if beams or any(output.finish_reason for output in news.outputs):
@@ -488,15 +391,8 @@ class Scheduler:
             seq, lane = found
             self.admission.stop_decoding(seq)
             lane.put(seq.group)
-        if self.admission.trial.suspects:
-            self._clear_suspects()
+        self.admission.trial.landed(self.in_flight)
         return news
-
-    def _only_decodes(self, seq: Sequence) -> bool:
-        """Whether a sequence that has sampled will do nothing else in the next step, nor have more to report."""
-        group, params = seq.group, seq.group.request.params
-        alone = params.num_samples > params.n or params.logprobs is not None or params.constrained
-        return group.status is Status.RUNNING and seq.num_known < group.limit and not alone
 
     def _take_decodes(self, flight: Flight, token_ids: list[int], stopped: frozenset[int]) -> Outputs:
         """Give the decodes of a step their tokens; returns the news. `stopped` are the indices of rows that end."""
@@ -510,10 +406,9 @@ class Scheduler:
             if seq.batch is not None:
                 decodes.deliver(seq)
                 self.space.publish(seq, len(seq.tokens) - 1)
-        outputs = []
         for seq in ends:
             decodes.deliver(seq)
-            outputs.append(self._output_of(seq, True))
+        outputs = [self._output_of(seq, True) for seq in ends]
         if ends:
             ended = {(output.request_id, output.index) for output in outputs}
             going = [name not in ended for name in names]
@@ -538,82 +433,27 @@ class Scheduler:
             seq.logprob += logprobs.sampled
             output.cumulative_logprob, output.logprobs = seq.logprob, [logprobs]
         if output.finish_reason:
-            self.admission.learn(group)
+            self.admission.reserve.learn(group)
             self._finish(group, output.finish_reason)
             output.finished = not request.groups
         return output
-
-    def _advance_beams(self, rows: list[tuple[Sequence, int, Logprobs]]) -> list[EngineOutput]:
-        """Choose the next beams of one search; returns its answers, if it is over."""
-        group = rows[0][0].group
-        request, beams = group.request, group.beams
-        assert beams is not None and [seq for seq, _, _ in rows] == group.seqs
-        going = beams.advance(
-            [seq.tokens[request.num_prompt :] for seq in group.seqs],
-            [seq.logprob for seq in group.seqs],
-            [(logprobs.ids, logprobs.values) for _, _, logprobs in rows],
-        )
-        if not going:
-            return self._answers(group)
-        length, seqs = len(rows[0][0].tokens), {}
-        for c in going:
-            parent, sampled, _ = rows[c.parent]
-            tokens = [*parent.tokens[:length], c.token]
-            if c.parent in seqs:  # a second continuation of the same beam
-                child = Sequence(group, tokens)
-                child.logprob = c.logprob
-                group.births.append((child, parent, length))
-            else:
-                seqs[c.parent] = parent
-                parent.tokens, parent.logprob, parent.stale = tokens, c.logprob, c.token != sampled
-        self.admission.leave([seq for i, (seq, _, _) in enumerate(rows) if i not in seqs])
-        group.seqs = list(seqs.values())
-        return []
-
-    def _answers(self, group: SequenceGroup) -> list[EngineOutput]:
-        """The answers of a search that is over, the best first; or the error that there are too few."""
-        request, outputs = group.request, []
-        assert group.beams is not None
-        if error := group.beams.shortage(request.params.n):
-            self._finish(group, "error")
-            return [EngineOutput(request.request_id, [], "error", error=error, finished=True)]
-        for index, answer in enumerate(group.beams.answers[: request.params.n]):
-            output = EngineOutput(request.request_id, answer.tokens, "stop" if answer.stopped else "length")
-            output.stop_reason = answer.tokens[-1] if answer.tokens[-1] in request.params.stop_token_ids else None
-            output.num_cached_tokens, output.index = request.num_cached, index
-            output.cumulative_logprob = answer.score
-            outputs.append(output)
-        self.counters["generation_tokens_total"] += sum(len(output.token_ids) for output in outputs)
-        self.admission.learn(group)
-        self._finish(group, outputs[0].finish_reason or "")
-        outputs[-1].finished, outputs[0].time_in_queue = True, request.time_in_queue
-        return outputs
 
     def start_over(self, lost: bool, cause: str | None = None) -> list[EngineOutput]:
         """The steps in flight will bring no results: every sequence computes its tokens again, and gets the same.
 
         Args:
             lost: the workers have died, and what was in the KV cache and in host memory is gone, too.
-            cause: what happened, if the steps' requests may be to blame. Where workers have died, `Trial` says who is
-                ended rather than run once more; else it is the latest to come, because a step did not fit.
+            cause: what happened, if the steps' requests may be to blame: `Trial.blame` says who is ended for it.
         """
-        trial, outputs, now = self.admission.trial, [], self.clock()
+        outputs, now = list[EngineOutput](), self.clock()
         seqs = [seq for flight in self.in_flight for seq in flight.seqs]
         plans = [flight.plan for flight in self.in_flight]
         self.in_flight.clear()
         self.lanes.forget()
-        guilty = None
-        if cause and lost:
-            guilty = trial.died(seqs, self.requests.values())
-            if guilty:
-                deaths = trial.suspects[guilty].deaths
-                cause += f"; {deaths} steps that this request ran in have ended so, and in the last it was alone"
-        elif cause and (live := [seq.group for seq in seqs if seq.slot >= 0]):
-            guilty = max(live, key=lambda group: group.key[1]).request
-        if guilty:
+        if cause and (blamed := self.admission.trial.blame(lost, cause, seqs, self.requests.values())):
+            guilty, error = blamed
             self.abort(guilty.request_id, reason="error")
-            news = EngineOutput(guilty.request_id, [], "error", error=cause, finished=True, engine_fault=not lost)
-            outputs.append(news)
+            outputs = [EngineOutput(guilty.request_id, [], "error", error=error, finished=True, engine_fault=not lost)]
         self._stop_running(now)
         if lost:
             self.admission.lose_pools(now)
@@ -631,71 +471,10 @@ class Scheduler:
             group.timeline.note(started_over=True)
             self.admission.recompute(group, now)
 
-    def _clear_suspects(self) -> None:
-        """Requests that have come past where workers died are suspect no more."""
-        flying: Counter[Sequence] = Counter()  # tokens of steps that have yet to land
-        for flight in self.in_flight:
-            rows = [(seq, 1) for seq in flight.decodes.seqs] + [(seq, count) for seq, count, _ in flight.others]
-            flying.update({seq: count for seq, count in rows if seq not in flight.dropped})
-        self.admission.trial.landed(lambda seq: seq.num_computed - flying[seq])
-
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.space.reset_prefix_cache()
 
-    # --- what an operator sees --------------------------------------------------------------------------------------
-
-    def metrics(self) -> dict[str, Any]:
-        """What is counted, by the names of `metrics.SERIES`."""
-        waiting = {"capacity": len(self.waiting), "deferred": len(self.admission.aside)}
-        return {
-            "num_requests_running": len(self.running),
-            "num_requests_waiting": sum(waiting.values()),
-            "num_requests_waiting_by_reason": waiting,
-            "num_requests_swapped": len(self.swapped),
-            "kv_cache_usage_perc": 1 - self.blocks.num_free / self.blocks.num_blocks,
-            **self.stats.plain(),
-        }
-
-    def explain(self, request_id: str) -> dict[str, Any] | None:
-        """Where the time of a request went, in seconds; None for one that is unknown, or finished long ago."""
-        if (request := self.requests.get(request_id)) is None:
-            return self.reports.get(request_id)
-        report, fair = self._report(request, self.clock()), self.admission.fair
-        rival = None if fair is None else fair.rival_of(request, self.running)
-        for group in request.groups:
-            if group.status in (Status.WAITING, Status.SWAPPED):
-                ahead = sum(other.key < group.key for queue in (self.waiting, self.swapped) for other in queue)
-                report["answers"][group.index]["ahead"] = ahead
-                if fair is not None:
-                    report["answers"][group.index]["served_instead"] = rival
-        return report
-
-    def _report(self, request: Request, now: float) -> dict[str, Any]:
-        fair = self.admission.fair
-        return request.report(now) | ({} if fair is None else {"fairness": fair.account(request)})
-
     def check_integrity(self) -> None:
         """Assert that queues, slots and blocks agree with each other."""
-        requests = self.requests.values()
-        groups = [group for request in requests for group in request.groups]
-        tables = [table for group in groups for seq in group.seqs for table in seq.tables]
-        tables += [table for request in self.admission.prompt_holders for table in request.prompt_tables]
-        host_tables = [table for group in groups for seq in group.seqs for table in seq.host_tables]
-        self.space.check_integrity(tables, host_tables, [seq.host_state for group in groups for seq in group.seqs])
-        self.admission.check_integrity(requests, self.running)
-        keys = [group.key for group in self.running]
-        assert keys == sorted(keys)
-        for group in self.running:
-            assert group.status is Status.RUNNING
-            assert len(group.seqs) + len(group.births) <= group.width
-            for seq in group.seqs:
-                assert not seq.host_tables and seq.num_computed < seq.num_known <= group.limit
-                assert len(seq.tables) == len(self.space.windows)
-                assert all(len(table) * self.config.block_size >= seq.num_computed for table in seq.tables)
-                assert group.lane and (group in group.lane.others) == (seq.batch is None)
-        for lane in self.lanes:
-            seqs, rows = lane.decodes.current.seqs, lane.decodes.current.rows
-            assert [seq.place for seq in seqs] == list(range(len(seqs)))
-            assert all(seq.batch is lane.decodes and seq.group.lane is lane and seq.slot >= 0 for seq in seqs)
-            assert rows == [(seq.slot, 1) for seq in seqs]
+        check_integrity(self)

@@ -9,9 +9,9 @@ permits, and no request needs room for all its samples at once. Beams are one gr
 chosen among all of them: they run in the same step or not at all, and so two searches that are half let in cannot block
 each other.
 
-`DecodeBatch` holds the sequences that do nothing but decode, `Lane` those that run in the same steps, `Flight` is such
-a step, and `Timeline` remembers where a group's time went. The queues of those who do not run are in
-`scheduling/fair.py`.
+A `Flight` is a step from its planning to its result, and `Timeline` remembers where a group's time went. Groups
+that run are in a lane (`scheduling/lanes.py`), their sequences in a batch once these only decode
+(`scheduling/decodes.py`). The queues of those who do not run are in `scheduling/policy.py`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from __future__ import annotations
 import enum
 import hashlib
 from array import array
-from collections import defaultdict
-from collections.abc import Iterator
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
-from itertools import compress, zip_longest
-from typing import Any
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 from plan import StepPlan
 from sampling_params import PoolingParams, SamplingParams
-from scheduling.beam import BeamSearch
 from scheduling.timeline import Timeline, WaitClock
+
+if TYPE_CHECKING:
+    from scheduling.beam import BeamSearch
+    from scheduling.decodes import DecodeBatch
+    from scheduling.lanes import Lane
 
 Key = tuple[int, int, int]  # (class, number of arrival, index): what the class is, the policy says
 
@@ -77,7 +79,8 @@ class Sequence:
         self.group = group
         self.delivered = list(tokens)  # see `tokens`
         self.batch: DecodeBatch | None = None  # that it decodes in, which fills in the three that follow
-        self.place = self.due = self.next_delivery = 0
+        self.place = self.due = 0
+        self.next_delivery = 0
         self.computed_before = 0  # `num_computed`, but for the steps of `batch`
         self.num_published = 0  # columns of `tables` offered to the prefix cache
         self.hashes: list[bytes] = []
@@ -126,6 +129,13 @@ class Sequence:
         """Its tokens, and those that steps in flight are about to sample: one after all that is computed."""
         return max(len(self.delivered), self.num_computed + 1)
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether it has sampled, will do nothing else in the next step, and has no more than its token to report."""
+        group, params = self.group, self.group.request.params
+        alone = params.num_samples > params.n or params.logprobs is not None or params.constrained
+        return group.status is Status.RUNNING and self.num_known < group.limit and not alone
+
 
 class SequenceGroup:
     """Sequences that are scheduled as one.
@@ -167,6 +177,15 @@ class SequenceGroup:
     def name(self) -> str:
         """For logs: the request's id, and which sample."""
         return f"{self.request.request_id}#{self.index}" if self.index else self.request.request_id
+
+    def num_logprobs(self, vocab_size: int) -> int:
+        """Of how many of the likeliest tokens its rows bring log-probabilities; see `NewRow.num_logprobs`."""
+        params = self.request.params
+        if self.beams is not None:
+            return min(self.beams.num_candidates, vocab_size)
+        if params.logprobs is not None:
+            return params.logprobs
+        return 0 if params.num_samples > params.n else -1
 
     def forget_computed(self) -> None:
         """All its tokens must be computed again: those of the first beam, off which the others branch again."""
@@ -222,7 +241,8 @@ class Request:
         client: str = "",
         pooling: PoolingParams | None = None,
     ):
-        self.request_id, self.params, self.salt, self.priority = request_id, params, salt, priority
+        self.request_id, self.params = request_id, params
+        self.salt, self.priority = salt, priority
         self.client, self.pooling = client, pooling
         self.prompt = list(prompt_token_ids)
         self.num_prompt = len(self.prompt)
@@ -242,21 +262,6 @@ class Request:
         self.leader: SequenceGroup | None = None  # computes the prompt for all
         self.prompt_tables: list[list[int]] = []  # referred to as long as samples have yet to branch off the prompt
         self.finished_reports: list[dict[str, Any]] = []  # of groups that have finished
-
-    def limit(self, max_model_len: int) -> int:
-        """Tokens at which its sequences end. Where there is no output, one token counts that never goes out.
-
-        Raises:
-            ValueError: the prompt is too long for `max_model_len`.
-        """
-        silent = self.pooling is not None or self.params.max_tokens == 0
-        num_prompt, most = self.num_prompt, max_model_len - (not silent)
-        if num_prompt > most:
-            fit = "fit" if silent else "leave room for output within"
-            raise ValueError(f"the prompt has {num_prompt} tokens; at most {most} {fit} the context of {max_model_len}")
-        if silent:
-            return num_prompt + 1
-        return min(num_prompt + (self.params.max_tokens or max_model_len), max_model_len)
 
     def seed_of(self, index: int, seed: int) -> int:
         """The seed of one of its answers, where the engine's is `seed`."""
@@ -316,192 +321,6 @@ class DecodeRows:
     def lists(self) -> tuple[list, ...]:
         """All of them."""
         return self.seqs, self.rows, self.names
-
-
-class DecodeBatch:
-    """The sequences that decode: one token in each step, planned without a look at each of them.
-
-    From one decode step to the next little changes: some sequences need another block, and some are about to end. When
-    that will be is known as soon as a sequence joins, for it computes one token a step. So there is a calendar of who
-    needs a look, and the others cost a step nothing. They share one count of steps, from which their `num_computed`
-    follows. What a plan says of them are lists that stay the same until somebody joins or leaves. The tokens that a
-    step brings are kept as it brought them, until a sequence's are delivered.
-
-    Sequences that compute prompts, beams, and those whose log-probabilities are wanted are not among them. To join and
-    to leave take the time of one sequence.
-
-    Args:
-        width: sequences that it has at most.
-        block_size: tokens of a KV block.
-        num_lookahead_slots: slots that a sequence owns ahead of its tokens.
-    """
-
-    def __init__(self, width: int, block_size: int, num_lookahead_slots: int):
-        self.width, self.block_size, self.ahead = width, block_size, num_lookahead_slots
-        self.steps = 0  # that it has run
-        self.current, self.shared = DecodeRows(), False  # whether they were handed out
-        self.calendar: defaultdict[int, dict[Sequence, None]] = defaultdict(dict)  # by step: who needs a look
-        # The token that a step brought to each place, for the latest steps: each sequence's tokens are delivered at
-        # least once a block.
-        self.num_kept = block_size + MAX_IN_FLIGHT
-        self.kept = array("i", bytes(4 * width * self.num_kept))
-        self.latest = 0  # step whose tokens are there
-
-    def __len__(self) -> int:
-        return len(self.current.seqs)
-
-    def join(self, seq: Sequence) -> None:
-        """`seq` computes a token in every step from the next one on."""
-        seq.computed_before -= self.steps
-        seq.batch, seq.place, seq.next_delivery = self, len(self), self.steps + 1
-        name = (seq.group.request.request_id, seq.group.index)
-        for column, entry in zip(self._own(), (seq, (seq.slot, 1), name), strict=True):
-            column.append(entry)
-        self.expect(seq)
-
-    def leave(self, seq: Sequence) -> None:
-        """`seq` computes one no more, but for the steps already planned; the last of the batch takes its place."""
-        self.calendar.get(seq.due, {}).pop(seq, None)
-        for moved in (seq, self.current.seqs[-1]):  # what was brought to their places so far is theirs
-            self.deliver(moved)
-        seq.computed_before += self.steps
-        seq.batch = None
-        for column in self._own():
-            last = column.pop()
-            if seq.place < len(column):
-                column[seq.place] = last
-        if seq.place < len(self):
-            self.current.seqs[seq.place].place = seq.place
-        self.current.departures += 1
-
-    def _own(self) -> tuple[list, ...]:
-        """The current lists, to be changed: copies, if they were handed out."""
-        if self.shared:
-            c, self.shared = self.current, False
-            self.current = DecodeRows(c.seqs.copy(), c.rows.copy(), c.names.copy(), c.departures)
-        return self.current.lists()
-
-    def expect(self, seq: Sequence) -> None:
-        """Put `seq` down for the step in which it needs its next block, or samples the last token that it may have."""
-        self.deliver(seq)  # before `kept` comes round
-        computed = seq.num_computed
-        slots = min(map(len, seq.tables)) * self.block_size - self.ahead
-        steps = min(slots, seq.group.limit - 2) - computed
-        seq.due = self.steps + 1 + steps
-        self.calendar[seq.due][seq] = None
-
-    def pop_due(self) -> list[Sequence]:
-        """Those that need a look in the step that is being planned, and are to be expected again after that."""
-        return list(self.calendar.pop(self.steps + 1, ()))
-
-    def run(self) -> DecodeRows:
-        """All of them compute a token in the step that is being planned."""
-        self.steps += 1
-        self.shared = True
-        return self.current
-
-    def land(self, flight: Flight, token_ids: list[int]) -> tuple[list[tuple[str, int]], list[int]]:
-        """Take what a step has brought to the decodes that it ran; returns the names and tokens of those who live.
-
-        Steps land in order. A sequence that has left the batch meanwhile may still run, for its last token.
-        """
-        step, ran = flight.decode_step, flight.decodes
-        names = ran.names
-        if ran.departures == self.current.departures:  # each has the place that it had
-            at = step % self.num_kept * self.width
-            self.kept[at : at + len(token_ids)] = array("i", token_ids)
-        else:
-            live = [flight.brings(seq) for seq in ran.seqs]
-            names, token_ids = [*compress(names, live)], [*compress(token_ids, live)]
-            for seq, token in zip(compress(ran.seqs, live), token_ids, strict=True):
-                self.deliver(seq)
-                seq.tokens.append(token)
-                seq.next_delivery = step + 1
-        self.latest = step
-        return names, token_ids
-
-    def deliver(self, seq: Sequence) -> None:
-        """Give `seq` the tokens that steps have brought it, if it is in this batch."""
-        if count := seq.num_undelivered:
-            assert count <= self.num_kept
-            tokens, first = self.kept[seq.place :: self.width], seq.next_delivery % self.num_kept
-            seq.delivered += (tokens + tokens)[first : first + count]
-            seq.next_delivery = self.latest + 1
-
-
-class Lane:
-    """The groups that run in the same steps: those whose sequence is one of the `decodes`, and the `others`, at whom
-    each step must look.
-
-    Where the model's layers are divided in pipeline stages, there are as many lanes. Their steps take turns: while one
-    lane's step is in the first stage, the step of the lane before it is in the second. A sequence's next token needs
-    its last one, so it cannot be in two stages at a time. These are vLLM's virtual engines, but all lanes share the
-    queues and the blocks.
-    """
-
-    def __init__(self, decodes: DecodeBatch):
-        self.decodes, self.others = decodes, list[SequenceGroup]()
-        self.flying = 0  # steps of it that are in flight
-
-    @property
-    def width(self) -> int:
-        """Sequences that it may come to have."""
-        return len(self.decodes) + sum(group.width for group in self.others if group.status is Status.RUNNING)
-
-    def put(self, group: SequenceGroup) -> None:
-        """`group` runs in this lane's steps from now on. It is looked at in the next of them."""
-        group.lane = self
-        self.others.append(group)
-
-
-class Lanes:
-    """All lanes of a scheduler.
-
-    Args:
-        count: how many there are.
-        width: sequences that run at once, in all of them.
-        block_size, num_lookahead_slots: see `DecodeBatch`.
-    """
-
-    def __init__(self, count: int, width: int, block_size: int, num_lookahead_slots: int):
-        self.all, self.width = [Lane(DecodeBatch(width, block_size, num_lookahead_slots)) for _ in range(count)], width
-        self.turn = 0  # of the lane whose step was planned last
-
-    def __iter__(self) -> Iterator[Lane]:
-        return iter(self.all)
-
-    def share(self, waiting: int) -> int:
-        """Sequences that may run in a step: of several lanes each shall have as many, where `waiting` may come in."""
-        if len(self.all) == 1:
-            return self.width
-        return -(-(sum(lane.width for lane in self.all) + waiting) // len(self.all))
-
-    def next(self, waiting: int) -> Lane:
-        """The lane whose turn it is: of those that have something to run, one with the fewest steps in flight."""
-        if len(self.all) == 1:
-            return self.all[0]
-        most = self.share(waiting) if waiting else 0
-        in_turn = self.all[self.turn + 1 :] + self.all[: self.turn + 1]
-        with_work = [lane for lane in in_turn if (width := lane.width) or width < most]
-        return min(with_work or in_turn, key=lambda lane: lane.flying)
-
-    def take_turn(self, waiting: int) -> tuple[Lane, int]:
-        """The lane that a step is planned of now, and how many sequences may run in it."""
-        lane = self.next(waiting)
-        self.turn = self.all.index(lane)
-        return lane, self.share(waiting)
-
-    def surplus(self, lane: Lane) -> tuple[Sequence, Lane] | None:
-        """A sequence that decodes in `lane` and had better run in another one, which has fewer; None: there is none."""
-        if len(self.all) == 1 or not len(lane.decodes):
-            return None
-        other = min(self.all, key=lambda lane: lane.width)
-        return (lane.decodes.current.seqs[-1], other) if other.width + 1 < lane.width else None
-
-    def forget(self) -> None:
-        """The steps in flight will not land."""
-        for lane in self.all:
-            lane.flying = 0
 
 
 class SchedulingBudget:

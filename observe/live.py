@@ -121,7 +121,7 @@ class Recorder(Observer):
             "requests": [request_row(group, state) for group, state in islice(self._groups(), MAX_REQUESTS)],
             "held": flat((group.key[1], (t for seq in group.seqs for t in seq.tables)) for group in s.running),
             # Prompts that samples are yet to come for; their tables refer to the blocks, whoever runs on them.
-            "kept": flat((r.groups[0].key[1], r.prompt_tables) for r in s.admission.prompt_holders),
+            "kept": flat((r.groups[0].key[1], r.prompt_tables) for r in s.admission.samples.holders),
             "findable": bytes(s.blocks.findable),
             "moves": {
                 **{name: new[name] for name in ("out", "in", "copies")},
@@ -129,7 +129,7 @@ class Recorder(Observer):
                 "blocks_in": latest(self.blocks_in, new["in"]),
             },
             "steps": latest(self.steps, new["steps"]),
-            "finished": [ending(report) for report in latest(s.reports.values(), min(new["finished"], MAX_FINISHED))],
+            "finished": [*map(ending, latest(s.reports.finished.values(), min(new["finished"], MAX_FINISHED)))],
             "counters": {name: counters[counter] for name, counter in COUNTERS.items()},
             "totals": totals,
         }
@@ -140,7 +140,7 @@ class Recorder(Observer):
 
         With a client, another's are unknown, too. Whose they are is not told.
         """
-        found = [story for i in range(most) if (story := self.scheduler.explain(f"{name}-{i}")) is not None]
+        found = [story for i in range(most) if (story := self.scheduler.reports.explain(f"{name}-{i}")) is not None]
         mine = [story for story in found if client in (None, story["client"])]
         return [{key: value for key, value in story.items() if key != "client"} for story in mine]
 

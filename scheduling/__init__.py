@@ -1,1 +1,1 @@
-"""What the scheduler decides beside the mixed step: beams, fairness, grammars."""
+"""What the scheduler and its door decide beside the mixed step: policies, beams, samples, swap, the classic order."""

@@ -1,4 +1,4 @@
-"""Beam search's choice of continuations: which beams go on, which have ended, and when the search is over.
+"""Beam search: which beams go on, which have ended and when it is over (`BeamSearch`); what steps give them (`Beams`).
 
 The algorithm is that of transformers (`GenerationMixin._beam_search`), step for step, so that beams and scores can be
 compared: of all continuations of all beams the best `num_candidates` are looked at; of these, ones that end are kept as
@@ -14,11 +14,21 @@ as well, if the request allows that many tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Ints
 from dataclasses import dataclass
 from heapq import merge
 from itertools import islice
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from plan import EngineOutput, Logprobs, StepPlan
+from sequence import Flight, Sequence, SequenceGroup
+
+if TYPE_CHECKING:
+    from admission import Admission
+    from kv_cache import BlockSpaceManager
+
+Birth = tuple[Sequence, Sequence, int]  # (new beam, its parent, tokens that they share)
 
 
 @dataclass(slots=True)
@@ -60,7 +70,8 @@ class BeamSearch:
         length_penalty: float,
         early_stopping: bool | Literal["never"],
     ):
-        self.width, self.max_tokens, self.stop_ids = width, max_tokens, stop_ids
+        self.width, self.max_tokens = width, max_tokens
+        self.stop_ids = stop_ids
         self.length_penalty, self.early_stopping = length_penalty, early_stopping
         # Enough that `width` beams go on even if every beam's likeliest continuations are the tokens that end it.
         self.num_candidates = max(2, 1 + len(stop_ids)) * width
@@ -68,9 +79,9 @@ class BeamSearch:
 
     def advance(
         self,
-        outputs: Sequence[Sequence[int]],
-        logprobs: Sequence[float],
-        nexts: Sequence[tuple[list[int], list[float]]],
+        outputs: Ints[Ints[int]],
+        logprobs: Ints[float],
+        nexts: Ints[tuple[list[int], list[float]]],
     ) -> list[Continuation]:
         """Take the next tokens of all beams; returns the beams that go on, the best first, or none: the search is over.
 
@@ -115,3 +126,148 @@ class BeamSearch:
         hopeful = self.early_stopping == "never" and self.length_penalty > 0
         reached = best / (self.max_tokens if hopeful else length) ** self.length_penalty
         return reached <= self.answers[-1].score
+
+
+def blocks_to_fork(space: BlockSpaceManager, births: Iterable[Birth]) -> int:
+    """Blocks that the new beams of `births` will take."""
+    size, device = space.block_size, space.device
+    own = sum(device.blocks_for(len(child.tokens)) - shared // size for child, _, shared in births)
+    return len(space.windows) * own
+
+
+class Beams:
+    """What the scheduler does for groups of beams: all beams of a group compute their next tokens in the same step.
+
+    Args:
+        space: the block tables of all sequences.
+        admission: who gives them their slots.
+        make_room: preempts until so many blocks are free; returns whether the group still runs.
+        finish: ends a group, for a reason.
+    """
+
+    def __init__(
+        self,
+        space: BlockSpaceManager,
+        admission: Admission,
+        make_room: Callable[[int, SequenceGroup, StepPlan], bool],
+        finish: Callable[[SequenceGroup, str], None],
+    ):
+        self.space, self.admission = space, admission
+        self.make_room, self.finish = make_room, finish
+
+    def search(self, group: SequenceGroup) -> BeamSearch:
+        """A search that begins, for a group with its limit and width."""
+        request, params = group.request, group.request.params
+        most = group.limit - request.num_prompt
+        return BeamSearch(group.width, most, request.stop_ids, params.length_penalty, params.early_stopping)
+
+    def schedule(self, group: SequenceGroup, flight: Flight, most: int, just_entered: bool = False) -> bool:
+        """Give all beams of a group their next token in this step, or some of them what they lack before that.
+
+        New beams are born first, by reference to the blocks of their parents. After a preemption by recompute the first
+        beam computes its tokens, then the others branch off it and compute theirs.
+
+        Returns whether the group still runs; for want of blocks it may have been preempted itself.
+        """
+        plan, length = flight.plan, len(group.seqs[0].tokens)
+        # A block that this very plan copies something into cannot be copied from: who just entered is no parent yet.
+        births = [] if just_entered else self._due(group.births)
+        if self.space.windowed and not (just_entered or births):  # what this plan moves must stay
+            for seq in group.seqs:
+                self.space.pass_windows(seq)
+        missing = blocks_to_fork(self.space, births)
+        missing += sum(self.space.lacks(seq, length, seq.num_computed + most) for seq in group.seqs)
+        if missing > self.space.device.num_free and not self.make_room(missing, group, plan):
+            return False
+        if self.space.states:
+            for seq in group.seqs:
+                self.space.states.keep(seq, plan)
+        for child, parent, shared in births:
+            self._fork(child, parent, shared, plan)
+            self.admission.enter(child, plan)
+            if self.space.states:
+                plan.state_copies.append((parent.slot, child.slot))
+            group.seqs.append(child)
+        group.births = [birth for birth in group.births if birth not in births]
+        # A token for each is kept for who runs; who was just let in may find fewer left, and waits for the next step.
+        together = not group.births and all(seq.num_computed == length - 1 for seq in group.seqs)
+        together = together and most >= len(group.seqs)
+        goal = length if together or len(group.seqs) + len(group.births) == 1 else length - 1
+        for seq in group.seqs:
+            if seq.stale:
+                self.admission.enter(seq, plan)
+            if self.space.lacks(seq, length, seq.num_computed + most):
+                plan.new_blocks.append((seq.slot, self.space.grow(seq, length, seq.num_computed + most)))
+            if (count := self.space.cut(seq, min(goal - seq.num_computed, most))) > 0:
+                most -= count
+                flight.take(seq, count)
+        return True
+
+    def _due(self, births: list[Birth]) -> list[Birth]:
+        """Which of `births` come now: all, when every parent is so far; with states, each when its parent is there."""
+        if self.space.states:
+            return [birth for birth in births if birth[1].num_computed == birth[2]]
+        return births if all(parent.num_computed >= shared for _, parent, shared in births) else []
+
+    def _fork(self, child: Sequence, parent: Sequence, shared: int, plan: StepPlan) -> None:
+        """Give `child` its parent's first `shared` tokens by reference; the block that it goes on in is copied."""
+        device, full = self.space.device, shared // self.space.block_size
+        own = device.blocks_for(len(child.tokens)) - full
+        child.tables, child.hashes = [table[:full] for table in parent.tables], parent.hashes[:full]
+        for table, source in zip(child.tables, parent.tables, strict=True):
+            device.share(table)
+            blocks = device.allocate(own)
+            if shared % self.space.block_size:
+                plan.copies.append((source[full], blocks[0]))
+            table += blocks
+        child.num_computed, child.num_published = shared, full
+
+    def advance(self, rows: list[tuple[Sequence, int, Logprobs]]) -> list[EngineOutput]:
+        """Choose the next beams of one search; returns its answers, if it is over.
+
+        Args:
+            rows: each beam, the token that was sampled for it, and the likeliest ones.
+        """
+        group = rows[0][0].group
+        request, beams = group.request, group.beams
+        assert beams is not None and [seq for seq, _, _ in rows] == group.seqs
+        going = beams.advance(
+            [seq.tokens[request.num_prompt :] for seq in group.seqs],
+            [seq.logprob for seq in group.seqs],
+            [(logprobs.ids, logprobs.values) for _, _, logprobs in rows],
+        )
+        if not going:
+            return self._answers(group, beams)
+        length, seqs = len(rows[0][0].tokens), {}
+        for c in going:
+            parent, sampled, _ = rows[c.parent]
+            tokens = [*parent.tokens[:length], c.token]
+            if c.parent in seqs:  # a second continuation of the same beam
+                child = Sequence(group, tokens)
+                child.logprob = c.logprob
+                group.births.append((child, parent, length))
+            else:
+                seqs[c.parent] = parent
+                parent.tokens, parent.logprob = tokens, c.logprob
+                parent.stale = c.token != sampled
+        self.admission.leave([seq for i, (seq, _, _) in enumerate(rows) if i not in seqs])
+        group.seqs = list(seqs.values())
+        return []
+
+    def _answers(self, group: SequenceGroup, beams: BeamSearch) -> list[EngineOutput]:
+        """The answers of a search that is over, the best first; or the error that there are too few."""
+        request, outputs = group.request, []
+        if error := beams.shortage(request.params.n):
+            self.finish(group, "error")
+            return [EngineOutput(request.request_id, [], "error", error=error, finished=True)]
+        for index, answer in enumerate(beams.answers[: request.params.n]):
+            output = EngineOutput(request.request_id, answer.tokens, "stop" if answer.stopped else "length")
+            output.stop_reason = answer.tokens[-1] if answer.tokens[-1] in request.params.stop_token_ids else None
+            output.num_cached_tokens, output.index = request.num_cached, index
+            output.cumulative_logprob = answer.score
+            outputs.append(output)
+        self.admission.counters["generation_tokens_total"] += sum(len(output.token_ids) for output in outputs)
+        self.admission.reserve.learn(group)
+        self.finish(group, outputs[0].finish_reason or "")
+        outputs[-1].finished, outputs[0].time_in_queue = True, request.time_in_queue
+        return outputs

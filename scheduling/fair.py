@@ -1,76 +1,37 @@
-"""The groups that do not run, in the order in which they come in: `GroupQueue`, and the policy `fair`'s `FairQueue`."""
+"""The policy `fair`."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from typing import Any
 
-from sequence import Key, Request, SequenceGroup, Status
+from config import EngineConfig
+from scheduling.policy import MOST_STALE, Policy
+from sequence import Flight, Request, SequenceGroup, Status
 
-UNPLACED = 2**62  # class of a group that stands behind another one of its client, under the policy `fair`
-MOST_STALE = 16  # stale entries that a heap may keep before they are removed
-OUTPUT_WEIGHT = 2  # what a token of output counts, where one of the prompt counts 1 (as in the paper of `FairQueue`)
+UNPLACED = 2**62  # class of a group that stands behind another one of its client
+OUTPUT_WEIGHT = 2  # what a token of output counts, where one of the prompt counts 1 (as in the paper of `Fair`)
+FAIR_STEP = 0.1  # seconds
 
 
-class GroupQueue:
-    """Groups of one status, first to go first. O(log n) to push and pop.
+def step_tokens(config: EngineConfig, most: int, seconds: float) -> int:
+    """Tokens of a step: `most`, which take so many seconds, or by default under `fair` what takes FAIR_STEP.
 
-    An entry of the heap whose group was aborted, or has got another place since, is skipped when met. Once such entries
-    are the most, all of them are thrown out, so that what was aborted does not stay in memory.
+    Whoever decodes gets its next token when the step ends, so the prompts of others must not make the step long.
     """
-
-    def __init__(self, status: Status):
-        self.status = status
-        self.heap: list[tuple[Key, SequenceGroup]] = []
-        self.size = 0
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __iter__(self) -> Iterator[SequenceGroup]:
-        return (group for _, group in self.heap if group.status is self.status)
-
-    def push(self, group: SequenceGroup) -> None:
-        """Put `group` in its place."""
-        group.status = self.status
-        heappush(self.heap, (group.key, group))
-        self.size += 1
-
-    def first(self) -> SequenceGroup:
-        """The group that goes next; the queue must not be empty."""
-        while not self._counts(*self.heap[0]):
-            heappop(self.heap)
-        return self.heap[0][1]
-
-    def _counts(self, key: Key, group: SequenceGroup) -> bool:
-        """Whether an entry of the heap says where its group is."""
-        return group.status is self.status and group.key == key
-
-    def pop(self, status: Status) -> SequenceGroup:
-        """Take the group that goes next out of the queue, into `status`."""
-        group = self.first()
-        heappop(self.heap)
-        group.status = status
-        self.size -= 1
-        if not self.size:  # else an old entry would be good again, should its group ever come back to the same place
-            self.heap.clear()
-        return group
-
-    def abort(self, group: SequenceGroup) -> None:
-        """Take `group` out for good."""
-        group.status = Status.FINISHED
-        self.size -= 1
-        if len(self.heap) > MOST_STALE + 2 * self.size:
-            self.heap = [entry for entry in self.heap if self._counts(*entry)]
-            heapify(self.heap)
+    given = config.max_num_batched_tokens is not None
+    if config.scheduling_policy != "fair" or given or config.pools or not config.enable_chunked_prefill:
+        return most
+    return max(config.max_num_seqs, min(most, int(most * FAIR_STEP / max(seconds, FAIR_STEP))))
 
 
 @dataclass(slots=True)
 class Client:
-    """One of those among whom the policy `fair` divides the engine; `FairQueue` says what its counter means."""
+    """One of those among whom the engine is divided; `Fair` says what its counter means."""
 
     number: int  # for `explain`, because its name may tell who it is; a new one if it was forgotten
     counter: int = 0
@@ -85,7 +46,7 @@ class Client:
         return self.counter - self.outstanding
 
 
-class FairQueue(GroupQueue):
+class Fair(Policy):
     """The groups that wait, the client that has had the least first: virtual token counters.
 
     After "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). Each client has a counter of the tokens
@@ -105,10 +66,14 @@ class FairQueue(GroupQueue):
     It moves on with every step: however many clients come, each of them once, nobody waits for ever.
 
     Every operation takes the time of a heap's, and a step costs the same however many wait.
+
+    Args:
+        config: of which the tokens of a step matter. To preempt for less than these is not worth the work.
     """
 
-    def __init__(self) -> None:
-        super().__init__(Status.WAITING)
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        self.quantum = config.token_budget
         self.clients: dict[str, Client] = {}
         self.num_active = self.num_seen = 0  # clients with requests, and all that were given a number
         self.virtual_time = self.rest = 0  # in tokens, and what a step's tokens left when they were divided
@@ -121,7 +86,15 @@ class FairQueue(GroupQueue):
         for client in self.clients.values():
             yield from (group for _, group in client.backlog if group.status is self.status)
 
-    def arrive(self, request: Request) -> None:
+    def rank(self, request: Request) -> int:
+        """The same for all, until `push` finds each group's place."""
+        return 0
+
+    def yields(self, victim: SequenceGroup, group: SequenceGroup) -> bool:
+        """Whether another client's `victim` has had more than `group`, by more than a step's tokens."""
+        return victim.request.client != group.request.client and victim.key[0] > group.key[0] + self.quantum
+
+    def arrived(self, request: Request) -> None:
         """`request` is about to queue."""
         if (client := self.clients.get(request.client)) is None:
             self.num_seen += 1
@@ -129,17 +102,10 @@ class FairQueue(GroupQueue):
         self.num_active += not client.num_requests
         client.num_requests += 1
 
-    def depart(self, request: Request) -> None:
-        """`request` has ended, and so have all its groups."""
-        client = self.clients[request.client]
-        client.num_requests -= 1
-        if not client.num_requests:
-            self.num_active -= 1
-            heappush(self.idle, (client.counter, request.client))
-
-    def advance(self, tokens: int) -> None:
-        """A step brings `tokens` tokens, those of the output counted as often as they weigh."""
-        passed, self.rest = divmod(self.rest + tokens, max(1, self.num_active))
+    def advance(self, tokens: int, output: int) -> None:
+        """A step computes `tokens` tokens, `output` of them of outputs, which count as often as they weigh."""
+        served = tokens + (OUTPUT_WEIGHT - 1) * output
+        passed, self.rest = divmod(self.rest + served, max(1, self.num_active))
         self.virtual_time += passed
         while self.idle and self.idle[0][0] <= self.virtual_time:
             counter, name = heappop(self.idle)
@@ -193,8 +159,10 @@ class FairQueue(GroupQueue):
             first.key = (client.counter, *first.key[1:])
             heappush(self.heap, (first.key, first))
 
-    def charge(self, group: SequenceGroup, prompt: int, output: int) -> None:
-        """`group` is let in for the first time: it will compute `prompt` tokens and write `output` at most."""
+    def admitted(self, group: SequenceGroup, prompt: int, output: int) -> None:
+        """`group` is let in. If it is for the first time, its client is charged with what it may come to have."""
+        if group.charged_prompt:
+            return
         client = self.clients[group.request.client]
         self.virtual_time = max(self.virtual_time, client.settled)
         group.charged_prompt, group.charged_output = prompt, output
@@ -202,9 +170,20 @@ class FairQueue(GroupQueue):
         client.counter += cost
         client.outstanding += cost
 
-    def settle(self, group: SequenceGroup) -> None:
-        """`group` has ended: its client is charged with what it has had, instead of all that it might have had."""
-        client, seq, num_prompt = self.clients[group.request.client], group.seqs[0], group.request.num_prompt
+    def ended(self, group: SequenceGroup) -> None:
+        """`group` has ended, and maybe its request: its client is charged with what it has had and no more."""
+        request, client = group.request, self.clients[group.request.client]
+        if group.charged_prompt:
+            self._settle(group, client)
+        if not request.groups:
+            client.num_requests -= 1
+            if not client.num_requests:
+                self.num_active -= 1
+                heappush(self.idle, (client.counter, request.client))
+
+    def _settle(self, group: SequenceGroup, client: Client) -> None:
+        """Give back what a group that has ended has not had of all that it might have had."""
+        seq, num_prompt = group.seqs[0], group.request.num_prompt
         output = seq.num_tokens - num_prompt
         # A request may be aborted in the midst of its prompt. `lost` is what it had computed before a preemption.
         left = 0 if output else num_prompt - max(seq.num_computed, seq.lost)
@@ -213,24 +192,50 @@ class FairQueue(GroupQueue):
         client.outstanding -= group.charged_prompt + OUTPUT_WEIGHT * group.charged_output
         self._place(client)
 
-    def note_rival(self, group: SequenceGroup, running: Ints[SequenceGroup]) -> None:
-        """Note of the first in line, which has waited, who was served instead; see `rival_of`."""
-        if "served_instead" not in group.timeline.stays[-1]:
-            group.timeline.note(served_instead=self.rival_of(group.request, running))
+    def shares(
+        self, flight: Flight, to_come: int, entrant: Callable[[], tuple[SequenceGroup, int] | None]
+    ) -> dict[str, int]:
+        """The tokens that each client's prompts may have of a step's, where several want some.
 
-    def rival_of(self, request: Request, running: Ints[SequenceGroup]) -> dict[str, int] | None:
+        Else a long prompt would take whole steps, and whoever came after it would wait for all of these. Who runs in
+        the step's lane gets a share, and so does the first in line if there is room for it. All clients get the same,
+        but for those who want less (max-min fairness).
+        """
+        tokens, wants = flight.budget.tokens - to_come, Counter[str]()
+        for group in flight.lane.others:
+            if (seq := group.seqs[0]).batch is None and (want := seq.num_known - seq.num_computed) > 1:
+                wants[group.request.client] += want
+                tokens += group.width
+        if wants and (found := entrant()):
+            first, want = found
+            wants[first.request.client] += want
+        shares: dict[str, int] = {}
+        if len(wants) < 2:
+            return shares
+        for place, (client, want) in enumerate(sorted(wants.items(), key=lambda item: item[1])):
+            shares[client] = min(want, tokens // (len(wants) - place))
+            tokens -= shares[client]
+        return shares
+
+    def passed_over(self, group: SequenceGroup, running: Ints[SequenceGroup]) -> None:
+        """Note of the first in line, which has waited, who was served instead."""
+        if "served_instead" not in group.timeline.stays[-1]:
+            group.timeline.note(**self.instead(group.request, running))
+
+    def instead(self, request: Request, running: Ints[SequenceGroup]) -> dict[str, Any]:
         """Which other client has most of the sequences that run, by its number, and how many; None if none has any."""
         sequences: defaultdict[str, int] = defaultdict(int)
         for group in running:
             if (name := group.request.client) != request.client:
                 sequences[name] += len(group.seqs)
         count, name = max(((count, name) for name, count in sequences.items()), default=(0, ""))
-        return {"client": self.clients[name].number, "sequences": count} if count else None
+        return {"served_instead": {"client": self.clients[name].number, "sequences": count} if count else None}
 
-    def account(self, request: Request) -> dict[str, int]:
+    def account(self, request: Request) -> dict[str, Any]:
         """Whose request it is, as a number, and its client's counter."""
         client = self.clients[request.client]
-        return {"number": client.number, "counter": client.counter, "virtual_time": self.virtual_time}
+        facts = {"number": client.number, "counter": client.counter, "virtual_time": self.virtual_time}
+        return {"fairness": facts}
 
     def check_integrity(self, requests: Collection[Request]) -> None:
         """Assert that the books agree with `requests`, all that have yet to finish."""

@@ -30,7 +30,8 @@ class StateManager:
     """
 
     def __init__(self, config: EngineConfig, room: StateRoom):
-        self.room, self.size, self.num_slots = room, config.block_size, config.max_num_seqs
+        self.room, self.size = room, config.block_size
+        self.num_slots = config.max_num_seqs
         self.snapshots = BlockManager(room.snapshots, config.block_size, config.enable_prefix_caching)
         self.host = BlockManager(room.host, config.block_size, False)
         self.keeps = config.enable_prefix_caching and room.snapshots > 0
@@ -51,7 +52,8 @@ class StateManager:
         That is where a beam is to branch off it, and in a prompt at the last border there is. Beams keep nothing of
         what they write.
         """
-        begin, group, last = seq.num_computed, seq.group, len(seq.tokens) - 1
+        begin, last = seq.num_computed, len(seq.tokens) - 1
+        group = seq.group
         end = min([begin + count, *(shared for _, parent, shared in group.births if parent is seq)])
         if group.beams is not None:
             last = min(last, group.request.num_prompt)
@@ -63,7 +65,8 @@ class StateManager:
 
         Of the borders in its output a sequence keeps the latest, so that a long one does not flush the cache.
         """
-        count, pool, request = seq.num_computed, self.snapshots, seq.group.request
+        count, pool = seq.num_computed, self.snapshots
+        request = seq.group.request
         # With more than two steps in flight, the tokens that the state has seen may not be known yet.
         if not (self.keeps and count) or count % self.size or count > len(seq.tokens):
             return

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
 
-from sequence import Request, Sequence, SequenceGroup, Status
+from sequence import Flight, Request, Sequence, SequenceGroup, Status
 
 MIN_DEATHS = 3  # before a request is held to be guilty: whoever kills workers by hand may do so twice
 
@@ -35,6 +35,27 @@ class Trial:
         self.pool: list[Request] = []  # the guilty one is one of these, if anyone is; the first to come first
         self.alone: list[Request] = []  # those of the pool who run, and nobody else; empty: all run
 
+    def blame(
+        self, lost: bool, cause: str, seqs: Ints[Sequence], requests: Collection[Request]
+    ) -> tuple[Request, str] | None:
+        """Who is ended because steps of `seqs` have failed, and with which error; None: nobody is.
+
+        Where workers have died, that is the one that is guilty of it, once that is certain. Else a step did not fit,
+        and it is the latest to come.
+
+        Args:
+            lost: the workers have died.
+            cause: what happened.
+            seqs, requests: see `died`.
+        """
+        if not lost:
+            live = [seq.group for seq in seqs if seq.slot >= 0]
+            return (max(live, key=lambda group: group.key[1]).request, cause) if live else None
+        if (guilty := self.died(seqs, requests)) is None:
+            return None
+        deaths = self.suspects[guilty].deaths
+        return guilty, f"{cause}; {deaths} steps that this request ran in have ended so, and in the last it was alone"
+
     def died(self, seqs: Ints[Sequence], requests: Collection[Request]) -> Request | None:
         """Workers have died in steps of `seqs`; returns the request that is guilty, once that is certain.
 
@@ -59,11 +80,18 @@ class Trial:
         alone = again[0] if again and len(ran) == 1 else None
         return alone if alone and self.suspects[alone].deaths >= MIN_DEATHS else None
 
-    def landed(self, computed: Callable[[Sequence], int]) -> None:
-        """Clear who has got past its goals; `computed` says how many tokens of a sequence steps have brought."""
+    def landed(self, in_flight: Iterable[Flight]) -> None:
+        """A step has landed: clear who has got past where workers died, but for what steps in flight are to bring."""
+        if not self.suspects:
+            return
+        flying = Counter[Sequence]()
+        for flight in in_flight:
+            rows = [(seq, 1) for seq in flight.decodes.seqs] + [(seq, count) for seq, count, _ in flight.others]
+            flying.update({seq: count for seq, count in rows if seq not in flight.dropped})
         for request, suspicion in list(self.suspects.items()):
             live = [group for group in suspicion.goals if group.status is not Status.FINISHED]
-            suspicion.goals = {g: goal for g in live if computed(g.seqs[0]) < (goal := suspicion.goals[g])}
+            landed = {group: group.seqs[0].num_computed - flying[group.seqs[0]] for group in live}
+            suspicion.goals = {g: goal for g in live if landed[g] < (goal := suspicion.goals[g])}
             if not suspicion.goals:
                 del self.suspects[request]
 

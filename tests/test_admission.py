@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from admission import step_tokens
 from config import EngineConfig
 from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
+from scheduling.fair import step_tokens
 from sequence import SequenceGroup, Status
 
 
@@ -20,7 +20,7 @@ def test_preempted_requests_give_the_same_tokens():
     for name, ids in prompts.items():
         engine.add(name, ids, max_tokens=30, ignore_eos=True)
     engine.run()
-    assert engine.scheduler.metrics()["num_preemptions_total"] > 5
+    assert engine.scheduler.reports.metrics()["num_preemptions_total"] > 5
     for name, ids in prompts.items():
         assert engine.outputs[name] == expected(ids, 30, 48, ignore_eos=True)
 
@@ -42,7 +42,7 @@ def test_swapped_requests_give_the_same_tokens():
     engine.run()
     moved = sum(len(plan.swap_out) for plan in engine.plans)
     assert moved == sum(len(plan.swap_in) for plan in engine.plans) > 5
-    assert engine.scheduler.metrics()["num_swapped_blocks_total"] == moved
+    assert engine.scheduler.reports.metrics()["num_swapped_blocks_total"] == moved
     for plan in engine.plans:  # nothing is computed twice: who comes back goes on where it was
         assert all(row.num_computed >= len(row.token_ids) - 16 for row in plan.new if plan.swap_in)
     for name, ids in prompts.items():
@@ -221,7 +221,7 @@ def test_samples_share_the_prompt_and_copy_the_block_they_go_on_in(caching):
     tables = [row.blocks[0] for row in entered.new]
     assert all(table[:3] == tables[0][:3] for table in tables) and len({table[3] for table in tables}) == 3
     assert len(entered.copies) == 3 and len({source for source, _ in entered.copies}) == 1
-    assert not engine.scheduler.admission.prompt_holders  # all have branched off
+    assert not engine.scheduler.admission.samples.holders  # all have branched off
     engine.run()
     for index, tokens in engine.answers["a"].items():
         assert tokens == expected(prompt(14), 10, 64, ignore_eos=True, seed=sample_seed(index))
@@ -360,7 +360,7 @@ def test_two_clients_get_the_same_however_much_they_ask_for():
         engine.add(f"a{i}", prompt(2, i), client="a", n=1 + i % 3, max_tokens=40)
     for i in range(150):
         engine.add(f"b{i}", prompt(2, i), client="b", max_tokens=1 + i % 20, ignore_eos=True)
-    fair, written = engine.scheduler.admission.fair, {"a": 0, "b": 0}
+    fair, written = engine.scheduler.admission.policy, {"a": 0, "b": 0}
     while all(fair.clients[client].backlog for client in "ab"):
         engine.step()
         for client in "ab":
@@ -382,7 +382,7 @@ def test_no_stream_of_newcomers_holds_up_a_request_for_ever():
         engine.step()
     assert "second" in engine.finished and len(engine.scheduler.waiting) > 20
     engine.run()
-    assert len(engine.scheduler.admission.fair.clients) <= 2  # who has gone is forgotten
+    assert len(engine.scheduler.admission.policy.clients) <= 2  # who has gone is forgotten
 
 
 @pytest.mark.parametrize("contended", [False, True])
@@ -471,7 +471,7 @@ def test_a_long_prompt_of_another_client_shares_the_step():
 def test_a_client_is_charged_with_what_it_has_had():
     """A prompt's tokens but for cached ones, twice the output's, and nothing again after a preemption."""
     engine = Engine(num_blocks=12, max_model_len=44, scheduling_policy="fair", preemption_mode="recompute")
-    fair, counters = engine.scheduler.admission.fair, {}
+    fair, counters = engine.scheduler.admission.policy, {}
     engine.add("plain", prompt(9), client="plain", max_tokens=30, ignore_eos=True)
     engine.add("samples", prompt(10, 2), client="samples", n=3, max_tokens=5, ignore_eos=True)
     engine.add("beams", prompt(9, 3), client="beams", use_beam_search=True, n=2, max_tokens=4, ignore_eos=True)
@@ -488,7 +488,7 @@ def test_a_client_is_not_charged_with_what_is_cached_or_aborted():
     engine.add("before", prompt(9), client="a", max_tokens=1)
     engine.add("again", prompt(9), client="b", max_tokens=8, ignore_eos=True)
     engine.step()
-    fair = engine.scheduler.admission.fair
+    fair = engine.scheduler.admission.policy
     start = fair.clients["b"].counter - 2 * 8 - 9
     engine.scheduler.abort("again")
     assert fair.clients["b"].counter == start + 7  # the rest of the step's tokens, of its prompt
@@ -510,18 +510,18 @@ def test_explain_says_who_was_served_instead_and_tells_no_name():
     for name in ("b1", "b2"):
         engine.add(name, prompt(4, 3), client="secret b", max_tokens=5, ignore_eos=True)
     step()
-    report = engine.scheduler.explain("b2")
+    report = engine.scheduler.reports.explain("b2")
     fairness = report["fairness"]
     assert fairness["number"] == 2 and fairness["counter"] >= fairness["virtual_time"] >= 0
     assert report["answers"][0]["served_instead"] == {"client": 1, "sequences": 1}  # the other slot has b1
     while engine.scheduler.has_work():
         step()
-    waited = engine.scheduler.explain("b2")["answers"][0]["stays"][0]
+    waited = engine.scheduler.reports.explain("b2")["answers"][0]["stays"][0]
     assert waited["served_instead"] == {"client": 1, "sequences": 1} and "slots" in waited["waited_for"]
     assert "secret" not in str(report["answers"]) + str(fairness)
     plain = Engine()
     plain.add("x", [1], max_tokens=1)
-    assert "fairness" not in plain.scheduler.explain("x")
+    assert "fairness" not in plain.scheduler.reports.explain("x")
 
 
 # --- blocks that several share, and making way ------------------------------------------------------------------------
@@ -589,7 +589,7 @@ def test_prompts_kept_for_samples_make_way_first():
     engine.add("samples", prompt(100), priority=9, n=4, max_tokens=4, ignore_eos=True)
     for _ in range(2):
         engine.step()
-    assert engine.scheduler.admission.prompt_holders
+    assert engine.scheduler.admission.samples.holders
     engine.add("urgent", prompt(120, 3), priority=1, max_tokens=2, ignore_eos=True)
     for _ in range(2):
         engine.step()

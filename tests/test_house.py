@@ -56,8 +56,12 @@ EVERY_FILE = [
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
 STDLIB_ONLY = {
     "admission", "config", "kv_cache", "model_config", "models.config_fields", "models.families", "models.kv_layout",
-    "models.pooling", "models.quantization", "models.sizes", "observe.live", "observe.logs", "observe.metrics", "plan",
-    "processes.options", "sampling_params", "scheduler", "scheduling.beam", "scheduling.fair", "sequence",
+    "models.pooling", "models.quantization", "models.sizes", "observe.freed_blocks", "observe.live", "observe.logs",
+    "observe.metrics", "plan", "processes.options", "sampling_params", "scheduler", "scheduling.beam",
+    "scheduling.classic",
+    "scheduling.decodes", "scheduling.fair", "scheduling.fcfs", "scheduling.integrity", "scheduling.lanes",
+    "scheduling.limits", "scheduling.policy", "scheduling.priority", "scheduling.reports", "scheduling.reserve",
+    "scheduling.samples", "scheduling.states", "scheduling.swap", "scheduling.timeline", "scheduling.trial", "sequence",
 }  # fmt: skip
 TORCH_FREE_ROOMS = ("api", "text", "scheduling", "processes", "executors")
 TORCH_FREE = (

@@ -181,7 +181,7 @@ def test_prefixes_are_not_shared_across_salts():
     engine.run()
     assert engine.add("second", prompt(16), salt="two", max_tokens=2).request.num_cached == 0
     engine.run()
-    assert engine.scheduler.metrics()["prefix_cache_hits_total"] == 0
+    assert engine.scheduler.reports.metrics()["prefix_cache_hits_total"] == 0
 
 
 def test_prefix_caching_can_be_off():
@@ -189,7 +189,7 @@ def test_prefix_caching_can_be_off():
     for name in ("first", "again"):
         engine.add(name, prompt(16), max_tokens=3)
         engine.run()
-    assert engine.scheduler.metrics()["prefix_cache_hits_total"] == 0
+    assert engine.scheduler.reports.metrics()["prefix_cache_hits_total"] == 0
     assert engine.outputs["first"] == engine.outputs["again"]
 
 
@@ -217,7 +217,7 @@ def test_prefixes_come_back_from_host_memory():
     assert again.request.num_cached == 27 and len(plan.swap_in) > 3
     engine.run()
     assert engine.outputs["again"] == engine.outputs["first"]
-    assert engine.scheduler.metrics()["host_cache_hits_total"] > 0
+    assert engine.scheduler.reports.metrics()["host_cache_hits_total"] > 0
     engine.scheduler.reset_prefix_cache()
     assert engine.add("forgotten", prompt(28), max_tokens=2, ignore_eos=True).request.num_cached == 0
     engine.run()

@@ -65,7 +65,7 @@ def owners_of(engine: Watched) -> list[int]:
     for group in engine.scheduler.running:
         for block in (block for seq in group.seqs for table in seq.tables for block in table if block >= 0):
             holders.setdefault(block, []).append(group.key[1])
-    for request in engine.scheduler.admission.prompt_holders:
+    for request in engine.scheduler.admission.samples.holders:
         for block in (block for table in request.prompt_tables for block in table if block >= 0):
             holders.setdefault(block, [request.groups[0].key[1]])
     pool, owners = engine.scheduler.blocks, []
@@ -88,7 +88,7 @@ def test_the_block_map_says_who_owns_each_block(windows: tuple[int, ...]) -> Non
     kept = False
     while engine.scheduler.has_work():
         engine.step()
-        kept = kept or bool(engine.scheduler.admission.prompt_holders)
+        kept = kept or bool(engine.scheduler.admission.samples.holders)
         runs = blocks_of(engine.look())
         owners = [owner for owner, length in runs for _ in range(length)]
         assert owners == owners_of(engine)
@@ -220,7 +220,7 @@ def test_a_finished_request_tells_its_times_and_its_ends() -> None:
     assert a == {"id": "a", "client": "of a", "reason": "length", "output": 8, "ttft": 1.0, "e2e": engine.now} | told
     assert c == {"id": "c", "client": "of c", "reason": "abort", "output": 0, "ttft": None, "e2e": 0.0} | told
     assert b["ttft"] > 1.0 and b["e2e"] == b["ttft"] + 3
-    assert engine.scheduler.explain("b")["first_token_seconds"] == b["ttft"]
+    assert engine.scheduler.reports.explain("b")["first_token_seconds"] == b["ttft"]
 
 
 # --- to whom it is told ----------------------------------------------------------------------------------------------

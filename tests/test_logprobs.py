@@ -59,7 +59,7 @@ def test_each_token_is_scored_once_however_it_is_scheduled(fields):
             found = engine.token_logprobs[str(i), index]
             assert found == (scores_of(ids + answer, i % 4, len(ids)) if i > 3 else [])
     if "num_blocks" in fields and fields.get("scheduling_policy") != "fair":
-        assert engine.scheduler.metrics()["num_preemptions_total"] > 0
+        assert engine.scheduler.reports.metrics()["num_preemptions_total"] > 0
     engine.scheduler.check_integrity()
 
 
@@ -69,7 +69,7 @@ def test_the_cache_is_not_read_for_what_must_be_scored_but_is_written():
     for name, wanted in (("first", {"prompt_logprobs": 0}), ("second", {"prompt_logprobs": 0}), ("third", {})):
         engine.add(name, ids, max_tokens=2, ignore_eos=True, **wanted)
         engine.run()
-        report = engine.scheduler.explain(name)
+        report = engine.scheduler.reports.explain(name)
         assert report["cached_tokens"] == (23 if name == "third" else 0)
         notes = [stay.get("prefix_cache") for stay in report["answers"][0]["stays"] if stay["state"] == "running"]
         assert notes == [None if name == "third" else "not read: prompt_logprobs"]
@@ -104,9 +104,10 @@ def test_a_preempted_prompt_goes_on_where_its_scores_end():
         engine.step()
     engine.add("b", prompt(20, 9), max_tokens=4, ignore_eos=True)
     engine.run()
-    assert engine.scheduler.metrics()["num_preemptions_total"] == 1
+    assert engine.scheduler.reports.metrics()["num_preemptions_total"] == 1
     assert engine.scores["a"] == scores_of(ids, 0)
-    stays = [stay for stay in engine.scheduler.explain("a")["answers"][0]["stays"] if stay["state"] == "running"]
+    (answer,) = engine.scheduler.reports.explain("a")["answers"]
+    stays = [stay for stay in answer["stays"] if stay["state"] == "running"]
     assert stays[0]["cached_tokens"] == 0 and stays[1]["cached_tokens"] == 24
 
 
@@ -153,9 +154,9 @@ def test_no_tokens_of_output_may_be_asked_for(length):
         engine.run()
         assert engine.scores["a"] == scores_of(ids, 2) and engine.reasons == {"a": "length"}
         assert engine.answers["a"] == {0: [], 1: []} and not engine.token_logprobs["a", 0]
-        report, counters = engine.scheduler.explain("a"), engine.scheduler.counters
+        report, counters = engine.scheduler.reports.explain("a"), engine.scheduler.counters
         assert [answer["output_tokens"] for answer in report["answers"]] == [0, 0]
-        assert counters["generation_tokens_total"] == 0 and engine.scheduler.admission.used_share == 0.7
+        assert counters["generation_tokens_total"] == 0 and engine.scheduler.admission.reserve.used_share == 0.7
 
 
 @pytest.mark.parametrize(

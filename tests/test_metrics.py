@@ -235,7 +235,7 @@ def test_a_wait_for_a_slot_is_time_in_the_queue() -> None:
         engine.now = float(now)
         engine.step()
     assert engine.finished == ["a", "b"]
-    told = engine.scheduler.metrics()
+    told = engine.scheduler.reports.metrics()
     assert told["request_queue_time_seconds"]["sum"] == (3 - 0) + (8 - 2 + 0.5)
     assert told["e2e_request_latency_seconds"]["sum"] == (7 - 0) + (8 - 2 + 0.5)
     assert told["request_prefill_kv_computed_tokens"]["sum"] == 6
@@ -249,11 +249,12 @@ def test_who_is_aborted_is_in_no_histogram_of_ends() -> None:
         engine.step()
     engine.scheduler.abort("a")
     engine.scheduler.abort("b", 1, "stop")
-    assert engine.scheduler.metrics()["request_success_total"] == {"stop": 1, "length": 0, "abort": 1, "error": 0}
-    assert sum(engine.scheduler.metrics()["e2e_request_latency_seconds"]["counts"]) == 1
+    metrics = engine.scheduler.reports.metrics
+    assert metrics()["request_success_total"] == {"stop": 1, "length": 0, "abort": 1, "error": 0}
+    assert sum(metrics()["e2e_request_latency_seconds"]["counts"]) == 1
     engine.lose(False, "a step failed")
-    assert engine.scheduler.metrics()["request_success_total"] == {"stop": 1, "length": 0, "abort": 1, "error": 1}
-    assert sum(engine.scheduler.metrics()["request_params_n"]["counts"]) == 0
+    assert metrics()["request_success_total"] == {"stop": 1, "length": 0, "abort": 1, "error": 1}
+    assert sum(metrics()["request_params_n"]["counts"]) == 0
 
 
 def test_an_engine_counts_its_phases_and_what_it_refuses(make_llm: Any) -> None:

@@ -319,7 +319,7 @@ def test_aborts_and_lost_workers():
     assert not pooler.scheduler.start_over(lost=True, cause="worker 0 has died")
     pooler.scheduler.check_integrity()
     assert pooler.run() == {"c": bytes([1] * 4)}
-    story = pooler.scheduler.explain("c")
+    story = pooler.scheduler.reports.explain("c")
     assert story["finished"] and [stay["state"] for stay in story["answers"][0]["stays"]].count("running") == 2
 
 

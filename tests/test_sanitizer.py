@@ -25,6 +25,7 @@ from kv_cache import BlockManager, BlockSpaceManager
 from observe.sanitizer import KVSanitizer, SanitizerError
 from plan import EngineCoreRequest, StateRoom, StepPlan, StepResult
 from scheduler import Scheduler
+from scheduling.beam import Beams
 from test_engine import FEW, GREEDY, STORY, tokens
 from test_worker import HYBRID, SHAPE, STATE
 from worker import Worker
@@ -147,18 +148,18 @@ def test_a_slot_mapping_off_by_one(make_core, monkeypatch, decode, shift):
 
 
 def test_a_beam_that_missed_its_copy_on_write(make_core, monkeypatch):
-    core, fork = make_core(), BlockSpaceManager.fork
+    core, fork = make_core(), Beams._fork
 
     def fork_without_copy(self, child, parent, shared, plan) -> None:
         fork(self, child, parent, shared, plan)
-        if shared % self.block_size:
+        if shared % self.space.block_size:
             plan.copies.pop()
-            place = shared // self.block_size
-            self.device.free([child.tables[0][place]])
-            self.device.share([parent.tables[0][place]])
+            place = shared // self.space.block_size
+            self.space.device.free([child.tables[0][place]])
+            self.space.device.share([parent.tables[0][place]])
             child.tables[0][place] = parent.tables[0][place]
 
-    monkeypatch.setattr(BlockSpaceManager, "fork", fork_without_copy)
+    monkeypatch.setattr(Beams, "_fork", fork_without_copy)
     core.add(EngineCoreRequest("a", prompt(10), SamplingParams(use_beam_search=True, n=2, max_tokens=20)))
     with pytest.raises(SanitizerError) as violation:
         run(core)

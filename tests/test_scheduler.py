@@ -280,7 +280,7 @@ def test_what_a_step_in_flight_samples_is_sampled_again_after_a_preemption():
             engine.add(str(i), prompt(6 + i, i), max_tokens=30, ignore_eos=True)
         engine.add("beams", prompt(6, 9), use_beam_search=True, n=2, max_tokens=8, beam_width=2)
         engine.run()
-        assert engine.scheduler.metrics()["num_preemptions_total"] > 5
+        assert engine.scheduler.reports.metrics()["num_preemptions_total"] > 5
         for i in range(8):
             assert engine.outputs[str(i)] == expected(prompt(6 + i, i), 30, 48, ignore_eos=True)
         assert list(engine.answers["beams"].values()) == expected_beams(prompt(6, 9), 8, 48, 2, 2)
@@ -400,13 +400,13 @@ def test_deaths_that_nobody_is_to_blame_for_cost_no_request(depth):
             late = engine.scheduler.step
             engine.add("late", prompt(7), max_tokens=5, ignore_eos=True)
             engine.add("gone", prompt(7), max_tokens=5)
-            assert engine.scheduler.metrics()["num_requests_waiting"] >= 2
+            assert engine.scheduler.reports.metrics()["num_requests_waiting"] >= 2
             engine.scheduler.abort("gone")
-            assert engine.scheduler.explain("late")["answers"][0]["state"] == "aside"
+            assert engine.scheduler.reports.explain("late")["answers"][0]["state"] == "aside"
     engine.run()
     assert engine.deaths == 5 and set(engine.reasons.values()) == {"length"}
     assert tried == {frozenset(names) for names in ("", "345", "2", "1", "0")}
-    waited = engine.scheduler.explain("late")["answers"][0]["stays"][0]["waited_for"]
+    waited = engine.scheduler.reports.explain("late")["answers"][0]["stays"][0]["waited_for"]
     assert set(waited) <= {"trial", "step"}
     assert engine.outputs["late"] == expected(prompt(7), 5, 64, ignore_eos=True)
     for i in range(6):
@@ -429,33 +429,33 @@ def test_explain_tells_where_the_time_went():
     engine.add("third", prompt(30, 3), max_tokens=1)
     while not second.num_preemptions:
         step()
-    waiting = engine.scheduler.explain("second")
+    waiting = engine.scheduler.reports.explain("second")
     assert not waiting["finished"] and waiting["answers"][0]["state"] == "waiting"
-    assert engine.scheduler.explain("third")["answers"][0]["ahead"] == 1
+    assert engine.scheduler.reports.explain("third")["answers"][0]["ahead"] == 1
     while engine.scheduler.has_work():
         step()
     for name in ("first", "second", "third"):
-        report = engine.scheduler.explain(name)
+        report = engine.scheduler.reports.explain(name)
         stays = report["answers"][0]["stays"]
         assert report["finished"] and sum(stay["seconds"] for stay in stays) == pytest.approx(report["seconds"])
         for stay in stays:
             if stay["state"] == "waiting":
                 assert sum(stay["waited_for"].values()) == pytest.approx(stay["seconds"])
     first, second, third = (
-        engine.scheduler.explain(name)["answers"][0]["stays"] for name in ("first", "second", "third")
+        engine.scheduler.reports.explain(name)["answers"][0]["stays"] for name in ("first", "second", "third")
     )
     assert [stay["state"] for stay in first] == ["waiting", "running"] and first[0]["seconds"] == 0.5
     assert [stay["state"] for stay in second][:4] == ["waiting", "running", "waiting", "running"]
     assert second[1]["preempted"] == {"for": "first", "by": "recompute", "tokens": 16}
     assert set(second[2]["waited_for"]) == {"blocks"} and second[3]["recomputed_tokens"] > 0
     assert set(third[0]["waited_for"]) <= {"slots", "blocks", "step"} and third[1]["chunks"] == [16, 14]
-    assert engine.scheduler.explain("nobody") is None
+    assert engine.scheduler.reports.explain("nobody") is None
 
 
 def test_explain_forgets_the_oldest(monkeypatch):
-    monkeypatch.setattr("scheduler.MAX_REPORTS", 2)
+    monkeypatch.setattr("scheduling.reports.MAX_REPORTS", 2)
     engine = Engine()
     for i in range(3):
         engine.add(str(i), [1], max_tokens=1)
         engine.run()
-    assert [engine.scheduler.explain(str(i)) is None for i in range(3)] == [True, False, False]
+    assert [engine.scheduler.reports.explain(str(i)) is None for i in range(3)] == [True, False, False]

@@ -1,0 +1,122 @@
+"""The sequences that only decode, as a batch of their own: a step looks at those that need a block, or end."""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from itertools import compress
+
+from sequence import MAX_IN_FLIGHT, DecodeRows, Flight, Sequence
+
+
+class DecodeBatch:
+    """The sequences that decode: one token in each step, planned without a look at each of them.
+
+    From one decode step to the next little changes: some sequences need another block, and some are about to end. When
+    that will be is known as soon as a sequence joins, for it computes one token a step. So there is a calendar of who
+    needs a look, and the others cost a step nothing. They share one count of steps, from which their `num_computed`
+    follows. What a plan says of them are lists that stay the same until somebody joins or leaves. The tokens that a
+    step brings are kept as it brought them, until a sequence's are delivered.
+
+    Sequences that compute prompts, beams, and those whose log-probabilities are wanted are not among them. To join and
+    to leave take the time of one sequence.
+
+    Args:
+        width: sequences that it has at most.
+        block_size: tokens of a KV block.
+        num_lookahead_slots: slots that a sequence owns ahead of its tokens.
+    """
+
+    def __init__(self, width: int, block_size: int, num_lookahead_slots: int):
+        self.width, self.block_size = width, block_size
+        self.ahead = num_lookahead_slots
+        self.steps = 0  # that it has run
+        self.current, self.shared = DecodeRows(), False  # whether they were handed out
+        self.calendar: defaultdict[int, dict[Sequence, None]] = defaultdict(dict)  # by step: who needs a look
+        # The token that a step brought to each place, for the latest steps: each sequence's tokens are delivered at
+        # least once a block.
+        self.num_kept = block_size + MAX_IN_FLIGHT
+        self.kept = array("i", bytes(4 * width * self.num_kept))
+        self.latest = 0  # step whose tokens are there
+
+    def __len__(self) -> int:
+        return len(self.current.seqs)
+
+    def join(self, seq: Sequence) -> None:
+        """`seq` computes a token in every step from the next one on."""
+        seq.computed_before -= self.steps
+        seq.batch, seq.place = self, len(self)
+        seq.next_delivery = self.steps + 1
+        name = (seq.group.request.request_id, seq.group.index)
+        for column, entry in zip(self._own(), (seq, (seq.slot, 1), name), strict=True):
+            column.append(entry)
+        self.expect(seq)
+
+    def leave(self, seq: Sequence) -> None:
+        """`seq` computes one no more, but for the steps already planned; the last of the batch takes its place."""
+        self.calendar.get(seq.due, {}).pop(seq, None)
+        for moved in (seq, self.current.seqs[-1]):  # what was brought to their places so far is theirs
+            self.deliver(moved)
+        seq.computed_before += self.steps
+        seq.batch = None
+        for column in self._own():
+            last = column.pop()
+            if seq.place < len(column):
+                column[seq.place] = last
+        if seq.place < len(self):
+            self.current.seqs[seq.place].place = seq.place
+        self.current.departures += 1
+
+    def _own(self) -> tuple[list, ...]:
+        """The current lists, to be changed: copies, if they were handed out."""
+        if self.shared:
+            c, self.shared = self.current, False
+            self.current = DecodeRows(c.seqs.copy(), c.rows.copy(), c.names.copy(), c.departures)
+        return self.current.lists()
+
+    def expect(self, seq: Sequence) -> None:
+        """Put `seq` down for the step in which it needs its next block, or samples the last token that it may have."""
+        self.deliver(seq)  # before `kept` comes round
+        computed = seq.num_computed
+        slots = min(map(len, seq.tables)) * self.block_size - self.ahead
+        steps = min(slots, seq.group.limit - 2) - computed
+        seq.due = self.steps + 1 + steps
+        self.calendar[seq.due][seq] = None
+
+    def pop_due(self) -> list[Sequence]:
+        """Those that need a look in the step that is being planned, and are to be expected again after that."""
+        return list(self.calendar.pop(self.steps + 1, ()))
+
+    def run(self) -> DecodeRows:
+        """All of them compute a token in the step that is being planned."""
+        self.steps += 1
+        self.shared = True
+        return self.current
+
+    def land(self, flight: Flight, token_ids: list[int]) -> tuple[list[tuple[str, int]], list[int]]:
+        """Take what a step has brought to the decodes that it ran; returns the names and tokens of those who live.
+
+        Steps land in order. A sequence that has left the batch meanwhile may still run, for its last token.
+        """
+        step, ran = flight.decode_step, flight.decodes
+        names = ran.names
+        if ran.departures == self.current.departures:  # each has the place that it had
+            at = step % self.num_kept * self.width
+            self.kept[at : at + len(token_ids)] = array("i", token_ids)
+        else:
+            live = [flight.brings(seq) for seq in ran.seqs]
+            names, token_ids = [*compress(names, live)], [*compress(token_ids, live)]
+            for seq, token in zip(compress(ran.seqs, live), token_ids, strict=True):
+                self.deliver(seq)
+                seq.tokens.append(token)
+                seq.next_delivery = step + 1
+        self.latest = step
+        return names, token_ids
+
+    def deliver(self, seq: Sequence) -> None:
+        """Give `seq` the tokens that steps have brought it, if it is in this batch."""
+        if count := seq.num_undelivered:
+            assert count <= self.num_kept
+            tokens, first = self.kept[seq.place :: self.width], seq.next_delivery % self.num_kept
+            seq.delivered += (tokens + tokens)[first : first + count]
+            seq.next_delivery = self.latest + 1

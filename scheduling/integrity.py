@@ -1,0 +1,83 @@
+"""Whether the scheduler's books agree with each other: queues, slots and blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sequence import SequenceGroup, Status
+
+if TYPE_CHECKING:
+    from admission import Admission
+    from kv_cache import BlockSpaceManager
+    from scheduler import Scheduler
+
+
+def check_integrity(scheduler: Scheduler) -> None:
+    """Assert that all books agree; it takes the time of a look at every block and sequence."""
+    groups = [group for request in scheduler.requests.values() for group in request.groups]
+    check_space(scheduler.space, scheduler.admission, groups)
+    check_admission(scheduler.admission, scheduler, groups)
+    scheduler.policy.check_integrity(scheduler.requests.values())
+    check_running(scheduler)
+    check_lanes(scheduler)
+
+
+def check_space(space: BlockSpaceManager, admission: Admission, groups: list[SequenceGroup]) -> None:
+    """The books of all pools agree with the block tables, and host rows of states, of all that own some."""
+    seqs = [seq for group in groups for seq in group.seqs]
+    kept = [table for request in admission.samples.holders for table in request.prompt_tables]
+    space.device.check_integrity([*kept, *(table for seq in seqs for table in seq.tables)])
+    space.host.check_integrity(table for seq in seqs for table in seq.host_tables)
+    if space.states:
+        space.states.snapshots.check_integrity([])
+        space.states.host.check_integrity([[seq.host_state for seq in seqs]])
+
+
+def check_admission(admission: Admission, scheduler: Scheduler, groups: list[SequenceGroup]) -> None:
+    """Each group is in one place, and each slot has one owner."""
+    queues = admission.waiting, admission.swapped, admission.aside
+    waiting, swapped, aside = map(list, queues)
+    requests, running = scheduler.requests.values(), scheduler.running
+    held = [group for request in requests for group in request.held]
+    assert [*map(len, (waiting, swapped, aside))] == [*map(len, queues)]
+    alone = admission.trial.alone
+    assert all(alone and group.request not in alone for group in aside)
+    assert not alone or all(group.request in alone for group in (*waiting, *swapped, *running))
+    assert admission.trial.suspects.keys() <= set(requests)
+    places = [id(group) for group in (*waiting, *swapped, *aside, *held, *running)]
+    assert sorted(places) == sorted(map(id, groups))
+    slots = [seq.slot for group in running for seq in group.seqs]
+    slots += [slot for group in running for slot in group.spare_slots]
+    assert sorted(slots + admission.free_slots) == list(range(admission.config.max_num_seqs))
+    for group in (*waiting, *swapped, *aside, *held):
+        assert not group.spare_slots and all(seq.slot < 0 and not seq.tables for seq in group.seqs)
+    for group in held:
+        assert group.status is Status.HELD and (leader := group.request.leader)
+        assert leader.awaited or leader.status in (Status.WAITING, Status.ASIDE)
+    for group in swapped:
+        for seq in group.seqs:
+            columns = admission.space.host.blocks_for(seq.num_computed)
+            assert [len(table) for table in seq.host_tables] == [columns] * len(admission.space.windows)
+
+
+def check_running(scheduler: Scheduler) -> None:
+    """Who runs is in order, and has blocks for what it has computed."""
+    keys, size = [group.key for group in scheduler.running], scheduler.config.block_size
+    assert keys == sorted(keys)
+    for group in scheduler.running:
+        assert group.status is Status.RUNNING
+        assert len(group.seqs) + len(group.births) <= group.width
+        for seq in group.seqs:
+            assert not seq.host_tables and seq.num_computed < seq.num_known <= group.limit
+            assert len(seq.tables) == len(scheduler.space.windows)
+            assert all(len(table) * size >= seq.num_computed for table in seq.tables)
+            assert group.lane and (group in group.lane.others) == (seq.batch is None)
+
+
+def check_lanes(scheduler: Scheduler) -> None:
+    """What a batch of decodes says of its sequences is so."""
+    for lane in scheduler.lanes:
+        seqs, rows = lane.decodes.current.seqs, lane.decodes.current.rows
+        assert [seq.place for seq in seqs] == list(range(len(seqs)))
+        assert all(seq.batch is lane.decodes and seq.group.lane is lane and seq.slot >= 0 for seq in seqs)
+        assert rows == [(seq.slot, 1) for seq in seqs]

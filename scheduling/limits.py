@@ -1,0 +1,100 @@
+"""What a request may ask for: what can never run is refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ints
+
+from config import EngineConfig
+from kv_cache import AllocStatus, BlockSpaceManager
+from plan import bit_words
+from sequence import Request
+
+
+class RequestLimits:
+    """The limits of a model and its pools, as far as requests run into them.
+
+    Args:
+        config: budgets and the engine's own limits.
+        space: the block tables of all sequences.
+        max_model_len: tokens that a sequence may have, prompt and output together.
+        vocab_size: token ids are below it.
+        eos_token_ids: tokens that end a request which does not `ignore_eos`.
+
+    Raises:
+        ValueError: without chunked prefill a prompt that is not pooled must fit a step, whose tokens are too few.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        space: BlockSpaceManager,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: Ints[int],
+    ):
+        if not (config.enable_chunked_prefill or config.pools) and config.token_budget < max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens is {config.token_budget}; without chunked prefill it must be at "
+                f"least max_model_len, {max_model_len}"
+            )
+        self.config, self.space = config, space
+        self.max_model_len = max_model_len
+        self.vocab_size, self.eos_token_ids = vocab_size, frozenset(eos_token_ids)
+
+    def settle(self, request: Request) -> tuple[int, int]:
+        """Check a request, and settle which tokens end it and which may be drawn.
+
+        Returns:
+            Tokens at which its sequences end, and how many beams it has at most.
+
+        Raises:
+            ValueError: the prompt is empty, has a token outside of the vocabulary (or the sampling parameters do),
+                leaves no room for output within `max_model_len`, or could outgrow the whole KV pool; a beam search is
+                too wide; or more log-probabilities are asked for than `max_logprobs`.
+        """
+        params = request.params
+        params.check_vocabulary(self.vocab_size, self.eos_token_ids)
+        params.check_logprobs(self.config.max_logprobs)
+        if request.num_prompt == 0:
+            raise ValueError("the prompt is empty; it must have at least 1 token")
+        if bad := [token for token in (min(request.prompt), max(request.prompt)) if not 0 <= token < self.vocab_size]:
+            raise ValueError(f"the prompt has token id {bad[0]}; allowed: 0 to {self.vocab_size - 1}")
+        limit = self._limit_of(request)
+        width = params.num_sequences if params.use_beam_search else 1
+        self._check_size(request, limit, width)
+        ended = params.structured_outputs is not None or not params.ignore_eos  # what is complete ends so, too
+        stop_ids = (*params.stop_token_ids, *(self.eos_token_ids if ended else ()))
+        request.stop_ids = frozenset(token for token in stop_ids if token < self.vocab_size)
+        request.stops = bit_words(request.stop_ids)
+        request.allowed = bit_words(params.allowed_token_ids) if params.allowed_token_ids else None
+        return limit, width
+
+    def _limit_of(self, request: Request) -> int:
+        """Tokens at which a request's sequences end. Where there is no output, one token counts that never goes out."""
+        params, num_prompt = request.params, request.num_prompt
+        silent = request.pooling is not None or params.max_tokens == 0
+        most = self.max_model_len - (not silent)
+        if num_prompt > most:
+            fit = "fit" if silent else "leave room for output within"
+            raise ValueError(
+                f"the prompt has {num_prompt} tokens; at most {most} {fit} the context of {self.max_model_len}"
+            )
+        if silent:
+            return num_prompt + 1
+        return min(num_prompt + (params.max_tokens or self.max_model_len), self.max_model_len)
+
+    def _check_size(self, request: Request, limit: int, width: int) -> None:
+        """A request may grow to `limit` tokens in each of `width` beams: both must be possible."""
+        if width > (most := min(self.config.max_num_seqs, self.vocab_size)):
+            raise ValueError(
+                f"beam_width is {width}; it must be at most {most}, the lower of max_num_seqs and the vocabulary's size"
+            )
+        spread, shared = (limit - request.num_prompt, request.num_prompt) if width > 1 else (0, 0)
+        # The last token of a sequence is never computed, so it needs no place in the cache.
+        needed, pool = self.space.most(limit - 1, spread, width, shared), self.space.device
+        if pool.can_allocate(needed) is AllocStatus.NEVER:
+            beams = f" in each of {width} beams" if width > 1 else ""
+            raise ValueError(
+                f"the request may grow to {limit} tokens{beams}, {needed} KV blocks of {self.config.block_size}; "
+                f"the whole pool has {pool.num_blocks}: lower max_tokens or shorten the prompt"
+            )

@@ -1,0 +1,61 @@
+"""What an operator sees of the scheduler: counters, and where the time of a request went."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from sequence import Request, Status
+
+if TYPE_CHECKING:
+    from scheduler import Scheduler
+
+MAX_REPORTS = 1000  # finished requests whose report is kept
+
+
+class Reports:
+    """Looks at a scheduler and changes nothing.
+
+    Args:
+        scheduler: whose requests these are.
+    """
+
+    def __init__(self, scheduler: Scheduler):
+        self.scheduler = scheduler
+        self.finished: OrderedDict[str, dict[str, Any]] = OrderedDict()  # reports of requests, the latest last
+
+    def metrics(self) -> dict[str, Any]:
+        """What is counted, by the names of `metrics.SERIES`."""
+        scheduler, blocks = self.scheduler, self.scheduler.space.device
+        waiting = {"capacity": len(scheduler.waiting), "deferred": len(scheduler.admission.aside)}
+        return {
+            "num_requests_running": len(scheduler.running),
+            "num_requests_waiting": sum(waiting.values()),
+            "num_requests_waiting_by_reason": waiting,
+            "num_requests_swapped": len(scheduler.swapped),
+            "kv_cache_usage_perc": 1 - blocks.num_free / blocks.num_blocks,
+            **scheduler.stats.plain(),
+        }
+
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        """Where the time of a request went, in seconds; None for one that is unknown, or finished long ago."""
+        scheduler = self.scheduler
+        if (request := scheduler.requests.get(request_id)) is None:
+            return self.finished.get(request_id)
+        report = self._report(request, scheduler.clock())
+        instead = scheduler.policy.instead(request, scheduler.running)
+        for group in request.groups:
+            if group.status in (Status.WAITING, Status.SWAPPED):
+                queues = scheduler.waiting, scheduler.swapped
+                ahead = sum(other.key < group.key for queue in queues for other in queue)
+                report["answers"][group.index] |= {"ahead": ahead} | instead
+        return report
+
+    def keep(self, request: Request, now: float) -> None:
+        """Keep the report of a request that has finished."""
+        self.finished[request.request_id] = self._report(request, now)
+        if len(self.finished) > MAX_REPORTS:
+            self.finished.popitem(last=False)
+
+    def _report(self, request: Request, now: float) -> dict[str, Any]:
+        return request.report(now) | self.scheduler.policy.account(request)

@@ -1,0 +1,77 @@
+"""How much of the KV pool admission keeps free, because those who run are going to grow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from config import EngineConfig
+from models.kv_layout import most_blocks
+from sequence import Sequence, SequenceGroup
+
+if TYPE_CHECKING:
+    from kv_cache import BlockSpaceManager
+
+EXPECTED_TOKENS = 4096  # of output that are reckoned with at most, however many are allowed
+FIRST_GUESS = 0.7  # of the share of its allowance that a request's output uses, before any has finished (as SGLang's)
+PREEMPTED, FINISHED = 0.2, 0.98  # what they do to the caution of admission: a preemption in 10 requests, about
+
+
+class Reserve:
+    """What groups are expected to need beyond what they have.
+
+    Without this reserve a burst of prompts fills the pool, all of them grow at once, and most are preempted, some many
+    times. How much of their allowance outputs use is learned as they end; what part of that growth is kept free rises
+    with each preemption and falls as requests end (SGLang's new_token_ratio is the model for it).
+
+    Args:
+        config: block size, and how much of the expected growth is kept free.
+        space: the block tables of all sequences.
+    """
+
+    def __init__(self, config: EngineConfig, space: BlockSpaceManager):
+        self.space, self.block_size = space, config.block_size
+        self.conservativeness = config.schedule_conservativeness
+        self.used_share = FIRST_GUESS  # of their allowance that outputs are expected to use
+        self.caution = 1.0  # share of the growth so expected that is kept free
+
+    def growth(self, groups: Iterable[SequenceGroup]) -> float:
+        """Blocks that `groups` are expected to need beyond those of their tokens, and that prompts have yet to take."""
+        slots, to_come = 0.0, 0
+        for group in groups:
+            end = group.request.num_prompt + self.used_share * self.allowance(group)
+            slots += self._slots(group.seqs[0], end) * group.width
+            to_come += self._to_come(group.seqs[0])
+        return to_come + slots * self.caution * self.conservativeness / self.block_size
+
+    def allowance(self, group: SequenceGroup) -> int:
+        """Tokens of output that are reckoned with for each sequence of a group."""
+        return min(group.limit - group.request.num_prompt, EXPECTED_TOKENS)
+
+    def learn(self, group: SequenceGroup) -> None:
+        """A group has all its tokens: they tell a little more of how much outputs grow."""
+        if group.request.params.max_tokens != 0:  # who asks for no tokens tells nothing of it
+            used = min(1.0, (group.seqs[0].num_tokens - group.request.num_prompt) / self.allowance(group))
+            self.used_share += (used - self.used_share) / 16
+        self.caution *= FINISHED
+
+    def preempted(self) -> None:
+        """A group was preempted: too little was kept free."""
+        self.caution = min(1.0, self.caution + PREEMPTED)
+
+    def _slots(self, seq: Sequence, end: float) -> float:
+        """Slots in blocks that a sequence will hold beyond those of its known tokens when these have become `end`."""
+        known = seq.num_known
+        end = max(known, end)
+        return sum(min(end, window or end) - min(known, window or known) for window in self.space.windows)
+
+    def _to_come(self, seq: Sequence) -> int:
+        """Blocks of the kinds with a window that the rest of a sequence's prompt will take."""
+        known, computed = seq.num_known, seq.num_computed
+        windows = self.space.windows
+        if known - computed <= 1 or not self.space.windowed or not seq.tables:
+            return 0
+        size, ahead = self.block_size, self.space.device.num_lookahead_slots
+        most = most_blocks(windows, known, self.space.chunk, size, ahead)
+        kinds = zip(windows, most, seq.tables, strict=True)
+        return sum(max(0, n - len(table) + max(0, computed - w) // size) for w, n, table in kinds if w)

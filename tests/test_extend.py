@@ -1,0 +1,83 @@
+"""docs/extend.md: its steps, followed to the letter in a copy of the tree, do what the page says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from admission import POLICIES
+from config import EngineConfig
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "extend.md").read_text()
+RUN = """
+from config import EngineConfig
+from plan import StepResult
+from sampling_params import SamplingParams
+from scheduler import Scheduler
+from sequence import Request
+
+config = EngineConfig(scheduling_policy="shortest", max_num_seqs=1)
+scheduler = Scheduler(config, num_blocks=16, max_model_len=64, vocab_size=97, eos_token_ids=[])
+for name, length in (("long", 30), ("middle", 20), ("short", 10)):
+    scheduler.add(Request(name, [3] * length, SamplingParams(max_tokens=2)))
+while scheduler.has_work():
+    plan = scheduler.schedule()
+    for output in scheduler.update(plan, StepResult(plan.step, [5] * len(plan.rows))):
+        if output.finished:
+            print(output.request_id)
+    scheduler.check_integrity()
+"""
+
+
+def steps_of(chapter: str) -> list[tuple[str, str, str]]:
+    """Each block of code in a chapter of the page: the file that was named last, its language, and the code."""
+    text, steps, file = PAGE.partition(f"## {chapter}\n")[2].partition("\n## ")[0], [], ""
+    for said, language, code in re.findall(r"(.*?)^ *```(\w+)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE):
+        file = (re.findall(r"`([\w/]+\.py)`", said) or [file])[-1]
+        steps.append((file, language, code))
+    return steps
+
+
+def follow(folder: Path, file: str, language: str, code: str) -> None:
+    """Write a new file, or make the change of a diff, whose old lines must stand in the file just once."""
+    path, indent = folder / file, 3  # blocks are in a list
+    lines = [line[indent:] for line in code.splitlines()]
+    if language == "python":
+        assert not path.exists()
+        path.write_text(textwrap.dedent(code))
+        return
+    old, new = ("".join(f"{line[1:]}\n" for line in lines if line[:1] in (" ", sign)) for sign in "-+")
+    text = path.read_text()
+    assert language == "diff" and text.count(old) == 1, f"{file} does not have just once:\n{old}"
+    path.write_text(text.replace(old, new))
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("*/__init__.py")):
+        if path.parent == ROOT:
+            shutil.copy(path, tmp_path)
+        else:
+            shutil.copytree(path.parent, tmp_path / path.parent.name, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def test_a_scheduling_policy(tree: Path):
+    steps = steps_of("A scheduling policy")
+    assert [file for file, _, _ in steps] == ["scheduling/shortest.py", "admission.py", "admission.py", "config.py"]
+    for step in steps:
+        follow(tree, *step)
+    ran = subprocess.run([sys.executable, "-c", RUN], cwd=tree, capture_output=True, text=True)
+    assert ran.stdout.split() == ["short", "middle", "long"], ran.stderr
+
+
+def test_each_policy_that_an_option_names_has_its_row():
+    assert get_args(get_type_hints(EngineConfig)["scheduling_policy"]) == tuple(POLICIES)
