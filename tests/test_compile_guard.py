@@ -175,7 +175,6 @@ triton.runtime.driver.set_active(driver)
 import triton
 
 import kernels
-import memory
 from config import EngineConfig
 from model_config import ModelConfig
 from device.startup import Startup
@@ -251,7 +250,7 @@ def test_the_ranks_of_a_machine_share_its_cores_to_compile(configure, monkeypatc
     config = configure({}, backend="reference", device="cpu")
     made = Startup(config, ModelConfig.from_folder(config.model), 0, "")
     made.guard = Guard()
-    monkeypatch.setattr(startup.cpu, "available_cores", lambda: 6)  # of a container, say
+    monkeypatch.setattr(startup.machine, "available_cores", lambda: 6)  # of a container, say
     for made.sharers, threads in ((1, 6), (4, 1), (8, 1)):
         with pytest.raises(StopAsyncIteration, match=f"^{threads}$"):
             made.rehearse()

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch._inductor.runtime.runtime_utils import default_cache_dir
 
+from cpu import ops as cpu_ops
 from cpu import weights as cpu_weights
 from cpu.compiled import MANY, Builder, Job, Late, compile_job, compile_ops, keep, multiply_job, open_folders
-from cpu.weights import ops as cpu_ops
 from device import startup
 from engine import LLM, SamplingParams
 from oracles import HeadNorm

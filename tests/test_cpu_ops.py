@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracles
-from cpu.weights import ops as cpu_ops
+from cpu import ops as cpu_ops
 from test_reference import ints
 
 

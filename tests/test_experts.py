@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import oracles
 import reference
+from cpu import experts as cpu_experts
+from cpu import ops as cpu_ops
 from cpu import weights as cpu_weights
-from cpu.weights import experts as cpu_experts
-from cpu.weights import ops as cpu_ops
 
 some = settings(
     max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]

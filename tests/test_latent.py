@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import oracles
 import reference
-from cpu.weights import ops as cpu_ops
+from cpu import ops as cpu_ops
 
 pytest.importorskip("triton")
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import reference
-from cpu.weights import ops as cpu_ops
+from cpu import ops as cpu_ops
 from device.loader import load_weights
 from model import Batch, Transformer
 from model_config import ModelConfig
@@ -140,7 +140,7 @@ def forward(model: Transformer, pool: torch.Tensor, rows: list[tuple[int, list[i
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """kernels.py with few programs, because the interpreter runs them one after the other."""
-    kernels, latent = pytest.importorskip("kernels"), pytest.importorskip("latent")
+    kernels, latent = pytest.importorskip("kernels"), pytest.importorskip("ops.latent")
     monkeypatch.setattr(latent, "_programs", lambda *_: 3)
     return kernels
 

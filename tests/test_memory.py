@@ -26,7 +26,7 @@ import reference
 from batch_state import BatchState
 from config import DEMO, EngineConfig
 from core import EngineCore
-from cpu.weights import sampling as cpu_sampling
+from cpu import sampling as cpu_sampling
 from device import memory, startup
 from device.memory import (
     MIB,
@@ -119,7 +119,7 @@ def folder(tmp_path: Path):
 def make(folder, monkeypatch):
     """Makes a worker on a tiny dummy with kernels.py, as the first of `size` ranks; the others are not there."""
     kernels = pytest.importorskip("kernels")
-    latent = pytest.importorskip("latent")
+    latent = pytest.importorskip("ops.latent")
     for cached in (kernels._decode_programs, latent._programs):
         cached.cache_clear()
     for module in (kernels, latent, memory):
@@ -379,7 +379,7 @@ def test_products_of_our_own_have_room_for_their_parts(make):
 
 
 def test_the_plan_knows_the_kernels_constants():
-    kernels, matmul, sampling, delta = map(pytest.importorskip, ("kernels", "matmul", "sampling", "delta"))
+    kernels, matmul, sampling, delta = map(pytest.importorskip, ("kernels", "ops.matmul", "ops.sampling", "ops.delta"))
     assert (sampling.SAMPLE_CHUNK, sampling.SAMPLE_BUFFER, sampling.SAMPLE_GROUP) == (4096, 16384, 64)
     assert (matmul.LINEAR_ROWS, 2 * matmul.LINEAR_PROGRAMS * 128) == (64, 2**15)
     assert delta.CHUNK == memory.CHUNK and kernels.DECODE_PROGRAMS == 2 and kernels.PROCESSORS <= memory.PROCESSORS

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import oracles
 import reference
-from cpu.weights import ops as cpu_ops
-from cpu.weights import sampling as cpu_sampling
+from cpu import ops as cpu_ops
+from cpu import sampling as cpu_sampling
 
 some = settings(
     max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -18,7 +18,7 @@ import reference
 import test_scenarios
 from batch_state import BatchState
 from config import EngineConfig
-from cpu.weights import ops as cpu_ops
+from cpu import ops as cpu_ops
 from engine import EngineCore, SamplingParams
 from fake_worker import VOCAB, FakeWorker, prompt
 from kv_cache import BlockManager, BlockSpaceManager

@@ -123,7 +123,7 @@ def test_steps_in_which_no_row_asks_pay_nothing(make, monkeypatch):
 )  # fmt: skip
 def test_host_pool_is_there_where_it_is_of_use(make, monkeypatch, fields, blocks):
     reads = []
-    monkeypatch.setattr(startup.cpu, "available_bytes", lambda: reads.append(1000 * BLOCK_BYTES) or reads[-1])
+    monkeypatch.setattr(startup.machine, "available_bytes", lambda: reads.append(1000 * BLOCK_BYTES) or reads[-1])
     worker = make(max_num_seqs=100, **{"swap_space": 20.5 * BLOCK_BYTES / 2**30} | fields)
     assert worker.facts()["num_host_blocks"] == len(worker.host_pool) == blocks
     assert worker.host_pool.shape[1:] == worker.pool.shape[1:] and len(worker.pool) == 250
@@ -221,7 +221,7 @@ def test_the_engine_is_told_how_many_states_there_are(make, fields, snapshots, h
 
 def test_on_a_cpu_states_take_half_of_the_memory(make, monkeypatch):
     def start(free: int, **fields) -> Worker:
-        monkeypatch.setattr(startup.cpu, "available_bytes", lambda: free)
+        monkeypatch.setattr(startup.machine, "available_bytes", lambda: free)
         return make(HYBRID, max_num_seqs=400, max_model_len=16, num_gpu_blocks_override=9, **fields)
 
     for states, snapshots in ((2000, 400), (1300, 250), (800, 0)):
@@ -621,7 +621,7 @@ def test_graphs_are_for_1_2_4_the_eights_and_the_most():
 def test_the_host_pool_beside_a_gpu_leaves_the_host_memory(make, monkeypatch):
     """It takes half of what is free, divided among the workers of the machine. An explicit number is met or refused."""
     worker = make()
-    monkeypatch.setattr(startup.cpu, "available_bytes", lambda: 101 * BLOCK_BYTES)
+    monkeypatch.setattr(startup.machine, "available_bytes", lambda: 101 * BLOCK_BYTES)
     monkeypatch.setattr(startup, "pinned", lambda count, shape, *_: torch.zeros(min(count, 60), *shape))
     made, states = Startup.__new__(Startup), worker.host_states
     made.group, made.device, made.model, made.num_blocks = worker.group, "cuda", worker.model, 1000
