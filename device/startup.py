@@ -44,8 +44,9 @@ from device.memory import (
     stage_layers,
     table_columns,
 )
-from device.upkeep import KeptWorker
-from model import PiecewiseGraphs, Transformer
+from device.piecewise import PiecewiseGraphs
+from device.upkeep import KeptWorker, gatherers
+from model import Transformer
 from model_config import ModelConfig
 from models.expert_ranks import ExpertGroup
 from models.pooling import settle
@@ -129,7 +130,8 @@ class Startup:
             self.group.experts.connect(config.expert_rendezvous, self.device, config.startup_timeout)
         with self.phase("warm-up"):
             self.worker.info = self.facts(*self.warm_up())
-        self.worker.exchange(0)
+        if self.group.experts:
+            self.group.experts.exchange(0)
         pipeline.live = pipeline.stages > 1
         self.worker.info["startup"] = self.seconds
         self.worker.sanitize()
@@ -230,7 +232,8 @@ class Startup:
             pairs, staged = torch.empty(1, 2, dtype=torch.int64), torch.empty(8, dtype=torch.int32)
             pool = torch.empty(2, *self.block_shape(), dtype=dtype)
             states = torch.empty(2, model.state_size)
-            twin = Worker(config, model, pool, pool, states, states, self.new_state(config.max_num_seqs, "meta"))
+            state = self.new_state(config.max_num_seqs, "meta")
+            twin = Worker(config, model, pool, pool, states, states, state, *gatherers(config, model))
             with self.guard.rehearse(threads=max(1, machine.available_cores() // self.sharers)):
                 ops.apply_writes(twin.state.words, staged, 1)
                 if config.pools:
@@ -369,7 +372,9 @@ class Startup:
         """The batch state of `slots` sequences, on this worker's device or on another one."""
         c, vocab_size = self.config, 0 if self.config.pools else self.model_config.vocab_size
         columns, kinds = table_columns(c, self.max_model_len), len(self.model.layout.windows)
-        return BatchState(slots, self.max_model_len, columns, c.block_size, vocab_size, device or self.device, kinds)
+        device = device or self.device
+        writes = cpu_weights.DirectWrites if device == "cpu" else None
+        return BatchState(slots, self.max_model_len, columns, c.block_size, vocab_size, device, kinds, writes)
 
     def blocks_per_seq(self) -> int:
         """Blocks of a sequence at full length; see device/memory.py."""
@@ -510,7 +515,8 @@ class Startup:
         which each graph keeps, or before the last stage the hidden states, for which all have one buffer. A step that
         must tell log-probabilities needs its logits afterwards, so it runs without a graph.
         """
-        worker, pipeline, rows = self.worker, self.group.pipeline, self.config.max_num_seqs
+        worker, rows = self.worker, self.config.max_num_seqs
+        pipeline, experts = self.group.pipeline, self.group.experts
         worker.graph_sizes = graph_sizes(rows)
         pool, shapes = torch.cuda.graph_pool_handle(), []
         for size in reversed(worker.graph_sizes):
@@ -523,7 +529,8 @@ class Startup:
         for shape in tqdm(shapes, desc="Capturing CUDA graphs", leave=False, disable=None):
             worker.state.enter_rows(np.zeros((0, 2), dtype=np.int32), np.zeros(0, dtype=bool), shape)
             worker.state.apply(self.ops)
-            worker.exchange(shape.rows)
+            if experts:
+                experts.exchange(shape.rows)
             incoming = None if pipeline.first else worker.incoming[: shape.tokens]
             # This compiles kernels, and lets libraries allocate what they cannot during a capture.
             worker.forward(shape, incoming=incoming)
@@ -536,7 +543,8 @@ class Startup:
         if sizes := piece_sizes(self.config, self.model):
             worker.pieces = PiecewiseGraphs(self.model, worker.pool, sizes, pool)
         worker.rows = None  # the batch state holds the rows of the last graph
-        worker.exchange(None)
+        if experts:
+            experts.exchange(None)
 
     @torch.inference_mode()
     def time_swap(self) -> float:

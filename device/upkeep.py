@@ -20,12 +20,21 @@ from typing import Any
 import torch
 
 from batch_state import BatchState
+from config import EngineConfig
 from cpu import machine
 from device.loader import check_weights
 from model import Transformer
-from observe.sanitizer import KVSanitizer
+from models.logprobs import LogprobGatherer
+from models.pooled import Pooler
+from parallel import Sampled
 from plan import KV_CACHE, WEIGHTS
-from worker import DeviceClock, Sampled, Worker
+from worker import Worker
+
+
+def gatherers(config: EngineConfig, model: Transformer) -> tuple[LogprobGatherer, Pooler | None]:
+    """What gathers log-probabilities, and where prompts are pooled what makes their vectors."""
+    pooler = Pooler(model.ops, model.config, config.pooling_type) if config.pools else None
+    return LogprobGatherer(model.ops, model.config.vocab_size, config.max_num_seqs), pooler
 
 
 class KeptWorker(Worker):
@@ -47,7 +56,8 @@ class KeptWorker(Worker):
         watch: Any,
     ):
         pools = pool, host_pool, states, host_states
-        super().__init__(startup.config, startup.model, *pools, state, startup.greedy_head, watch)
+        config, model = startup.config, startup.model
+        super().__init__(config, model, *pools, state, *gatherers(config, model), startup.greedy_head, watch)
         self.startup, self.lengths = startup, [*map(len, pools)]
         self.asleep: set[str] = set()
         self.packed = self.ops.BACKEND == "cpu"  # whether weights have layouts other than the checkpoint's
@@ -106,18 +116,6 @@ class KeptWorker(Worker):
         self.state = startup.new_state(self.config.max_num_seqs)
         self.sampled = Sampled(self.state)
         self.sanitize()
-
-    def sanitize(self) -> None:
-        """Check every step from now on, if the options say so; the pools are empty.
-
-        Of several stages the first one does it. The others have the same tables, and do not know all tokens.
-        """
-        if self.config.sanitize_kv and self.pipeline.first:
-            state, windows = self.state, self.model.layout.windows
-            self.sanitizer = KVSanitizer(
-                self.pool, len(self.host_pool), state.token_ids, state.block_tables, state.block_size, windows,
-                self.states, len(self.host_states),
-            )  # fmt: skip
 
     def capture(self) -> None:
         """Capture the CUDA graphs again, if there were some."""
@@ -207,8 +205,8 @@ class KeptWorker(Worker):
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self.clock = self.clock or DeviceClock()
-        self.traces, self.profiler = True, torch.profiler.profile(activities=activities)
+        self.trace(True)
+        self.profiler = torch.profiler.profile(activities=activities)
         self.profiler.start()
 
     def stop_profile(self, name: str) -> str:
@@ -218,7 +216,8 @@ class KeptWorker(Worker):
         """
         if not self.profiler:
             return ""
-        profiler, self.profiler, self.traces = self.profiler, None, bool(self.config.trace)
+        profiler, self.profiler = self.profiler, None
+        self.trace(bool(self.config.trace))
         profiler.stop()
         file = f"{name}-rank{self.pipeline.stage * self.group.size + self.group.rank}.pt.trace.json.gz"
         profiler.export_chrome_trace(os.path.join(str(self.config.torch_profiler_dir), file))

@@ -24,11 +24,12 @@ import triton
 
 import kernels
 from config import EngineConfig
-from device import memory, startup
+from device import startup
 from device.compile_guard import CompileGuard, KernelThreads, LateCompile, check_compiler
 from device.startup import Startup, pick_ops
 from engine import EngineCore
 from model_config import ModelConfig
+from models import logprobs
 from plan import EngineCoreRequest, StepPlan
 from sampling_params import SamplingParams
 from test_worker import HYBRID, ONE_LAYER, SHAPE, row
@@ -177,6 +178,7 @@ import triton
 import kernels
 from config import EngineConfig
 from model_config import ModelConfig
+from models import logprobs
 from device.startup import Startup
 from device.compile_guard import CompileGuard, LateCompile
 
@@ -327,7 +329,7 @@ def test_what_is_never_compiled_for_may_change(plain):
 def test_log_probabilities_of_many_rows_begin_where_kernels_expect_them(plain, monkeypatch):
     """A row of 97 logits ends at no multiple of 16 bytes, so a part of several rows' may not be taken as it lies."""
     core, errors = plain, []
-    monkeypatch.setattr(memory, "LOGPROBS", 1)  # one row at a time
+    monkeypatch.setattr(logprobs, "WORKSPACE", 1)  # one row at a time
     for i in range(2):
         core.add(
             EngineCoreRequest(str(i), [1, 2, 3 + i], SamplingParams(use_beam_search=True, beam_width=2, max_tokens=4))

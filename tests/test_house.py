@@ -37,9 +37,7 @@ ALL = {  # what any file may import: names in the log, a model by its name, and 
 }  # fmt: skip
 LEFT = {  # imports past a door, which are to become none
     ("server", "executors.torchrun"), ("api.batch_file", "executors.torchrun"), ("api.terminal", "models.pooling"),
-    ("core", "models.pooling"), ("device.upkeep", "observe.sanitizer"), ("batch_state", "cpu.weights"),
-    ("worker", "cpu.weights"), ("server", "device.startup"), ("worker", "device.compile_guard"),
-    ("worker", "device.memory"), ("worker", "models.expert_ranks"), ("worker", "models.pooled"),
+    ("core", "models.pooling"), ("server", "device.startup"),
 }  # fmt: skip
 ROOMS = [path.parent.name for path in sorted(ROOT.glob("*/__init__.py"))]
 FILES = {  # by the names that an import has

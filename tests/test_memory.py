@@ -42,6 +42,7 @@ from device.memory import (
 from device.startup import Startup, print_plan, start_worker
 from model import Transformer
 from model_config import ModelConfig
+from models import logprobs
 from models.expert_ranks import ExpertGroup
 from observe.logs import memory_note
 from parallel import Group, Pipeline
@@ -389,13 +390,15 @@ def test_the_plan_knows_the_kernels_constants():
 @pytest.mark.parametrize(("k", "rows"), [(0, 9), (1, 9), (20, 9), (700, 9), (9000, 3)])
 def test_log_probabilities_stay_within_their_workspace(make, monkeypatch, k, rows):
     """They do so however many are asked for, and do not depend on how many rows go into a call."""
-    monkeypatch.setattr(memory, "LOGPROBS", MIB)
+    monkeypatch.setattr(logprobs, "WORKSPACE", MIB)
     made = make(VOCAB, max_num_seqs=rows, max_num_batched_tokens=rows)
-    assert made.memory.logprobs == MIB and (memory.logprob_rows(k, 9000) < rows) == (k >= 700)
+    assert made.memory.logprobs == MIB and (logprobs.rows_at_once(k, 9000) < rows) == (k >= 700)
     logits, sampled = torch.randn(rows, 9000), torch.arange(rows)
     with LiveBytes(logits, sampled) as live:
         parts = []
-        for part in made.worker.logprobs(logits, sampled, torch.arange(rows), k):  # a GPU's leave for the host at once
+        for part in made.worker.gatherer.gather(
+            logits, sampled, torch.arange(rows), [k] * rows
+        ).columns:  # a GPU's leave for the host at once
             parts.append([column.numpy().copy() for column in part])
             del part
     assert live.peak <= MIB
@@ -408,7 +411,7 @@ def test_log_probabilities_stay_within_their_workspace(make, monkeypatch, k, row
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
 def test_a_prompt_that_is_scored_takes_no_more_than_a_step_may(make, monkeypatch, backend):
     """All of its tokens are scored in one step, in parts of as many rows as may sample."""
-    monkeypatch.setattr(memory, "LOGPROBS", MIB)
+    monkeypatch.setattr(logprobs, "WORKSPACE", MIB)
     monkeypatch.setattr(cpu_sampling, "LOGPROB_LOGITS", 2**15)
     made = make(VOCAB, backend=backend, max_num_seqs=16, max_num_batched_tokens=50)
     new = [NewRow(slot=0, token_ids=[1] * 50, blocks=[[0, 1, 2, 3]], score=(20, 1, 50))]

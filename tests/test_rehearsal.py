@@ -23,8 +23,9 @@ from device.compile_guard import CompileGuard
 from device.startup import Startup
 from model_config import ModelConfig
 from models.families import FAMILIES
+from parallel import Sampled
 from test_families import CASES
-from worker import Sampled, Worker
+from worker import Worker
 
 kernels = pytest.importorskip("kernels")
 
@@ -107,22 +108,21 @@ def test_a_family_is_rehearsed_without_a_look_at_the_host(tmp_path: Path, steps:
 # arrays of numpy, copies from pinned memory, or takes a step's results.
 FORWARD = (
     "batch_state", "kernels", "layers", "model", "models.delta_net", "models.expert_layers", "models.expert_ranks",
-    "models.latent_attention", "models.layer_inputs", "ops.delta", "ops.experts", "ops.latent", "ops.matmul",
-    "ops.sampling", "parallel", "worker",
+    "models.latent_attention", "models.layer_inputs", "models.logprobs", "models.pooled", "ops.delta", "ops.experts",
+    "ops.latent", "ops.matmul", "ops.sampling", "parallel", "worker",
 )  # fmt: skip
 READING = {"as_tensor", "cpu", "item", "new_tensor", "nonzero", "tensor", "tolist"}
 ALLOWED = {
     "batch_state.__init__": {"tolist"},
-    "batch_state._enter_adjustments": {"tensor"},
     "batch_state.advance": {"mask", "tolist"},
     "models.latent_attention.rows_of": {"tensor"},
     "layers.__init__": {"tensor"},
     "model.__init__": {"tensor"},
     "parallel._reduce": {"tensor"},
     "models.expert_ranks.agree": {"tensor"},
+    "models.logprobs.records": {"tolist"},
     "worker.enter_rows": {"tolist"},
     "worker.result": {"tolist"},
-    "worker.to_logprobs": {"tolist"},
 }
 
 

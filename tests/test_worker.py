@@ -19,14 +19,15 @@ from torch.utils._pytree import tree_leaves
 
 import oracles
 import reference
+import worker as worker_module
 from batch_state import StepShape, Writes
 from config import EngineConfig
 from device import startup
 from device.compile_guard import CompileGuard
 from device.memory import captures_graphs
+from device.piecewise import PiecewiseGraphs
 from device.startup import Startup, graph_sizes, pinned, start_worker
 from device.upkeep import KeptWorker
-from model import PiecewiseGraphs
 from model_config import ModelConfig
 from plan import NewRow, StepPlan, bit_words
 from worker import Worker
@@ -101,7 +102,7 @@ def test_rows_that_ask_get_logprobs(make, monkeypatch):
 def test_steps_in_which_no_row_asks_pay_nothing(make, monkeypatch):
     worker = make()
     worker.step(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2], num_logprobs=2)]))
-    monkeypatch.setattr(worker, "ops", SimpleNamespace(**vars(worker.ops) | {"logprobs": None}))
+    monkeypatch.setattr(worker.gatherer, "ops", SimpleNamespace(**vars(worker.ops) | {"logprobs": None}))
     with pytest.raises(TypeError, match="not callable"):
         worker.step(StepPlan(1, rows=[(0, 1)]))
     result = worker.step(StepPlan(1, rows=[(0, 2)], released=[0], new=[row(0, [1, 2])]))
@@ -652,10 +653,12 @@ def test_the_last_phase_of_a_trace_has_happened_once_a_step_is_done(make, monkey
             recorded.append(self)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(worker, "to_host", lambda tensor: tensor)
     worker.device, worker.clock = "cuda", object()
     launched = worker.launch(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2])]))
-    assert recorded == [event for _, _, event in launched.marks] + [launched.done] and launched.marks[-1][0] == ""
+    assert (
+        recorded == [event for _, _, event in launched.phases.marks] + [launched.done]
+        and launched.phases.marks[-1][0] == ""
+    )
 
 
 def test_what_is_copied_beside_a_step_lies_between_the_steps_around_it(make, monkeypatch):
@@ -675,7 +678,7 @@ def test_what_is_copied_beside_a_step_lies_between_the_steps_around_it(make, mon
         monkeypatch.setattr(torch.cuda, name, fake)
     swap = lambda source, target, pairs: log.append(pairs.tolist())  # noqa: E731
     monkeypatch.setattr(worker, "ops", SimpleNamespace(**vars(worker.ops) | {"swap_blocks": swap}))
-    monkeypatch.setattr(worker, "to_device", lambda array: torch.from_numpy(array))
+    monkeypatch.setattr(worker_module, "to_device", lambda array, device: torch.from_numpy(array))
     worker.device = "cuda"
     for plan in (StepPlan(0, swap_out=[(1, 2), (3, 4)], ahead=1), StepPlan(1, swap_in=[(4, 5)]), StepPlan(2)):
         worker.execute(plan)
