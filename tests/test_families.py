@@ -20,9 +20,9 @@ from config import EngineConfig
 from core import EngineCore
 from device.memory import stage_layers
 from device.startup import start_worker
-from model import check_division
 from model_config import ModelConfig, Reading
 from models.families import FAMILIES
+from models.shares import check_division
 from parallel import Group
 from plan import EngineCoreRequest, NewRow, StepPlan
 from sampling_params import SamplingParams
