@@ -24,13 +24,12 @@ from batch_state import BatchState
 from config import EngineConfig
 from cpu import machine
 from model import Transformer
-from model_config import ModelConfig
+from model_config import Delta, ModelConfig
 from models import latent_attention
 from models.expert_ranks import ExpertGroup
 from models.kv_layout import most_blocks
 from models.latent_attention import CONTEXT_TOKENS, heads_at_once
 from models.logprobs import workspace
-from models.sizes import Delta
 from parallel import Group, Pipeline
 
 MIB = 2**20

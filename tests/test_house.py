@@ -54,8 +54,8 @@ EVERY_FILE = [
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
 STDLIB_ONLY = {
     "admission", "config", "kv_cache", "model_config", "models.config_fields", "models.families", "models.kv_layout",
-    "models.pooling", "models.quantization", "models.sizes", "observe.live", "observe.logs", "observe.metrics", "plan",
-    "sampling_params", "scheduler", "scheduling.beam", "scheduling.fair", "sequence",
+    "models.pooling", "models.quantization", "models.read_config", "models.read_rope", "observe.live", "observe.logs",
+    "observe.metrics", "plan", "sampling_params", "scheduler", "scheduling.beam", "scheduling.fair", "sequence",
 }  # fmt: skip
 TORCH_FREE_ROOMS = ("api", "text", "scheduling", "processes", "executors")
 TORCH_FREE = {name for name in FILES if name.startswith(TORCH_FREE_ROOMS)} | STDLIB_ONLY | {"server", "engine"}
