@@ -80,8 +80,7 @@ class Worker:
         self.states, self.host_states = states, host_states
         self.state, self.device = state, state.device
         self.sampled = Sampled(state)
-        self.gatherer = gatherer
-        self.pooler = pooler
+        self.gatherer, self.pooler = gatherer, pooler
         self.greedy_head = greedy_head
         self.watch = watch
         self.info: dict[str, Any] = {}  # see `facts`
@@ -102,7 +101,7 @@ class Worker:
         self.exchanges: list[tuple[torch.Size, torch.dtype]] = []  # what the ranks add up in each `Transformer.forward`
 
     def facts(self) -> dict[str, Any]:
-        """What the engine and the start log want to know; see `Startup.facts`."""
+        """What the engine and the start log want to know; see `facts` in device/startup.py."""
         return self.info
 
     def block_bytes(self) -> int:

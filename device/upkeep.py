@@ -14,15 +14,16 @@ addresses by CUDA's virtual memory, for which torch alone has no call.)
 
 from __future__ import annotations
 
+import contextlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from batch_state import BatchState
-from config import EngineConfig
 from cpu import machine
 from device.loader import check_weights
+from device.warmup import capture
 from model import Transformer
 from models.logprobs import LogprobGatherer
 from models.pooled import Pooler
@@ -30,34 +31,32 @@ from parallel import Sampled
 from plan import KV_CACHE, WEIGHTS
 from worker import Worker
 
-
-def gatherers(config: EngineConfig, model: Transformer) -> tuple[LogprobGatherer, Pooler | None]:
-    """What gathers log-probabilities, and where prompts are pooled what makes their vectors."""
-    pooler = Pooler(model.ops, model.config, config.pooling_type) if config.pools else None
-    return LogprobGatherer(model.ops, model.config.vocab_size, config.max_num_seqs), pooler
+if TYPE_CHECKING:
+    from device.startup import Start
 
 
 class KeptWorker(Worker):
     """A worker, with what has made it ready, which is needed again where memory or weights change.
 
     Args:
-        startup: the `Startup` that has made the model, and makes the pools; it does not refer to this worker.
-        pool, host_pool, states, host_states, state, watch: see `Worker`.
+        startup: what its start has made; it does not refer to this worker.
+        pool, host_pool, states, host_states, state: see `Worker`.
     """
 
     def __init__(
         self,
-        startup: Any,
+        startup: Start,
         pool: torch.Tensor,
         host_pool: torch.Tensor,
         states: torch.Tensor,
         host_states: torch.Tensor,
         state: BatchState,
-        watch: Any,
     ):
         pools = pool, host_pool, states, host_states
         config, model = startup.config, startup.model
-        super().__init__(config, model, *pools, state, *gatherers(config, model), startup.greedy_head, watch)
+        gatherer = LogprobGatherer(model.ops, model.config.vocab_size, config.max_num_seqs)
+        watch = startup.guard.watch if startup.guard else contextlib.nullcontext
+        super().__init__(config, model, *pools, state, gatherer, Pooler.of(config, model), startup.greedy_head, watch)
         self.startup, self.lengths = startup, [*map(len, pools)]
         self.asleep: set[str] = set()
         self.packed = self.ops.BACKEND == "cpu"  # whether weights have layouts other than the checkpoint's
@@ -120,12 +119,8 @@ class KeptWorker(Worker):
     def capture(self) -> None:
         """Capture the CUDA graphs again, if there were some."""
         if self.graph_sizes:
-            self.startup.worker = self
-            try:
-                with self.watch():
-                    self.startup.capture()
-            finally:
-                del self.startup.worker
+            with self.watch():
+                capture(self.startup, self)
 
     def give_back(self) -> None:
         """Give the system what torch and malloc keep for later."""

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from config import EngineConfig
 from model_config import ModelConfig
 from sampling_params import PoolingParams
+
+if TYPE_CHECKING:
+    from model import Transformer
 
 
 class Pooler:
@@ -21,6 +26,11 @@ class Pooler:
 
     def __init__(self, ops: ModuleType, config: ModelConfig, kind: str):
         self.ops, self.config, self.kind = ops, config, kind
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: Transformer) -> Pooler | None:
+        """That of an engine with these options; None where prompts are not pooled."""
+        return cls(model.ops, model.config, config.pooling_type) if config.pools else None
 
     def __call__(self, hidden: torch.Tensor, starts: torch.Tensor, head: torch.Tensor | None) -> torch.Tensor:
         """A vector for each prompt [B, hidden or labels] float32 of hidden states [T, hidden].

@@ -27,7 +27,7 @@ from batch_state import BatchState
 from config import DEMO, EngineConfig
 from core import EngineCore
 from cpu import sampling as cpu_sampling
-from device import memory, startup
+from device import memory, pools, startup, warmup
 from device.memory import (
     MIB,
     MemoryPlan,
@@ -39,7 +39,7 @@ from device.memory import (
     settle_tokens,
     table_columns,
 )
-from device.startup import Startup, print_plan, start_worker
+from device.startup import Start, print_plan, start_worker
 from model import Transformer
 from model_config import ModelConfig
 from models import logprobs
@@ -125,17 +125,18 @@ def make(folder, monkeypatch):
         cached.cache_clear()
     for module in (kernels, latent, memory):
         monkeypatch.setattr(module, "PROCESSORS", 2)
-    monkeypatch.setattr(Startup, "run_prompts", lambda self: 1.0)
+    monkeypatch.setattr(warmup, "run_prompts", lambda start, worker: 1.0)
     for name in ("all_reduce", "all_gather"):
         monkeypatch.setattr(parallel.dist, name, lambda *args, group=None: None)
 
-    def make_startup(shape: dict | None = None, size: int = 1, **fields) -> Startup:
+    def make_startup(shape: dict | None = None, size: int = 1, **fields) -> Start:
         monkeypatch.setattr(Group, "connect", lambda *args: Group(0, size))
         monkeypatch.setattr(Group, "min", lambda self, value: value)
         options = {"model": folder(**shape or {}), "load_format": "dummy", "dtype": "float32", "device": "cpu"}
         options |= {"backend": "triton", "block_size": 16, "swap_space": 0.0, "preemption_mode": "recompute"}
         config = EngineConfig(**options | {"tensor_parallel_size": size} | fields)
-        made = Startup(config, ModelConfig.from_folder(config.model), 0, "")
+        worker = start_worker(config, ModelConfig.from_folder(config.model))
+        made, worker.startup.worker = worker.startup, worker
         made.guard, made.worker.watch = None, contextlib.nullcontext  # without a warm-up every kernel is late
         return made
 
@@ -292,7 +293,7 @@ def test_captured_graphs_share_what_their_steps_take(make, monkeypatch, layers):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: contextlib.nullcontext())
     with LiveBytes(*tensors(worker, worker.state, *model.owners()), collect=False) as live:
-        made.capture()
+        warmup.capture(made, made.worker)
     assert len(worker.graphs) == 4
     passed, news = 2 * 4 * sum(model.passed_sizes), 4 * 2 * 2 * 4
     assert live.now <= passed + news * pipeline.last
@@ -327,7 +328,7 @@ def test_graphs_between_attentions_have_their_room(make, monkeypatch, shape):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", EmptyGraph)
     worker = made.worker
     with LiveBytes(*tensors(worker, worker.state, *worker.model.owners())) as live:
-        made.capture()
+        warmup.capture(made, made.worker)
         gc.collect()
         kept, pieces = live.now, worker.pieces
     layers = made.model.config.num_layers
@@ -434,7 +435,7 @@ def test_profile_runs_as_many_tokens_as_a_step_may_have(make, monkeypatch):
             max_memory_reserved=lambda: live.peak,
         )
         monkeypatch.setattr(torch, "cuda", fake)
-        took = made.profile()
+        took = pools.profile(made)
         gc.collect()
         assert live.now == 0 and seen == [36]
     assert 0.6 * made.memory.activations < took <= made.memory.step
@@ -467,8 +468,8 @@ def test_start_takes_the_larger_of_predicted_and_measured(make, monkeypatch):
     monkeypatch.setattr(torch, "cuda", fake)
     for peak, step in ((20, 30), (63, 60)):
         reserved[:] = [99, 80, 83]
-        made.profile = lambda peak=peak: peak * 10**6
-        assert made.free_bytes() == (900 - 120 - step - 5 - 1) * 10**6
+        monkeypatch.setattr(pools, "profile", lambda start, peak=peak: peak * 10**6)
+        assert pools.free_bytes(made) == (900 - 120 - step - 5 - 1) * 10**6
         assert made.measured == (peak - 3) * 10**6
 
 
@@ -520,8 +521,8 @@ def test_a_larger_device_has_larger_steps(total, fields, tokens):
 
 def test_the_scheduler_has_the_steps_that_the_worker_has_room_for(monkeypatch):
     """Only the worker knows its device."""
-    facts = Startup.facts
-    monkeypatch.setattr(Startup, "facts", lambda *args: facts(*args) | {"max_num_batched_tokens": 777})
+    facts = startup.facts
+    monkeypatch.setattr(startup, "facts", lambda *args: facts(*args) | {"max_num_batched_tokens": 777})
     core = EngineCore(EngineConfig(device="cpu", max_num_seqs=2))
     assert core.config.token_budget == core.scheduler.config.token_budget == 777
     core.close()

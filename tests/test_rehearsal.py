@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from batch_state import BatchState
 from config import EngineConfig
+from device import warmup
 from device.compile_guard import CompileGuard
-from device.startup import Startup
+from device.startup import Start, start_worker
 from model_config import ModelConfig
 from models.families import FAMILIES
 from parallel import Sampled
@@ -62,14 +63,14 @@ def architecture(case: dict[str, Any]) -> str:
     return stem + ("LMHeadModel" if stem == "GPT2" else "ForCausalLM")
 
 
-def start(folder: Path, name: str, **fields: Any) -> Startup:
+def start(folder: Path, name: str, **fields: Any) -> Start:
     """A start on the CPU that is then to rehearse what it would run on a GPU."""
     raw = CASES[name]["shape"] | {"architectures": [architecture(CASES[name])]}
     (folder / "config.json").write_text(json.dumps(raw))
     options = {"model": str(folder), "load_format": "dummy", "device": "cpu", "backend": "reference", "threads": 1}
     options |= {"dtype": "bfloat16", "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 40}
     options |= {"max_model_len": 64, "num_gpu_blocks_override": 32, "swap_space": 0.0, "enforce_eager": True}
-    made = Startup(EngineConfig(**options | fields), ModelConfig.from_folder(str(folder)), 0, "")
+    made = start_worker(EngineConfig(**options | fields), ModelConfig.from_folder(str(folder))).startup
     made.ops, made.guard = kernels, CompileGuard(kernels)
     return made
 
@@ -84,7 +85,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         with NoWaiting(captured=shape.max_query_len == 1):
             return forward(self, shape, *args, **kwargs)
 
-    monkeypatch.setattr(Startup, "run_prompts", lambda self: 1.0)
+    monkeypatch.setattr(warmup, "run_prompts", lambda start, worker: 1.0)
     monkeypatch.setattr(Worker, "forward", watched)
     return found
 
@@ -100,7 +101,7 @@ def test_a_family_is_rehearsed_without_a_look_at_the_host(tmp_path: Path, steps:
     for invariant in (False, True):
         made.config = replace(made.config, batch_invariant=invariant)
         steps.clear()
-        made.rehearse()
+        warmup.rehearse(made)
         assert len(steps) == 4 and min(steps) == 1 < max(steps)
 
 

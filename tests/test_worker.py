@@ -22,12 +22,14 @@ import reference
 import worker as worker_module
 from batch_state import StepShape, Writes
 from config import EngineConfig
-from device import startup
+from device import pools, startup, warmup
 from device.compile_guard import CompileGuard
 from device.memory import captures_graphs
 from device.piecewise import PiecewiseGraphs
-from device.startup import Startup, graph_sizes, pinned, start_worker
+from device.pools import pinned
+from device.startup import Start, start_worker
 from device.upkeep import KeptWorker
+from device.warmup import graph_sizes
 from model_config import ModelConfig
 from plan import NewRow, StepPlan, bit_words
 from worker import Worker
@@ -246,8 +248,8 @@ def test_a_model_without_states_keeps_none(make):
 
 
 def test_swap_cost_is_in_tokens(make, monkeypatch):
-    monkeypatch.setattr(Startup, "run_prompts", lambda self: 0.003)
-    monkeypatch.setattr(Startup, "time_swap", lambda self: 0.001)
+    monkeypatch.setattr(warmup, "run_prompts", lambda start, worker: 0.003)
+    monkeypatch.setattr(warmup, "time_swap", lambda worker: 0.001)
     assert make().facts()["swap_cost"] == 0.3333
 
 
@@ -261,8 +263,7 @@ def test_a_round_trip_goes_out_and_in_and_changes_nothing(make, monkeypatch):
         swap(source, target, pairs)
 
     monkeypatch.setattr(worker, "ops", SimpleNamespace(**vars(worker.ops) | {"swap_blocks": swap_blocks}))
-    ready = SimpleNamespace(worker=worker, device="cpu")
-    assert 0 < Startup.time_swap(ready) < 1
+    assert 0 < warmup.time_swap(worker) < 1
     assert moves == [(True, False, 4), (False, True, 4)] * 3
     assert torch.equal(worker.pool, before) and torch.equal(worker.host_pool[:4], before[:4])
 
@@ -277,10 +278,10 @@ def test_a_gpus_prompts_are_timed_once_their_kernels_are_loaded(make, monkeypatc
         now[0] += len(kinds) + 0.003
         return SimpleNamespace(result=lambda: None)
 
-    monkeypatch.setattr(startup.time, "perf_counter", lambda: now[0])
-    ready.device, ready.worker = "cuda", SimpleNamespace(execute=execute, host_states=())
-    count, length = ready.warm_up_prompts()
-    assert ready.run_prompts() == pytest.approx(0.003 / (count * length)) and len(loaded) == 2
+    monkeypatch.setattr(warmup.time, "perf_counter", lambda: now[0])
+    ready.device, worker = "cuda", SimpleNamespace(execute=execute, host_states=())
+    count, length = warmup.warm_up_prompts(ready)
+    assert warmup.run_prompts(ready, worker) == pytest.approx(0.003 / (count * length)) and len(loaded) == 2
 
 
 @pytest.fixture
@@ -623,17 +624,17 @@ def test_the_host_pool_beside_a_gpu_leaves_the_host_memory(make, monkeypatch):
     """It takes half of what is free, divided among the workers of the machine. An explicit number is met or refused."""
     worker = make()
     monkeypatch.setattr(startup.machine, "available_bytes", lambda: 101 * BLOCK_BYTES)
-    monkeypatch.setattr(startup, "pinned", lambda count, shape, *_: torch.zeros(min(count, 60), *shape))
-    made, states = Startup.__new__(Startup), worker.host_states
+    monkeypatch.setattr(pools, "pinned", lambda count, shape, *_: torch.zeros(min(count, 60), *shape))
+    made, states = Start.__new__(Start), worker.host_states
     made.group, made.device, made.model, made.num_blocks = worker.group, "cuda", worker.model, 1000
     made.memory = SimpleNamespace(block=BLOCK_BYTES)
     for fields, sharers, blocks in (({}, 1, 50), ({}, 2, 25), ({"num_host_blocks": 60}, 1, 60)):
         made.config = dataclasses.replace(worker.config, swap_space=1.0, preemption_mode="auto", **fields)
         made.sharers = sharers
-        assert len(made.new_host_pool(states)) == blocks
+        assert len(pools.new_host_pool(made, states)) == blocks
     made.config = dataclasses.replace(made.config, num_host_blocks=61)
     with pytest.raises(ValueError, match="num_host_blocks is 61; the system lets 60 of them be pinned"):
-        made.new_host_pool(states)
+        pools.new_host_pool(made, states)
 
 
 def test_the_specification_runs_without_graphs():
