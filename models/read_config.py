@@ -35,7 +35,7 @@ class ConfigReader:
     """
 
     def __init__(self, raw: dict[str, Any], generation: dict[str, Any]):
-        self.whole_raw, self.generation = raw, generation
+        self.generation = generation
         self.architecture = (typed("architectures", raw.get("architectures"), list) or [None])[0]
         self.name, self.head = family_of(self.architecture, raw)
         text = raw.get("text_config") if str(self.architecture).endswith("ForConditionalGeneration") else None

@@ -117,7 +117,7 @@ ALLOWED = {
     "batch_state.__init__": {"tolist"},
     "batch_state.advance": {"mask", "tolist"},
     "models.latent_attention.rows_of": {"tensor"},
-    "layers.__init__": {"tensor"},
+    "models.layer_inputs.__init__": {"tensor"},
     "model.__init__": {"tensor"},
     "parallel._reduce": {"tensor"},
     "models.expert_ranks.agree": {"tensor"},
