@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from cpu.weights import DirectWrites
 from plan import NewRow, StepPlan, bit_words
 from sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
+
+if TYPE_CHECKING:
+    from models.logprobs import Scoring
 
 NO_ID = 2**31 - 1
 ALIGNMENT = 4  # words: every part begins at a multiple of 16 bytes, which is what the kernels are compiled for
@@ -67,6 +71,7 @@ class BatchState:
         max_model_len, max_blocks: tokens of each, and blocks of each of its tables.
         block_size: tokens in a block. vocab_size: V. device: where it lies.
         kinds: K, kinds of layers, each of which has a block table for every slot.
+        writes: makes what takes changes of the words, for a device where these need not be gathered.
     """
 
     token_ids: torch.Tensor  # [S, max_model_len + 1] int32, all known tokens
@@ -94,7 +99,7 @@ class BatchState:
 
     def __init__(
         self, slots: int, max_model_len: int, max_blocks: int, block_size: int, vocab_size: int, device: str,
-        kinds: int = 1,
+        kinds: int = 1, writes: Callable[[torch.Tensor], Writes] | None = None,
     ):  # fmt: skip
         self.block_size, self.device = block_size, device
         if kinds > 1:  # each kind's tables begin at a multiple of 16 bytes, too
@@ -123,7 +128,7 @@ class BatchState:
         self.scores: dict[int, tuple[int, int, int, int]] = {}  # of a slot: `NewRow.score`, and how many tokens it has
         self.num_blocks = [[0] * kinds for _ in range(slots)]
         self.stops: list[dict[int, int]] = [{} for _ in range(slots)]  # of each slot: words of stop_bits that are not 0
-        self.writes = DirectWrites(self.words) if device == "cpu" else Writes()  # for `apply`
+        self.writes = writes(self.words) if writes else Writes()  # for `apply`
 
     def enter(self, plan: StepPlan) -> None:
         """Let sequences leave, enter and grow. Token counts change now; all else is noted, and `apply` brings it."""
@@ -168,7 +173,7 @@ class BatchState:
         slot, bias = row.slot, row.logit_bias
         if row.penalties is not None:
             self._write("penalties", slot, array("f", row.penalties))
-            ids = to_device(torch.tensor(row.token_ids), self.device)
+            ids = to_device(np.array(row.token_ids), self.device)
             counts = self.token_counts[slot].zero_()
             counts[ids[: row.num_prompt]] = 1
             counts.index_add_(0, ids[row.num_prompt :], counts.new_full((len(ids) - row.num_prompt,), 2))
@@ -247,7 +252,7 @@ class BatchState:
         places, values = self.writes.places, self.writes.values
         if not places:
             return
-        staged = torch.frombuffer(bytearray(places.tobytes() + values.tobytes()), dtype=torch.int32)
+        staged = np.frombuffer(bytearray(places.tobytes() + values.tobytes()), dtype=np.int32)
         ops.apply_writes(self.words, to_device(staged, self.device), len(places) // 3)
         self.writes.clear()
 
@@ -283,8 +288,8 @@ class BatchState:
     def bar(self, logits: torch.Tensor, rows: torch.Tensor, slots: np.ndarray) -> None:
         """Bar from those `rows` [R] of logits whose `slots` [R] want it what may not be drawn there; in place."""
         if len(masked := np.flatnonzero(self.masked_logprobs[slots])):
-            rows = rows[to_device(torch.from_numpy(masked), self.device)]
-            words = self.bitmask[to_device(torch.from_numpy(slots[masked]), self.device)]
+            rows = rows[to_device(masked, self.device)]
+            words = self.bitmask[to_device(slots[masked], self.device)]
             bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=self.device) & 1
             logits[rows] = logits[rows].masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -math.inf)
 
@@ -297,6 +302,32 @@ class BatchState:
         )
 
 
-def to_device(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """A copy of a host tensor on the device. Nobody waits for it: torch keeps the pinned memory until it was read."""
+def to_device(array: np.ndarray, device: str) -> torch.Tensor:
+    """A copy of a host array on the device. Nobody waits for it: torch keeps the pinned memory until it was read."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the host's memory, complete once the device has finished the work that it was given before."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+@dataclass(slots=True)
+class Rows:
+    """A step's rows, as the batch state holds them."""
+
+    planned: list[tuple[int, int]]  # [B] slot and number of tokens of each; see `StepPlan`
+    shape: StepShape
+    sampling: np.ndarray  # [R] rows that sample,
+    slots: np.ndarray  # and their slots
+    asked: np.ndarray  # [A] those of them whose log-probabilities are wanted
+    counts: list[int]  # [A] how many of the likeliest ids each of these wants
+    scoring: Scoring | None = None  # what is scored of their known tokens; None: nothing, as in every step of decodes
+
+    @property
+    def decode(self) -> bool:
+        """Whether every row has one token and samples. The next step with these rows finds its inputs on the device."""
+        return self.shape.samples == self.shape.tokens

@@ -61,7 +61,7 @@ class Slot(NamedTuple):
     """The parts of our weights that one tensor of a checkpoint fills, one after the other along its outputs."""
 
     targets: tuple[torch.Tensor, ...]
-    words: tuple[str, ...]  # how the ranks divide each; see `Transformer.part`
+    words: tuple[str, ...]  # how the ranks divide each; see `Shares.part`
     layout: str = "stacked"  # of q, k and v in one tensor, see `Family.qkv_layout`; "same": each takes the same part
     transposed: bool = False  # it is stored as [inputs, outputs]
     shape: tuple[int, ...] = ()  # of a tensor that is all for other ranks

@@ -2,23 +2,21 @@
 
 The compute-heavy steps are the `ops` that the worker hands in (Triton kernels, or their plain torch twins); matrix
 products are torch's. Each rank of a group holds a share of every weight. One word for each weight says which share; see
-`Transformer.part`.
+`Shares.part`.
 """
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from layers import Attention, Cut, Mlp, New, Norm, Slot, Slots, StackedSlot, Step, Weight, linear, new_norm
-from layers import Batch as Batch
+from layers import Attention, Batch, Cut, Mlp, New, Norm, Slot, Slots, StackedSlot, Step, Weight, linear, new_norm
 from model_config import ModelConfig
 from models.delta_net import DeltaNet
 from models.expert_layers import ExpertMlp, ExpertsBeside
@@ -26,24 +24,8 @@ from models.families import Family
 from models.latent_attention import LatentAttention
 from models.layer_inputs import LayerGate, LayerInputs
 from models.rope import query_scales, rope_table
+from models.shares import Part, Shares, check_division
 from parallel import Group
-
-
-class Piece(NamedTuple):
-    """A part of a checkpoint's tensor, and where it goes."""
-
-    target: torch.Tensor  # the part of our weights that is filled
-    at: tuple[slice | int, ...]  # which part of the tensor it is, seen in the shape `Part.view`
-
-
-class Part(NamedTuple):
-    """What a rank takes of a tensor of the checkpoint."""
-
-    shape: tuple[int, ...]  # of the whole tensor
-    pieces: tuple[Piece, ...]
-    view: tuple[int, ...] = ()  # the shape in which the pieces are found; () is its own
-    transposed: bool = False  # its last two dimensions change places before that
-    instead_of: tuple[str, ...] = ()  # names of other tensors that are not needed where this one is there
 
 
 class Transformer:
@@ -66,59 +48,35 @@ class Transformer:
         self, config: ModelConfig, ops: ModuleType, device: str, dtype: torch.dtype, max_model_len: int, group: Group
     ):
         check_division(config, group)
-        self.config, self.ops, self.group, self.row, self.max_model_len = config, ops, group, config.row, max_model_len
-        self.dtype, self.device, pipeline = dtype, device, group.pipeline
+        self.config, self.row = config, config.row
+        self.ops, self.group = ops, group
+        self.device, self.dtype = device, dtype
+        self.max_model_len = max_model_len
+        pipeline, size = group.pipeline, config.hidden_size
         self.span = range(config.num_layers) if pipeline.layers is None else pipeline.layers
         self.layout = config.layout(group.size, pipeline.layers)
         self.state_size = config.state_size(group.size, self.span)
         # With fewer KV heads than ranks, neighbouring ranks hold the same one; the last ranks may hold less vocabulary.
         self.num_heads, self.num_kv_heads = config.num_heads // group.size, max(1, config.num_kv_heads // group.size)
-        vocab, size = -(-config.vocab_size // group.size), config.hidden_size
-
-        def new(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-            # Not every rank fills all of it (see "first" and "vocab" in `part`), and the rest must be zero.
-            make = torch.empty if group.size == 1 else torch.zeros
-            return make(shape, dtype=dtype or self.dtype, device=device)
-
-        nothing = torch.empty((), device="meta")
-
-        def elsewhere(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-            return nothing.to(dtype or self.dtype).expand(shape)
-
-        at_first, at_last = (new if here else elsewhere for here in (pipeline.first, pipeline.last))
+        vocab = -(-config.vocab_size // group.size)
+        at_first, at_last = self.memory(pipeline.first), self.memory(pipeline.last)
         tied = config.head == "logits" and config.tie_word_embeddings
         self.embedding = (at_last if tied and pipeline.last else at_first)(vocab, size)
         self.positions: torch.Tensor | None = None  # the table of learned positions
         if self.row.name("positions"):
             self.positions = at_first(config.max_position + self.row.position_offset, size)
-        own_states, heads = [i for i in config.delta_layers if i in self.span], self.num_heads
-
-        def layer(i: int) -> Layer:
-            at = new if i in self.span else elsewhere
-            attention: Attention | DeltaNet
-            if i in config.delta_layers:
-                place = own_states.index(i) if i in self.span else -1
-                attention = DeltaNet(config, ops, group.size, place, at)
-            elif config.latent:
-                attention = LatentAttention(config, ops, i, self.layout.places[i][1], heads, max_model_len, at)
-            else:
-                attention = Attention(config, ops, group, i, heads, at)
-            return Layer(config, ops, group, i, attention, at)
-
-        self.layers = [layer(i) for i in range(config.num_layers)]
+        self.layers = [self.new_layer(i) for i in range(config.num_layers)]
         self.layer_inputs = LayerInputs(config, ops, vocab, at_first) if config.layer_input_size else None
         self.norm = Norm(config, ops, size, at_last)
         self.head: Weight | None = None
-        self.head_bias: torch.Tensor | None = None
-        if config.head == "logits":
-            if not tied:
-                self.head = at_last(vocab, size)
-            elif pipeline.last:
-                self.head = self.embedding
-            self.head_bias = at_last(vocab) if self.row.head_bias else None
-        self.score: torch.Tensor | None = None  # the classification head, the same on each rank
-        if config.head == "labels":
-            self.score = at_last(len(config.labels), size, dtype=torch.float32)
+        if config.head == "logits" and not tied:
+            self.head = at_last(vocab, size)
+        elif tied and pipeline.last:
+            self.head = self.embedding
+        has_bias = config.head == "logits" and self.row.head_bias
+        self.head_bias = at_last(vocab) if has_bias else None
+        # The classification head, the same on each rank.
+        self.score = at_last(len(config.labels), size, dtype=torch.float32) if config.head == "labels" else None
         tables = [rope_table(rope, max_model_len, bool(self.row.interleaved)) for rope in config.ropes]
         self.rotations = [table.to(device) for table in tables]
         grown = [query_scales(rope, max_model_len) for rope in config.ropes]
@@ -126,191 +84,33 @@ class Transformer:
         # Rounded as a weight, because that is how the models were trained.
         self.embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype, device="cpu"))
 
-    # --- weights ------------------------------------------------------------------------------------------------------
+    def memory(self, here: bool) -> New:
+        """What makes memory for weights, or only their shapes where another stage has them."""
+        nothing = torch.empty((), device="meta")
+        # Not every rank fills all of it (see "first" and "vocab" in `Shares.share`), and the rest must be zero.
+        make = torch.empty if self.group.size == 1 else torch.zeros
 
-    def owners(self) -> Iterator[object]:
-        """All objects that have weights of this stage as attributes."""
-        yield self
-        if self.group.pipeline.last:
-            yield self.norm
-        if self.layer_inputs and self.group.pipeline.first:
-            yield from (self.layer_inputs, self.layer_inputs.norm)
-        for i in self.span:
-            yield from self.layers[i].parts()
+        def new(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+            dtype = dtype or self.dtype
+            return make(shape, dtype=dtype, device=self.device) if here else nothing.to(dtype).expand(shape)
 
-    def slots(self) -> dict[str, Slot | StackedSlot]:
-        """What of a checkpoint fills our weights, by names without the prefix of the model's body."""
-        row = self.row
-        slots: dict[str, Slot | StackedSlot] = {f"{row.name('embed')}.weight": Slot((self.embedding,), ("vocab",))}
-        slots |= self.norm.slots(str(row.name("norm")))
-        if self.layer_inputs:
-            slots |= self.layer_inputs.slots()
-        if self.positions is not None:
-            slots[f"{row.name('positions')}.weight"] = Slot((self.positions,), ("all",))
-        if self.head is not None and not self.config.tie_word_embeddings:
-            assert isinstance(self.head, torch.Tensor)
-            slots[f"{row.name('head')}.weight"] = Slot((self.head,), ("vocab",))
-        if self.head_bias is not None:
-            slots[f"{row.name('head')}.bias"] = Slot((self.head_bias,), ("vocab",))
-        if self.score is not None:
-            slots["score.weight"] = Slot((self.score,), ("all",))
-        for i, layer in enumerate(self.layers):
-            root = f"{row.name('layer')}.{i}"
-            for name, slot in layer.slots(row).items():
-                if isinstance(slot, StackedSlot):
-                    slot = slot._replace(instead_of=tuple(f"{root}.{other}" for other in slot.instead_of))
-                slots[f"{root}.{name}"] = slot
-        return slots
+        return new
 
-    def parameters(self) -> dict[str, Part]:
-        """What this rank takes of each tensor of a checkpoint. Where experts may come one by one or stacked, both are
-        there, and the stacked tensor says which others it stands for."""
-        found = {}
-        for name, slot in self.slots().items():
-            part = self.part(slot) if isinstance(slot, Slot) else self.stacked_part(slot)
-            here = tuple(piece for piece in part.pieces if piece.target.is_meta == (self.device == "meta"))
-            found[name] = part._replace(pieces=here)
-        return found
-
-    def num_parameters(self) -> int:
-        """Elements of all weights on all ranks, each counted once."""
-        return sum(math.prod(part.shape) for part in self.parameters().values() if not part.instead_of)
-
-    def share(self, word: str, n: int, copies: int = 1) -> tuple[int, int, int]:
-        """Of a dimension of which this rank holds `n`: its whole length, and where this rank's share begins and ends.
-
-        Each share of what is divided by "kv" is held by `copies` neighbouring ranks.
-
-        A "row" weight multiplies just what the "col" weight before it gave on the same rank. So sums over ranks are
-        only needed after "row" weights and after the embedding (Megatron-LM, Shoeybi et al., 2019).
-        """
-        rank, size = self.group.rank, self.group.size
-        length, begin = {
-            "all": (n, 0),
-            "first": (n, n * (rank > 0)),  # on rank 0 alone, because a sum over ranks follows
-            "col": (n * size, n * rank),  # outputs, by whole heads
-            "row": (n * size, n * rank),  # inputs
-            "kv": (n * size // copies, n * (rank // copies)),  # as "col"
-            "vocab": (self.config.vocab_size, n * rank),
-        }[word]
-        return length, min(begin, length), min(begin + n, length)
-
-    def part(self, slot: Slot) -> Part:
-        """What this rank takes of the tensor that fills a slot, whose words say how the ranks divide it."""
-        if not slot.targets:
-            return Part(slot.shape, ())
-        if slot.layout in ("heads", "groups"):
-            return self.fused_part(slot)
-        if slot.heads:
-            return self.part_by_heads(slot)
-        pieces, offset, shape = [], 0, list(slot.targets[0].shape)
-        for target, word in zip(slot.targets, slot.words, strict=True):
-            dim = 1 if word == "row" else 0
-            length, begin, end = self.share(word, target.shape[dim], slot.copies)
-            offset = 0 if slot.layout == "same" else offset
-            index: list[slice | int] = [slice(None)] * target.ndim
-            index[dim] = slice(offset + begin, offset + end)
-            pieces.append(Piece(target.narrow(dim, 0, end - begin), tuple(index)))
-            offset += length
-            shape[dim] = offset
-        if slot.transposed:
-            shape.reverse()
-        return Part(tuple(shape), tuple(pieces), transposed=slot.transposed)
-
-    def fused_part(self, slot: Slot) -> Part:
-        """As `part`, of q, k and v that lie by heads [H, 3, D] or by groups of heads with one key [KV, G + 2, D]."""
-        c, rest = self.config, tuple(slot.targets[0].shape[1:])
-        _, q_begin, q_end = self.share("col", self.num_heads)
-        _, kv_begin, kv_end = self.share("kv", self.num_kv_heads, slot.copies)
-        per_key = c.num_heads // c.num_kv_heads
-        indices: list[tuple[slice | int, ...]]
-        if slot.layout == "heads":
-            view = c.num_heads, 3, c.head_dim, *rest
-            indices = [(slice(q_begin, q_end), j) for j in range(3)]
-            shapes = [(self.num_heads, c.head_dim, *rest)] * 3
+    def new_layer(self, i: int) -> Layer:
+        """Layer i, whose weights are not filled yet."""
+        config, ops, heads = self.config, self.ops, self.num_heads
+        new = self.memory(i in self.span)
+        attention: Attention | DeltaNet
+        if i in config.delta_layers:
+            own_states = [layer for layer in config.delta_layers if layer in self.span]
+            place = own_states.index(i) if i in self.span else -1
+            attention = DeltaNet(config, ops, self.group.size, place, new)
+        elif config.latent:
+            place = self.layout.places[i][1]
+            attention = LatentAttention(config, ops, i, place, heads, self.max_model_len, new)
         else:
-            view = c.num_kv_heads, per_key + 2, c.head_dim, *rest
-            first = q_begin % per_key if self.num_heads < per_key else 0
-            among = slice(first, first + min(self.num_heads, per_key))
-            keys = slice(kv_begin, kv_end)
-            indices = [(keys, among), (keys, per_key), (keys, per_key + 1)]
-            shapes = [(self.num_kv_heads, among.stop - first, c.head_dim, *rest)]
-            shapes += [(self.num_kv_heads, c.head_dim, *rest)] * 2
-        pieces = [
-            Piece(target.view(shape), index) for target, shape, index in zip(slot.targets, shapes, indices, strict=True)
-        ]
-        return Part((math.prod(view[:3]), *rest), tuple(pieces), view)
-
-    def part_by_heads(self, slot: Slot) -> Part:
-        """As `part`, of a tensor [all heads, rows of the first target, rows of the second, .., inputs]."""
-        heads, rest = slot.heads, slot.targets[0].shape[1:]
-        length, begin, end = self.share("col", heads)
-        pieces, offset = [], 0
-        for target in slot.targets:
-            rows = len(target) // heads
-            at = slice(begin, end), slice(offset, offset + rows)
-            pieces.append(Piece(target.view(heads, rows, *rest), at))
-            offset += rows
-        return Part((length * offset, *rest), tuple(pieces), (length, offset, *rest))
-
-    def stacked_part(self, slot: StackedSlot) -> Part:
-        """As `part`, of a tensor for all experts."""
-        parts, halves, pieces = len(slot.words), slot.target.chunk(len(slot.words), dim=1), []
-        dim = 1 if slot.words[0] == "row" else 0  # of an expert's own tensor
-        length, begin, end = self.share(slot.words[0], halves[0].shape[dim + 1])
-        for e in range(len(slot.target)):
-            for j, half in enumerate(halves):
-                index: list[slice | int] = [slot.first + e, *[slice(None)] * (half.ndim - 1)]
-                alternating = slice(parts * begin + j, parts * (end - 1) + j + 1, parts)
-                index[dim + 1] = alternating if slot.interleaved else slice(j * length + begin, j * length + end)
-                pieces.append(Piece(half[e].narrow(dim, 0, end - begin), tuple(index)))
-        shape = [slot.total, *slot.target.shape[1:]]
-        shape[dim + 1] = length * parts
-        if slot.transposed:
-            shape[1:] = shape[:0:-1]
-        return Part(tuple(shape), tuple(pieces), transposed=slot.transposed, instead_of=slot.instead_of)
-
-    def be_batch_invariant(self) -> None:
-        """Compute each row's products in the same way whatever rows are beside it; for the backend `kernels`."""
-        self.pack(lambda weight: lambda x, bias: self.ops.linear(x, weight, bias), None)
-        for layer in self.layers:
-            for part in layer.parts():
-                if isinstance(part, ExpertMlp | LatentAttention | DeltaNet):
-                    part.batch_invariant = True
-
-    def finish(self) -> None:
-        """Do what is left to do once the weights are loaded."""
-        for owner in self.owners():
-            if owner is not self:
-                owner.finish()  # type: ignore[attr-defined]
-
-    def to_float(self) -> None:
-        """Keep what norms multiply by in float32."""
-        for owner in self.owners():
-            for name in getattr(owner, "factors", ()):
-                if (weight := getattr(owner, name)) is not None:
-                    setattr(owner, name, weight.float())
-
-    def pack(
-        self,
-        pack: Callable[[torch.Tensor], Weight],
-        pack_experts: Callable[[torch.Tensor], Any] | None,
-        threads: int = 1,
-    ) -> None:
-        """Replace each matrix, and the weights of each layer's experts, by what these two make of them, `threads` of
-        them at a time. `parameters` no longer works then."""
-
-        def replace(owner: object, name: str, make: Callable[[torch.Tensor], Any]) -> None:
-            setattr(owner, name, make(getattr(owner, name)))
-
-        # The head comes first, because it is the largest.
-        places: list[tuple[object, str, Any]] = [(self, "head", pack)] if self.group.pipeline.last else []
-        for owner in self.owners():
-            for kind, make in (("matrices", pack), ("stacks", pack_experts)):
-                places += [(owner, name, make) for name in getattr(owner, kind, ())]
-        with ThreadPoolExecutor(threads) as pool:
-            for done in [pool.submit(replace, *at) for at in places if at[2] and torch.is_tensor(getattr(*at[:2]))]:
-                done.result()
+            attention = Attention(config, ops, self.group, i, heads, new)
+        return Layer(config, ops, self.group, i, attention, new)
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -492,143 +292,97 @@ class Transformer:
             logits.div_(c.logit_cap).tanh_().mul_(c.logit_cap)
         return logits
 
+    # --- weights ------------------------------------------------------------------------------------------------------
 
-class GraphPiece(NamedTuple):
-    """What is between two attentions, and the one that follows, if one does."""
+    def owners(self) -> Iterator[object]:
+        """All objects that have weights of this stage as attributes."""
+        yield self
+        if self.group.pipeline.last:
+            yield self.norm
+        if self.layer_inputs and self.group.pipeline.first:
+            yield from (self.layer_inputs, self.layer_inputs.norm)
+        for i in self.span:
+            yield from self.layers[i].parts()
 
-    graph: torch.cuda.CUDAGraph
-    attention: Attention | None
-    made: torch.Tensor  # the queries that the graph makes; after the last attention the hidden states
-    given: torch.Tensor  # where the next graph finds attention's results
-    exchanged: list[Any]  # what the graph adds to `Group.exchanged`
+    def slots(self) -> dict[str, Slot | StackedSlot]:
+        """What of a checkpoint fills our weights, by names without the prefix of the model's body."""
+        row = self.row
+        slots: dict[str, Slot | StackedSlot] = {f"{row.name('embed')}.weight": Slot((self.embedding,), ("vocab",))}
+        slots |= self.norm.slots(str(row.name("norm")))
+        if self.layer_inputs:
+            slots |= self.layer_inputs.slots()
+        if self.positions is not None:
+            slots[f"{row.name('positions')}.weight"] = Slot((self.positions,), ("all",))
+        if self.head is not None and not self.config.tie_word_embeddings:
+            assert isinstance(self.head, torch.Tensor)
+            slots[f"{row.name('head')}.weight"] = Slot((self.head,), ("vocab",))
+        if self.head_bias is not None:
+            slots[f"{row.name('head')}.bias"] = Slot((self.head_bias,), ("vocab",))
+        if self.score is not None:
+            slots["score.weight"] = Slot((self.score,), ("all",))
+        for i, layer in enumerate(self.layers):
+            root = f"{row.name('layer')}.{i}"
+            for name, slot in layer.slots(row).items():
+                if isinstance(slot, StackedSlot):
+                    slot = slot._replace(instead_of=tuple(f"{root}.{other}" for other in slot.instead_of))
+                slots[f"{root}.{name}"] = slot
+        return slots
 
+    def parameters(self) -> dict[str, Part]:
+        """What this rank takes of each tensor of a checkpoint. Where experts may come one by one or stacked, both are
+        there, and the stacked tensor says which others it stands for."""
+        found, shares = {}, Shares(self.config, self.group, self.num_heads, self.num_kv_heads)
+        for name, slot in self.slots().items():
+            part = shares.part(slot) if isinstance(slot, Slot) else shares.stacked_part(slot)
+            here = tuple(piece for piece in part.pieces if piece.target.is_meta == (self.device == "meta"))
+            found[name] = part._replace(pieces=here)
+        return found
 
-class PiecewiseGraphs:
-    """A forward pass without its attentions, as CUDA graphs, for small steps that no graph of a decode step serves.
+    def num_parameters(self) -> int:
+        """Elements of all weights on all ranks, each counted once."""
+        return sum(math.prod(part.shape) for part in self.parameters().values() if not part.instead_of)
 
-    Such a step launches a dozen kernels in each layer, and a GPU has done them before Python has launched the next
-    ones. Only attention depends on how tokens are divided into rows. So the pass is cut there, as in vLLM's piecewise
-    CUDA graphs: attentions are launched one by one, and what lies between two of them is a graph. Steps are padded to
-    the next of a few numbers of tokens, for which there are graphs.
+    def be_batch_invariant(self) -> None:
+        """Compute each row's products in the same way whatever rows are beside it; for the backend `kernels`."""
+        self.pack(lambda weight: lambda x, bias: self.ops.linear(x, weight, bias), None)
+        for layer in self.layers:
+            for part in layer.parts():
+                if isinstance(part, ExpertMlp | LatentAttention | DeltaNet):
+                    part.batch_invariant = True
 
-    Graphs and attentions meet in tensors that stay where they are. Apart from these all graphs share their memory,
-    because they run one after the other.
+    def finish(self) -> None:
+        """Do what is left to do once the weights are loaded."""
+        for owner in self.owners():
+            if owner is not self:
+                owner.finish()  # type: ignore[attr-defined]
 
-    Args:
-        model: the whole model, without recurrent states.
-        pool: the KV pool.
-        sizes: the numbers of tokens, ascending.
-        memory: the pool of memory that the graphs share; see `torch.cuda.graph_pool_handle`.
-    """
+    def to_float(self) -> None:
+        """Keep what norms multiply by in float32."""
+        for owner in self.owners():
+            for name in getattr(owner, "factors", ()):
+                if (weight := getattr(owner, name)) is not None:
+                    setattr(owner, name, weight.float())
 
-    def __init__(self, model: Transformer, pool: torch.Tensor, sizes: list[int], memory: Any):
-        self.model, self.pool, self.sizes = model, pool, sizes
-        self.states = torch.empty(0, 0, device=model.device)
-        self.input_ids = torch.zeros(sizes[-1], dtype=torch.int64, device=model.device)
-        self.positions = self.input_ids.int()
-        self.slots = torch.zeros_like(self.positions)  # -1 for padding; for tokens any other number serves
-        self.slot_mapping = self.input_ids.expand(len(model.layout.windows), -1) - 1
-        self.buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-        self.captured: dict[int, list[GraphPiece]] = {}
-        stream = torch.cuda.Stream()
-        gc.collect()  # pinned memory that it frees waits for the device, which would break a capture
-        for size in reversed(sizes):
-            self.forward(size, lambda attention, q: self.hand_over(attention, q)[1])  # as before each decode graph
-            torch.cuda.synchronize()
-            with torch.cuda.stream(stream):
-                self.captured[size] = self.capture(size, memory)
+    def pack(
+        self,
+        pack: Callable[[torch.Tensor], Weight],
+        pack_experts: Callable[[torch.Tensor], Any] | None,
+        threads: int = 1,
+    ) -> None:
+        """Replace each matrix, and the weights of each layer's experts, by what these two make of them, `threads` of
+        them at a time. `parameters` no longer works then."""
 
-    def forward(self, size: int, cut: Cut) -> torch.Tensor:
-        """Run the model on `size` tokens, where `cut` takes the place of each attention."""
-        none = self.positions[:0]
-        inputs = self.input_ids[:size], self.positions[:size], self.slot_mapping[:, :size]
-        batch = Batch(*inputs, none, self.slots[:size], none[None, None], 0, none, none, 1, [])
-        return self.model.forward(batch, self.pool, self.states, None, cut)
+        def replace(owner: object, name: str, make: Callable[[torch.Tensor], Any]) -> None:
+            setattr(owner, name, make(getattr(owner, name)))
 
-    def hand_over(self, attention: Attention | None, made: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy what a graph has made to where it stays; returns that, and where attention's results go."""
-        kept = self.buffer("made", made.shape).copy_(made)
-        return kept, self.buffer("given", (len(made), attention.width)) if attention else kept
-
-    def buffer(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor at the address that those of this name have, and of this shape but for the number of tokens."""
-        key = name, shape[1:]
-        if key not in self.buffers:
-            size = self.sizes[-1], *shape[1:]
-            self.buffers[key] = torch.zeros(size, dtype=self.model.dtype, device=self.model.device)
-        return self.buffers[key][: shape[0]]
-
-    def capture(self, size: int, memory: Any) -> list[GraphPiece]:
-        """The graphs of a step of `size` tokens, on a stream that is not the default one."""
-        graphs, pieces, exchanged = [torch.cuda.CUDAGraph()], list[GraphPiece](), self.model.group.exchanged
-        exchanged.clear()
-
-        def cut(attention: Attention | None, made: torch.Tensor) -> torch.Tensor:
-            pieces.append(GraphPiece(graphs[-1], attention, *self.hand_over(attention, made), [*exchanged]))
-            exchanged.clear()
-            graphs[-1].capture_end()
-            if attention:
-                graphs.append(torch.cuda.CUDAGraph())
-                graphs[-1].capture_begin(pool=memory)
-            return pieces[-1].given
-
-        graphs[0].capture_begin(pool=memory)
-        cut(None, self.forward(size, cut))
-        return pieces
-
-    def padded(self, count: int) -> int:
-        """How many tokens a step of `count` is padded to: `count` itself if that is more than the largest size."""
-        return next((size for size in self.sizes if size >= count), count)
-
-    def run(self, batch: Batch) -> torch.Tensor:
-        """What `Transformer.forward` gives for a step of at most as many tokens as the largest size has."""
-        count = len(batch.input_ids)
-        size = self.padded(count)
-        self.input_ids[:count] = batch.input_ids
-        self.positions[:count] = batch.positions
-        self.slot_mapping[:, :count] = batch.slot_mapping
-        self.slots[:count], self.slots[count:size] = 0, -1  # so padding meets no expert, and it is not stored:
-        self.slot_mapping[:, count:size] = -1  # it has the ids and positions of earlier tokens
-        step = self.model.new_step(batch, self.pool, self.states)
-        for piece in self.captured[size]:
-            piece.graph.replay()
-            self.model.group.exchanged += piece.exchanged
-            if piece.attention:
-                piece.given[:count] = piece.attention.attend(piece.made[:count], step)
-        return piece.made[:count]
-
-
-def check_division(config: ModelConfig, group: Group) -> None:
-    """Check that the ranks of a group can each hold a share of every weight.
-
-    Raises:
-        ValueError: names what cannot be divided.
-    """
-    size, e, ranks = group.size, config.experts, group.experts
-    if ranks and not e:
-        raise ValueError(f"enable_expert_parallel is True; {config.architecture} has no experts, so it must be False")
-    if ranks and e and e.count < ranks.size * ranks.most:
-        raise ValueError(
-            f"tensor_parallel_size is {size}, and there may be {ranks.most} engines; with enable_expert_parallel there "
-            f"may be no more ranks in all than the model has experts, {e.count}"
-        )
-    counts = [("num_attention_heads", config.num_heads)]
-    if config.delta:
-        counts.append(("linear_num_key_heads", config.delta.key_heads))
-    if not all(config.expert_layers) or (config.row.routing and config.row.routing.beside):
-        counts.append(("intermediate_size", config.intermediate_size))
-    if e:
-        counts += [("experts' intermediate size", e.size)] * (group.experts is None)
-        counts.append(("shared expert's intermediate size", e.shared_size))
-    for name, count in counts:
-        if count % size:
-            raise ValueError(f"tensor_parallel_size is {size}; it must divide the model's {name}, {count}")
-    for count, _ in config.kv_shapes:
-        if count % size and size % count:
-            raise ValueError(
-                f"tensor_parallel_size is {size}; it must divide the model's num_key_value_heads, {count}, or be a "
-                "multiple of it"
-            )
+        # The head comes first, because it is the largest.
+        places: list[tuple[object, str, Any]] = [(self, "head", pack)] if self.group.pipeline.last else []
+        for owner in self.owners():
+            for kind, make in (("matrices", pack), ("stacks", pack_experts)):
+                places += [(owner, name, make) for name in getattr(owner, kind, ())]
+        with ThreadPoolExecutor(threads) as pool:
+            for done in [pool.submit(replace, *at) for at in places if at[2] and torch.is_tensor(getattr(*at[:2]))]:
+                done.result()
 
 
 class Layer:

@@ -1,36 +1,102 @@
-"""The shape of a model: what `config.json` says, read as its family's row of `FAMILIES` says.
-
-Every field of config.json is read, known to change nothing, or an error, so that no field changes the maths in silence.
-Both spellings of transformers, 4 and 5, are understood.
+"""The shape of a model. `models/read_config.py` reads it from config.json.
 
 Standard library only: every process reads this file, and most of them never import torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from config import MAX_CONTEXT, read_json
-from models.config_fields import Fields, label_activation, labels, number, typed, whole
-from models.families import FAMILIES, Family, Routing, family_of
+from config import read_json
+from models.families import Family
 from models.kv_layout import KVLayout, layout_of, part_of
-from models.quantization import Quantization, read_quantization
-from models.sizes import Delta, Experts, Latent, Rope, yarn_mscale
+from models.quantization import Quantization
 
-ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
-WINDOWED = ("sliding_attention", "chunked_attention")
-LAYER_TYPES = ("full_attention", *WINDOWED)
-DELTA_TYPES = ("linear_attention", "full_attention")
-MODEL_DTYPES = ("bfloat16", "float16", "float32")
-ACTIVATIONS = {  # config.json's names and ours
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2",
-    "xielu": "xielu", "swigluoai": "swigluoai",
-}  # fmt: skip
-GATES = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
-EXPERT_GATES = ("silu", "gelu_tanh")  # see `ops.expert_gate_up`
+
+@dataclass(frozen=True)
+class Rope:
+    """How the positions of some layers are told: `dim` elements of each head are rotated; 0 for no rotation.
+
+    With `growth` (beta, period, offset), queries at position p are multiplied by
+    1 + beta log(1 + floor((p + offset) / period)), so that attention stays sharp over a long context (Llama 4).
+    """
+
+    theta: float
+    dim: int
+    scaling: dict[str, Any]  # empty, or {"rope_type": ..., and that type's factors}
+    growth: tuple[float, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A layer's experts; see `Routing` and `ops.route`."""
+
+    count: int
+    top_k: int
+    size: int  # of an expert's intermediate layer
+    shared_size: int  # of the shared expert's; 0 for none
+    renormalize: bool
+    groups: int
+    top_groups: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Sizes of attention by latents (DeepSeek V2): of the latents of queries (0: there are none), and of keys and
+    values; of the rotated and the other part of a query; and of a value."""
+
+    q_rank: int
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    v_dim: int
+
+    @property
+    def width(self) -> int:
+        """Numbers that the cache holds of a token in a layer: the latent, and the rotated part of a key."""
+        return self.kv_rank + self.rope_dim
+
+    def weights(self, hidden_size: int, heads: int) -> int:
+        """Numbers in a layer's matrices."""
+        q, kv = heads * (self.nope_dim + self.rope_dim), self.kv_rank * heads * (self.nope_dim + self.v_dim)
+        queries = self.q_rank * (hidden_size + q) if self.q_rank else hidden_size * q
+        return queries + kv + hidden_size * (self.width + heads * self.v_dim)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Sizes of layers with the gated delta rule, whose state stands for all tokens so far; see `ops.delta_rule`.
+
+    Each head of q and k serves as many heads of v as there are for each. A convolution mixes each channel of q, k and v
+    with the same channel of the tokens before.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int  # tokens that the convolution sees
+
+    @property
+    def channels(self) -> int:
+        """Numbers of q, k and v of a token."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """Numbers of a layer's state: of the matrices of all heads, and of the convolution's latest inputs."""
+        return self.value_heads * self.key_dim * self.value_dim, self.channels * (self.kernel - 1)
+
+    def weights(self, hidden_size: int) -> int:
+        """Numbers in a layer's matrices."""
+        values = self.value_heads * self.value_dim
+        return hidden_size * (self.channels + 2 * values + 2 * self.value_heads)
+
+    def share(self, ranks: int) -> Delta:
+        """The sizes of each rank, which has some of the heads."""
+        return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
 
 
 @dataclass(frozen=True)
@@ -121,528 +187,7 @@ class ModelConfig:
         Raises:
             ValueError: the folder or a file is missing or malformed, or it asks for what Manta does not have.
         """
+        from models.read_config import ConfigReader  # which makes a ModelConfig
+
         raw, generation = read_json(folder, "config.json"), read_json(folder, "generation_config.json", {})
-        return Reading(raw, generation).config()
-
-
-class Reading:
-    """Reads one config.json."""
-
-    def __init__(self, raw: dict[str, Any], generation: dict[str, Any]):
-        self.whole_raw, self.generation = raw, generation
-        self.architecture = (typed("architectures", raw.get("architectures"), list) or [None])[0]
-        self.name, self.head = family_of(self.architecture, raw)
-        text = raw.get("text_config") if str(self.architecture).endswith("ForConditionalGeneration") else None
-        if text is not None:  # what is said beside the text's half holds for it, too
-            shared = ("tie_word_embeddings", "torch_dtype", "dtype", "eos_token_id", "quantization_config")
-            raw = {name: raw[name] for name in shared if name in raw} | text
-        self.row = FAMILIES[self.name]
-        self.fields = Fields(raw, self.row)
-        if self.row.routing and self.row.routing.only_if and not self.fields.truth(self.row.routing.only_if):
-            self.row = self.row.but(routing=None)
-        self.raw = raw
-
-    def config(self) -> ModelConfig:
-        """The shape that it describes."""
-        f, row = self.fields, self.settled_row()
-        if f.value("is_causal", bool) is False or f.get("use_bidirectional_attention") is True:
-            raise ValueError("config.json asks for attention in both directions; Manta has only causal attention")
-        vocab_size, latent = f.whole("vocab_size", 1, 2**24), self.latent()
-        experts, expert_layers = self.experts()
-        scale = self.attention_scale()
-        config = ModelConfig(
-            architecture=str(self.architecture),
-            row=row,
-            vocab_size=vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size(),
-            num_layers=self.layers,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            norm_eps=f.number("layer_norm_eps" if row.norm == "layer" else "rms_norm_eps", 1e-20, 1, 1e-6),
-            ropes=self.ropes[0],
-            layer_ropes=self.ropes[1],
-            max_position=self.max_position,
-            activation=self.activation(row),
-            tie_word_embeddings=bool(f.value("tie_word_embeddings", bool)),
-            windows=self.windows,
-            kv_shapes=self.kv_shapes,
-            kv_sources=self.kv_sources(),
-            scale=scale,
-            dtype=self.dtype(),
-            eos_token_ids=self.eos_token_ids(vocab_size),
-            soft_cap=self.cap("attn_logit_softcapping"),
-            logit_cap=self.cap("final_logit_softcapping"),
-            embed_scale=self.factor(row.embed_scale),
-            residual_scale=self.factor(row.residual_scale),
-            logit_scale=self.factor(row.logit_scale) / self.factor(row.logit_divisor),
-            layer_input_size=self.layer_input_size(vocab_size),
-            experts=experts,
-            expert_layers=expert_layers,
-            latent=latent,
-            delta=self.delta(),
-            head=self.head,
-            labels=labels(f) if self.head == "labels" else (),
-            label_activation=label_activation(f) if self.head == "labels" else "softmax",
-            quantization=read_quantization(f.get("quantization_config")),
-        )
-        f.check_rest()
-        return config
-
-    def settled_row(self) -> Family:
-        """The family's row with what config.json says in the place of the names of its fields."""
-        f, row = self.fields, self.row
-        for name in (
-            "norm_bias", "parallel", "qkv_bias", "o_bias", "mlp_bias", "has_qk_norm", "interleaved", "tied_values",
-            "wide_mlp",
-        ):  # fmt: skip
-            row = row.but(**{name: f.truth(getattr(row, name))})
-        if not row.has_qk_norm:
-            row = row.but(qk_norm="")
-        if row.routing:
-            routing = row.routing
-            row = row.but(routing=Routing(**vars(routing) | {"renormalize": f.truth(routing.renormalize)}))
-        if self.name == "StableLmForCausalLM" and row.parallel:
-            row = row.but(names={"mlp_in": None})
-        if self.name == "FalconForCausalLM":
-            row = self.falcon(row)
-        return row
-
-    def falcon(self, row: Family) -> Family:
-        """Falcon's norms: one for attention and one for the MLP, or one for both where these are parallel."""
-        f = self.fields
-        new = f.truth("new_decoder_architecture")
-        norms = f.whole("num_ln_in_parallel_attn", 1, 2, 2 if new else 1)
-        if row.parallel and new and norms == 2:
-            return row.but(names={"attn_in": "ln_attn", "mlp_in": "ln_mlp"})
-        return row.but(names={"mlp_in": None}) if row.parallel else row
-
-    # --- sizes --------------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def hidden_size(self) -> int:
-        size = self.fields.whole("hidden_size", 1, 2**17)
-        if (inner := self.fields.whole("word_embed_proj_dim", 1, 2**17, size)) != size:
-            raise ValueError(f"config.json: word_embed_proj_dim is {inner}; Manta has hidden_size, {size}, alone")
-        return size
-
-    @cached_property
-    def layers(self) -> int:
-        return self.fields.whole("num_hidden_layers", 1, 1024)
-
-    @cached_property
-    def heads(self) -> int:
-        return self.fields.whole("num_attention_heads", 1, 1024)
-
-    @cached_property
-    def kv_heads(self) -> int:
-        count = self.fields.whole("num_key_value_heads", 1, 1024, self.heads)
-        if self.name == "FalconForCausalLM":
-            new, multi = self.fields.truth("new_decoder_architecture"), self.fields.get("multi_query") is not False
-            count = count if new else 1 if multi else self.heads
-        if self.heads % count:
-            raise ValueError(
-                f"num_attention_heads is {self.heads}; it must be a multiple of num_key_value_heads, {count}"
-            )
-        return count
-
-    @cached_property
-    def head_dim(self) -> int:
-        f, heads, hidden_size = self.fields, self.heads, self.hidden_size
-        if self.row.latent:
-            return f.whole("qk_nope_head_dim", 1, 1024, 128) + f.whole("qk_rope_head_dim", 2, 1024, 64)
-        if f.get("head_dim") is None and hidden_size % heads:
-            raise ValueError(f"hidden_size is {hidden_size}; without head_dim it must be a multiple of {heads} heads")
-        head_dim = f.whole("head_dim", 4, 1024, hidden_size // heads)
-        if head_dim % 2:
-            raise ValueError(f"head_dim is {head_dim}; it must be even, because RoPE turns pairs")
-        return head_dim
-
-    @cached_property
-    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
-        """KV heads and head_dim of each layer; those that see all may have their own (Gemma 4)."""
-        f, row, common = self.fields, self.row, (self.kv_heads, self.head_dim)
-        if not row.full_heads:
-            return (common,) * self.layers
-        kv_heads = f.whole("num_global_key_value_heads", 1, 1024, self.kv_heads)
-        full = kv_heads if f.truth(row.tied_values) else self.kv_heads, f.whole("global_head_dim", 4, 1024, 512)
-        if (listed := f.value("per_layer_config", dict)) is not None:  # as transformers 5 writes it
-            full = self.listed_shape(listed) if listed else common
-        if self.heads % full[0] or full[1] % 2:
-            raise ValueError(
-                f"config.json: layers that see all have {full[0]} KV heads of {full[1]}; their number must divide "
-                f"num_attention_heads, {self.heads}, and their size must be even"
-            )
-        return tuple(common if window else full for window in self.windows)
-
-    def listed_shape(self, listed: dict[str, Any]) -> tuple[int, int]:
-        """The shape that `per_layer_config` gives to the layers that see all."""
-        width = len(str(self.layers - 1))
-        if set(listed) != {str(i).zfill(width) for i, window in enumerate(self.windows) if not window}:
-            raise ValueError(
-                f"config.json: per_layer_config has layers {list(listed)!r:.80}; it must have those that see all"
-            )
-        if any(each != listed[min(listed)] for each in listed.values()):
-            raise ValueError(f"config.json: per_layer_config is {listed!r:.80}; it must have the same for all layers")
-        here = Fields(typed("per_layer_config", listed[min(listed)], dict) or {}, Family())
-        found = (
-            here.whole("num_key_value_heads", 1, 1024, self.kv_heads),
-            here.whole("head_dim", 4, 1024, self.head_dim),
-        )
-        here.check_rest()
-        return found
-
-    @cached_property
-    def kinds(self) -> tuple[str, ...]:
-        """Which layers have attention, and which the gated delta rule: listed, or each n-th has attention."""
-        f, layers = self.fields, self.layers
-        every, kinds = f.whole("full_attention_interval", 1, 1024), f.value("layer_types", list)
-        if not kinds:
-            kinds = [DELTA_TYPES[(i + 1) % every == 0] for i in range(layers)]
-        if len(kinds) != layers:
-            raise ValueError(f"layer_types has {len(kinds)} entries for {layers} layers")
-        if unknown := [kind for kind in kinds if kind not in DELTA_TYPES]:
-            raise ValueError(
-                f"layer_types has {unknown[0]!r:.80}; Manta has {' and '.join(DELTA_TYPES)} in this family"
-            )
-        if "full_attention" not in kinds:
-            raise ValueError("config.json asks for no layer of full_attention; Manta needs at least one")
-        return tuple(kinds)
-
-    def kv_sources(self) -> tuple[int, ...]:
-        """The layer whose keys and values each layer reads: the last ones may read those of the last layer before all
-        of them that sees as much (Gemma 4)."""
-        row, own = self.row, self.layers
-        if row.delta:
-            return tuple(i if kind == "full_attention" else -1 for i, kind in enumerate(self.kinds))
-        if row.kv_shared:
-            own -= self.fields.whole(row.kv_shared, 0, self.layers - 1, 0)
-        sources = list(range(own))
-        for i in range(own, self.layers):
-            alike = [j for j in range(own) if self.windows[j] == self.windows[i]]
-            if not alike:
-                raise ValueError(f"config.json: {row.kv_shared} leaves no layer whose keys layer {i} could read")
-            sources.append(alike[-1])
-        return tuple(sources)
-
-    def intermediate_size(self) -> int:
-        """Of the MLP; GPT-2 and Falcon have four times the hidden size where they do not say it. Where all layers have
-        experts nothing need be said."""
-        default = 4 * self.hidden_size if self.name in ("GPT2LMHeadModel", "FalconForCausalLM") else None
-        if self.name == "Qwen3_5MoeForCausalLM":
-            default = self.fields.whole("moe_intermediate_size", 1, 2**20)
-        return self.fields.whole("intermediate_size", 1, 2**20, default)
-
-    def layer_input_size(self, vocab_size: int) -> int:
-        """Of what each layer gets of a token beside its hidden states; 0 for nothing."""
-        if not self.row.layer_inputs:
-            return 0
-        size = self.fields.whole(self.row.layer_inputs, 0, 2**16, 0)
-        known = self.fields.whole("vocab_size_per_layer_input", 1, 2**24, vocab_size)
-        if size and known != vocab_size:
-            raise ValueError(f"config.json: vocab_size_per_layer_input is {known}; Manta has vocab_size, {vocab_size}")
-        return size
-
-    def latent(self) -> Latent | None:
-        f = self.fields
-        if not self.row.latent:
-            return None
-        for name in ("head_dim", "qk_head_dim"):  # which follow from the others
-            f.get(name)
-        q_rank = f.get("q_lora_rank")
-        if f.whole("v_head_dim", 1, 1024, 128) > self.head_dim:
-            raise ValueError(f"config.json: v_head_dim is {f.get('v_head_dim')}; Manta has at most {self.head_dim}")
-        return Latent(
-            q_rank=0 if q_rank is None else f.whole("q_lora_rank", 1, 2**16),
-            kv_rank=f.whole("kv_lora_rank", 1, 2**16),
-            rope_dim=f.whole("qk_rope_head_dim", 2, 1024, 64),
-            nope_dim=f.whole("qk_nope_head_dim", 1, 1024, 128),
-            v_dim=f.whole("v_head_dim", 1, 1024, 128),
-        )
-
-    def delta(self) -> Delta | None:
-        f = self.fields
-        if not self.row.delta:
-            return None
-        found = Delta(
-            key_heads=f.whole("linear_num_key_heads", 1, 1024),
-            value_heads=f.whole("linear_num_value_heads", 1, 1024),
-            key_dim=f.whole("linear_key_head_dim", 1, 1024),
-            value_dim=f.whole("linear_value_head_dim", 1, 1024),
-            kernel=f.whole("linear_conv_kernel_dim", 2, 64),
-        )
-        if found.value_heads % found.key_heads:
-            raise ValueError(
-                f"config.json: linear_num_value_heads is {found.value_heads}; it must be a multiple of "
-                f"linear_num_key_heads, {found.key_heads}"
-            )
-        return found
-
-    def experts(self) -> tuple[Experts | None, tuple[bool, ...]]:
-        """The layers' experts, and which layers have some."""
-        f, r = self.fields, self.row.routing
-        if r is None:
-            return None, (False,) * self.layers
-        count, size = f.whole(r.count, 1, 2**16), f.whole(r.size, 1, 2**20)
-        shared = 0
-        if r.shared == "n_shared_experts":
-            shared = f.whole(r.shared, 0, 64, 0) * size
-        elif r.shared:
-            shared = size if self.name == "Llama4ForCausalLM" else f.whole(r.shared, 1, 2**20)
-        groups = f.whole("n_group", 1, count, 1) if r.grouped else 1
-        f.get("topk_group")  # says nothing where there is one group
-        method = f.value("topk_method", str)
-        if method == "greedy":  # without groups, whatever is said of them
-            groups = 1
-            f.get("topk_group")
-        if count % groups:
-            raise ValueError(f"config.json: n_group is {groups}; it must divide {r.count}, {count}")
-        scoring = f.value("scoring_func", str)
-        if scoring not in (None, r.scoring) or method not in (None, "greedy", "group_limited_greedy", "noaux_tc"):
-            raise ValueError(
-                f"config.json asks for routing by {scoring!r:.40} scores and {method!r:.40}; Manta has {r.scoring!r}"
-            )
-        return Experts(
-            count=count,
-            top_k=f.whole(r.top_k, 1, count),
-            size=size,
-            shared_size=shared,
-            renormalize=f.truth(r.renormalize),
-            groups=groups,
-            top_groups=f.whole("topk_group", 1, count, groups) if groups > 1 else 1,
-            scale=f.number(r.scale, 1e-6, 1e6, 1.0) if r.scale else 1.0,
-        ), self.expert_layers(r)
-
-    def expert_layers(self, r: Routing) -> tuple[bool, ...]:
-        """Which layers have experts."""
-        f, layers = self.fields, range(self.layers)
-        if types := f.value("mlp_layer_types", list):
-            if len(types) != len(layers) or set(types) - {"dense", "sparse"}:
-                raise ValueError(f"config.json: mlp_layer_types is {types!r:.80}; it must say dense or sparse by layer")
-            return tuple(kind == "sparse" for kind in types)
-        if r.layers == "first_k_dense_replace":
-            first = f.whole(r.layers, 0, 1024, 0)
-            return tuple(i >= first for i in layers)
-        if r.layers == "decoder_sparse_step":
-            step, dense = f.whole(r.layers, 1, 1024, 1), f.value("mlp_only_layers", list) or []
-            return tuple(i not in dense and (i + 1) % step == 0 for i in layers)
-        if r.layers == "moe_layers":
-            step = f.whole("interleave_moe_layer_step", 1, 1024, 1)
-            listed = f.value("moe_layers", list)
-            return tuple(i in listed if listed is not None else (i + 1) % step == 0 for i in layers)
-        return (True,) * len(layers)
-
-    # --- attention ----------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def windows(self) -> tuple[int, ...]:
-        """The window of each layer: from `layer_types` where given, else by the family's own rule."""
-        f, row, layers = self.fields, self.row, self.layers
-        if row.delta:
-            return (0,) * layers
-        window = f.whole(row.window_field, 0, 2**31, 0)
-        by_qwen = f.value("use_sliding_window", bool) if row.window == "qwen" or row.rope == "listed" else None
-        if (row.window == "qwen" or (row.rope == "listed" and not row.chunked)) and not by_qwen:
-            window = 0
-        if types := f.value("layer_types", list):
-            if len(types) != layers:
-                raise ValueError(f"layer_types has {len(types)} entries for {layers} layers")
-            if unknown := [kind for kind in types if kind not in LAYER_TYPES]:
-                raise ValueError(f"layer_types has {unknown[0]!r:.80}; Manta has {', '.join(LAYER_TYPES)}")
-            found = tuple(window if kind in WINDOWED else 0 for kind in types)
-            return (*found[:-1], 0) if row.full_heads else found  # transformers, too, has the last one see all
-        if row.window == "qwen":
-            first = f.whole("max_window_layers", 0, 2**31, 0)
-            return tuple(window if i >= first else 0 for i in range(layers))
-        if row.rope == "listed":  # Llama 4's layers with RoPE have a window, SmolLM3's layers without it
-            return tuple(window if has == row.chunked else 0 for has in self.rope_layers())
-        if row.window == "pattern":
-            return tuple(0 if full else window for full in self.full_layers())
-        return (window,) * layers
-
-    def full_layers(self) -> list[bool]:
-        """Which layers see all tokens, where each n-th one does, or where a string of L and G says so."""
-        pattern = self.fields.get("sliding_window_pattern")
-        if isinstance(pattern, str) and pattern and not set(pattern) - {"L", "G"}:
-            return [pattern[i % len(pattern)] == "G" for i in range(self.layers)]
-        every = whole("sliding_window_pattern", pattern, 1, 1024, self.row.full_every)
-        return [(i + 1) % every == 0 for i in range(self.layers)]
-
-    def rope_layers(self) -> list[bool]:
-        """Which layers have RoPE."""
-        f, row = self.fields, self.row
-        if row.rope == "listed":
-            listed, step = f.value("no_rope_layers", list), f.whole("no_rope_layer_interval", 1, 1024, 4)
-            if listed and (len(listed) != self.layers or set(listed) - {0, 1}):
-                raise ValueError(f"config.json: no_rope_layers is {listed!r:.80}; it must have 1 for each with RoPE")
-            return [bool(has) for has in listed] if listed else [(i + 1) % step != 0 for i in range(self.layers)]
-        if row.rope == "windowed" and f.get(row.window_field):
-            return [window > 0 for window in self.windows]
-        return [True] * self.layers
-
-    @cached_property
-    def max_position(self) -> int:
-        """Tokens of context, as the RoPE that reaches farthest has them."""
-        trained = self.fields.whole("max_position_embeddings", 2, MAX_CONTEXT)
-        grown = [trained]
-        for rope in self.ropes[0]:  # the factor is what the context grows by, whatever config.json holds
-            s = rope.scaling
-            if s.get("rope_type") in ("dynamic", "yarn"):
-                grown.append(int(s["original_max_position_embeddings"] * s["factor"]))
-        if max(grown) > MAX_CONTEXT:
-            raise ValueError(f"config.json: factor makes a context of {max(grown)} tokens; at most {MAX_CONTEXT}")
-        return max(grown)
-
-    @cached_property
-    def ropes(self) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
-        """The different kinds of RoPE, and which of them each layer has."""
-        f, row, windows = self.fields, self.row, self.windows
-        if row.name("positions") or row.position_offset:
-            return (Rope(1.0, 0, {}),), (0,) * self.layers
-        given = f.value("rope_parameters", dict)  # transformers 5
-        nested = given if given and set(given) & set(LAYER_TYPES) else None
-        old = dict(f.value("rope_scaling", dict) or {})  # transformers 4
-        flat = old if nested or not given else given
-        dims = dict(zip((window > 0 for window in windows), (dim for _, dim in self.kv_shapes), strict=True))
-        full = self.rope((nested or {}).get("full_attention") or flat, head_dim=dims.get(False))
-        local = full
-        if row.local_rope or nested:
-            theta = "rope_local_base_freq" if row.local_rope == "rope_local_base_freq" else "rope_theta"
-            local = self.rope((nested or {}).get("sliding_attention") or {}, theta, dims.get(True))
-        growth = None
-        if row.rope == "listed" and row.chunked:
-            growth = f.number("attn_scale", 0, 1e3, 0.1), f.whole("floor_scale", 1, 2**31, 8192), 1
-            growth = growth if f.truth("attn_temperature_tuning") else None
-        none = Rope(1.0, 0, {}, growth)
-        found = [
-            none if not has else local if window else full
-            for window, has in zip(windows, self.rope_layers(), strict=True)
-        ]
-        ropes: list[Rope] = []
-        for rope in found:
-            if rope not in ropes:
-                ropes.append(rope)
-        return tuple(ropes), tuple(ropes.index(rope) for rope in found)
-
-    def rope(self, says: dict[str, Any], theta_field: str = "rope_theta", head_dim: int | None = None) -> Rope:
-        """A kind of RoPE, as its own parameters say, and where these are silent the whole config.json."""
-        f, scaling = self.fields, dict[str, Any]()
-        theta = number("rope_theta", says.get("rope_theta"), 2, 1e15, f.number(theta_field, 2, 1e15, 10000))
-        dim = self.rotary_dim(says, head_dim or self.head_dim)
-        trained = f.whole("max_position_embeddings", 2, MAX_CONTEXT)
-        kind = says.get("rope_type", says.get("type", "default"))
-        if kind == "mrope":  # of models that also see; text has the same position in all its parts
-            kind = "default"
-        if kind not in ROPE_KINDS:
-            raise ValueError(f"config.json asks for RoPE of type {kind!r:.80}; Manta has {', '.join(ROPE_KINDS)}")
-        if kind == "default":
-            return Rope(theta, dim, {})
-        if kind == "proportional":  # frequencies are those of the whole head, of which the last ones are 0
-            scaling = {"rope_type": kind, "factor": number("factor", says.get("factor"), 1e-3, 1e6, 1.0)}
-            return Rope(theta, head_dim or self.head_dim, scaling | {"rotated": dim})
-        longest = trained
-        if kind in ("yarn", "longrope", "llama3"):
-            above = f.get("original_max_position_embeddings")
-            name = "original_max_position_embeddings"
-            trained = whole(name, says.get(name) if above is None else above, 2, MAX_CONTEXT, longest)
-        factor = longest / trained if kind in ("yarn", "longrope") else None
-        scaling = {"rope_type": kind, "original_max_position_embeddings": trained}
-        scaling["factor"] = number("factor", says.get("factor"), 1e-3, 1e6, factor)
-        for name, low in (("beta_fast", 1e-3), ("beta_slow", 1e-3), ("attention_factor", 1e-3), ("mscale", 0),
-                          ("mscale_all_dim", 0)):  # fmt: skip
-            if says.get(name) is not None:
-                scaling[name] = number(name, says[name], low, 1e3)
-        if kind == "dynamic" and says.get("alpha"):  # HunYuan's: as if theta were larger, at any length
-            theta *= number("alpha", says["alpha"], 1e-3, 1e9) ** (dim / (dim - 2))
-            return Rope(theta, dim, {})
-        if self.row.qk_norm == "unit" and f.truth(self.row.has_qk_norm):
-            scaling["attention_factor"] = 1.0  # the norm, which here is taken before, would undo any other
-        if kind == "yarn":
-            scaling["truncate"] = typed("truncate", says.get("truncate"), bool) is not False
-        if kind == "llama3":
-            scaling["low_freq_factor"] = low = number("low_freq_factor", says.get("low_freq_factor"), 1e-3, 1e6)
-            scaling["high_freq_factor"] = high = number("high_freq_factor", says.get("high_freq_factor"), 1e-3, 1e6)
-            if low >= high:
-                raise ValueError(f"config.json: low_freq_factor is {low}; it must be below high_freq_factor, {high}")
-        if kind == "longrope":
-            for name in ("short_factor", "long_factor"):
-                factors = typed(name, says.get(name), list) or []
-                if len(factors) != dim // 2:
-                    raise ValueError(f"config.json: {name} has {len(factors)} numbers; it must have {dim // 2}")
-                scaling[name] = [number(name, each, 1e-3, 1e6) for each in factors]
-        growth = None
-        if says.get("llama_4_scaling_beta"):
-            growth = number("llama_4_scaling_beta", says["llama_4_scaling_beta"], 0, 1e3), trained, 0
-        return Rope(theta, dim, scaling, growth)
-
-    def rotary_dim(self, says: dict[str, Any], head_dim: int) -> int:
-        """How many elements of a head are rotated."""
-        f = self.fields
-        if self.row.latent:
-            return f.whole("qk_rope_head_dim", 2, 1024, 64)
-        share = number(
-            "partial_rotary_factor", says.get("partial_rotary_factor"), 0, 1,
-            f.number("partial_rotary_factor", 0, 1, f.whole("rotary_dim", 0, head_dim, head_dim) / head_dim),
-        )  # fmt: skip
-        dim = int(head_dim * share)
-        if dim % 2:
-            raise ValueError(f"config.json: partial_rotary_factor is {share}; it must leave an even part of {head_dim}")
-        return dim
-
-    def attention_scale(self) -> float:
-        """What scores are multiplied by."""
-        f, row = self.fields, self.row
-        if row.attention_scale == "attention_multiplier":
-            return f.number("attention_multiplier", 1e-6, 1e6, 1.0)
-        if row.attention_scale == "none":
-            return 1.0
-        size = float(self.head_dim)
-        if row.attention_scale:
-            size = f.number(row.attention_scale, 1e-6, 1e9)
-        scale = size**-0.5
-        if row.latent:  # YaRN's temperature, which is not in this family's cos and sin
-            s = next((rope.scaling for rope in self.ropes[0] if rope.dim), {})
-            if s.get("rope_type") == "yarn" and s.get("mscale_all_dim"):
-                scale *= yarn_mscale(s["factor"], s["mscale_all_dim"]) ** 2
-        return scale
-
-    # --- the rest -----------------------------------------------------------------------------------------------------
-
-    def activation(self, row: Family) -> str:
-        """The MLP's activation."""
-        asked = row.activation or self.fields.value("hidden_act", str) or "silu"
-        if asked not in ACTIVATIONS:
-            raise ValueError(f"config.json asks for the activation {asked!r:.80}; Manta has {', '.join(ACTIVATIONS)}")
-        found, gates = ACTIVATIONS[asked], EXPERT_GATES if row.routing else GATES
-        if row.gated and found not in gates and not row.activation:
-            raise ValueError(f"config.json asks for a gate of {asked!r:.80}; this family has {', '.join(gates)}")
-        return found
-
-    def cap(self, name: str) -> float:
-        """A soft cap; 0 for none."""
-        if not self.row.caps or self.fields.get(name) is None:
-            return 0.0
-        return self.fields.number(name, 1e-3, 1e6)
-
-    def factor(self, name: str) -> float:
-        """A factor that the family names; 1 where it names none."""
-        if name == "sqrt":
-            return self.hidden_size**0.5
-        return self.fields.number(name, 1e-6, 1e6, 1.0) if name else 1.0
-
-    def dtype(self) -> str:
-        """The checkpoint's dtype."""
-        dtype = self.fields.value("dtype", str) or self.fields.value("torch_dtype", str) or "float32"
-        if dtype not in MODEL_DTYPES:
-            raise ValueError(f"config.json has the dtype {dtype!r:.80}; it must be {', '.join(MODEL_DTYPES)}")
-        return dtype
-
-    def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
-        """The tokens that end an answer. An id outside of the vocabulary would end none, so it must be a mistake."""
-        eos = self.generation.get("eos_token_id", self.raw.get("eos_token_id"))
-        ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise ValueError(f"eos_token_id has {token!r:.80}; allowed: token ids from 0 to {vocab_size - 1}")
-        return tuple(ids)
+        return ConfigReader(raw, generation).config()

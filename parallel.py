@@ -12,12 +12,15 @@ import os
 import re
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+
+from batch_state import BatchState, to_device
 
 if TYPE_CHECKING:
     from models.expert_ranks import ExpertGroup
@@ -57,6 +60,11 @@ class Group:
         self.local_size = local_size or self.world_size
         self.link: Any = None  # of the ranks of this stage; None: there is one stage
         self.exchanged: list[tuple[torch.Size, torch.dtype]] = []  # in this step so far: a row's shape
+
+    @property
+    def peers(self) -> ExpertGroup | None:
+        """The engines that share the experts, while messages go between them."""
+        return self.experts if self.experts and self.experts.live and self.experts.engines > 1 else None
 
     @property
     def world_size(self) -> int:
@@ -228,6 +236,44 @@ class Pipeline:
             while self.sent and self.sent[0][0].is_completed():
                 self.sent.popleft()[0].wait()
             self.sent.append((dist.isend(x, self.after, self.links[1]), x))
+
+
+class Sampled:
+    """On the first of several stages: the tokens that steps have sampled, or will have, and that are still to come.
+
+    A step has placeholders where its tokens will be. They come in the order of the steps, and must be there when a
+    later step runs one of their sequences. So the first stage waits for no more of them than it needs.
+    """
+
+    def __init__(self, state: BatchState):
+        self.state = state
+        self.to_come: deque[tuple[np.ndarray, torch.Tensor, torch.Tensor]] = deque()  # slots, twice, and tokens' places
+        self.counts = np.zeros(len(state.num_blocks), dtype=np.int32)  # how many of them are of each slot
+
+    def expect(self, slots: np.ndarray, on_device: torch.Tensor) -> None:
+        """A step has run whose tokens of `slots` [R] will come; the placeholders are the last that the state knows."""
+        on_device = on_device.long()
+        self.to_come.append((slots.copy(), on_device, self.state.num_known[on_device].long() - 1))
+        self.counts[slots] += 1
+
+    def forget(self, slots: list[int]) -> None:
+        """Other sequences have these slots now."""
+        if self.counts[slots].any():
+            for expected, _, _ in self.to_come:
+                expected[np.isin(expected, slots)] = -1
+            self.counts[slots] = 0
+
+    def take(self, rows: list[tuple[int, int]] | None, receive: Callable[[int], torch.Tensor]) -> None:
+        """`receive` the tokens [R] of earlier steps, until those of the sequences in these `rows` are there; or all."""
+        wanted = [slot for slot, _ in rows or ()]
+        while self.to_come and (rows is None or self.counts[wanted].any()):
+            slots, on_device, places = self.to_come.popleft()
+            ids, live = receive(len(slots)), slots >= 0
+            self.counts[slots[live]] -= 1
+            if not live.all():
+                kept = to_device(np.flatnonzero(live), self.state.device)
+                ids, on_device, places = ids[kept], on_device[kept], places[kept]
+            self.state.token_ids[on_device, places] = ids
 
 
 class Channel:

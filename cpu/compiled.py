@@ -199,7 +199,10 @@ class Builder:
     Attributes:
         failed: why something could not be compiled; empty if all could.
         usable: whether the folders are; if not, nothing is compiled, nor is anything opened.
+        rows: steps of so many tokens ask for all that there is to compile.
     """
+
+    rows = (1, MANY)
 
     def __init__(self, jobs: int, idle: bool = False):
         self.room, self.idle = threading.Semaphore(jobs), idle

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
+from batch_state import Writes
 from cpu.machine import has_bfloat16, supports
 
 SMALL = 1 << 26  # bytes of weights; in the steps of a smaller model one core does most of the work
@@ -39,7 +39,7 @@ def fuses_attention(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or not has_bfloat16() or supports("amx_tile")
 
 
-class DirectWrites:
+class DirectWrites(Writes):
     """Stands in for `Writes` where the batch state lies in the host's memory: it writes at once, and keeps nothing.
 
     Args:
@@ -47,7 +47,7 @@ class DirectWrites:
     """
 
     def __init__(self, words: torch.Tensor):
-        self.places, self.values = array("q"), array("i")  # always empty
+        super().__init__()  # it gathers nothing
         self.bytes = memoryview(words.numpy().view(np.uint8))  # type: ignore[arg-type]
 
     def add(self, at: int, values: Any) -> None:

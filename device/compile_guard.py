@@ -18,11 +18,9 @@ from typing import Any
 
 import torch
 
+from worker import LateCompile
+
 ALIGNED = 16  # Triton compiles a separate kernel for pointers and integers that are multiples of this
-
-
-class LateCompile(RuntimeError):
-    """A step needs a specialization of a kernel that warm-up has not compiled; the message says which."""
 
 
 class CompileGuard:

@@ -19,9 +19,10 @@ from itertools import chain, islice
 import torch
 from tqdm import tqdm
 
-from model import Part, Transformer
+from model import Transformer
 from models.dequantize import ACTIVATIONS, Packed, Scales, find_scales, open_tensor, opened
 from models.hub import weight_names
+from models.shares import Part
 
 PREFIXES = (  # before the names of a model's body, depending on what saved it; the longest ones first
     "model.language_model.", "language_model.model.", "model.decoder.", "language_model.", "transformer.", "gpt_neox.",

@@ -24,11 +24,12 @@ from batch_state import BatchState
 from config import EngineConfig
 from cpu import machine
 from model import Transformer
-from model_config import ModelConfig
+from model_config import Delta, ModelConfig
+from models import latent_attention
 from models.expert_ranks import ExpertGroup
 from models.kv_layout import most_blocks
-from models.latent_attention import CONTEXT_TOKENS, heads_at_once, workspace
-from models.sizes import Delta
+from models.latent_attention import CONTEXT_TOKENS, heads_at_once
+from models.logprobs import workspace
 from parallel import Group, Pipeline
 
 MIB = 2**20
@@ -45,7 +46,6 @@ FRAGMENTS = 64 * MIB  # and a quarter of a step: on an H100 and an H200 up to 10
 GPU_STEP_TOKENS = 8192  # tokens of a step on a GPU, by default; on a large one twice as many
 LARGE_GPU = 75 * 2**30  # bytes; what a vendor calls 80 GB shows up as 79 GiB or a little more
 CPU_KV_SHARE = 0.25  # share of a CPU's free memory that the KV pool may take; the host pool may take as much again
-LOGPROBS = 64 * MIB  # workspace for log-probabilities; rows that do not fit into it together take several calls
 CHUNK = 64  # tokens of a chunk in `ops.delta_rule`
 PROCESSORS = 160  # multiprocessors of a GPU, no fewer than any GPU has; attention_decode keeps pieces for each
 
@@ -119,12 +119,12 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
     c, dtype, max_model_len = model.config, model.dtype, model.max_model_len
     rows = config.max_num_seqs
     activations, logits = step_bytes(config, model, largest_step(config, max_model_len))
-    sampling, one = rows * sample_bytes(c.vocab_size), logprob_bytes(c.vocab_size, c.vocab_size)
+    sampling, logprobs = rows * sample_bytes(c.vocab_size), workspace(rows, c.vocab_size)
     decode = step_bytes(config, model, rows, True)
     if config.pools:  # nothing is sampled
-        sampling = one = 0
+        sampling = logprobs = 0
     if not model.group.pipeline.last:  # nor are there logits
-        logits = sampling = one = 0
+        logits = sampling = logprobs = 0
         decode = (decode[0], 0)
     passed = rows * sum(model.passed_sizes) * dtype.itemsize
     graphs = GRAPHS + passed + max(decode[0], decode[1] + sampling) + piece_bytes(config, model)
@@ -135,7 +135,7 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
         activations=activations,
         logits=logits,
         sampling=sampling,
-        logprobs=max(one, min(LOGPROBS, rows * one)),
+        logprobs=logprobs,
         graphs=graphs if cuda and captures_graphs(config) else 0,
         context=CONTEXT + NCCL * (model.group.world_size > 1 or shares_experts(model.group)) if cuda else 0,
         block=model.layout.size * config.block_size * dtype.itemsize,
@@ -305,7 +305,7 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int, decode: bo
         context = min(max(CONTEXT_TOKENS, length), config.max_num_seqs * length)
         context = 0 if config.batch_invariant else -1 if decode else context
         at_once = heads_at_once(model.num_heads, c, model.max_model_len, item)
-        attention = workspace(c, model.num_heads, t, r, context, item, at_once, PROCESSORS)
+        attention = latent_attention.workspace(c, model.num_heads, t, r, context, item, at_once, PROCESSORS)
         attention += item * t * h  # what the MLP before it gave
         q = model.num_heads * c.latent.v_dim
     layer = max(attention, item * t * 3 * i, item * t * (max(q, i) + h), expert_bytes(c, model.group, item, t))
@@ -377,21 +377,6 @@ def sample_bytes(vocab_size: int) -> int:
     chunk = min(4096, max(16, 1 << (vocab_size - 1).bit_length()))
     chunks, groups = -(-vocab_size // chunk), -(-vocab_size // min(64, chunk))
     return 8 * min(16384, chunks * chunk) + 16 * groups + 12 * chunks + 8
-
-
-def logprob_bytes(k: int, vocab_size: int) -> int:
-    """Workspace of `ops.logprobs` for a row that asks for the `k` likeliest ids, with the result.
-
-    The op looks at the k groups of 64 logits that may hold these ids. For each logit it keeps the id, the value, an
-    integer of the same order in two stages, and a key made of id and order. torch sorts the keys in two buffers.
-    """
-    groups = -(-vocab_size // 64)
-    return 32 * 64 * min(k, groups) + 64 * k + 8 * groups + 12
-
-
-def logprob_rows(k: int, vocab_size: int) -> int:
-    """How many rows may go into one call of `ops.logprobs`, so that it takes no more than the plan allows."""
-    return max(1, LOGPROBS // logprob_bytes(k, vocab_size))
 
 
 def table_columns(config: EngineConfig, max_model_len: int) -> int:

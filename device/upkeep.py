@@ -14,40 +14,49 @@ addresses by CUDA's virtual memory, for which torch alone has no call.)
 
 from __future__ import annotations
 
+import contextlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from batch_state import BatchState
 from cpu import machine
 from device.loader import check_weights
+from device.warmup import capture
 from model import Transformer
-from observe.sanitizer import KVSanitizer
+from models.logprobs import LogprobGatherer
+from models.pooled import Pooler
+from parallel import Sampled
 from plan import KV_CACHE, WEIGHTS
-from worker import DeviceClock, Sampled, Worker
+from worker import Worker
+
+if TYPE_CHECKING:
+    from device.startup import Start
 
 
 class KeptWorker(Worker):
     """A worker, with what has made it ready, which is needed again where memory or weights change.
 
     Args:
-        startup: the `Startup` that has made the model, and makes the pools; it does not refer to this worker.
-        pool, host_pool, states, host_states, state, watch: see `Worker`.
+        startup: what its start has made; it does not refer to this worker.
+        pool, host_pool, states, host_states, state: see `Worker`.
     """
 
     def __init__(
         self,
-        startup: Any,
+        startup: Start,
         pool: torch.Tensor,
         host_pool: torch.Tensor,
         states: torch.Tensor,
         host_states: torch.Tensor,
         state: BatchState,
-        watch: Any,
     ):
         pools = pool, host_pool, states, host_states
-        super().__init__(startup.config, startup.model, *pools, state, startup.greedy_head, watch)
+        config, model = startup.config, startup.model
+        gatherer = LogprobGatherer(model.ops, model.config.vocab_size, config.max_num_seqs)
+        watch = startup.guard.watch if startup.guard else contextlib.nullcontext
+        super().__init__(config, model, *pools, state, gatherer, Pooler.of(config, model), startup.greedy_head, watch)
         self.startup, self.lengths = startup, [*map(len, pools)]
         self.asleep: set[str] = set()
         self.packed = self.ops.BACKEND == "cpu"  # whether weights have layouts other than the checkpoint's
@@ -107,27 +116,11 @@ class KeptWorker(Worker):
         self.sampled = Sampled(self.state)
         self.sanitize()
 
-    def sanitize(self) -> None:
-        """Check every step from now on, if the options say so; the pools are empty.
-
-        Of several stages the first one does it. The others have the same tables, and do not know all tokens.
-        """
-        if self.config.sanitize_kv and self.pipeline.first:
-            state, windows = self.state, self.model.layout.windows
-            self.sanitizer = KVSanitizer(
-                self.pool, len(self.host_pool), state.token_ids, state.block_tables, state.block_size, windows,
-                self.states, len(self.host_states),
-            )  # fmt: skip
-
     def capture(self) -> None:
         """Capture the CUDA graphs again, if there were some."""
         if self.graph_sizes:
-            self.startup.worker = self
-            try:
-                with self.watch():
-                    self.startup.capture()
-            finally:
-                del self.startup.worker
+            with self.watch():
+                capture(self.startup, self)
 
     def give_back(self) -> None:
         """Give the system what torch and malloc keep for later."""
@@ -207,8 +200,8 @@ class KeptWorker(Worker):
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self.clock = self.clock or DeviceClock()
-        self.traces, self.profiler = True, torch.profiler.profile(activities=activities)
+        self.trace(True)
+        self.profiler = torch.profiler.profile(activities=activities)
         self.profiler.start()
 
     def stop_profile(self, name: str) -> str:
@@ -218,7 +211,8 @@ class KeptWorker(Worker):
         """
         if not self.profiler:
             return ""
-        profiler, self.profiler, self.traces = self.profiler, None, bool(self.config.trace)
+        profiler, self.profiler = self.profiler, None
+        self.trace(bool(self.config.trace))
         profiler.stop()
         file = f"{name}-rank{self.pipeline.stage * self.group.size + self.group.rank}.pt.trace.json.gz"
         profiler.export_chrome_trace(os.path.join(str(self.config.torch_profiler_dir), file))

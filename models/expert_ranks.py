@@ -84,6 +84,13 @@ class ExpertGroup:
                 options._timeout = limit
                 self.link = dist.ProcessGroupNCCL(dist.PrefixStore(f"link{self.rank}", file), *place, options)
 
+    def exchange(self, bound: int | None) -> None:
+        """From now on exchange messages of `bound` tokens with the other engines; None: exchange none.
+
+        Before each step the engines agree on another number.
+        """
+        self.live, self.bound = bound is not None, bound or 0
+
     def _exchanging(self) -> contextlib.AbstractContextManager[None]:
         return told(f"engine {self.engine} has lost the other engines", PeersGone)
 

@@ -1,11 +1,48 @@
-"""What becomes of pooled vectors: dimensions, scale, probabilities."""
+"""Pooled vectors, and what becomes of them: dimensions, scale, probabilities."""
 
 from __future__ import annotations
 
-import numpy as np
+from types import ModuleType
+from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from config import EngineConfig
 from model_config import ModelConfig
 from sampling_params import PoolingParams
+
+if TYPE_CHECKING:
+    from model import Transformer
+
+
+class Pooler:
+    """Makes one vector of each prompt's hidden states.
+
+    Args:
+        ops: the backend. config: of the model. kind: see `ops.pool`.
+    """
+
+    def __init__(self, ops: ModuleType, config: ModelConfig, kind: str):
+        self.ops, self.config, self.kind = ops, config, kind
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: Transformer) -> Pooler | None:
+        """That of an engine with these options; None where prompts are not pooled."""
+        return cls(model.ops, model.config, config.pooling_type) if config.pools else None
+
+    def __call__(self, hidden: torch.Tensor, starts: torch.Tensor, head: torch.Tensor | None) -> torch.Tensor:
+        """A vector for each prompt [B, hidden or labels] float32 of hidden states [T, hidden].
+
+        Where a model has a classification `head` [labels, hidden], it is the head's outputs.
+        """
+        pooled = self.ops.pool(hidden, starts, self.kind)
+        return pooled if head is None else F.linear(pooled, head)
+
+    def finish(self, wanted: list[PoolingParams | None], vectors: np.ndarray) -> list[bytes]:
+        """What requests get of their vectors; see `finish`."""
+        return finish(self.config, wanted, vectors)
 
 
 def finish(config: ModelConfig, wanted: list[PoolingParams | None], vectors: np.ndarray) -> list[bytes]:

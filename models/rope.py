@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from models.sizes import Rope, yarn_mscale
+from model_config import Rope
+from models.read_rope import yarn_mscale
 
 
 def rope_table(rope: Rope, length: int, interleaved: bool) -> torch.Tensor:

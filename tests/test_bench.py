@@ -25,7 +25,7 @@ from bench_engine import (
 )
 from config import DEMO, VERSION
 from engine import LLM
-from model_config import Reading
+from models.read_config import ConfigReader
 from peers import load_llama, load_vllm
 from sampling_params import SamplingParams
 
@@ -208,9 +208,9 @@ def test_make_model_makes_what_loads(tmp_path, shape):
 
 
 def test_experts_that_no_token_meets():
-    config = Reading(SHAPES["qwen3-moe-4b"], {}).config()
+    config = ConfigReader(SHAPES["qwen3-moe-4b"], {}).config()
     assert unmet(config, 1) == 16 * (48 - 8) * 3 * 2048 * 768
-    assert unmet(config, 64) < 0.001 * unmet(config, 1) and unmet(Reading(SHAPES["small"], {}).config(), 1) == 0
+    assert unmet(config, 64) < 0.001 * unmet(config, 1) and unmet(ConfigReader(SHAPES["small"], {}).config(), 1) == 0
 
 
 def test_embeddings_take_turns_with_a_peer(tmp_path):

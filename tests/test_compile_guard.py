@@ -24,11 +24,12 @@ import triton
 
 import kernels
 from config import EngineConfig
-from device import memory, startup
+from device import startup, warmup
 from device.compile_guard import CompileGuard, KernelThreads, LateCompile, check_compiler
-from device.startup import Startup, pick_ops
+from device.startup import pick_ops, start_worker
 from engine import EngineCore
 from model_config import ModelConfig
+from models import logprobs
 from plan import EngineCoreRequest, StepPlan
 from sampling_params import SamplingParams
 from test_worker import HYBRID, ONE_LAYER, SHAPE, row
@@ -153,9 +154,10 @@ def test_a_new_shape_is_refused_by_name(plain, kernel_device, monkeypatch):
 )
 def test_a_rehearsal_launches_what_warm_up_does(configure, shape, fields):
     config = configure(shape, **fields)
-    made = Startup(config, ModelConfig.from_folder(config.model), 0, "")
-    worker, launched, made.guard.seen, made.guard.armed = made.worker, made.guard.seen, set(), False
-    made.rehearse()
+    worker = start_worker(config, ModelConfig.from_folder(config.model))
+    made = worker.startup
+    launched, made.guard.seen, made.guard.armed = made.guard.seen, set(), False
+    warmup.rehearse(made)
     assert launched <= made.guard.seen, launched - made.guard.seen
     assert any("mask_words_kernel" in str(key) for key in launched)
     plan = StepPlan(0, rows=[(1, 3)], released=[1], new=[row(1, [7, 8, 9], blocks=[3, 1, 2])])
@@ -175,18 +177,19 @@ triton.runtime.driver.set_active(driver)
 import triton
 
 import kernels
-import memory
 from config import EngineConfig
 from model_config import ModelConfig
-from device.startup import Startup
+from models import logprobs
+from device.startup import start_worker
+from device.warmup import rehearse
 from device.compile_guard import CompileGuard, LateCompile
 
 threads, compiling = set(), triton.compiler.compiler.compile
 triton.compiler.compile = lambda *args, **options: threads.add(threading.get_ident()) or compiling(*args, **options)
 options = {"model": sys.argv[1], "load_format": "dummy", "dtype": "bfloat16", "device": "cpu", "max_model_len": 64}
-made = Startup(EngineConfig(**options), ModelConfig.from_folder(sys.argv[1]), 0, "")
+made = start_worker(EngineConfig(**options), ModelConfig.from_folder(sys.argv[1])).startup
 made.ops, made.guard = kernels, CompileGuard(kernels)
-made.rehearse()
+rehearse(made)
 os.environ["PATH"] = ""  # no compiler from here on
 for name, kernel in made.guard.kernels.items():
     compiled = [driver.launcher_cls(found.src, found.metadata) for found in kernel.device_caches[0][0].values()]
@@ -249,12 +252,12 @@ def test_the_ranks_of_a_machine_share_its_cores_to_compile(configure, monkeypatc
             raise StopAsyncIteration(threads)
 
     config = configure({}, backend="reference", device="cpu")
-    made = Startup(config, ModelConfig.from_folder(config.model), 0, "")
+    made = start_worker(config, ModelConfig.from_folder(config.model)).startup
     made.guard = Guard()
-    monkeypatch.setattr(startup.cpu, "available_cores", lambda: 6)  # of a container, say
+    monkeypatch.setattr(startup.machine, "available_cores", lambda: 6)  # of a container, say
     for made.sharers, threads in ((1, 6), (4, 1), (8, 1)):
         with pytest.raises(StopAsyncIteration, match=f"^{threads}$"):
-            made.rehearse()
+            warmup.rehearse(made)
 
 
 def test_a_rehearsal_makes_each_kernels_launcher_in_its_thread(monkeypatch):
@@ -302,7 +305,7 @@ def test_a_start_on_a_gpu_names_what_triton_lacks_to_compile(configure, tmp_path
     monkeypatch.setattr(startup.Group, "connect", lambda *args: pytest.fail("it has begun"))
     config = configure({}, device="cuda")
     with pytest.raises(ValueError, match=f"^Triton .*{message}[^\n]*$"):
-        Startup(config, ModelConfig.from_folder(config.model), 0, "")
+        start_worker(config, ModelConfig.from_folder(config.model))
 
 
 def test_a_compiler_that_finds_pythons_headers_will_do(tmp_path, monkeypatch):
@@ -328,7 +331,7 @@ def test_what_is_never_compiled_for_may_change(plain):
 def test_log_probabilities_of_many_rows_begin_where_kernels_expect_them(plain, monkeypatch):
     """A row of 97 logits ends at no multiple of 16 bytes, so a part of several rows' may not be taken as it lies."""
     core, errors = plain, []
-    monkeypatch.setattr(memory, "LOGPROBS", 1)  # one row at a time
+    monkeypatch.setattr(logprobs, "WORKSPACE", 1)  # one row at a time
     for i in range(2):
         core.add(
             EngineCoreRequest(str(i), [1, 2, 3 + i], SamplingParams(use_beam_search=True, beam_width=2, max_tokens=4))

@@ -20,9 +20,10 @@ from config import EngineConfig
 from core import EngineCore
 from device.memory import stage_layers
 from device.startup import start_worker
-from model import check_division
-from model_config import ModelConfig, Reading
+from model_config import ModelConfig
 from models.families import FAMILIES
+from models.read_config import ConfigReader
+from models.shares import check_division
 from parallel import Group
 from plan import EngineCoreRequest, NewRow, StepPlan
 from sampling_params import SamplingParams
@@ -484,7 +485,7 @@ def changed(value: Any) -> list[Any]:
 def reading(raw: dict[str, Any]) -> Any:
     """What Manta makes of a config.json: the model's shape, or the error that refuses it."""
     try:
-        return Reading(raw, {}).config()
+        return ConfigReader(raw, {}).config()
     except ValueError as error:
         return str(error)
 

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 
 import reference
 from config import DEMO, EngineConfig
-from device import loader
+from device import loader, startup
 from device.loader import load_weights
-from device.startup import Startup, start_worker
+from device.startup import Start, start_worker
 from engine import LLM, SamplingParams
 from model import Transformer
 from model_config import ModelConfig
@@ -170,15 +170,15 @@ def test_256_sequences_of_a_real_shape(tmp_path, llm):
 
 
 def test_a_rehearsal_leaves_warm_up_nothing_to_compile(make_llm, monkeypatch):
-    rehearse = Startup.rehearse
+    rehearse = startup.rehearse
 
-    def rehearse_and_arm(made: Startup) -> None:
+    def rehearse_and_arm(made: Start) -> None:
         for kernel in made.guard.kernels.values():
             kernel.device_caches.clear()  # what the tests before have compiled
         rehearse(made)
         made.guard.armed = True
 
-    monkeypatch.setattr(Startup, "rehearse", rehearse_and_arm)
+    monkeypatch.setattr(startup, "rehearse", rehearse_and_arm)
     for fields in ({}, {"batch_invariant": True}, {"dtype": "float32", "block_size": 16}):
         assert make_llm(device="cuda", **fields).core.facts["startup"]["kernels"] > 0
 

@@ -27,7 +27,7 @@ DOORS = {  # each folder, and the files and folders that may import it
     "ops": {"kernels"},
     "cpu": {"device"},
     "scheduling": {"scheduler", "admission", "sequence", "core"},
-    "device": {"core", "executor", "executors"},
+    "device": {"core", "executor", "executors", "server"},  # `--plan` of the server prints a plan and starts no engine
     "processes": {"engine", "async_llm", "server", "api", "config"},
     "executors": {"core", "processes"},
     "observe": {"core", "scheduler", "worker", "api"},
@@ -37,9 +37,6 @@ ALL = {  # what any file may import: names in the log, a model by its name, and 
 }  # fmt: skip
 LEFT = {  # imports past a door, which are to become none
     ("server", "executors.torchrun"), ("api.batch_file", "executors.torchrun"),
-    ("device.upkeep", "observe.sanitizer"), ("batch_state", "cpu.weights"),
-    ("worker", "cpu.weights"), ("server", "device.startup"), ("worker", "device.compile_guard"),
-    ("worker", "device.memory"), ("worker", "models.expert_ranks"), ("worker", "models.pooled"),
 }  # fmt: skip
 ROOMS = [path.parent.name for path in sorted(ROOT.glob("*/__init__.py"))]
 FILES = {  # by the names that an import has
@@ -56,12 +53,12 @@ EVERY_FILE = [
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
 STDLIB_ONLY = {
     "admission", "config", "kv_cache", "model_config", "models.config_fields", "models.families", "models.kv_layout",
-    "models.pooling", "models.quantization", "models.sizes", "observe.freed_blocks", "observe.live", "observe.logs",
-    "observe.metrics", "plan", "processes.options", "sampling_params", "scheduler", "scheduling.beam",
-    "scheduling.classic",
-    "scheduling.decodes", "scheduling.fair", "scheduling.fcfs", "scheduling.integrity", "scheduling.lanes",
-    "scheduling.limits", "scheduling.policy", "scheduling.priority", "scheduling.reports", "scheduling.reserve",
-    "scheduling.samples", "scheduling.states", "scheduling.swap", "scheduling.timeline", "scheduling.trial", "sequence",
+    "models.pooling", "models.quantization", "models.read_config", "models.read_rope", "observe.freed_blocks",
+    "observe.live", "observe.logs", "observe.metrics", "plan", "processes.options", "sampling_params", "scheduler",
+    "scheduling.beam", "scheduling.classic", "scheduling.decodes", "scheduling.fair", "scheduling.fcfs",
+    "scheduling.integrity", "scheduling.lanes", "scheduling.limits", "scheduling.policy", "scheduling.priority",
+    "scheduling.reports", "scheduling.reserve", "scheduling.samples", "scheduling.states", "scheduling.swap",
+    "scheduling.timeline", "scheduling.trial", "sequence",
 }  # fmt: skip
 TORCH_FREE_ROOMS = ("api", "text", "scheduling", "processes", "executors")
 TORCH_FREE = (

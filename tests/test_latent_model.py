@@ -140,7 +140,7 @@ def forward(model: Transformer, pool: torch.Tensor, rows: list[tuple[int, list[i
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """kernels.py with few programs, because the interpreter runs them one after the other."""
-    kernels, latent = pytest.importorskip("kernels"), pytest.importorskip("latent")
+    kernels, latent = pytest.importorskip("kernels"), pytest.importorskip("ops.latent")
     monkeypatch.setattr(latent, "_programs", lambda *_: 3)
     return kernels
 

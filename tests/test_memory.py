@@ -27,7 +27,7 @@ from batch_state import BatchState
 from config import DEMO, EngineConfig
 from core import EngineCore
 from cpu import sampling as cpu_sampling
-from device import memory, startup
+from device import memory, pools, startup, warmup
 from device.memory import (
     MIB,
     MemoryPlan,
@@ -39,9 +39,10 @@ from device.memory import (
     settle_tokens,
     table_columns,
 )
-from device.startup import Startup, print_plan, start_worker
+from device.startup import Start, print_plan, start_worker
 from model import Transformer
 from model_config import ModelConfig
+from models import logprobs
 from models.expert_ranks import ExpertGroup
 from observe.logs import memory_note
 from parallel import Group, Pipeline
@@ -119,22 +120,23 @@ def folder(tmp_path: Path):
 def make(folder, monkeypatch):
     """Makes a worker on a tiny dummy with kernels.py, as the first of `size` ranks; the others are not there."""
     kernels = pytest.importorskip("kernels")
-    latent = pytest.importorskip("latent")
+    latent = pytest.importorskip("ops.latent")
     for cached in (kernels._decode_programs, latent._programs):
         cached.cache_clear()
     for module in (kernels, latent, memory):
         monkeypatch.setattr(module, "PROCESSORS", 2)
-    monkeypatch.setattr(Startup, "run_prompts", lambda self: 1.0)
+    monkeypatch.setattr(warmup, "run_prompts", lambda start, worker: 1.0)
     for name in ("all_reduce", "all_gather"):
         monkeypatch.setattr(parallel.dist, name, lambda *args, group=None: None)
 
-    def make_startup(shape: dict | None = None, size: int = 1, **fields) -> Startup:
+    def make_startup(shape: dict | None = None, size: int = 1, **fields) -> Start:
         monkeypatch.setattr(Group, "connect", lambda *args: Group(0, size))
         monkeypatch.setattr(Group, "min", lambda self, value: value)
         options = {"model": folder(**shape or {}), "load_format": "dummy", "dtype": "float32", "device": "cpu"}
         options |= {"backend": "triton", "block_size": 16, "swap_space": 0.0, "preemption_mode": "recompute"}
         config = EngineConfig(**options | {"tensor_parallel_size": size} | fields)
-        made = Startup(config, ModelConfig.from_folder(config.model), 0, "")
+        worker = start_worker(config, ModelConfig.from_folder(config.model))
+        made, worker.startup.worker = worker.startup, worker
         made.guard, made.worker.watch = None, contextlib.nullcontext  # without a warm-up every kernel is late
         return made
 
@@ -291,7 +293,7 @@ def test_captured_graphs_share_what_their_steps_take(make, monkeypatch, layers):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: contextlib.nullcontext())
     with LiveBytes(*tensors(worker, worker.state, *model.owners()), collect=False) as live:
-        made.capture()
+        warmup.capture(made, made.worker)
     assert len(worker.graphs) == 4
     passed, news = 2 * 4 * sum(model.passed_sizes), 4 * 2 * 2 * 4
     assert live.now <= passed + news * pipeline.last
@@ -326,7 +328,7 @@ def test_graphs_between_attentions_have_their_room(make, monkeypatch, shape):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", EmptyGraph)
     worker = made.worker
     with LiveBytes(*tensors(worker, worker.state, *worker.model.owners())) as live:
-        made.capture()
+        warmup.capture(made, made.worker)
         gc.collect()
         kept, pieces = live.now, worker.pieces
     layers = made.model.config.num_layers
@@ -379,7 +381,7 @@ def test_products_of_our_own_have_room_for_their_parts(make):
 
 
 def test_the_plan_knows_the_kernels_constants():
-    kernels, matmul, sampling, delta = map(pytest.importorskip, ("kernels", "matmul", "sampling", "delta"))
+    kernels, matmul, sampling, delta = map(pytest.importorskip, ("kernels", "ops.matmul", "ops.sampling", "ops.delta"))
     assert (sampling.SAMPLE_CHUNK, sampling.SAMPLE_BUFFER, sampling.SAMPLE_GROUP) == (4096, 16384, 64)
     assert (matmul.LINEAR_ROWS, 2 * matmul.LINEAR_PROGRAMS * 128) == (64, 2**15)
     assert delta.CHUNK == memory.CHUNK and kernels.DECODE_PROGRAMS == 2 and kernels.PROCESSORS <= memory.PROCESSORS
@@ -389,13 +391,15 @@ def test_the_plan_knows_the_kernels_constants():
 @pytest.mark.parametrize(("k", "rows"), [(0, 9), (1, 9), (20, 9), (700, 9), (9000, 3)])
 def test_log_probabilities_stay_within_their_workspace(make, monkeypatch, k, rows):
     """They do so however many are asked for, and do not depend on how many rows go into a call."""
-    monkeypatch.setattr(memory, "LOGPROBS", MIB)
+    monkeypatch.setattr(logprobs, "WORKSPACE", MIB)
     made = make(VOCAB, max_num_seqs=rows, max_num_batched_tokens=rows)
-    assert made.memory.logprobs == MIB and (memory.logprob_rows(k, 9000) < rows) == (k >= 700)
+    assert made.memory.logprobs == MIB and (logprobs.rows_at_once(k, 9000) < rows) == (k >= 700)
     logits, sampled = torch.randn(rows, 9000), torch.arange(rows)
     with LiveBytes(logits, sampled) as live:
         parts = []
-        for part in made.worker.logprobs(logits, sampled, torch.arange(rows), k):  # a GPU's leave for the host at once
+        for part in made.worker.gatherer.gather(
+            logits, sampled, torch.arange(rows), [k] * rows
+        ).columns:  # a GPU's leave for the host at once
             parts.append([column.numpy().copy() for column in part])
             del part
     assert live.peak <= MIB
@@ -408,7 +412,7 @@ def test_log_probabilities_stay_within_their_workspace(make, monkeypatch, k, row
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
 def test_a_prompt_that_is_scored_takes_no_more_than_a_step_may(make, monkeypatch, backend):
     """All of its tokens are scored in one step, in parts of as many rows as may sample."""
-    monkeypatch.setattr(memory, "LOGPROBS", MIB)
+    monkeypatch.setattr(logprobs, "WORKSPACE", MIB)
     monkeypatch.setattr(cpu_sampling, "LOGPROB_LOGITS", 2**15)
     made = make(VOCAB, backend=backend, max_num_seqs=16, max_num_batched_tokens=50)
     new = [NewRow(slot=0, token_ids=[1] * 50, blocks=[[0, 1, 2, 3]], score=(20, 1, 50))]
@@ -431,7 +435,7 @@ def test_profile_runs_as_many_tokens_as_a_step_may_have(make, monkeypatch):
             max_memory_reserved=lambda: live.peak,
         )
         monkeypatch.setattr(torch, "cuda", fake)
-        took = made.profile()
+        took = pools.profile(made)
         gc.collect()
         assert live.now == 0 and seen == [36]
     assert 0.6 * made.memory.activations < took <= made.memory.step
@@ -464,8 +468,8 @@ def test_start_takes_the_larger_of_predicted_and_measured(make, monkeypatch):
     monkeypatch.setattr(torch, "cuda", fake)
     for peak, step in ((20, 30), (63, 60)):
         reserved[:] = [99, 80, 83]
-        made.profile = lambda peak=peak: peak * 10**6
-        assert made.free_bytes() == (900 - 120 - step - 5 - 1) * 10**6
+        monkeypatch.setattr(pools, "profile", lambda start, peak=peak: peak * 10**6)
+        assert pools.free_bytes(made) == (900 - 120 - step - 5 - 1) * 10**6
         assert made.measured == (peak - 3) * 10**6
 
 
@@ -517,8 +521,8 @@ def test_a_larger_device_has_larger_steps(total, fields, tokens):
 
 def test_the_scheduler_has_the_steps_that_the_worker_has_room_for(monkeypatch):
     """Only the worker knows its device."""
-    facts = Startup.facts
-    monkeypatch.setattr(Startup, "facts", lambda *args: facts(*args) | {"max_num_batched_tokens": 777})
+    facts = startup.facts
+    monkeypatch.setattr(startup, "facts", lambda *args: facts(*args) | {"max_num_batched_tokens": 777})
     core = EngineCore(EngineConfig(device="cpu", max_num_seqs=2))
     assert core.config.token_budget == core.scheduler.config.token_budget == 777
     core.close()

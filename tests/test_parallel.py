@@ -147,7 +147,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
         exchange(worker.group)
         worker.group.close()
     # Each rank has less free memory than the one before.
-    startup.cpu.available_bytes = lambda: 2 * 2 * BLOCK_SIZE * 8 * 4 * (4 // size) * 4 * size * (20 - rank)
+    startup.machine.available_bytes = lambda: 2 * 2 * BLOCK_SIZE * 8 * 4 * (4 // size) * 4 * size * (20 - rank)
     fields = {"tensor_parallel_size": size, "max_num_seqs": 64, "swap_space": 1.0}
     worker = make_worker(folder / "mistral-window", rank, f"file://{folder}/memory-{size}", **fields)
     found["memory"] = worker.facts()

@@ -24,10 +24,9 @@ from fake_worker import Engine, expected
 from model import Batch, Transformer
 from model_config import ModelConfig
 from models.kv_layout import layout_of, part_of
-from parallel import Group, Pipeline
+from parallel import Group, Pipeline, Sampled
 from plan import StepPlan
 from test_families import GEMMA4, shape
-from worker import Sampled
 
 STORY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 PROMPTS = ["ROMEO:\n", "Enter the KING, with his lords and", "To be, or not to be, that is", "What is 23 + 58?"] * 2

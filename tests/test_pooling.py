@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 
 from config import DEMO, EngineConfig
 from core import EngineCore
+from device import warmup
 from device.memory import fit_pool, largest_step
-from device.startup import Startup, print_plan, start_worker
+from device.startup import print_plan, start_worker
 from engine import LLM, PoolingParams, SamplingParams
 from model_config import ModelConfig
 from models.pooling import settle
@@ -500,9 +501,9 @@ def test_warm_up_covers_random_traffic(tmp_path, kernel_device, fields):
         assert not [output.error for output in outputs.values() if output.error]
         found.append([np.frombuffer(outputs[str(i)].pooled, dtype=np.float32) for i in range(len(prompts))])
     np.testing.assert_allclose(found[1], found[0], atol=1e-4)
-    made = Startup(core.config, core.model_config, 0, "")
+    made = start_worker(core.config, core.model_config).startup
     launched, made.guard.seen, made.guard.armed = made.guard.seen, set(), False
-    made.rehearse()
+    warmup.rehearse(made)
     assert launched <= made.guard.seen, launched - made.guard.seen
 
 

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-import worker as worker_module
 from config import DEMO
 from engine import LLM, SamplingParams
+from observe import phases
+from observe.phases import DeviceClock
 from observe.tracing import Trace
-from worker import DeviceClock
 
 ROOT = Path(__file__).parent.parent
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -86,7 +86,7 @@ def test_a_script_that_is_ended_leaves_a_trace_that_can_be_read(tmp_path, with_s
 
 
 def test_without_a_trace_nothing_is_noted(llm, monkeypatch):
-    monkeypatch.setattr(worker_module.time, "perf_counter", None)
+    monkeypatch.setattr(phases.time, "perf_counter", None)
     llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
 
 
@@ -117,7 +117,7 @@ def test_a_device_clock_adds_up_what_lies_between_events(monkeypatch):
             self.happened = True
 
     cuda = SimpleNamespace(Event=Event)
-    monkeypatch.setattr(worker_module.torch, "cuda", cuda)
-    monkeypatch.setattr(worker_module.time, "perf_counter", lambda: 5.0)
+    monkeypatch.setattr(phases.torch, "cuda", cuda)
+    monkeypatch.setattr(phases.time, "perf_counter", lambda: 5.0)
     clock = DeviceClock()
     assert [clock.read(Event(at=at)) for at in (1000.5, 1000.75, 5000.0)] == pytest.approx([5.5, 5.75, 4005.0])

@@ -19,14 +19,17 @@ from torch.utils._pytree import tree_leaves
 
 import oracles
 import reference
+import worker as worker_module
 from batch_state import StepShape, Writes
 from config import EngineConfig
-from device import startup
+from device import pools, startup, warmup
 from device.compile_guard import CompileGuard
 from device.memory import captures_graphs
-from device.startup import Startup, graph_sizes, pinned, start_worker
+from device.piecewise import PiecewiseGraphs
+from device.pools import pinned
+from device.startup import Start, start_worker
 from device.upkeep import KeptWorker
-from model import PiecewiseGraphs
+from device.warmup import graph_sizes
 from model_config import ModelConfig
 from plan import NewRow, StepPlan, bit_words
 from worker import Worker
@@ -101,7 +104,7 @@ def test_rows_that_ask_get_logprobs(make, monkeypatch):
 def test_steps_in_which_no_row_asks_pay_nothing(make, monkeypatch):
     worker = make()
     worker.step(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2], num_logprobs=2)]))
-    monkeypatch.setattr(worker, "ops", SimpleNamespace(**vars(worker.ops) | {"logprobs": None}))
+    monkeypatch.setattr(worker.gatherer, "ops", SimpleNamespace(**vars(worker.ops) | {"logprobs": None}))
     with pytest.raises(TypeError, match="not callable"):
         worker.step(StepPlan(1, rows=[(0, 1)]))
     result = worker.step(StepPlan(1, rows=[(0, 2)], released=[0], new=[row(0, [1, 2])]))
@@ -123,7 +126,7 @@ def test_steps_in_which_no_row_asks_pay_nothing(make, monkeypatch):
 )  # fmt: skip
 def test_host_pool_is_there_where_it_is_of_use(make, monkeypatch, fields, blocks):
     reads = []
-    monkeypatch.setattr(startup.cpu, "available_bytes", lambda: reads.append(1000 * BLOCK_BYTES) or reads[-1])
+    monkeypatch.setattr(startup.machine, "available_bytes", lambda: reads.append(1000 * BLOCK_BYTES) or reads[-1])
     worker = make(max_num_seqs=100, **{"swap_space": 20.5 * BLOCK_BYTES / 2**30} | fields)
     assert worker.facts()["num_host_blocks"] == len(worker.host_pool) == blocks
     assert worker.host_pool.shape[1:] == worker.pool.shape[1:] and len(worker.pool) == 250
@@ -221,7 +224,7 @@ def test_the_engine_is_told_how_many_states_there_are(make, fields, snapshots, h
 
 def test_on_a_cpu_states_take_half_of_the_memory(make, monkeypatch):
     def start(free: int, **fields) -> Worker:
-        monkeypatch.setattr(startup.cpu, "available_bytes", lambda: free)
+        monkeypatch.setattr(startup.machine, "available_bytes", lambda: free)
         return make(HYBRID, max_num_seqs=400, max_model_len=16, num_gpu_blocks_override=9, **fields)
 
     for states, snapshots in ((2000, 400), (1300, 250), (800, 0)):
@@ -245,8 +248,8 @@ def test_a_model_without_states_keeps_none(make):
 
 
 def test_swap_cost_is_in_tokens(make, monkeypatch):
-    monkeypatch.setattr(Startup, "run_prompts", lambda self: 0.003)
-    monkeypatch.setattr(Startup, "time_swap", lambda self: 0.001)
+    monkeypatch.setattr(warmup, "run_prompts", lambda start, worker: 0.003)
+    monkeypatch.setattr(warmup, "time_swap", lambda worker: 0.001)
     assert make().facts()["swap_cost"] == 0.3333
 
 
@@ -260,8 +263,7 @@ def test_a_round_trip_goes_out_and_in_and_changes_nothing(make, monkeypatch):
         swap(source, target, pairs)
 
     monkeypatch.setattr(worker, "ops", SimpleNamespace(**vars(worker.ops) | {"swap_blocks": swap_blocks}))
-    ready = SimpleNamespace(worker=worker, device="cpu")
-    assert 0 < Startup.time_swap(ready) < 1
+    assert 0 < warmup.time_swap(worker) < 1
     assert moves == [(True, False, 4), (False, True, 4)] * 3
     assert torch.equal(worker.pool, before) and torch.equal(worker.host_pool[:4], before[:4])
 
@@ -276,10 +278,10 @@ def test_a_gpus_prompts_are_timed_once_their_kernels_are_loaded(make, monkeypatc
         now[0] += len(kinds) + 0.003
         return SimpleNamespace(result=lambda: None)
 
-    monkeypatch.setattr(startup.time, "perf_counter", lambda: now[0])
-    ready.device, ready.worker = "cuda", SimpleNamespace(execute=execute, host_states=())
-    count, length = ready.warm_up_prompts()
-    assert ready.run_prompts() == pytest.approx(0.003 / (count * length)) and len(loaded) == 2
+    monkeypatch.setattr(warmup.time, "perf_counter", lambda: now[0])
+    ready.device, worker = "cuda", SimpleNamespace(execute=execute, host_states=())
+    count, length = warmup.warm_up_prompts(ready)
+    assert warmup.run_prompts(ready, worker) == pytest.approx(0.003 / (count * length)) and len(loaded) == 2
 
 
 @pytest.fixture
@@ -621,18 +623,18 @@ def test_graphs_are_for_1_2_4_the_eights_and_the_most():
 def test_the_host_pool_beside_a_gpu_leaves_the_host_memory(make, monkeypatch):
     """It takes half of what is free, divided among the workers of the machine. An explicit number is met or refused."""
     worker = make()
-    monkeypatch.setattr(startup.cpu, "available_bytes", lambda: 101 * BLOCK_BYTES)
-    monkeypatch.setattr(startup, "pinned", lambda count, shape, *_: torch.zeros(min(count, 60), *shape))
-    made, states = Startup.__new__(Startup), worker.host_states
+    monkeypatch.setattr(startup.machine, "available_bytes", lambda: 101 * BLOCK_BYTES)
+    monkeypatch.setattr(pools, "pinned", lambda count, shape, *_: torch.zeros(min(count, 60), *shape))
+    made, states = Start.__new__(Start), worker.host_states
     made.group, made.device, made.model, made.num_blocks = worker.group, "cuda", worker.model, 1000
     made.memory = SimpleNamespace(block=BLOCK_BYTES)
     for fields, sharers, blocks in (({}, 1, 50), ({}, 2, 25), ({"num_host_blocks": 60}, 1, 60)):
         made.config = dataclasses.replace(worker.config, swap_space=1.0, preemption_mode="auto", **fields)
         made.sharers = sharers
-        assert len(made.new_host_pool(states)) == blocks
+        assert len(pools.new_host_pool(made, states)) == blocks
     made.config = dataclasses.replace(made.config, num_host_blocks=61)
     with pytest.raises(ValueError, match="num_host_blocks is 61; the system lets 60 of them be pinned"):
-        made.new_host_pool(states)
+        pools.new_host_pool(made, states)
 
 
 def test_the_specification_runs_without_graphs():
@@ -652,10 +654,12 @@ def test_the_last_phase_of_a_trace_has_happened_once_a_step_is_done(make, monkey
             recorded.append(self)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(worker, "to_host", lambda tensor: tensor)
     worker.device, worker.clock = "cuda", object()
     launched = worker.launch(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2])]))
-    assert recorded == [event for _, _, event in launched.marks] + [launched.done] and launched.marks[-1][0] == ""
+    assert (
+        recorded == [event for _, _, event in launched.phases.marks] + [launched.done]
+        and launched.phases.marks[-1][0] == ""
+    )
 
 
 def test_what_is_copied_beside_a_step_lies_between_the_steps_around_it(make, monkeypatch):
@@ -675,7 +679,7 @@ def test_what_is_copied_beside_a_step_lies_between_the_steps_around_it(make, mon
         monkeypatch.setattr(torch.cuda, name, fake)
     swap = lambda source, target, pairs: log.append(pairs.tolist())  # noqa: E731
     monkeypatch.setattr(worker, "ops", SimpleNamespace(**vars(worker.ops) | {"swap_blocks": swap}))
-    monkeypatch.setattr(worker, "to_device", lambda array: torch.from_numpy(array))
+    monkeypatch.setattr(worker_module, "to_device", lambda array, device: torch.from_numpy(array))
     worker.device = "cuda"
     for plan in (StepPlan(0, swap_out=[(1, 2), (3, 4)], ahead=1), StepPlan(1, swap_in=[(4, 5)]), StepPlan(2)):
         worker.execute(plan)

@@ -1,0 +1,168 @@
+"""The pools of a worker that starts: how large they are, and their memory on the device and in the host."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from cpu import machine
+from device.memory import count_snapshots, fit_pool, largest_step
+from device.upkeep import KeptWorker
+from device.warmup import prompts, some_logits
+from observe.logs import logger
+from plan import StepPlan
+
+if TYPE_CHECKING:
+    from device.startup import Start
+
+PINNED_SHARE = 0.5  # share of the host's free memory that the host pool may take beside a GPU; it is never swapped out
+SWAP_SPACE = 4.0  # GiB of the host pool, by default
+MAX_HOST_POOLS = 16  # host blocks for each block of the device, at most: each costs the scheduler 200 bytes
+
+
+def fit_states(start: Start) -> int:
+    """How many recurrent states the prefix cache keeps; the memory plan then counts these.
+
+    On a CPU all states together may take as much memory as the KV pool and the host pool may.
+
+    Raises:
+        ValueError: the states do not fit.
+    """
+    room = 2 * start.cpu_room if start.device == "cpu" else None
+    count = start.group.min(count_snapshots(start.config, start.model, room))
+    states = 4 * start.model.state_size * (start.config.max_num_seqs + count)
+    start.memory = replace(start.memory, states=states)
+    if room is not None:
+        start.memory.beside_states(room)
+    return count
+
+
+def swap_space(start: Start) -> float:
+    """GiB of the host's memory for what the devices have no room for. On a CPU it is the same memory as theirs, so
+    there is some only where it is asked for."""
+    if start.config.swap_space is not None:
+        return start.config.swap_space
+    return SWAP_SPACE if start.device == "cuda" or start.config.preemption_mode == "swap" else 0.0
+
+
+def host_bytes(start: Start) -> int:
+    """Bytes of it that this rank may use; the ranks of a machine share its memory."""
+    room = int(PINNED_SHARE * machine.available_bytes() / start.sharers) if start.device == "cuda" else start.cpu_room
+    return min(int(swap_space(start) * 2**30 / start.group.local_size), room)
+
+
+def new_host_states(start: Start) -> torch.Tensor:
+    """Rows in the host's memory for the recurrent states of preempted sequences, in at most half of its bytes.
+
+    Raises:
+        ValueError: preemption by swap is asked for, and not one state fits.
+    """
+    config, size = start.config, 4 * start.model.state_size
+    if not size:
+        return torch.empty(0, 0)
+    count = min(host_bytes(start) // 2 // size, config.max_num_seqs) if config.preemption_mode != "recompute" else 0
+    if config.num_host_states is not None:
+        count = config.num_host_states
+    count = start.group.min(count)
+    states = new_host(start, count, (start.model.state_size,), torch.float32, "recurrent states")
+    if config.num_host_states is not None and len(states) < count:  # the scheduler counts on them already
+        raise ValueError(f"num_host_states is {count}; the system lets {len(states)} of them be pinned")
+    if config.preemption_mode == "swap" and not len(states):
+        size *= 2 * start.group.local_size
+        raise ValueError(f"swap_space is {swap_space(start)} GiB; twice a recurrent state takes {size} bytes")
+    return states
+
+
+def new_host_pool(start: Start, states: torch.Tensor) -> torch.Tensor:
+    """A pool in the host's memory for blocks that the device has no room for, beside the host's `states`.
+
+    The blocks belong to preempted sequences and to cached prefixes. On a CPU there are no more of them than all
+    sequences at full length can use.
+
+    Raises:
+        ValueError: preemption by swap is asked for, and not one block fits.
+    """
+    config, cuda = start.config, start.device == "cuda"
+    useful = config.preemption_mode != "recompute" or config.enable_prefix_caching
+    space = max(0, host_bytes(start) - states.nbytes) if useful else 0
+    count = min(space // start.memory.block, MAX_HOST_POOLS * start.num_blocks)
+    if not cuda:  # cached prefixes that fill gigabytes of the same memory would look like a leak
+        count = min(count, start.blocks_per_seq() * config.max_num_seqs)
+    if config.num_host_blocks is not None:
+        count = config.num_host_blocks
+    count = start.group.min(count)
+    pool = new_host(start, count, start.block_shape(), start.model.dtype, "blocks")
+    if config.num_host_blocks is not None and len(pool) < count:  # the scheduler counts on them already
+        raise ValueError(f"num_host_blocks is {count}; the system lets {len(pool)} of them be pinned")
+    if config.preemption_mode == "swap" and not len(pool):
+        size = start.memory.block * start.group.local_size
+        raise ValueError(f"swap_space is {swap_space(start)} GiB; one KV block takes {size} bytes")
+    return pool
+
+
+def new_host(start: Start, count: int, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> torch.Tensor:
+    """Memory of the host [count, *shape], pinned beside a GPU, for so many of `what`; all ranks have as many."""
+    cuda = start.device == "cuda"
+    pool = pinned(count, shape, dtype, what) if cuda else torch.empty(count, *shape, dtype=dtype)
+    return pool[: start.group.min(len(pool))]  # another rank may have got less
+
+
+def count_blocks(start: Start) -> int:
+    """How many blocks the KV pool has: as many as fit on every rank, but no more than all sequences can use.
+
+    Raises:
+        ValueError: they do not hold one request of `max_model_len`, and the user asked for that length.
+    """
+    asked = start.config.num_gpu_blocks_override
+    fits = asked or start.group.min(free_bytes(start) // start.memory.block)
+    count, start.max_model_len = fit_pool(start.config, start.model.layout.windows, fits, start.max_model_len)
+    return count
+
+
+def free_bytes(start: Start) -> int:
+    """Bytes that are free for the KV pool."""
+    if start.device == "cpu":
+        return start.cpu_room
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    peak = profile(start)
+    torch.cuda.empty_cache()
+    start.measured = peak - (torch.cuda.memory_reserved() - before)  # cuBLAS's workspace stays and is not counted
+    free, total = torch.cuda.mem_get_info()
+    return start.memory.room(int(total * start.config.gpu_memory_utilization), total - free, start.measured)
+
+
+def profile(start: Start) -> int:
+    """Run the largest step once, over a pool of one block; returns the most bytes that torch's allocator reserved
+    for it. Those are more than its tensors have, because pieces between them stay free."""
+    config, model = start.config, start.model
+    tokens = largest_step(config, start.max_model_len) if config.pools else config.token_budget
+    length = min(tokens, start.max_model_len)
+    count = min(tokens // length, config.max_num_seqs)
+    pool = start.new_pool(1)
+    states = start.new_states(count)
+    worker = KeptWorker(start, pool, pool[:0], states, states[:0], start.new_state(count))
+    blocks = [[0] * -(-length // config.block_size)] * len(model.layout.windows)
+    held = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    worker.execute(StepPlan(0, rows=[(slot, length) for slot in range(count)], new=prompts(count, length, blocks)))
+    if config.pools or not start.group.pipeline.last:
+        return torch.cuda.max_memory_reserved() - held
+    logits = some_logits(start)
+    slots = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=start.device)
+    sampled = worker.state.sample(start.ops, logits, slots, None)
+    start.ops.logprobs(logits.clone(), sampled, 1)  # on a copy, as in a step where not every row asks
+    return torch.cuda.max_memory_reserved() - held
+
+
+def pinned(count: int, shape: tuple[int, ...], dtype: torch.dtype, what: str = "blocks") -> torch.Tensor:
+    """Pinned memory [count, *shape] of the host for blocks, or for `what` else, as many as the system lets us pin."""
+    asked, pool = count, None
+    while count and (pool := machine.pinned(count * math.prod(shape) * dtype.itemsize)) is None:
+        count //= 2
+    if count < asked:
+        logger.warning(f"the host pool has {count:,} {what}: no more than these of {asked:,} could be pinned")
+    return torch.empty(0, *shape, dtype=dtype) if pool is None else pool.view(dtype).view(count, *shape)

@@ -1,0 +1,209 @@
+"""Warm-up: each kind of step runs once, so that all kernels are compiled, and decode steps become CUDA graphs."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from cpu import machine
+from device.memory import captures_graphs, piece_sizes
+from device.piecewise import PiecewiseGraphs
+from model import Transformer
+from models.expert_ranks import ExpertGroup
+from models.logprobs import LogprobGatherer
+from models.pooled import Pooler
+from parallel import Group
+from plan import NewRow, StepPlan
+from sampling_params import PoolingParams
+from worker import Worker
+
+if TYPE_CHECKING:
+    from device.startup import Start
+
+
+def rehearse(start: Start) -> None:
+    """Launch what `warm_up` will launch, on a twin without memory, so that all kernels compile at the same time."""
+    assert start.guard
+    config, ops = start.config, start.ops
+    with torch.inference_mode(), torch.device("meta"):
+        group, dtype = Group(0, start.group.size, experts=ExpertGroup.of(config)), start.model.dtype
+        group.pipeline = start.group.pipeline
+        model = Transformer(start.model_config, ops, "meta", dtype, start.max_model_len, group)
+        start.pack(model)
+        pairs, staged = torch.empty(1, 2, dtype=torch.int64), torch.empty(8, dtype=torch.int32)
+        pool = torch.empty(2, *start.block_shape(), dtype=dtype)
+        states = torch.empty(2, model.state_size)
+        state = start.new_state(config.max_num_seqs, "meta")
+        gatherer = LogprobGatherer(ops, model.config.vocab_size, config.max_num_seqs)
+        twin = Worker(config, model, pool, pool, states, states, state, gatherer, Pooler.of(config, model))
+        with start.guard.rehearse(threads=max(1, machine.available_cores() // start.sharers)):
+            ops.apply_writes(twin.state.words, staged, 1)
+            if config.pools:
+                for count, length in (warm_up_prompts(start), (1, 1)):
+                    shape = twin.shape_of(np.full(count, length), np.ones(count, dtype=bool))
+                    twin.forward(shape, incoming=twin.receive(shape, StepPlan(0)))
+                return
+            for adjusted in (True, False):
+                for count, length in (warm_up_prompts(start), (1, 1)):
+                    shape = twin.shape_of(np.full(count, length), np.ones(count, dtype=bool))
+                    shape = shape._replace(adjusted=adjusted)
+                    logits, news = twin.forward(shape, incoming=twin.receive(shape, StepPlan(0)))
+                    if group.pipeline.last:
+                        ops.logprobs(logits, news[0].long(), int(adjusted))
+            if group.pipeline.last:
+                model.logits(torch.empty(config.max_num_seqs, start.model_config.hidden_size, dtype=dtype))
+            for moved in (pool, states) if model.state_size else (pool,):
+                ops.copy_blocks(moved, pairs)
+                ops.swap_blocks(moved, moved, pairs)
+
+
+def warm_up(start: Start, worker: Worker) -> tuple[float, float, float]:
+    """Run every kind of step, so that all kernels are compiled before the first request, and capture graphs.
+
+    Returns three times in seconds: what a token of a prefill takes once all is warm, what a block takes out to the
+    host and back, and what `--compile` took.
+    """
+    compile_seconds = 0.0
+    with worker.watch():
+        if start.builder:
+            begun = time.perf_counter()
+            for rows in start.builder.rows:
+                start.model.rehearse(rows, worker.pool)
+            if start.config.compile:
+                start.builder.wait()
+                compile_seconds = time.perf_counter() - begun
+        token_seconds = run_prompts(start, worker)
+        if start.device == "cuda" and captures_graphs(start.config):
+            capture(start, worker)
+        swap_seconds = time_swap(worker)
+    if start.guard:
+        start.guard.armed = True
+    if start.device == "cpu":
+        machine.release()
+    return token_seconds, swap_seconds, compile_seconds
+
+
+def run_prompts(start: Start, worker: Worker) -> float:
+    """Run prompts and decodes, with and without all that a row may ask for; returns seconds per prompt token."""
+    count, length = warm_up_prompts(start)
+    if start.config.pools:
+        return run_pooled(start, worker, count, length)
+    blocks = some_blocks(start, length + 1)
+    asked: list[dict[str, Any]] = [{"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}]
+    asked.append({"temperature": 1.0, "num_logprobs": 1})
+    if start.device == "cuda":  # which loads kernels at their first launch, so the last prompts are timed without
+        asked.append(asked[-1])
+    for fields in tqdm(asked, desc="Warming up", leave=False, disable=None):
+        new = prompts(count, length, blocks, **fields)
+        begun = time.perf_counter()
+        worker.execute(StepPlan(0, rows=[(row.slot, length) for row in new], new=new)).result()
+        seconds = time.perf_counter() - begun
+        worker.execute(StepPlan(1, rows=[(0, 1)])).result()
+    moves: dict[str, Any] = {"copies": [(0, 0)]}
+    if start.model.state_size:
+        moves["state_copies"] = [(0, 0)]
+    if len(worker.host_states):
+        moves |= {"state_out": [(0, 0)], "state_in": [(0, 0)]}
+    worker.execute(StepPlan(2, released=[row.slot for row in new], **moves))
+    if start.guard and start.group.pipeline.last:  # the head's product for many rows may be another specialization
+        some_logits(start)
+    return seconds / (count * length)
+
+
+def some_logits(start: Start) -> torch.Tensor:
+    """Logits of as many rows as a step may have, from hidden states of zeros."""
+    size = start.config.max_num_seqs, start.model_config.hidden_size
+    return start.model.logits(torch.zeros(size, dtype=start.model.dtype, device=start.device))
+
+
+def run_pooled(start: Start, worker: Worker, count: int, length: int) -> float:
+    """Run prompts that are pooled, `count` of `length` tokens and one of one; returns seconds per prompt token."""
+    for n, tokens in ((1, 1), (count, length), (count, length)):
+        new = prompts(n, tokens, some_blocks(start, tokens), pooling=PoolingParams())
+        begun = time.perf_counter()
+        worker.execute(StepPlan(0, rows=[(row.slot, tokens) for row in new], new=new)).result()
+        seconds = time.perf_counter() - begun
+    return seconds / (count * length)
+
+
+def some_blocks(start: Start, tokens: int) -> list[list[int]]:
+    """Tables for `tokens` tokens: the first blocks for each kind of layers, because what they hold is not used."""
+    return [list(range(-(-tokens // start.config.block_size)))] * len(start.model.layout.windows)
+
+
+def warm_up_prompts(start: Start) -> tuple[int, int]:
+    """How many prompts warm-up runs, and how many tokens each of them has."""
+    tokens = start.config.token_budget
+    length = min(start.max_model_len - 1, tokens)
+    if start.device == "cpu":  # here two blocks tell as much about speed as a long prompt, and sooner
+        length = min(length, 2 * start.config.block_size)
+    # `ops.linear` has one kernel for up to 64 rows and another one for more.
+    return min(start.config.max_num_seqs, tokens // length, 64 // length + 1), length
+
+
+def capture(start: Start, worker: Worker) -> None:
+    """Capture a CUDA graph of a decode step for each size that steps are padded to, the largest first.
+
+    The graphs share their memory, because they never run at the same time. What is read afterwards are the news,
+    which each graph keeps, or before the last stage the hidden states, for which all have one buffer. A step that
+    must tell log-probabilities needs its logits afterwards, so it runs without a graph.
+    """
+    rows = start.config.max_num_seqs
+    pipeline, experts = start.group.pipeline, start.group.experts
+    worker.graph_sizes = graph_sizes(rows)
+    pool, shapes = torch.cuda.graph_pool_handle(), []
+    for size in reversed(worker.graph_sizes):
+        ones = np.ones(size, dtype=np.int32)
+        shape = worker.shape_of(ones, ones > 0)
+        shapes += [shape._replace(adjusted=adjusted) for adjusted in (False, True)]
+    incoming_size, outgoing_size = start.model.passed_sizes
+    worker.incoming = torch.zeros(rows, incoming_size, dtype=start.model.dtype, device=start.device)
+    outgoing = torch.zeros(rows, outgoing_size, dtype=start.model.dtype, device=start.device)
+    for shape in tqdm(shapes, desc="Capturing CUDA graphs", leave=False, disable=None):
+        worker.state.enter_rows(np.zeros((0, 2), dtype=np.int32), np.zeros(0, dtype=bool), shape)
+        worker.state.apply(start.ops)
+        if experts:
+            experts.exchange(shape.rows)
+        incoming = None if pipeline.first else worker.incoming[: shape.tokens]
+        # This compiles kernels, and lets libraries allocate what they cannot during a capture.
+        worker.forward(shape, incoming=incoming)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):  # the next graph reuses the memory of all that nobody refers to
+            result = worker.forward(shape, incoming=incoming)[pipeline.last]
+            if not pipeline.last:
+                result = outgoing[: shape.tokens].copy_(result)
+        worker.graphs[shape] = graph, result
+    if sizes := piece_sizes(start.config, start.model):
+        worker.pieces = PiecewiseGraphs(start.model, worker.pool, sizes, pool)
+    worker.rows = None  # the batch state holds the rows of the last graph
+    if experts:
+        experts.exchange(None)
+
+
+def time_swap(worker: Worker) -> float:
+    """Seconds that one of several blocks takes out to the host and back; 0 where a pool has no blocks."""
+    count = min(4, len(worker.pool), len(worker.host_pool))
+    if not count:
+        return 0.0
+    pairs, seconds = [(i, i) for i in range(count)], []
+    for _ in range(3):  # the first round touches the host's memory for the first time, so the least time counts
+        begun = time.perf_counter()
+        worker.execute(StepPlan(0, swap_out=pairs, swap_in=pairs))
+        if worker.device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds) / count
+
+
+def graph_sizes(most: int) -> list[int]:
+    """The numbers of rows that decode steps are padded to: 1, 2, 4, the multiples of 8, and `most`."""
+    return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most})
+
+
+def prompts(count: int, length: int, blocks: list[list[int]], **fields: Any) -> list[NewRow]:
+    """New rows for `count` slots. Each is a prompt of `length` times token 0."""
+    return [NewRow(slot=slot, token_ids=[0] * length, blocks=blocks, **fields) for slot in range(count)]

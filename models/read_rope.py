@@ -1,0 +1,122 @@
+"""The kinds of RoPE that a config.json asks for. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from config import MAX_CONTEXT
+from model_config import Rope
+from models.config_fields import number, typed, whole
+
+if TYPE_CHECKING:
+    from models.read_config import ConfigReader
+
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+WINDOWED = ("sliding_attention", "chunked_attention")
+LAYER_TYPES = ("full_attention", *WINDOWED)
+
+
+def read_ropes(reader: ConfigReader) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
+    """The different kinds of RoPE, and which of them each layer has."""
+    f, row, windows = reader.fields, reader.row, reader.windows
+    if row.name("positions") or row.position_offset:
+        return (Rope(1.0, 0, {}),), (0,) * reader.layers
+    given = f.value("rope_parameters", dict)  # transformers 5
+    nested = given if given and set(given) & set(LAYER_TYPES) else None
+    old = dict(f.value("rope_scaling", dict) or {})  # transformers 4
+    flat = old if nested or not given else given
+    dims = dict(zip((window > 0 for window in windows), (dim for _, dim in reader.kv_shapes), strict=True))
+    full = read_rope(reader, (nested or {}).get("full_attention") or flat, head_dim=dims.get(False))
+    local = full
+    if row.local_rope or nested:
+        theta = "rope_local_base_freq" if row.local_rope == "rope_local_base_freq" else "rope_theta"
+        local = read_rope(reader, (nested or {}).get("sliding_attention") or {}, theta, dims.get(True))
+    growth = None
+    if row.rope == "listed" and row.chunked:
+        growth = f.number("attn_scale", 0, 1e3, 0.1), f.whole("floor_scale", 1, 2**31, 8192), 1
+        growth = growth if f.truth("attn_temperature_tuning") else None
+    none = Rope(1.0, 0, {}, growth)
+    found = [
+        none if not has else local if window else full
+        for window, has in zip(windows, reader.rope_layers(), strict=True)
+    ]
+    ropes: list[Rope] = []
+    for rope in found:
+        if rope not in ropes:
+            ropes.append(rope)
+    return tuple(ropes), tuple(ropes.index(rope) for rope in found)
+
+
+def read_rope(
+    reader: ConfigReader, says: dict[str, Any], theta_field: str = "rope_theta", head_dim: int | None = None
+) -> Rope:
+    """A kind of RoPE, as its own parameters say, and where these are silent the whole config.json."""
+    f, scaling = reader.fields, dict[str, Any]()
+    theta = number("rope_theta", says.get("rope_theta"), 2, 1e15, f.number(theta_field, 2, 1e15, 10000))
+    dim = rotary_dim(reader, says, head_dim or reader.head_dim)
+    trained = f.whole("max_position_embeddings", 2, MAX_CONTEXT)
+    kind = says.get("rope_type", says.get("type", "default"))
+    if kind == "mrope":  # of models that also see; text has the same position in all its parts
+        kind = "default"
+    if kind not in ROPE_KINDS:
+        raise ValueError(f"config.json asks for RoPE of type {kind!r:.80}; Manta has {', '.join(ROPE_KINDS)}")
+    if kind == "default":
+        return Rope(theta, dim, {})
+    if kind == "proportional":  # frequencies are those of the whole head, of which the last ones are 0
+        scaling = {"rope_type": kind, "factor": number("factor", says.get("factor"), 1e-3, 1e6, 1.0)}
+        return Rope(theta, head_dim or reader.head_dim, scaling | {"rotated": dim})
+    longest = trained
+    if kind in ("yarn", "longrope", "llama3"):
+        above = f.get("original_max_position_embeddings")
+        name = "original_max_position_embeddings"
+        trained = whole(name, says.get(name) if above is None else above, 2, MAX_CONTEXT, longest)
+    factor = longest / trained if kind in ("yarn", "longrope") else None
+    scaling = {"rope_type": kind, "original_max_position_embeddings": trained}
+    scaling["factor"] = number("factor", says.get("factor"), 1e-3, 1e6, factor)
+    for name, low in (("beta_fast", 1e-3), ("beta_slow", 1e-3), ("attention_factor", 1e-3), ("mscale", 0),
+                      ("mscale_all_dim", 0)):  # fmt: skip
+        if says.get(name) is not None:
+            scaling[name] = number(name, says[name], low, 1e3)
+    if kind == "dynamic" and says.get("alpha"):  # HunYuan's: as if theta were larger, at any length
+        theta *= number("alpha", says["alpha"], 1e-3, 1e9) ** (dim / (dim - 2))
+        return Rope(theta, dim, {})
+    if reader.row.qk_norm == "unit" and f.truth(reader.row.has_qk_norm):
+        scaling["attention_factor"] = 1.0  # the norm, which here is taken before, would undo any other
+    if kind == "yarn":
+        scaling["truncate"] = typed("truncate", says.get("truncate"), bool) is not False
+    if kind == "llama3":
+        scaling["low_freq_factor"] = low = number("low_freq_factor", says.get("low_freq_factor"), 1e-3, 1e6)
+        scaling["high_freq_factor"] = high = number("high_freq_factor", says.get("high_freq_factor"), 1e-3, 1e6)
+        if low >= high:
+            raise ValueError(f"config.json: low_freq_factor is {low}; it must be below high_freq_factor, {high}")
+    if kind == "longrope":
+        for name in ("short_factor", "long_factor"):
+            factors = typed(name, says.get(name), list) or []
+            if len(factors) != dim // 2:
+                raise ValueError(f"config.json: {name} has {len(factors)} numbers; it must have {dim // 2}")
+            scaling[name] = [number(name, each, 1e-3, 1e6) for each in factors]
+    growth = None
+    if says.get("llama_4_scaling_beta"):
+        growth = number("llama_4_scaling_beta", says["llama_4_scaling_beta"], 0, 1e3), trained, 0
+    return Rope(theta, dim, scaling, growth)
+
+
+def rotary_dim(reader: ConfigReader, says: dict[str, Any], head_dim: int) -> int:
+    """How many elements of a head are rotated."""
+    f = reader.fields
+    if reader.row.latent:
+        return f.whole("qk_rope_head_dim", 2, 1024, 64)
+    share = number(
+        "partial_rotary_factor", says.get("partial_rotary_factor"), 0, 1,
+        f.number("partial_rotary_factor", 0, 1, f.whole("rotary_dim", 0, head_dim, head_dim) / head_dim),
+    )  # fmt: skip
+    dim = int(head_dim * share)
+    if dim % 2:
+        raise ValueError(f"config.json: partial_rotary_factor is {share}; it must leave an even part of {head_dim}")
+    return dim
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """What YaRN multiplies by, so that attention over a context that is `factor` times as long stays as sharp."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

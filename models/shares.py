@@ -1,0 +1,172 @@
+"""What a rank takes of each tensor of a checkpoint, and whether the ranks can divide a model at all.
+
+One word for each weight says how the ranks divide it; see `Shares.share`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from layers import Slot, StackedSlot
+from model_config import ModelConfig
+from parallel import Group
+
+
+class Piece(NamedTuple):
+    """A part of a checkpoint's tensor, and where it goes."""
+
+    target: torch.Tensor  # the part of our weights that is filled
+    at: tuple[slice | int, ...]  # which part of the tensor it is, seen in the shape `Part.view`
+
+
+class Part(NamedTuple):
+    """What a rank takes of a tensor of the checkpoint."""
+
+    shape: tuple[int, ...]  # of the whole tensor
+    pieces: tuple[Piece, ...]
+    view: tuple[int, ...] = ()  # the shape in which the pieces are found; () is its own
+    transposed: bool = False  # its last two dimensions change places before that
+    instead_of: tuple[str, ...] = ()  # names of other tensors that are not needed where this one is there
+
+
+class Shares:
+    """The shares of one rank.
+
+    Args:
+        config: of the model. group: the ranks, this one among them.
+        num_heads, num_kv_heads: that this rank holds.
+    """
+
+    def __init__(self, config: ModelConfig, group: Group, num_heads: int, num_kv_heads: int):
+        self.config, self.group = config, group
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+
+    def share(self, word: str, n: int, copies: int = 1) -> tuple[int, int, int]:
+        """Of a dimension of which this rank holds `n`: its whole length, and where this rank's share begins and ends.
+
+        Each share of what is divided by "kv" is held by `copies` neighbouring ranks.
+
+        A "row" weight multiplies just what the "col" weight before it gave on the same rank. So sums over ranks are
+        only needed after "row" weights and after the embedding (Megatron-LM, Shoeybi et al., 2019).
+        """
+        rank, size = self.group.rank, self.group.size
+        length, begin = {
+            "all": (n, 0),
+            "first": (n, n * (rank > 0)),  # on rank 0 alone, because a sum over ranks follows
+            "col": (n * size, n * rank),  # outputs, by whole heads
+            "row": (n * size, n * rank),  # inputs
+            "kv": (n * size // copies, n * (rank // copies)),  # as "col"
+            "vocab": (self.config.vocab_size, n * rank),
+        }[word]
+        return length, min(begin, length), min(begin + n, length)
+
+    def part(self, slot: Slot) -> Part:
+        """What this rank takes of the tensor that fills a slot, whose words say how the ranks divide it."""
+        if not slot.targets:
+            return Part(slot.shape, ())
+        if slot.layout in ("heads", "groups"):
+            return self.fused_part(slot)
+        if slot.heads:
+            return self.part_by_heads(slot)
+        pieces, offset, shape = [], 0, list(slot.targets[0].shape)
+        for target, word in zip(slot.targets, slot.words, strict=True):
+            dim = 1 if word == "row" else 0
+            length, begin, end = self.share(word, target.shape[dim], slot.copies)
+            offset = 0 if slot.layout == "same" else offset
+            index: list[slice | int] = [slice(None)] * target.ndim
+            index[dim] = slice(offset + begin, offset + end)
+            pieces.append(Piece(target.narrow(dim, 0, end - begin), tuple(index)))
+            offset += length
+            shape[dim] = offset
+        if slot.transposed:
+            shape.reverse()
+        return Part(tuple(shape), tuple(pieces), transposed=slot.transposed)
+
+    def fused_part(self, slot: Slot) -> Part:
+        """As `part`, of q, k and v that lie by heads [H, 3, D] or by groups of heads with one key [KV, G + 2, D]."""
+        c, rest = self.config, tuple(slot.targets[0].shape[1:])
+        _, q_begin, q_end = self.share("col", self.num_heads)
+        _, kv_begin, kv_end = self.share("kv", self.num_kv_heads, slot.copies)
+        per_key = c.num_heads // c.num_kv_heads
+        indices: list[tuple[slice | int, ...]]
+        if slot.layout == "heads":
+            view = c.num_heads, 3, c.head_dim, *rest
+            indices = [(slice(q_begin, q_end), j) for j in range(3)]
+            shapes = [(self.num_heads, c.head_dim, *rest)] * 3
+        else:
+            view = c.num_kv_heads, per_key + 2, c.head_dim, *rest
+            first = q_begin % per_key if self.num_heads < per_key else 0
+            among = slice(first, first + min(self.num_heads, per_key))
+            keys = slice(kv_begin, kv_end)
+            indices = [(keys, among), (keys, per_key), (keys, per_key + 1)]
+            shapes = [(self.num_kv_heads, among.stop - first, c.head_dim, *rest)]
+            shapes += [(self.num_kv_heads, c.head_dim, *rest)] * 2
+        pieces = [
+            Piece(target.view(shape), index) for target, shape, index in zip(slot.targets, shapes, indices, strict=True)
+        ]
+        return Part((math.prod(view[:3]), *rest), tuple(pieces), view)
+
+    def part_by_heads(self, slot: Slot) -> Part:
+        """As `part`, of a tensor [all heads, rows of the first target, rows of the second, .., inputs]."""
+        heads, rest = slot.heads, slot.targets[0].shape[1:]
+        length, begin, end = self.share("col", heads)
+        pieces, offset = [], 0
+        for target in slot.targets:
+            rows = len(target) // heads
+            at = slice(begin, end), slice(offset, offset + rows)
+            pieces.append(Piece(target.view(heads, rows, *rest), at))
+            offset += rows
+        return Part((length * offset, *rest), tuple(pieces), (length, offset, *rest))
+
+    def stacked_part(self, slot: StackedSlot) -> Part:
+        """As `part`, of a tensor for all experts."""
+        parts, halves, pieces = len(slot.words), slot.target.chunk(len(slot.words), dim=1), []
+        dim = 1 if slot.words[0] == "row" else 0  # of an expert's own tensor
+        length, begin, end = self.share(slot.words[0], halves[0].shape[dim + 1])
+        for e in range(len(slot.target)):
+            for j, half in enumerate(halves):
+                index: list[slice | int] = [slot.first + e, *[slice(None)] * (half.ndim - 1)]
+                alternating = slice(parts * begin + j, parts * (end - 1) + j + 1, parts)
+                index[dim + 1] = alternating if slot.interleaved else slice(j * length + begin, j * length + end)
+                pieces.append(Piece(half[e].narrow(dim, 0, end - begin), tuple(index)))
+        shape = [slot.total, *slot.target.shape[1:]]
+        shape[dim + 1] = length * parts
+        if slot.transposed:
+            shape[1:] = shape[:0:-1]
+        return Part(tuple(shape), tuple(pieces), transposed=slot.transposed, instead_of=slot.instead_of)
+
+
+def check_division(config: ModelConfig, group: Group) -> None:
+    """Check that the ranks of a group can each hold a share of every weight.
+
+    Raises:
+        ValueError: names what cannot be divided.
+    """
+    size, e, ranks = group.size, config.experts, group.experts
+    if ranks and not e:
+        raise ValueError(f"enable_expert_parallel is True; {config.architecture} has no experts, so it must be False")
+    if ranks and e and e.count < ranks.size * ranks.most:
+        raise ValueError(
+            f"tensor_parallel_size is {size}, and there may be {ranks.most} engines; with enable_expert_parallel there "
+            f"may be no more ranks in all than the model has experts, {e.count}"
+        )
+    counts = [("num_attention_heads", config.num_heads)]
+    if config.delta:
+        counts.append(("linear_num_key_heads", config.delta.key_heads))
+    if not all(config.expert_layers) or (config.row.routing and config.row.routing.beside):
+        counts.append(("intermediate_size", config.intermediate_size))
+    if e:
+        counts += [("experts' intermediate size", e.size)] * (group.experts is None)
+        counts.append(("shared expert's intermediate size", e.shared_size))
+    for name, count in counts:
+        if count % size:
+            raise ValueError(f"tensor_parallel_size is {size}; it must divide the model's {name}, {count}")
+    for count, _ in config.kv_shapes:
+        if count % size and size % count:
+            raise ValueError(
+                f"tensor_parallel_size is {size}; it must divide the model's num_key_value_heads, {count}, or be a "
+                "multiple of it"
+            )
