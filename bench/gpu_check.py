@@ -59,8 +59,8 @@ TINY = QWEN3_06B | {
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 200, "max_position_embeddings": 128,
 }  # fmt: skip
 KERNEL_TESTS = (
-    "test_kernels.py", "test_kernels_sampling.py", "test_matmul.py", "test_expert_kernels.py", "test_latent.py",
-    "test_delta.py", "test_compile_guard.py",
+    "test_kernels.py", "ops/test_kernels_sampling.py", "ops/test_matmul.py", "ops/test_expert_kernels.py",
+    "ops/test_latent.py", "ops/test_delta.py", "device/test_compile_guard.py",
 )  # fmt: skip
 SHOWN_KERNELS = 14  # of a profile: those that take most of a step
 
@@ -319,7 +319,7 @@ def pytest_rows(arguments: list[str]) -> Iterator[Row]:
         trouble = case.find("failure") if case.find("failure") is not None else case.find("error")
         if trouble is not None:
             bad += 1
-            place = f"tests/{case.get('classname', '').rpartition('.')[2]}.py::{case.get('name')}"
+            place = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
             yield {"test": place, "failure": (trouble.get("message") or trouble.text or "")[:300]}
     counted = {"tests": len(cases), "failed": bad, "skipped": skipped}
     yield counted | {"seconds": round(time.perf_counter() - begun, 1)}

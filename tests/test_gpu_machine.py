@@ -48,8 +48,8 @@ def collect(*options: str, barred: tuple[str, ...] = ()) -> dict[str, list[str]]
 
 def test_a_gpu_runs_no_campaign_no_mutant_and_nothing_interpreted():
     """And a warning of a version that nobody knows is printed there, not an error."""
-    files = ["tests/test_delta.py", "tests/test_mutations.py", "tests/test_compile_guard.py"]
-    found, more = collect("-m", "gpu", *files), collect("-m", "gpu and long", "tests/test_delta.py")
+    files = ["tests/ops/test_delta.py", "tests/test_mutations.py", "tests/device/test_compile_guard.py"]
+    found, more = collect("-m", "gpu", *files), collect("-m", "gpu and long", "tests/ops/test_delta.py")
     names = {name.partition("[")[0].partition("::")[2] for name in found["tests"]}
     assert {"test_delta_rule", "test_warm_up_covers_random_traffic", "test_a_new_shape_is_refused_by_name"} <= names
     assert not names & {"test_the_tests_catch_it", "test_a_rehearsal_launches_what_warm_up_does"}
@@ -58,9 +58,9 @@ def test_a_gpu_runs_no_campaign_no_mutant_and_nothing_interpreted():
 
 
 def test_files_that_need_more_than_is_there_are_skipped():
-    files = ["tests/test_http.py", "tests/test_ranks.py", "tests/test_matmul.py"]
+    files = ["tests/api/test_http.py", "tests/executors/test_ranks.py", "tests/ops/test_matmul.py"]
     found = collect("-m", "gpu", *files, barred=BARRED)["tests"]
-    assert found and all(name.startswith("tests/test_matmul.py") for name in found)
+    assert found and all(name.startswith("tests/ops/test_matmul.py") for name in found)
 
 
 @pytest.mark.parametrize(

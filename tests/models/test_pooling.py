@@ -66,7 +66,7 @@ def checkpoints(tmp_path_factory) -> Path:
     for case in CASES.values():
         case["prompts"] = [[rng.randrange(VOCAB) for _ in range(n)] for n in (1, 7, 41, 100, 1, 64)]
     (folder / "cases.json").write_text(json.dumps(CASES))
-    oracle = Path(__file__).with_name("oracle.py")
+    oracle = Path(__file__).parent.with_name("oracle.py")
     subprocess.run([sys.executable, "-I", oracle, folder / "cases.json", folder], check=True, cwd=folder)
     for name in CASES:
         for file in ("tokenizer.json", "tokenizer_config.json"):

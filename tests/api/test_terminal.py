@@ -27,7 +27,7 @@ from sampling_params import SamplingParams
 from served import Server, eventually, serving
 from server import main
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 ENGINE = ("--device", "cpu", "--dtype", "float32", "--temperature", "0")
 SUM = "What is 23 + 58?"
 

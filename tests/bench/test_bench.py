@@ -29,7 +29,7 @@ from models.read_config import ConfigReader
 from peers import load_llama, load_vllm
 from sampling_params import SamplingParams
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 500}  # fmt: skip
 FAKE = """

@@ -22,7 +22,7 @@ from engine import LLM, SamplingParams
 from model import linear
 from plan import NewRow, StepPlan
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 CHAT = [{"role": "user", "content": "What is 23 + 58?"}]
 
 MULTIPLIED = SimpleNamespace(run=lambda tensors: [cpu_weights.multiply(*tensors)])  # what stands in for the C++ of it

@@ -56,7 +56,7 @@ CASES = {
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     folder = tmp_path_factory.mktemp("routers")
     (folder / "cases.json").write_text(json.dumps(CASES))
-    script, out = Path(__file__).with_name("oracle_experts.py"), folder / "out.safetensors"
+    script, out = Path(__file__).parent.with_name("oracle_experts.py"), folder / "out.safetensors"
     subprocess.run([sys.executable, "-I", script, folder / "cases.json", out], check=True, cwd=folder)
     return load_file(out)
 

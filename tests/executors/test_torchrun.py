@@ -29,7 +29,7 @@ from test_executor import PROMPTS
 from test_survival import Reader, command, engine_of
 from test_worker import SHAPE
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 # Seconds until torchrun has ended: it gives ranks 30 to end before it kills them, and a busy machine takes longer.
 END = 120
 QUESTION = [{"role": "user", "content": "What is 23 + 58?"}]

@@ -22,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from text.vocabularies import QWEN2
 from tokenizer import Tokenizer
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 LINES = [line for name in ("README.md", "docs/kernels.md") for line in (ROOT / name).read_text().split("\n") if line]
 LINES += ["naïve café 日本語 日本 😀😀", "Ünïcödé ﬁne ① ｶﾞ"] * 5
 LETTERS = st.sampled_from("abcdehlorwtTin01    \n\t▁<>x~é日😀①ﬁ,.")

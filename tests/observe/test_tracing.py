@@ -19,7 +19,7 @@ from observe import phases
 from observe.phases import DeviceClock
 from observe.tracing import Trace
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PHASES = ["apply", "prepare_inputs", "model", "logits", "sample", "post_update", "results"]
 

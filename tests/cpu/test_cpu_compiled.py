@@ -34,7 +34,7 @@ from device import startup
 from engine import LLM, SamplingParams
 from oracles import HeadNorm
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 pytestmark = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 

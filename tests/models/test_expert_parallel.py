@@ -52,7 +52,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     uneven = cases["qwen3-moe"]["shape"] | {"num_experts": 7}
     cases["uneven"] = cases["qwen3-moe"] | {"shape": uneven}
     (folder / "cases.json").write_text(json.dumps(cases))
-    oracle = Path(__file__).with_name("oracle.py")
+    oracle = Path(__file__).parent.with_name("oracle.py")
     subprocess.run([sys.executable, "-I", oracle, folder / "cases.json", folder], check=True, cwd=folder)
     return folder
 

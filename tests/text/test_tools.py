@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from text.tools import TOOL_PARSERS, call_grammar, new_reader, tool_parser_of
 
-DATA = json.loads((Path(__file__).parent / "data" / "tool_answers.json").read_text())
+DATA = json.loads((Path(__file__).parent.parent / "data" / "tool_answers.json").read_text())
 TOOLS = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in DATA["tools"].items()]
 OTHER_TOOLS = [{"type": "function", "function": {"name": "ж"}}]
 SPECIAL = frozenset({"</s>", "<|im_end|>", "<tool_call>", "<escape>"}) | {

@@ -58,7 +58,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for case in CASES.values():
         case |= {"new": NEW, "prompts": [[rng.randrange(99) for _ in range(n)] for n in (1, 7, 41)]}
     (folder / "cases.json").write_text(json.dumps(CASES))
-    oracle = Path(__file__).with_name("oracle.py")
+    oracle = Path(__file__).parent.with_name("oracle.py")
     subprocess.run([sys.executable, "-I", oracle, folder / "cases.json", folder], check=True, cwd=folder)
     return folder
 

@@ -48,7 +48,7 @@ from observe.logs import memory_note
 from parallel import Group, Pipeline
 from plan import NewRow, StepPlan
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 SHAPE = {
     "architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 97, "hidden_size": 64,
     "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,

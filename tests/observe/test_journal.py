@@ -157,7 +157,7 @@ def test_an_engine_writes_one_and_the_command_line_replays_it(make_llm, tmp_path
     for _ in range(2):
         llm.generate([[5 + i] * 30 for i in range(30)], SamplingParams(max_tokens=40, seed=1), use_tqdm=False)
         llm.core.reset_prefix_cache()  # a replay that missed it would find what the second round did not
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parent.parent.parent
     run = subprocess.run(
         [sys.executable, "-m", "observe.journal", path], cwd=root, capture_output=True, text=True, check=True
     )

@@ -163,7 +163,7 @@ os.kill(os.getpid(), 9)
 def test_a_script_without_a_guard_has_a_sandbox_which_ends_with_it(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
     done = subprocess.run([sys.executable, path, DEMO], env=env, capture_output=True, text=True, timeout=120)
     length, pid = map(int, done.stdout.split())
     assert length == 4

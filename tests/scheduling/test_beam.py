@@ -300,7 +300,7 @@ def checkpoints(tmp_path_factory) -> Path:
         case |= {"new": NEW, "prompts": [[rng.randrange(vocab) for _ in range(n)] for n in (1, 7, 23)]}
         case["beams"] = [{"max_new_tokens": NEW} | arguments for arguments in BEAMS]
     (folder / "cases.json").write_text(json.dumps(CASES))
-    oracle = Path(__file__).with_name("oracle.py")
+    oracle = Path(__file__).parent.with_name("oracle.py")
     subprocess.run([sys.executable, "-I", oracle, folder / "cases.json", folder], check=True, cwd=folder)
     return folder
 

@@ -15,7 +15,7 @@ from api.options import ServerConfig
 from config import EngineConfig
 from server import COMMANDS, main
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 def read(*argv: str) -> tuple[EngineConfig, ServerConfig]:

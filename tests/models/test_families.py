@@ -195,7 +195,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for each in CASES.values():
         each |= {"new": NEW, "prompts": [[rng.randrange(1, 99) for _ in range(n)] for n in (7, 41)], "generated": [1]}
     (folder / "cases.json").write_text(json.dumps(CASES))
-    oracle = Path(__file__).with_name("oracle.py")
+    oracle = Path(__file__).parent.with_name("oracle.py")
     subprocess.run([sys.executable, "-I", oracle, folder / "cases.json", folder], check=True, cwd=folder)
     return folder
 
