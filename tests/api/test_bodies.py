@@ -210,7 +210,7 @@ def test_many_long_prompts_do_not_hold_up_the_engines_steps() -> None:
         admit=lambda: None,
         tell=Outputs,
         step=step,
-        check_workers=lambda: None,
+        workers=SimpleNamespace(check=lambda: None),
     )
     address, listener = socket.socketpair()
     serving_end = EngineServer(core, listener)

@@ -183,7 +183,10 @@ def test_greedy_rows_that_come_one_by_one_need_no_logits(monkeypatch, params, fo
 
 
 def test_rows_whose_log_probabilities_are_wanted_are_not_only_greedy():
-    state, head = BatchState(4, 64, 4, 16, 1000, "cpu"), cpu_weights.GreedyHead(torch.eye(32).bfloat16())
+    state, head = (
+        BatchState(4, 64, 4, 16, 1000, "cpu", writes=cpu_weights.DirectWrites),
+        cpu_weights.GreedyHead(torch.eye(32).bfloat16()),
+    )
     row = NewRow(slot=0, token_ids=[5, 6], blocks=[[0]])
     changed = {"num_logprobs": 0}, {"temperature": 0.5}, {"logit_bias": {3: 1.0}}
     others = [dataclasses.replace(row, slot=slot, **fields) for slot, fields in enumerate(changed, 1)]
@@ -238,7 +241,7 @@ def test_float32_stays_close_after_packing():
 
 def test_auto_dtype_is_one_that_the_cpu_is_fast_with(monkeypatch):
     for native, wanted in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(cpu_weights, "has_bfloat16", lambda native=native: native)
+        monkeypatch.setattr(machine, "has_bfloat16", lambda native=native: native)
         assert pick_dtype("auto", "bfloat16", "cpu") == pick_dtype("auto", "float16", "cpu") == wanted
         assert pick_dtype("auto", "float32", "cpu") == torch.float32
         assert pick_dtype("float16", "bfloat16", "cpu") == torch.float16
@@ -253,9 +256,9 @@ def test_auto_dtype_is_one_that_the_cpu_is_fast_with(monkeypatch):
 def test_threads_are_as_many_as_asked_for_or_as_there_are_cores(asked, cores, spare, ranks, wanted):
     if len(os.sched_getaffinity(0)) < cores:
         pytest.skip(f"needs {cores} cores")
-    code = f"""import os, cpu, torch
+    code = f"""import os, torch; from cpu import machine
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{cores}])
-cpu.settle({asked}, {spare}, {ranks})
+machine.settle({asked}, {spare}, {ranks})
 print(torch.get_num_threads())"""
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == str(wanted)
@@ -267,8 +270,8 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mine: str, files: di
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "mine").write_text(mine)
-    monkeypatch.setattr(cpu_weights, "CGROUPS", tmp_path)
-    monkeypatch.setattr(cpu_weights, "MINE", tmp_path / "mine")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "MINE", tmp_path / "mine")
 
 
 STAT = "anon 1\nactive_file 300\ninactive_file 20\ntotal_active_file 4000\ntotal_inactive_file 200\n"
@@ -309,7 +312,7 @@ def test_memory_is_the_containers(tmp_path, monkeypatch, mine, files, wanted):
 )  # fmt: skip
 def test_cores_are_the_containers(tmp_path, monkeypatch, mine, files, wanted):
     cgroup(tmp_path, monkeypatch, mine, files)
-    monkeypatch.setattr(cpu_weights.psutil.Process, "cpu_affinity", lambda process: range(8))
+    monkeypatch.setattr(machine.psutil.Process, "cpu_affinity", lambda process: range(8))
     assert machine.available_cores() == wanted
 
 
@@ -326,7 +329,7 @@ llm = LLM("demo", dtype="float32", device="cpu", threads=1)
 weight = llm.core.executor.worker.model.layers[0].attention.qkv
 
 import torch
-import cpu
+from cpu.weights import PackedLinear
 
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Info
@@ -336,7 +339,7 @@ def used(begin, end):
         weight(torch.zeros(rows, 192), None)
     return libc.mallinfo2().used
 
-if type(weight) is cpu.PackedLinear:
+if type(weight) is PackedLinear:
     first = used(1, 300)
     print((used(300, 700) - first) / 2**20)
 """

@@ -138,7 +138,8 @@ def test_what_a_killed_process_leaves_is_swept_and_what_is_at_work_stays(monkeyp
     Builder(1)
     home = tmp_path / "manta" / "compiled"
     assert [path.stat().st_mode & 0o777 for path in (home, home.parent, home.parent / "headers")] == [0o700] * 3
-    code = "import cpu_compiled as c, time\nwith c.workplace() as path:\n print(path, flush=True)\n time.sleep(60)"
+    code = "import time; from cpu import compiled\nwith compiled.workplace() as path:\n print(path, flush=True)\n"
+    code += " time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         path = Path(process.stdout.readline().strip())
         Builder(1)
@@ -174,14 +175,14 @@ def test_without_a_compiler_the_operators_serve_and_one_line_says_why(monkeypatc
 
 
 def test_looking_for_a_compiler_leaves_nothing(tmp_path):
-    code = "import cpu_compiled; print(cpu_compiled.has_compiler())"
+    code = "from cpu import compiled; print(compiled.has_compiler())"
     env = {name: value for name, value in os.environ.items() if name != INDUCTOR_FOLDER} | {"TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout == "True\n" and not list(tmp_path.iterdir())
 
 
 def test_the_compiling_process_ends_with_its_parent(tmp_path):
-    code = "import cpu_compiled as c\nb = c.Builder(1)\nb.ask(c.multiply_job())\nb.threads[0].join()"
+    code = "from cpu import compiled as c\nb = c.Builder(1)\nb.ask(c.multiply_job())\nb.threads[0].join()"
     parent = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     )

@@ -77,7 +77,7 @@ def test_what_goes_to_the_console_comes_bare() -> None:
 @pytest.mark.parametrize("name", [None, "manta"])
 def test_what_cannot_be_said_ends_nothing(before: str, name: str | None) -> None:
     code = (
-        f"import logging, os, sys, logs\n{before}\nlogs.set_up('info', 'text', {name!r})\n"
+        f"import logging, os, sys; from observe import logs\n{before}\nlogs.set_up('info', 'text', {name!r})\n"
         "for text in ('a' * 10**6, 'b'):\n    logs.logger.info(text)\n    logging.getLogger('other').error(text)\n"
         "print('goes on')"
     )
@@ -90,7 +90,7 @@ def test_what_cannot_be_said_ends_nothing(before: str, name: str | None) -> None
 
 def test_a_script_that_has_set_up_logging_gets_what_is_said_its_own_way() -> None:
     code = (
-        "import logging, sys, logs\n{}\nlogs.set_up('info', 'text', 'manta')\n"
+        "import logging, sys; from observe import logs\n{}\nlogs.set_up('info', 'text', 'manta')\n"
         "logs.logger.info('a')\nlogs.logger.debug('b')\nlogging.getLogger('other').warning('c')"
     )
     for before, lines in (

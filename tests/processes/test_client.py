@@ -510,7 +510,7 @@ def test_whether_an_engine_runs(served, llm):
     assert not client.dp_engines_running()
     assert client.collective_rpc("block_bytes") == llm.collective_rpc("block_bytes")
     for each in (asked, other):
-        assert each.collective_rpc("block_bytes") == served[0].collective_rpc("block_bytes")
+        assert each.collective_rpc("block_bytes") == served[0].workers.collective_rpc("block_bytes")
         each.shutdown()
 
 

@@ -330,7 +330,7 @@ def test_a_child_that_cannot_start_is_tried_less_and_less_often(tmp_path: Path, 
 
 def test_a_child_that_does_not_reach_its_parent_goes_on(tmp_path: Path) -> None:
     """A parent that is stopped reads no heartbeats, and the pipe gets full."""
-    made = child(tmp_path, "import processes; processes.LOOK = 1e-6; parent.ready({}); time.sleep(1000)")
+    made = child(tmp_path, "from processes import child; child.LOOK = 1e-6; parent.ready({}); time.sleep(1000)")
     made.wait()
     time.sleep(2)
     made.check()

@@ -284,6 +284,7 @@ def test_a_panic_of_the_library_is_an_error_of_the_request(grammars, constraint,
     monkeypatch.setattr("scheduling.grammar.mask_of", fail)
     c.advance([5])
     assert "deep inside" in c.error
+    monkeypatch.setattr("scheduling.sandbox.mask_of", fail)
     with pytest.raises(ValueError, match="cannot be compiled: deep inside"):
         grammars.compile(StructuredOutputsParams(regex="ab")).result()
 
