@@ -30,6 +30,7 @@ if sys.platform == "win32":  # gunicorn could not even be imported
     sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: Windows has no fork; use WSL, or LLM of engine.py\n")
     sys.exit(2)
 
+import gevent
 from flask import Flask, Response, g, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
@@ -39,6 +40,7 @@ from api.fields import ApiError, Face
 from api.flags import OptionParser, from_flags, split_command
 from api.gunicorn_loop import Gunicorn, with_response
 from api.http import (
+    Refusals,
     RootPath,
     allow_origin,
     api_error,
@@ -119,6 +121,7 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
     metrics_keys = [config.metrics_key.encode()] if config.metrics_key else keys
     local = not keys and is_loopback(address or config.host)  # who reaches it needs no key, and so may read everything
     hosts = (*config.allowed_hosts, config.host.lower())
+    refusals = Refusals()
 
     @app.before_request
     def allow_preflight() -> Response | None:
@@ -181,6 +184,10 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
         if isinstance(error, HTTPException):
             error = ApiError(error.code or 500, http_message(error, config))
         answer = api_error(error)
+        if len(keys) > 1 and answer.status < 500:
+            if "body" in g:
+                g.body.close()
+            gevent.sleep(refusals.wait(g.client, time.monotonic() - g.begun))
         g.error = str(answer)
         face = face_of()
         response = reply(face.error_body(answer) if face and face.error_body else answer.body(), answer.status)
