@@ -112,16 +112,28 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
 
     `address` is the one that the server listens on (default: `ServerConfig.host`).
     """
-    app, config, board = Flask("manta", static_folder=None), api.config, api.board
+    app, config = Flask("manta", static_folder=None), api.config
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes + 1  # a chunked body is cut there: one byte too many tells
     app.url_map.merge_slashes = False  # a redirect to the right spelling would be an HTML page
     app.url_map.strict_slashes = False  # some clients ask for /v1/models/
     add_routes(app, api)
+    guard(app, api, address or config.host)
+    answer_errors(app, config)
+    tell_of_requests(app, config, spans)
+    app.extensions["spans"] = spans
+    app.wsgi_app = with_response(app.wsgi_app)  # type: ignore[method-assign]
+    if config.root_path:
+        app.wsgi_app = RootPath(app.wsgi_app, config.root_path)  # type: ignore[method-assign]
+    return app
+
+
+def guard(app: Flask, api: Api, address: str) -> None:
+    """Say who may send a request to a server that listens on this address, and when."""
+    config, board = api.config, api.board
     keys = [key.encode() for key in config.api_key]
     metrics_keys = [config.metrics_key.encode()] if config.metrics_key else keys
-    local = not keys and is_loopback(address or config.host)  # who reaches it needs no key, and so may read everything
+    local = not keys and is_loopback(address)  # who reaches it needs no key, and so may read everything
     hosts = (*config.allowed_hosts, config.host.lower())
-    refusals = Refusals()
 
     @app.before_request
     def allow_preflight() -> Response | None:
@@ -149,10 +161,39 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
         if board.draining and (request.method == "POST" or request.endpoint in ("health", "live")):
             raise ApiError(503, "the server is shutting down")
 
+
+def answer_errors(app: Flask, config: ServerConfig) -> None:
+    """Say what becomes of an error, and of the body of the request."""
+    several, refusals = len(config.api_key) > 1, Refusals()
+
     @app.teardown_request
     def release_body(error: BaseException | None) -> None:
         if "body" in g:
             g.body.close()
+
+    @app.errorhandler(Exception)
+    def refuse(error: Exception) -> Response:
+        if isinstance(error, ClientGone):
+            return Response(status=499)  # nginx's number for it; nobody reads it
+        headers = {}
+        if isinstance(error, MethodNotAllowed):
+            headers["Allow"] = ", ".join(sorted(error.valid_methods or ()))
+        if isinstance(error, HTTPException):
+            error = ApiError(error.code or 500, http_message(error, config))
+        answer = api_error(error)
+        if several and answer.status < 500:
+            if "body" in g:
+                g.body.close()
+            gevent.sleep(refusals.wait(g.client, time.monotonic() - g.begun))
+        g.error = str(answer)
+        face = face_of()
+        response = reply(face.error_body(answer) if face and face.error_body else answer.body(), answer.status)
+        response.headers.update(headers | STATUS_HEADERS.get(answer.status, {}))
+        return response
+
+
+def tell_of_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> None:
+    """Name each request, in its reply and in the log."""
 
     @app.after_request
     def name_request(response: Response) -> Response:
@@ -173,32 +214,6 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
 
         response.call_on_close(tell)  # and not now, when a stream has no end yet
         return allow_origin(response, config)
-
-    @app.errorhandler(Exception)
-    def refuse(error: Exception) -> Response:
-        if isinstance(error, ClientGone):
-            return Response(status=499)  # nginx's number for it; nobody reads it
-        headers = {}
-        if isinstance(error, MethodNotAllowed):
-            headers["Allow"] = ", ".join(sorted(error.valid_methods or ()))
-        if isinstance(error, HTTPException):
-            error = ApiError(error.code or 500, http_message(error, config))
-        answer = api_error(error)
-        if len(keys) > 1 and answer.status < 500:
-            if "body" in g:
-                g.body.close()
-            gevent.sleep(refusals.wait(g.client, time.monotonic() - g.begun))
-        g.error = str(answer)
-        face = face_of()
-        response = reply(face.error_body(answer) if face and face.error_body else answer.body(), answer.status)
-        response.headers.update(headers | STATUS_HEADERS.get(answer.status, {}))
-        return response
-
-    app.extensions["spans"] = spans
-    app.wsgi_app = with_response(app.wsgi_app)  # type: ignore[method-assign]
-    if config.root_path:
-        app.wsgi_app = RootPath(app.wsgi_app, config.root_path)  # type: ignore[method-assign]
-    return app
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
