@@ -164,7 +164,7 @@ def guard(app: Flask, api: Api, address: str) -> None:
 
 def answer_errors(app: Flask, config: ServerConfig) -> None:
     """Say what becomes of an error, and of the body of the request."""
-    several, refusals = len(config.api_key) > 1, Refusals()
+    several, refusals = len(set(config.api_key)) > 1, Refusals()
 
     @app.teardown_request
     def release_body(error: BaseException | None) -> None:
