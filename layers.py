@@ -92,7 +92,9 @@ class Norm:
 
     def __init__(self, c: ModelConfig, ops: ModuleType, size: int, new: New):
         row = c.row
-        self.ops, self.eps, self.layer, self.offset = ops, c.norm_eps, row.norm == "layer", row.unit_offset
+        self.ops, self.eps = ops, c.norm_eps
+        self.layer = row.norm == "layer"
+        self.offset = row.unit_offset
         self.weight = new(size, dtype=torch.float32 if row.unit_offset else None)
         self.bias = new(size) if row.norm_bias else None
 
@@ -126,13 +128,16 @@ class Attention:
 
     def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, heads: int, new: New):
         row, (all_kv_heads, dim) = c.row, c.kv_shapes[i]
-        self.config, self.ops, self.group, self.i, self.row = c, ops, group, i, row
+        self.config, self.row, self.i = c, row, i
+        self.ops, self.group = ops, group
         # With fewer KV heads than ranks, neighbouring ranks hold the same one.
         self.copies, self.all_kv_heads, self.dim = max(1, group.size // all_kv_heads), all_kv_heads, dim
         self.stores = c.kv_sources[i] == i  # else there is q alone, and k and v are another layer's
         kv_heads = max(1, all_kv_heads // group.size) if self.stores else 0
         self.sizes = q_size, kv_size, _ = heads * dim, kv_heads * dim, kv_heads * dim
-        self.heads, self.kv_heads, self.rope, self.width = heads, kv_heads, c.layer_ropes[i], q_size  # of `attend`
+        self.heads, self.kv_heads = heads, kv_heads
+        self.rope = c.layer_ropes[i]
+        self.width = q_size  # of what `attend` returns
         self.kind, self.place = c.layout(group.size, group.pipeline.layers).places[i]
         self.qkv = new(q_size + 2 * kv_size, c.hidden_size)
         self.qkv_bias = new(q_size + 2 * kv_size) if row.qkv_bias else None
@@ -248,7 +253,9 @@ class Attention:
         """The heads' results [T, heads * dim]. Rows of one token and longer rows have different kernels."""
         batch, c, window = step.batch, self.config, self.config.windows[self.i]
         kv = step.pool[self.kind][self.place]
-        n, parts, more, chunked = batch.num_decodes, [], (c.soft_cap, self.sinks), self.row.chunked and window > 0
+        n, parts = batch.num_decodes, []
+        more = (c.soft_cap, self.sinks)
+        chunked = self.row.chunked and window > 0
         few, rest = (q, None) if n == q.shape[0] else q.split_with_sizes((n, q.shape[0] - n))
         if n > 0:
             parts.append(self.ops.attention_decode(few, kv, step.plans[self.kind], c.scale, *more))
@@ -271,7 +278,8 @@ class Mlp:
 
     def __init__(self, c: ModelConfig, ops: ModuleType, size: int, new: New, root: str = ""):
         row = c.row
-        self.ops, self.row, self.activation, self.root = ops, row, c.activation, root
+        self.ops, self.row = ops, row
+        self.activation, self.root = c.activation, root
         self.gate_up = new(2 * size if row.gated else size, c.hidden_size)
         self.gate_up_bias = new(len(self.gate_up)) if row.mlp_bias else None
         self.down = new(c.hidden_size, size)
