@@ -65,9 +65,9 @@ from model_config import ModelConfig
 from models.hub import find_model
 from observe.logs import console, set_up
 from processes.child import Board, listen
-from processes.client import Suspects
 from processes.fleet import check_engines, follow_server, launch
 from processes.hosts import read_secret
+from processes.suspects import Suspects
 from tokenizer import Tokenizer
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")

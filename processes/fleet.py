@@ -24,12 +24,13 @@ from executors.choose import visible_gpus
 from model_config import ModelConfig
 from observe.logs import console, logger
 from processes.child import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, listen, watch_over
-from processes.client import BackgroundResources, MPClient, Suspects
+from processes.client import BackgroundResources, MPClient
 from processes.coordinator import CoordinatorProcess
 from processes.engine_process import EngineProcess, sizes_of
 from processes.hosts import FACTS, GateProcess, listed, place_of, read_secret, serve_headless
 from processes.ray_hosts import Launcher
 from processes.routing import DPClient, Router
+from processes.suspects import Suspects
 
 IDLE_BEATS = 3  # heartbeats in a row by which an engine that drains is done; each client looks oftener than it beats
 

@@ -21,12 +21,12 @@ from processes.client import (
     EngineDeadError,
     MPClient,
     Stream,
-    Suspects,
     fixed_size,
     weakly,
 )
 from processes.coordinator import INTERVAL
 from processes.messages import Loads, Routed, Subscribe
+from processes.suspects import Suspects
 from sequence import chain
 
 WAITING = 4  # running requests that one that waits counts as (vLLM's weight)

@@ -33,7 +33,6 @@ from processes.client import (
     InprocClient,
     MPClient,
     Stream,
-    Suspects,
     connect,
     read_frames,
     to_frame,
@@ -41,6 +40,7 @@ from processes.client import (
 from processes.engine_process import EngineServer
 from processes.fleet import FleetClient
 from processes.routing import DPClient, Router
+from processes.suspects import Suspects
 from ring import STALL, Codec
 from served import ROOT, eventually
 
