@@ -30,7 +30,7 @@ import numpy as np
 
 from config import EngineConfig
 from plan import StepPlan, StepResult
-from processes.client import ACCEPTED, connect, read_frames, to_frame
+from processes.connection import ACCEPTED, connect, read_frames, to_frame
 from processes.coordinator import INTERVAL, CoordinatorProcess
 from processes.messages import Load, Loads, Subscribe
 from processes.routing import Router

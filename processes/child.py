@@ -35,7 +35,7 @@ from config import run_file
 from executor import is_stopped
 from observe.logs import logger
 from plan import Health
-from processes.client import ACCEPTED, accept, limit_sends, read_frames, to_frame
+from processes.connection import ACCEPTED, accept, limit_sends, read_frames, to_frame
 from processes.messages import Message
 from ring import STALL, Codec, Watchdog
 

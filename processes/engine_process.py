@@ -23,7 +23,8 @@ from executors.torchrun import ExternalExecutor
 from observe.logs import console, logger, set_up, start_log
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Met, Outputs, Reply
 from processes.child import Child, FrameServer, ParentPipe
-from processes.client import AFTER_ALL, Connection
+from processes.client import AFTER_ALL
+from processes.connection import Connection
 from processes.lockstep import Lockstep, Peers
 from processes.messages import Load, Message, Wave
 from ring import BEAT

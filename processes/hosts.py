@@ -38,7 +38,7 @@ from config import PROG, VERSION, EngineConfig, weights_in
 from executor import name_process
 from observe.logs import Repeated, console, logger, set_up
 from processes.child import Child, ParentPipe
-from processes.client import ACCEPTED, accept, to_frame
+from processes.connection import ACCEPTED, accept, to_frame
 from processes.messages import Attach, Dial, Join, Joined, Message, Ready
 from ring import Codec
 

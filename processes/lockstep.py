@@ -26,7 +26,7 @@ import queue
 import socket
 
 from plan import Health, Met
-from processes.client import Connection
+from processes.connection import Connection
 from processes.messages import Meet, Wave, WaveReport
 from ring import meeting_place
 

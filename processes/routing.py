@@ -16,7 +16,6 @@ from processes.child import READY, Board
 from processes.client import (
     GONE,
     BackgroundResources,
-    Connection,
     EngineCoreClient,
     EngineDeadError,
     MPClient,
@@ -24,6 +23,7 @@ from processes.client import (
     fixed_size,
     weakly,
 )
+from processes.connection import Connection
 from processes.coordinator import INTERVAL
 from processes.messages import Loads, Routed, Subscribe
 from processes.suspects import Suspects

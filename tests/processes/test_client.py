@@ -25,18 +25,8 @@ from engine import SamplingParams
 from plan import EngineCoreRequest, EngineOutput, Health, Outputs, Reply
 from processes import client as clients
 from processes.child import READY, SEND_TIMEOUT, Board, FrameServer
-from processes.client import (
-    GRACE,
-    BackgroundResources,
-    EngineCoreClient,
-    EngineDeadError,
-    InprocClient,
-    MPClient,
-    Stream,
-    connect,
-    read_frames,
-    to_frame,
-)
+from processes.client import BackgroundResources, EngineCoreClient, EngineDeadError, InprocClient, MPClient, Stream
+from processes.connection import GRACE, connect, read_frames, to_frame
 from processes.engine_process import EngineServer
 from processes.fleet import FleetClient
 from processes.routing import DPClient, Router
@@ -307,10 +297,10 @@ def test_a_client_under_gevent_comes_back_after_it_hung_up():
         from gevent import monkey
         monkey.patch_all()
         import socket, time
-        from processes import child, client
+        from processes import child, connection as connections
         address, listener = socket.socketpair()
         server, lost = child.FrameServer(listener), []
-        connection = client.Connection(address, print, lost=lost.append)
+        connection = connections.Connection(address, print, lost=lost.append)
         assert connection.up.is_set()
         connection._hang_up()
         until = time.monotonic() + 20

@@ -29,7 +29,8 @@ from engine import LLM
 from executors.choose import visible_gpus
 from plan import EngineCoreRequest, Health, Met
 from processes.child import READY, Board
-from processes.client import Connection, EngineDeadError, MPClient, Stream
+from processes.client import EngineDeadError, MPClient, Stream
+from processes.connection import Connection
 from processes.coordinator import IDLE, Coordinator
 from processes.engine_process import EngineServer
 from processes.fleet import check_engines

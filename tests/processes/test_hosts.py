@@ -26,7 +26,8 @@ from engine import LLM
 from plan import Health
 from processes import hosts
 from processes.child import Board, FrameServer
-from processes.client import Connection, MPClient, to_frame
+from processes.client import MPClient
+from processes.connection import Connection, to_frame
 from processes.fleet import Fleet
 from processes.hosts import (
     MAGIC,
