@@ -135,6 +135,7 @@ def free_bytes(start: Start) -> int:
     return start.memory.room(int(total * start.config.gpu_memory_utilization), total - free, start.measured)
 
 
+@torch.inference_mode()
 def profile(start: Start) -> int:
     """Run the largest step once, over a pool of one block; returns the most bytes that torch's allocator reserved
     for it. Those are more than its tensors have, because pieces between them stay free."""

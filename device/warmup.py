@@ -61,6 +61,7 @@ def rehearse(start: Start) -> None:
                 ops.swap_blocks(moved, moved, pairs)
 
 
+@torch.inference_mode()
 def warm_up(start: Start, worker: Worker) -> tuple[float, float, float]:
     """Run every kind of step, so that all kernels are compiled before the first request, and capture graphs.
 
@@ -145,6 +146,7 @@ def warm_up_prompts(start: Start) -> tuple[int, int]:
     return min(start.config.max_num_seqs, tokens // length, 64 // length + 1), length
 
 
+@torch.inference_mode()
 def capture(start: Start, worker: Worker) -> None:
     """Capture a CUDA graph of a decode step for each size that steps are padded to, the largest first.
 

@@ -161,3 +161,16 @@ def test_rows_are_taken_by_their_numbers() -> None:
         sampled.take(None, lambda count: torch.arange(7, 7 + count, dtype=torch.int32))
     assert logits[0].isfinite().all() and logits[1].isfinite().nonzero().flatten().tolist() == [0, 2]
     assert state.token_ids[:, -1].tolist() == [-1, 8]
+
+
+def test_warm_up_runs_steps_as_requests_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In inference mode; else what is timed and captured at start would be another step."""
+    modes, forward = [], Worker.forward
+
+    def seen(self: Worker, *args: Any, **kwargs: Any) -> Any:
+        modes.append(torch.is_inference_mode_enabled())
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Worker, "forward", seen)
+    start(tmp_path, next(iter(CASES)))
+    assert modes and all(modes)
