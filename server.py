@@ -12,13 +12,10 @@ mistake is found before the first byte of the reply, and answered with 400.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import hmac
 import logging
 import os
 import re
-import signal
 import sys
 import time
 import uuid
@@ -37,7 +34,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed
 from api import batch_file, terminal
 from api.faces import FACES
 from api.fields import ApiError, Face
-from api.flags import OptionParser, from_flags, split_command
+from api.flags import OptionParser, split_command
 from api.gunicorn_loop import Gunicorn, with_response
 from api.http import (
     Refusals,
@@ -54,19 +51,15 @@ from api.http import (
 )
 from api.options import ServerConfig, with_all_keys
 from api.paths import paths_of
-from api.reading import check_parsers
 from api.replies import ClientGone, Peer, log_request
 from api.routes import Api, Caller, Events
+from api.start import engines, read_configs, told_in_a_line, with_policy
 from api.telemetry import Spans, check_telemetry
 from config import PROG, EngineConfig
-from executor import name_process
-from executors.torchrun import lead_or_follow
 from model_config import ModelConfig
-from models.hub import find_model
-from observe.logs import console, set_up
+from observe.logs import console
 from processes.child import Board, listen
-from processes.fleet import check_engines, follow_server, launch
-from processes.hosts import read_secret
+from processes.fleet import follow_server, prepare
 from processes.suspects import Suspects
 from tokenizer import Tokenizer
 
@@ -233,40 +226,24 @@ def serve(argv: list[str]) -> None:
         help="only print what takes how much memory, on this machine or on a GPU of so many GiB; no GPU is touched",
     )  # fmt: skip
     flags = parser.read(argv)
-    try:
-        engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
-        set_up(engine_config.log_level, engine_config.log_format)
-        check_parsers(config)
+    with told_in_a_line(parser):
+        engine_config, config = read_configs(flags)
         config = with_all_keys(config, os.environ)
         if config.otlp_traces_endpoint:
             check_telemetry(os.environ)
-        engine_config = with_policy(engine_config, config)
-        check_engines(engine_config)
-        secret = read_secret(engine_config, os.environ)
-        engine_config = find_model(engine_config, weights="plan" not in flags)
-        model_config = ModelConfig.from_folder(engine_config.folder)  # before torch, which takes seconds to load
+        engine_config, secret = prepare(with_policy(engine_config, config), starts="plan" not in flags)
         if "plan" in flags:
             from device.startup import print_plan
 
-            print_plan(engine_config, model_config, flags.plan)
+            print_plan(engine_config, ModelConfig.from_folder(engine_config.folder), flags.plan)
             return
-        if engine_config.distributed_executor_backend == "external_launcher":
-            engine_config = lead_or_follow(engine_config, model_config)
         if engine_config.headless:
             return follow_server(engine_config, secret)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
         listener = listen(config.host, config.port)
         address = listener.getsockname()[0]
-    except ValueError as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:  # models take a while to download
-        sys.exit(128 + signal.SIGINT)
-    name_process("server")
-    names = config.served_model_name or (engine_config.model_name,)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts, which leaves no trace
-    board, running = Board(), contextlib.ExitStack()
-    try:
-        fleet = running.enter_context(launch(engine_config, board, secret))
+    names, board = config.served_model_name or (engine_config.model_name,), Board()
+    with engines("server", engine_config, board, secret) as fleet:
 
         def make_app() -> Flask:
             endpoint = config.otlp_traces_endpoint
@@ -275,18 +252,6 @@ def serve(argv: list[str]) -> None:
             return create_app(Api(client, tokenizer, fleet.facts, config, names, board), spans, address)
 
         Gunicorn(make_app, listener, fleet, board, config).run()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    finally:
-        running.close()
-
-
-def with_policy(engine_config: EngineConfig, config: ServerConfig) -> EngineConfig:
-    """The engine's options, with the policy that `auto` means: `fair` where there are several API keys, else `fcfs`."""
-    policy = engine_config.scheduling_policy
-    if policy == "auto":
-        policy = "fair" if len(set(config.api_key)) > 1 else "fcfs"
-    return dataclasses.replace(engine_config, scheduling_policy=policy)
 
 
 def bench(argv: list[str]) -> None:

@@ -2,7 +2,8 @@
 
     Job         what a request has the engine do, and what a log says of it
     log_request a line for each request that has ended
-    Run         a job that makes texts; `news` runs it, and those made of it shape what came of it
+    Run         a job that makes texts; `news` runs it, and its subclasses shape the reply
+    AnswerRun   a run with one answer, whose reply is its blocks
 
 A stream and a reply in one piece come out of the same iterator, `Run.news`.
 """
@@ -25,7 +26,7 @@ import msgspec
 from api.checks import in_parts
 from api.fields import ApiError, without_folders
 from api.logprobs import TOKENS_AT_ONCE
-from api.reading import Answer, Reading
+from api.reading import CONTENT, Answer, Block, Piece, Reading
 from observe.logs import logger
 from outputs import Choices, Vector
 from plan import EngineCoreRequest, EngineOutput
@@ -43,13 +44,7 @@ NESTED = 4  # lists and objects within each other, down to the longest lists of 
 
 
 class Peer(NamedTuple):
-    """The HTTP client at the other end of a connection.
-
-    Attributes:
-        sock: the connection.
-        probe: writes what clients pass over; raises OSError where nobody reads, returns False if there is nothing to
-            write. None where there never is.
-    """
+    """The HTTP client at the other end of a connection; for `probe` see `NamelessResponse.probe`."""
 
     sock: socket.socket
     probe: Callable[[], bool] | None = None
@@ -75,13 +70,7 @@ def unquoted(error: str) -> str:
 
 
 class Job:
-    """What an HTTP request has the engine do, for which each prompt is one request.
-
-    Args:
-        id: of the reply.
-        fields: of the request.
-        requests: one for each prompt.
-    """
+    """What an HTTP request with these fields has the engine do: a request for each prompt. The reply has this `id`."""
 
     def __init__(self, id: str, fields: dict[str, Any], requests: Sequence[Choices | Vector]):
         self.id, self.fields, self.requests = id, fields, requests
@@ -93,13 +82,18 @@ class Job:
         queued = [seconds for each in metrics if (seconds := each.time_in_queue) is not None]
         return {
             "id": self.id, "model": self.fields["model"], "stream": bool(self.fields.get("stream")),
-            "n": self.requests[0].params.n,
-            "prompt_tokens": sum(len(asked.prompt_token_ids) for asked in self.requests),
-            "cached_tokens": sum(each.num_cached_tokens for each in metrics),
-            "output_tokens": sum(asked.num_generated for asked in self.requests),
+            "n": self.requests[0].params.n, **self.counts(),
             "queue_seconds": round(max(queued), 4) if queued else None,
             "first_token_seconds": round(min(firsts) - begun, 4) if firsts else None,
         }  # fmt: skip
+
+    def counts(self) -> dict[str, int]:
+        """The tokens of its prompts, how many of these were cached, and the tokens of its answers."""
+        return {
+            "prompt_tokens": sum(len(asked.prompt_token_ids) for asked in self.requests),
+            "cached_tokens": sum(asked.metrics.num_cached_tokens for asked in self.requests),
+            "output_tokens": sum(asked.num_generated for asked in self.requests),
+        }
 
     @property
     def error(self) -> str:
@@ -133,7 +127,7 @@ def log_request(
         status: of the reply.
         begun: when it came, in seconds of `time.monotonic()`.
         job: what the engine did for it.
-        error: what was wrong, if the reply says so.
+        error: the reply's message if it is an error.
         level: of the record.
     """
     if not logger.isEnabledFor(level):
@@ -160,7 +154,7 @@ def log_request(
 
 
 class Run(Job):
-    """A job that makes texts. What its reply looks like is for those that are made of it; see `api/choices.py`.
+    """A job that makes texts. Its subclasses make the reply; see `api/choices.py`.
 
     Args:
         name: is a part of the reply's id, and of those that the engine knows the prompts by.
@@ -169,10 +163,7 @@ class Run(Job):
         prompts: (text or None, token ids) of each.
         params: one for each prompt.
         tokenizer: of the model.
-        reading: how the answers are read.
-
-    Attributes:
-        answers: what each of the answers that are drawn turns out to be.
+        reading: how the answers are read; None if they are nothing but content.
     """
 
     prefix: ClassVar[str]  # of the reply's id
@@ -200,12 +191,9 @@ class Run(Job):
         self.answers = {drawn: Answer(drawn, reading) for asked in self.requests for drawn in asked.drawn}
 
     def news(self, client: EngineClient, peer: Peer | None, timeout: float) -> News:
-        """Run all prompts; yields what is new (it may be no text) until all are done. See `run_requests`.
-
-        A request for no tokens and no log-probabilities asks nothing of the engine.
-        """
+        """Run all prompts; yields what is new (it may be no text) until all are done. See `run_requests`."""
         scores = self.top is not None or self.fields["prompt_logprobs"] is not None
-        if self.requests[0].params.max_tokens == 0 and not scores:
+        if self.requests[0].params.max_tokens == 0 and not scores:  # this asks nothing of the engine
             yield from self._echoes(client)
             return
         for i, index, new in run_requests(self.requests, self.fields, self.owner, client, peer, timeout):
@@ -220,7 +208,7 @@ class Run(Job):
         raise NotImplementedError
 
     def _echoes(self, client: EngineClient) -> News:
-        """The news of answers that nobody has to draw, because they have no tokens."""
+        """The news of answers that have no tokens."""
         for i, asked in enumerate(self.requests):
             for index in range(len(asked.drawn)):
                 ended = EngineOutput(asked.request_id, [], "length", index=index)
@@ -229,17 +217,56 @@ class Run(Job):
                 yield i * self.n + index, ""
 
     def _usage(self) -> dict[str, Any]:
-        prompt = sum(len(asked.prompt_token_ids) for asked in self.requests)
-        completion = sum(asked.num_generated for asked in self.requests)
-        cached = {"cached_tokens": sum(asked.metrics.num_cached_tokens for asked in self.requests)}
-        counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        usage = counts | {"prompt_tokens_details": cached}
+        prompt, cached, completion = self.counts().values()
+        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        usage |= {"prompt_tokens_details": {"cached_tokens": cached}}
         if self.reading and self.reading.reasoning_parser:
             usage["completion_tokens_details"] = {"reasoning_tokens": self._reasoning_tokens()}
         return usage
 
     def _reasoning_tokens(self) -> int:
         return sum(answer.reasoning_tokens for answer in self.answers.values())
+
+
+class AnswerRun(Run):
+    """A run with one answer. Its reply is the answer's blocks, and its stream has them one after the other."""
+
+    def __init__(self, *run: Any):
+        super().__init__(*run)
+        ((self.generation, self.answer),) = self.answers.items()
+
+    def _block(self, at: int) -> Block:
+        """The block at this place. An answer that has none yet is an empty text."""
+        return self.answer.blocks[at] if self.answer.blocks else Block(CONTENT)
+
+    def _blocks(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
+        """The events of all blocks; there is at least one."""
+        latest = -1
+        for _ in news:
+            for piece in self.answer.read():
+                if piece.begins:
+                    if latest >= 0:
+                        yield from self._end(latest)
+                    latest = piece.at
+                    yield from self._begin(latest)
+                if piece.text:
+                    yield self._grow(piece)
+        if latest < 0:
+            latest = 0
+            yield from self._begin(latest)
+        yield from self._end(latest, last=True)
+
+    def _begin(self, at: int) -> Iterator[bytes]:
+        """The events with which the block at this place begins."""
+        raise NotImplementedError
+
+    def _grow(self, piece: Piece) -> bytes:
+        """The event of more text."""
+        raise NotImplementedError
+
+    def _end(self, at: int, last: bool = False) -> Iterator[bytes]:
+        """The events with which a block ends."""
+        raise NotImplementedError
 
 
 def run_requests(
@@ -257,7 +284,7 @@ def run_requests(
         fields: of the HTTP request, for its `cache_salt` and `priority`.
         owner: whose they are.
         client: of the engine. Whatever still runs there when this ends is aborted.
-        peer: the HTTP client, to see whether it is still there; None where there is none.
+        peer: the HTTP client, whose leaving ends this.
         timeout: seconds that all of it may take.
 
     Raises:
@@ -303,7 +330,7 @@ def run_requests(
 
 
 def watch(peer: Peer, stream: Stream) -> None:
-    """Tell `stream` when the client hangs up. This runs in a greenlet of its own, so that nobody polls.
+    """Tell `stream` when the client hangs up. This runs in a greenlet of its own.
 
     A client that has ended what it sends may still read. Only a write can tell: where nobody reads, the next one fails.
     """
@@ -323,12 +350,7 @@ def sse(event: dict[str, Any], long: bool = False) -> bytes:
 
 
 def json_of(value: Any, nested: int = NESTED) -> bytes:
-    """A reply as JSON. One with long lists is encoded in parts, between which others are served.
-
-    Args:
-        value: the reply.
-        nested: how many lists and objects within each other are looked through for long lists.
-    """
+    """A reply as JSON. Long lists in it, at most `nested` deep, are encoded in parts, between which others are served."""
     if isinstance(value, list) and len(value) > TOKENS_AT_ONCE:
         return b"[%b]" % b",".join(msgspec.json.encode(part)[1:-1] for part in in_parts(value, TOKENS_AT_ONCE))
     if not nested or not isinstance(value, list | dict):
