@@ -38,7 +38,6 @@ from api.flags import OptionParser, split_command
 from api.gunicorn_loop import Gunicorn, with_response
 from api.http import (
     Refusals,
-    RootPath,
     allow_origin,
     api_error,
     body_of,
@@ -48,6 +47,7 @@ from api.http import (
     is_preflight,
     reply,
     stream,
+    under_root,
 )
 from api.options import ServerConfig, with_all_keys
 from api.paths import paths_of
@@ -116,7 +116,7 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
     app.extensions["spans"] = spans
     app.wsgi_app = with_response(app.wsgi_app)  # type: ignore[method-assign]
     if config.root_path:
-        app.wsgi_app = RootPath(app.wsgi_app, config.root_path)  # type: ignore[method-assign]
+        app.wsgi_app = under_root(app.wsgi_app, config.root_path)  # type: ignore[method-assign]
     return app
 
 

@@ -2,9 +2,9 @@
 
 The fields of a route become a msgspec struct, which validates its requests and is its schema in /openapi.json. What a
 type cannot say is left to a check of the field's own. A client's mistake is an `ApiError`, which names what arrived and
-what is allowed. What Manta cannot do yet is listed in `NOT_YET` and refused; to switch a feature on, make a field of
-its entry there. What other servers call by another name is in `ELSEWHERE`, and what cannot change an answer is in
-`HARMLESS`. Any other name is a mistake, too.
+what is allowed. `NOT_YET` lists what Manta cannot do yet and refuses; to switch a feature on, make a field of its
+entry. `ELSEWHERE` lists what other servers call by another name, and `HARMLESS` what cannot change an answer. Any other
+name is a mistake.
 
 Here is what several routes have. What one of them has alone is in the file of its face, like `api/chat.py`.
 """
@@ -39,11 +39,7 @@ FOLDERS = re.compile(r"(?<![\w/])/(?:[\w.@+-]+/)+")  # those of an absolute path
 class ApiError(Exception):
     """A reply other than 200; the message names what arrived and what is allowed.
 
-    Args:
-        status: of HTTP.
-        message: for a person.
-        param: the field that is wrong.
-        code: OpenAI's word for the mistake, by which programs know it.
+    `param` is the field that is wrong, and `code` is OpenAI's word for the mistake, by which programs know it.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
@@ -67,7 +63,7 @@ def too_long(limit: int, message: str, param: str | None = None) -> ApiError:
 
 
 def without_folders(message: str) -> str:
-    """What the engine said, for those who need not know where it is installed: of paths only the last part stays."""
+    """The engine's message without the folders of paths, which clients need not know."""
     return FOLDERS.sub("", message)
 
 
@@ -82,7 +78,7 @@ class Field(NamedTuple):
         type: of its value, beside null, which is the same as leaving it out.
         default: its value when left out.
         check: what the type cannot say.
-        about: for those who read the schema.
+        about: what the schema says of it.
     """
 
     name: str
@@ -298,11 +294,11 @@ class Face:
         paths: the first is the one in the schema, the others are those of other servers.
         own: its fields, beside those of `HARMLESS`.
         answer: takes the routes' `Api`, the checked fields and who asks; returns a reply, or its events.
-        needed: fields without which a request says nothing.
+        needed: fields that must be there.
         streams: whether an answer may be a stream.
         not_yet: what its clients may send and it cannot do yet, with the values that change nothing.
-        elsewhere: what its clients may call by another name than it: its own name for that.
-        aliases: the same, but it is then read.
+        elsewhere: other names of its fields, which are refused with its own name.
+        aliases: other names of its fields, which are read.
         ignored: what cannot change the answer, beside `HARMLESS`.
         error_body: what an error looks like; None is OpenAI's.
     """
@@ -321,7 +317,6 @@ class Face:
 
     @cached_property
     def fields(self) -> dict[str, Field]:
-        """All its fields, by name."""
         known = {field.name: field for field in self.own}
         names = [name for name in (*HARMLESS, *self.ignored) if name not in known]
         return known | {name: Field(name, Any, about="Is accepted and changes nothing.") for name in names}
@@ -359,8 +354,8 @@ def read_fields(face: Face, body: dict[str, Any], config: ServerConfig) -> dict[
             if not any(value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in same):
                 words = f"this server cannot do that yet; it takes {json.dumps([None, *same])[1:-1]}"
                 raise refusal(name, value, words, "unsupported_parameter")
-        else:
-            refuse_unknown(name, known.keys() | (face.not_yet.keys() - face.elsewhere.keys()), config)
+        elif not config.allow_unknown_fields:
+            raise unknown_field(name, known.keys() | (face.not_yet.keys() - face.elsewhere.keys()))
     for needed in face.needed:
         if needed not in given:
             raise ApiError(400, f"{needed} is missing", needed, "missing_required_parameter")
@@ -375,16 +370,11 @@ def read_fields(face: Face, body: dict[str, Any], config: ServerConfig) -> dict[
     values = face.defaults()
     for name in given:
         check, value = known[name].check, getattr(request, name)
-        values[name] = value if check is None else run_check(check, name, value, config)
+        try:
+            values[name] = value if check is None else check(value, config)
+        except ValueError as error:
+            raise refusal(name, value, str(error), error.code if isinstance(error, Refusal) else None) from None
     return values
-
-
-def run_check(check: Check, name: str, value: Any, config: ServerConfig) -> Any:
-    """The value that a field's check returns; what it refuses is an `ApiError`."""
-    try:
-        return check(value, config)
-    except ValueError as error:
-        raise refusal(name, value, str(error), error.code if isinstance(error, Refusal) else None) from None
 
 
 def refusal(name: str, value: Any, words: str, code: str | None) -> ApiError:
@@ -410,14 +400,9 @@ def in_words(schema: dict[str, Any]) -> str:
     return kinds[kind]
 
 
-def refuse_unknown(name: str, known: Set[str], config: ServerConfig) -> None:
-    """Refuse a field that is not `known`, with the one that is meant if any is near, unless unknown fields are allowed.
-
-    Raises:
-        ApiError: it is refused.
-    """
-    if not config.allow_unknown_fields:
-        name = name[:64]  # it may be as long as the body
-        near = difflib.get_close_matches(name, known - {*HARMLESS}, 1)
-        hint = f"did you mean {near[0]}?" if near else "--allow-unknown-fields would ignore it"
-        raise ApiError(400, f"the field {name!r} is unknown; {hint}", name, "unknown_parameter")
+def unknown_field(name: str, known: Set[str]) -> ApiError:
+    """The error for a field that is not `known`, with the one that is meant if any is near."""
+    name = name[:64]  # it may be as long as the body
+    near = difflib.get_close_matches(name, known - {*HARMLESS}, 1)
+    hint = f"did you mean {near[0]}?" if near else "--allow-unknown-fields would ignore it"
+    return ApiError(400, f"the field {name!r} is unknown; {hint}", name, "unknown_parameter")

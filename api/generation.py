@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,12 +33,9 @@ def generate(
         fields: with the names of a chat's or of a completion's.
         caller: who asks.
         prompts: of the request.
-        shape: makes a `Run` of what that takes.
+        shape: the reply's `Run`.
         default_max_tokens: of output, where neither the request nor the model says; None leaves it to the context.
-        reading: how the answers are read; None where they are nothing but content.
-
-    Raises:
-        ApiError: the request is refused, or the engine has failed.
+        reading: see `Run`.
     """
     if fields["stream_options"] is not None and not fields["stream"]:
         raise ApiError(400, "stream_options is only for stream: true", "stream_options")
@@ -67,8 +63,7 @@ def params_of(
 ) -> list[SamplingParams]:
     """Sampling parameters for prompts of these lengths; the output is bounded by what they leave of the context.
 
-    What the request does not say is as the model's generation_config.json says. `default` is how many tokens of
-    output the route has at most then; None leaves it to the context.
+    What the request does not say, the model's generation_config.json does; for the tokens of output there is `default`.
     """
     limit = api.facts["max_model_len"]
     field = "max_tokens" if fields["max_completion_tokens"] is None else "max_completion_tokens"
@@ -96,9 +91,10 @@ def params_of(
         given["bad_word_ids"] = api.tokenizer.bad_word_ids(given["bad_words"])
     try:
         given |= reading.params if reading else {"structured_outputs": structure_of(fields)}
-        params = SamplingParams(**given | scores | {"max_tokens": left[0]})
+        given |= scores
+        of_length = {tokens: SamplingParams(**given | {"max_tokens": tokens}) for tokens in dict.fromkeys(left)}
+        params = of_length[left[0]]
         params.check_vocabulary(api.facts["vocab_size"])
-        of_length = {tokens: dataclasses.replace(params, max_tokens=tokens) for tokens in dict.fromkeys(left)}
     except ValueError as error:
         raise ApiError(400, str(error), str(error).partition(" ")[0]) from None
     check_samples(params, len(left), sum(left), fields["stream"], api.config)
@@ -133,12 +129,12 @@ def scores_of(api: Api, fields: dict[str, Any], lengths: list[int]) -> dict[str,
 
 
 def echoes(fields: dict[str, Any]) -> bool:
-    """Whether the answers begin with the prompt, with its log-probabilities; a chat echoes no more than a message."""
+    """Whether the answers begin with the prompt and its log-probabilities; a chat echoes no more than a message."""
     return fields["echo"] and "top_logprobs" not in fields
 
 
 def check_samples(params: SamplingParams, prompts: int, tokens: int, stream: bool, config: ServerConfig) -> None:
-    """Whether so many answers to so many prompts, of so many tokens where each has one answer, are allowed."""
+    """Refuse too many answers to so many prompts, whose answers have so many tokens together where each has one."""
     name = next(name for name in ("beam_width", "best_of", "n") if getattr(params, name) is not None)
     answers, tokens = prompts * params.num_sequences, tokens * params.num_sequences
     if answers > (cap := config.max_choices):

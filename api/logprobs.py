@@ -4,9 +4,8 @@
     EchoedPrompt        a prompt's text and tokens, where a reply gives them back
     completion_logprobs, chat_logprobs, prompt_table    the shapes of OpenAI and vLLM
 
-A long prompt has as many log-probabilities as a hundred answers, so all this is made in parts, between which an API
-process serves its other clients. The tables of the likeliest tokens are JSON as soon as they are made: as objects,
-those of a prompt of 100,000 tokens would take a gigabyte.
+All this is made in parts, between which an API process serves its other clients. The tables of the likeliest tokens are
+JSON as soon as they are made: as objects, those of a prompt of 100,000 tokens would take a gigabyte.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ LOWEST = -9999.0  # is what OpenAI says for minus infinity, which JSON cannot
 
 
 class Token(NamedTuple):
-    """A token as it is told.
+    """A token of a reply.
 
     Attributes:
         id: of the token.
         found: its log-probabilities; None for the first of a prompt.
-        offset: characters of the choice's text that come before the token's own.
+        offset: characters of the choice's text before the token's own.
     """
 
     id: int
@@ -48,13 +47,8 @@ class Tokens:
     """One answer's tokens, of which `take` returns those whose text has gone out since the last time.
 
     Text is held back where it may begin a stop string, and a token may be a part of a character. So the tokens are
-    turned into text a second time, without stop strings, which tells where the text of each begins and ends.
-
-    Args:
-        generation: the answer.
-        prompt_token_ids: before it.
-        tokenizer: of the model.
-        offset: characters of the choice's text that come before the answer's: the prompt's, where it is echoed.
+    turned into text a second time, without stop strings, which tells where the text of each begins and ends. `offset`
+    counts the characters of the choice's text before the answer's: those of the prompt, where it is echoed.
     """
 
     def __init__(self, generation: Generation, prompt_token_ids: list[int], tokenizer: Tokenizer, offset: int = 0):
@@ -67,7 +61,7 @@ class Tokens:
         self._told = 0
 
     def take(self) -> list[Token]:
-        """The tokens whose text is out and that have not been taken; of an answer that is complete, all the others.
+        """The tokens whose text is out and that have not been taken; once the answer is complete, all that are left.
 
         The tokens of a stop string that is not shown begin where the text ends.
         """
@@ -90,13 +84,7 @@ class Tokens:
 
 
 class EchoedPrompt:
-    """A prompt's text and tokens, where a reply gives them back.
-
-    Args:
-        asked: the request.
-        tokenizer: of the model.
-
-    """
+    """A prompt's text and tokens, where a reply gives them back."""
 
     def __init__(self, asked: Choices, tokenizer: Tokenizer):
         self._asked, self._tokenizer = asked, tokenizer
@@ -128,7 +116,7 @@ class EchoedPrompt:
         return "".join(texts), starts
 
     def tokens(self) -> Iterator[Token]:
-        """Each token; the engine must have told the log-probabilities of all but the first."""
+        """Each token. The engine must have scored all but the first."""
         asked, end = self._asked, len(self.text)
         scores = asked.prompt_logprobs
         assert scores is not None and len(scores) == len(asked.prompt_token_ids) - 1, "a prompt is not all scored"
@@ -144,7 +132,7 @@ def added_text(detokenizer: Detokenizer, id: int) -> str:
 
 
 def namer(tokenizer: Tokenizer, as_ids: bool) -> Callable[[int], str]:
-    """How tokens are called in a reply: by their text, in which a part of a character is U+FFFD, or as `token_id:N`."""
+    """What a reply calls a token: its text, in which a part of a character is U+FFFD, or `token_id:N`."""
     return "token_id:{}".format if as_ids else tokenizer.token_text
 
 
@@ -162,10 +150,7 @@ def finite(value: float) -> float:
 def completion_logprobs(tokens: Iterable[Token], top: int, name: Callable[[int], str]) -> dict[str, list[Any]]:
     """The `logprobs` of a completion: lists that have an entry for each token.
 
-    Args:
-        tokens: of the prompt, of the answer, or of both.
-        top: how many of the likeliest tokens there are with each; the token itself comes in addition.
-        name: of a token. If several have the same, the likeliest of them counts.
+    With each are the `top` likeliest tokens and itself, by `name`. If several have the same name, the likeliest counts.
     """
     offsets: list[int] = []
     values: list[float | None] = []
@@ -205,11 +190,7 @@ def chat_logprobs(
 
 
 def prompt_table(asked: Choices, top: int, tokenizer: Tokenizer) -> list[msgspec.Raw | None]:
-    """vLLM's `prompt_logprobs`: for each token an object by token id, of itself and the `top` likeliest at its place.
-
-    The first token has none.
-    """
-
+    """vLLM's `prompt_logprobs`: for each token but the first, the `top` likeliest at its place and itself, by id."""
     assert asked.prompt_logprobs is not None
     tables: list[msgspec.Raw | None] = [None]
     for part in in_parts(list(zip(asked.prompt_token_ids[1:], asked.prompt_logprobs, strict=True)), TOKENS_AT_ONCE):

@@ -28,11 +28,11 @@ class Path(NamedTuple):
         method: of HTTP.
         rule: the path, as Flask writes it.
         name: of the route.
-        about: for those who read the schema.
+        about: what the schema says of it.
         view: takes the routes' `Api` and what the rule catches; returns the response.
-        kind: the content type of what comes back.
-        query: the schemas of what may stand behind the question mark.
-        body: the schemas of the fields of a body, of which the first is required.
+        kind: the content type of the response.
+        query: the schemas of its query parameters.
+        body: the schemas of the fields of a body; the first is required.
     """
 
     method: str
@@ -87,10 +87,7 @@ def replies(error: dict[str, Any], *kinds: str) -> dict[str, Any]:
 
 
 def openapi(root_path: str, others: Sequence[Path]) -> dict[str, Any]:
-    """The schema of all routes, as OpenAPI 3.1 writes it, from the structs that validate requests.
-
-    `root_path` is what stands before the routes, and `others` are those that are no faces.
-    """
+    """The schema of the faces and of `others`, whose paths come after `root_path`, in OpenAPI 3.1."""
     types = [*(face.request for face in FACES), ErrorReply, MessageErrorReply]
     refs, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     error, message_error = refs[-2:]
@@ -107,10 +104,8 @@ def openapi(root_path: str, others: Sequence[Path]) -> dict[str, Any]:
             del fields["properties"][name]["default"]
     for row in others:
         path = re.sub(r"<(?:path:)?(\w+)>", r"{\1}", row.rule)
-        places = [
-            {"name": n, "in": "path", "required": True, "schema": {"type": "string"}}
-            for n in re.findall(r"{(\w+)}", path)
-        ]
+        text = {"in": "path", "required": True, "schema": {"type": "string"}}
+        places = [{"name": name, **text} for name in re.findall(r"{(\w+)}", path)]
         places += [{"name": name, "in": "query", "schema": schema} for name, schema in row.query.items()]
         operation = {"summary": row.about, "parameters": places, "responses": replies(error, row.kind)}
         if row.body:

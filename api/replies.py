@@ -350,7 +350,7 @@ def sse(event: dict[str, Any], long: bool = False) -> bytes:
 
 
 def json_of(value: Any, nested: int = NESTED) -> bytes:
-    """A reply as JSON. Long lists in it, at most `nested` deep, are encoded in parts, between which others are served."""
+    """A reply as JSON. Lists at most `nested` deep are encoded in parts if they are long, and others served between."""
     if isinstance(value, list) and len(value) > TOKENS_AT_ONCE:
         return b"[%b]" % b",".join(msgspec.json.encode(part)[1:-1] for part in in_parts(value, TOKENS_AT_ONCE))
     if not nested or not isinstance(value, list | dict):

@@ -1,7 +1,7 @@
 """Who watches the engine: what `GET /live` sends, a few times a second, and what `GET /metrics` tells Prometheus.
 
-However many watch, each API process asks the engine once for all of them, and only while somebody does. The engine
-answers with what it has at hand (`observe/live.py`); the block map and the JSON are made here, off its loop.
+Each API process asks the engine once for all who watch, and only while somebody does. The engine answers with what it
+has at hand (`observe/live.py`); the block map and the JSON are made here, off its loop.
 """
 
 from __future__ import annotations
@@ -37,30 +37,20 @@ FREE, CACHED, SHARED = 0, -1, -2  # owners of blocks that no request has alone
 
 
 class Viewer:
-    """Somebody who watches.
-
-    Args:
-        client: whose requests it may name.
-    """
+    """Somebody who watches, and may see the ids of this client's requests."""
 
     def __init__(self, client: str):
         self.client = client
         self.unread: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None ends it
 
     def put(self, event: bytes) -> None:
-        """Send an event, or the end to one who reads too slowly."""
+        """Send an event, or the end to a viewer that reads too slowly."""
         if (unread := self.unread.qsize()) <= MOST_UNREAD:
             self.unread.put(event if unread < MOST_UNREAD else None)
 
 
 class Viewers:
-    """All who watch in this process, and the thread that asks for them; gevent makes it a greenlet.
-
-    Args:
-        client: of the engine, or of several.
-        config: how many may watch.
-        board: tells when the server drains.
-    """
+    """All who watch in this process, and the thread that asks for them; gevent makes it a greenlet."""
 
     def __init__(self, client: EngineClient, config: ServerConfig, board: Board):
         self.client, self.config, self.board = client, config, board
@@ -70,11 +60,7 @@ class Viewers:
         self.totals: dict[int, dict[str, int]] = {}  # of each engine's latest answer; see `Recorder.look`
 
     def enter(self, client: str) -> Viewer:
-        """Let somebody watch, until `leave`; see `Viewer`.
-
-        Raises:
-            ApiError: as many watch as may.
-        """
+        """Let somebody watch, until `leave`; an `ApiError` if as many watch as may."""
         viewer, most = Viewer(client), self.config.max_live_viewers
         with self.lock:
             if (watching := len(self.viewers)) >= most:
@@ -133,10 +119,9 @@ class Viewers:
 
 
 def blocks_of(engine: dict[str, Any]) -> list[tuple[int, int]]:
-    """Who owns the blocks of an engine's pool, as runs of (owner, length) in order of block numbers.
+    """The owners of an engine's blocks, as runs of (owner, length) in order of block numbers.
 
-    Args:
-        engine: an answer of `Recorder.look`, of which this takes what the owners are found from.
+    They are made of an answer of `Recorder.look`, from which this takes what nothing else needs.
     """
     owners = [*map(neg, engine.pop("findable"))]  # CACHED, where nobody turns out to hold the block
     for key, block in holdings(*engine.pop("held")):
@@ -148,13 +133,13 @@ def blocks_of(engine: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def holdings(blocks: bytes, counts: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Each key and block of what `live.flat` has made."""
+    """The keys and blocks that `live.flat` has made one text of."""
     keys = chain.from_iterable(repeat(key, count) for key, count in counts)
     return ((key, block) for key, block in zip(keys, array("i", blocks), strict=True) if block >= 0)
 
 
 def named(engine: dict[str, Any], client: str) -> dict[str, Any]:
-    """What a viewer is told of an engine: the ids of replies, of this client's requests only."""
+    """What a viewer is told of an engine: only this client's requests have ids."""
 
     def name(row: dict[str, Any]) -> dict[str, Any]:
         whose, told = row["client"], {field: value for field, value in row.items() if field != "client"}
@@ -167,13 +152,7 @@ def named(engine: dict[str, Any], client: str) -> dict[str, Any]:
 
 
 class EngineCollector(Collector):
-    """What some engines have counted.
-
-    Args:
-        engines: of each, by its rank, what `EngineCore.metrics` returned.
-        prefix: of all names.
-        model_name: a label of all series.
-    """
+    """What engines have counted: by rank, what `EngineCore.metrics` returned. `prefix` begins the names of series."""
 
     def __init__(self, engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str):
         self.engines, self.prefix, self.model_name = engines, prefix, model_name
@@ -205,7 +184,7 @@ def buckets(told: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
 
 
 def exposition(engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str) -> bytes:
-    """The series of `EngineCollector` in Prometheus' text format, whatever else the reader takes.
+    """The series of `EngineCollector` in Prometheus' text format.
 
     In OpenMetrics, prometheus_client (0.26) writes an underscore for the colon of vLLM's names.
     """
