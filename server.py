@@ -69,42 +69,35 @@ STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}
 QUIET = ("health", "metrics", "live", "page", "scaling")
 
 
-def face_of() -> Face | None:
-    """The face that this request is to, by whatever method; None where it is to none that has errors of its own."""
+def face_with_errors() -> Face | None:
+    """The face that this request is to, by whatever method, if it has errors of its own."""
     path = request.path.rstrip("/")
     return next((face for face in FACES if face.error_body and path.endswith(face.paths)), None)
 
 
-def view_of(api: Api, face: Face) -> Callable[[], Response]:
-    """The view of a face: a body comes in, and goes out as JSON or as events."""
-
-    def view() -> Response:
-        body = body_of(api)
-        sock, reply_to = request.environ.get("gunicorn.socket"), request.environ.get("manta.response")
-        peer = Peer(sock, reply_to.probe if reply_to else None) if sock else None
-        caller = g.caller = Caller(g.name, g.client, peer, g.body.close)
-        answer = api.answer(face, body, caller)
-        return stream(answer, api.config) if isinstance(answer, Events) else reply(answer)
-
-    return view
+def answer_face(api: Api, face: Face) -> Response:
+    """Answer this request, which is to a face: a body comes in, and JSON or events go out."""
+    body = body_of(api)
+    sock, reply_to = request.environ.get("gunicorn.socket"), request.environ.get("manta.response")
+    peer = Peer(sock, reply_to.probe if reply_to else None) if sock else None
+    caller = g.caller = Caller(g.name, g.client, peer, g.body.close)
+    answer = api.answer(face, body, caller)
+    return stream(answer, api.config) if isinstance(answer, Events) else reply(answer)
 
 
 def add_routes(app: Flask, api: Api) -> None:
     """Say which function answers which path."""
-    for face in FACES:
-        view = view_of(api, face)
-        for path in face.paths:
-            app.add_url_rule(path, face.name, view, methods=["POST"])
     views: dict[str, Callable[..., Response]] = {}  # several paths may have one
+    for face in FACES:
+        views[face.name] = partial(answer_face, api, face)
+        for path in face.paths:
+            app.add_url_rule(path, face.name, views[face.name], methods=["POST"])
     for row in paths_of(api):
         app.add_url_rule(row.rule, row.name, views.setdefault(row.name, partial(row.view, api)), methods=[row.method])
 
 
 def create_app(api: Api, spans: Spans | None = None, address: str | None = None) -> Flask:
-    """The Flask app around the routes of `api`; `spans` tells of its requests.
-
-    `address` is the one that the server listens on (default: `ServerConfig.host`).
-    """
+    """The Flask app around the routes of `api`; `spans` tells of its requests. It listens on `address`, or its host."""
     app, config = Flask("manta", static_folder=None), api.config
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes + 1  # a chunked body is cut there: one byte too many tells
     app.url_map.merge_slashes = False  # a redirect to the right spelling would be an HTML page
@@ -179,7 +172,7 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
                 g.body.close()
             gevent.sleep(refusals.wait(g.client, time.monotonic() - g.begun))
         g.error = str(answer)
-        face = face_of()
+        face = face_with_errors()
         response = reply(face.error_body(answer) if face and face.error_body else answer.body(), answer.status)
         response.headers.update(headers | STATUS_HEADERS.get(answer.status, {}))
         return response
@@ -193,7 +186,7 @@ def tell_of_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> N
         given = request.headers.get("X-Request-Id", "")
         name = given if REQUEST_ID.fullmatch(given) else g.name
         response.headers["X-Request-Id"] = name
-        if face_of():
+        if face_with_errors():
             response.headers["Request-Id"] = name  # where Anthropic's SDK looks for it
         place, status, begun = (request.method, request.root_path + request.path), response.status_code, g.begun
         client, headers, caller, error = g.client, request.headers, g.get("caller"), g.get("error", "")

@@ -100,7 +100,6 @@ class MessageRun(AnswerRun):
     prefix = "msg_"
 
     def whole(self) -> dict[str, Any]:
-        """The reply in one piece, once `news` has ended."""
         self.answer.read()
         content = [content_block(block) for block in self.answer.blocks or [Block(CONTENT)]]
         return self._message(content, self._counts() | self._output()) | self._stop()
@@ -232,16 +231,11 @@ CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, shared.listed(BLOCKS, NEEDED_OF_
 ALTERNATING = shared.shown(
     **shared.conversation(False, role={"enum": ["user", "assistant", "system"]}, content=CONTENT_SCHEMA)
 )
+SYSTEM = shared.shown(**shared.content_of(["text"], BLOCKS["text"]))
 TURNS = (
     shared.MODEL,
     Field("messages", ALTERNATING, None, turns, "The last may be an answer's beginning."),
-    Field(
-        "system",
-        shared.shown(**shared.content_of(["text"], BLOCKS["text"])),
-        None,
-        system_text,
-        "Comes before the messages.",
-    ),
+    Field("system", SYSTEM, None, system_text, "Comes before the messages."),
     shared.TEMPLATE_VARIABLES,
     Field("tools", shared.Objects, None, message_tools, "Functions that an answer may call."),
     Field("tool_choice", dict[str, Any], None, message_tool_choice, "Whether an answer calls tools."),

@@ -200,15 +200,14 @@ DETAILS = (
     Field("echo", bool, False, about="Begin with the prompt; in a chat with the message that the answer goes on with."),
     Field("return_token_ids", bool, False, about="Give the token ids of prompt and answer, too."),
     Field(
-        "return_tokens_as_token_ids", bool, False, about="Write `token_id:N` for a token beside its log-probability."
+        "return_tokens_as_token_ids", bool, False, None, "Write `token_id:N` for a token beside its log-probability."
     ),
 )
+SIDE = Literal["left", "right"]
 CUT = (
     Field("truncate_prompt_tokens", Output, None, checks.kept, ABOUT["truncate_prompt_tokens"]),
     Field(
-        "truncation_side",
-        Literal["left", "right"],
-        about="Where a prompt loses tokens: left, which is the default where it is answered, or right.",
+        "truncation_side", SIDE, None, None, "Where a prompt loses tokens; the default is left where it is answered."
     ),
 )
 RESPONSE_FORMAT, *OTHER_FORMS = (Field(name, kind, None, check, about) for name, (kind, check, about) in FORMS.items())
@@ -248,20 +247,12 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "post_sampling_probs": (False,), "reasoning_format": ("none",), "options": ({},),
     "think": (False,), "do_sample": (True,), "return_full_text": (False,), "watermark": (False,), "truncate": (),
 }  # fmt: skip
-# What only completions and chats take; so it is not yet in other answers,
+# Only completions and chats take these, and have several answers.
 NOT_IN_ANSWERS = {
-    "chat_template": (),
-    "documents": ([],),
-    "suffix": ("",),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "echo": (False,),
-    "return_token_ids": (False,),
+    "chat_template": (), "documents": ([],), "suffix": ("",), "truncate_prompt_tokens": (), "truncation_side": (),
+    "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (), "echo": (False,), "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-} | {name: (False,) if name == "use_beam_search" else (1,) for name in SEVERAL}  # of which there is one
+} | {name: (False,) if name == "use_beam_search" else (1,) for name in SEVERAL}  # fmt: skip
 # What other servers call by another name than this one.
 ELSEWHERE = {
     "max_new_tokens": "max_tokens", "max_output_tokens": "max_tokens", "n_predict": "max_tokens",

@@ -55,7 +55,7 @@ class ClientGone(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of an exception; one that nobody foresaw goes to the log."""
+    """The reply to an exception; an unforeseen one goes to the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDeadError | TimeoutError):
@@ -65,7 +65,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def unquoted(error: str) -> str:
-    """What a log says of an error: what it quotes may be text of the request, and is left out."""
+    """An error for the log, without what it quotes, which may be text of the request."""
     return QUOTED.sub("'...'", error)
 
 
@@ -118,7 +118,7 @@ def log_request(
     error: str = "",
     level: int = logging.INFO,
 ) -> None:
-    """Say that a request has ended, and how, without its text.
+    """Log that a request has ended, and how, without its text.
 
     Args:
         name: of the request, as X-Request-Id says it.
@@ -157,7 +157,7 @@ class Run(Job):
     """A job that makes texts. Its subclasses make the reply; see `api/choices.py`.
 
     Args:
-        name: is a part of the reply's id, and of those that the engine knows the prompts by.
+        name: becomes a part of the reply's id, and of the ids by which the engine knows the prompts.
         owner: whose request it is.
         fields: of the request.
         prompts: (text or None, token ids) of each.

@@ -108,7 +108,6 @@ class Responses(AnswerRun):
         }  # fmt: skip
 
     def whole(self) -> dict[str, Any]:
-        """The reply in one piece, once `news` has ended."""
         self.answer.read()
         response = self.response(self.ended)
         self.keep(response)
@@ -165,7 +164,7 @@ class Responses(AnswerRun):
         return typed_event(kind, {"sequence_number": next(self.numbers), **content})
 
     def _where(self, at: int) -> dict[str, Any]:
-        """How an event says which item, and which part of it, it is about."""
+        """The item, and the part of it, that an event is about."""
         block = self._block(at)
         return {"item_id": self._id(at), "output_index": at} | ({} if block.kind == CALL else {"content_index": 0})
 
@@ -197,7 +196,7 @@ class Responses(AnswerRun):
 
 
 def part_of(kind: str, text: str) -> dict[str, Any]:
-    """The one part of a message, or of reasoning."""
+    """The one part of a message or of reasoning."""
     if kind == REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
