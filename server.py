@@ -244,7 +244,7 @@ def serve(argv: list[str]) -> None:
             client = fleet.new_client(config.api_server_count, Suspects())
             return create_app(Api(client, tokenizer, fleet.facts, config, names, board), spans, address)
 
-        Gunicorn(make_app, listener, fleet, board, config).run()
+        Gunicorn(make_app, listener, fleet, config).run()
 
 
 def bench(argv: list[str]) -> None:

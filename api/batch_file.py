@@ -78,18 +78,11 @@ SERVER_ONLY = (
 
 @dataclass(slots=True)
 class Line:
-    """A line of the input.
+    """A line of the input. `read` finds its author's name for it, its face and its body, which is not decoded."""
 
-    Attributes:
-        number: from 1.
-        text: at most one byte more than is allowed.
-        id: what the line's answer is called; the same line in the same place always has the same.
-        custom_id: what its author calls it. `read` finds this, its face and the body, which it does not decode.
-    """
-
-    number: int
-    text: bytes
-    id: str = field(init=False)
+    number: int  # from 1
+    text: bytes  # at most one byte more than is allowed
+    id: str = field(init=False)  # of the line's answer; the same line in the same place always has the same
     custom_id: str | None = None
     face: Face | None = None
     body: bytes = b""
@@ -177,9 +170,6 @@ class Answers:
     If it is a file, what an earlier run has left there is read, and a line that has no end is cut off. If it is a pipe,
     nothing is read, and writing waits for the pipe's reader.
 
-    Args:
-        path: of the file, which may be there from an earlier run, or of a pipe.
-
     Raises:
         ValueError: it is something else or cannot be written, another batch is doing so, or it holds what no batch has
             written.
@@ -236,11 +226,7 @@ class Answers:
         os.ftruncate(self.fd, size)
 
     def claim(self, custom_id: str) -> bool:
-        """Whether a line of this name is to be run, because no earlier run has answered it.
-
-        Raises:
-            ApiError: this run has met another line of that name.
-        """
+        """Whether no earlier run has answered this line; an `ApiError` if this run has met another of its name."""
         key = digest(custom_id)
         known = self.ids.get(key)
         if known:
@@ -259,7 +245,7 @@ class Answers:
 
 
 def digest(custom_id: str) -> bytes:
-    """What is remembered of a custom_id, which may be long."""
+    """Stands for a custom_id, which may be long."""
     return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
 
 
@@ -338,7 +324,7 @@ class Batch:
             self.room.set()
 
     def _answer(self, line: Line, name: str) -> dict[str, Any]:
-        """What the route answers. If the engine process ends meanwhile, the line is run again by its successor."""
+        """The route's answer. If the engine process ends meanwhile, its successor runs the line again."""
         fields = parse_json(line.body, self.api.config, self.api.facts["max_model_len"])
         line.body = b""
         assert line.face
@@ -360,7 +346,7 @@ class Batch:
         raise AssertionError("the last attempt returns or raises")
 
     def _write(self, line: Line, name: str, answer: dict[str, Any] | ApiError, place: dict[str, int]) -> None:
-        """Write the answer to a line; `place` is where the line is if it is no request."""
+        """Write the answer to a line; `place` has its number if it is no request."""
         if self.ended.ready():  # perhaps because an earlier answer could not be written
             return
         error, status = None, 200
@@ -392,7 +378,6 @@ class Batch:
         self.bar.update()
 
     def summary(self) -> str:
-        """What has been done, in a line."""
         answered, refused, failed, skipped = (self.counts[n] for n in ("answered", "refused", "failed", "skipped"))
         earlier = f"; {skipped} had an answer from an earlier run" if skipped else ""
         return f"{answered} lines answered, of them {refused} refused and {failed} failed{earlier}"
@@ -402,7 +387,6 @@ class Batch:
 
 
 def new_parser() -> OptionParser:
-    """What reads the command line."""
     parser = OptionParser(
         EngineConfig, ServerConfig, command="batch", usage="-i IN.jsonl -o OUT.jsonl [MODEL] [option ...]",
         description="Answer a file of requests, in the format of OpenAI's batches. A batch that has been cut short\n"

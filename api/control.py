@@ -13,7 +13,7 @@ import reprlib
 import stat
 from collections.abc import Callable
 from itertools import chain
-from typing import Any, BinaryIO
+from typing import Any
 
 from flask import Response, request, send_file
 
@@ -103,26 +103,21 @@ def stop_profile(api: Api) -> dict[str, Any]:
     return {"profiling": False, "files": list(chain.from_iterable(ask(api, "stop_profile")))}
 
 
-def open_profile(folder: str | None, name: str) -> BinaryIO:
-    """A file of a profile; an `ApiError` if there is none."""
+def profile(api: Api, name: str) -> Response:
+    """Send a file of a profile."""
+    folder = api.facts["torch_profiler_dir"]
     if folder and PROFILE.fullmatch(name):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as unless_kept:
-            file = unless_kept.enter_context(open(os.path.join(folder, name), "rb", opener=open_no_link))
+        with contextlib.suppress(OSError), contextlib.ExitStack() as unless_sent:
+            file = unless_sent.enter_context(open(os.path.join(folder, name), "rb", opener=open_no_link))
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                unless_kept.pop_all()
-                return file
+                unless_sent.pop_all()
+                return send_file(file, "application/octet-stream", as_attachment=True, download_name=name)
     raise ApiError(404, f"there is no profile {name!r:.200}", "name")
 
 
 def open_no_link(path: str, flags: int) -> int:
     """A descriptor for `open`; an OSError if there is a link at the end of the path. No pipe is waited for."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-def profile(api: Api, name: str) -> Response:
-    """Send a file of a profile."""
-    file = open_profile(api.facts["torch_profiler_dir"], name)
-    return send_file(file, "application/octet-stream", as_attachment=True, download_name=name)
 
 
 def check_fields(body: dict[str, Any], *known: str) -> None:

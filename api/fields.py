@@ -71,21 +71,13 @@ def without_folders(message: str) -> str:
 
 
 class Field(NamedTuple):
-    """One field of a request.
-
-    Attributes:
-        name: of the field.
-        type: of its value, beside null, which is the same as leaving it out.
-        default: its value when left out.
-        check: what the type cannot say.
-        about: what the schema says of it.
-    """
+    """One field of a request."""
 
     name: str
-    type: Any
-    default: Any = None
-    check: Check | None = None
-    about: str = ""
+    type: Any  # of its value, beside null, which is the same as leaving it out
+    default: Any = None  # its value when left out
+    check: Check | None = None  # of what the type cannot say
+    about: str = ""  # for the schema
 
 
 def shown(**schema: Any) -> Any:
@@ -203,11 +195,12 @@ DETAILS = (
         "return_tokens_as_token_ids", bool, False, None, "Write `token_id:N` for a token beside its log-probability."
     ),
 )
-SIDE = Literal["left", "right"]
 CUT = (
     Field("truncate_prompt_tokens", Output, None, checks.kept, ABOUT["truncate_prompt_tokens"]),
     Field(
-        "truncation_side", SIDE, None, None, "Where a prompt loses tokens; the default is left where it is answered."
+        "truncation_side",
+        Literal["left", "right"],
+        about="Where a prompt loses tokens: left, which is the default where it is answered, or right.",
     ),
 )
 RESPONSE_FORMAT, *OTHER_FORMS = (Field(name, kind, None, check, about) for name, (kind, check, about) in FORMS.items())
@@ -280,31 +273,20 @@ HARMLESS = (
 class Face:
     """A route that takes a body. Its path, its checks, its lines of a batch and its schema are made from this row.
 
-    Attributes:
-        name: of the route.
-        paths: the first is the one in the schema, the others are those of other servers.
-        own: its fields, beside those of `HARMLESS`.
-        answer: takes the routes' `Api`, the checked fields and who asks; returns a reply, or its events.
-        needed: fields that must be there.
-        streams: whether an answer may be a stream.
-        not_yet: what its clients may send and it cannot do yet, with the values that change nothing.
-        elsewhere: other names of its fields, which are refused with its own name.
-        aliases: other names of its fields, which are read.
-        ignored: what cannot change the answer, beside `HARMLESS`.
-        error_body: what an error looks like; None is OpenAI's.
+    `answer` takes the routes' `Api`, the checked fields and who asks, and returns a reply or its events.
     """
 
     name: str
-    paths: tuple[str, ...]
-    own: Sequence[Field]
+    paths: tuple[str, ...]  # the first is the one in the schema, the others are those of other servers
+    own: Sequence[Field]  # its fields, beside those of `HARMLESS`
     answer: Callable[..., Any]
-    needed: tuple[str, ...] = ()
-    streams: bool = False
-    not_yet: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
-    error_body: Callable[[ApiError], dict[str, Any]] | None = None
+    needed: tuple[str, ...] = ()  # fields that must be there
+    streams: bool = False  # whether an answer may be a stream
+    not_yet: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # see `NOT_YET`
+    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)  # see `ELSEWHERE`
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other names of its fields, which are read
+    ignored: tuple[str, ...] = ()  # what cannot change the answer, beside `HARMLESS`
+    error_body: Callable[[ApiError], dict[str, Any]] | None = None  # what an error looks like; None is OpenAI's
 
     @cached_property
     def fields(self) -> dict[str, Field]:

@@ -26,16 +26,10 @@ def generate(
     default_max_tokens: int | None = None,
     reading: Reading | None = None,
 ) -> dict[str, Any] | Events:
-    """Answer prompts, with a reply of this shape.
+    """Answer prompts, with a reply of this shape, which makes a `Run`.
 
-    Args:
-        api: what the routes share.
-        fields: with the names of a chat's or of a completion's.
-        caller: who asks.
-        prompts: of the request.
-        shape: the reply's `Run`.
-        default_max_tokens: of output, where neither the request nor the model says; None leaves it to the context.
-        reading: see `Run`.
+    The fields have the names of a chat's or of a completion's. Where neither the request nor the model says how many
+    tokens of output there may be, `default_max_tokens` does, or else the context.
     """
     if fields["stream_options"] is not None and not fields["stream"]:
         raise ApiError(400, "stream_options is only for stream: true", "stream_options")

@@ -34,7 +34,6 @@ from api.options import ServerConfig
 from api.replies import log_request
 from executor import end_with_parent, name_process
 from observe.logs import Repeated, console, logger
-from processes.child import Board
 from processes.fleet import Fleet
 
 # Seconds in which signals count as one: Linux tells of a launcher's death (see `end_with_parent`) thread by thread.
@@ -62,18 +61,13 @@ class DrainingArbiter(Arbiter):
     `drain_timeout`.
     """
 
-    def __init__(self, app: Gunicorn):
-        super().__init__(app)
-        self.fleet, self.board = app.fleet, app.board
-        self.drain_timeout = app.config.drain_timeout
-        self.deadline = math.inf
-        self.first_signal = 0.0
+    deadline, first_signal = math.inf, 0.0
 
     def handle_term(self) -> None:
         now = time.monotonic()
-        if not self.board.draining:
-            self.board.drain()
-            self.deadline, self.first_signal = now + self.drain_timeout, now
+        if not self.app.fleet.board.draining:
+            self.app.fleet.board.drain()
+            self.deadline, self.first_signal = now + self.app.config.drain_timeout, now
         elif now > self.first_signal + SAME_SIGNAL:
             self._cut()
 
@@ -84,17 +78,17 @@ class DrainingArbiter(Arbiter):
         raise StopIteration
 
     def reap_workers(self) -> None:
-        self.fleet.reap()
+        self.app.fleet.reap()
         super().reap_workers()
 
     def manage_workers(self) -> None:
-        if self.board.draining and not self.board.in_flight:
+        if self.app.fleet.board.draining and not self.app.fleet.board.in_flight:
             raise StopIteration
         if time.monotonic() > self.deadline:
             self._cut()
         super().manage_workers()
         try:
-            self.fleet.check()
+            self.app.fleet.check()
         except ChildProcessError as error:
             raise HaltServer(str(error), 1) from None
 
@@ -199,7 +193,7 @@ class HttpWorker(ggevent.GeventWorker):
         with contextlib.suppress(OSError), gevent.Timeout(self.cfg.keepalive, False):
             client.sendall(head.encode() + b"\r\n\r\n" + content)
             util.close_graceful(client)  # unread input would reset the connection before the client gets its reply
-        tag = self.app.board.tag("address", addr[0] if addr else "")
+        tag = self.app.fleet.board.tag("address", addr[0] if addr else "")
         log_request(name, tag, ("", ""), answer.status, begun, error=str(answer))
 
     def handle_exit(self, sig: int, frame: Any) -> None:
@@ -223,20 +217,13 @@ def with_response(app: Callable[..., Any]) -> Callable[..., Any]:
 class Gunicorn(BaseApplication):
     """Gunicorn on a bound socket with gevent workers, configured from here and not from its files and flags.
 
-    `make_app` is called in each API process. The apps use the same `board`.
+    `make_app` is called in each API process.
     """
 
-    def __init__(
-        self,
-        make_app: Callable[[], Flask],
-        listener: socket.socket,
-        fleet: Fleet,
-        board: Board,
-        config: ServerConfig,
-    ):
+    def __init__(self, make_app: Callable[[], Flask], listener: socket.socket, fleet: Fleet, config: ServerConfig):
         self.load = make_app
-        self.fleet, self.board, self.config = fleet, board, config
-        self.options = gunicorn_options(listener, fleet, board, config)
+        self.fleet, self.config = fleet, config
+        self.options = gunicorn_options(listener, fleet, config)
         super().__init__()
 
     def load_config(self) -> None:
@@ -247,8 +234,9 @@ class Gunicorn(BaseApplication):
         DrainingArbiter(self).run()
 
 
-def gunicorn_options(listener: socket.socket, fleet: Fleet, board: Board, config: ServerConfig) -> dict[str, Any]:
+def gunicorn_options(listener: socket.socket, fleet: Fleet, config: ServerConfig) -> dict[str, Any]:
     """Settings and hooks; gunicorn's own log speaks of errors only, unless ours speaks of everything."""
+    board = fleet.board
 
     def pre_fork(arbiter: Arbiter, worker: Any) -> None:
         name_process("server")  # gunicorn has called it otherwise

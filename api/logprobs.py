@@ -30,17 +30,11 @@ LOWEST = -9999.0  # is what OpenAI says for minus infinity, which JSON cannot
 
 
 class Token(NamedTuple):
-    """A token of a reply.
-
-    Attributes:
-        id: of the token.
-        found: its log-probabilities; None for the first of a prompt.
-        offset: characters of the choice's text before the token's own.
-    """
+    """A token of a reply."""
 
     id: int
-    found: Logprobs | None
-    offset: int
+    found: Logprobs | None  # None for the first of a prompt
+    offset: int  # characters of the choice's text before the token's own
 
 
 class Tokens:

@@ -24,25 +24,17 @@ STATUSES = {
 class Path(NamedTuple):
     """A path that takes no body, or one that no struct describes.
 
-    Attributes:
-        method: of HTTP.
-        rule: the path, as Flask writes it.
-        name: of the route.
-        about: what the schema says of it.
-        view: takes the routes' `Api` and what the rule catches; returns the response.
-        kind: the content type of the response.
-        query: the schemas of its query parameters.
-        body: the schemas of the fields of a body; the first is required.
+    `view` takes the routes' `Api` and what the rule catches, and returns the response.
     """
 
     method: str
-    rule: str
+    rule: str  # the path, as Flask writes it
     name: str
-    about: str
+    about: str  # for the schema
     view: Callable[..., Response]
-    kind: str = "application/json"
-    query: Mapping[str, Any] = {}
-    body: Mapping[str, Any] = {}
+    kind: str = "application/json"  # of the response
+    query: Mapping[str, Any] = {}  # the schemas of parameters
+    body: Mapping[str, Any] = {}  # the schemas of fields; the first is required
 
 
 class Mistake(msgspec.Struct):

@@ -57,28 +57,17 @@ def chosen(name: str, found: Callable[[str], str | None], chat_template: str) ->
 
 @dataclass(frozen=True)
 class Reading:
-    """How the answers to one request are read.
+    """How the answers to one request are read."""
 
-    Attributes:
-        tool_parser: of `TOOL_PARSERS`; None leaves calls in the content.
-        reasoning_parser: of `REASONING_PARSERS`; None leaves reasoning in the content.
-        tools: those that may be called, in OpenAI's shape.
-        prompt: as rendered.
-        special_tokens: texts that are no content.
-        shows_reasoning: whether the client gets the reasoning.
-        reasoning_start_ids, reasoning_ends: see `Parsers._reasoning_ids`.
-        params: arguments of `SamplingParams`.
-    """
-
-    tool_parser: str | None
-    reasoning_parser: str | None
-    tools: Sequence[dict[str, Any]]
-    prompt: str
-    special_tokens: frozenset[str]
-    shows_reasoning: bool
-    reasoning_start_ids: Ids
+    tool_parser: str | None  # of `TOOL_PARSERS`; None leaves calls in the content
+    reasoning_parser: str | None  # of `REASONING_PARSERS`; None leaves reasoning in the content
+    tools: Sequence[dict[str, Any]]  # that may be called, in OpenAI's shape
+    prompt: str  # as rendered
+    special_tokens: frozenset[str]  # texts that are no content
+    shows_reasoning: bool  # whether the client gets it
+    reasoning_start_ids: Ids  # see `Parsers._reasoning_ids`
     reasoning_ends: tuple[Ids, ...]
-    params: Mapping[str, Any]
+    params: Mapping[str, Any]  # arguments of `SamplingParams`
 
     def reader(self) -> Reader:
         """A reader of one answer."""

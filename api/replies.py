@@ -70,10 +70,57 @@ def unquoted(error: str) -> str:
 
 
 class Job:
-    """What an HTTP request with these fields has the engine do: a request for each prompt. The reply has this `id`."""
+    """What an HTTP request of this owner has the engine do: a request for each prompt. The reply has this `id`."""
 
-    def __init__(self, id: str, fields: dict[str, Any], requests: Sequence[Choices | Vector]):
-        self.id, self.fields, self.requests = id, fields, requests
+    def __init__(self, id: str, owner: str, fields: dict[str, Any], requests: Sequence[Choices | Vector]):
+        self.id, self.owner, self.fields, self.requests = id, owner, fields, requests
+
+    def run(self, client: EngineClient, peer: Peer | None, timeout: float) -> Iterator[tuple[int, int, str]]:
+        """Run the requests; yields which of them has news, which of its answers, and the new text, until all are done.
+
+        Whatever still runs when this ends is aborted. All of it may take `timeout` seconds.
+
+        Raises:
+            ApiError: the engine refused or failed, or the time is up.
+            ClientGone: the connection to the `peer` is closed.
+            EngineDeadError: the engine process is gone.
+        """
+        live, stream, deadline = {}, Stream(), time.monotonic() + timeout
+        watcher = gevent.spawn(watch, peer, stream) if peer else None
+        salt, priority = self.fields.get("cache_salt", ""), self.fields["priority"]
+        try:
+            for i, asked in enumerate(self.requests):
+                ids, params, pooling = asked.prompt_token_ids, asked.params, asked.pooling
+                request = EngineCoreRequest(asked.request_id, ids, params, salt, priority, self.owner, pooling)
+                client.add_request(request, stream)
+                live[asked.request_id] = i
+            while live:
+                try:
+                    output = client.get_output(stream, max(0, deadline - time.monotonic()))
+                except queue.Empty:
+                    raise ApiError(400, f"the request took more than {timeout} s (request_timeout)") from None
+                if output.request_id not in live:  # ended by stop strings, which the engine knows nothing of
+                    continue
+                i = live[output.request_id]
+                asked = self.requests[i]
+                if output.finish_reason == "error":
+                    status = 503 if output.engine_fault else 400
+                    raise ApiError(status, without_folders(output.error or "the engine failed"))
+                new = asked.push(output, client.abort)
+                if asked.finished:
+                    del live[output.request_id]
+                if new is not None:
+                    yield i, output.index, new
+        except BaseException as error:
+            gone = isinstance(error, ClientGone | GeneratorExit)  # the latter where a write to the client has failed
+            for i in live.values():
+                self.requests[i].fail(LEFT if gone else str(error))
+            raise
+        finally:
+            for request_id in live:
+                client.abort(request_id)
+            if watcher:
+                watcher.kill()  # before anybody else reads from the connection
 
     def facts(self, begun: float) -> dict[str, Any]:
         """What a log says of it: counts, and seconds since `begun`, which is by `time.monotonic()`; but no text."""
@@ -120,15 +167,8 @@ def log_request(
 ) -> None:
     """Log that a request has ended, and how, without its text.
 
-    Args:
-        name: of the request, as X-Request-Id says it.
-        client: whose it is.
-        place: its method and path; empty where it is no HTTP.
-        status: of the reply.
-        begun: when it came, in seconds of `time.monotonic()`.
-        job: what the engine did for it.
-        error: the reply's message if it is an error.
-        level: of the record.
+    `place` is its method and path, empty where it is no HTTP, and `begun` is when it came, in seconds of
+    `time.monotonic()`. `error` is the reply's message if it is an error.
     """
     if not logger.isEnabledFor(level):
         return
@@ -156,14 +196,7 @@ def log_request(
 class Run(Job):
     """A job that makes texts. Its subclasses make the reply; see `api/choices.py`.
 
-    Args:
-        name: becomes a part of the reply's id, and of the ids by which the engine knows the prompts.
-        owner: whose request it is.
-        fields: of the request.
-        prompts: (text or None, token ids) of each.
-        params: one for each prompt.
-        tokenizer: of the model.
-        reading: how the answers are read; None if they are nothing but content.
+    `prompts` are (text or None, token ids), with `params` for each. Without a `reading` answers are content alone.
     """
 
     prefix: ClassVar[str]  # of the reply's id
@@ -180,23 +213,22 @@ class Run(Job):
     ):
         id = self.prefix + name
         self.created = int(time.time())
-        self.owner, self.reading = owner, reading
-        self.tokenizer = tokenizer
+        self.reading, self.tokenizer = reading, tokenizer
         self.n, self.top = params[0].n, params[0].logprobs
         self.requests: list[Choices] = [
             Choices(f"{id}-{i}", prompt, ids, param, tokenizer)
             for i, ((prompt, ids), param) in enumerate(zip(prompts, params, strict=True))
         ]
-        super().__init__(id, fields, self.requests)
+        super().__init__(id, owner, fields, self.requests)
         self.answers = {drawn: Answer(drawn, reading) for asked in self.requests for drawn in asked.drawn}
 
     def news(self, client: EngineClient, peer: Peer | None, timeout: float) -> News:
-        """Run all prompts; yields what is new (it may be no text) until all are done. See `run_requests`."""
+        """Run all prompts; yields what is new (it may be no text) until all are done. See `Job.run`."""
         scores = self.top is not None or self.fields["prompt_logprobs"] is not None
         if self.requests[0].params.max_tokens == 0 and not scores:  # this asks nothing of the engine
             yield from self._echoes(client)
             return
-        for i, index, new in run_requests(self.requests, self.fields, self.owner, client, peer, timeout):
+        for i, index, new in self.run(client, peer, timeout):
             yield i * self.n + index, new
 
     def whole(self) -> dict[str, Any]:
@@ -267,66 +299,6 @@ class AnswerRun(Run):
     def _end(self, at: int, last: bool = False) -> Iterator[bytes]:
         """The events with which a block ends."""
         raise NotImplementedError
-
-
-def run_requests(
-    requests: Sequence[Choices | Vector],
-    fields: dict[str, Any],
-    owner: str,
-    client: EngineClient,
-    peer: Peer | None,
-    timeout: float,
-) -> Iterator[tuple[int, int, str]]:
-    """Run requests; yields which of them has news, which of its answers, and the new text, until all are done.
-
-    Args:
-        requests: one for each prompt.
-        fields: of the HTTP request, for its `cache_salt` and `priority`.
-        owner: whose they are.
-        client: of the engine. Whatever still runs there when this ends is aborted.
-        peer: the HTTP client, whose leaving ends this.
-        timeout: seconds that all of it may take.
-
-    Raises:
-        ApiError: the engine refused or failed, or the time is up.
-        ClientGone: the connection is closed.
-        EngineDeadError: the engine process is gone.
-    """
-    live, stream, deadline = {}, Stream(), time.monotonic() + timeout
-    watcher = gevent.spawn(watch, peer, stream) if peer else None
-    salt, priority = fields.get("cache_salt", ""), fields["priority"]
-    try:
-        for i, asked in enumerate(requests):
-            ids, params, pooling = asked.prompt_token_ids, asked.params, asked.pooling
-            client.add_request(EngineCoreRequest(asked.request_id, ids, params, salt, priority, owner, pooling), stream)
-            live[asked.request_id] = i
-        while live:
-            try:
-                output = client.get_output(stream, max(0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise ApiError(400, f"the request took more than {timeout} s (request_timeout)") from None
-            if output.request_id not in live:  # ended by stop strings, which the engine knows nothing of
-                continue
-            i = live[output.request_id]
-            asked = requests[i]
-            if output.finish_reason == "error":
-                status = 503 if output.engine_fault else 400
-                raise ApiError(status, without_folders(output.error or "the engine failed"))
-            new = asked.push(output, client.abort)
-            if asked.finished:
-                del live[output.request_id]
-            if new is not None:
-                yield i, output.index, new
-    except BaseException as error:
-        gone = isinstance(error, ClientGone | GeneratorExit)  # the latter where a write to the client has failed
-        for i in live.values():
-            requests[i].fail(LEFT if gone else str(error))
-        raise
-    finally:
-        for request_id in live:
-            client.abort(request_id)
-        if watcher:
-            watcher.kill()  # before anybody else reads from the connection
 
 
 def watch(peer: Peer, stream: Stream) -> None:

@@ -29,21 +29,13 @@ from tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Caller:
-    """Who asks, and how to tell whether somebody still waits for the answer.
+    """Who asks, and how to tell whether somebody still waits for the answer."""
 
-    Attributes:
-        name: of the request, unique, which is a part of the reply's id.
-        client: whose request it is, for fairness, cached prefixes and `explain`.
-        peer: the other end of the connection, if any.
-        release: is called when nothing refers to the request's body any more.
-        job: what the engine does for it, once it has been sent there.
-    """
-
-    name: str
-    client: str
+    name: str  # of the request, unique; it becomes a part of the reply's id
+    client: str  # whose request it is, for fairness, cached prefixes and `explain`
     peer: Peer | None = None
-    release: Callable[[], None] = lambda: None
-    job: Job | None = None
+    release: Callable[[], None] = lambda: None  # is called when nothing refers to the request's body any more
+    job: Job | None = None  # what the engine does for it, once it has been sent there
 
 
 class Events(NamedTuple):

@@ -14,7 +14,7 @@ from api import fields as shared
 from api.fields import ApiError, Face, Field, too_long
 from api.options import ServerConfig
 from api.prompts import Prompt
-from api.replies import Job, run_requests
+from api.replies import Job
 from api.routes import Api, Caller
 from outputs import Vector, cosine, numbers
 from sampling_params import PoolingParams
@@ -111,9 +111,8 @@ def pool(
     params = PoolingParams(dimensions, fields["use_activation"])
     asked = [Vector(f"{name}-{i}", ids, params) for i, (_, ids) in enumerate(prompts)]
     with api.admitted(len(asked), caller):
-        caller.job = Job(name, fields, asked)
-        timeout = api.config.request_timeout
-        for _ in run_requests(asked, fields, caller.client, api.client, caller.peer, timeout):
+        job = caller.job = Job(name, caller.client, fields, asked)
+        for _ in job.run(api.client, caller.peer, api.config.request_timeout):
             pass
     return [vector.pooled for vector in asked]
 

@@ -11,14 +11,15 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import accumulate, chain, groupby, repeat
 from operator import neg
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from api.checks import in_parts
@@ -41,7 +42,7 @@ class Viewer:
 
     def __init__(self, client: str):
         self.client = client
-        self.unread: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None ends it
+        self.unread: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None is the end
 
     def put(self, event: bytes) -> None:
         """Send an event, or the end to a viewer that reads too slowly."""
@@ -72,7 +73,6 @@ class Viewers:
         return viewer
 
     def leave(self, viewer: Viewer) -> None:
-        """Send a viewer nothing more."""
         with self.lock:
             self.viewers.discard(viewer)
 
@@ -151,30 +151,24 @@ def named(engine: dict[str, Any], client: str) -> dict[str, Any]:
 # --- for Prometheus ---------------------------------------------------------------------------------------------------
 
 
-class EngineCollector(Collector):
-    """What engines have counted: by rank, what `EngineCore.metrics` returned. `prefix` begins the names of series."""
-
-    def __init__(self, engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str):
-        self.engines, self.prefix, self.model_name = engines, prefix, model_name
-
-    def collect(self) -> Iterator[Metric]:
-        """The series, each with the values of all engines."""
-        for name in next(iter(self.engines.values())):
-            series, values = SERIES[name], {str(rank): told[name] for rank, told in self.engines.items()}
-            if series.kind == "info":
-                first = next(iter(values.values()))
-                info = GaugeMetricFamily(self.prefix + name, series.help, labels=["engine", *first])
-                for engine, labels in values.items():
-                    info.add_metric([engine, *labels.values()], 1)
-                yield info
-                continue
-            labels = ["model_name", "engine", *([series.label] if series.label else [])]
-            family = FAMILIES[series.kind](self.prefix + name, series.help, labels=labels)
-            for engine, value in values.items():
-                for label, one in value.items() if series.label else [(None, value)]:
-                    mine = [self.model_name, engine, *([label] if series.label else [])]
-                    family.add_metric(mine, *(buckets(one) if series.kind == "histogram" else (one,)))
-            yield family
+def families(engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str) -> Iterator[Metric]:
+    """The series that engines have counted, from what `EngineCore.metrics` returned by rank."""
+    for name in next(iter(engines.values())):
+        series, values = SERIES[name], {str(rank): told[name] for rank, told in engines.items()}
+        if series.kind == "info":
+            first = next(iter(values.values()))
+            info = GaugeMetricFamily(prefix + name, series.help, labels=["engine", *first])
+            for engine, labels in values.items():
+                info.add_metric([engine, *labels.values()], 1)
+            yield info
+            continue
+        labels = ["model_name", "engine", *([series.label] if series.label else [])]
+        family = FAMILIES[series.kind](prefix + name, series.help, labels=labels)
+        for engine, value in values.items():
+            for label, one in value.items() if series.label else [(None, value)]:
+                mine = [model_name, engine, *([label] if series.label else [])]
+                family.add_metric(mine, *(buckets(one) if series.kind == "histogram" else (one,)))
+        yield family
 
 
 def buckets(told: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
@@ -184,8 +178,8 @@ def buckets(told: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
 
 
 def exposition(engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str) -> bytes:
-    """The series of `EngineCollector` in Prometheus' text format.
+    """The series of `families` in Prometheus' text format.
 
     In OpenMetrics, prometheus_client (0.26) writes an underscore for the colon of vLLM's names.
     """
-    return generate_latest(EngineCollector(engines, prefix, model_name))
+    return generate_latest(SimpleNamespace(collect=partial(families, engines, prefix, model_name)))  # type: ignore[arg-type]
