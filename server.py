@@ -29,7 +29,7 @@ if sys.platform == "win32":  # gunicorn could not even be imported
 
 import gevent
 from flask import Flask, Response, g, request
-from werkzeug.exceptions import HTTPException, MethodNotAllowed
+from werkzeug.exceptions import MethodNotAllowed
 
 from api import batch_file, terminal
 from api.faces import FACES
@@ -42,7 +42,6 @@ from api.http import (
     api_error,
     body_of,
     check_host,
-    http_message,
     is_loopback,
     is_preflight,
     reply,
@@ -164,9 +163,7 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
         headers = {}
         if isinstance(error, MethodNotAllowed):
             headers["Allow"] = ", ".join(sorted(error.valid_methods or ()))
-        if isinstance(error, HTTPException):
-            error = ApiError(error.code or 500, http_message(error, config))
-        answer = api_error(error)
+        answer = api_error(error, config)
         if several and answer.status < 500:
             if "body" in g:
                 g.body.close()

@@ -86,12 +86,19 @@ def body_of(api: Api) -> dict[str, Any]:
     return parse_json(read_body(api.config, api.board, hold), api.config, api.facts["max_model_len"])
 
 
-def api_error(error: Exception) -> ApiError:
-    """What a client is told of an exception, also of gunicorn's; see `as_api_error`."""
+def api_error(error: Exception, config: ServerConfig) -> ApiError:
+    """The reply to an exception, also of gunicorn's and Flask's; see `as_api_error`."""
     if isinstance(error, errors.ParseException):
         return ApiError(UNREADABLE.get(type(error), 400), f"this is no request: {error}")
     if isinstance(error, errors.NoMoreData):
         return ApiError(400, "the request ends before its body is complete")
+    if isinstance(error, HTTPException):  # Flask would show it on an HTML page
+        known = {
+            404: f"there is no route {request.path}", 405: f"{request.path} does not take {request.method}",
+            413: f"the body is larger than {config.max_body_bytes} bytes (max_body_bytes)",
+        }  # fmt: skip
+        status = error.code or 500
+        return ApiError(status, known.get(status) or error.description or error.name)
     return as_api_error(error)
 
 
@@ -118,15 +125,6 @@ class Refusals:
         if len(self.costs) > self.CLIENTS:
             self.costs.popitem(last=False)
         return min(max(0.0, cost - self.FREE) / self.SHARE, self.MOST_WAIT)
-
-
-def http_message(error: HTTPException, config: ServerConfig) -> str:
-    """The message of an error that Flask would show on an HTML page."""
-    known = {
-        404: f"there is no route {request.path}", 405: f"{request.path} does not take {request.method}",
-        413: f"the body is larger than {config.max_body_bytes} bytes (max_body_bytes)",
-    }  # fmt: skip
-    return known.get(error.code or 0) or error.description or error.name
 
 
 def reply(content: dict[str, Any], status: int = 200) -> Response:
