@@ -1,10 +1,5 @@
 """A file of requests in, a file of answers out: `python server.py batch -i IN.jsonl -o OUT.jsonl MODEL`.
 
-    Line        a line of the input: which route is asked what
-    Answers     the output: what an earlier run has left there, and the lines that are added
-    Batch       runs the lines, as many at a time as keep the engine full
-    main        the command line
-
 Both files have the format of OpenAI's batches. Between them and the engine process there is no HTTP: a line goes to
 `Api.answer`, as the body of a request does. A batch may end at any time, also by `kill -9`: when it is started again
 with the same files, it runs the lines that have no answer yet.

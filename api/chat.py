@@ -27,7 +27,7 @@ class ChatRun(ChoiceRun):
     kind, chunk = "chat.completion", "chat.completion.chunk"
 
     def _choice(self, i: int, generation: Generation) -> dict[str, Any]:
-        of_tokens = self._of_tokens(i, self._tokens(i, generation), first=True)
+        of_tokens = self._of_tokens(i, generation)
         return {"index": i, "message": self._message(self.answers[generation]), **self._ending(generation), **of_tokens}
 
     def _opening(self) -> Iterator[bytes]:
@@ -46,9 +46,7 @@ class ChatRun(ChoiceRun):
             deltas = [delta_of(answer, piece) for piece in answer.read()]
         if not deltas and not generation.finished:
             return
-        if first := i not in self.begun:
-            self.begun[i] = self._tokens(i, generation)
-        of_tokens = self._of_tokens(i, self.begun[i], first)
+        of_tokens = self._of_tokens(i, generation)
         for delta in deltas:
             yield {"index": i, "delta": delta, "logprobs": None, "finish_reason": None, **of_tokens}
             of_tokens = {name: [] for name in of_tokens if name == "token_ids"}  # all told

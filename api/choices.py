@@ -22,7 +22,7 @@ class ChoiceRun(Run):
         fields = self.fields
         self.name = namer(self.tokenizer, fields["return_tokens_as_token_ids"])
         self.options = fields["stream_options"] or {"include_usage": False, "continuous_usage_stats": False}
-        self.begun: dict[int, Tokens | None] = {}  # the choices of a stream that have begun, and their tokens
+        self.begun: dict[int, Tokens | None] = {}  # the choices that have begun, and their tokens, if these are told
 
     def whole(self) -> dict[str, Any]:
         best = itertools.chain.from_iterable(asked.best() for asked in self.requests)
@@ -73,16 +73,15 @@ class ChoiceRun(Run):
         reason = self.answers[generation].finish_reason
         return {"logprobs": None, "finish_reason": reason, "stop_reason": generation.stop_reason}
 
-    def _tokens(self, i: int, generation: Generation) -> Tokens | None:
-        if self.top is None and not self.fields["return_token_ids"]:
-            return None
-        return Tokens(generation, self.requests[i // self.n].prompt_token_ids, self.tokenizer, len(self._echo(i)))
-
-    def _of_tokens(self, i: int, tokens: Tokens | None, first: bool) -> dict[str, Any]:
-        """A choice's tokens that have not been told; the `first` time an echoed prompt's, too."""
-        if tokens is None:
-            return {}
+    def _of_tokens(self, i: int, generation: Generation) -> dict[str, Any]:
+        """The i-th choice's tokens that have not been told, if any are; the first time an echoed prompt's, too."""
+        if first := i not in self.begun:
+            asked, wanted = self.requests[i // self.n], self.top is not None or self.fields["return_token_ids"]
+            tokens = Tokens(generation, asked.prompt_token_ids, self.tokenizer, len(self._echo(i))) if wanted else None
+            self.begun[i] = tokens
         told: dict[str, Any] = {}
+        if (tokens := self.begun[i]) is None:
+            return told
         new = tokens.take()
         if self.fields["return_token_ids"]:
             told["token_ids"] = [token.id for token in new]

@@ -1,8 +1,5 @@
 """The command line: a flag for each option, a file that sets options too, and completion in a shell.
 
-    OptionParser   parses what was given
-    from_flags     makes the record of options from that
-
 Standard library only, but for argcomplete, which is imported where a shell asks for completions.
 """
 

@@ -1,9 +1,5 @@
 """Log-probabilities and token ids in replies: which go out with which part of a text, and the shapes that they have.
 
-    Tokens              one answer's tokens, which are told when their text goes out
-    EchoedPrompt        a prompt's text and tokens, where a reply gives them back
-    completion_logprobs, chat_logprobs, prompt_table    the shapes of OpenAI and vLLM
-
 All this is made in parts, between which an API process serves its other clients. The tables of the likeliest tokens are
 JSON as soon as they are made: as objects, those of a prompt of 100,000 tokens would take a gigabyte.
 """

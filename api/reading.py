@@ -1,9 +1,4 @@
-"""How answers are read that may hold hidden reasoning, or calls of functions.
-
-Parsers     say how the answers to a request are read
-Reading     how the answers to one request are read, and what the engine is told for it
-Answer      one answer as it is read, while it grows
-"""
+"""How answers are read that may hold hidden reasoning, or calls of functions."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
 """What goes out: a request on its way through the engine, and the shapes of its reply.
 
-    Job         what a request has the engine do, and what a log says of it
-    log_request a line for each request that has ended
-    Run         a job that makes texts; `news` runs it, and its subclasses shape the reply
-    AnswerRun   a run with one answer, whose reply is its blocks
-
 A stream and a reply in one piece come out of the same iterator, `Run.news`.
 """
 

@@ -1,8 +1,6 @@
 """The routes without HTTP: what they share, and the answers of those that take no body.
 
-Api         what all routes share; `answer` is the way in for those that take a body, the faces of `api/faces.py`
-Caller      who asks
-Events      an answer that comes in parts
+A route that takes a body is a face of `api/faces.py`, and `Api.answer` is the way in.
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
 """A conversation in the terminal, and the continuation of a text: `python server.py chat` and `server.py complete`.
 
-    Reply           an answer as it arrives and is shown
-    Model           what answers: a model of a server, over HTTP
-    own_server      the server where none is given
-    Chat            the conversation: messages, commands, and Ctrl-C
-
 On stdout is nothing but answers. All else goes to stderr.
 """
 
@@ -131,14 +126,12 @@ class Reply:
         if text and not self.text:
             self.first = time.monotonic()
         self.text += text
-        sys.stdout.write(printable(text))
-        sys.stdout.flush()
+        print(printable(text), end="", flush=True)
 
     def end(self) -> None:
         """Begin a new line, and tell a terminal how fast the answer came."""
         if not self.text.endswith("\n"):
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            print(flush=True)
         if self.num_tokens and sys.stderr.isatty():
             rate = (self.num_tokens - 1) / max(time.monotonic() - self.first, 1e-9)
             waited = self.first - self.begun
@@ -149,10 +142,7 @@ class Reply:
 def own_server(flags: list[str]) -> Iterator[tuple[str, str]]:
     """Start a server with these flags, which ends with the `with` block; gives its URL and the key that it takes.
 
-    Ctrl-C does not reach it, but only stops an answer.
-
-    Raises:
-        SystemExit: it does not start, and has said why on stderr.
+    Ctrl-C does not reach it, but only stops an answer. If it does not start, it says why, and this is a SystemExit.
     """
     key = secrets.token_hex(16)
     process = subprocess.Popen(
@@ -189,13 +179,7 @@ def error_of(content: Any) -> tuple[str, Any]:
 
 
 class Model:
-    """A model of a server with OpenAI's API.
-
-    Args:
-        url: of the server, with or without the /v1 at its end.
-        api_key: for it; empty if it wants none.
-        model: its name there; None takes the first of the server's list.
-        fields: of each request.
+    """A model of a server with OpenAI's API, or the first one of its list; `fields` go into each request.
 
     Raises:
         ValueError: the server does not answer, or has no such model.
@@ -282,11 +266,7 @@ class Chat:
         self.code = 0  # the exit code: 1 if something was refused and nobody sits there to try again
 
     def run(self) -> int:
-        """Talk until the end of stdin, /exit, or Ctrl-C twice at the prompt; returns the exit code.
-
-        Raises:
-            KeyboardInterrupt: after Ctrl-C, if stdin is no terminal.
-        """
+        """Talk until the end of stdin, /exit, or Ctrl-C (at a terminal twice, at the prompt); returns the exit code."""
         if self.tty:
             with contextlib.suppress(ImportError):  # with it, `input` edits lines and remembers them
                 import readline  # noqa: F401
@@ -315,8 +295,7 @@ class Chat:
         if self.tty and sys.stdout.isatty():
             return input(prompt)
         if self.tty:  # stdout is a file, which gets answers alone
-            sys.stderr.write(prompt)
-            sys.stderr.flush()
+            print(prompt, end="", file=sys.stderr, flush=True)
         if not (line := sys.stdin.readline()):
             raise EOFError
         return line.removesuffix("\n")
@@ -393,11 +372,7 @@ def complete(argv: list[str]) -> None:
 
 
 def go_on(model: Model, options: CompleteOptions) -> int:
-    """Go on from the prompt; returns the exit code.
-
-    Raises:
-        ValueError: the prompt is refused.
-    """
+    """Go on from the prompt; returns the exit code. A prompt that is refused is a ValueError."""
     if (prompt := options.prompt) is None:
         if sys.stdin.isatty():
             say("The text ends with Ctrl-D at the beginning of a line.")
