@@ -440,20 +440,19 @@ def main(argv: list[str]) -> None:
         client, facts = fleet.new_client(), fleet.facts
         width = LINES_PER_SEQUENCE * engine_config.max_num_seqs * engine_config.data_parallel_size
         pause = 0.2 if sys.stderr.isatty() else 30.0  # seconds between two states of the bar; a log needs few of them
-        with tqdm(total=count_lines(flags.input_file), desc="Batch", unit="line", mininterval=pause) as bar:
-            batch = Batch(Api(client, tokenizer, facts, config, names, board), answers, width, bar)
-            try:
+        bar = tqdm(total=count_lines(flags.input_file), desc="Batch", unit="line", mininterval=pause)
+        batch = Batch(Api(client, tokenizer, facts, config, names, board), answers, width, bar)
+        try:
+            with bar:
                 run_to_end(batch, file, fleet)
-            except OSError as error:
-                bar.close()
-                console.error(f"{parser.prog}: error: {error}; {batch.summary()}")
-                sys.exit(1)
-            except SystemExit:
-                bar.close()
-                console.info(f"batch: stopped; {batch.summary()}; the same command goes on from here")
-                raise
-            finally:
-                client.shutdown()
+        except OSError as error:
+            console.error(f"{parser.prog}: error: {error}; {batch.summary()}")
+            sys.exit(1)
+        except SystemExit:
+            console.info(f"batch: stopped; {batch.summary()}; the same command goes on from here")
+            raise
+        finally:
+            client.shutdown()
         console.info(f"batch: {batch.summary()}")
 
 

@@ -65,8 +65,8 @@ def params_of(
     if (asked := fields[field]) == 0 and not echoes(fields) and fields["prompt_logprobs"] is None:
         message = f"{field} is 0; it must be at least 1, or -1 for what is left, but for echo and prompt_logprobs"
         raise ApiError(400, message, field)
-    if asked == 0:  # the record has none without prompt_logprobs
-        scores = {"prompt_logprobs": 0} | scores
+    if asked == 0 and scores["prompt_logprobs"] is None:  # the record has none without prompt_logprobs
+        scores["prompt_logprobs"] = 0
     defaults = api.facts["default_sampling"]
     most = min(default or limit, defaults.get("max_tokens", limit))  # where the request does not say
     if asked == -1:  # all that is left
@@ -95,13 +95,13 @@ def params_of(
     return [of_length[tokens] for tokens in left]
 
 
-def scores_of(api: Api, fields: dict[str, Any], lengths: list[int]) -> dict[str, int]:
+def scores_of(api: Api, fields: dict[str, Any], lengths: list[int]) -> dict[str, int | None]:
     """How many log-probabilities the engine is asked for, as arguments of `SamplingParams`."""
     cap = api.facts["max_logprobs"]
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
         if (count := fields.get(name)) is not None and count > cap:
             raise ApiError(400, f"{name} is {count}; it must be from 0 to {cap} (max_logprobs)", name)
-    top, of_prompt, found = fields["logprobs"], fields["prompt_logprobs"], {}
+    top, of_prompt = fields["logprobs"], fields["prompt_logprobs"]
     if "top_logprobs" in fields:  # as in a chat
         if fields["top_logprobs"] and not top:
             message = f"top_logprobs is {fields['top_logprobs']}; it needs logprobs: true"
@@ -110,16 +110,13 @@ def scores_of(api: Api, fields: dict[str, Any], lengths: list[int]) -> dict[str,
     if of_prompt is not None and fields["stream"]:
         raise ApiError(400, f"prompt_logprobs is {of_prompt}; it is not for stream: true", "prompt_logprobs")
     echoed = top if echoes(fields) else None
-    told = sum((1 + count) * sum(lengths) * (fields["n"] or 1) for count in (of_prompt, echoed) if count is not None)
+    wanted = [count for count in (of_prompt, echoed) if count is not None]
+    told = sum((1 + count) * sum(lengths) * (fields["n"] or 1) for count in wanted)
     if told > (most := api.config.max_prompt_logprobs):
         name = "prompt_logprobs" if echoed is None else "logprobs"
         message = f"prompts' tokens times {name} times n are {told}; at most {most} (max_prompt_logprobs)"
         raise ApiError(400, message, name)
-    if top is not None:
-        found["logprobs"] = top
-    if of_prompt is not None or echoed is not None:
-        found["prompt_logprobs"] = max(of_prompt or 0, echoed or 0)
-    return found
+    return {"logprobs": top, "prompt_logprobs": max(wanted, default=None)}
 
 
 def echoes(fields: dict[str, Any]) -> bool:
