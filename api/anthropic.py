@@ -228,10 +228,8 @@ def output_config(value: dict[str, Any], config: ServerConfig) -> dict[str, Any]
 
 NEEDED_OF_BLOCKS = {kind: ("type", *keys) for kind, keys in BLOCK_KEYS.items()}
 CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, shared.listed(BLOCKS, NEEDED_OF_BLOCKS)]}
-ALTERNATING = shared.shown(
-    **shared.conversation(False, role={"enum": ["user", "assistant", "system"]}, content=CONTENT_SCHEMA)
-)
-SYSTEM = shared.shown(**shared.content_of(["text"], BLOCKS["text"]))
+ALTERNATING = shared.conversation({"enum": ["user", "assistant", "system"]}, CONTENT_SCHEMA, others=False)
+SYSTEM = shared.shown(**shared.content_of(BLOCKS["text"]))
 TURNS = (
     shared.MODEL,
     Field("messages", ALTERNATING, None, turns, "The last may be an answer's beginning."),

@@ -94,16 +94,16 @@ Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 IDS = {"type": "array", "items": ID}
-PROMPT = shown(anyOf=[
-    {"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-    IDS | {"minItems": 1}, {"type": "array", "items": IDS | {"minItems": 1}, "minItems": 1},
-])  # fmt: skip
+STRING = {"type": "string", "minLength": 1}
+TEXT_OR_TEXTS = [STRING, {"type": "array", "items": STRING, "minItems": 1}]
+SOME_IDS = IDS | {"minItems": 1}
+PROMPT = shown(anyOf=[*TEXT_OR_TEXTS, SOME_IDS, {"type": "array", "items": SOME_IDS, "minItems": 1}])
 ONE_OR_MORE = "A text, or token ids, or a list of such."
 
 
-def content_of(kinds: Sequence[str], known: Sequence[str]) -> dict[str, Any]:
-    """The schema of a text, or of a list of parts of these kinds that have only `known` keys."""
-    keys: dict[str, Any] = {key: {} for key in known} | {"type": {"enum": kinds}, "text": {"type": "string"}}
+def content_of(known: Sequence[str]) -> dict[str, Any]:
+    """The schema of a text, or of a list of parts with a text that have only `known` keys."""
+    keys: dict[str, Any] = {key: {} for key in known} | {"type": {"enum": ["text"]}, "text": {"type": "string"}}
     part = {"type": "object", "properties": keys, "required": ["type", "text"], "additionalProperties": False}
     return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
 
@@ -120,11 +120,11 @@ def listed(kinds: Mapping[str, Sequence[str]], needed: Mapping[str, Sequence[str
     return {"type": "array", "items": {"anyOf": variants}}
 
 
-def conversation(others: bool, **keys: Any) -> dict[str, Any]:
-    """The schema of a list of messages with a role, a content and maybe the rest of `keys`, or `others` as well."""
-    required = ["role", "content"]
-    message = {"type": "object", "properties": keys, "required": required, "additionalProperties": others}
-    return {"type": "array", "minItems": 1, "items": message}
+def conversation(role: Any, content: Any, others: bool) -> Any:
+    """The type of a list of messages with a role and a content of these schemas, and maybe `others`."""
+    keys = {"role": role, "content": content}
+    message = {"type": "object", "properties": keys, "required": list(keys), "additionalProperties": others}
+    return shown(type="array", minItems=1, items=message)
 
 
 def sampling_type(name: str, hint: Any) -> Any:
@@ -165,7 +165,7 @@ def sampling(*but: str) -> list[Field]:
     return [Field(name, sampling_type(name, HINTS[name]), None, CHECKS.get(name), ABOUT[name]) for name in names]
 
 
-CONVERSATION = shown(**conversation(True, role={"type": "string"}, content=content_of(["text"], checks.TEXT_PART)))
+CONVERSATION = conversation({"type": "string"}, content_of(checks.TEXT_PART), others=True)
 TOOL_CHOICE = shown(anyOf=[{"enum": checks.MODES}, {"type": "object"}])
 MODEL = Field("model", Name, about="One of the names that /v1/models lists.")
 SPECIAL_TOKENS = Field("add_special_tokens", bool)

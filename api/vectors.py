@@ -156,10 +156,9 @@ def documents(value: Any, config: ServerConfig) -> list[str]:
     return texts([document.get("text") if isinstance(document, dict) else document for document in value], config)
 
 
-STRING = {"type": "string", "minLength": 1}
-TEXTS = shared.shown(anyOf=[STRING, {"type": "array", "items": STRING, "minItems": 1}])
-DOCUMENT = {"type": "object", "required": ["text"], "properties": {"text": STRING}, "additionalProperties": False}
-DOCUMENTS = shared.shown(type="array", items={"anyOf": [STRING, DOCUMENT]}, minItems=1)
+TEXTS, TEXT = shared.shown(anyOf=shared.TEXT_OR_TEXTS), shared.STRING
+DOCUMENT = {"type": "object", "required": ["text"], "properties": {"text": TEXT}, "additionalProperties": False}
+DOCUMENTS = shared.shown(type="array", items={"anyOf": [TEXT, DOCUMENT]}, minItems=1)
 INPUT = Field("input", shared.PROMPT, None, checks.prompts, shared.ONE_OR_MORE)
 SIZE = Field("dimensions", Annotated[int, Meta(ge=1, le=2**20)], about="Of the vector.")
 FORM = Field("encoding_format", Literal["float", "base64"], "float")
