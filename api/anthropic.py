@@ -1,6 +1,6 @@
 """/v1/messages: Anthropic's Messages API, a thin translation to and from the one `Run`.
 
-Anthropic's types are those of its SDK, `anthropic.types`.
+Its types are in Anthropic's SDK, `anthropic.types`.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ def turns_as_chat(api: Api, fields: dict[str, Any]) -> dict[str, Any]:
     messages = messages if system is None else [{"role": "system", "content": system}, *messages]
     structure, older = fields["output_config"].get("structure"), fields["output_format"]
     if structure is not None and older is not None:
-        message = "output_config.format and output_format are both given; one is enough"
-        raise ApiError(400, message, "output_format")
+        raise ApiError(400, "output_config.format and output_format are both given; one is enough", "output_format")
     asked = {"enabled": True, "disabled": False}.get(thinking.get("type"))
     variables = {} if asked is None else {"enable_thinking": asked}
     if asked and thinking["budget_tokens"] is not None:  # which some templates tell the model
@@ -260,7 +259,6 @@ MESSAGES = Face(
     ),
     create_message,
     needed=("messages", "max_tokens"),
-    streams=True,
     not_yet=shared.NOT_YET
     | {
         "container": (), "mcp_servers": ([],), "context_management": (), "speed": ("standard",), "thread": (),

@@ -173,7 +173,7 @@ class Answers:
     def __init__(self, path: str):
         self.path = path
         self.ids: dict[bytes, bool] = {}  # of each custom_id that has an answer or runs, whether this run has met it
-        self.reported: set[str] = set()  # the `id` of each line of which the output says that it is no request
+        self.reported: set[str] = set()  # the `id` of each line that the output calls no request
         self.writing = Semaphore()  # so that no line gets into another one that a pipe has not taken yet
         try:
             kind = stat.S_IFMT(os.stat(path).st_mode) if os.path.exists(path) else stat.S_IFREG
@@ -314,7 +314,7 @@ class Batch:
             except Exception as error:  # must not end the other lines
                 answer = as_api_error(error)
             self._write(line, name, answer, {})
-        finally:  # after the answer is written, or those that a slow pipe does not take would pile up
+        finally:  # after the answer is written: a slow pipe must not make answers pile up
             self.flying, self.held = self.flying - 1, self.held - size
             self.room.set()
 

@@ -88,7 +88,7 @@ def call_of(call: Block, arguments: str) -> dict[str, Any]:
 
 
 def delta_of(answer: Answer, piece: Piece) -> dict[str, Any]:
-    """What a chat's stream has for what is new of an answer."""
+    """The delta of a chat's stream for a new piece of an answer."""
     block = answer.blocks[piece.at]
     if block.kind == CONTENT:
         return {"content": piece.text}
@@ -112,7 +112,7 @@ def conversation(api: Api, fields: dict[str, Any]) -> tuple[Prompt, Reading | No
 
 
 def as_chat(fields: dict[str, Any], messages: list[dict[str, Any]], **own: Any) -> dict[str, Any]:
-    """The fields of a request for chat completions: those that both routes know, `messages`, and what is its `own`."""
+    """The fields of a chat's request: these, as far as it knows them, with `messages` and its `own`."""
     chat = CHAT.defaults()
     return chat | {name: fields[name] for name in fields.keys() & chat.keys()} | {"messages": messages} | own
 
@@ -156,7 +156,6 @@ CHAT = Face(
     ),
     chat,
     needed=("messages",),
-    streams=True,
     not_yet=shared.NOT_YET,
     elsewhere=shared.ELSEWHERE,
 )

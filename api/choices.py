@@ -1,4 +1,4 @@
-"""Replies that have choices: those of completions and of chats."""
+"""Replies that have choices: completions and chats."""
 
 from __future__ import annotations
 

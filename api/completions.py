@@ -89,7 +89,6 @@ COMPLETIONS = Face(
     ),
     complete,
     needed=("prompt",),
-    streams=True,
     not_yet=shared.NOT_YET,
     elsewhere=shared.ELSEWHERE,
 )

@@ -129,8 +129,8 @@ def check_fields(body: dict[str, Any], *known: str) -> None:
 def guarded(method: str, act: Callable[[Api], Any], about: str, **schemas: Any) -> Path:
     """The route of an `act`, by its name, on all engines.
 
-    What pages of other origins send is refused, because a browser asks nobody before it sends a POST without a body;
-    and so is what is unknown behind the question mark.
+    Pages of other origins are refused, because a browser asks nobody before it sends a POST without a body; and so are
+    unknown parameters.
     """
     known = next(iter(schemas.get("query", ())), None)
 

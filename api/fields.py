@@ -33,7 +33,7 @@ from sampling_params import MAX_BIAS, RANGES, SamplingParams
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # where all errors of a status have the same
 PLACE = re.compile(r"`\$\.(\w+)")  # of what a struct refuses
-FOLDERS = re.compile(r"(?<![\w/])/(?:[\w.@+-]+/)+")  # those of an absolute path
+FOLDERS = re.compile(r"(?<![\w/])/(?:[\w.@+-]+/)+")  # of an absolute path
 
 
 class ApiError(Exception):
@@ -109,7 +109,7 @@ def content_of(known: Sequence[str]) -> dict[str, Any]:
 
 
 def listed(kinds: Mapping[str, Sequence[str]], needed: Mapping[str, Sequence[str]], **own: Any) -> dict[str, Any]:
-    """The schema of a list of objects that have a type, by which they have these keys, of which some are needed."""
+    """The schema of a list of objects with a type. By type they have these keys, and need some of them."""
     variants = [
         {
             "type": "object", "properties": {key: own.get(key, {}) for key in keys} | {"type": {"const": kind}},
@@ -281,7 +281,6 @@ class Face:
     own: Sequence[Field]  # its fields, beside those of `HARMLESS`
     answer: Callable[..., Any]
     needed: tuple[str, ...] = ()  # fields that must be there
-    streams: bool = False  # whether an answer may be a stream
     not_yet: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # see `NOT_YET`
     elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)  # see `ELSEWHERE`
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other names of its fields, which are read

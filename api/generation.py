@@ -75,8 +75,7 @@ def params_of(
         if length + (asked != 0) > limit:
             raise too_long(limit, f"the prompt is too long: it has {length}, which leaves none for the output")
         if asked and length + asked > limit:
-            message = f"the prompt's {length} and max_tokens {asked} are {length + asked}"
-            raise too_long(limit, message, "max_tokens")
+            raise too_long(limit, f"the prompt's {length} and max_tokens {asked} are {length + asked}", "max_tokens")
     left = [min(most if asked is None else asked, limit - length) for length in lengths]
     given = {param: fields[param] for param in PARAMS if fields[param] is not None}
     if not fields["use_beam_search"]:  # which takes the model's probabilities as they are
@@ -104,8 +103,7 @@ def scores_of(api: Api, fields: dict[str, Any], lengths: list[int]) -> dict[str,
     top, of_prompt = fields["logprobs"], fields["prompt_logprobs"]
     if "top_logprobs" in fields:  # as in a chat
         if fields["top_logprobs"] and not top:
-            message = f"top_logprobs is {fields['top_logprobs']}; it needs logprobs: true"
-            raise ApiError(400, message, "top_logprobs")
+            raise ApiError(400, f"top_logprobs is {fields['top_logprobs']}; it needs logprobs: true", "top_logprobs")
         top = fields["top_logprobs"] or 0 if top else None
     if of_prompt is not None and fields["stream"]:
         raise ApiError(400, f"prompt_logprobs is {of_prompt}; it is not for stream: true", "prompt_logprobs")

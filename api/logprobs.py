@@ -1,7 +1,7 @@
 """Log-probabilities and token ids in replies: which go out with which part of a text, and the shapes that they have.
 
 All this is made in parts, between which an API process serves its other clients. The tables of the likeliest tokens are
-JSON as soon as they are made: as objects, those of a prompt of 100,000 tokens would take a gigabyte.
+JSON as soon as they are made: as objects, the tables of a prompt of 100,000 tokens would take a gigabyte.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ from sampling_params import SamplingParams
 from tokenizer import Detokenizer, Tokenizer
 
 TOKENS_AT_ONCE = 256  # whose log-probabilities are written between others being served; with 20 of each 3 ms
+T = TypeVar("T")
 LOWEST = -9999.0  # is what OpenAI says for minus infinity, which JSON cannot
 
 
@@ -34,7 +35,7 @@ class Token(NamedTuple):
 
 
 class Tokens:
-    """One answer's tokens, of which `take` returns those whose text has gone out since the last time.
+    """One answer's tokens; `take` returns the ones whose text has gone out since the last time.
 
     Text is held back where it may begin a stop string, and a token may be a part of a character. So the tokens are
     turned into text a second time, without stop strings, which tells where the text of each begins and ends. `offset`
@@ -56,11 +57,10 @@ class Tokens:
         The tokens of a stop string that is not shown begin where the text ends.
         """
         generation = self._generation
-        for part in in_parts(generation.token_ids[len(self._starts) :], TOKENS_AT_ONCE):
-            for id in part:
-                self._starts.append(self._length)
-                self._length += len(added_text(self._detokenizer, id))
-                self._ends.append(self._length + self._detokenizer.within_character)
+        for id in served(generation.token_ids[len(self._starts) :]):
+            self._starts.append(self._length)
+            self._length += len(added_text(self._detokenizer, id))
+            self._ends.append(self._length + self._detokenizer.within_character)
         first, shown = self._told, len(generation.text)
         if generation.finished:
             self._told = len(self._starts)
@@ -94,15 +94,14 @@ class EchoedPrompt:
         # A special token is written out in the text, or has been put around it. Its spelling there tells which.
         detokenizer = Detokenizer(tokenizer, (), SamplingParams(skip_special_tokens=prompt is not None))
         length, starts, texts = 0, [], []
-        for part in in_parts(self._asked.prompt_token_ids, TOKENS_AT_ONCE):
-            for id in part:
-                starts.append(length)
-                text = added_text(detokenizer, id)
-                if prompt is not None and id in tokenizer.special_ids:
-                    spelled = tokenizer.token(id)
-                    text = spelled if prompt.startswith(spelled, length) else ""
-                texts.append(text)
-                length += len(text)
+        for id in served(self._asked.prompt_token_ids):
+            starts.append(length)
+            text = added_text(detokenizer, id)
+            if prompt is not None and id in tokenizer.special_ids:
+                spelled = tokenizer.token(id)
+                text = spelled if prompt.startswith(spelled, length) else ""
+            texts.append(text)
+            length += len(text)
         return "".join(texts), starts
 
     def tokens(self) -> Iterator[Token]:
@@ -126,7 +125,7 @@ def namer(tokenizer: Tokenizer, as_ids: bool) -> Callable[[int], str]:
     return "token_id:{}".format if as_ids else tokenizer.token_text
 
 
-def served(items: Iterable[Token]) -> Iterator[Token]:
+def served(items: Iterable[T]) -> Iterator[T]:
     """The same items; between some of them others are served."""
     for part in in_parts(list(items), TOKENS_AT_ONCE):
         yield from part
@@ -183,10 +182,9 @@ def prompt_table(asked: Choices, top: int, tokenizer: Tokenizer) -> list[msgspec
     """vLLM's `prompt_logprobs`: for each token but the first, the `top` likeliest at its place and itself, by id."""
     assert asked.prompt_logprobs is not None
     tables: list[msgspec.Raw | None] = [None]
-    for part in in_parts(list(zip(asked.prompt_token_ids[1:], asked.prompt_logprobs, strict=True)), TOKENS_AT_ONCE):
-        for id, found in part:
-            found = dataclasses.replace(found, ids=found.ids[:top], values=found.values[:top])
-            by_token = logprobs_by_token(id, found, tokenizer.token_text).items()
-            table = {str(other): {**vars(its), "logprob": finite(its.logprob)} for other, its in by_token}
-            tables.append(msgspec.Raw(msgspec.json.encode(table)))
+    for id, found in served(zip(asked.prompt_token_ids[1:], asked.prompt_logprobs, strict=True)):
+        found = dataclasses.replace(found, ids=found.ids[:top], values=found.values[:top])
+        by_token = logprobs_by_token(id, found, tokenizer.token_text).items()
+        table = {str(other): {**vars(its), "logprob": finite(its.logprob)} for other, its in by_token}
+        tables.append(msgspec.Raw(msgspec.json.encode(table)))
     return tables

@@ -86,7 +86,7 @@ def openapi(root_path: str, others: Sequence[Path]) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for face, ref in zip(FACES, refs, strict=False):
         body = {"required": True, "content": {"application/json": {"schema": ref}}}
-        kinds = ("application/json", "text/event-stream") if face.streams else ("application/json",)
+        kinds = ("application/json", "text/event-stream") if "stream" in face.fields else ("application/json",)
         found = replies(message_error if face.error_body else error, *kinds)
         paths[face.paths[0]] = {"post": {"operationId": face.name, "requestBody": body, "responses": found}}
         fields = components[face.request.__name__]

@@ -10,7 +10,7 @@ from api.checks import in_parts
 from api.fields import ApiError, too_long
 from tokenizer import LONG_TEXT, Tokenizer
 
-CUT_MARGIN = 64  # tokens beyond those that are kept of a text, so that where it is cut changes none of them
+CUT_MARGIN = 64  # tokens of a text beyond the ones that are kept, so that the place of the cut changes none of them
 TEXT_THREADS = 2  # of each API process, that turn long texts into tokens
 
 Prompt = tuple[str | None, list[int]]  # its text, if that is all of it, and its tokens

@@ -39,7 +39,7 @@ Ids = tuple[int, ...]
 
 
 def check_parsers(config: ServerConfig) -> None:
-    """Check that the parsers of the options are there; a ValueError names one that is not, and those that are."""
+    """Check that the parsers of the options are there; a ValueError names one that is not, and the ones that are."""
     for option, table in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
         if (name := getattr(config, option)) not in ("auto", "none", *table):
             raise ValueError(f"{option} is {name!r}; it must be auto, none, {', '.join(sorted(table))}")
@@ -273,7 +273,7 @@ class Answer:
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many of its tokens are hidden reasoning, without those that mark it."""
+        """Counts its tokens of hidden reasoning, without the ones that mark it."""
         ids, asked = self.generation.token_ids, self.reading
         start, ends = (asked.reasoning_start_ids, asked.reasoning_ends) if asked else ((), ())
         if not ends or tuple(ids[: len(start)]) != start:

@@ -1,6 +1,6 @@
 """/v1/responses: OpenAI's Responses API, a thin translation to and from the one `Run`.
 
-OpenAI's types are those of its SDK, `openai.types.responses`. Responses are kept in `api/response_store.py`.
+Its types are in OpenAI's SDK, `openai.types.responses`. `api/response_store.py` keeps responses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from text.messages import ITEM_ROLES, item_messages, response_items
 
 ITEM_IDS = {CONTENT: "msg", REASONING: "rs", CALL: "fc"}  # what the id of an item begins with
 ITEM_EVENTS = {CONTENT: "output_text", REASONING: "reasoning_text", CALL: "function_call_arguments"}
-RESPONSE_ERRORS = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # of those that the SDK knows
+RESPONSE_ERRORS = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # the SDK knows these, and others
 NAMES = ("user", "prompt_cache_key", "safety_identifier")
 REPEATED = ("metadata", "store", "parallel_tool_calls", *NAMES)  # by a response
 ITEMS = {  # the keys of OpenAI's items
@@ -304,7 +304,6 @@ RESPONSES = Face(
     ),
     respond,
     needed=("input",),
-    streams=True,
     not_yet=shared.NOT_YET | NOT_YET_HERE | shared.NOT_IN_ANSWERS,
     elsewhere=shared.ELSEWHERE | ELSEWHERE_HERE,
 )

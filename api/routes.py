@@ -1,4 +1,4 @@
-"""The routes without HTTP: what they share, and the answers of those that take no body.
+"""The routes without HTTP: what they share, and the answers of routes without a body.
 
 A route that takes a body is a face of `api/faces.py`, and `Api.answer` is the way in.
 """
