@@ -245,8 +245,10 @@ class Run(Job):
 
     def _usage(self) -> dict[str, Any]:
         prompt, cached, completion = self.counts().values()
-        usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        usage |= {"prompt_tokens_details": {"cached_tokens": cached}}
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }  # fmt: skip
         if self.reading and self.reading.reasoning_parser:
             usage["completion_tokens_details"] = {"reasoning_tokens": self._reasoning_tokens()}
         return usage

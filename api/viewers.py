@@ -182,4 +182,4 @@ def exposition(engines: Mapping[int, dict[str, Any]], prefix: str, model_name: s
 
     In OpenMetrics, prometheus_client (0.26) writes an underscore for the colon of vLLM's names.
     """
-    return generate_latest(SimpleNamespace(collect=partial(families, engines, prefix, model_name)))  # type: ignore[arg-type]
+    return generate_latest(SimpleNamespace(collect=partial(families, engines, prefix, model_name)))
