@@ -200,7 +200,7 @@ class HttpWorker(ggevent.GeventWorker):
         """On SIGTERM, send the spans that are left while the connections are closed."""
         super().handle_exit(sig, frame)
         if spans := self.wsgi.extensions["spans"]:
-            gevent.spawn(spans.flush)
+            gevent.spawn(spans.provider.force_flush)
 
 
 def with_response(app: Callable[..., Any]) -> Callable[..., Any]:

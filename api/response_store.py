@@ -117,11 +117,6 @@ class Store:
         self.entries.move_to_end((owner, id))
         return self.entries[owner, id]
 
-    @property
-    def size(self) -> int:
-        """Bytes of all that is kept."""
-        return sum(size for _, size in self.held.values())
-
     def _make_room(self, newest: str) -> None:
         """Drop what is too much, now that an owner has got another response."""
         for measure, most in enumerate((self.most, self.most_bytes)):

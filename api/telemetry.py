@@ -65,7 +65,7 @@ class Spans:
         theirs.propagate, theirs.handlers = False, [Complaints()]
         named = OTELResourceDetector().detect().attributes  # by OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
         resource = Resource.create({"service.name": "manta"} | dict(named))
-        # At its end the process does not wait for a collector; `flush` has been called by then.
+        # At its end the process does not wait for a collector; it has been flushed by then.
         self.provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self.provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
         self.tracer = self.provider.get_tracer("manta")
@@ -92,10 +92,6 @@ class Spans:
         for name, (since, until) in phases(job, now).items():
             self.tracer.start_span(name, inside, start_time=at(since)).end(at(until))
         span.end(at(now))
-
-    def flush(self) -> None:
-        """Send what is left."""
-        self.provider.force_flush()
 
 
 def attributes(job: Job, begun: float, now: float) -> dict[str, Any]:
