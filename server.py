@@ -96,7 +96,7 @@ def add_routes(app: Flask, api: Api) -> None:
 
 
 def create_app(api: Api, spans: Spans | None = None, address: str | None = None) -> Flask:
-    """The Flask app around the routes of `api`, for a server at `address` (default: its host); `spans` tells of requests."""
+    """The Flask app around the routes of `api`, served at `address` (default: its host). `spans` hears of requests."""
     app, config = Flask("manta", static_folder=None), api.config
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes + 1  # a chunked body is cut there: one byte too many tells
     app.url_map.merge_slashes = False  # a redirect to the right spelling would be an HTML page
