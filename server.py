@@ -12,13 +12,10 @@ mistake is found before the first byte of the reply, and answered with 400.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import hmac
 import logging
 import os
 import re
-import signal
 import sys
 import time
 import uuid
@@ -32,41 +29,36 @@ if sys.platform == "win32":  # gunicorn could not even be imported
 
 import gevent
 from flask import Flask, Response, g, request
-from werkzeug.exceptions import HTTPException, MethodNotAllowed
+from werkzeug.exceptions import MethodNotAllowed
 
 from api import batch_file, terminal
 from api.faces import FACES
 from api.fields import ApiError, Face
-from api.flags import OptionParser, from_flags, split_command
+from api.flags import OptionParser, split_command
 from api.gunicorn_loop import Gunicorn, with_response
 from api.http import (
     Refusals,
-    RootPath,
     allow_origin,
     api_error,
     body_of,
     check_host,
-    http_message,
     is_loopback,
     is_preflight,
     reply,
     stream,
+    under_root,
 )
 from api.options import ServerConfig, with_all_keys
 from api.paths import paths_of
-from api.reading import check_parsers
 from api.replies import ClientGone, Peer, log_request
 from api.routes import Api, Caller, Events
+from api.start import engines, read_configs, told_in_a_line, with_policy
 from api.telemetry import Spans, check_telemetry
 from config import PROG, EngineConfig
-from executor import name_process
-from executors.torchrun import lead_or_follow
 from model_config import ModelConfig
-from models.hub import find_model
-from observe.logs import console, set_up
+from observe.logs import console
 from processes.child import Board, listen
-from processes.fleet import check_engines, follow_server, launch
-from processes.hosts import read_secret
+from processes.fleet import follow_server, prepare
 from processes.suspects import Suspects
 from tokenizer import Tokenizer
 
@@ -76,42 +68,35 @@ STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}
 QUIET = ("health", "metrics", "live", "page", "scaling")
 
 
-def face_of() -> Face | None:
-    """The face that this request is to, by whatever method; None where it is to none that has errors of its own."""
+def face_with_errors() -> Face | None:
+    """The face that this request is to, by whatever method, if it has errors of its own."""
     path = request.path.rstrip("/")
     return next((face for face in FACES if face.error_body and path.endswith(face.paths)), None)
 
 
-def view_of(api: Api, face: Face) -> Callable[[], Response]:
-    """The view of a face: a body comes in, and goes out as JSON or as events."""
-
-    def view() -> Response:
-        body = body_of(api)
-        sock, reply_to = request.environ.get("gunicorn.socket"), request.environ.get("manta.response")
-        peer = Peer(sock, reply_to.probe if reply_to else None) if sock else None
-        caller = g.caller = Caller(g.name, g.client, peer, g.body.close)
-        answer = api.answer(face, body, caller)
-        return stream(answer, api.config) if isinstance(answer, Events) else reply(answer)
-
-    return view
+def answer_face(api: Api, face: Face) -> Response:
+    """Answer this request, which is to a face: a body comes in, and JSON or events go out."""
+    body = body_of(api)
+    sock, reply_to = request.environ.get("gunicorn.socket"), request.environ.get("manta.response")
+    peer = Peer(sock, reply_to.probe if reply_to else None) if sock else None
+    caller = g.caller = Caller(g.name, g.client, peer, g.body.close)
+    answer = api.answer(face, body, caller)
+    return stream(answer, api.config) if isinstance(answer, Events) else reply(answer)
 
 
 def add_routes(app: Flask, api: Api) -> None:
     """Say which function answers which path."""
-    for face in FACES:
-        view = view_of(api, face)
-        for path in face.paths:
-            app.add_url_rule(path, face.name, view, methods=["POST"])
     views: dict[str, Callable[..., Response]] = {}  # several paths may have one
+    for face in FACES:
+        views[face.name] = partial(answer_face, api, face)
+        for path in face.paths:
+            app.add_url_rule(path, face.name, views[face.name], methods=["POST"])
     for row in paths_of(api):
         app.add_url_rule(row.rule, row.name, views.setdefault(row.name, partial(row.view, api)), methods=[row.method])
 
 
 def create_app(api: Api, spans: Spans | None = None, address: str | None = None) -> Flask:
-    """The Flask app around the routes of `api`; `spans` tells of its requests.
-
-    `address` is the one that the server listens on (default: `ServerConfig.host`).
-    """
+    """The Flask app around the routes of `api`, served at `address` (default: its host). `spans` hears of requests."""
     app, config = Flask("manta", static_folder=None), api.config
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes + 1  # a chunked body is cut there: one byte too many tells
     app.url_map.merge_slashes = False  # a redirect to the right spelling would be an HTML page
@@ -123,7 +108,7 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
     app.extensions["spans"] = spans
     app.wsgi_app = with_response(app.wsgi_app)  # type: ignore[method-assign]
     if config.root_path:
-        app.wsgi_app = RootPath(app.wsgi_app, config.root_path)  # type: ignore[method-assign]
+        app.wsgi_app = under_root(app.wsgi_app, config.root_path)  # type: ignore[method-assign]
     return app
 
 
@@ -178,15 +163,13 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
         headers = {}
         if isinstance(error, MethodNotAllowed):
             headers["Allow"] = ", ".join(sorted(error.valid_methods or ()))
-        if isinstance(error, HTTPException):
-            error = ApiError(error.code or 500, http_message(error, config))
-        answer = api_error(error)
+        answer = api_error(error, config)
         if several and answer.status < 500:
             if "body" in g:
                 g.body.close()
             gevent.sleep(refusals.wait(g.client, time.monotonic() - g.begun))
         g.error = str(answer)
-        face = face_of()
+        face = face_with_errors()
         response = reply(face.error_body(answer) if face and face.error_body else answer.body(), answer.status)
         response.headers.update(headers | STATUS_HEADERS.get(answer.status, {}))
         return response
@@ -200,7 +183,7 @@ def tell_of_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> N
         given = request.headers.get("X-Request-Id", "")
         name = given if REQUEST_ID.fullmatch(given) else g.name
         response.headers["X-Request-Id"] = name
-        if face_of():
+        if face_with_errors():
             response.headers["Request-Id"] = name  # where Anthropic's SDK looks for it
         place, status, begun = (request.method, request.root_path + request.path), response.status_code, g.begun
         client, headers, caller, error = g.client, request.headers, g.get("caller"), g.get("error", "")
@@ -233,40 +216,24 @@ def serve(argv: list[str]) -> None:
         help="only print what takes how much memory, on this machine or on a GPU of so many GiB; no GPU is touched",
     )  # fmt: skip
     flags = parser.read(argv)
-    try:
-        engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
-        set_up(engine_config.log_level, engine_config.log_format)
-        check_parsers(config)
+    with told_in_a_line(parser):
+        engine_config, config = read_configs(flags)
         config = with_all_keys(config, os.environ)
         if config.otlp_traces_endpoint:
             check_telemetry(os.environ)
-        engine_config = with_policy(engine_config, config)
-        check_engines(engine_config)
-        secret = read_secret(engine_config, os.environ)
-        engine_config = find_model(engine_config, weights="plan" not in flags)
-        model_config = ModelConfig.from_folder(engine_config.folder)  # before torch, which takes seconds to load
+        engine_config, secret = prepare(with_policy(engine_config, config), starts="plan" not in flags)
         if "plan" in flags:
             from device.startup import print_plan
 
-            print_plan(engine_config, model_config, flags.plan)
+            print_plan(engine_config, ModelConfig.from_folder(engine_config.folder), flags.plan)
             return
-        if engine_config.distributed_executor_backend == "external_launcher":
-            engine_config = lead_or_follow(engine_config, model_config)
         if engine_config.headless:
             return follow_server(engine_config, secret)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
         listener = listen(config.host, config.port)
         address = listener.getsockname()[0]
-    except ValueError as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:  # models take a while to download
-        sys.exit(128 + signal.SIGINT)
-    name_process("server")
-    names = config.served_model_name or (engine_config.model_name,)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts, which leaves no trace
-    board, running = Board(), contextlib.ExitStack()
-    try:
-        fleet = running.enter_context(launch(engine_config, board, secret))
+    names, board = config.served_model_name or (engine_config.model_name,), Board()
+    with engines("server", engine_config, board, secret) as fleet:
 
         def make_app() -> Flask:
             endpoint = config.otlp_traces_endpoint
@@ -274,19 +241,7 @@ def serve(argv: list[str]) -> None:
             client = fleet.new_client(config.api_server_count, Suspects())
             return create_app(Api(client, tokenizer, fleet.facts, config, names, board), spans, address)
 
-        Gunicorn(make_app, listener, fleet, board, config).run()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    finally:
-        running.close()
-
-
-def with_policy(engine_config: EngineConfig, config: ServerConfig) -> EngineConfig:
-    """The engine's options, with the policy that `auto` means: `fair` where there are several API keys, else `fcfs`."""
-    policy = engine_config.scheduling_policy
-    if policy == "auto":
-        policy = "fair" if len(set(config.api_key)) > 1 else "fcfs"
-    return dataclasses.replace(engine_config, scheduling_policy=policy)
+        Gunicorn(make_app, listener, fleet, config).run()
 
 
 def bench(argv: list[str]) -> None:

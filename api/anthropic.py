@@ -1,6 +1,6 @@
 """/v1/messages: Anthropic's Messages API, a thin translation to and from the one `Run`.
 
-Anthropic's types are those of its SDK, `anthropic.types`.
+Its types are in Anthropic's SDK, `anthropic.types`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from api.checks import ToolChoice
 from api.fields import ApiError, Face, Field
 from api.generation import generate
 from api.options import ServerConfig
-from api.reading import CALL, CONTENT, REASONING, Answer, Block
-from api.replies import ClientGone, Run, as_api_error, typed_event
+from api.reading import CALL, CONTENT, REASONING, Block, Piece
+from api.replies import AnswerRun, ClientGone, as_api_error, typed_event
 from api.routes import Api, Caller, Events
 from api.structure import flat_format
 from text.messages import BLOCK_KEYS, joined_turns
@@ -63,8 +63,7 @@ def turns_as_chat(api: Api, fields: dict[str, Any]) -> dict[str, Any]:
     messages = messages if system is None else [{"role": "system", "content": system}, *messages]
     structure, older = fields["output_config"].get("structure"), fields["output_format"]
     if structure is not None and older is not None:
-        message = "output_config.format and output_format are both given; one is enough"
-        raise ApiError(400, message, "output_format")
+        raise ApiError(400, "output_config.format and output_format are both given; one is enough", "output_format")
     asked = {"enabled": True, "disabled": False}.get(thinking.get("type"))
     variables = {} if asked is None else {"enable_thinking": asked}
     if asked and thinking["budget_tokens"] is not None:  # which some templates tell the model
@@ -94,16 +93,14 @@ def message_error(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": told}
 
 
-class MessageRun(Run):
+class MessageRun(AnswerRun):
     """A run whose reply is Anthropic's message."""
 
     prefix = "msg_"
 
     def whole(self) -> dict[str, Any]:
-        """The reply in one piece, once `news` has ended."""
-        answer = self._answer
-        answer.read()
-        content = [content_block(block) for block in answer.blocks or [Block(CONTENT)]]
+        self.answer.read()
+        content = [content_block(block) for block in self.answer.blocks or [Block(CONTENT)]]
         return self._message(content, self._counts() | self._output()) | self._stop()
 
     def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
@@ -119,31 +116,19 @@ class MessageRun(Run):
         except Exception as error:
             yield typed_event("error", message_error(as_api_error(error)))
 
-    def _blocks(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
-        """The events of the blocks, one block after the other."""
-        answer, latest = self._answer, -1
-        for _ in news:
-            for piece in answer.read():
-                block, index = answer.blocks[piece.at], {"index": piece.at}
-                if piece.begins:
-                    if latest >= 0:
-                        yield typed_event("content_block_stop", {"index": latest})
-                    latest = piece.at
-                    empty = content_block(dataclasses.replace(block, text=""))
-                    yield typed_event("content_block_start", index | {"content_block": empty})
-                if piece.text:
-                    kind, key = DELTAS[block.kind]
-                    yield typed_event("content_block_delta", index | {"delta": {"type": kind, key: piece.text}})
-        if latest < 0:
-            yield typed_event("content_block_start", {"index": 0, "content_block": content_block(Block(CONTENT))})
-        yield typed_event("content_block_stop", {"index": max(0, latest)})
+    def _begin(self, at: int) -> Iterator[bytes]:
+        empty = content_block(dataclasses.replace(self._block(at), text=""))
+        yield typed_event("content_block_start", {"index": at, "content_block": empty})
 
-    @property
-    def _answer(self) -> Answer:
-        return self.answers[self.requests[0].drawn[0]]
+    def _grow(self, piece: Piece) -> bytes:
+        kind, key = DELTAS[self._block(piece.at).kind]
+        return typed_event("content_block_delta", {"index": piece.at, "delta": {"type": kind, key: piece.text}})
+
+    def _end(self, at: int, last: bool = False) -> Iterator[bytes]:
+        yield typed_event("content_block_stop", {"index": at})
 
     def _output(self) -> dict[str, Any]:
-        """What came out, where it has ended."""
+        """The tokens of output, once it has ended."""
         thought = {}
         if self.reading and self.reading.reasoning_parser:
             thought = {"output_tokens_details": {"thinking_tokens": self._reasoning_tokens()}}
@@ -157,21 +142,19 @@ class MessageRun(Run):
 
     def _stop(self) -> dict[str, Any]:
         """Why the answer has ended."""
-        generation = self.requests[0].drawn[0]
-        found = generation.stop_reason if isinstance(generation.stop_reason, str) else None
-        ended = {"length": "max_tokens", "tool_calls": "tool_use"}.get(self._answer.finish_reason or "", "end_turn")
+        reason = self.generation.stop_reason
+        found = reason if isinstance(reason, str) else None
+        ended = {"length": "max_tokens", "tool_calls": "tool_use"}.get(self.answer.finish_reason or "", "end_turn")
         return {"stop_reason": "stop_sequence" if found else ended, "stop_sequence": found}
 
     def _counts(self) -> dict[str, int]:
-        """What came in; Anthropic does not count cached tokens among the input tokens."""
-        asked = self.requests[0]
-        cached = asked.metrics.num_cached_tokens
-        left = len(asked.prompt_token_ids) - cached
-        return {"input_tokens": left, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
+        """The tokens of the prompt; Anthropic does not count cached ones among the input tokens."""
+        prompt, cached, _ = self.counts().values()
+        return {"input_tokens": prompt - cached, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
 
 
 def content_block(block: Block) -> dict[str, Any]:
-    """A block as Anthropic spells it. Of a call that is cut, there is no input: only a stream has what has come."""
+    """A block as Anthropic spells it. A call that is cut has no input here, but only in a stream."""
     if block.kind == CONTENT:
         return {"type": "text", "text": block.text}
     if block.kind == REASONING:
@@ -244,19 +227,12 @@ def output_config(value: dict[str, Any], config: ServerConfig) -> dict[str, Any]
 
 NEEDED_OF_BLOCKS = {kind: ("type", *keys) for kind, keys in BLOCK_KEYS.items()}
 CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, shared.listed(BLOCKS, NEEDED_OF_BLOCKS)]}
-ALTERNATING = shared.shown(
-    **shared.conversation(False, role={"enum": ["user", "assistant", "system"]}, content=CONTENT_SCHEMA)
-)
+ALTERNATING = shared.conversation({"enum": ["user", "assistant", "system"]}, CONTENT_SCHEMA, others=False)
+SYSTEM = shared.shown(**shared.content_of(BLOCKS["text"]))
 TURNS = (
     shared.MODEL,
     Field("messages", ALTERNATING, None, turns, "The last may be an answer's beginning."),
-    Field(
-        "system",
-        shared.shown(**shared.content_of(["text"], BLOCKS["text"])),
-        None,
-        system_text,
-        "Comes before the messages.",
-    ),
+    Field("system", SYSTEM, None, system_text, "Comes before the messages."),
     shared.TEMPLATE_VARIABLES,
     Field("tools", shared.Objects, None, message_tools, "Functions that an answer may call."),
     Field("tool_choice", dict[str, Any], None, message_tool_choice, "Whether an answer calls tools."),
@@ -283,7 +259,6 @@ MESSAGES = Face(
     ),
     create_message,
     needed=("messages", "max_tokens"),
-    streams=True,
     not_yet=shared.NOT_YET
     | {
         "container": (), "mcp_servers": ([],), "context_management": (), "speed": ("standard",), "thread": (),

@@ -1,10 +1,5 @@
 """A file of requests in, a file of answers out: `python server.py batch -i IN.jsonl -o OUT.jsonl MODEL`.
 
-    Line        a line of the input: which route is asked what
-    Answers     the output: what an earlier run has left there, and the lines that are added
-    Batch       runs the lines, as many at a time as keep the engine full
-    main        the command line
-
 Both files have the format of OpenAI's batches. Between them and the engine process there is no HTTP: a line goes to
 `Api.answer`, as the body of a request does. A batch may end at any time, also by `kill -9`: when it is started again
 with the same files, it runs the lines that have no answer yet.
@@ -43,21 +38,16 @@ from tqdm import tqdm
 from api.bodies import RAW_FIELDS, parse_json
 from api.faces import FACES
 from api.fields import ApiError, Face
-from api.flags import OptionParser, from_flags, refuse_given
+from api.flags import OptionParser, refuse_given
 from api.options import ServerConfig
-from api.reading import check_parsers
 from api.replies import as_api_error
 from api.routes import Api, Caller, Events
+from api.start import engines, read_configs, told_in_a_line, with_policy
 from config import EngineConfig
-from executor import name_process
-from executors.torchrun import lead_or_follow
-from model_config import ModelConfig
-from models.hub import find_model
-from observe.logs import console, set_up
+from observe.logs import console
 from processes.child import LOOK, Board
 from processes.client import EngineDeadError
-from processes.fleet import Fleet, check_engines, launch
-from processes.hosts import read_secret
+from processes.fleet import Fleet, prepare
 from tokenizer import Tokenizer
 
 LINES_PER_SEQUENCE = 2  # lines in flight for each sequence that runs, so that the next ones wait in the engine
@@ -83,20 +73,11 @@ SERVER_ONLY = (
 
 @dataclass(slots=True)
 class Line:
-    """A line of the input.
+    """A line of the input. `read` finds its author's name for it, its face and its body, which is not decoded."""
 
-    Attributes:
-        number: of the line, from 1.
-        text: of the line, at most one byte more than is allowed.
-        id: what the line's answer is called. The same line in the same place always has the same.
-        custom_id: what the line is called by who wrote it; None until `read` has found it.
-        face: what it asks; None until `read` has found it.
-        body: of the request, not decoded yet.
-    """
-
-    number: int
-    text: bytes
-    id: str = field(init=False)
+    number: int  # from 1
+    text: bytes  # at most one byte more than is allowed
+    id: str = field(init=False)  # of the line's answer; the same line in the same place always has the same
     custom_id: str | None = None
     face: Face | None = None
     body: bytes = b""
@@ -106,11 +87,7 @@ class Line:
         self.id = "batch_req_" + hashlib.blake2b(text, digest_size=16).hexdigest()
 
     def read(self, config: ServerConfig) -> None:
-        """Find out what the line asks for.
-
-        Raises:
-            ApiError: it is no request, and the message says why. `custom_id` is set if the line has one.
-        """
+        """Find out what the line asks for; an `ApiError` if it is no request, with `custom_id` set if it has one."""
         if len(self.text.rstrip(b"\r\n")) > config.max_body_bytes:
             raise ApiError(413, f"the line is larger than {config.max_body_bytes} bytes (max_body_bytes)")
         try:
@@ -133,7 +110,7 @@ class Line:
 
 
 def text_of(fields: dict[str, msgspec.Raw], name: str) -> str:
-    """A field of a line, which must be there and be a string that is not empty; else an `ApiError`."""
+    """A field of a line, which must be a string that is not empty; else an `ApiError`."""
     if name not in fields:
         raise ApiError(400, f"{name} is missing", name, "missing_required_parameter")
     try:
@@ -160,7 +137,7 @@ def read_lines(file: BinaryIO, most: int) -> Iterator[Line]:
 
 
 def patient(file: BinaryIO) -> BinaryIO:
-    """The same file; but if it is a pipe, whoever waits for what comes lets all other greenlets run."""
+    """The same file; but if it is a pipe, reading from it lets all other greenlets run."""
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     return FileObjectPosix(file.fileno(), "rb", closefd=False)
@@ -174,18 +151,12 @@ def count_lines(path: str) -> int | None:
         return sum(part.count(b"\n") for part in iter(lambda: file.read(READ_AT_ONCE), b""))
 
 
-class Problem(msgspec.Struct):
-    """The error of a line of the output. It has the number of the input's line if that is no request."""
-
-    line: int | None = None
-
-
 class Answered(msgspec.Struct):
-    """What an earlier run tells by a line of the output."""
+    """A line of the output. Its error has the number of the input's line if that is no request."""
 
     id: str
     custom_id: str | None
-    error: Problem | None
+    error: dict[str, Any] | None
 
 
 class Answers:
@@ -194,22 +165,15 @@ class Answers:
     If it is a file, what an earlier run has left there is read, and a line that has no end is cut off. If it is a pipe,
     nothing is read, and writing waits for the pipe's reader.
 
-    Args:
-        path: of the file, which may be there from an earlier run, or of a pipe.
-
     Raises:
         ValueError: it is something else or cannot be written, another batch is doing so, or it holds what no batch has
             written.
-
-    Attributes:
-        ids: the hash of each custom_id that has an answer or is being run, and whether this run has come across it.
-        reported: the `id` of each line of which the output says that it is no request.
     """
 
     def __init__(self, path: str):
         self.path = path
-        self.ids: dict[bytes, bool] = {}
-        self.reported: set[str] = set()
+        self.ids: dict[bytes, bool] = {}  # of each custom_id that has an answer or runs, whether this run has met it
+        self.reported: set[str] = set()  # the `id` of each line that the output calls no request
         self.writing = Semaphore()  # so that no line gets into another one that a pipe has not taken yet
         try:
             kind = stat.S_IFMT(os.stat(path).st_mode) if os.path.exists(path) else stat.S_IFREG
@@ -221,20 +185,19 @@ class Answers:
             self.fd = os.open(path, flags, 0o666)
         except OSError as error:
             raise ValueError(f"{path} cannot be written: {error.strerror}") from None
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lifts it when this process is gone
-            if self.is_pipe:
-                make_nonblocking(self.fd)
-            else:
-                self._read()
-        except OSError as error:
-            os.close(self.fd)
-            busy = isinstance(error, BlockingIOError)
-            why = "another batch writes to it" if busy else f"it cannot be locked and read: {error.strerror}"
-            raise ValueError(f"{path} is not free: {why}") from None
-        except ValueError:
-            os.close(self.fd)
-            raise
+        with contextlib.ExitStack() as unless_kept:
+            unless_kept.callback(os.close, self.fd)
+            try:
+                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lifts it when this process is gone
+                if self.is_pipe:
+                    make_nonblocking(self.fd)
+                else:
+                    self._read()
+            except OSError as error:
+                busy = isinstance(error, BlockingIOError)
+                why = "another batch writes to it" if busy else f"it cannot be locked and read: {error.strerror}"
+                raise ValueError(f"{path} is not free: {why}") from None
+            unless_kept.pop_all()
 
     def _read(self) -> None:
         size = 0  # of the whole lines
@@ -244,26 +207,21 @@ class Answers:
                 try:
                     if not text.startswith(FIRST_BYTES if whole else FIRST_BYTES[: len(text)]):
                         raise ValueError(f"it does not begin with {FIRST_BYTES.decode()}")
-                    if whole:
-                        self._note(msgspec.json.decode(text, type=Answered))
-                        size += len(text)
+                    if not whole:
+                        break
+                    answered = msgspec.json.decode(text, type=Answered)
                 except ValueError as error:
                     must = "the output must be a new file, or one that a batch has begun"
                     raise ValueError(f"line {number} of {self.path} is no batch's: {error}; {must}") from None
+                size += len(text)
+                if answered.custom_id is None or (answered.error and "line" in answered.error):
+                    self.reported.add(answered.id)
+                else:
+                    self.ids[digest(answered.custom_id)] = False
         os.ftruncate(self.fd, size)
 
-    def _note(self, answered: Answered) -> None:
-        if answered.custom_id is None or (answered.error and answered.error.line is not None):
-            self.reported.add(answered.id)
-        else:
-            self.ids[digest(answered.custom_id)] = False
-
     def claim(self, custom_id: str) -> bool:
-        """Whether a line of this name is to be run; False if it has been answered by an earlier run.
-
-        Raises:
-            ApiError: this run has come across another line of that name.
-        """
+        """Whether no earlier run has answered this line; an `ApiError` if this run has met another of its name."""
         key = digest(custom_id)
         known = self.ids.get(key)
         if known:
@@ -273,11 +231,7 @@ class Answers:
         return known is None
 
     def write(self, answer: dict[str, Any]) -> None:
-        """Append a line. What is written here stays if this process is killed.
-
-        Raises:
-            OSError: the disk is full, say.
-        """
+        """Append a line, which stays if this process is killed; an OSError if, say, the disk is full."""
         text = memoryview(msgspec.json.encode(answer) + b"\n")
         assert text[: len(FIRST_BYTES)] == FIRST_BYTES
         with self.writing:
@@ -286,7 +240,7 @@ class Answers:
 
 
 def digest(custom_id: str) -> bytes:
-    """What is remembered of a custom_id, which may be long."""
+    """Stands for a custom_id, which may be long."""
     return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
 
 
@@ -296,16 +250,7 @@ def digest(custom_id: str) -> bytes:
 class Batch:
     """Runs the lines of a file. It is to be made and run where gevent has patched the standard library.
 
-    Args:
-        api: the routes.
-        answers: the output.
-        width: answers that the engine has in flight, at most, unless a single line asks for more.
-        bar: shows what has been done.
-
-    Attributes:
-        ended: gets a value when all lines have an answer, or the exception that ends the batch before.
-        counts: of lines: `answered` by this run, `refused` and `failed` of them, and `skipped` because they had been
-            answered before; and of `prefill` and `decode` tokens.
+    The engine has at most `width` answers in flight, unless a single line asks for more.
     """
 
     def __init__(self, api: Api, answers: Answers, width: int, bar: tqdm[Any]):
@@ -314,8 +259,9 @@ class Batch:
         self.lines, self.room = Group(), Event()  # those in flight; and that one of them has ended
         self.flying = self.held = 0  # how many they are, and how many bytes
         self.alone = Semaphore()
+        # Lines answered, refused and failed among these, and skipped; and tokens, prefill and decode.
         self.counts: Counter[str] = Counter()
-        self.ended = AsyncResult()
+        self.ended = AsyncResult()  # a value when all lines have an answer, or the exception that ends the batch before
 
     def run(self, file: BinaryIO) -> None:
         """Run all lines that have no answer yet; then, or when an answer cannot be written, set `ended`."""
@@ -345,7 +291,7 @@ class Batch:
         return max(self.flying, self.api.board.in_flight) < self.width and self.held + size <= most
 
     def _to_run(self, line: Line) -> bool:
-        """Whether a line is to be run. If not, it has an answer then: it had one before, or it is no request."""
+        """Whether a line is to be run. If not, it has an answer: it had one before, or gets one as it is no request."""
         try:
             line.read(self.api.config)
             assert line.custom_id
@@ -365,15 +311,15 @@ class Batch:
         try:
             try:
                 answer = self._answer(line, name)
-            except Exception as error:  # one line's mistake, or ours, is nothing to the others
+            except Exception as error:  # must not end the other lines
                 answer = as_api_error(error)
             self._write(line, name, answer, {})
-        finally:  # after the answer is written, or those that a slow pipe does not take would pile up
+        finally:  # after the answer is written: a slow pipe must not make answers pile up
             self.flying, self.held = self.flying - 1, self.held - size
             self.room.set()
 
     def _answer(self, line: Line, name: str) -> dict[str, Any]:
-        """What the route answers. If the engine process ends meanwhile, the line is run again by its successor."""
+        """The route's answer. If the engine process ends meanwhile, its successor runs the line again."""
         fields = parse_json(line.body, self.api.config, self.api.facts["max_model_len"])
         line.body = b""
         assert line.face
@@ -395,7 +341,7 @@ class Batch:
         raise AssertionError("the last attempt returns or raises")
 
     def _write(self, line: Line, name: str, answer: dict[str, Any] | ApiError, place: dict[str, int]) -> None:
-        """Write the answer to a line; `place` is where the line is if it is no request."""
+        """Write the answer to a line; `place` has its number if it is no request."""
         if self.ended.ready():  # perhaps because an earlier answer could not be written
             return
         error, status = None, 200
@@ -427,7 +373,6 @@ class Batch:
         self.bar.update()
 
     def summary(self) -> str:
-        """What has been done, in a line."""
         answered, refused, failed, skipped = (self.counts[n] for n in ("answered", "refused", "failed", "skipped"))
         earlier = f"; {skipped} had an answer from an earlier run" if skipped else ""
         return f"{answered} lines answered, of them {refused} refused and {failed} failed{earlier}"
@@ -437,7 +382,6 @@ class Batch:
 
 
 def new_parser() -> OptionParser:
-    """What reads the command line."""
     parser = OptionParser(
         EngineConfig, ServerConfig, command="batch", usage="-i IN.jsonl -o OUT.jsonl [MODEL] [option ...]",
         description="Answer a file of requests, in the format of OpenAI's batches. A batch that has been cut short\n"
@@ -449,21 +393,13 @@ def new_parser() -> OptionParser:
 
 
 def read_flags(flags: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
-    """The options.
-
-    Raises:
-        ValueError: one is out of range, or means nothing here.
-    """
+    """The options; a ValueError names one that is out of range, or means nothing here."""
     refuse_given(flags, HTTP_ONLY, "a batch has no HTTP that it could concern")
     refuse_given(flags, SERVER_ONLY, "it is for servers")
-    engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
-    set_up(engine_config.log_level, engine_config.log_format)
-    check_parsers(config)
+    engine_config, config = read_configs(flags)
     engine_config = dataclasses.replace(engine_config, disable_log_stats=True)  # the progress bar tells as much
-    if engine_config.scheduling_policy == "auto":
-        engine_config = dataclasses.replace(engine_config, scheduling_policy="fcfs")
     # Lines wait for their turn here, so that none is ever refused because of others.
-    return engine_config, dataclasses.replace(config, max_queue=sys.maxsize)
+    return with_policy(engine_config, config), dataclasses.replace(config, max_queue=sys.maxsize)
 
 
 def open_files(source: str, target: str) -> tuple[BinaryIO, Answers]:
@@ -472,17 +408,16 @@ def open_files(source: str, target: str) -> tuple[BinaryIO, Answers]:
     Raises:
         ValueError: the input cannot be read, or it is the output; see also `Answers`.
     """
-    try:
-        file = open(source, "rb")  # noqa: SIM115 (it stays open as long as the process lives)
-    except OSError as error:
-        raise ValueError(f"{source} cannot be read: {error.strerror}") from None
-    try:
+    with contextlib.ExitStack() as unless_kept:
+        try:
+            file = unless_kept.enter_context(open(source, "rb"))
+        except OSError as error:
+            raise ValueError(f"{source} cannot be read: {error.strerror}") from None
         if os.path.exists(target) and os.path.samefile(source, target):
             raise ValueError(f"the input is {source} and the output {target}; they must be two files")
-        return file, Answers(target)
-    except ValueError:
-        file.close()
-        raise
+        answers = Answers(target)
+        unless_kept.pop_all()
+        return file, answers
 
 
 def main(argv: list[str]) -> None:
@@ -493,52 +428,32 @@ def main(argv: list[str]) -> None:
     """
     parser = new_parser()
     flags = parser.read(argv)
-    source = flags.input_file
-    try:
+    with told_in_a_line(parser):
         engine_config, config = read_flags(flags)
-        check_engines(engine_config)
-        secret = read_secret(engine_config, os.environ)
-        engine_config = find_model(engine_config)
-        model_config = ModelConfig.from_folder(engine_config.folder)
-        if engine_config.distributed_executor_backend == "external_launcher":
-            engine_config = lead_or_follow(engine_config, model_config)
+        engine_config, secret = prepare(engine_config)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
-        file, answers = open_files(source, flags.output_file)
-    except ValueError as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:  # models take a while to download
-        sys.exit(128 + signal.SIGINT)
-    name_process("batch")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts
-    names = config.served_model_name or (engine_config.model_name,)
-    running = contextlib.ExitStack()
-    try:
-        board = Board()
-        fleet = running.enter_context(launch(engine_config, board, secret))
+        file, answers = open_files(flags.input_file, flags.output_file)
+    names, board = config.served_model_name or (engine_config.model_name,), Board()
+    with engines("batch", engine_config, board, secret) as fleet:
         # Each line is a greenlet, as each request is in an API process. Those are gunicorn's workers, which it patches.
         monkey.patch_all(os=False, signal=False, ssl=False, subprocess=False)
         client, facts = fleet.new_client(), fleet.facts
         width = LINES_PER_SEQUENCE * engine_config.max_num_seqs * engine_config.data_parallel_size
         pause = 0.2 if sys.stderr.isatty() else 30.0  # seconds between two states of the bar; a log needs few of them
-        with tqdm(total=count_lines(source), desc="Batch", unit="line", mininterval=pause) as bar:
-            batch = Batch(Api(client, tokenizer, facts, config, names, board), answers, width, bar)
-            try:
+        bar = tqdm(total=count_lines(flags.input_file), desc="Batch", unit="line", mininterval=pause)
+        batch = Batch(Api(client, tokenizer, facts, config, names, board), answers, width, bar)
+        try:
+            with bar:
                 run_to_end(batch, file, fleet)
-            except OSError as error:
-                bar.close()
-                console.error(f"{parser.prog}: error: {error}; {batch.summary()}")
-                sys.exit(1)
-            except SystemExit:
-                bar.close()
-                console.info(f"batch: stopped; {batch.summary()}; the same command goes on from here")
-                raise
-            finally:
-                client.shutdown()
+        except OSError as error:
+            console.error(f"{parser.prog}: error: {error}; {batch.summary()}")
+            sys.exit(1)
+        except SystemExit:
+            console.info(f"batch: stopped; {batch.summary()}; the same command goes on from here")
+            raise
+        finally:
+            client.shutdown()
         console.info(f"batch: {batch.summary()}")
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-    finally:
-        running.close()
 
 
 def run_to_end(batch: Batch, file: BinaryIO, fleet: Fleet) -> None:

@@ -1,6 +1,6 @@
 """The JSON of a request's body, decoded so that an API process still serves its other clients.
 
-A body may have megabytes, and `msgspec` lets nobody else run while it decodes a text. So a large one is looked through
+A body may have megabytes, and nobody else is served while `msgspec` decodes a text. So a large one is looked through
 first, by parts, and refused if it has too many values; only the token ids of prompts may be very many, and they are
 decoded a part at a time.
 """
@@ -73,9 +73,7 @@ def decode_prompts(text: bytes, longest: int) -> list[Any] | None:
 
 
 def decode_json(data: bytes | bytearray, longest: int) -> tuple[Any, dict[str, Any]]:
-    """What a JSON text holds, and apart from that very many token ids of prompts, which are decoded a part at a time.
-
-    Nobody else is served while `msgspec` decodes a text. So a large one is looked through first, by parts, too.
+    """Decode JSON; very long token lists are decoded in pieces and returned separately.
 
     Raises:
         ValueError: it is no JSON.
@@ -94,9 +92,8 @@ def decode_json(data: bytes | bytearray, longest: int) -> tuple[Any, dict[str, A
     text = bytes(fields.pop(name, b""))
     prompts = decode_prompts(text, longest)
     if prompts is None or (commas := commas - text.count(b",")) > MAX_VALUES:
-        raise ApiError(
-            400, f"the body has {commas} values beside the prompts' token ids; at most {MAX_VALUES} are allowed"
-        )
+        message = f"the body has {commas} values beside the prompts' token ids; at most {MAX_VALUES} are allowed"
+        raise ApiError(400, message)
     return {name: msgspec.json.decode(raw) for name, raw in fields.items()}, {name: prompts}
 
 

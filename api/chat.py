@@ -27,7 +27,7 @@ class ChatRun(ChoiceRun):
     kind, chunk = "chat.completion", "chat.completion.chunk"
 
     def _choice(self, i: int, generation: Generation) -> dict[str, Any]:
-        of_tokens = self._of_tokens(i, self._tokens(i, generation), first=True)
+        of_tokens = self._of_tokens(i, generation)
         return {"index": i, "message": self._message(self.answers[generation]), **self._ending(generation), **of_tokens}
 
     def _opening(self) -> Iterator[bytes]:
@@ -46,9 +46,7 @@ class ChatRun(ChoiceRun):
             deltas = [delta_of(answer, piece) for piece in answer.read()]
         if not deltas and not generation.finished:
             return
-        if first := i not in self.begun:
-            self.begun[i] = self._tokens(i, generation)
-        of_tokens = self._of_tokens(i, self.begun[i], first)
+        of_tokens = self._of_tokens(i, generation)
         for delta in deltas:
             yield {"index": i, "delta": delta, "logprobs": None, "finish_reason": None, **of_tokens}
             of_tokens = {name: [] for name in of_tokens if name == "token_ids"}  # all told
@@ -90,7 +88,7 @@ def call_of(call: Block, arguments: str) -> dict[str, Any]:
 
 
 def delta_of(answer: Answer, piece: Piece) -> dict[str, Any]:
-    """What a chat's stream has for what is new of an answer."""
+    """The delta of a chat's stream for a new piece of an answer."""
     block = answer.blocks[piece.at]
     if block.kind == CONTENT:
         return {"content": piece.text}
@@ -114,7 +112,7 @@ def conversation(api: Api, fields: dict[str, Any]) -> tuple[Prompt, Reading | No
 
 
 def as_chat(fields: dict[str, Any], messages: list[dict[str, Any]], **own: Any) -> dict[str, Any]:
-    """The fields of a request for chat completions: those that both routes know, `messages`, and what is its `own`."""
+    """The fields of a chat's request: these, as far as it knows them, with `messages` and its `own`."""
     chat = CHAT.defaults()
     return chat | {name: fields[name] for name in fields.keys() & chat.keys()} | {"messages": messages} | own
 
@@ -158,7 +156,6 @@ CHAT = Face(
     ),
     chat,
     needed=("messages",),
-    streams=True,
     not_yet=shared.NOT_YET,
     elsewhere=shared.ELSEWHERE,
 )

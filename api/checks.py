@@ -1,7 +1,7 @@
-"""What the type of a request's field cannot say: a check for each of those that need one.
+"""Checks of what the type of a request's field cannot say.
 
-A check takes a value of the field's type and returns the one to use. Its `ValueError` says what is allowed; the name
-and the value are told by who runs it.
+A check takes a value of the field's type and returns the one to use. Its `ValueError` says what is allowed;
+`read_fields` adds the name and the value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Check = Callable[[Any, ServerConfig], Any]
 
 
 class Refusal(ValueError):
-    """What a check raises where OpenAI has a code for the mistake."""
+    """A check's error for a mistake that OpenAI has a code for."""
 
     def __init__(self, message: str, code: str):
         super().__init__(message)
@@ -112,21 +112,15 @@ def settings(**known: Any) -> Check:
     return check
 
 
-class ToolChoice(NamedTuple):
-    """Whether an answer calls tools, and which.
+MODES = ("none", "auto", "required")
 
-    Attributes:
-        mode: none, auto, or required.
-        names: of those that it may call; None is all.
-        single: at most one call.
-    """
+
+class ToolChoice(NamedTuple):
+    """Whether an answer calls tools (one of MODES), which of them it may call (None is all), and whether only one."""
 
     mode: str
     names: tuple[str, ...] | None = None
     single: bool = False
-
-
-MODES = ("none", "auto", "required")
 
 
 def tools(value: list[dict[str, Any]], config: ServerConfig) -> list[dict[str, Any]]:
@@ -142,7 +136,7 @@ def tools(value: list[dict[str, Any]], config: ServerConfig) -> list[dict[str, A
 
 
 def check_function(function: dict[str, Any], i: int) -> None:
-    """Check what is said of the i-th tool."""
+    """Check the i-th tool."""
     name, parameters, strict = (function.get(key) for key in ("name", "parameters", "strict"))
     if not isinstance(name, str) or not 0 < len(name) <= MAX_TOOL_NAME:
         raise ValueError(f"tool {i} has the name {reprlib.repr(name)}; it must have 1 to {MAX_TOOL_NAME} characters")

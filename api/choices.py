@@ -1,4 +1,4 @@
-"""Replies that have choices: those of completions and of chats."""
+"""Replies that have choices: completions and chats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outputs import Generation
 
 
 class ChoiceRun(Run):
-    """A run whose reply has a choice for each answer. What one looks like is for completions and for chats to say."""
+    """A run whose reply has a choice for each answer. Completions and chats say what one looks like."""
 
     kind: ClassVar[str]  # of the reply
     chunk: ClassVar[str]  # and of an event
@@ -22,16 +22,14 @@ class ChoiceRun(Run):
         fields = self.fields
         self.name = namer(self.tokenizer, fields["return_tokens_as_token_ids"])
         self.options = fields["stream_options"] or {"include_usage": False, "continuous_usage_stats": False}
-        self.begun: dict[int, Tokens | None] = {}  # the choices of a stream that have begun, and what is told of tokens
+        self.begun: dict[int, Tokens | None] = {}  # the choices that have begun, and their tokens, if these are told
 
     def whole(self) -> dict[str, Any]:
-        """The reply in one piece, once `news` has ended."""
         best = itertools.chain.from_iterable(asked.best() for asked in self.requests)
         choices = [self._choice(i, generation) for i, generation in enumerate(best)]
         return {**self._head(self.kind), "choices": choices, "usage": self._usage(), **self._beside()}
 
     def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
-        """The server-sent events of a stream. Once it has begun, an error can only be an event."""
         try:
             yield from self._opening()
             for i, new in news:
@@ -59,33 +57,31 @@ class ChoiceRun(Run):
         raise NotImplementedError
 
     def _opening(self) -> Iterator[bytes]:
-        """What comes before all news."""
+        """The events before all news."""
         yield from ()
 
     def _beside(self) -> dict[str, Any]:
-        """What a reply has beside its choices."""
+        """A reply's parts beside its choices."""
         return {}
 
     def _echo(self, i: int) -> str:
-        """The prompt's text, with which the i-th choice begins, if it does."""
+        """The prompt's text, if the i-th choice begins with it."""
         return ""
 
     def _ending(self, generation: Generation) -> dict[str, Any]:
-        """The part of a choice that says how it ended; its values are null before that."""
+        """How a choice ended; the values are null before that."""
         reason = self.answers[generation].finish_reason
         return {"logprobs": None, "finish_reason": reason, "stop_reason": generation.stop_reason}
 
-    def _tokens(self, i: int, generation: Generation) -> Tokens | None:
-        """What tells of the tokens of the i-th choice; None where nothing of them is told."""
-        if self.top is None and not self.fields["return_token_ids"]:
-            return None
-        return Tokens(generation, self.requests[i // self.n].prompt_token_ids, self.tokenizer, len(self._echo(i)))
-
-    def _of_tokens(self, i: int, tokens: Tokens | None, first: bool) -> dict[str, Any]:
-        """What a choice tells of its tokens that have not been told; the `first` time of an echoed prompt's, too."""
-        if tokens is None:
-            return {}
+    def _of_tokens(self, i: int, generation: Generation) -> dict[str, Any]:
+        """The i-th choice's tokens that have not been told, if any are; the first time an echoed prompt's, too."""
+        if first := i not in self.begun:
+            asked, wanted = self.requests[i // self.n], self.top is not None or self.fields["return_token_ids"]
+            tokens = Tokens(generation, asked.prompt_token_ids, self.tokenizer, len(self._echo(i))) if wanted else None
+            self.begun[i] = tokens
         told: dict[str, Any] = {}
+        if (tokens := self.begun[i]) is None:
+            return told
         new = tokens.take()
         if self.fields["return_token_ids"]:
             told["token_ids"] = [token.id for token in new]
@@ -94,7 +90,7 @@ class ChoiceRun(Run):
         return told
 
     def _of_prompt(self, i: int) -> dict[str, Any]:
-        """What the i-th choice tells of its prompt, beside an echo."""
+        """The prompt's log-probabilities and tokens for the i-th choice, beside an echo."""
         asked = self.requests[i // self.n]
         told: dict[str, Any] = {}
         if (top := self.fields["prompt_logprobs"]) is not None:

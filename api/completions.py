@@ -12,7 +12,7 @@ from api import fields as shared
 from api.choices import ChoiceRun
 from api.fields import ApiError, Face, Field
 from api.generation import generate
-from api.logprobs import EchoedPrompt, Token, Tokens, completion_logprobs
+from api.logprobs import EchoedPrompt, Token, completion_logprobs
 from api.routes import Api, Caller, Events
 from outputs import Generation
 from tokenizer import Tokenizer
@@ -32,17 +32,15 @@ class CompletionRun(ChoiceRun):
         self.prompts = [EchoedPrompt(asked, self.tokenizer) for asked in echoed]
 
     def _choice(self, i: int, generation: Generation) -> dict[str, Any]:
-        return self._part(i, generation.text, generation, self._tokens(i, generation), True)
+        return self._part(i, generation.text, generation)
 
     def _chunks(self, i: int, new: str, generation: Generation) -> Iterator[dict[str, Any]]:
-        if first := i not in self.begun:
-            self.begun[i] = self._tokens(i, generation)
-        yield self._part(i, new, generation, self.begun[i], first)
+        yield self._part(i, new, generation)
 
-    def _part(self, i: int, text: str, generation: Generation, tokens: Tokens | None, first: bool) -> dict[str, Any]:
+    def _part(self, i: int, text: str, generation: Generation) -> dict[str, Any]:
         """New text of the i-th choice; what comes first tells of the prompt, too."""
-        text, of_prompt = (self._echo(i) + text, self._of_prompt(i)) if first else (text, {})
-        of_tokens = self._of_tokens(i, tokens, first)
+        text, of_prompt = (text, {}) if i in self.begun else (self._echo(i) + text, self._of_prompt(i))
+        of_tokens = self._of_tokens(i, generation)
         return {"index": i, "text": text, **self._ending(generation), **of_tokens, **of_prompt}
 
     def _logprobs(self, i: int, new: list[Token], first: bool) -> dict[str, Any]:
@@ -91,7 +89,6 @@ COMPLETIONS = Face(
     ),
     complete,
     needed=("prompt",),
-    streams=True,
     not_yet=shared.NOT_YET,
     elsewhere=shared.ELSEWHERE,
 )

@@ -1,4 +1,8 @@
-"""What operators do to a server that runs: its engines come and go, sleep, get other weights, and are profiled."""
+"""What operators do to a server that runs: its engines come and go, sleep, get other weights, and are profiled.
+
+Each function answers a route. It asks all engines, one after the other; `core.EngineCore` says what they do. What is
+wrong with a call is an `ApiError` with the value and what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ import os
 import re
 import reprlib
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
-from typing import Any, BinaryIO
+from typing import Any
 
 from flask import Response, request, send_file
 
@@ -22,104 +26,93 @@ from processes.child import DRAINING, READY, STARTING
 PROFILE = re.compile(r"[\w-]+\.(pt\.trace\.json\.gz|steps\.json)", re.ASCII)  # the names of `stop_profile`
 
 
-class Control:
-    """The answers of the routes for that, as dicts. Each asks all engines, one after the other.
+def ask(api: Api, utility: str, *args: Any) -> list[Any]:
+    """What a utility returns on each engine."""
+    try:
+        return [*api.client.utility_on_all(utility, *args, timeout=api.config.request_timeout).values()]
+    except ValueError as error:
+        raise ApiError(400, without_folders(str(error))) from None
 
-    What is wrong with a call is an `ApiError` with the value and what is allowed. `core.EngineCore` says what they do.
 
-    Args:
-        api: what the routes share.
-    """
+def scaling(api: Api) -> dict[str, int]:
+    """How many engines there are to be, and how many are ready, start or drain."""
+    states = api.board.engines.tolist()
+    told = {"ready": READY, "starting": STARTING, "draining": DRAINING}
+    return {"data_parallel_size": api.board.wanted} | {name: states.count(state) for name, state in told.items()}
 
-    def __init__(self, api: Api):
-        self.api = api
-        self.config, self.board = api.config, api.board
 
-    def _ask(self, utility: str, *args: Any) -> list[Any]:
-        """What a utility returns on each engine."""
-        try:
-            return [*self.api.client.utility_on_all(utility, *args, timeout=self.config.request_timeout).values()]
-        except ValueError as error:
-            raise ApiError(400, without_folders(str(error))) from None
+def scale(api: Api, body: dict[str, Any]) -> dict[str, int]:
+    """Ask for as many engines as a body says; they come and go while others serve."""
+    name = "data_parallel_size"
+    check_fields(body, name)
+    if name not in body:
+        raise ApiError(400, f"{name} is missing", name, "missing_required_parameter")
+    try:
+        api.client.scale_elastic_ep(body[name])
+    except ValueError as error:
+        raise ApiError(400, str(error), name) from None
+    return scaling(api)
 
-    def scaling(self) -> dict[str, int]:
-        """How many engines there are to be, and how many are ready, start or drain."""
-        states = self.board.engines.tolist()
-        told = {"ready": READY, "starting": STARTING, "draining": DRAINING}
-        return {"data_parallel_size": self.board.wanted} | {name: states.count(state) for name, state in told.items()}
 
-    def scale(self, body: dict[str, Any]) -> dict[str, int]:
-        """Ask for as many engines as a body says; they come and go while others serve. The answer is that of `scaling`.
+def is_sleeping(api: Api) -> dict[str, Any]:
+    return {"is_sleeping": any(ask(api, "is_sleeping"))}
 
-        Raises:
-            ApiError: it says something else, or their number cannot be changed.
-        """
-        name = "data_parallel_size"
-        check_fields(body, name)
-        if name not in body:
-            raise ApiError(400, f"{name} is missing", name, "missing_required_parameter")
-        try:
-            self.api.client.scale_elastic_ep(body[name])
-        except ValueError as error:
-            raise ApiError(400, str(error), name) from None
-        return self.scaling()
 
-    def is_sleeping(self) -> dict[str, Any]:
-        """Whether an engine sleeps."""
-        return {"is_sleeping": any(self._ask("is_sleeping"))}
+def sleep(api: Api) -> dict[str, Any]:
+    level = request.args.get("level", "1")
+    if level not in ("1", "2"):
+        raise ApiError(400, f"level is {level!r:.80}; it must be 1 or 2", "level")
+    ask(api, "sleep", int(level))
+    return is_sleeping(api)
 
-    def sleep(self, level: str) -> dict[str, Any]:
-        """Have all engines sleep. The answer is that of `is_sleeping`."""
-        if level not in ("1", "2"):
-            raise ApiError(400, f"level is {level!r:.80}; it must be 1 or 2", "level")
-        self._ask("sleep", int(level))
-        return self.is_sleeping()
 
-    def wake_up(self, tags: Sequence[str]) -> dict[str, Any]:
-        """Wake what the tags name, or where there are none, all. The answer is that of `is_sleeping`."""
-        self._ask("wake_up", tags or None)
-        return self.is_sleeping()
+def wake_up(api: Api) -> dict[str, Any]:
+    ask(api, "wake_up", request.args.getlist("tags") or None)
+    return is_sleeping(api)
 
-    def update_weights(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Have all engines load weights from the folder that a body names."""
-        check_fields(body, "model_path")
-        if not isinstance(folder := body.get("model_path"), str) or not os.path.isabs(folder):
-            raise ApiError(400, f"model_path is {reprlib.repr(folder)}; it must be a path from the root", "model_path")
-        self._ask("check_update", folder)  # all of them, before one has changed
-        return {"weights_version": max(self._ask("update_weights", folder))}
 
-    def collective_rpc(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Call a worker's method by its name on all ranks of all engines."""
-        kinds = {"method": str, "timeout": int | float | None, "args": list | None, "kwargs": dict | None}
-        check_fields(body, *kinds)
-        for name, kind in kinds.items():
-            if not isinstance(value := body.get(name), kind) or isinstance(value, bool):
-                wanted = getattr(kind, "__name__", str(kind))
-                raise ApiError(400, f"{name} is {reprlib.repr(value)}; it must be {wanted}", name)
-        if (timeout := body.get("timeout")) is not None and timeout <= 0:
-            raise ApiError(400, f"timeout is {timeout}; it must be above 0", "timeout")
-        call = body["method"], timeout, body.get("args") or [], body.get("kwargs") or {}
-        return {"results": list(chain.from_iterable(self._ask("collective_rpc", *call)))}
+def update_weights(api: Api) -> dict[str, Any]:
+    body = body_of(api)
+    check_fields(body, "model_path")
+    if not isinstance(folder := body.get("model_path"), str) or not os.path.isabs(folder):
+        raise ApiError(400, f"model_path is {reprlib.repr(folder)}; it must be a path from the root", "model_path")
+    ask(api, "check_update", folder)  # all of them, before one has changed
+    return {"weights_version": max(ask(api, "update_weights", folder))}
 
-    def start_profile(self) -> dict[str, Any]:
-        """Begin to record."""
-        self._ask("start_profile")
-        return {"profiling": True}
 
-    def stop_profile(self) -> dict[str, Any]:
-        """End that; the answer names the files."""
-        return {"profiling": False, "files": list(chain.from_iterable(self._ask("stop_profile")))}
+def collective_rpc(api: Api) -> dict[str, Any]:
+    body = body_of(api)
+    kinds = {"method": str, "timeout": int | float | None, "args": list | None, "kwargs": dict | None}
+    check_fields(body, *kinds)
+    for name, kind in kinds.items():
+        if not isinstance(value := body.get(name), kind) or isinstance(value, bool):
+            wanted = getattr(kind, "__name__", str(kind))
+            raise ApiError(400, f"{name} is {reprlib.repr(value)}; it must be {wanted}", name)
+    if (timeout := body.get("timeout")) is not None and timeout <= 0:
+        raise ApiError(400, f"timeout is {timeout}; it must be above 0", "timeout")
+    call = body["method"], timeout, body.get("args") or [], body.get("kwargs") or {}
+    return {"results": list(chain.from_iterable(ask(api, "collective_rpc", *call)))}
 
-    def profile(self, name: str) -> BinaryIO:
-        """One of these files, open; an `ApiError` if there is none."""
-        folder = self.api.facts["torch_profiler_dir"]
-        if folder and PROFILE.fullmatch(name):
-            with contextlib.suppress(OSError), contextlib.ExitStack() as unless_kept:
-                file = unless_kept.enter_context(open(os.path.join(folder, name), "rb", opener=open_no_link))
-                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    unless_kept.pop_all()
-                    return file
-        raise ApiError(404, f"there is no profile {name!r:.200}", "name")
+
+def start_profile(api: Api) -> dict[str, Any]:
+    ask(api, "start_profile")
+    return {"profiling": True}
+
+
+def stop_profile(api: Api) -> dict[str, Any]:
+    return {"profiling": False, "files": list(chain.from_iterable(ask(api, "stop_profile")))}
+
+
+def profile(api: Api, name: str) -> Response:
+    """Send a file of a profile."""
+    folder = api.facts["torch_profiler_dir"]
+    if folder and PROFILE.fullmatch(name):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as unless_sent:
+            file = unless_sent.enter_context(open(os.path.join(folder, name), "rb", opener=open_no_link))
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                unless_sent.pop_all()
+                return send_file(file, "application/octet-stream", as_attachment=True, download_name=name)
+    raise ApiError(404, f"there is no profile {name!r:.200}", "name")
 
 
 def open_no_link(path: str, flags: int) -> int:
@@ -133,11 +126,11 @@ def check_fields(body: dict[str, Any], *known: str) -> None:
         raise ApiError(400, f"there is no field {reprlib.repr(unknown)}; known: {', '.join(known)}", unknown)
 
 
-def guarded(method: str, name: str, about: str, act: Callable[[Control], Any], **schemas: Any) -> Path:
-    """A route that changes the state of all engines, or tells it.
+def guarded(method: str, act: Callable[[Api], Any], about: str, **schemas: Any) -> Path:
+    """The route of an `act`, by its name, on all engines.
 
-    What pages of other origins send is refused, because a browser asks nobody before it sends a POST without a body;
-    and so is what is unknown behind the question mark.
+    Pages of other origins are refused, because a browser asks nobody before it sends a POST without a body; and so are
+    unknown parameters.
     """
     known = next(iter(schemas.get("query", ())), None)
 
@@ -146,14 +139,9 @@ def guarded(method: str, name: str, about: str, act: Callable[[Control], Any], *
             raise ApiError(403, "this page's origin may not call this route (allowed_origins)")
         if unknown := next((given for given in request.args if given != known), None):
             raise ApiError(400, f"{unknown!r:.80} is unknown; known: {known or 'nothing'}", unknown)
-        return reply(act(Control(api)))
+        return reply(act(api))
 
-    return Path(method, f"/{name}", name, about, view, **schemas)
-
-
-def profile(api: Api, name: str) -> Response:
-    """A file of a profile."""
-    return send_file(Control(api).profile(name), "application/octet-stream", as_attachment=True, download_name=name)
+    return Path(method, f"/{act.__name__}", act.__name__, about, view, **schemas)
 
 
 LEVEL = {"level": {"enum": [1, 2]}}
@@ -163,17 +151,14 @@ CALL: dict[str, Any] = {
     "kwargs": {"type": ["object", "null"]},
 }  # fmt: skip
 CONTROL_PATHS = (  # with `enable_control_routes`
-    guarded("POST", "sleep", "Give memory back; level 1 keeps the weights in host memory, level 2 drops them.",
-            lambda control: control.sleep(request.args.get("level", "1")), query=LEVEL),
-    guarded("POST", "wake_up", "Take it again: that of weights, of kv_cache, or both.",
-            lambda control: control.wake_up(request.args.getlist("tags")), query=TAGS),
-    guarded("GET", "is_sleeping", "Whether the engine sleeps.", Control.is_sleeping),
-    guarded("POST", "update_weights", "Load other weights of the same shapes, after the requests that run.",
-            lambda control: control.update_weights(body_of(control.api)), body={"model_path": {"type": "string"}}),
-    guarded("POST", "collective_rpc", "What a method of the worker returns on each device.",
-            lambda control: control.collective_rpc(body_of(control.api)), body=CALL),
-    guarded("POST", "start_profile", "Have torch's profiler record what the workers do, and the phases of each step.",
-            Control.start_profile),
-    guarded("POST", "stop_profile", "End that, and write the files.", Control.stop_profile),
+    guarded("POST", sleep, "Give memory back; level 1 keeps the weights in host memory, level 2 drops them.",
+            query=LEVEL),
+    guarded("POST", wake_up, "Take it again: that of weights, of kv_cache, or both.", query=TAGS),
+    guarded("GET", is_sleeping, "Whether the engine sleeps."),
+    guarded("POST", update_weights, "Load other weights of the same shapes, after the requests that run.",
+            body={"model_path": {"type": "string"}}),
+    guarded("POST", collective_rpc, "What a method of the worker returns on each device.", body=CALL),
+    guarded("POST", start_profile, "Have torch's profiler record what the workers do, and the phases of each step."),
+    guarded("POST", stop_profile, "End that, and write the files."),
     Path("GET", "/profiles/<name>", "profile", "One of these files.", profile, "application/octet-stream"),
 )  # fmt: skip

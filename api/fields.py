@@ -2,9 +2,9 @@
 
 The fields of a route become a msgspec struct, which validates its requests and is its schema in /openapi.json. What a
 type cannot say is left to a check of the field's own. A client's mistake is an `ApiError`, which names what arrived and
-what is allowed. What Manta cannot do yet is listed in `NOT_YET` and refused; to switch a feature on, make a field of
-its entry there. What other servers call by another name is in `ELSEWHERE`, and what cannot change an answer is in
-`HARMLESS`. Any other name is a mistake, too.
+what is allowed. `NOT_YET` lists what Manta cannot do yet and refuses; to switch a feature on, make a field of its
+entry. `ELSEWHERE` lists what other servers call by another name, and `HARMLESS` what cannot change an answer. Any other
+name is a mistake.
 
 Here is what several routes have. What one of them has alone is in the file of its face, like `api/chat.py`.
 """
@@ -33,17 +33,13 @@ from sampling_params import MAX_BIAS, RANGES, SamplingParams
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # where all errors of a status have the same
 PLACE = re.compile(r"`\$\.(\w+)")  # of what a struct refuses
-FOLDERS = re.compile(r"(?<![\w/])/(?:[\w.@+-]+/)+")  # those of an absolute path
+FOLDERS = re.compile(r"(?<![\w/])/(?:[\w.@+-]+/)+")  # of an absolute path
 
 
 class ApiError(Exception):
     """A reply other than 200; the message names what arrived and what is allowed.
 
-    Args:
-        status: of HTTP.
-        message: for a person.
-        param: the field that is wrong.
-        code: OpenAI's word for the mistake, by which programs know it.
+    `param` is the field that is wrong, and `code` is OpenAI's word for the mistake, by which programs know it.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
@@ -67,7 +63,7 @@ def too_long(limit: int, message: str, param: str | None = None) -> ApiError:
 
 
 def without_folders(message: str) -> str:
-    """What the engine said, for those who need not know where it is installed: of paths only the last part stays."""
+    """The engine's message without the folders of paths, which clients need not know."""
     return FOLDERS.sub("", message)
 
 
@@ -75,21 +71,13 @@ def without_folders(message: str) -> str:
 
 
 class Field(NamedTuple):
-    """One field of a request.
-
-    Attributes:
-        name: of the field.
-        type: of its value, beside null, which is the same as leaving it out.
-        default: its value when left out.
-        check: what the type cannot say.
-        about: for those who read the schema.
-    """
+    """One field of a request."""
 
     name: str
-    type: Any
-    default: Any = None
-    check: Check | None = None
-    about: str = ""
+    type: Any  # of its value, beside null, which is the same as leaving it out
+    default: Any = None  # its value when left out
+    check: Check | None = None  # of what the type cannot say
+    about: str = ""  # for the schema
 
 
 def shown(**schema: Any) -> Any:
@@ -106,22 +94,22 @@ Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 IDS = {"type": "array", "items": ID}
-PROMPT = shown(anyOf=[
-    {"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-    IDS | {"minItems": 1}, {"type": "array", "items": IDS | {"minItems": 1}, "minItems": 1},
-])  # fmt: skip
+STRING = {"type": "string", "minLength": 1}
+TEXT_OR_TEXTS = [STRING, {"type": "array", "items": STRING, "minItems": 1}]
+SOME_IDS = IDS | {"minItems": 1}
+PROMPT = shown(anyOf=[*TEXT_OR_TEXTS, SOME_IDS, {"type": "array", "items": SOME_IDS, "minItems": 1}])
 ONE_OR_MORE = "A text, or token ids, or a list of such."
 
 
-def content_of(kinds: Sequence[str], known: Sequence[str]) -> dict[str, Any]:
-    """The schema of a text, or of a list of parts of these kinds that have only `known` keys."""
-    keys: dict[str, Any] = {key: {} for key in known} | {"type": {"enum": kinds}, "text": {"type": "string"}}
+def content_of(known: Sequence[str]) -> dict[str, Any]:
+    """The schema of a text, or of a list of parts with a text that have only `known` keys."""
+    keys: dict[str, Any] = {key: {} for key in known} | {"type": {"enum": ["text"]}, "text": {"type": "string"}}
     part = {"type": "object", "properties": keys, "required": ["type", "text"], "additionalProperties": False}
     return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
 
 
 def listed(kinds: Mapping[str, Sequence[str]], needed: Mapping[str, Sequence[str]], **own: Any) -> dict[str, Any]:
-    """The schema of a list of objects that have a type, by which they have these keys, of which some are needed."""
+    """The schema of a list of objects with a type. By type they have these keys, and need some of them."""
     variants = [
         {
             "type": "object", "properties": {key: own.get(key, {}) for key in keys} | {"type": {"const": kind}},
@@ -132,11 +120,11 @@ def listed(kinds: Mapping[str, Sequence[str]], needed: Mapping[str, Sequence[str
     return {"type": "array", "items": {"anyOf": variants}}
 
 
-def conversation(others: bool, **keys: Any) -> dict[str, Any]:
-    """The schema of a list of messages with a role, a content and maybe the rest of `keys`, or `others` as well."""
-    required = ["role", "content"]
-    message = {"type": "object", "properties": keys, "required": required, "additionalProperties": others}
-    return {"type": "array", "minItems": 1, "items": message}
+def conversation(role: Any, content: Any, others: bool) -> Any:
+    """The type of a list of messages with a role and a content of these schemas, and maybe `others`."""
+    keys = {"role": role, "content": content}
+    message = {"type": "object", "properties": keys, "required": list(keys), "additionalProperties": others}
+    return shown(type="array", minItems=1, items=message)
 
 
 def sampling_type(name: str, hint: Any) -> Any:
@@ -177,7 +165,7 @@ def sampling(*but: str) -> list[Field]:
     return [Field(name, sampling_type(name, HINTS[name]), None, CHECKS.get(name), ABOUT[name]) for name in names]
 
 
-CONVERSATION = shown(**conversation(True, role={"type": "string"}, content=content_of(["text"], checks.TEXT_PART)))
+CONVERSATION = conversation({"type": "string"}, content_of(checks.TEXT_PART), others=True)
 TOOL_CHOICE = shown(anyOf=[{"enum": checks.MODES}, {"type": "object"}])
 MODEL = Field("model", Name, about="One of the names that /v1/models lists.")
 SPECIAL_TOKENS = Field("add_special_tokens", bool)
@@ -204,7 +192,7 @@ DETAILS = (
     Field("echo", bool, False, about="Begin with the prompt; in a chat with the message that the answer goes on with."),
     Field("return_token_ids", bool, False, about="Give the token ids of prompt and answer, too."),
     Field(
-        "return_tokens_as_token_ids", bool, False, about="Write `token_id:N` for a token beside its log-probability."
+        "return_tokens_as_token_ids", bool, False, None, "Write `token_id:N` for a token beside its log-probability."
     ),
 )
 CUT = (
@@ -252,20 +240,12 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "post_sampling_probs": (False,), "reasoning_format": ("none",), "options": ({},),
     "think": (False,), "do_sample": (True,), "return_full_text": (False,), "watermark": (False,), "truncate": (),
 }  # fmt: skip
-# What only completions and chats take; so it is not yet in other answers,
+# Only completions and chats take these, and have several answers.
 NOT_IN_ANSWERS = {
-    "chat_template": (),
-    "documents": ([],),
-    "suffix": ("",),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "echo": (False,),
-    "return_token_ids": (False,),
+    "chat_template": (), "documents": ([],), "suffix": ("",), "truncate_prompt_tokens": (), "truncation_side": (),
+    "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (), "echo": (False,), "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-} | {name: (False,) if name == "use_beam_search" else (1,) for name in SEVERAL}  # of which there is one
+} | {name: (False,) if name == "use_beam_search" else (1,) for name in SEVERAL}  # fmt: skip
 # What other servers call by another name than this one.
 ELSEWHERE = {
     "max_new_tokens": "max_tokens", "max_output_tokens": "max_tokens", "n_predict": "max_tokens",
@@ -293,35 +273,22 @@ HARMLESS = (
 class Face:
     """A route that takes a body. Its path, its checks, its lines of a batch and its schema are made from this row.
 
-    Attributes:
-        name: of the route.
-        paths: the first is the one in the schema, the others are those of other servers.
-        own: its fields, beside those of `HARMLESS`.
-        answer: takes the routes' `Api`, the checked fields and who asks; returns a reply, or its events.
-        needed: fields without which a request says nothing.
-        streams: whether an answer may be a stream.
-        not_yet: what its clients may send and it cannot do yet, with the values that change nothing.
-        elsewhere: what its clients may call by another name than it: its own name for that.
-        aliases: the same, but it is then read.
-        ignored: what cannot change the answer, beside `HARMLESS`.
-        error_body: what an error looks like; None is OpenAI's.
+    `answer` takes the routes' `Api`, the checked fields and who asks, and returns a reply or its events.
     """
 
     name: str
-    paths: tuple[str, ...]
-    own: Sequence[Field]
+    paths: tuple[str, ...]  # the first is the one in the schema, the others are those of other servers
+    own: Sequence[Field]  # its fields, beside those of `HARMLESS`
     answer: Callable[..., Any]
-    needed: tuple[str, ...] = ()
-    streams: bool = False
-    not_yet: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
-    error_body: Callable[[ApiError], dict[str, Any]] | None = None
+    needed: tuple[str, ...] = ()  # fields that must be there
+    not_yet: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # see `NOT_YET`
+    elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)  # see `ELSEWHERE`
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other names of its fields, which are read
+    ignored: tuple[str, ...] = ()  # what cannot change the answer, beside `HARMLESS`
+    error_body: Callable[[ApiError], dict[str, Any]] | None = None  # what an error looks like; None is OpenAI's
 
     @cached_property
     def fields(self) -> dict[str, Field]:
-        """All its fields, by name."""
         known = {field.name: field for field in self.own}
         names = [name for name in (*HARMLESS, *self.ignored) if name not in known]
         return known | {name: Field(name, Any, about="Is accepted and changes nothing.") for name in names}
@@ -359,8 +326,8 @@ def read_fields(face: Face, body: dict[str, Any], config: ServerConfig) -> dict[
             if not any(value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in same):
                 words = f"this server cannot do that yet; it takes {json.dumps([None, *same])[1:-1]}"
                 raise refusal(name, value, words, "unsupported_parameter")
-        else:
-            refuse_unknown(name, known.keys() | (face.not_yet.keys() - face.elsewhere.keys()), config)
+        elif not config.allow_unknown_fields:
+            raise unknown_field(name, known.keys() | (face.not_yet.keys() - face.elsewhere.keys()))
     for needed in face.needed:
         if needed not in given:
             raise ApiError(400, f"{needed} is missing", needed, "missing_required_parameter")
@@ -375,16 +342,11 @@ def read_fields(face: Face, body: dict[str, Any], config: ServerConfig) -> dict[
     values = face.defaults()
     for name in given:
         check, value = known[name].check, getattr(request, name)
-        values[name] = value if check is None else run_check(check, name, value, config)
+        try:
+            values[name] = value if check is None else check(value, config)
+        except ValueError as error:
+            raise refusal(name, value, str(error), error.code if isinstance(error, Refusal) else None) from None
     return values
-
-
-def run_check(check: Check, name: str, value: Any, config: ServerConfig) -> Any:
-    """The value that a field's check returns; what it refuses is an `ApiError`."""
-    try:
-        return check(value, config)
-    except ValueError as error:
-        raise refusal(name, value, str(error), error.code if isinstance(error, Refusal) else None) from None
 
 
 def refusal(name: str, value: Any, words: str, code: str | None) -> ApiError:
@@ -410,14 +372,9 @@ def in_words(schema: dict[str, Any]) -> str:
     return kinds[kind]
 
 
-def refuse_unknown(name: str, known: Set[str], config: ServerConfig) -> None:
-    """Refuse a field that is not `known`, with the one that is meant if any is near, unless unknown fields are allowed.
-
-    Raises:
-        ApiError: it is refused.
-    """
-    if not config.allow_unknown_fields:
-        name = name[:64]  # it may be as long as the body
-        near = difflib.get_close_matches(name, known - {*HARMLESS}, 1)
-        hint = f"did you mean {near[0]}?" if near else "--allow-unknown-fields would ignore it"
-        raise ApiError(400, f"the field {name!r} is unknown; {hint}", name, "unknown_parameter")
+def unknown_field(name: str, known: Set[str]) -> ApiError:
+    """The error for a field that is not `known`, with the one that is meant if any is near."""
+    name = name[:64]  # it may be as long as the body
+    near = difflib.get_close_matches(name, known - {*HARMLESS}, 1)
+    hint = f"did you mean {near[0]}?" if near else "--allow-unknown-fields would ignore it"
+    return ApiError(400, f"the field {name!r} is unknown; {hint}", name, "unknown_parameter")

@@ -1,8 +1,5 @@
 """The command line: a flag for each option, a file that sets options too, and completion in a shell.
 
-    OptionParser   parses what was given
-    from_flags     makes the record of options from that
-
 Standard library only, but for argcomplete, which is imported where a shell asks for completions.
 """
 
@@ -38,7 +35,7 @@ def flag_fields(cls: type) -> list[dataclasses.Field[Any]]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message that an unknown name is refused with: the known name that is most like it, if one is."""
+    """The end of the message that refuses an unknown name: the known name that is most like it, if one is."""
     return "".join(f"; the nearest is {near}" for near in difflib.get_close_matches(name, known, 1))
 
 
@@ -51,7 +48,7 @@ def whole(text: str) -> int:
 
 
 def help_of(f: dataclasses.Field[Any]) -> str:
-    """What the help says of an option, with its default if the option's own line does not tell it."""
+    """The help of an option, with its default if the option's own line does not tell it."""
     text, default = f.metadata["help"], f.default
     if default in (None, "", ()) or "default" in text:
         return text
@@ -67,7 +64,7 @@ class OptionParser(argparse.ArgumentParser):
     Args:
         classes: dataclasses of `option`s; where two have one of the same name, they share the flag, which the first
             describes.
-        command: what follows the program's name, if anything.
+        command: follows the program's name, if given.
         usage: what may follow that.
         description: of the program.
         commands: what may stand there instead of a model, and what each does.
@@ -108,29 +105,23 @@ class OptionParser(argparse.ArgumentParser):
     def _add_option(self, group: argparse._ArgumentGroup, f: dataclasses.Field[Any], hint: Any) -> None:
         self.known.add(f.name)
         kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
-        flag = "--" + f.name.replace("_", "-")
-        kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help_of(f)}
+        own: dict[str, Any]
         if get_origin(hint) is Literal:
-            group.add_argument(flag, choices=kinds, **kwargs)
+            own = {"choices": kinds}
         elif get_origin(hint) is tuple:
-            group.add_argument(flag, action="append", metavar="STR", **kwargs)
+            own = {"action": "append", "metavar": "STR"}
         elif kinds == [bool]:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, **kwargs)
+            own = {"action": argparse.BooleanOptionalAction}
         else:
-            group.add_argument(
-                flag, type=whole if kinds == [int] else kinds[0], metavar=kinds[0].__name__.upper(), **kwargs
-            )
+            own = {"type": whole if kinds == [int] else kinds[0], "metavar": kinds[0].__name__.upper()}
+        group.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, help=help_of(f), **own)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and end."""
+        """Say what is wrong, and exit."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The options that are given on the command line, or else in the file of `--config`; see `from_flags`.
-
-        Raises:
-            SystemExit: after `--help` or `--version`, or where the options cannot be parsed.
-        """
+        """The options that are given on the command line, or else in the file of `--config`; see `from_flags`."""
         if "_ARGCOMPLETE" in os.environ:
             complete(self)
         flags, surplus = self.parse_known_args([dashed(word) for word in argv])
@@ -167,7 +158,7 @@ def dashed(word: str) -> str:
 def split_command(argv: list[str], commands: Container[str]) -> tuple[str, list[str]]:
     """The command that a command line begins with, or nothing, and the rest.
 
-    Where a shell asks for completions, its variables have the line, and argcomplete learns there where the rest begins.
+    A shell that asks for completions has the line in its variables, and argcomplete learns there where the rest begins.
     """
     if place := int(os.environ.get("_ARGCOMPLETE", 0)):  # of the first argument
         before = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]
@@ -188,11 +179,7 @@ def complete(parser: OptionParser) -> NoReturn:
 
 
 def read_options(path: str, known: Iterable[str]) -> dict[str, Any]:
-    """The options in a TOML file, by their names with underscores.
-
-    Raises:
-        ValueError: names the file, and the key that is wrong.
-    """
+    """The options in a TOML file, by names with underscores; a ValueError names the file, and the key that is wrong."""
     try:
         with open(path, "rb") as file:
             content = tomllib.load(file)
@@ -232,11 +219,7 @@ def from_flags(cls: type[T], flags: argparse.Namespace) -> T:
 
 
 def refuse_given(flags: argparse.Namespace, names: Iterable[str], why: str) -> None:
-    """Refuse options that mean nothing here.
-
-    Raises:
-        ValueError: names the first of them that is given, and says why it must not be.
-    """
+    """Refuse options that mean nothing here: a ValueError names the first that is given, and says why it must not."""
     for name in names:
         if name in flags:
             told = f"{flags.config}: {name}" if name in flags.in_file else "--" + name.replace("_", "-")

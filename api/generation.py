@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,19 +26,10 @@ def generate(
     default_max_tokens: int | None = None,
     reading: Reading | None = None,
 ) -> dict[str, Any] | Events:
-    """Answer prompts, with a reply of this shape.
+    """Answer prompts, with a reply of this shape, which makes a `Run`.
 
-    Args:
-        api: what the routes share.
-        fields: with the names of a chat's or of a completion's.
-        caller: who asks.
-        prompts: of the request.
-        shape: makes a `Run` of what that takes.
-        default_max_tokens: of output, where neither the request nor the model says; None leaves it to the context.
-        reading: how the answers are read; None where they are nothing but content.
-
-    Raises:
-        ApiError: the request is refused, or the engine has failed.
+    The fields have the names of a chat's or of a completion's. Where neither the request nor the model says how many
+    tokens of output there may be, `default_max_tokens` does, or else the context.
     """
     if fields["stream_options"] is not None and not fields["stream"]:
         raise ApiError(400, "stream_options is only for stream: true", "stream_options")
@@ -67,8 +57,7 @@ def params_of(
 ) -> list[SamplingParams]:
     """Sampling parameters for prompts of these lengths; the output is bounded by what they leave of the context.
 
-    What the request does not say is as the model's generation_config.json says. `default` is how many tokens of
-    output the route has at most then; None leaves it to the context.
+    What the request does not say, the model's generation_config.json does; for the tokens of output there is `default`.
     """
     limit = api.facts["max_model_len"]
     field = "max_tokens" if fields["max_completion_tokens"] is None else "max_completion_tokens"
@@ -76,8 +65,8 @@ def params_of(
     if (asked := fields[field]) == 0 and not echoes(fields) and fields["prompt_logprobs"] is None:
         message = f"{field} is 0; it must be at least 1, or -1 for what is left, but for echo and prompt_logprobs"
         raise ApiError(400, message, field)
-    if asked == 0:  # the record has none without prompt_logprobs
-        scores = {"prompt_logprobs": 0} | scores
+    if asked == 0 and scores["prompt_logprobs"] is None:  # the record has none without prompt_logprobs
+        scores["prompt_logprobs"] = 0
     defaults = api.facts["default_sampling"]
     most = min(default or limit, defaults.get("max_tokens", limit))  # where the request does not say
     if asked == -1:  # all that is left
@@ -86,8 +75,7 @@ def params_of(
         if length + (asked != 0) > limit:
             raise too_long(limit, f"the prompt is too long: it has {length}, which leaves none for the output")
         if asked and length + asked > limit:
-            message = f"the prompt's {length} and max_tokens {asked} are {length + asked}"
-            raise too_long(limit, message, "max_tokens")
+            raise too_long(limit, f"the prompt's {length} and max_tokens {asked} are {length + asked}", "max_tokens")
     left = [min(most if asked is None else asked, limit - length) for length in lengths]
     given = {param: fields[param] for param in PARAMS if fields[param] is not None}
     if not fields["use_beam_search"]:  # which takes the model's probabilities as they are
@@ -96,49 +84,46 @@ def params_of(
         given["bad_word_ids"] = api.tokenizer.bad_word_ids(given["bad_words"])
     try:
         given |= reading.params if reading else {"structured_outputs": structure_of(fields)}
-        params = SamplingParams(**given | scores | {"max_tokens": left[0]})
+        given |= scores
+        of_length = {tokens: SamplingParams(**given | {"max_tokens": tokens}) for tokens in dict.fromkeys(left)}
+        params = of_length[left[0]]
         params.check_vocabulary(api.facts["vocab_size"])
-        of_length = {tokens: dataclasses.replace(params, max_tokens=tokens) for tokens in dict.fromkeys(left)}
     except ValueError as error:
         raise ApiError(400, str(error), str(error).partition(" ")[0]) from None
     check_samples(params, len(left), sum(left), fields["stream"], api.config)
     return [of_length[tokens] for tokens in left]
 
 
-def scores_of(api: Api, fields: dict[str, Any], lengths: list[int]) -> dict[str, int]:
+def scores_of(api: Api, fields: dict[str, Any], lengths: list[int]) -> dict[str, int | None]:
     """How many log-probabilities the engine is asked for, as arguments of `SamplingParams`."""
     cap = api.facts["max_logprobs"]
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
         if (count := fields.get(name)) is not None and count > cap:
             raise ApiError(400, f"{name} is {count}; it must be from 0 to {cap} (max_logprobs)", name)
-    top, of_prompt, found = fields["logprobs"], fields["prompt_logprobs"], {}
+    top, of_prompt = fields["logprobs"], fields["prompt_logprobs"]
     if "top_logprobs" in fields:  # as in a chat
         if fields["top_logprobs"] and not top:
-            message = f"top_logprobs is {fields['top_logprobs']}; it needs logprobs: true"
-            raise ApiError(400, message, "top_logprobs")
+            raise ApiError(400, f"top_logprobs is {fields['top_logprobs']}; it needs logprobs: true", "top_logprobs")
         top = fields["top_logprobs"] or 0 if top else None
     if of_prompt is not None and fields["stream"]:
         raise ApiError(400, f"prompt_logprobs is {of_prompt}; it is not for stream: true", "prompt_logprobs")
     echoed = top if echoes(fields) else None
-    told = sum((1 + count) * sum(lengths) * (fields["n"] or 1) for count in (of_prompt, echoed) if count is not None)
+    wanted = [count for count in (of_prompt, echoed) if count is not None]
+    told = sum((1 + count) * sum(lengths) * (fields["n"] or 1) for count in wanted)
     if told > (most := api.config.max_prompt_logprobs):
         name = "prompt_logprobs" if echoed is None else "logprobs"
         message = f"prompts' tokens times {name} times n are {told}; at most {most} (max_prompt_logprobs)"
         raise ApiError(400, message, name)
-    if top is not None:
-        found["logprobs"] = top
-    if of_prompt is not None or echoed is not None:
-        found["prompt_logprobs"] = max(of_prompt or 0, echoed or 0)
-    return found
+    return {"logprobs": top, "prompt_logprobs": max(wanted, default=None)}
 
 
 def echoes(fields: dict[str, Any]) -> bool:
-    """Whether the answers begin with the prompt, with its log-probabilities; a chat echoes no more than a message."""
+    """Whether the answers begin with the prompt and its log-probabilities; a chat echoes no more than a message."""
     return fields["echo"] and "top_logprobs" not in fields
 
 
 def check_samples(params: SamplingParams, prompts: int, tokens: int, stream: bool, config: ServerConfig) -> None:
-    """Whether so many answers to so many prompts, of so many tokens where each has one answer, are allowed."""
+    """Refuse too many answers to so many prompts, whose answers have so many tokens together where each has one."""
     name = next(name for name in ("beam_width", "best_of", "n") if getattr(params, name) is not None)
     answers, tokens = prompts * params.num_sequences, tokens * params.num_sequences
     if answers > (cap := config.max_choices):

@@ -34,7 +34,6 @@ from api.options import ServerConfig
 from api.replies import log_request
 from executor import end_with_parent, name_process
 from observe.logs import Repeated, console, logger
-from processes.child import Board
 from processes.fleet import Fleet
 
 # Seconds in which signals count as one: Linux tells of a launcher's death (see `end_with_parent`) thread by thread.
@@ -62,18 +61,13 @@ class DrainingArbiter(Arbiter):
     `drain_timeout`.
     """
 
-    def __init__(self, app: Gunicorn):
-        super().__init__(app)
-        self.fleet, self.board = app.fleet, app.board
-        self.drain_timeout = app.config.drain_timeout
-        self.deadline = math.inf
-        self.first_signal = 0.0
+    deadline, first_signal = math.inf, 0.0
 
     def handle_term(self) -> None:
         now = time.monotonic()
-        if not self.board.draining:
-            self.board.drain()
-            self.deadline, self.first_signal = now + self.drain_timeout, now
+        if not self.app.fleet.board.draining:
+            self.app.fleet.board.drain()
+            self.deadline, self.first_signal = now + self.app.config.drain_timeout, now
         elif now > self.first_signal + SAME_SIGNAL:
             self._cut()
 
@@ -84,30 +78,29 @@ class DrainingArbiter(Arbiter):
         raise StopIteration
 
     def reap_workers(self) -> None:
-        self.fleet.reap()
+        self.app.fleet.reap()
         super().reap_workers()
 
     def manage_workers(self) -> None:
-        if self.board.draining and not self.board.in_flight:
+        if self.app.fleet.board.draining and not self.app.fleet.board.in_flight:
             raise StopIteration
         if time.monotonic() > self.deadline:
             self._cut()
         super().manage_workers()
         try:
-            self.fleet.check()
+            self.app.fleet.check()
         except ChildProcessError as error:
             raise HaltServer(str(error), 1) from None
 
 
 class NamelessResponse(wsgi.Response):
-    """Gunicorn's response, which does not say which server it is from, and can find out whether anybody reads it."""
+    """Gunicorn's response, which does not name the server, and can find out whether anybody reads it."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.lock = gevent.lock.RLock()  # a probe must not come in the midst of an event
 
     def write(self, arg: bytes) -> None:
-        """Write a part of the body."""
         with self.lock:
             super().write(arg)
 
@@ -124,25 +117,18 @@ class NamelessResponse(wsgi.Response):
         return self.headers_sent or self.req.version >= (1, 1)
 
     def default_headers(self) -> list[str]:
-        """The headers that every reply has."""
         return [line for line in super().default_headers() if not line.startswith("Server:")]
 
 
 class Listener(StreamServer):
-    """gevent's server, for a process whose connections may take all its descriptors (`ulimit -n`).
-
-    When they have, a new connection takes the place of the one that has waited for a request longest.
-
-    Args:
-        idle: the greenlets of connections that wait for a request; see `HttpWorker.timeout_ctx`.
-    """
+    """gevent's server. If its connections take all descriptors (`ulimit -n`), a new one ends the one longest `idle`."""
 
     def __init__(self, idle: dict[gevent.Greenlet, None], *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.idle, self.crowded = idle, Repeated()
 
     def do_read(self) -> tuple[socket.socket, Any] | None:
-        """The next connection and its address; None where there is none. This runs in gevent's hub."""
+        """The next connection and its address, if there is one. This runs in gevent's hub."""
         try:
             accepted = super().do_read()
         except OSError as error:
@@ -175,15 +161,14 @@ class HttpWorker(ggevent.GeventWorker):
     """Gunicorn's worker. What it refuses itself, because it is no HTTP, gets a reply like the app's, not a page."""
 
     def init_process(self) -> None:
-        """What the process does first."""
         wsgi.Response = NamelessResponse
-        self.idle: dict[gevent.Greenlet, None] = {}  # who waits for a request, in the order in which they began to
+        self.idle: dict[gevent.Greenlet, None] = {}  # connections that wait for a request, the longest first
         ggevent.StreamServer = functools.partial(Listener, self.idle)
         super().init_process()
 
     @contextlib.contextmanager
     def timeout_ctx(self) -> Iterator[None]:
-        """Gunicorn waits for a request inside the `with` block, which leaves it when that takes too long."""
+        """Gunicorn waits for a request inside this `with` block, which ends the wait when it takes too long."""
         me = gevent.getcurrent()
         self.idle[me] = None
         try:
@@ -193,11 +178,11 @@ class HttpWorker(ggevent.GeventWorker):
             self.idle.pop(me, None)
 
     def handle_error(self, req: Any, client: socket.socket, addr: Any, exc: BaseException) -> None:
-        """Answer what no request could be made of, or what the app did not catch, and hang up."""
+        """Answer what is no request, or what the app did not catch, and hang up."""
         if not isinstance(exc, Exception):  # the process ends, or another connection needs the descriptor
             return
         begun, name, config = time.monotonic(), uuid.uuid4().hex, self.app.config
-        answer = api_error(exc)
+        answer = api_error(exc, config)
         content = msgspec.json.encode(answer.body())
         head = (
             f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\nConnection: close\r\n"
@@ -207,19 +192,19 @@ class HttpWorker(ggevent.GeventWorker):
             head += "\r\nAccess-Control-Allow-Origin: *\r\nVary: Origin"
         with contextlib.suppress(OSError), gevent.Timeout(self.cfg.keepalive, False):
             client.sendall(head.encode() + b"\r\n\r\n" + content)
-            util.close_graceful(client)  # else what it has sent and nobody read would cost it the reply
-        tag = self.app.board.tag("address", addr[0] if addr else "")
+            util.close_graceful(client)  # unread input would reset the connection before the client gets its reply
+        tag = self.app.fleet.board.tag("address", addr[0] if addr else "")
         log_request(name, tag, ("", ""), answer.status, begun, error=str(answer))
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """On SIGTERM: send the spans that are left while the connections are closed."""
+        """On SIGTERM, send the spans that are left while the connections are closed."""
         super().handle_exit(sig, frame)
         if spans := self.wsgi.extensions["spans"]:
-            gevent.spawn(spans.flush)
+            gevent.spawn(spans.provider.force_flush)
 
 
 def with_response(app: Callable[..., Any]) -> Callable[..., Any]:
-    """The WSGI app, whose views find gunicorn's response in the environment, if it is gunicorn that calls."""
+    """The WSGI app, whose views find gunicorn's response in the environment, if gunicorn calls it."""
 
     def answer(environ: dict[str, Any], start_response: Any) -> Any:
         response = getattr(start_response, "__self__", None)
@@ -230,42 +215,28 @@ def with_response(app: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Gunicorn(BaseApplication):
-    """Gunicorn with gevent workers, configured from here and not from its files and flags.
+    """Gunicorn on a bound socket with gevent workers, configured from here and not from its files and flags.
 
-    Args:
-        make_app: called in each API process; returns its Flask app.
-        listener: a bound socket.
-        fleet: the engines, which are looked after.
-        board: the one that the apps use.
-        config: the server's options.
+    `make_app` is called in each API process.
     """
 
-    def __init__(
-        self,
-        make_app: Callable[[], Flask],
-        listener: socket.socket,
-        fleet: Fleet,
-        board: Board,
-        config: ServerConfig,
-    ):
-        self.make_app, self.fleet = make_app, fleet
-        self.board, self.config = board, config
-        self.options = gunicorn_options(listener, fleet, board, config)
+    def __init__(self, make_app: Callable[[], Flask], listener: socket.socket, fleet: Fleet, config: ServerConfig):
+        self.load = make_app
+        self.fleet, self.config = fleet, config
+        self.options = gunicorn_options(listener, fleet, config)
         super().__init__()
 
     def load_config(self) -> None:
         for name, value in self.options.items():
             self.cfg.set(name, value)
 
-    def load(self) -> Flask:
-        return self.make_app()
-
     def run(self) -> None:
         DrainingArbiter(self).run()
 
 
-def gunicorn_options(listener: socket.socket, fleet: Fleet, board: Board, config: ServerConfig) -> dict[str, Any]:
+def gunicorn_options(listener: socket.socket, fleet: Fleet, config: ServerConfig) -> dict[str, Any]:
     """Settings and hooks; gunicorn's own log speaks of errors only, unless ours speaks of everything."""
+    board = fleet.board
 
     def pre_fork(arbiter: Arbiter, worker: Any) -> None:
         name_process("server")  # gunicorn has called it otherwise

@@ -48,12 +48,11 @@ UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417, error
 
 
 def read_body(config: ServerConfig, board: Board, hold: Callable[[int], None]) -> bytearray:
-    """The body of this request; each part of it is counted by `hold` when it arrives."""
+    """The body of this request. `hold` counts each part of it when it arrives."""
     kind = request.mimetype
     if kind.startswith("multipart/"):
         raise ApiError(415, f"the content type is {kind}; it must be application/json")
-    # `curl -d` says that it sends a form. But a web page may send one to any server without asking the browser, and
-    # JSON not.
+    # `curl -d` says that it sends a form. But a web page may send a form to any server unasked, and JSON not.
     if kind != "application/json" and "Origin" in request.headers and not allowed_origin(config):
         raise ApiError(415, f"the content type is {kind or 'not given'}; from a web page it must be application/json")
     body, refused = bytearray(), ""
@@ -87,12 +86,19 @@ def body_of(api: Api) -> dict[str, Any]:
     return parse_json(read_body(api.config, api.board, hold), api.config, api.facts["max_model_len"])
 
 
-def api_error(error: Exception) -> ApiError:
-    """What a client is told of an exception, also of gunicorn's; see `as_api_error`."""
+def api_error(error: Exception, config: ServerConfig) -> ApiError:
+    """The reply to an exception, also of gunicorn's and Flask's; see `as_api_error`."""
     if isinstance(error, errors.ParseException):
         return ApiError(UNREADABLE.get(type(error), 400), f"this is no request: {error}")
     if isinstance(error, errors.NoMoreData):
         return ApiError(400, "the request ends before its body is complete")
+    if isinstance(error, HTTPException):  # Flask would show it on an HTML page
+        known = {
+            404: f"there is no route {request.path}", 405: f"{request.path} does not take {request.method}",
+            413: f"the body is larger than {config.max_body_bytes} bytes (max_body_bytes)",
+        }  # fmt: skip
+        status = error.code or 500
+        return ApiError(status, known.get(status) or error.description or error.name)
     return as_api_error(error)
 
 
@@ -101,10 +107,7 @@ class Refusals:
 
     While a process reads and checks a request, which takes 0.2 s for 19 MB, it serves nobody else. A client that is
     refused again and again gets SHARE of this time, so that others find the process free. The first FREE seconds cost
-    it nothing.
-
-    Args:
-        clock: in seconds.
+    it nothing. `clock` is in seconds.
     """
 
     SHARE, FREE, MOST_COST, MOST_WAIT, CLIENTS = 0.03, 0.5, 0.25, 3.0, 1000
@@ -122,17 +125,6 @@ class Refusals:
         if len(self.costs) > self.CLIENTS:
             self.costs.popitem(last=False)
         return min(max(0.0, cost - self.FREE) / self.SHARE, self.MOST_WAIT)
-
-
-def http_message(error: HTTPException, config: ServerConfig) -> str:
-    """What Flask would have said on an HTML page."""
-    if error.code == 404:
-        return f"there is no route {request.path}"
-    if error.code == 405:
-        return f"{request.path} does not take {request.method}"
-    if error.code == 413:
-        return f"the body is larger than {config.max_body_bytes} bytes (max_body_bytes)"
-    return error.description or error.name
 
 
 def reply(content: dict[str, Any], status: int = 200) -> Response:
@@ -175,7 +167,7 @@ def page() -> Response:
 
 
 def allowed_origin(config: ServerConfig) -> str | None:
-    """What Access-Control-Allow-Origin is for the page that this request is from, if it may read the reply."""
+    """The Access-Control-Allow-Origin for the page that this request is from, if it may read the reply."""
     origin = request.headers.get("Origin")
     if origin is not None and "*" in config.allowed_origins:
         return "*"
@@ -212,16 +204,10 @@ def is_loopback(name: str) -> bool:
 
 
 def check_host(allowed: Sequence[str]) -> None:
-    """Refuse a request that names a host which is neither loopback nor allowed.
+    """Refuse a request that names a host which is neither loopback nor `allowed` (names without ports, or *).
 
     A page of another site may let its own name stand for 127.0.0.1 (DNS rebinding). To the browser it then speaks to
     its own server, so that CORS does not stop it. Browsers always send the name, so a request without one is let in.
-
-    Args:
-        allowed: names without ports, or *.
-
-    Raises:
-        ApiError: the host is another one.
     """
     given = request.headers.get("Host", "")
     name = HOST_PORT.sub("", given.lower()).removeprefix("[").removesuffix("]").removesuffix(".")
@@ -230,23 +216,21 @@ def check_host(allowed: Sequence[str]) -> None:
 
 
 def is_preflight() -> bool:
-    """Whether this is a browser's question whether a page may send a request."""
+    """Whether a browser asks here whether a page may send a request."""
     asks = "Origin" in request.headers and "Access-Control-Request-Method" in request.headers
     return request.method == "OPTIONS" and asks
 
 
-class RootPath:
-    """A WSGI app that answers under `root_path` as well as without it, for proxies that cut it off or do not.
+def under_root(app: Callable[..., Any], root: str) -> Callable[..., Any]:
+    """The WSGI app, which answers under the path `root` as well as without it: a proxy may cut it off or not.
 
     Uvicorn's and FastAPI's users know that from `--root-path`.
     """
 
-    def __init__(self, app: Callable[..., Any], root_path: str):
-        self.app, self.root_path = app, root_path
-
-    def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
-        """Answer a request."""
-        path, root = environ.get("PATH_INFO", ""), self.root_path
+    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        path = environ.get("PATH_INFO", "")
         if path == root or path.startswith(root + "/"):
             environ |= {"SCRIPT_NAME": root, "PATH_INFO": path[len(root) :]}
-        return self.app(environ, start_response)
+        return app(environ, start_response)
+
+    return answer

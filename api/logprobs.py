@@ -1,12 +1,7 @@
 """Log-probabilities and token ids in replies: which go out with which part of a text, and the shapes that they have.
 
-    Tokens              one answer's tokens, which are told when their text goes out
-    EchoedPrompt        a prompt's text and tokens, where a reply gives them back
-    completion_logprobs, chat_logprobs, prompt_table    the shapes of OpenAI and vLLM
-
-A long prompt has as many log-probabilities as a hundred answers, so all this is made in parts, between which an API
-process serves its other clients. The tables of the likeliest tokens are JSON as soon as they are made: as objects,
-those of a prompt of 100,000 tokens would take a gigabyte.
+All this is made in parts, between which an API process serves its other clients. The tables of the likeliest tokens are
+JSON as soon as they are made: as objects, the tables of a prompt of 100,000 tokens would take a gigabyte.
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -27,34 +22,24 @@ from sampling_params import SamplingParams
 from tokenizer import Detokenizer, Tokenizer
 
 TOKENS_AT_ONCE = 256  # whose log-probabilities are written between others being served; with 20 of each 3 ms
+T = TypeVar("T")
 LOWEST = -9999.0  # is what OpenAI says for minus infinity, which JSON cannot
 
 
 class Token(NamedTuple):
-    """A token as it is told.
-
-    Attributes:
-        id: of the token.
-        found: its log-probabilities; None for the first of a prompt.
-        offset: characters of the choice's text that come before the token's own.
-    """
+    """A token of a reply."""
 
     id: int
-    found: Logprobs | None
-    offset: int
+    found: Logprobs | None  # None for the first of a prompt
+    offset: int  # characters of the choice's text before the token's own
 
 
 class Tokens:
-    """One answer's tokens, of which `take` returns those whose text has gone out since the last time.
+    """One answer's tokens; `take` returns the ones whose text has gone out since the last time.
 
     Text is held back where it may begin a stop string, and a token may be a part of a character. So the tokens are
-    turned into text a second time, without stop strings, which tells where the text of each begins and ends.
-
-    Args:
-        generation: the answer.
-        prompt_token_ids: before it.
-        tokenizer: of the model.
-        offset: characters of the choice's text that come before the answer's: the prompt's, where it is echoed.
+    turned into text a second time, without stop strings, which tells where the text of each begins and ends. `offset`
+    counts the characters of the choice's text before the answer's: those of the prompt, where it is echoed.
     """
 
     def __init__(self, generation: Generation, prompt_token_ids: list[int], tokenizer: Tokenizer, offset: int = 0):
@@ -67,16 +52,15 @@ class Tokens:
         self._told = 0
 
     def take(self) -> list[Token]:
-        """The tokens whose text is out and that have not been taken; of an answer that is complete, all the others.
+        """The tokens whose text is out and that have not been taken; once the answer is complete, all that are left.
 
         The tokens of a stop string that is not shown begin where the text ends.
         """
         generation = self._generation
-        for part in in_parts(generation.token_ids[len(self._starts) :], TOKENS_AT_ONCE):
-            for id in part:
-                self._starts.append(self._length)
-                self._length += len(added_text(self._detokenizer, id))
-                self._ends.append(self._length + self._detokenizer.within_character)
+        for id in served(generation.token_ids[len(self._starts) :]):
+            self._starts.append(self._length)
+            self._length += len(added_text(self._detokenizer, id))
+            self._ends.append(self._length + self._detokenizer.within_character)
         first, shown = self._told, len(generation.text)
         if generation.finished:
             self._told = len(self._starts)
@@ -90,13 +74,7 @@ class Tokens:
 
 
 class EchoedPrompt:
-    """A prompt's text and tokens, where a reply gives them back.
-
-    Args:
-        asked: the request.
-        tokenizer: of the model.
-
-    """
+    """A prompt's text and tokens, where a reply gives them back."""
 
     def __init__(self, asked: Choices, tokenizer: Tokenizer):
         self._asked, self._tokenizer = asked, tokenizer
@@ -116,19 +94,18 @@ class EchoedPrompt:
         # A special token is written out in the text, or has been put around it. Its spelling there tells which.
         detokenizer = Detokenizer(tokenizer, (), SamplingParams(skip_special_tokens=prompt is not None))
         length, starts, texts = 0, [], []
-        for part in in_parts(self._asked.prompt_token_ids, TOKENS_AT_ONCE):
-            for id in part:
-                starts.append(length)
-                text = added_text(detokenizer, id)
-                if prompt is not None and id in tokenizer.special_ids:
-                    spelled = tokenizer.token(id)
-                    text = spelled if prompt.startswith(spelled, length) else ""
-                texts.append(text)
-                length += len(text)
+        for id in served(self._asked.prompt_token_ids):
+            starts.append(length)
+            text = added_text(detokenizer, id)
+            if prompt is not None and id in tokenizer.special_ids:
+                spelled = tokenizer.token(id)
+                text = spelled if prompt.startswith(spelled, length) else ""
+            texts.append(text)
+            length += len(text)
         return "".join(texts), starts
 
     def tokens(self) -> Iterator[Token]:
-        """Each token; the engine must have told the log-probabilities of all but the first."""
+        """Each token. The engine must have scored all but the first."""
         asked, end = self._asked, len(self.text)
         scores = asked.prompt_logprobs
         assert scores is not None and len(scores) == len(asked.prompt_token_ids) - 1, "a prompt is not all scored"
@@ -144,11 +121,11 @@ def added_text(detokenizer: Detokenizer, id: int) -> str:
 
 
 def namer(tokenizer: Tokenizer, as_ids: bool) -> Callable[[int], str]:
-    """How tokens are called in a reply: by their text, in which a part of a character is U+FFFD, or as `token_id:N`."""
+    """What a reply calls a token: its text, in which a part of a character is U+FFFD, or `token_id:N`."""
     return "token_id:{}".format if as_ids else tokenizer.token_text
 
 
-def served(items: Iterable[Token]) -> Iterator[Token]:
+def served(items: Iterable[T]) -> Iterator[T]:
     """The same items; between some of them others are served."""
     for part in in_parts(list(items), TOKENS_AT_ONCE):
         yield from part
@@ -162,10 +139,7 @@ def finite(value: float) -> float:
 def completion_logprobs(tokens: Iterable[Token], top: int, name: Callable[[int], str]) -> dict[str, list[Any]]:
     """The `logprobs` of a completion: lists that have an entry for each token.
 
-    Args:
-        tokens: of the prompt, of the answer, or of both.
-        top: how many of the likeliest tokens there are with each; the token itself comes in addition.
-        name: of a token. If several have the same, the likeliest of them counts.
+    With each are the `top` likeliest tokens and itself, by `name`. If several have the same name, the likeliest counts.
     """
     offsets: list[int] = []
     values: list[float | None] = []
@@ -205,17 +179,12 @@ def chat_logprobs(
 
 
 def prompt_table(asked: Choices, top: int, tokenizer: Tokenizer) -> list[msgspec.Raw | None]:
-    """vLLM's `prompt_logprobs`: for each token an object by token id, of itself and the `top` likeliest at its place.
-
-    The first token has none.
-    """
-
+    """vLLM's `prompt_logprobs`: for each token but the first, the `top` likeliest at its place and itself, by id."""
     assert asked.prompt_logprobs is not None
     tables: list[msgspec.Raw | None] = [None]
-    for part in in_parts(list(zip(asked.prompt_token_ids[1:], asked.prompt_logprobs, strict=True)), TOKENS_AT_ONCE):
-        for id, found in part:
-            found = dataclasses.replace(found, ids=found.ids[:top], values=found.values[:top])
-            by_token = logprobs_by_token(id, found, tokenizer.token_text).items()
-            table = {str(other): {**vars(its), "logprob": finite(its.logprob)} for other, its in by_token}
-            tables.append(msgspec.Raw(msgspec.json.encode(table)))
+    for id, found in served(zip(asked.prompt_token_ids[1:], asked.prompt_logprobs, strict=True)):
+        found = dataclasses.replace(found, ids=found.ids[:top], values=found.values[:top])
+        by_token = logprobs_by_token(id, found, tokenizer.token_text).items()
+        table = {str(other): {**vars(its), "logprob": finite(its.logprob)} for other, its in by_token}
+        tables.append(msgspec.Raw(msgspec.json.encode(table)))
     return tables

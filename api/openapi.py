@@ -24,25 +24,17 @@ STATUSES = {
 class Path(NamedTuple):
     """A path that takes no body, or one that no struct describes.
 
-    Attributes:
-        method: of HTTP.
-        rule: the path, as Flask writes it.
-        name: of the route.
-        about: for those who read the schema.
-        view: takes the routes' `Api` and what the rule catches; returns the response.
-        kind: the content type of what comes back.
-        query: the schemas of what may stand behind the question mark.
-        body: the schemas of the fields of a body, of which the first is required.
+    `view` takes the routes' `Api` and what the rule catches, and returns the response.
     """
 
     method: str
-    rule: str
+    rule: str  # the path, as Flask writes it
     name: str
-    about: str
+    about: str  # for the schema
     view: Callable[..., Response]
-    kind: str = "application/json"
-    query: Mapping[str, Any] = {}
-    body: Mapping[str, Any] = {}
+    kind: str = "application/json"  # of the response
+    query: Mapping[str, Any] = {}  # the schemas of parameters
+    body: Mapping[str, Any] = {}  # the schemas of fields; the first is required
 
 
 class Mistake(msgspec.Struct):
@@ -87,17 +79,14 @@ def replies(error: dict[str, Any], *kinds: str) -> dict[str, Any]:
 
 
 def openapi(root_path: str, others: Sequence[Path]) -> dict[str, Any]:
-    """The schema of all routes, as OpenAPI 3.1 writes it, from the structs that validate requests.
-
-    `root_path` is what stands before the routes, and `others` are those that are no faces.
-    """
+    """The schema of the faces and of `others`, whose paths come after `root_path`, in OpenAPI 3.1."""
     types = [*(face.request for face in FACES), ErrorReply, MessageErrorReply]
     refs, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     error, message_error = refs[-2:]
     paths: dict[str, Any] = {}
     for face, ref in zip(FACES, refs, strict=False):
         body = {"required": True, "content": {"application/json": {"schema": ref}}}
-        kinds = ("application/json", "text/event-stream") if face.streams else ("application/json",)
+        kinds = ("application/json", "text/event-stream") if "stream" in face.fields else ("application/json",)
         found = replies(message_error if face.error_body else error, *kinds)
         paths[face.paths[0]] = {"post": {"operationId": face.name, "requestBody": body, "responses": found}}
         fields = components[face.request.__name__]
@@ -107,10 +96,8 @@ def openapi(root_path: str, others: Sequence[Path]) -> dict[str, Any]:
             del fields["properties"][name]["default"]
     for row in others:
         path = re.sub(r"<(?:path:)?(\w+)>", r"{\1}", row.rule)
-        places = [
-            {"name": n, "in": "path", "required": True, "schema": {"type": "string"}}
-            for n in re.findall(r"{(\w+)}", path)
-        ]
+        text = {"in": "path", "required": True, "schema": {"type": "string"}}
+        places = [{"name": name, **text} for name in re.findall(r"{(\w+)}", path)]
         places += [{"name": name, "in": "query", "schema": schema} for name, schema in row.query.items()]
         operation = {"summary": row.about, "parameters": places, "responses": replies(error, row.kind)}
         if row.body:

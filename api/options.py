@@ -11,6 +11,15 @@ from typing import ClassVar
 
 from processes.options import check_fields, option
 
+FORMS = (  # of options that are texts
+    ("allowed_origins", r"\*|null|[a-z][a-z0-9+.-]*://[^/\s*]+",
+     "be * or an origin as browsers send it, like https://example.com:8443, without a path"),
+    ("allowed_hosts", r"\*|[a-z0-9._-]+", "be * or a name in small letters, without a port"),
+    ("root_path", r"(?a)(/[\w.~-]+)*", "be like /llm, without a slash at its end"),
+    ("otlp_traces_endpoint", r"https?://[^/\s](?s:.*)", "be like http://localhost:4318/v1/traces"),
+    ("metrics_prefix", r"(?a)([a-zA-Z_:][\w:]*)?", "have only letters, digits, _ and :, and not begin with a digit"),
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -103,27 +112,11 @@ class ServerConfig:
         if self.max_body_bytes_in_flight < self.max_body_bytes:
             most, one = self.max_body_bytes_in_flight, self.max_body_bytes
             raise ValueError(f"max_body_bytes_in_flight is {most}; it must be at least max_body_bytes, {one}")
-        for origin in self.allowed_origins:
-            if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s*]+", origin):
-                raise ValueError(
-                    f"allowed_origins has {origin!r}; it must be * or an origin as browsers send it, like "
-                    "https://example.com:8443, without a path"
-                )
-        for host in self.allowed_hosts:
-            if not re.fullmatch(r"\*|[a-z0-9._-]+", host):
-                raise ValueError(f"allowed_hosts has {host!r}; it must be * or a name in small letters, without a port")
-        if not re.fullmatch(r"(/[\w.~-]+)*", self.root_path, re.ASCII):
-            raise ValueError(f"root_path is {self.root_path!r}; it must be like /llm, without a slash at its end")
-        if self.otlp_traces_endpoint is not None and not re.match(r"https?://[^/\s]", self.otlp_traces_endpoint):
-            raise ValueError(
-                f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be like "
-                "http://localhost:4318/v1/traces"
-            )
-        if not re.fullmatch(r"([a-zA-Z_:][\w:]*)?", self.metrics_prefix, re.ASCII):
-            raise ValueError(
-                f"metrics_prefix is {self.metrics_prefix!r}; it must have only letters, digits, _ and :, and not "
-                "begin with a digit"
-            )
+        for name, pattern, form in FORMS:
+            value, several = getattr(self, name), name in ("allowed_origins", "allowed_hosts")
+            for each in value if several else [value]:
+                if each is not None and not re.fullmatch(pattern, each):
+                    raise ValueError(f"{name} {'has' if several else 'is'} {each!r}; it must {form}")
         for key in (*self.api_key, *([] if self.metrics_key is None else [self.metrics_key])):
             if not re.fullmatch(r"[\x21-\x7e]+", key):  # the message does not show it, because it is a secret
                 raise ValueError(

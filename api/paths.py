@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from flask import Response, g, request
 
-from api.control import CONTROL_PATHS, Control
+from api.control import CONTROL_PATHS, scale, scaling
 from api.http import body_of, page, reply, stream
 from api.openapi import Path, openapi
 from api.response_store import MOST_ITEMS
 from api.routes import Api
+from config import VERSION
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 PAGE_OF_ITEMS = {
@@ -24,7 +25,7 @@ PATHS = (
     Path("GET", "/v1/models/<path:name>", "model", "One of them.",
          lambda api, name: reply(api.model(name.rstrip("/")))),
     Path("GET", "/health", "health", "Whether the engine runs.", lambda api: reply(api.health())),
-    Path("GET", "/version", "version", "Of Manta.", lambda api: reply(api.version())),
+    Path("GET", "/version", "version", "Of Manta.", lambda api: reply({"version": VERSION})),
     Path("GET", "/metrics", "metrics", "Gauges and counters, as Prometheus reads them.",
          lambda api: Response(api.metrics(), content_type=PROMETHEUS), "text/plain"),
     Path("GET", "/explain/<path:id>", "explain", "Where the time of a request went.",
@@ -33,14 +34,13 @@ PATHS = (
          lambda api: stream(api.live(g.client), api.config), "text/event-stream"),
     Path("GET", "/openapi.json", "openapi", "This document.",
          lambda api: reply(openapi(api.config.root_path, paths_of(api)))),
-    Path("GET", "/scale", "scaling", "How many engines there are, come and go.",
-         lambda api: reply(Control(api).scaling())),
+    Path("GET", "/scale", "scaling", "How many engines there are, come and go.", lambda api: reply(scaling(api))),
     Path("GET", "/v1/responses/<id>", "response", "A stored response.",
          lambda api, id: reply(api.store.response(g.client, id, request.args))),
     Path("GET", "/v1/responses/<id>/input_items", "input_items", "What it was made from, by pages.",
          lambda api, id: reply(api.store.page(g.client, id, request.args)), query=PAGE_OF_ITEMS),
     Path("POST", "/scale", "scale", "Have so many engines.",
-         lambda api: reply(Control(api).scale(body_of(api))), body=ENGINES),
+         lambda api: reply(scale(api, body_of(api))), body=ENGINES),
     Path("DELETE", "/v1/responses/<id>", "delete_response", "Forget a stored response.",
          lambda api, id: reply(api.store.delete(g.client, id))),
     Path("POST", "/v1/responses/<id>/cancel", "cancel_response",

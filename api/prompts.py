@@ -10,19 +10,14 @@ from api.checks import in_parts
 from api.fields import ApiError, too_long
 from tokenizer import LONG_TEXT, Tokenizer
 
-CUT_MARGIN = 64  # tokens beyond those that are kept of a text, so that where it is cut changes none of them
+CUT_MARGIN = 64  # tokens of a text beyond the ones that are kept, so that the place of the cut changes none of them
 TEXT_THREADS = 2  # of each API process, that turn long texts into tokens
 
 Prompt = tuple[str | None, list[int]]  # its text, if that is all of it, and its tokens
 
 
 class Prompts:
-    """What turns the fields of requests into prompts.
-
-    Args:
-        tokenizer: of the model.
-        facts: `max_model_len`, `vocab_size` and more, as the engine reports them.
-    """
+    """Turns the fields of requests into prompts. For `facts` see `Api`."""
 
     def __init__(self, tokenizer: Tokenizer, facts: dict[str, Any]):
         self.tokenizer, self.facts = tokenizer, facts
@@ -63,32 +58,17 @@ class Prompts:
         add_special_tokens: bool,
         output: int = 0,
     ) -> Prompt:
-        """A prompt's text, if that is all of it, and its tokens, after `truncate_prompt_tokens`.
-
-        A pair of texts is one prompt. `output` is how many tokens -1 leaves to the output.
-        """
+        """A prompt, after `truncate_prompt_tokens`, whose -1 leaves `output` tokens. A pair of texts is one prompt."""
         limit, keep = self.facts["max_model_len"], fields["truncate_prompt_tokens"]
-        if keep is None:
-            return self._tokens(prompt, add_special_tokens)
-        if keep > limit:
+        if keep is not None and keep > limit:
             message = f"truncate_prompt_tokens is {keep}; it must be -1, or from 1 to {limit} (max_model_len)"
             raise ApiError(400, message, "truncate_prompt_tokens")
         keep = max(1, limit - output) if keep == -1 else keep
         # As in vLLM: an answer follows the end of its prompt, and embedders were trained with texts cut at their end.
         side = fields["truncation_side"] or ("left" if self.facts["task"] == "generate" else "right")
-        return self._tokens(prompt, add_special_tokens, keep, side)
-
-    def _tokens(
-        self,
-        prompt: str | list[int] | tuple[str, str],
-        add_special_tokens: bool,
-        keep: int | None = None,
-        side: str = "left",
-    ) -> Prompt:
-        limit, vocab_size = self.facts["max_model_len"], self.facts["vocab_size"]
         if isinstance(prompt, list):
-            if (highest := max(map(max, in_parts(prompt)))) >= vocab_size:
-                raise ApiError(400, f"the prompt has token id {highest}; allowed: 0 to {vocab_size - 1}", "prompt")
+            if (highest := max(map(max, in_parts(prompt)))) >= (size := self.facts["vocab_size"]):
+                raise ApiError(400, f"the prompt has token id {highest}; allowed: 0 to {size - 1}", "prompt")
             if keep is None:
                 return None, prompt
             return None, (prompt[:keep] if side == "right" else prompt[-keep:])
@@ -112,7 +92,7 @@ class Prompts:
         return (None if cut or not isinstance(prompt, str) else prompt), ids
 
     def least_output(self, fields: dict[str, Any], default: int | None) -> int:
-        """Tokens that a request wants for its output at least, which a prompt that is cut to the context leaves."""
+        """Tokens that a prompt that is cut to the context leaves to the output."""
         asked = fields["max_tokens"] if fields["max_completion_tokens"] is None else fields["max_completion_tokens"]
         defaults = self.facts["default_sampling"]
         return max(1, asked if asked is not None else min(default or 1, defaults.get("max_tokens", default or 1)))

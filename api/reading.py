@@ -1,9 +1,4 @@
-"""How answers are read that may hold hidden reasoning, or calls of functions.
-
-Parsers     those of the model, which say how the answers to a request are read
-Reading     of the answers to one request, and what the engine is told for it
-Answer      what one answer turns out to be, as it grows
-"""
+"""How answers are read that may hold hidden reasoning, or calls of functions."""
 
 from __future__ import annotations
 
@@ -44,64 +39,43 @@ Ids = tuple[int, ...]
 
 
 def check_parsers(config: ServerConfig) -> None:
-    """Check that the parsers of the options are there.
-
-    Raises:
-        ValueError: names one that is not, and those that are.
-    """
+    """Check that the parsers of the options are there; a ValueError names one that is not, and the ones that are."""
     for option, table in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
         if (name := getattr(config, option)) not in ("auto", "none", *table):
             raise ValueError(f"{option} is {name!r}; it must be auto, none, {', '.join(sorted(table))}")
 
 
 def chosen(name: str, found: Callable[[str], str | None], chat_template: str) -> str | None:
-    """The parser that an option of this value means; `found` is what `auto` does."""
+    """The parser that an option of this value means; `found` finds that of `auto`."""
     return found(chat_template) if name == "auto" else None if name == "none" else name
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How the answers to one request are read.
+    """How the answers to one request are read."""
 
-    Attributes:
-        tool_parser: of `TOOL_PARSERS`; None leaves calls in the content.
-        reasoning_parser: of `REASONING_PARSERS`; None leaves reasoning in the content.
-        tools: those that may be called, in OpenAI's shape.
-        prompt: as rendered.
-        special_tokens: texts that are no content.
-        shows_reasoning: whether the client gets the reasoning.
-        reasoning_start_ids: the tokens that begin reasoning, which are none where the prompt has begun it.
-        reasoning_ends: those of which some end it, the best first; none where there is no reasoning.
-        params: arguments of `SamplingParams`.
-    """
-
-    tool_parser: str | None
-    reasoning_parser: str | None
-    tools: Sequence[dict[str, Any]]
-    prompt: str
-    special_tokens: frozenset[str]
-    shows_reasoning: bool
-    reasoning_start_ids: Ids
+    tool_parser: str | None  # of `TOOL_PARSERS`; None leaves calls in the content
+    reasoning_parser: str | None  # of `REASONING_PARSERS`; None leaves reasoning in the content
+    tools: Sequence[dict[str, Any]]  # that may be called, in OpenAI's shape
+    prompt: str  # as rendered
+    special_tokens: frozenset[str]  # texts that are no content
+    shows_reasoning: bool  # whether the client gets it
+    reasoning_start_ids: Ids  # see `Parsers._reasoning_ids`
     reasoning_ends: tuple[Ids, ...]
-    params: Mapping[str, Any]
+    params: Mapping[str, Any]  # arguments of `SamplingParams`
 
     def reader(self) -> Reader:
         """A reader of one answer."""
         return new_reader(self.tool_parser, self.reasoning_parser, self.tools, self.prompt, self.special_tokens)
 
     def call_id(self) -> str:
-        """A name for a call, which the model itself has not named."""
+        """An id for a call to which the model has given none."""
         name = uuid.uuid4().hex
         return name[:SHORT_ID] if self.tool_parser == SHORT_IDS else "call_" + name[:24]
 
 
 class Parsers:
-    """Those of a model.
-
-    Args:
-        config: the options that name them.
-        tokenizer: of the model, whose chat template tells what they are.
-    """
+    """The parsers of a model: the options name them, or its chat template tells which they are."""
 
     def __init__(self, config: ServerConfig, tokenizer: Tokenizer):
         self.config, self.tokenizer = config, tokenizer
@@ -113,12 +87,7 @@ class Parsers:
     def reading(self, fields: Mapping[str, Any], prompt: str) -> Reading | None:
         """How the answers to a rendered conversation are read; None where they are nothing but content.
 
-        Args:
-            fields: of the request, with the names of a chat's.
-            prompt: the conversation.
-
-        Raises:
-            ApiError: what the request asks for has no parser here, or contradicts itself.
+        The fields have the names of a chat's. What has no parser here, or contradicts itself, is an `ApiError`.
         """
         thinking = self.reasoning_parser(fields)
         if fields["separate_reasoning"] is False or fields["reasoning_format"] == "none":
@@ -147,7 +116,7 @@ class Parsers:
         return Reading(calling, thinking, tools, prompt, special, shown, start, ends, params)
 
     def reasoning_parser(self, fields: Mapping[str, Any]) -> str | None:
-        """The parser of hidden reasoning for a request like this; None if the model is not known to have any."""
+        """The parser of hidden reasoning for such a request; None if the model is not known to have any."""
         return chosen(self.config.reasoning_parser, self.reasoning_parser_of, self._template(fields))
 
     def _template(self, fields: Mapping[str, Any]) -> str:
@@ -157,13 +126,12 @@ class Parsers:
             raise ApiError(400, str(error), "messages") from None
 
     def _tool_parser(self, fields: Mapping[str, Any], choice: ToolChoice) -> str:
-        name = chosen(self.config.tool_call_parser, self.tool_parser_of, self._template(fields))
-        if name is None and self.config.tool_call_parser == "auto" and choice.mode == "required":
+        if name := chosen(self.config.tool_call_parser, self.tool_parser_of, self._template(fields)):
+            return name
+        if self.config.tool_call_parser == "auto" and choice.mode == "required":
             return PLAIN
-        if name is None:
-            message = "tools are given, but this model's chat template calls for no known form of calls"
-            raise ApiError(400, f"{message}; --tool-call-parser names a parser", "tools", "unsupported_parameter")
-        return name
+        message = "tools are given, but this model's chat template calls for no known form of calls"
+        raise ApiError(400, f"{message}; --tool-call-parser names a parser", "tools", "unsupported_parameter")
 
     def _with_calls(
         self,
@@ -178,7 +146,7 @@ class Parsers:
         strict = any(tool["function"].get("strict") for tool in tools)
         if not (required or strict or structure) and several:
             return None
-        either = structure if not required else None  # of which an answer may be, instead of calls
+        either = structure if not required else None  # what an answer may be instead of calls
         if either and (parser == HARMONY or (either.json is None and either.json_object is None)):
             message = "beside tools with tool_choice auto, only a JSON schema or any JSON object can be asked for"
             message += ", and of this model not even that" if parser == HARMONY else ""
@@ -194,7 +162,7 @@ class Parsers:
         return StructuredOutputsParams(grammar=grammar)
 
     def _reasoning_ids(self, parser: str | None, calling: str | None, prompt: str) -> tuple[Ids, tuple[Ids, ...]]:
-        """The tokens that begin reasoning, which are none where the prompt has; and those of which some end it."""
+        """Start tokens (empty if the prompt already opened reasoning) and possible end sequences, the best first."""
         if parser is None:
             return (), ()
         thinking = REASONING_PARSERS[parser]
@@ -208,11 +176,7 @@ class Parsers:
 
 
 def called_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> Sequence[dict[str, Any]]:
-    """Those of a request's tools that an answer may call.
-
-    Raises:
-        ApiError: the choice names another, or there is none to choose.
-    """
+    """The tools of a request that an answer may call; an `ApiError` if the choice names another, or needs one."""
     names = [tool["function"]["name"] for tool in tools]
     for name in choice.names or ():
         if name not in names:
@@ -227,29 +191,16 @@ def called_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> Sequenc
 
 @dataclass
 class Block:
-    """A part of an answer, as far as it has come: content, hidden reasoning, or a call of a function.
+    """A part of an answer, as far as it has come: content, hidden reasoning, or a call of a function."""
 
-    Attributes:
-        kind: CONTENT, REASONING or CALL.
-        text: of content and of reasoning; of a call its arguments, which are JSON.
-        id: of a call.
-        name: of the function.
-    """
-
-    kind: str
-    text: str = ""
-    id: str = ""
-    name: str = ""
+    kind: str  # CONTENT, REASONING or CALL
+    text: str = ""  # of a call its arguments, which are JSON
+    id: str = ""  # of a call,
+    name: str = ""  # and the function that it calls
 
 
 class Piece(NamedTuple):
-    """What is new of an answer.
-
-    Attributes:
-        at: which of its blocks has grown.
-        text: that is new.
-        begins: whether this begins the block.
-    """
+    """New text of the block at a place of an answer, and whether it begins the block."""
 
     at: int
     text: str
@@ -257,26 +208,18 @@ class Piece(NamedTuple):
 
 
 class Answer:
-    """What one answer turns out to be, as it grows.
-
-    Args:
-        generation: the answer's text and tokens.
-        reading: how it is read; None if all of it is content.
-
-    Attributes:
-        blocks: its parts in their order, but for reasoning that the client does not get. `read` adds to them.
-    """
+    """One answer, which is read as it grows; without a `reading` all of it is content."""
 
     def __init__(self, generation: Generation, reading: Reading | None):
         self.generation, self.reading = generation, reading
-        self.blocks: list[Block] = []
+        self.blocks: list[Block] = []  # in their order, but for reasoning that the client does not get
         self._reader = reading.reader() if reading else None
         self._read = 0  # characters of the text
         self._searched = 0  # tokens before which reasoning does not end
         self._calls: list[int] = []  # which of the blocks they are
 
     def read(self) -> list[Piece]:
-        """What is new since the last time; of an answer that is complete all that is left."""
+        """What is new since the last time; once the answer is complete, all that is left."""
         text, reader = self.generation.text[self._read :], self._reader
         self._read += len(text)
         if reader is None:
@@ -316,7 +259,7 @@ class Answer:
 
     @property
     def calls(self) -> list[Block]:
-        """Those of functions."""
+        """The calls of functions."""
         return [self.blocks[at] for at in self._calls]
 
     def number(self, at: int) -> int:
@@ -325,13 +268,12 @@ class Answer:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended; None before that."""
         reason = self.generation.finish_reason
         return "tool_calls" if reason == "stop" and self._calls else reason
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many of its tokens are hidden reasoning, without those that mark it."""
+        """Counts its tokens of hidden reasoning, without the ones that mark it."""
         ids, asked = self.generation.token_ids, self.reading
         start, ends = (asked.reasoning_start_ids, asked.reasoning_ends) if asked else ((), ())
         if not ends or tuple(ids[: len(start)]) != start:

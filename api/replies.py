@@ -1,9 +1,5 @@
 """What goes out: a request on its way through the engine, and the shapes of its reply.
 
-    Job         what a request has the engine do, and what a log says of it
-    log_request a line for each request that has ended
-    Run         a job that makes texts; `news` runs it, and those made of it shape what came of it
-
 A stream and a reply in one piece come out of the same iterator, `Run.news`.
 """
 
@@ -25,7 +21,7 @@ import msgspec
 from api.checks import in_parts
 from api.fields import ApiError, without_folders
 from api.logprobs import TOKENS_AT_ONCE
-from api.reading import Answer, Reading
+from api.reading import CONTENT, Answer, Block, Piece, Reading
 from observe.logs import logger
 from outputs import Choices, Vector
 from plan import EngineCoreRequest, EngineOutput
@@ -43,13 +39,7 @@ NESTED = 4  # lists and objects within each other, down to the longest lists of 
 
 
 class Peer(NamedTuple):
-    """The HTTP client at the other end of a connection.
-
-    Attributes:
-        sock: the connection.
-        probe: writes what clients pass over; raises OSError where nobody reads, returns False if there is nothing to
-            write. None where there never is.
-    """
+    """The HTTP client at the other end of a connection; for `probe` see `NamelessResponse.probe`."""
 
     sock: socket.socket
     probe: Callable[[], bool] | None = None
@@ -60,7 +50,7 @@ class ClientGone(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of an exception; one that nobody foresaw goes to the log."""
+    """The reply to an exception; an unforeseen one goes to the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDeadError | TimeoutError):
@@ -70,21 +60,62 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def unquoted(error: str) -> str:
-    """What a log says of an error: what it quotes may be text of the request, and is left out."""
+    """An error for the log, without what it quotes, which may be text of the request."""
     return QUOTED.sub("'...'", error)
 
 
 class Job:
-    """What an HTTP request has the engine do, for which each prompt is one request.
+    """What an HTTP request of this owner has the engine do: a request for each prompt. The reply has this `id`."""
 
-    Args:
-        id: of the reply.
-        fields: of the request.
-        requests: one for each prompt.
-    """
+    def __init__(self, id: str, owner: str, fields: dict[str, Any], requests: Sequence[Choices | Vector]):
+        self.id, self.owner, self.fields, self.requests = id, owner, fields, requests
 
-    def __init__(self, id: str, fields: dict[str, Any], requests: Sequence[Choices | Vector]):
-        self.id, self.fields, self.requests = id, fields, requests
+    def run(self, client: EngineClient, peer: Peer | None, timeout: float) -> Iterator[tuple[int, int, str]]:
+        """Run the requests; yields which of them has news, which of its answers, and the new text, until all are done.
+
+        Whatever still runs when this ends is aborted. All of it may take `timeout` seconds.
+
+        Raises:
+            ApiError: the engine refused or failed, or the time is up.
+            ClientGone: the connection to the `peer` is closed.
+            EngineDeadError: the engine process is gone.
+        """
+        live, stream, deadline = {}, Stream(), time.monotonic() + timeout
+        watcher = gevent.spawn(watch, peer, stream) if peer else None
+        salt, priority = self.fields.get("cache_salt", ""), self.fields["priority"]
+        try:
+            for i, asked in enumerate(self.requests):
+                ids, params, pooling = asked.prompt_token_ids, asked.params, asked.pooling
+                request = EngineCoreRequest(asked.request_id, ids, params, salt, priority, self.owner, pooling)
+                client.add_request(request, stream)
+                live[asked.request_id] = i
+            while live:
+                try:
+                    output = client.get_output(stream, max(0, deadline - time.monotonic()))
+                except queue.Empty:
+                    raise ApiError(400, f"the request took more than {timeout} s (request_timeout)") from None
+                if output.request_id not in live:  # ended by stop strings, which the engine knows nothing of
+                    continue
+                i = live[output.request_id]
+                asked = self.requests[i]
+                if output.finish_reason == "error":
+                    status = 503 if output.engine_fault else 400
+                    raise ApiError(status, without_folders(output.error or "the engine failed"))
+                new = asked.push(output, client.abort)
+                if asked.finished:
+                    del live[output.request_id]
+                if new is not None:
+                    yield i, output.index, new
+        except BaseException as error:
+            gone = isinstance(error, ClientGone | GeneratorExit)  # the latter where a write to the client has failed
+            for i in live.values():
+                self.requests[i].fail(LEFT if gone else str(error))
+            raise
+        finally:
+            for request_id in live:
+                client.abort(request_id)
+            if watcher:
+                watcher.kill()  # before anybody else reads from the connection
 
     def facts(self, begun: float) -> dict[str, Any]:
         """What a log says of it: counts, and seconds since `begun`, which is by `time.monotonic()`; but no text."""
@@ -93,13 +124,18 @@ class Job:
         queued = [seconds for each in metrics if (seconds := each.time_in_queue) is not None]
         return {
             "id": self.id, "model": self.fields["model"], "stream": bool(self.fields.get("stream")),
-            "n": self.requests[0].params.n,
-            "prompt_tokens": sum(len(asked.prompt_token_ids) for asked in self.requests),
-            "cached_tokens": sum(each.num_cached_tokens for each in metrics),
-            "output_tokens": sum(asked.num_generated for asked in self.requests),
+            "n": self.requests[0].params.n, **self.counts(),
             "queue_seconds": round(max(queued), 4) if queued else None,
             "first_token_seconds": round(min(firsts) - begun, 4) if firsts else None,
         }  # fmt: skip
+
+    def counts(self) -> dict[str, int]:
+        """The tokens of its prompts, how many of these were cached, and the tokens of its answers."""
+        return {
+            "prompt_tokens": sum(len(asked.prompt_token_ids) for asked in self.requests),
+            "cached_tokens": sum(asked.metrics.num_cached_tokens for asked in self.requests),
+            "output_tokens": sum(asked.num_generated for asked in self.requests),
+        }
 
     @property
     def error(self) -> str:
@@ -124,17 +160,10 @@ def log_request(
     error: str = "",
     level: int = logging.INFO,
 ) -> None:
-    """Say that a request has ended, and how, without its text.
+    """Log that a request has ended, and how, without its text.
 
-    Args:
-        name: of the request, as X-Request-Id says it.
-        client: whose it is.
-        place: its method and path; empty where it is no HTTP.
-        status: of the reply.
-        begun: when it came, in seconds of `time.monotonic()`.
-        job: what the engine did for it.
-        error: what was wrong, if the reply says so.
-        level: of the record.
+    `place` is its method and path, empty where it is no HTTP, and `begun` is when it came, in seconds of
+    `time.monotonic()`. `error` is the reply's message if it is an error.
     """
     if not logger.isEnabledFor(level):
         return
@@ -160,19 +189,9 @@ def log_request(
 
 
 class Run(Job):
-    """A job that makes texts. What its reply looks like is for those that are made of it; see `api/choices.py`.
+    """A job that makes texts. Its subclasses make the reply; see `api/choices.py`.
 
-    Args:
-        name: is a part of the reply's id, and of those that the engine knows the prompts by.
-        owner: whose request it is.
-        fields: of the request.
-        prompts: (text or None, token ids) of each.
-        params: one for each prompt.
-        tokenizer: of the model.
-        reading: how the answers are read.
-
-    Attributes:
-        answers: what each of the answers that are drawn turns out to be.
+    `prompts` are (text or None, token ids), with `params` for each. Without a `reading` answers are content alone.
     """
 
     prefix: ClassVar[str]  # of the reply's id
@@ -189,26 +208,22 @@ class Run(Job):
     ):
         id = self.prefix + name
         self.created = int(time.time())
-        self.owner, self.reading = owner, reading
-        self.tokenizer = tokenizer
+        self.reading, self.tokenizer = reading, tokenizer
         self.n, self.top = params[0].n, params[0].logprobs
         self.requests: list[Choices] = [
             Choices(f"{id}-{i}", prompt, ids, param, tokenizer)
             for i, ((prompt, ids), param) in enumerate(zip(prompts, params, strict=True))
         ]
-        super().__init__(id, fields, self.requests)
+        super().__init__(id, owner, fields, self.requests)
         self.answers = {drawn: Answer(drawn, reading) for asked in self.requests for drawn in asked.drawn}
 
     def news(self, client: EngineClient, peer: Peer | None, timeout: float) -> News:
-        """Run all prompts; yields what is new (it may be no text) until all are done. See `run_requests`.
-
-        A request for no tokens and no log-probabilities asks nothing of the engine.
-        """
+        """Run all prompts; yields what is new (it may be no text) until all are done. See `Job.run`."""
         scores = self.top is not None or self.fields["prompt_logprobs"] is not None
-        if self.requests[0].params.max_tokens == 0 and not scores:
+        if self.requests[0].params.max_tokens == 0 and not scores:  # this asks nothing of the engine
             yield from self._echoes(client)
             return
-        for i, index, new in run_requests(self.requests, self.fields, self.owner, client, peer, timeout):
+        for i, index, new in self.run(client, peer, timeout):
             yield i * self.n + index, new
 
     def whole(self) -> dict[str, Any]:
@@ -220,7 +235,7 @@ class Run(Job):
         raise NotImplementedError
 
     def _echoes(self, client: EngineClient) -> News:
-        """The news of answers that nobody has to draw, because they have no tokens."""
+        """The news of answers that have no tokens."""
         for i, asked in enumerate(self.requests):
             for index in range(len(asked.drawn)):
                 ended = EngineOutput(asked.request_id, [], "length", index=index)
@@ -229,11 +244,11 @@ class Run(Job):
                 yield i * self.n + index, ""
 
     def _usage(self) -> dict[str, Any]:
-        prompt = sum(len(asked.prompt_token_ids) for asked in self.requests)
-        completion = sum(asked.num_generated for asked in self.requests)
-        cached = {"cached_tokens": sum(asked.metrics.num_cached_tokens for asked in self.requests)}
-        counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        usage = counts | {"prompt_tokens_details": cached}
+        prompt, cached, completion = self.counts().values()
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }  # fmt: skip
         if self.reading and self.reading.reasoning_parser:
             usage["completion_tokens_details"] = {"reasoning_tokens": self._reasoning_tokens()}
         return usage
@@ -242,68 +257,49 @@ class Run(Job):
         return sum(answer.reasoning_tokens for answer in self.answers.values())
 
 
-def run_requests(
-    requests: Sequence[Choices | Vector],
-    fields: dict[str, Any],
-    owner: str,
-    client: EngineClient,
-    peer: Peer | None,
-    timeout: float,
-) -> Iterator[tuple[int, int, str]]:
-    """Run requests; yields which of them has news, which of its answers, and the new text, until all are done.
+class AnswerRun(Run):
+    """A run with one answer. Its reply is the answer's blocks, and its stream has them one after the other."""
 
-    Args:
-        requests: one for each prompt.
-        fields: of the HTTP request, for its `cache_salt` and `priority`.
-        owner: whose they are.
-        client: of the engine. Whatever still runs there when this ends is aborted.
-        peer: the HTTP client, to see whether it is still there; None where there is none.
-        timeout: seconds that all of it may take.
+    def __init__(self, *run: Any):
+        super().__init__(*run)
+        ((self.generation, self.answer),) = self.answers.items()
 
-    Raises:
-        ApiError: the engine refused or failed, or the time is up.
-        ClientGone: the connection is closed.
-        EngineDeadError: the engine process is gone.
-    """
-    live, stream, deadline = {}, Stream(), time.monotonic() + timeout
-    watcher = gevent.spawn(watch, peer, stream) if peer else None
-    salt, priority = fields.get("cache_salt", ""), fields["priority"]
-    try:
-        for i, asked in enumerate(requests):
-            ids, params, pooling = asked.prompt_token_ids, asked.params, asked.pooling
-            client.add_request(EngineCoreRequest(asked.request_id, ids, params, salt, priority, owner, pooling), stream)
-            live[asked.request_id] = i
-        while live:
-            try:
-                output = client.get_output(stream, max(0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise ApiError(400, f"the request took more than {timeout} s (request_timeout)") from None
-            if output.request_id not in live:  # ended by stop strings, which the engine knows nothing of
-                continue
-            i = live[output.request_id]
-            asked = requests[i]
-            if output.finish_reason == "error":
-                status = 503 if output.engine_fault else 400
-                raise ApiError(status, without_folders(output.error or "the engine failed"))
-            new = asked.push(output, client.abort)
-            if asked.finished:
-                del live[output.request_id]
-            if new is not None:
-                yield i, output.index, new
-    except BaseException as error:
-        gone = isinstance(error, ClientGone | GeneratorExit)  # the latter where a write to the client has failed
-        for i in live.values():
-            requests[i].fail(LEFT if gone else str(error))
-        raise
-    finally:
-        for request_id in live:
-            client.abort(request_id)
-        if watcher:
-            watcher.kill()  # before anybody else reads from the connection
+    def _block(self, at: int) -> Block:
+        """The block at this place. An answer that has none yet is an empty text."""
+        return self.answer.blocks[at] if self.answer.blocks else Block(CONTENT)
+
+    def _blocks(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
+        """The events of all blocks; there is at least one."""
+        latest = -1
+        for _ in news:
+            for piece in self.answer.read():
+                if piece.begins:
+                    if latest >= 0:
+                        yield from self._end(latest)
+                    latest = piece.at
+                    yield from self._begin(latest)
+                if piece.text:
+                    yield self._grow(piece)
+        if latest < 0:
+            latest = 0
+            yield from self._begin(latest)
+        yield from self._end(latest, last=True)
+
+    def _begin(self, at: int) -> Iterator[bytes]:
+        """The events with which the block at this place begins."""
+        raise NotImplementedError
+
+    def _grow(self, piece: Piece) -> bytes:
+        """The event of more text."""
+        raise NotImplementedError
+
+    def _end(self, at: int, last: bool = False) -> Iterator[bytes]:
+        """The events with which a block ends."""
+        raise NotImplementedError
 
 
 def watch(peer: Peer, stream: Stream) -> None:
-    """Tell `stream` when the client hangs up. This runs in a greenlet of its own, so that nobody polls.
+    """Tell `stream` when the client hangs up. This runs in a greenlet of its own.
 
     A client that has ended what it sends may still read. Only a write can tell: where nobody reads, the next one fails.
     """
@@ -323,12 +319,7 @@ def sse(event: dict[str, Any], long: bool = False) -> bytes:
 
 
 def json_of(value: Any, nested: int = NESTED) -> bytes:
-    """A reply as JSON. One with long lists is encoded in parts, between which others are served.
-
-    Args:
-        value: the reply.
-        nested: how many lists and objects within each other are looked through for long lists.
-    """
+    """A reply as JSON. Lists at most `nested` deep are encoded in parts if they are long, and others served between."""
     if isinstance(value, list) and len(value) > TOKENS_AT_ONCE:
         return b"[%b]" % b",".join(msgspec.json.encode(part)[1:-1] for part in in_parts(value, TOKENS_AT_ONCE))
     if not nested or not isinstance(value, list | dict):

@@ -25,17 +25,11 @@ class Store:
     Each API key has an equal share of the room, and beyond it loses the response that it has not used for longest.
     Addresses share all of it: where they have too much together, the one with the most loses such a response. The
     latest is kept, however large.
-
-    Args:
-        config: how many responses there may be, how large they may be together, and which API keys share that.
-
-    Attributes:
-        closed: why nothing is kept; empty where it is.
     """
 
     def __init__(self, config: ServerConfig):
         self.most, self.most_bytes = config.max_stored_responses, config.max_stored_response_bytes
-        self.closed = ""
+        self.closed = ""  # or why nothing is kept
         if not self.most:
             self.closed = "this server keeps no responses (max_stored_responses is 0)"
         elif config.api_server_count > 1:
@@ -46,10 +40,7 @@ class Store:
         self.shares = len(set(config.api_key))
 
     def keeper(self, owner: str, items: list[dict[str, Any]]) -> Keep:
-        """What keeps the states of a response to these items: it takes the response object, and then newer ones of it.
-
-        A response that has been deleted meanwhile stays so.
-        """
+        """What keeps a response to these items, whenever its status is new. One that is deleted meanwhile stays so."""
         conversation, begun = msgspec.json.encode(items), False
 
         def keep(response: dict[str, Any]) -> None:
@@ -66,20 +57,12 @@ class Store:
         return keep
 
     def response(self, owner: str, id: str, query: Mapping[str, str]) -> dict[str, Any]:
-        """The response object.
-
-        Raises:
-            ApiError: there is none of that id, it is another's, or there is a query.
-        """
+        """The response object; an `ApiError` if there is none of that id, it is another's, or there is a query."""
         refuse_query(query)
         return msgspec.json.decode(self._find(owner, id)[0])
 
     def conversation(self, owner: str, id: str) -> list[dict[str, Any]]:
-        """The items of a conversation up to the end of a response that has ended by itself.
-
-        Raises:
-            ApiError: there is no such response.
-        """
+        """The items up to the end of a response that has ended by itself; an `ApiError` if there is none."""
         name = "previous_response_id"
         try:
             response, items = map(msgspec.json.decode, self._find(owner, id))
@@ -92,15 +75,9 @@ class Store:
         return items + response["output"]
 
     def page(self, owner: str, id: str, query: Mapping[str, str]) -> dict[str, Any]:
-        """A part of the items that a response was made from.
+        """Some of the items that a response was made from; an `ApiError` if there is none, or the query is wrong.
 
-        Args:
-            owner: of the response.
-            id: of the response.
-            query: `limit`, from 1 to 100; `order`, `desc` (the latest first) or `asc`; `after`, the id of an item.
-
-        Raises:
-            ApiError: there is no such response, or the query is wrong.
+        It may have a `limit`, from 1 to 100; an `order`, `desc` (the latest first) or `asc`; and `after`, an item's id.
         """
         items = msgspec.json.decode(self._find(owner, id)[1])
         refuse_query(query, "limit", "order", "after")
@@ -121,11 +98,7 @@ class Store:
         return {"object": "list", "data": data, "has_more": start + len(data) < len(items), **ends}
 
     def delete(self, owner: str, id: str) -> dict[str, Any]:
-        """Forget a response, also one in progress, which then goes on but is not kept.
-
-        Raises:
-            ApiError: there is none of that id, or it is another's.
-        """
+        """Forget a response. One in progress goes on, but is not kept. An `ApiError` if `owner` has none of that id."""
         self._find(owner, id)
         self._drop((owner, id))
         return {"id": id, "object": "response", "deleted": True}
@@ -143,11 +116,6 @@ class Store:
             raise ApiError(404, f"there is no response {id[:100]!r}; this server keeps the latest", "response_id")
         self.entries.move_to_end((owner, id))
         return self.entries[owner, id]
-
-    @property
-    def size(self) -> int:
-        """Bytes of all that is kept."""
-        return sum(size for _, size in self.held.values())
 
     def _make_room(self, newest: str) -> None:
         """Drop what is too much, now that an owner has got another response."""
@@ -169,13 +137,7 @@ class Store:
 
 
 def refuse_query(query: Mapping[str, str], *known: str) -> None:
-    """Refuse a query that has parameters other than the `known` ones.
-
-    Raises:
-        ApiError: it has.
-    """
-    if unknown := [name for name in query if name not in known]:
+    """Refuse a query that has parameters other than the `known` ones by an `ApiError`."""
+    if (unknown := next((name[:64] for name in query if name not in known), None)) is not None:
         words = f"it takes {', '.join(known)}" if known else "it takes none"
-        raise ApiError(
-            400, f"the parameter {unknown[0][:64]!r} is unknown; {words}", unknown[0][:64], "unknown_parameter"
-        )
+        raise ApiError(400, f"the parameter {unknown!r} is unknown; {words}", unknown, "unknown_parameter")

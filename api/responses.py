@@ -1,6 +1,6 @@
 """/v1/responses: OpenAI's Responses API, a thin translation to and from the one `Run`.
 
-OpenAI's types are those of its SDK, `openai.types.responses`. Responses are kept in `api/response_store.py`.
+Its types are in OpenAI's SDK, `openai.types.responses`. `api/response_store.py` keeps responses.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from api.checks import ToolChoice
 from api.fields import ApiError, Face, Field
 from api.generation import generate
 from api.options import ServerConfig
-from api.reading import CALL, CONTENT, REASONING, Answer, Block
-from api.replies import ClientGone, Run, as_api_error, typed_event
+from api.reading import CALL, CONTENT, REASONING, Piece
+from api.replies import AnswerRun, ClientGone, as_api_error, typed_event
 from api.response_store import Keep
 from api.routes import Api, Caller, Events
 from api.structure import flat_format
-from outputs import Generation
 from text.messages import ITEM_ROLES, item_messages, response_items
 
 ITEM_IDS = {CONTENT: "msg", REASONING: "rs", CALL: "fc"}  # what the id of an item begins with
 ITEM_EVENTS = {CONTENT: "output_text", REASONING: "reasoning_text", CALL: "function_call_arguments"}
-RESPONSE_ERRORS = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # of those that the SDK knows
+RESPONSE_ERRORS = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # the SDK knows these, and others
 NAMES = ("user", "prompt_cache_key", "safety_identifier")
 REPEATED = ("metadata", "store", "parallel_tool_calls", *NAMES)  # by a response
 ITEMS = {  # the keys of OpenAI's items
@@ -74,14 +73,8 @@ def respond(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] 
         return generate(api, chat, caller, [prompt], shape, None, reading)
 
 
-class Responses(Run):
-    """A run whose reply is OpenAI's response object, which is kept as it grows.
-
-    Args:
-        asked: the request's own fields, which the reply repeats.
-        keep: takes the response object whenever its status is new.
-        run: what `Run` takes.
-    """
+class Responses(AnswerRun):
+    """A run whose reply is OpenAI's response object. It repeats the fields `asked`, and is kept as it grows."""
 
     prefix = "resp_"
 
@@ -89,16 +82,6 @@ class Responses(Run):
         super().__init__(*run)
         self.asked, self.keep = asked, keep
         self.numbers = itertools.count()
-
-    @property
-    def generation(self) -> Generation:
-        """The one answer."""
-        return self.requests[0].drawn[0]
-
-    @property
-    def answer(self) -> Answer:
-        """What it turns out to be."""
-        return self.answers[self.generation]
 
     @property
     def ended(self) -> str:
@@ -109,7 +92,6 @@ class Responses(Run):
         """The response object as it is now; in progress it has no output yet."""
         asked, params, begun = self.asked, self.generation.params, status == "in_progress"
         output = [] if begun else [self._item(at, status) for at in range(max(1, len(self.answer.blocks)))]
-        choice: ToolChoice = asked["tool_choice"] or ToolChoice("auto")
         failure = {"code": RESPONSE_ERRORS.get(error.status, "server_error"), "message": str(error)} if error else None
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": status,
@@ -120,12 +102,12 @@ class Responses(Run):
             "max_tool_calls": None, "model": asked["model"], "output": output,
             "reasoning": {"effort": asked["reasoning"].get("effort"), "summary": None}, "service_tier": "default",
             "temperature": params.temperature, "text": {"format": asked["text"].get("format") or {"type": "text"}},
-            "tool_choice": choice_of(choice), "tools": list(map(tool_of, asked["tools"] or ())), "top_logprobs": 0,
-            "top_p": params.top_p, "truncation": "disabled", "usage": None if begun else self._counts(),
+            "tool_choice": choice_of(asked["tool_choice"]), "tools": list(map(tool_of, asked["tools"] or ())),
+            "top_logprobs": 0, "top_p": params.top_p, "truncation": "disabled",
+            "usage": None if begun else self._counts(),
         }  # fmt: skip
 
     def whole(self) -> dict[str, Any]:
-        """The reply in one piece, once `news` has ended."""
         self.answer.read()
         response = self.response(self.ended)
         self.keep(response)
@@ -134,12 +116,15 @@ class Responses(Run):
     def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
         """The server-sent events of a stream. The last one has the response object, also where it has failed.
 
-        Of a client that has gone, the response is kept as cancelled.
+        If the client has gone, the response is kept as cancelled.
         """
         last = None
         try:
-            self.keep(self.response("in_progress"))
-            yield from self._parts(news)
+            begun = self.response("in_progress")
+            self.keep(begun)
+            yield self._numbered("response.created", response=begun)
+            yield self._numbered("response.in_progress", response=begun)
+            yield from self._blocks(news)
             last = self.response(self.ended)
         except ClientGone:
             return
@@ -148,24 +133,6 @@ class Responses(Run):
         finally:
             self.keep(last or self.response("cancelled"))
         yield self._numbered(f"response.{last['status']}", response=last)
-
-    def _parts(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
-        """The events before the last one: the response begins, then come the items, one after the other."""
-        begun, latest = self.response("in_progress"), -1
-        yield self._numbered("response.created", response=begun)
-        yield self._numbered("response.in_progress", response=begun)
-        for _ in news:
-            for piece in self.answer.read():
-                if piece.begins:
-                    yield from self._end(latest)
-                    yield from self._begin(latest := piece.at)
-                if piece.text:
-                    where, kind = self._where(piece.at), ITEM_EVENTS[self._block(piece.at).kind]
-                    more: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
-                    yield self._numbered(f"response.{kind}.delta", **where, delta=piece.text, **more)
-        if latest < 0:
-            yield from self._begin(latest := 0)
-        yield from self._end(latest, self.ended)
 
     def _begin(self, at: int) -> Iterator[bytes]:
         """The events with which an item begins, and the part that a message or reasoning has."""
@@ -176,10 +143,12 @@ class Responses(Run):
         if kind != CALL:
             yield self._numbered("response.content_part.added", **self._where(at), part=part_of(kind, ""))
 
-    def _end(self, at: int, status: str = "completed") -> Iterator[bytes]:
-        """The events with which an item ends."""
-        if at < 0:
-            return
+    def _grow(self, piece: Piece) -> bytes:
+        kind = self._block(piece.at).kind
+        more: dict[str, Any] = {"logprobs": []} if kind == CONTENT else {}
+        return self._numbered(f"response.{ITEM_EVENTS[kind]}.delta", **self._where(piece.at), delta=piece.text, **more)
+
+    def _end(self, at: int, last: bool = False) -> Iterator[bytes]:
         block, where = self._block(at), self._where(at)
         kind = f"response.{ITEM_EVENTS[block.kind]}.done"
         if block.kind == CALL:
@@ -188,17 +157,14 @@ class Responses(Run):
             more: dict[str, Any] = {"logprobs": []} if block.kind == CONTENT else {}
             yield self._numbered(kind, **where, text=block.text, **more)
             yield self._numbered("response.content_part.done", **where, part=part_of(block.kind, block.text))
-        yield self._numbered("response.output_item.done", output_index=at, item=self._item(at, status))
+        item = self._item(at, self.ended if last else "completed")
+        yield self._numbered("response.output_item.done", output_index=at, item=item)
 
     def _numbered(self, kind: str, **content: Any) -> bytes:
         return typed_event(kind, {"sequence_number": next(self.numbers), **content})
 
-    def _block(self, at: int) -> Block:
-        """The block that is the item at this place. An answer that has none yet is an empty message."""
-        return self.answer.blocks[at] if self.answer.blocks else Block(CONTENT)
-
     def _where(self, at: int) -> dict[str, Any]:
-        """How an event says which item, and which part of it, it is about."""
+        """The item, and the part of it, that an event is about."""
         block = self._block(at)
         return {"item_id": self._id(at), "output_index": at} | ({} if block.kind == CALL else {"content_index": 0})
 
@@ -230,7 +196,7 @@ class Responses(Run):
 
 
 def part_of(kind: str, text: str) -> dict[str, Any]:
-    """The one part of a message, or of reasoning."""
+    """The one part of a message or of reasoning."""
     if kind == REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -241,10 +207,10 @@ def tool_of(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "description": None, "parameters": None, "strict": None, **tool["function"]}
 
 
-def choice_of(choice: ToolChoice) -> str | dict[str, Any]:
+def choice_of(choice: ToolChoice | None) -> str | dict[str, Any]:
     """A choice of tools as a response repeats it."""
-    if choice.names is None:
-        return choice.mode
+    if choice is None or choice.names is None:
+        return choice.mode if choice else "auto"
     tools = [{"type": "function", "name": name} for name in choice.names]
     return tools[0] if choice.single else {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
 
@@ -338,7 +304,6 @@ RESPONSES = Face(
     ),
     respond,
     needed=("input",),
-    streams=True,
     not_yet=shared.NOT_YET | NOT_YET_HERE | shared.NOT_IN_ANSWERS,
     elsewhere=shared.ELSEWHERE | ELSEWHERE_HERE,
 )

@@ -1,10 +1,6 @@
-"""The routes without HTTP: what they share, and the answers of those that take no body.
+"""The routes without HTTP: what they share, and the answers of routes without a body.
 
-    Api         what all routes share; `answer` is the way in for those that take a body
-    Caller      who asks
-    Events      an answer that comes in parts
-
-A route that takes a body is a `Face` with a file of its own; `api/faces.py` lists them.
+A route that takes a body is a face of `api/faces.py`, and `Api.answer` is the way in.
 """
 
 from __future__ import annotations
@@ -25,32 +21,23 @@ from api.reading import Parsers
 from api.replies import EngineClient, Job, Peer
 from api.response_store import Store
 from api.viewers import Viewers, exposition
-from config import VERSION
 from processes.child import Board
 from tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
 class Caller:
-    """Who asks, and how to tell whether somebody still waits for the answer.
+    """Who asks, and how to tell whether somebody still waits for the answer."""
 
-    Attributes:
-        name: of the request, unique, which is a part of the reply's id.
-        client: whose request it is, as far as fairness, cached prefixes and `explain` are concerned.
-        peer: the other end of the connection; None where there is none to look at.
-        release: is called when nothing refers to the request's body any more.
-        job: what the engine does for it, once it has been sent there.
-    """
-
-    name: str
-    client: str
+    name: str  # of the request, unique; it becomes a part of the reply's id
+    client: str  # whose request it is, for fairness, cached prefixes and `explain`
     peer: Peer | None = None
-    release: Callable[[], None] = lambda: None
-    job: Job | None = None
+    release: Callable[[], None] = lambda: None  # is called when nothing refers to the request's body any more
+    job: Job | None = None  # what the engine does for it, once it has been sent there
 
 
 class Events(NamedTuple):
-    """A reply that comes in parts, and what must be called once it has ended, however it ended."""
+    """A reply that comes in parts, and what must be called once it has ended."""
 
     events: Iterator[bytes]
     close: Callable[[], None]
@@ -63,8 +50,8 @@ class Api:
         client: of the engine, or of several.
         tokenizer: of the model.
         facts: `max_model_len`, `vocab_size` and more, as the engine reports them.
-        config: the caps and keys.
-        names: of the model, the first is what replies say.
+        config: the server's options.
+        names: of the model; replies say the first.
         board: shared with the other API processes.
     """
 
@@ -119,42 +106,31 @@ class Api:
         return self.board.counted(answers)
 
     def models(self) -> dict[str, Any]:
-        """The model's names."""
         return {"object": "list", "data": [self.model(name) for name in self.names]}
 
     def model(self, name: str) -> dict[str, Any]:
         """What is told of a model; an `ApiError` if there is none of that name."""
-        limit, id = self.facts["max_model_len"], self._name(name)
         return {
-            "id": id, "object": "model", "created": self.started, "owned_by": "manta", "root": self.names[0],
-            "parent": None, "max_model_len": limit,
+            "id": self._name(name), "object": "model", "created": self.started, "owned_by": "manta",
+            "root": self.names[0], "parent": None, "max_model_len": self.facts["max_model_len"],
         }  # fmt: skip
 
     def health(self) -> dict[str, Any]:
-        """That the engine can run requests; an `ApiError` if it cannot."""
         if self.client.trouble:
             raise ApiError(503, without_folders(self.client.trouble))
         return {"status": "ok"}
 
-    def version(self) -> dict[str, Any]:
-        """Of Manta."""
-        return {"version": VERSION}
-
     def metrics(self) -> bytes:
-        """What the engines count, as Prometheus reads it."""
         return exposition(self.client.utility("metrics"), self.config.metrics_prefix, self.names[0])
 
     def live(self, client: str) -> Events:
-        """What the engines do, as it happens; see `api/viewers.py`."""
         viewer = self.viewers.enter(client)
         return Events(self.viewers.events(viewer), partial(self.viewers.leave, viewer))
 
     def explain(self, id: str, client: str) -> dict[str, Any]:
         """Where the time of a request went, prompt by prompt."""
-        found = self.client.utility("explain_prompts", id, self.config.max_prompts, client)
-        prompts = sorted(
-            itertools.chain(*found.values()), key=lambda story: int(story["request_id"].rpartition("-")[2])
-        )
+        found = self.client.utility("explain_prompts", id, self.config.max_prompts, client).values()
+        prompts = sorted(itertools.chain(*found), key=lambda story: int(story["request_id"].rpartition("-")[2]))
         if not prompts:
             known = "the engine knows those that run and the latest that have finished"
             raise ApiError(404, f"there is no request {repr(id)[:100]}; {known}", "id")

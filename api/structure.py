@@ -1,7 +1,6 @@
 """Structured outputs, as the clients of several servers ask for them, brought into the one form that the engine takes.
 
-FORMS           the fields that ask for them; the check of each makes `StructuredOutputsParams`
-structure_of    what those of a request come to
+The check of each field of FORMS makes `StructuredOutputsParams`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def response_format(value: dict[str, Any], config: ServerConfig) -> StructuredOu
 
 
 def named_schema(value: Any, config: ServerConfig) -> StructuredOutputsParams:
-    """What OpenAI has as `json_schema`: a schema, and what is said of it."""
+    """OpenAI's `json_schema`: a schema and its options."""
     if not isinstance(value, dict) or not isinstance(value.get("schema"), dict):
         raise ValueError("json_schema must be an object with a schema, which is an object")
     known_keys(value, SCHEMA_KEYS, config)
@@ -49,7 +48,7 @@ def named_schema(value: Any, config: ServerConfig) -> StructuredOutputsParams:
 
 
 def flat_format(value: dict[str, Any], config: ServerConfig) -> StructuredOutputsParams | None:
-    """The form of OpenAI's Responses API and of Anthropic, in which what is said of a schema is not apart from it."""
+    """OpenAI Responses and Anthropic put the schema's options beside it, not around it."""
     if value.get("type") != "json_schema":
         return response_format(value, config)
     return named_schema({key: value[key] for key in value if key != "type"}, config)
@@ -63,11 +62,13 @@ def structured_outputs(value: dict[str, Any], config: ServerConfig) -> Structure
 
 def output_format(value: str | dict[str, Any], config: ServerConfig) -> StructuredOutputsParams | None:
     """Ollama's form."""
-    if isinstance(value, str) and value not in ("", "json"):
-        raise ValueError('it must be "json" or a schema')
     if value == "":
         return None
-    return StructuredOutputsParams(json_object=True) if value == "json" else StructuredOutputsParams(json=value)
+    if value == "json":
+        return StructuredOutputsParams(json_object=True)
+    if isinstance(value, str):
+        raise ValueError('it must be "json" or a schema')
+    return StructuredOutputsParams(json=value)
 
 
 def of_kind(kind: str) -> Check:
@@ -97,11 +98,7 @@ FORMS: dict[str, tuple[Any, Check, str]] = {  # by field: its type, its check, a
 
 
 def structure_of(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """What the answer to a request must be, whichever of its fields says so.
-
-    Raises:
-        ValueError: two of them do, or one that needs another is alone.
-    """
+    """What the answer to a request must be, whichever of its fields says so; a ValueError if two of them do."""
     given = [name for name in FORMS if fields[name] is not None]
     if len(given) > 1:
         raise ValueError(f"{given[0]} and {given[1]} are both given; only one may say what the answer must be")

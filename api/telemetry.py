@@ -1,8 +1,5 @@
 """A span of each request that the engine ran, for collectors of OpenTelemetry: `--otlp-traces-endpoint`.
 
-    check_telemetry     whether that can be, before anything is started
-    Spans               sends them, in an API process
-
 OpenTelemetry's packages are imported only where spans are wanted. The exporter runs in a thread of its own, which
 gevent makes a greenlet, and reads its settings from OTEL_EXPORTER_OTLP_* and OTEL_BSP_*.
 """
@@ -43,25 +40,20 @@ def check_telemetry(environ: Mapping[str, str]) -> None:
 
 
 class Complaints(logging.Handler):
-    """Passes on to our log what OpenTelemetry complains of, but not all the time: a collector may be away for days."""
+    """Logs what OpenTelemetry complains of, but not all the time: a collector may be away for days."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.latest = float("-inf")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass a record on, or drop it."""
         if (now := time.monotonic()) >= self.latest + COMPLAIN:
             self.latest = now
             logger.warning(f"OpenTelemetry: {record.getMessage()[:500]}")
 
 
 class Spans:
-    """Sends spans to a collector. One that cannot be reached costs spans, and nothing else.
-
-    Args:
-        endpoint: the collector's URL.
-    """
+    """Sends spans to a collector at a URL. One that cannot be reached costs spans, and nothing else."""
 
     def __init__(self, endpoint: str):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -73,19 +65,15 @@ class Spans:
         theirs.propagate, theirs.handlers = False, [Complaints()]
         named = OTELResourceDetector().detect().attributes  # by OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
         resource = Resource.create({"service.name": "manta"} | dict(named))
-        # At its end the process does not wait for a collector, but `flush` has been called by then.
+        # At its end the process does not wait for a collector; it has been flushed by then.
         self.provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self.provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
         self.tracer = self.provider.get_tracer("manta")
 
     def add(self, job: Job, headers: Headers, status: int, begun: float) -> None:
-        """Tell of a request that has just ended; its parent is the span that its `traceparent` names, if it has one.
+        """Send the span of a request that has just ended, and came when it was `begun` by `time.monotonic()`.
 
-        Args:
-            job: what the engine did for it.
-            headers: of the request.
-            status: of the reply.
-            begun: when it came, in seconds of `time.monotonic()`.
+        Its parent is the span that the header `traceparent` names, if any.
         """
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -105,13 +93,9 @@ class Spans:
             self.tracer.start_span(name, inside, start_time=at(since)).end(at(until))
         span.end(at(now))
 
-    def flush(self) -> None:
-        """Send what is left."""
-        self.provider.force_flush()
-
 
 def attributes(job: Job, begun: float, now: float) -> dict[str, Any]:
-    """What a span tells of a request that came when it was `begun`, by vLLM's names; times are in seconds."""
+    """The attributes of a request's span, by vLLM's names; times are in seconds."""
     facts, params, ran = job.facts(begun), job.requests[0].params, phases(job, now)
     told = {
         "gen_ai.request.id": job.id,
@@ -127,16 +111,15 @@ def attributes(job: Job, begun: float, now: float) -> dict[str, Any]:
             told[f"gen_ai.latency.time_in_model_{name}"] = ran[name][1] - ran[name][0]
             told["gen_ai.latency.time_in_model_inference"] = ran[name][1] - ran["prefill"][0]
     if job.requests[0].pooling is None:
-        told |= {
-            f"gen_ai.request.{name}": getattr(params, name) for name in ("max_tokens", "temperature", "top_p", "n")
-        }
+        for name in ("max_tokens", "temperature", "top_p", "n"):
+            told[f"gen_ai.request.{name}"] = getattr(params, name)
     return {name: value for name, value in told.items() if value is not None}
 
 
 def phases(job: Job, now: float) -> dict[str, tuple[float, float]]:
     """From when until when a job waited, had its prompts computed and was answered, as far as it has come.
 
-    Of several prompts, the first begins each phase but the second, which begins when all have been let in.
+    The first of several prompts begins each phase but the second, which begins when all have been let in.
     """
     metrics = [asked.metrics for asked in job.requests]
     queued = [seconds for each in metrics if (seconds := each.time_in_queue) is not None]

@@ -1,10 +1,5 @@
 """A conversation in the terminal, and the continuation of a text: `python server.py chat` and `server.py complete`.
 
-    Reply           an answer as it arrives and is shown
-    Model           what answers: a model of a server, over HTTP
-    OwnServer       the server where none is given
-    Chat            the conversation: messages, commands, and Ctrl-C
-
 On stdout is nothing but answers. All else goes to stderr.
 """
 
@@ -24,7 +19,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException, HTTPResponse
@@ -108,7 +103,7 @@ class TooLongError(ValueError):
 
 
 def say(text: str) -> None:
-    """Write a line to stderr, if that can be."""
+    """Write a line to stderr, if it can be written to."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
@@ -119,86 +114,62 @@ def printable(text: str) -> str:
 
 
 class Reply:
-    """An answer as it arrives.
-
-    Attributes:
-        text: all of it so far.
-        num_tokens: of it, if known; else 0.
-        finish_reason: None until it is complete.
-    """
+    """An answer as it arrives."""
 
     def __init__(self) -> None:
-        self.text, self.num_tokens = "", 0
+        self.text, self.num_tokens = "", 0  # its tokens are 0 until the server tells
         self.finish_reason: str | None = None
         self.begun = self.first = time.monotonic()
 
     def show(self, text: str) -> None:
-        """Take more of it, and write that to stdout."""
+        """Add this text, and write it to stdout."""
         if text and not self.text:
             self.first = time.monotonic()
         self.text += text
-        sys.stdout.write(printable(text))
-        sys.stdout.flush()
+        print(printable(text), end="", flush=True)
 
     def end(self) -> None:
-        """Begin a new line after it; and tell a terminal how fast it came."""
+        """Begin a new line, and tell a terminal how fast the answer came."""
         if not self.text.endswith("\n"):
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            print(flush=True)
         if self.num_tokens and sys.stderr.isatty():
             rate = (self.num_tokens - 1) / max(time.monotonic() - self.first, 1e-9)
             waited = self.first - self.begun
             say(f"{DIM}{self.num_tokens} tokens, the first after {waited:.2f} s, then {rate:.1f} tok/s{PLAIN}")
 
 
-class OwnServer:
-    """A server for this terminal alone, which ends with it. Ctrl-C does not reach it, but only stops an answer.
+@contextlib.contextmanager
+def own_server(flags: list[str]) -> Iterator[tuple[str, str]]:
+    """Start a server with these flags, which ends with the `with` block; gives its URL and the key that it takes.
 
-    Args:
-        flags: of its command line.
-
-    Raises:
-        SystemExit: it does not start, and has said why on stderr.
-
-    Attributes:
-        key: the only one that it takes.
-        url: where it is.
+    Ctrl-C does not reach it, but only stops an answer. If it does not start, it says why, and this is a SystemExit.
     """
-
-    def __init__(self, flags: list[str]):
-        self.key = secrets.token_hex(16)
-        self.process = subprocess.Popen(
-            [sys.executable, str(SERVER), *flags, "--port=0"], text=True, errors="replace", start_new_session=True,
-            stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"MANTA_API_KEY": self.key},
-            preexec_fn=partial(end_with_parent, signal.SIGTERM),
-        )  # fmt: skip
-        try:
-            self.url = self._wait()
-        except BaseException:
-            self.close()
-            raise
-        threading.Thread(target=self._follow, daemon=True).start()
-
-    def _wait(self) -> str:
-        """Show what it says until it is ready."""
-        assert self.process.stderr
-        for line in self.process.stderr:
+    key = secrets.token_hex(16)
+    process = subprocess.Popen(
+        [sys.executable, str(SERVER), *flags, "--port=0"], text=True, errors="replace", start_new_session=True,
+        stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"MANTA_API_KEY": key},
+        preexec_fn=partial(end_with_parent, signal.SIGTERM),
+    )  # fmt: skip
+    assert process.stderr
+    try:
+        for line in process.stderr:
             if found := ADDRESS.fullmatch(line.rstrip()):
-                return found[1]
+                break
             say(line.rstrip())
-        raise SystemExit(2)
+        else:
+            raise SystemExit(2)
+        threading.Thread(target=show_trouble, args=[process.stderr], daemon=True).start()
+        yield found[1], key
+    finally:
+        process.terminate()
+        process.wait()
 
-    def _follow(self) -> None:
-        """Show what it says of trouble."""
-        assert self.process.stderr
-        for line in self.process.stderr:
-            if not NEWS.search(line):
-                say(line.rstrip())
 
-    def close(self) -> None:
-        """End it."""
-        self.process.terminate()
-        self.process.wait()
+def show_trouble(lines: Iterable[str]) -> None:
+    """Show what a server says, but for the lines about its requests."""
+    for line in lines:
+        if not NEWS.search(line):
+            say(line.rstrip())
 
 
 def error_of(content: Any) -> tuple[str, Any]:
@@ -208,13 +179,7 @@ def error_of(content: Any) -> tuple[str, Any]:
 
 
 class Model:
-    """A model of a server with OpenAI's API.
-
-    Args:
-        url: of the server, with or without the /v1 at its end.
-        api_key: for it; empty if it wants none.
-        model: its name there; None takes the first of the server's list.
-        fields: of each request.
+    """A model of a server with OpenAI's API, or the first one of its list; `fields` go into each request.
 
     Raises:
         ValueError: the server does not answer, or has no such model.
@@ -257,7 +222,7 @@ class Model:
         return (TooLongError if too_long else ValueError)(message)
 
     def answer(self, prompt: Prompt, answer: Reply) -> None:
-        """Generate an answer, which grows as it comes. KeyboardInterrupt stops it at once.
+        """Have an answer generated, and show it as it comes. KeyboardInterrupt stops it at once.
 
         Raises:
             ValueError: the prompt is refused; a `TooLongError`, if the context does not hold it.
@@ -273,7 +238,7 @@ class Model:
                 answer.show(text)
 
     def _news(self, response: HTTPResponse) -> Iterator[tuple[str, str | None, int]]:
-        """The text, the finish reason and the number of tokens in each event, which may have none of them."""
+        """The text, the finish reason and the number of tokens of each event, which may have none of them."""
         try:
             for line in response:
                 if not line.startswith(b"data:"):
@@ -292,27 +257,16 @@ class Model:
 
 
 class Chat:
-    """A conversation with a model. Messages come from stdin, a line each, until it ends.
-
-    Args:
-        model: what answers.
-        system: the system message, if any.
-
-    Attributes:
-        code: the exit code: 1 if something was refused and nobody sits there to try again.
-    """
+    """A conversation with a model, which may have a system message. Messages come from stdin, a line each."""
 
     def __init__(self, model: Model, system: str | None):
         self.model, self.system = model, system
         self.messages: list[dict[str, Any]] = []
-        self.code, self.tty = 0, sys.stdin.isatty()
+        self.tty = sys.stdin.isatty()
+        self.code = 0  # the exit code: 1 if something was refused and nobody sits there to try again
 
     def run(self) -> int:
-        """Talk until the end of stdin, /exit, or Ctrl-C twice at the prompt; returns the exit code.
-
-        Raises:
-            KeyboardInterrupt: after Ctrl-C, if stdin is no terminal.
-        """
+        """Talk until the end of stdin, /exit, or Ctrl-C (at a terminal twice, at the prompt); returns the exit code."""
         if self.tty:
             with contextlib.suppress(ImportError):  # with it, `input` edits lines and remembers them
                 import readline  # noqa: F401
@@ -338,18 +292,16 @@ class Chat:
                 say("Ctrl-C once more ends the conversation, as Ctrl-D does.")
 
     def _read(self, prompt: str) -> str:
-        """The next line, without its end."""
         if self.tty and sys.stdout.isatty():
             return input(prompt)
         if self.tty:  # stdout is a file, which gets answers alone
-            sys.stderr.write(prompt)
-            sys.stderr.flush()
+            print(prompt, end="", file=sys.stderr, flush=True)
         if not (line := sys.stdin.readline()):
             raise EOFError
         return line.removesuffix("\n")
 
     def _whole(self, line: str) -> str:
-        """The message that a line begins."""
+        """The message that this line begins."""
         quoted = line.startswith('"""')
         lines = [line[3:] if quoted else line]
         end = '"""' if quoted else "\\"
@@ -380,7 +332,7 @@ class Chat:
         self.code = 0 if self.tty else 1
 
     def _ask(self, text: str) -> None:
-        """Send a message and show its answer. The conversation keeps both, unless there is no answer."""
+        """Send a message and show its answer. The conversation keeps both if there is an answer."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         conversation = [*system, *self.messages, {"role": "user", "content": text}]
         answer, trouble = Reply(), ""
@@ -406,12 +358,9 @@ class Chat:
 
 def chat(argv: list[str]) -> None:
     """Talk with a model in the terminal; see `run`."""
-
-    def converse(model: Model, options: ChatOptions) -> int:
-        return Chat(model, options.system).run()
-
     about = "Talk with a model. Each line of stdin is a message; /help lists what else may be said."
-    run(OptionParser(ChatOptions, EngineConfig, command="chat", description=about), ChatOptions, converse, argv)
+    parser = OptionParser(ChatOptions, EngineConfig, command="chat", description=about)
+    run(parser, ChatOptions, lambda model, options: Chat(model, options.system).run(), argv)
 
 
 def complete(argv: list[str]) -> None:
@@ -423,11 +372,7 @@ def complete(argv: list[str]) -> None:
 
 
 def go_on(model: Model, options: CompleteOptions) -> int:
-    """Go on from the prompt; returns the exit code.
-
-    Raises:
-        ValueError: the prompt is refused.
-    """
+    """Go on from the prompt; returns the exit code. A prompt that is refused is a ValueError."""
     if (prompt := options.prompt) is None:
         if sys.stdin.isatty():
             say("The text ends with Ctrl-D at the beginning of a line.")
@@ -450,10 +395,10 @@ Options = TypeVar("Options", ChatOptions, CompleteOptions)
 
 
 def run(parser: OptionParser, cls: type[Options], act: Callable[[Model, Options], int], argv: list[str]) -> None:
-    """Start a model, or find it, and act on it; then end.
+    """Open a model, act on it and exit.
 
-    The exit code is 2, after one line that says why, where that cannot begin. It is 1 where an answer could not be
-    given, and 130 after Ctrl-C.
+    The exit code is what `act` returns; 2 where it cannot begin, after one line that says why; 1 where stdout cannot be
+    written; and 130 after Ctrl-C.
     """
     flags, code = parser.read(argv), 2
     for stream in (sys.stdin, sys.stdout):
@@ -476,11 +421,11 @@ def run(parser: OptionParser, cls: type[Options], act: Callable[[Model, Options]
 
 
 def open_model(flags: argparse.Namespace, options: AnswerOptions, stack: contextlib.ExitStack) -> Model:
-    """The model that the options name. A server that is started for it is left to the stack.
+    """The model that the options name. The stack ends the server that is started for it.
 
     Raises:
         ValueError: the options or the model are not usable, or the server does not answer.
-        SystemExit: the server does not start; it has said why on stderr.
+        SystemExit: see `own_server`.
     """
     if options.url is not None:
         local = {f.name for f in dataclasses.fields(EngineConfig)} - {"model", *SAMPLING}
@@ -499,12 +444,11 @@ def open_model(flags: argparse.Namespace, options: AnswerOptions, stack: context
     own = [*engine_flags(flags), f"--max-num-seqs={options.max_num_seqs}", "--disable-log-stats"]
     if config.distributed_executor_backend == "auto" and config.world_size == 1:
         own.append("--distributed-executor-backend=uni")
-    server = OwnServer(own)
-    stack.callback(server.close)
+    url, key = stack.enter_context(own_server(own))
     # Answers are as long as the context holds, and tell how many tokens they have also where they are stopped.
     own_fields: dict[str, Any] = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     own_fields |= {"max_tokens": -1} if isinstance(options, CompleteOptions) else {}
-    return Model(server.url, server.key, None, own_fields | options.sampling)
+    return Model(url, key, None, own_fields | options.sampling)
 
 
 def engine_flags(flags: argparse.Namespace) -> list[str]:

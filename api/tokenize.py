@@ -36,7 +36,7 @@ def detokenize(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, An
     return {"prompt": api.tokenizer.decode(ids, skip_special_tokens=False)}
 
 
-TEXT = shared.shown(type="string", minLength=1)
+TEXT = shared.shown(**shared.STRING)
 TOKENIZE = Face(
     "tokenize",
     ("/tokenize",),

@@ -14,7 +14,7 @@ from api import fields as shared
 from api.fields import ApiError, Face, Field, too_long
 from api.options import ServerConfig
 from api.prompts import Prompt
-from api.replies import Job, run_requests
+from api.replies import Job
 from api.routes import Api, Caller
 from outputs import Vector, cosine, numbers
 from sampling_params import PoolingParams
@@ -24,8 +24,7 @@ def embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, An
     """A vector for each prompt."""
     prompts = inputs(api, fields, "embed")
     found = pool(api, "embd-", fields, caller, prompts, fields["dimensions"])
-    data = vectors("embedding", "embedding", found, fields["encoding_format"])
-    return listed("embd-", fields, caller, prompts, data)
+    return listed("embd-", fields, caller, prompts, vectors("embedding", "embedding", found, fields))
 
 
 def pooling(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
@@ -34,14 +33,15 @@ def pooling(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     if fields["task"] not in (None, task, "classify" if task == "score" else task):
         raise ApiError(400, f"task is {fields['task']}; this server's is {task}", "task")
     found = pool(api, "pool-", fields, caller, prompts, fields["dimensions"])
-    data = vectors("pooling", "data", found, fields["encoding_format"])
-    return listed("pool-", fields, caller, prompts, data)
+    return listed("pool-", fields, caller, prompts, vectors("pooling", "data", found, fields))
 
 
 def classify(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
-    """The probability of each label for each prompt."""
-    prompts = inputs(api, fields, "classify", "score")
-    data = classes(pool(api, "classify-", fields, caller, prompts), api.facts["labels"])
+    """The probability of each label for each prompt, and the label of the highest one."""
+    prompts, labels, data = inputs(api, fields, "classify", "score"), api.facts["labels"], []
+    for i, probs in enumerate(map(numbers, pool(api, "classify-", fields, caller, prompts))):
+        label = labels[max(range(len(probs)), key=probs.__getitem__)]
+        data.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
     return listed("classify-", fields, caller, prompts, data)
 
 
@@ -52,18 +52,19 @@ def score(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
         message = f"text_1 has {len(first)} texts for {len(second)} of text_2; it must have as many, or 1"
         raise ApiError(400, message, "text_1")
     found, prompts = compare(api, "score-", fields, caller, first, second)
-    return listed("score-", fields, caller, prompts, scores(found))
+    data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(found)]
+    return listed("score-", fields, caller, prompts, data)
 
 
 def rerank(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
-    """Documents in the order of how well they answer a query."""
+    """Documents in the order of how well they answer a query; among equals the first comes first."""
     documents = fields["documents"]
     found, prompts = compare(api, "rerank-", fields, caller, [fields["query"]], documents)
-    top_n = fields["top_n"] or len(documents)
-    results = ranks(found, documents, top_n, fields["return_documents"])
-    count = sum(len(ids) for _, ids in prompts)
-    used = {"prompt_tokens": count, "total_tokens": count}
-    return {"id": "rerank-" + caller.name, "model": fields["model"], "usage": used, "results": results}
+    results: list[dict[str, Any]] = []
+    for i in sorted(range(len(found)), key=lambda i: (-found[i], i))[: fields["top_n"] or len(documents)]:
+        shown = {"document": {"text": documents[i]}} if fields["return_documents"] else {}
+        results.append({"index": i, "relevance_score": found[i]} | shown)
+    return {"id": "rerank-" + caller.name, "model": fields["model"], "usage": used(prompts), "results": results}
 
 
 def compare(
@@ -108,50 +109,30 @@ def pool(
     if dimensions is not None and dimensions > (most := api.facts["hidden_size"]):
         raise ApiError(400, f"dimensions is {dimensions}; at most {most} are there", "dimensions")
     params = PoolingParams(dimensions, fields["use_activation"])
-    vectors = [Vector(f"{name}-{i}", ids, params) for i, (_, ids) in enumerate(prompts)]
-    with api.admitted(len(vectors), caller):
-        caller.job = Job(name, fields, vectors)
-        config = api.config
-        for _ in run_requests(vectors, fields, caller.client, api.client, caller.peer, config.request_timeout):
+    asked = [Vector(f"{name}-{i}", ids, params) for i, (_, ids) in enumerate(prompts)]
+    with api.admitted(len(asked), caller):
+        job = caller.job = Job(name, caller.client, fields, asked)
+        for _ in job.run(api.client, caller.peer, api.config.request_timeout):
             pass
-    return [vector.pooled for vector in vectors]
+    return [vector.pooled for vector in asked]
+
+
+def used(prompts: Sequence[Prompt]) -> dict[str, int]:
+    """The `usage` of a reply."""
+    count = sum(len(ids) for _, ids in prompts)
+    return {"prompt_tokens": count, "total_tokens": count}
 
 
 def listed(kind: str, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], data: Any) -> dict[str, Any]:
     """A reply that is a list."""
-    count, now = sum(len(ids) for _, ids in prompts), int(time.time())
-    head = {"id": kind + caller.name, "object": "list", "created": now, "model": fields["model"]}
-    return head | {"data": data, "usage": {"prompt_tokens": count, "total_tokens": count}}
+    head = {"id": kind + caller.name, "object": "list", "created": int(time.time()), "model": fields["model"]}
+    return head | {"data": data, "usage": used(prompts)}
 
 
-def vectors(kind: str, key: str, found: list[bytes], encoding_format: str) -> list[dict[str, Any]]:
+def vectors(kind: str, key: str, found: list[bytes], fields: dict[str, Any]) -> list[dict[str, Any]]:
     """The entries of /v1/embeddings (`kind` "embedding") and /pooling: numbers, or their float32 bytes in base64."""
-    encode = numbers if encoding_format == "float" else lambda pooled: base64.b64encode(pooled).decode()
+    encode = numbers if fields["encoding_format"] == "float" else lambda pooled: base64.b64encode(pooled).decode()
     return [{"object": kind, "index": i, key: encode(pooled)} for i, pooled in enumerate(found)]
-
-
-def scores(found: list[float]) -> list[dict[str, Any]]:
-    """The entries of /score."""
-    return [{"object": "score", "index": i, "score": score} for i, score in enumerate(found)]
-
-
-def ranks(found: list[float], documents: list[str], top_n: int, with_documents: bool) -> list[dict[str, Any]]:
-    """The entries of /rerank: the `top_n` best documents, the best first, and among equals the first first."""
-    best = sorted(range(len(found)), key=lambda i: (-found[i], i))[:top_n]
-    return [
-        {"index": i, "relevance_score": found[i]} | ({"document": {"text": documents[i]}} if with_documents else {})
-        for i in best
-    ]
-
-
-def classes(found: list[bytes], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """The entries of /classify: each prompt's probabilities, and the label of the highest one."""
-    entries = []
-    for i, pooled in enumerate(found):
-        probs = numbers(pooled)
-        label = labels[max(range(len(probs)), key=probs.__getitem__)]
-        entries.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
-    return entries
 
 
 # --- what they take --------------------------------------------------------------------------------------------------
@@ -175,37 +156,19 @@ def documents(value: Any, config: ServerConfig) -> list[str]:
     return texts([document.get("text") if isinstance(document, dict) else document for document in value], config)
 
 
-STRING = {"type": "string", "minLength": 1}
-TEXTS = shared.shown(anyOf=[STRING, {"type": "array", "items": STRING, "minItems": 1}])
-DOCUMENT = {"type": "object", "required": ["text"], "properties": {"text": STRING}, "additionalProperties": False}
-DOCUMENTS = shared.shown(type="array", items={"anyOf": [STRING, DOCUMENT]}, minItems=1)
+TEXTS, TEXT = shared.shown(anyOf=shared.TEXT_OR_TEXTS), shared.STRING
+DOCUMENT = {"type": "object", "required": ["text"], "properties": {"text": TEXT}, "additionalProperties": False}
+DOCUMENTS = shared.shown(type="array", items={"anyOf": [TEXT, DOCUMENT]}, minItems=1)
 INPUT = Field("input", shared.PROMPT, None, checks.prompts, shared.ONE_OR_MORE)
 SIZE = Field("dimensions", Annotated[int, Meta(ge=1, le=2**20)], about="Of the vector.")
 FORM = Field("encoding_format", Literal["float", "base64"], "float")
 ACTIVATION = Field("use_activation", bool, about=shared.attributes_of(PoolingParams)["use_activation"])
 LAST = (*shared.CUT, shared.PRIORITY)
 TASK = Field("task", Literal["embed", "classify", "score"], about="What this server does with prompts.")
-EMBEDDINGS = Face(
-    "embeddings",
-    ("/v1/embeddings",),
-    (shared.MODEL, INPUT, SIZE, FORM, ACTIVATION, shared.SPECIAL_TOKENS, *LAST),
-    embeddings,
-    needed=("input",),
-)
-POOLING = Face(
-    "pooling",
-    ("/pooling",),
-    (shared.MODEL, INPUT, TASK, SIZE, FORM, ACTIVATION, shared.SPECIAL_TOKENS, *LAST),
-    pooling,
-    needed=("input",),
-)
-CLASSIFY = Face(
-    "classify",
-    ("/classify",),
-    (shared.MODEL, INPUT, ACTIVATION, shared.SPECIAL_TOKENS, *LAST),
-    classify,
-    needed=("input",),
-)
+FIRST = (shared.MODEL, INPUT, ACTIVATION, shared.SPECIAL_TOKENS)
+EMBEDDINGS = Face("embeddings", ("/v1/embeddings",), (*FIRST, SIZE, FORM, *LAST), embeddings, needed=("input",))
+POOLING = Face("pooling", ("/pooling",), (*FIRST, TASK, SIZE, FORM, *LAST), pooling, needed=("input",))
+CLASSIFY = Face("classify", ("/classify",), (*FIRST, *LAST), classify, needed=("input",))
 SCORE = Face(
     "score",
     ("/score", "/v1/score"),

@@ -1,7 +1,7 @@
 """Who watches the engine: what `GET /live` sends, a few times a second, and what `GET /metrics` tells Prometheus.
 
-However many watch, each API process asks the engine once for all of them, and only while somebody does. The engine
-answers with what it has at hand (`observe/live.py`); the block map and the JSON are made here, off its loop.
+Each API process asks the engine once for all who watch, and only while somebody does. The engine answers with what it
+has at hand (`observe/live.py`); the block map and the JSON are made here, off its loop.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import accumulate, chain, groupby, repeat
 from operator import neg
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from api.checks import in_parts
@@ -37,30 +38,20 @@ FREE, CACHED, SHARED = 0, -1, -2  # owners of blocks that no request has alone
 
 
 class Viewer:
-    """Somebody who watches.
-
-    Args:
-        client: whose requests it may name.
-    """
+    """Somebody who watches, and may see the ids of this client's requests."""
 
     def __init__(self, client: str):
         self.client = client
-        self.unread: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None ends it
+        self.unread: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None is the end
 
     def put(self, event: bytes) -> None:
-        """Send an event, or the end to one who reads too slowly."""
+        """Send an event, or the end to a viewer that reads too slowly."""
         if (unread := self.unread.qsize()) <= MOST_UNREAD:
             self.unread.put(event if unread < MOST_UNREAD else None)
 
 
 class Viewers:
-    """All who watch in this process, and the thread that asks for them; gevent makes it a greenlet.
-
-    Args:
-        client: of the engine, or of several.
-        config: how many may watch.
-        board: tells when the server drains.
-    """
+    """All who watch in this process, and the thread that asks for them; gevent makes it a greenlet."""
 
     def __init__(self, client: EngineClient, config: ServerConfig, board: Board):
         self.client, self.config, self.board = client, config, board
@@ -70,11 +61,7 @@ class Viewers:
         self.totals: dict[int, dict[str, int]] = {}  # of each engine's latest answer; see `Recorder.look`
 
     def enter(self, client: str) -> Viewer:
-        """Let somebody watch, until `leave`; see `Viewer`.
-
-        Raises:
-            ApiError: as many watch as may.
-        """
+        """Let somebody watch, until `leave`; an `ApiError` if as many watch as may."""
         viewer, most = Viewer(client), self.config.max_live_viewers
         with self.lock:
             if (watching := len(self.viewers)) >= most:
@@ -86,7 +73,6 @@ class Viewers:
         return viewer
 
     def leave(self, viewer: Viewer) -> None:
-        """Send a viewer nothing more."""
         with self.lock:
             self.viewers.discard(viewer)
 
@@ -133,10 +119,9 @@ class Viewers:
 
 
 def blocks_of(engine: dict[str, Any]) -> list[tuple[int, int]]:
-    """Who owns the blocks of an engine's pool, as runs of (owner, length) in order of block numbers.
+    """The owners of an engine's blocks, as runs of (owner, length) in order of block numbers.
 
-    Args:
-        engine: an answer of `Recorder.look`, of which this takes what the owners are found from.
+    They are made of an answer of `Recorder.look`, from which this takes what nothing else needs.
     """
     owners = [*map(neg, engine.pop("findable"))]  # CACHED, where nobody turns out to hold the block
     for key, block in holdings(*engine.pop("held")):
@@ -148,13 +133,13 @@ def blocks_of(engine: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def holdings(blocks: bytes, counts: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Each key and block of what `live.flat` has made."""
+    """The keys and blocks that `live.flat` has made one text of."""
     keys = chain.from_iterable(repeat(key, count) for key, count in counts)
     return ((key, block) for key, block in zip(keys, array("i", blocks), strict=True) if block >= 0)
 
 
 def named(engine: dict[str, Any], client: str) -> dict[str, Any]:
-    """What a viewer is told of an engine: the ids of replies, of this client's requests only."""
+    """What a viewer is told of an engine: only this client's requests have ids."""
 
     def name(row: dict[str, Any]) -> dict[str, Any]:
         whose, told = row["client"], {field: value for field, value in row.items() if field != "client"}
@@ -166,36 +151,24 @@ def named(engine: dict[str, Any], client: str) -> dict[str, Any]:
 # --- for Prometheus ---------------------------------------------------------------------------------------------------
 
 
-class EngineCollector(Collector):
-    """What some engines have counted.
-
-    Args:
-        engines: of each, by its rank, what `EngineCore.metrics` returned.
-        prefix: of all names.
-        model_name: a label of all series.
-    """
-
-    def __init__(self, engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str):
-        self.engines, self.prefix, self.model_name = engines, prefix, model_name
-
-    def collect(self) -> Iterator[Metric]:
-        """The series, each with the values of all engines."""
-        for name in next(iter(self.engines.values())):
-            series, values = SERIES[name], {str(rank): told[name] for rank, told in self.engines.items()}
-            if series.kind == "info":
-                first = next(iter(values.values()))
-                info = GaugeMetricFamily(self.prefix + name, series.help, labels=["engine", *first])
-                for engine, labels in values.items():
-                    info.add_metric([engine, *labels.values()], 1)
-                yield info
-                continue
-            labels = ["model_name", "engine", *([series.label] if series.label else [])]
-            family = FAMILIES[series.kind](self.prefix + name, series.help, labels=labels)
-            for engine, value in values.items():
-                for label, one in value.items() if series.label else [(None, value)]:
-                    mine = [self.model_name, engine, *([label] if series.label else [])]
-                    family.add_metric(mine, *(buckets(one) if series.kind == "histogram" else (one,)))
-            yield family
+def families(engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str) -> Iterator[Metric]:
+    """The series that engines have counted, from what `EngineCore.metrics` returned by rank."""
+    for name in next(iter(engines.values())):
+        series, values = SERIES[name], {str(rank): told[name] for rank, told in engines.items()}
+        if series.kind == "info":
+            first = next(iter(values.values()))
+            info = GaugeMetricFamily(prefix + name, series.help, labels=["engine", *first])
+            for engine, labels in values.items():
+                info.add_metric([engine, *labels.values()], 1)
+            yield info
+            continue
+        labels = ["model_name", "engine", *([series.label] if series.label else [])]
+        family = FAMILIES[series.kind](prefix + name, series.help, labels=labels)
+        for engine, value in values.items():
+            for label, one in value.items() if series.label else [(None, value)]:
+                mine = [model_name, engine, *([label] if series.label else [])]
+                family.add_metric(mine, *(buckets(one) if series.kind == "histogram" else (one,)))
+        yield family
 
 
 def buckets(told: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
@@ -205,8 +178,8 @@ def buckets(told: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
 
 
 def exposition(engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str) -> bytes:
-    """The series of `EngineCollector` in Prometheus' text format, whatever else the reader takes.
+    """The series of `families` in Prometheus' text format.
 
     In OpenMetrics, prometheus_client (0.26) writes an underscore for the colon of vLLM's names.
     """
-    return generate_latest(EngineCollector(engines, prefix, model_name))
+    return generate_latest(SimpleNamespace(collect=partial(families, engines, prefix, model_name)))

@@ -21,7 +21,9 @@ from typing import Any
 
 from config import PROG, EngineConfig, stamp_of, weights_in
 from executors.choose import visible_gpus
+from executors.torchrun import lead_or_follow
 from model_config import ModelConfig
+from models.hub import find_model
 from observe.logs import console, logger
 from processes.child import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, listen, watch_over
 from processes.client import BackgroundResources, MPClient
@@ -329,6 +331,24 @@ def follow_server(config: EngineConfig, secret: str) -> None:
         return EngineProcess(dataclasses.replace(config, data_parallel_rank=rank, **options), coordinator)
 
     serve_headless(config, secret, new_engine)
+
+
+def prepare(config: EngineConfig, starts: bool = True) -> tuple[EngineConfig, str]:
+    """The options with the model that is found, and the secret of the hosts; all is checked before torch is loaded.
+
+    Where a launcher has started this process as a rank other than 0, it follows rank 0 in here, and then ends. Without
+    `starts` no weights are fetched and nothing is followed.
+
+    Raises:
+        ValueError: see `check_engines`, `read_secret`, `find_model`, `ModelConfig.from_folder` and `lead_or_follow`.
+    """
+    check_engines(config)
+    secret = read_secret(config, os.environ)
+    config = find_model(config, weights=starts)
+    model_config = ModelConfig.from_folder(config.folder)
+    if starts and config.distributed_executor_backend == "external_launcher":
+        config = lead_or_follow(config, model_config)
+    return config, secret
 
 
 def check_engines(config: EngineConfig) -> None:

@@ -16,6 +16,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from api.options import ServerConfig
+from api.start import with_policy
 from config import EngineConfig
 from sampling_params import SamplingParams
 from scripted import (
@@ -30,7 +31,7 @@ from scripted import (
     refusal,
 )
 from served import Server, eventually, serving
-from server import main, with_policy
+from server import main
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 

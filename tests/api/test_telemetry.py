@@ -85,7 +85,7 @@ def told_to(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> Iterator[A
     """Makes clients of an app whose spans go to the collector, and then sends them there."""
     made: list[telemetry.Spans] = []
     monkeypatch.setattr("scripted.create_app", with_spans(collector, made))
-    yield lambda: made[-1].flush()
+    yield lambda: made[-1].provider.force_flush()
     for spans in made:
         spans.provider.shutdown()
     logging.getLogger("opentelemetry").handlers.clear()

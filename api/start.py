@@ -1,0 +1,58 @@
+"""How a command that answers requests starts: options, model and tokenizer, then the engines for as long as it runs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import signal
+import sys
+from collections.abc import Iterator
+
+from api.flags import OptionParser, from_flags
+from api.options import ServerConfig
+from api.reading import check_parsers
+from config import EngineConfig
+from executor import name_process
+from observe.logs import set_up
+from processes.child import Board
+from processes.fleet import Fleet, launch
+
+
+def read_configs(flags: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    """The options that were given; the log is as they say from here on. A wrong one is a ValueError."""
+    engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
+    set_up(engine_config.log_level, engine_config.log_format)
+    check_parsers(config)
+    return engine_config, config
+
+
+def with_policy(engine_config: EngineConfig, config: ServerConfig) -> EngineConfig:
+    """The engine's options, with the policy that `auto` means: `fair` where there are several API keys, else `fcfs`."""
+    policy = engine_config.scheduling_policy
+    if policy == "auto":
+        policy = "fair" if len(set(config.api_key)) > 1 else "fcfs"
+    return dataclasses.replace(engine_config, scheduling_policy=policy)
+
+
+@contextlib.contextmanager
+def told_in_a_line(parser: OptionParser) -> Iterator[None]:
+    """End the process where the `with` block raises: with code 2 and a line for a ValueError, with 130 after Ctrl-C."""
+    try:
+        yield
+    except ValueError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:  # models take a while to download
+        sys.exit(128 + signal.SIGINT)
+
+
+@contextlib.contextmanager
+def engines(name: str, config: EngineConfig, board: Board, secret: str) -> Iterator[Fleet]:
+    """Run the engines for a process of this name. SIGTERM and Ctrl-C end it with 128 and the signal's number."""
+    name_process(name)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts, which leaves no trace
+    try:
+        with launch(config, board, secret) as fleet:
+            yield fleet
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
