@@ -1,4 +1,4 @@
-"""Messages as bytes, and what carries them between processes: on a machine a ring in shared memory, else a connection.
+"""Messages as bytes, and a ring in shared memory that carries them between the processes of a machine.
 
 A ring has chunks, one writer and many readers:
 
@@ -17,8 +17,7 @@ name in the file system, and so nothing is left there, whoever is killed.
 Two more words tell that the other end lives, for a `Watchdog` to look at. The writer's process counts its heartbeats in
 one of them. Each reader counts its naps in another: it wakes up now and then while it waits.
 
-To another machine a TCP connection for each rank (`EngineLink`, `RankLink`) does the same. Frames go over it, of a kind
-each: messages, heartbeats, and naps.
+`executors/links.py` has the connections that take a ring's place to ranks on other machines.
 """
 
 from __future__ import annotations
@@ -48,9 +47,7 @@ STALL = 3.5  # seconds without a heartbeat after which a process is said to be s
 GAP = 1.0  # seconds that one look at a heartbeat counts for, at most
 BROKEN_OFF = 60.0  # seconds without a byte after which a reader gives up the rest of an announced message
 WORD = 8  # bytes
-MESSAGE, HEARTBEAT, WAITS = range(3)  # kinds of frames; the last two are empty
 READ = 1 << 18  # bytes that are read at once
-MOST_FDS = 200  # descriptors in a message between processes; Linux takes 253
 
 
 class Codec:
@@ -176,33 +173,6 @@ class RingBuffer:
         self.__dict__.update(state)
         self.fd = state["fd"].detach()  # type: ignore[attr-defined]
         self._map()
-
-    def send(self, sock: socket.socket) -> None:
-        """Hand it to a process that runs already, through a Unix socket; that one calls `receive`."""
-        fds = [self.fd, *(end.fileno() for pair in (*self.bells, *self.sides) for end in pair)]
-        for first in range(0, len(fds), MOST_FDS):
-            socket.send_fds(sock, [bytes([self.num_readers])], fds[first : first + MOST_FDS])
-
-    @classmethod
-    def receive(cls, sock: socket.socket) -> RingBuffer:
-        """The ring that another process sends, whose chunks are of the default size and number.
-
-        Raises:
-            ConnectionError: that process has ended.
-        """
-        fds: list[int] = []
-        count = 1
-        while len(fds) < count:
-            said, more, _, _ = socket.recv_fds(sock, 1, MOST_FDS)
-            if not said:
-                raise ConnectionError("the process that was to send a ring has ended")
-            fds, count = fds + more, 1 + 4 * said[0]
-        ends = [socket.socket(fileno=fd) for fd in fds[1:]]
-        pairs, ring = [*zip(ends[::2], ends[1::2], strict=True)], cls.__new__(cls)
-        ring.num_readers, ring.chunk_bytes, ring.num_chunks, ring.fd = said[0], CHUNK_BYTES, NUM_CHUNKS, fds[0]
-        ring.bells, ring.sides = pairs[: said[0]], pairs[said[0] :]
-        ring._map()
-        return ring
 
     def _order(self) -> None:
         """No store or load of this thread passes here: a lock's atomic instruction is a fence on x86 and on Arm."""
@@ -371,6 +341,3 @@ def meeting_place() -> Iterator[str]:
         yield f"file:///proc/{os.getpid()}/fd/{fd}"
     finally:
         os.close(fd)
-
-
-# --- to another host --------------------------------------------------------------------------------------------------

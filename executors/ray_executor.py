@@ -1,29 +1,26 @@
 """Ranks as Ray actors, on any node of a cluster: `RayExecutor` places, reaches and replaces them.
 
-    Plans           the way of plans: one ring to the ranks on the engine's node, a connection to each of the others
     room_for        what is asked of Ray: room for the ranks, on as few nodes as possible
     RayWorker       the actor: it holds a `Worker` and runs the same loop as a worker process of `MpExecutor`
 
-Ray starts the processes and says where they run. Plans and results do not go through Ray, because to another node its
-compiled graphs take some twenty times as long as a plain connection. An actor takes one connection, the engine's. It
-begins with a token that Ray carries to the actors, and to nobody else.
+Ray starts the processes and says where they run. Plans and results do not go through Ray, because its compiled graphs
+take some twenty times as long as a plain connection. An actor takes one connection, the engine's. It begins with a
+token that Ray carries to the actors, and to nobody else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hmac
 import importlib.util
 import logging
 import os
 import select
 import socket
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,101 +29,16 @@ import psutil
 from config import VERSION, EngineConfig
 from device.serve import work
 from executor import MpExecutor, WorkerError, is_stopped, name_process
-from executors.links import EngineLink, RankLink
+from executors.links import PATIENCE, TOKEN, Link, Links, admit, listen, reach
 from model_config import ModelConfig
 from models.hub import find_model
 from observe.logs import logger, set_up
 from plan import Kwargs, Method, StepPlan
-from ring import BEAT, RingBuffer, RingTimeout
+from ring import BEAT
 
-TOKEN = 32  # bytes
-PATIENCE = (
-    5.0  # seconds to wait for a node, or for what a visitor says, and before it is logged that ranks have no room
-)
+WARN_AFTER = 5.0  # seconds of waiting for room, after which it is logged
 TOLD = 1.0  # seconds to wait for what Ray says of a death
 INHERITED = ("GLOO_", "HF_", "NCCL_", "TRITON_")  # variables of a process's environment that its actors get
-
-
-class Plans:
-    """The engine's way to all ranks, with the methods of a ring's writer.
-
-    Args:
-        ring: to the ranks on the engine's node; None: there are none.
-        near: these ranks, in the order of the ring's readers.
-        links: to the others, by rank.
-    """
-
-    def __init__(self, ring: RingBuffer | None, near: list[int], links: Mapping[int, EngineLink]):
-        self.ring, self.near, self.links = ring, near, links
-
-    def write(self, message: bytes, timeout: float, look: Callable[[], None] = lambda: None) -> None:
-        """Send a message to all ranks.
-
-        Raises:
-            RingTimeout: a rank has not made room for it within `timeout` seconds.
-        """
-        for link in self.links.values():  # first, because that takes longer to arrive
-            link.write(message, timeout, look)
-        if self.ring:
-            try:
-                self.ring.write(message, timeout, look)
-            except RingTimeout as error:
-                error.reader = self.near[error.reader]
-                raise
-
-    def nap(self, rank: int) -> int:
-        """A number that changes every second or so while this rank waits for a message."""
-        if link := self.links.get(rank):
-            return link.naps
-        assert self.ring
-        return self.ring.nap(self.near.index(rank))
-
-
-def listen(host: str, near: bool) -> socket.socket:
-    """Where an actor waits for its engine: on this machine a socket without a file, which only Linux has, or a port.
-
-    Args:
-        host: the address of the actor's node.
-        near: whether the engine is on the same node.
-    """
-    if not near:
-        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"\0manta-{os.urandom(16).hex()}")
-    listener.listen()
-    return listener
-
-
-def reach(address: Any, token: bytes) -> socket.socket:
-    """The engine's connection to an actor that listens at this address, which `getsockname` has told."""
-    if isinstance(address, bytes):
-        sock = socket.socket(socket.AF_UNIX)
-        try:
-            sock.connect(address)
-        except OSError:
-            sock.close()
-            raise
-    else:
-        sock = socket.create_connection(address[:2], PATIENCE)
-    sock.sendall(token)
-    return sock
-
-
-def admit(listener: socket.socket, token: bytes) -> socket.socket:
-    """The engine's connection, at the actor's end: the first one that begins with the token. Others are refused."""
-    with listener:
-        while True:
-            sock, address = listener.accept()
-            sock.settimeout(PATIENCE)
-            said = b""
-            with contextlib.suppress(OSError):
-                while len(said) < TOKEN and (data := sock.recv(TOKEN - len(said))):
-                    said += data
-            if hmac.compare_digest(said, token):
-                sock.settimeout(None)
-                return sock
-            logger.warning(f"a connection from {address or 'this machine'} is refused: it has not said the token")
-            sock.close()
 
 
 # --- where ranks go ---------------------------------------------------------------------------------------------------
@@ -252,6 +164,27 @@ def devices_of(config: EngineConfig) -> tuple[str, int]:
     return ("GPU", 1) if gpus else ("CPU", config.threads or 1)
 
 
+def room_of_nodes(kind: str) -> dict[str, int]:
+    """How many devices of a kind each node that lives has, free or not."""
+    import ray
+
+    return {node["NodeID"]: int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]}
+
+
+def for_actors(config: EngineConfig, kind: str) -> EngineConfig:
+    """The options that actors get, which work in another folder."""
+    model = config.model if config.snapshot else os.path.abspath(config.model)
+    return dataclasses.replace(config, model=model, device="cuda" if kind == "GPU" else "cpu")
+
+
+def new_actor(of: type, kind: str, amount: int, strategy: Any) -> Any:
+    """An actor of this class, with so many devices, where the scheduling strategy says."""
+    import ray
+
+    cpus, gpus = (amount, 0) if kind == "CPU" else (0, amount)
+    return ray.remote(of).options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=strategy).remote()
+
+
 def inherited() -> dict[str, str]:
     """The variables of this process's environment that actors get."""
     return {name: value for name, value in os.environ.items() if name.startswith(INHERITED)}
@@ -269,14 +202,13 @@ class RayProcess:
         self.actor, self.place = actor, place
         self.pid = 0  # on its node
         self.loop: Any = None  # Ray's reference to the end of `RayWorker.run`
-        self.link: EngineLink | None = None  # of a rank on another node
-        self.line = select.poll()  # of one on this node: its connection, on which nothing comes but its end
+        self.link: Link | None = None
 
     def is_alive(self) -> bool:
         """Whether it runs, as far as its connection and Ray tell."""
         import ray
 
-        if self.line.poll(0) or (self.link and self.link.closed):
+        if self.link and self.link.closed:
             return False
         return not (self.loop and ray.wait([self.loop], timeout=0)[0])
 
@@ -329,7 +261,9 @@ class RayExecutor(MpExecutor):
         """
         if time.monotonic() > self.next_count:
             self.next_count = time.monotonic() + BEAT
-            self._look_for_ends()
+            for rank, process in enumerate(self.processes):
+                if not process.is_alive():
+                    raise self._died(rank)
         super().submit(plan)
 
     def collective_rpc(
@@ -357,20 +291,20 @@ class RayExecutor(MpExecutor):
 
     def _launch(self, config: EngineConfig, size: int, until_ready: contextlib.ExitStack) -> None:
         import ray
+        from ray.util import placement_group_table
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         deadline = time.monotonic() + config.startup_timeout
-        config = dataclasses.replace(config, device="cuda" if self.kind == "GPU" else "cpu")
-        if not config.snapshot:  # actors work in another folder
-            config = dataclasses.replace(config, model=os.path.abspath(config.model))
+        config = for_actors(config, self.kind)
         self.told, self.asked = False, time.monotonic()
         group = self._reserve(config, deadline)
-        places = self._places(group, size)
-        near = [rank for rank, place in enumerate(places) if place.node == self.here and sys.platform == "linux"]
+        hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        bundles = in_order(placement_group_table(group)["bundles_to_node_id"], hosts, self.here)
+        places = [place for place in bundles for _ in range(size // len(bundles))]
         for place in places:
-            self.processes.append(RayProcess(self._actor(group, place.bundle), place))
-        looks = [
-            process.actor.look.remote(process.place.host, rank in near) for rank, process in enumerate(self.processes)
-        ]
+            inside = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place.bundle)
+            self.processes.append(RayProcess(new_actor(RayWorker, self.kind, self.need, inside), place))
+        looks = [process.actor.look.remote(process.place.host) for process in self.processes]
         try:
             found = ray.get(looks, timeout=max(1.0, deadline - time.monotonic()))
         except ray.exceptions.RayError as error:
@@ -378,20 +312,20 @@ class RayExecutor(MpExecutor):
         environments = variables(places, [looked.gpus for looked in found])
         first, port = places[0].host, found[0].port
         meeting = f"tcp://[{first}]:{port}" if ":" in first else f"tcp://{first}:{port}"
-        token, socks = os.urandom(TOKEN), []
+        token, self.results = os.urandom(TOKEN), []
         for rank, (process, looked) in enumerate(zip(self.processes, found, strict=True)):
             process.pid = looked.pid
-            entry = token, near.index(rank) if rank in near else None
             environment = inherited() | environments[rank]
             process.loop = process.actor.run.remote(
-                VERSION, config, self.model_config, rank, meeting, entry, environment
+                VERSION, config, self.model_config, rank, meeting, token, environment
             )
             try:
-                socks.append(reach(looked.address, token))
-                self.held.append(socks[-1])
+                process.link = Link(reach(looked.address, token), rank)
             except OSError as error:
                 raise WorkerError(f"rank {rank} at {looked.address} cannot be reached: {error}") from None
-        self._connect(near, socks)
+            self.results.append(process.link)
+            self.held.append(process.link)
+        self.plans = Links(self.results)
         self.placed = True
 
     def _reserve(self, config: EngineConfig, deadline: float) -> Any:
@@ -443,65 +377,19 @@ class RayExecutor(MpExecutor):
         Raises:
             RuntimeError: this machine's own node has ended.
         """
-        import ray
-
-        rooms = {node["NodeID"]: int(node["Resources"].get(self.kind, 0)) for node in ray.nodes() if node["Alive"]}
+        rooms = room_of_nodes(self.kind)
         if self.here not in rooms:
             raise RuntimeError("this machine's node of the Ray cluster has ended")
         return rooms
 
     def _wait(self, why: str) -> None:
         """Wait a moment, and say why if this takes longer."""
-        if not self.told and time.monotonic() > self.asked + PATIENCE:
+        if not self.told and time.monotonic() > self.asked + WARN_AFTER:
             self.told = True
             logger.warning(why)
             if self.placed:
                 self.on_trouble(why)
         time.sleep(BEAT)
-
-    def _places(self, group: Any, size: int) -> list[Place]:
-        import ray
-        from ray.util import placement_group_table
-
-        nodes = placement_group_table(group)["bundles_to_node_id"]
-        hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        places = in_order(nodes, hosts, self.here)
-        return [place for place in places for _ in range(size // len(places))]
-
-    def _actor(self, group: Any, bundle: int) -> Any:
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        cpus, gpus = (self.need, 0) if self.kind == "CPU" else (0, self.need)
-        inside = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        return ray.remote(RayWorker).options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=inside).remote()
-
-    def _connect(self, near: list[int], socks: list[socket.socket]) -> None:
-        """Make the ways to and from the ranks, those on this node by rings, and the others by their connections."""
-        ring = RingBuffer(len(near)) if near else None
-        links, self.results = {}, []
-        for rank, (process, sock) in enumerate(zip(self.processes, socks, strict=True)):
-            if ring and rank in near:
-                sock.setblocking(True)
-                results = RingBuffer(1)
-                ring.send(sock)
-                results.send(sock)
-                results.be_reader(0, [sock.fileno()])
-                process.line.register(sock, select.POLLIN)
-                self.results.append(results)
-                self.held.append(results)
-            else:
-                links[rank] = process.link = link = EngineLink(sock, rank)
-                self.results.append(link)
-        if ring:
-            ring.be_writer()
-            self.held.append(ring)
-        self.plans = Plans(ring, near, links)
-
-    def _look_for_ends(self) -> None:
-        for rank, process in enumerate(self.processes):
-            if not process.is_alive():
-                raise self._died(rank)
 
     def _died(self, rank: int) -> Exception:
         import ray
@@ -557,21 +445,21 @@ class Looked(NamedTuple):
     pid: int
     gpus: list[str]  # that Ray has given it
     port: int  # that is free at its node's address
-    address: Any  # where it listens
+    address: tuple[str, int]  # where it listens
 
 
 class RayWorker:
     """A rank's actor."""
 
-    def look(self, host: str, near: bool) -> Looked:
-        """What the engine has to know of this process, which waits for it from now on; see `listen`."""
+    def look(self, host: str) -> Looked:
+        """What the engine has to know of this process, which listens at its node's address `host` from now on."""
         import ray
 
-        self.host, self.listener = host, listen(host, near)
-        with listen(host, near=False) as free:
+        self.host, self.listener = host, listen(host)
+        with listen(host) as free:
             port = free.getsockname()[1]
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return Looked(os.getpid(), gpus, port, self.listener.getsockname())
+        return Looked(os.getpid(), gpus, port, self.listener.getsockname()[:2])
 
     def run(
         self,
@@ -580,7 +468,7 @@ class RayWorker:
         model_config: ModelConfig,
         rank: int,
         rendezvous: str,
-        entry: tuple[bytes, int | None],
+        token: bytes,
         environment: dict[str, str],
     ) -> None:
         """Take the engine's connection, and be a worker until it hangs up.
@@ -591,37 +479,38 @@ class RayWorker:
             model_config: the model's shape.
             rank: which this is.
             rendezvous: where the ranks meet; see `Group.connect`.
-            entry: the token, and this rank's number in the ring of plans; None: its plans come by the connection.
+            token: see `admit`.
             environment: variables to set.
 
         Raises:
             ValueError: this node has another version of Manta, or has no such model.
         """
-        check_version(version, self.host)
-        os.environ.update(environment)
+        settle(version, config, self.host, environment, f"worker {rank}")
         if name := interface(self.host):  # the name that a host has for itself may lead elsewhere
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-        name_process(f"worker {rank}")
-        set_up(config.log_level, config.log_format)
-        token, number = entry
-        sock = admit(self.listener, token)
-        threading.Thread(target=leave_with_engine, args=(sock,), daemon=True).start()
-        config = find_model_here(config, self.host)
-        if number is None:
-            link = RankLink(sock)
-            work(config, model_config, rank, rendezvous, link, link)
-        else:
-            plans, results = RingBuffer.receive(sock), RingBuffer.receive(sock)
-            plans.be_reader(number)
-            results.be_writer()
-            work(config, model_config, rank, rendezvous, plans, results)
+        link = Link(admit(self.listener, token), rank)
+        threading.Thread(target=leave_with_engine, args=(link.sock,), daemon=True).start()
+        work(find_model_here(config, self.host), model_config, rank, rendezvous, link, link)
 
 
-def check_version(version: str, host: str) -> None:
-    """Raise a ValueError where the node `host`, which is this one, has another version than who has sent it work."""
+def settle(version: str, config: EngineConfig, host: str, environment: dict[str, str], name: str) -> None:
+    """What an actor's process does first, on the node `host`.
+
+    Args:
+        version: of whoever has started it.
+        config: its options.
+        environment: variables to set.
+        name: for the process.
+
+    Raises:
+        ValueError: this node has another version of Manta.
+    """
     if version != VERSION:
         raise ValueError(f"the node {host} has version {VERSION} of Manta; the engine has {version}")
+    os.environ.update(environment)
+    name_process(name)
+    set_up(config.log_level, config.log_format)
 
 
 def find_model_here(config: EngineConfig, host: str) -> EngineConfig:
@@ -629,8 +518,9 @@ def find_model_here(config: EngineConfig, host: str) -> EngineConfig:
     if os.path.isdir(config.folder):
         return config
     if not config.snapshot:
-        where = f"the node {host}; a model's folder must be at the same path on all nodes"
-        raise ValueError(f"{config.model} is not on {where}")
+        raise ValueError(
+            f"{config.model} is not on the node {host}; a model's folder must be at the same path on all nodes"
+        )
     commit = os.path.basename(config.snapshot)  # this node has downloads of its own
     return find_model(dataclasses.replace(config, snapshot="", revision=commit))
 

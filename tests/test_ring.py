@@ -72,14 +72,20 @@ def test_nothing_is_lost_torn_or_reordered(readers, count):
     assert send(count, readers, slow=True) == [b"all right"] * readers
 
 
-def pair(chunks: int = 8) -> tuple[RingBuffer, RingBuffer]:
-    """Both ends of a ring in one process: the reader's shares the writer's memory and sockets."""
-    ring = RingBuffer(1, CHUNK, chunks)
+def copied(ring: RingBuffer) -> RingBuffer:
+    """Another end of a ring in the same process, which shares its memory and sockets."""
     other = object.__new__(RingBuffer)
     other.__dict__.update({name: getattr(ring, name) for name in ("num_readers", "chunk_bytes", "num_chunks")})
     other.fd = os.dup(ring.fd)
     other.bells, other.sides = ([(a.dup(), b.dup()) for a, b in ends] for ends in (ring.bells, ring.sides))
     other._map()
+    return other
+
+
+def pair(chunks: int = 8) -> tuple[RingBuffer, RingBuffer]:
+    """Both ends of a ring in one process."""
+    ring = RingBuffer(1, CHUNK, chunks)
+    other = copied(ring)
     other.be_reader(0)
     ring.be_writer()
     return ring, other
