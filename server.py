@@ -65,8 +65,9 @@ from model_config import ModelConfig
 from models.hub import find_model
 from observe.logs import console, set_up
 from processes.child import Board, listen
-from processes.fleet import check_engines, follow_server, launch
-from processes.hosts import read_secret
+from processes.fleet import check_engines, launch
+from processes.handshake import read_secret
+from processes.headless import follow_server
 from processes.suspects import Suspects
 from tokenizer import Tokenizer
 

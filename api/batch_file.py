@@ -57,7 +57,7 @@ from observe.logs import console, set_up
 from processes.child import LOOK, Board
 from processes.client import EngineDeadError
 from processes.fleet import Fleet, check_engines, launch
-from processes.hosts import read_secret
+from processes.handshake import read_secret
 from tokenizer import Tokenizer
 
 LINES_PER_SEQUENCE = 2  # lines in flight for each sequence that runs, so that the next ones wait in the engine

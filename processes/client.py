@@ -16,7 +16,7 @@ to receive that half from the listener. So nothing is left in the file system, w
 connect, and who comes while a process is being replaced waits in line for its successor.
 
 Who accepts says so by a byte. With it may come another socket, to use instead of the half: a connection to a process on
-another host, which `processes/hosts.py` has made.
+another host, which `processes/gate.py` has made.
 """
 
 from __future__ import annotations

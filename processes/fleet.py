@@ -2,7 +2,6 @@
 
     Fleet           starts engine processes and what they need, and looks after them
     FleetClient     the same for a script, which is also their client
-    follow_server   this host's engines, for a server on another one
 
 The process of one engine is in `processes/engine_process.py`.
 """
@@ -27,11 +26,14 @@ from processes.child import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Chil
 from processes.client import BackgroundResources, MPClient
 from processes.coordinator import CoordinatorProcess
 from processes.engine_process import EngineProcess, sizes_of
-from processes.hosts import FACTS, GateProcess, listed, place_of, read_secret, serve_headless
+from processes.gate import GateProcess
+from processes.handshake import listed, place_of, read_secret
 from processes.ray_hosts import Launcher
 from processes.routing import DPClient, Router
 from processes.suspects import Suspects
 
+# Facts in which all engines must agree when the server starts.
+FACTS = ("dtype", "max_model_len", "block_size", "vocab_size", "task", "max_logprobs", "weights")
 IDLE_BEATS = 3  # heartbeats in a row by which an engine that drains is done; each client looks oftener than it beats
 
 
@@ -320,15 +322,6 @@ class FleetClient(DPClient):
             coordinator = fleet.coordinator.address if fleet.coordinator else None
             super().__init__(addresses, coordinator, fleet.new_router(), board, resources=resources)
             resources.run(watch_over, fleet.check, resources.ended)
-
-
-def follow_server(config: EngineConfig, secret: str) -> None:
-    """Run this host's engines for a server on another host, until SIGTERM or Ctrl-C."""
-
-    def new_engine(rank: int, coordinator: socket.socket, options: dict[str, Any]) -> EngineProcess:
-        return EngineProcess(dataclasses.replace(config, data_parallel_rank=rank, **options), coordinator)
-
-    serve_headless(config, secret, new_engine)
 
 
 def check_engines(config: EngineConfig) -> None:

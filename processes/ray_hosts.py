@@ -3,16 +3,15 @@
     Launcher    the server's handle on the process that has Ray do so, and again where an engine has ended
     RayHost     the actor, which is such a host
 
-Ray chooses the node and starts the actor there. From then on the engine is one on another host like any (`hosts.py`).
-The server's own process does not join the cluster, because Ray's threads would not outlive the fork that makes API
-processes.
+Ray chooses the node and starts the actor there. From then on the engine is one on another host like any
+(`processes/headless.py`). The server's own process does not join the cluster, because Ray's threads would not outlive
+the fork that makes API processes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 import sys
 import threading
 import time
@@ -21,11 +20,20 @@ from typing import Any
 
 from config import PROG, VERSION, EngineConfig
 from executor import name_process
-from executors.ray_executor import check_version, devices_of, find_model_here, in_short, inherited, join_cluster
+from executors.ray_executor import (
+    devices_of,
+    find_model_here,
+    for_actors,
+    in_short,
+    inherited,
+    join_cluster,
+    new_actor,
+    room_of_nodes,
+    settle,
+)
 from observe.logs import console, logger, set_up
 from processes.child import LOOK, Child, ParentPipe
-from processes.engine_process import EngineProcess
-from processes.hosts import follow
+from processes.headless import follow
 
 LONGEST_PAUSE = 64.0  # seconds before an engine that has ended is started again; it doubles from one second on
 
@@ -78,17 +86,15 @@ class RayHosts:
         self.kind, need = devices_of(config)
         self.need = need * config.world_size  # of an engine
         self.address = config.data_parallel_address or ray.util.get_node_ip_address()
-        rooms = [int(node["Resources"].get(self.kind, 0)) for node in ray.nodes() if node["Alive"]]
+        rooms = [*room_of_nodes(self.kind).values()]
         if not insist and sum(room // self.need for room in rooms) < config.data_parallel_size:
             raise ValueError(
                 f"data_parallel_size is {config.data_parallel_size}, and each engine needs {self.need} {self.kind}s of "
                 f"one node of the Ray cluster; the nodes have {rooms}"
             )
-        if not config.snapshot:  # actors work in another folder
-            config = dataclasses.replace(config, model=os.path.abspath(config.model))
         self.config = dataclasses.replace(
-            config, data_parallel_backend="mp", headless=True, data_parallel_size_local=1,
-            data_parallel_address=self.address, device="cuda" if self.kind == "GPU" else "cpu",
+            for_actors(config, self.kind), data_parallel_backend="mp", headless=True, data_parallel_size_local=1,
+            data_parallel_address=self.address,
         )  # fmt: skip
         ranks = range(config.data_parallel_size)
         self.actors: dict[int, Any] = {}  # which Ray would end if nobody referred to them
@@ -127,11 +133,7 @@ class RayHosts:
         raise ConnectionError("this machine's node of the Ray cluster has ended")
 
     def _start(self, rank: int) -> None:
-        import ray
-
-        cpus, gpus = (self.need, 0) if self.kind == "CPU" else (0, self.need)
-        options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": "SPREAD"}
-        self.actors[rank] = ray.remote(RayHost).options(**options).remote()
+        self.actors[rank] = new_actor(RayHost, self.kind, self.need, "SPREAD")
         config = dataclasses.replace(self.config, data_parallel_start_rank=rank)
         run = self.actors[rank].run.remote(VERSION, config, self.secret, inherited())
         self.runs[run], self.begun[rank] = rank, time.monotonic()
@@ -157,17 +159,9 @@ class RayHost:
 
         threading.Thread(target=leave_with_raylet, daemon=True).start()
         here, rank = ray.util.get_node_ip_address(), config.first_rank
-        check_version(version, here)
-        os.environ.update(environment)
-        name_process("node")
-        set_up(config.log_level, config.log_format)
-
-        def new_engine(rank: int, coordinator: socket.socket, options: dict[str, Any]) -> EngineProcess:
-            return EngineProcess(dataclasses.replace(config, data_parallel_rank=rank, **options), coordinator)
-
-        config = find_model_here(config, here)
+        settle(version, config, here, environment, "node")
         try:
-            follow(config, secret, new_engine)
+            follow(find_model_here(config, here), secret)
         except SystemExit:
             raise ValueError(f"engine {rank} does not start on the node {here}, and has said why there") from None
 
