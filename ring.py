@@ -51,12 +51,9 @@ READ = 1 << 18  # bytes that are read at once
 
 
 class Codec:
-    """Turns messages into bytes and back: msgpack, never pickle. Each decoding thread needs its own.
+    """Turns messages, of a union of classes, into bytes and back: msgpack, never pickle.
 
-    A message is written as the name of its class and its fields.
-
-    Args:
-        kinds: a union of classes.
+    A message is written as the name of its class and its fields. Each decoding thread needs a codec of its own.
     """
 
     def __init__(self, kinds: Any = Message):
@@ -67,15 +64,10 @@ class Codec:
         self.bodies = {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(kinds)}
 
     def encode(self, message: Any) -> bytes:
-        """The message as bytes."""
         return self.encoder.encode((type(message).__name__, message))
 
     def decode(self, data: bytes) -> Any:
-        """The message that `encode` made these bytes from.
-
-        Raises:
-            ValueError, KeyError: they are no message.
-        """
+        """The message that `encode` made these bytes from; a ValueError or KeyError if they are none."""
         name, body = self.envelope.decode(data)
         return self.bodies[name].decode(body)
 
@@ -84,8 +76,8 @@ class Codec:
 def undisturbed() -> Iterator[None]:
     """Ctrl-C waits until the end of this, so that it never leaves the books half written.
 
-    It is entered several times a step. So it takes `signal`'s functions from below, which make no enums of handlers:
-    3 us instead of 22 on a Xeon of 2023.
+    It is entered several times a step, so it takes the functions below `signal`'s, which make no enums of handlers:
+    3 us instead of 22.
     """
     handler, held = _signal.getsignal(_signal.SIGINT), list[Any]()
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -109,10 +101,10 @@ class RingTimeout(RuntimeError):
 
 
 class Watchdog:
-    """How long another process's count of heartbeats stands still, for one who looks at it every second or oftener.
+    """How long another process's count of heartbeats stands still, if it is looked at every second or oftener.
 
-    Only time in which the observer itself runs is counted, as far as it can tell: if both processes were stopped, or
-    the whole machine, then the other one is not to blame.
+    Only time in which the observer runs is counted: if both processes were stopped, or the whole machine, the other one
+    is not to blame.
     """
 
     def __init__(self) -> None:
@@ -127,7 +119,7 @@ class Watchdog:
 
 
 class RingBuffer:
-    """One end of a ring. It is made in one process, and handed to others as an argument when they are started, or sent.
+    """One end of a ring. It is made in one process, and handed to others as an argument when they are started.
 
     Args:
         num_readers: processes that read; each has a number from 0 on.
@@ -182,7 +174,7 @@ class RingBuffer:
     # --- the writer's end
 
     def be_writer(self) -> None:
-        """Be the writer's end from now on. The readers' sockets are closed here, so that a reader's death shows."""
+        """Be the writer's end. The readers' sockets are closed here, so that a reader's death shows."""
         for _, theirs in (*self.bells, *self.sides):
             theirs.close()
 
@@ -249,10 +241,7 @@ class RingBuffer:
         return self.words[self.pulse]
 
     def be_reader(self, reader: int, sentinels: Sequence[int] = ()) -> None:
-        """Be this reader's end from now on.
-
-        A `read` also returns when one of `sentinels`, which are file descriptors, is readable.
-        """
+        """Be this reader's end. A `read` also returns when a file descriptor in `sentinels` is readable."""
         self.reader = reader
         for i, (theirs, mine) in enumerate((*self.bells, *self.sides)):
             theirs.close()
@@ -264,10 +253,8 @@ class RingBuffer:
     def read(self, timeout: float) -> bytes | None:
         """The next message; None if none was announced within `timeout` seconds, or before a sentinel was readable.
 
-        A message that was announced is waited for, however short the timeout is.
-
         Raises:
-            RingTimeout: the message was not sent in full.
+            RingTimeout: the rest of an announced message has not come, however short the timeout is.
         """
         chunk = self.count % self.num_chunks
         at, begin = chunk * (2 + self.num_readers), chunk * self.chunk_bytes

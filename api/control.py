@@ -44,7 +44,7 @@ class Control:
 
     def scaling(self) -> dict[str, int]:
         """How many engines there are to be, and how many are ready, start or drain."""
-        states = self.board.engines.tolist()
+        states = list(self.board.engines)
         told = {"ready": READY, "starting": STARTING, "draining": DRAINING}
         return {"data_parallel_size": self.board.wanted} | {name: states.count(state) for name, state in told.items()}
 

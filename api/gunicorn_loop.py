@@ -72,7 +72,7 @@ class DrainingArbiter(Arbiter):
     def handle_term(self) -> None:
         now = time.monotonic()
         if not self.board.draining:
-            self.board.drain()
+            self.board.draining = True
             self.deadline, self.first_signal = now + self.drain_timeout, now
         elif now > self.first_signal + SAME_SIGNAL:
             self._cut()

@@ -100,9 +100,9 @@ class Link:
     def _send(
         self, kind: int, payload: bytes = b"", timeout: float = float("inf"), look: Callable[[], None] = lambda: None
     ) -> None:
+        rest = memoryview(HEAD.pack(kind, len(payload)) + payload)
         deadline = time.monotonic() + timeout
         with self.lock:
-            rest = memoryview(HEAD.pack(kind, len(payload)) + payload)
             while rest and not self.closed:
                 try:
                     rest = rest[self.sock.send(rest) :]

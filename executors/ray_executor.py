@@ -75,13 +75,13 @@ def room_for(ranks: int, stages: int, need: int, rooms: list[int]) -> tuple[list
 
 
 def in_order(nodes: dict[int, str], hosts: dict[str, str], here: str) -> list[Place]:
-    """The places of bundles, in the order of ranks (vLLM's): those on the engine's node, and then by node, those with
-    fewer bundles first, and of these by address.
+    """The places of bundles in the order of ranks, which is vLLM's.
+
+    First come those on the engine's node, `here`. The others are sorted by their node's number of bundles and address.
 
     Args:
         nodes: of each bundle.
         hosts: the address of each node.
-        here: the engine's node.
     """
     counts = Counter(nodes.values())
     places = [Place(bundle, node, hosts[node]) for bundle, node in nodes.items()]
@@ -91,11 +91,8 @@ def in_order(nodes: dict[int, str], hosts: dict[str, str], here: str) -> list[Pl
 def variables(places: list[Place], devices: list[list[str]]) -> list[dict[str, str]]:
     """What each rank's environment says of the ranks on its node, and which of their GPUs is its own.
 
-    Ray shows a rank its own GPU alone, but NCCL wants to see those of its neighbours as well. So each rank sees all
-    that Ray has given to the ranks of its node.
-
-    Args:
-        devices: the GPUs that Ray has given to each rank; none on a CPU.
+    Ray shows a rank only its own GPU, but NCCL wants to see those of its neighbours, too. So each rank sees all
+    `devices`, the GPUs that Ray has given to each rank, of its node; on a CPU there are none.
     """
     found = []
     for rank, (place, own) in enumerate(zip(places, devices, strict=True)):
@@ -121,11 +118,8 @@ def interface(host: str) -> str | None:
 def join_cluster(option: str = "distributed_executor_backend") -> None:
     """Connect this process to the Ray cluster that this machine is a node of, unless it is connected.
 
-    Args:
-        option: what says that there is one.
-
     Raises:
-        ValueError: there is none, or Ray is not installed.
+        ValueError: there is none, or Ray is not installed; it names the `option` that asks for one.
     """
     if not importlib.util.find_spec("ray"):
         raise ValueError(f"{option} is 'ray', but Ray is not installed: pip install -r requirements-ray.txt")
@@ -191,12 +185,7 @@ def inherited() -> dict[str, str]:
 
 
 class RayProcess:
-    """A rank's actor, with the methods of `multiprocessing.Process` that the executor needs.
-
-    Args:
-        actor: Ray's handle.
-        place: where it is.
-    """
+    """A rank's actor, with the methods of `multiprocessing.Process` that the executor needs."""
 
     def __init__(self, actor: Any, place: Place):
         self.actor, self.place = actor, place
@@ -230,10 +219,6 @@ class RayProcess:
 class RayExecutor(MpExecutor):
     """A Ray actor for each rank, on any node of the cluster that this machine belongs to.
 
-    Args:
-        config: the engine's options.
-        model_config: the model's shape.
-
     Raises:
         ValueError: see `join_cluster` and `start_worker`; or the cluster has too little room.
         WorkerError: an actor died while it started, or was not ready within `startup_timeout` seconds.
@@ -256,7 +241,7 @@ class RayExecutor(MpExecutor):
         """Hand a plan over.
 
         Raises:
-            WorkerError: as for `MpExecutor`; or Ray has given up an actor. One whose raylet alone has ended would work
+            WorkerError: see `MpExecutor.submit`; or Ray has given up an actor. If only its raylet has ended, it works
                 on, but its devices may be given to others.
         """
         if time.monotonic() > self.next_count:
@@ -269,12 +254,7 @@ class RayExecutor(MpExecutor):
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """What a method of `Worker` returns on each rank; see `LLM.collective_rpc`.
-
-        Raises:
-            ValueError: it failed; or it is a function, which would be pickled.
-            TimeoutError, WorkerError: see `MpExecutor.collective_rpc`.
-        """
+        """See `MpExecutor`; a ValueError for a function, which would be pickled."""
         if not isinstance(method, str):
             raise ValueError(
                 f"method is {method!r}; with Ray it must be a name, because nothing pickled goes to a host"
@@ -282,7 +262,6 @@ class RayExecutor(MpExecutor):
         return super().collective_rpc(method, timeout, args, kwargs)
 
     def note(self) -> str:
-        """What the start log adds about the workers."""
         ranks, nodes = len(self.processes), len({process.place.node for process in self.processes})
         return (
             f", {ranks} Ray {'actors' if ranks > 1 else 'actor'} on {nodes} {'nodes' if nodes > 1 else 'node'}, "
@@ -329,13 +308,13 @@ class RayExecutor(MpExecutor):
         self.placed = True
 
     def _reserve(self, config: EngineConfig, deadline: float) -> Any:
-        """Room for the ranks, as Ray's placement group, which is given back when they end.
+        """Room for the ranks: Ray's placement group, whose first bundle is on the engine's node if it fits there.
 
-        Its first bundle is on the engine's node, if that is large enough.
+        It is given back when they end.
 
         Raises:
             ValueError: see `_room`; or the cluster has not enough free until the deadline.
-            RuntimeError: this process is in the cluster no more; one that begins anew may be.
+            RuntimeError: this process is no longer in the cluster; a new one may be.
         """
         from ray.util import placement_group
 
@@ -359,8 +338,7 @@ class RayExecutor(MpExecutor):
         return group
 
     def _room(self, config: EngineConfig, deadline: float) -> tuple[list[int], str]:
-        """See `room_for`. Once the ranks had room, wait for a cluster that has become too small, because another node
-        may come."""
+        """See `room_for`. If there was room once, wait, because another node may come."""
         while True:
             rooms = [*self._rooms().values()]
             try:
@@ -372,11 +350,7 @@ class RayExecutor(MpExecutor):
             self._wait(said)
 
     def _rooms(self) -> dict[str, int]:
-        """How many devices each node has, free or not.
-
-        Raises:
-            RuntimeError: this machine's own node has ended.
-        """
+        """See `room_of_nodes`; a RuntimeError if this machine's own node has ended."""
         rooms = room_of_nodes(self.kind)
         if self.here not in rooms:
             raise RuntimeError("this machine's node of the Ray cluster has ended")
@@ -411,11 +385,7 @@ class RayExecutor(MpExecutor):
 
 
 def is_ready(group: Any) -> bool:
-    """Whether a placement group gets its room within a second.
-
-    Raises:
-        RuntimeError: Ray has dropped it, because it takes this process for dead.
-    """
+    """Whether a placement group gets its room within a second; a RuntimeError if Ray takes this process for dead."""
     try:
         return group.wait(1)
     except Exception as error:  # Ray raises no other
@@ -431,7 +401,7 @@ def give_back(group: Any) -> None:
 
 
 def in_short(error: Exception) -> str:
-    """The sentence that matters of an error of Ray's, which may be a page long: it ends with what an actor raised."""
+    """The sentence that matters in an error of Ray's, which may be a page long and ends with what an actor raised."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1] if "creation task" in lines[0] else lines[0].partition(". ")[0].rstrip(".")
 
@@ -471,19 +441,10 @@ class RayWorker:
         token: bytes,
         environment: dict[str, str],
     ) -> None:
-        """Take the engine's connection, and be a worker until it hangs up.
-
-        Args:
-            version: of the engine.
-            config: its options.
-            model_config: the model's shape.
-            rank: which this is.
-            rendezvous: where the ranks meet; see `Group.connect`.
-            token: see `admit`.
-            environment: variables to set.
+        """Take the engine's connection, which begins with this token, and be a worker until it hangs up.
 
         Raises:
-            ValueError: this node has another version of Manta, or has no such model.
+            ValueError: see `settle` and `find_model_here`.
         """
         settle(version, config, self.host, environment, f"worker {rank}")
         if name := interface(self.host):  # the name that a host has for itself may lead elsewhere
@@ -495,17 +456,7 @@ class RayWorker:
 
 
 def settle(version: str, config: EngineConfig, host: str, environment: dict[str, str], name: str) -> None:
-    """What an actor's process does first, on the node `host`.
-
-    Args:
-        version: of whoever has started it.
-        config: its options.
-        environment: variables to set.
-        name: for the process.
-
-    Raises:
-        ValueError: this node has another version of Manta.
-    """
+    """Prepare an actor's process on the node `host`; a ValueError if its version is not that of the engine."""
     if version != VERSION:
         raise ValueError(f"the node {host} has version {VERSION} of Manta; the engine has {version}")
     os.environ.update(environment)
@@ -514,7 +465,7 @@ def settle(version: str, config: EngineConfig, host: str, environment: dict[str,
 
 
 def find_model_here(config: EngineConfig, host: str) -> EngineConfig:
-    """The options with the model's folder on the node `host`, which is this one; a ValueError if it cannot be had."""
+    """The options with the model's folder on this node, `host`; a ValueError if it cannot be had."""
     if os.path.isdir(config.folder):
         return config
     if not config.snapshot:

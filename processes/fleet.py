@@ -51,7 +51,6 @@ class Fleet:
         config: the server's options.
         board: takes the state of each engine.
         secret: that hosts must know, where there are several.
-
     """
 
     def __init__(self, config: EngineConfig, board: Board, secret: str = ""):
@@ -89,12 +88,6 @@ class Fleet:
             sys.exit(2)
 
     def _start(self) -> None:
-        """See `start`.
-
-        Raises:
-            ValueError: the port for other hosts cannot be had, weights that these have are not on this one, or engines
-                differ in what clients have to know.
-        """
         if self.coordinator:
             self.coordinator.wait()
             if self.secret:
@@ -144,7 +137,6 @@ class Fleet:
 
         Raises:
             ValueError: such weights are not on this host.
-            SystemExit: see `start`.
         """
         newest = max(facts.values(), key=lambda told: told["weights_version"])
         old = [rank for rank in self.engines if facts[rank]["weights"] != newest["weights"]]
@@ -183,7 +175,7 @@ class Fleet:
         return Router(len(self.ranks), self.facts["block_size"], self.facts["num_blocks"], routers)
 
     def check(self) -> None:
-        """See `Child.check`; this also starts and ends engines, as many as are wanted."""
+        """See `Child.check`; this also starts and ends engines, so that there are as many as wanted."""
         unwatched = (STARTING,) if self.config.lockstep else (STARTING, DRAINING)
         for child in self.children:
             if not (isinstance(child, EngineProcess) and self._state(child) in unwatched):
@@ -250,7 +242,7 @@ class Fleet:
             # On a CPU a start takes cores from those that serve, so there is one at a time. Those that share experts
             # do not serve meanwhile.
             in_turn = self.facts["device"] == "cpu" and not sharing
-            if rank not in self.engines and not (in_turn and STARTING in states.tolist()):
+            if rank not in self.engines and not (in_turn and STARTING in states):
                 self._launch(rank)
         if sharing and self.coordinator:
             self.coordinator.resize(len(self.engines))
@@ -262,17 +254,14 @@ class Fleet:
         logger.info(f"{engine.name} has ended; there are {len(self.engines)} now")
 
     def disown(self) -> None:
-        """See `Child.disown`."""
         for child in self.children:
             child.disown()
 
     def reap(self) -> None:
-        """See `Child.reap`."""
         for child in self.children:
             child.reap()
 
     def stop(self) -> None:
-        """See `Child.stop`."""
         for child in self.children:
             child.stop()
         for end in itertools.chain(*self.ends.values()):
@@ -281,11 +270,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def launch(config: EngineConfig, board: Board, secret: str = "") -> Iterator[Fleet]:
-    """The engines and what they need, which are ready within the `with` block, and end with it.
-
-    Raises:
-        SystemExit: something does not start, and it has been said why.
-    """
+    """The engines and what they need, which are ready within the `with` block and end with it; see `Fleet.start`."""
     pid, fleet = os.getpid(), Fleet(config, board, secret)
     try:
         fleet.start()
@@ -299,9 +284,6 @@ class FleetClient(DPClient):
     """The client of a script's engines. It starts them, looks after them and ends them.
 
     They are programs of their own, and do not import the script. So it needs no guard of its `__main__` for them.
-
-    Args:
-        config: the options.
 
     Raises:
         ValueError: the options do not fit this machine, or an engine does not start, which has said why on stderr.

@@ -46,13 +46,7 @@ MOST_OF_ADDRESS = 8  # of the former from one address
 
 
 class Link:
-    """A host that has joined.
-
-    Args:
-        sock: its link.
-        join: what it said first.
-        host: its address.
-    """
+    """The link of a host that has joined from an address."""
 
     def __init__(self, sock: socket.socket, join: Join, host: str):
         self.sock, self.node = sock, join.node
@@ -60,7 +54,7 @@ class Link:
         self.codec, self.lock = Codec(Message), threading.Lock()
 
     def send(self, message: Message) -> None:
-        """Write a message; whoever reads the link sees it if that is lost."""
+        """Write a message; the link's reader notices if it is lost."""
         with self.lock, contextlib.suppress(OSError):
             self.sock.sendall(to_frame(self.codec, message))
 
@@ -123,7 +117,7 @@ class Gate:
         listener: of the port.
         clients: by the rank of each engine on another host: where its clients come from.
         coordinator: its address.
-        facts: what engines have said before, to a gate that this one replaces.
+        facts: what engines have said to a gate that this one replaces.
 
     Attributes:
         on_facts: called with what an engine has said, by its rank.
@@ -152,7 +146,7 @@ class Gate:
         self._look()
 
     def _take(self, rank: int, clients: socket.socket) -> None:
-        """Take those who want to speak to an engine."""
+        """Take clients who want to speak to an engine."""
         with clients:
             while half := accept(clients):
                 ticket = os.urandom(16).hex()
@@ -253,15 +247,7 @@ class Gate:
 
 
 class GateProcess(Child):
-    """The gate in a process of its own, which runs this file. It is ready when all engines of other hosts are.
-
-    Args:
-        config: the server's options.
-        secret: that hosts must know.
-        listener: of the port.
-        clients: see `Gate`.
-        coordinator: its address.
-    """
+    """The gate in a process of its own, which runs this file. It is ready when all engines of other hosts are."""
 
     def __init__(
         self,
@@ -284,7 +270,7 @@ class GateProcess(Child):
         self.options["facts"] = self.facts
 
     def on_told(self, options: dict[str, Any]) -> None:
-        """An engine has said something; a successor has to know it, too."""
+        """An engine has said something, which a successor has to know, too."""
         self.facts |= options
 
     def stop(self) -> None:

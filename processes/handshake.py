@@ -95,12 +95,10 @@ def differences(theirs: dict[str, str], mine: dict[str, str], their_name: str, m
 
 
 def place_of(config: EngineConfig) -> str:
-    """Where the gate listens."""
     return f"{config.data_parallel_address}:{config.data_parallel_rpc_port}"
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Some engines, in words."""
     return f"engine{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
@@ -138,10 +136,10 @@ def _proof(secret: str, role: bytes, first: bytes, second: bytes) -> bytes:
 
 
 def admit(sock: socket.socket, secret: str) -> None:
-    """The gate's side of a new connection: let nobody in who does not know the secret.
+    """The gate's side of a new connection.
 
     Raises:
-        OSError: it does not, or it says what nobody understands, or nothing in time.
+        OSError: the other side does not know the secret, or says what nobody understands, or nothing in time.
     """
     until, mine = time.monotonic() + HANDSHAKE_TIMEOUT, os.urandom(NONCE)
     sock.sendall(MAGIC + mine)
@@ -156,10 +154,10 @@ def admit(sock: socket.socket, secret: str) -> None:
 
 
 def prove(sock: socket.socket, secret: str) -> None:
-    """The dialling side of a new connection: show that it knows the secret, and look whether the gate does.
+    """The dialling side of a new connection.
 
     Raises:
-        Refused: it does not, or it is no gate.
+        Refused: the other side does not know the secret, or is no gate.
         OSError: the connection is lost.
     """
     until, mine = time.monotonic() + HANDSHAKE_TIMEOUT, os.urandom(NONCE)
@@ -173,7 +171,7 @@ def prove(sock: socket.socket, secret: str) -> None:
 
 
 def keep_up(sock: socket.socket) -> None:
-    """Have a connection outlive a network that is cut, but for LINK_TIMEOUT seconds at most."""
+    """Have a connection outlive a network that is cut for less than LINK_TIMEOUT."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (  # not every system has them all
@@ -185,6 +183,6 @@ def keep_up(sock: socket.socket) -> None:
 
 
 def hand_over(sock: socket.socket, through: socket.socket) -> None:
-    """Give a connection to whoever is at the other end of an address or of a client's half."""
-    with sock, contextlib.suppress(OSError):  # that one may be gone; then the connection closes here
+    """Give a connection to the process at the other end of an address or of a client's half."""
+    with sock, contextlib.suppress(OSError):  # if that is gone, the connection closes here
         socket.send_fds(through, [ACCEPTED], [sock.fileno()])

@@ -38,14 +38,10 @@ from ring import Codec
 class Node:
     """A host's link to the server. It dials until it is let in, and again whenever the link is lost.
 
-    Args:
-        config: the host's options.
-        secret: that the server must know, too.
-
     Attributes:
         refused: why the server does not let this host in, and never will.
         address: of the coordinator, as the engines here see it.
-        weights: options of the engines that are launched here: the weights that those of their ranks had last.
+        weights: by rank, the options by which an engine gets the weights that the one of that rank had last.
     """
 
     def __init__(self, config: EngineConfig, secret: str):
@@ -146,11 +142,7 @@ class Node:
         return None
 
     def wait(self, seconds: float) -> None:
-        """Wait until the server has let this host in.
-
-        Raises:
-            ConnectionError: it has not, within so many seconds.
-        """
+        """Wait until the server has let this host in; a ConnectionError if it has not within so many seconds."""
         answered = self.answered.wait(seconds)
         if self.refused:
             raise ConnectionError(self.refused)
@@ -182,10 +174,6 @@ class Node:
 
 def follow(config: EngineConfig, secret: str) -> None:
     """Run this host's engines for a server on another one, for ever.
-
-    Args:
-        config: the host's options.
-        secret: that all hosts share.
 
     Raises:
         ConnectionError, ChildProcessError, SystemExit: see `Node.wait` and `Node.run`.
