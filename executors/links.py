@@ -16,10 +16,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from observe.logs import logger
-from ring import BACKSTOP, NAP, READ, SPIN, RingTimeout
+from ring import BACKSTOP, NAP, SPIN, RingTimeout
 
 HEAD = struct.Struct("<BI")  # of a frame: its kind, and the bytes that follow
 MESSAGE, HEARTBEAT, WAITS = range(3)  # kinds of frames; the last two are empty
+READ = 1 << 18  # bytes that are read at once
 TOKEN = 32  # bytes
 PATIENCE = 5.0  # seconds to wait for a host, or for what a visitor says
 
@@ -160,20 +161,14 @@ class Link:
 
 
 class Links:
-    """The engine's way to all ranks, with the methods of a ring's writer.
-
-    Args:
-        links: to each rank.
-    """
+    """The engine's links to all ranks, with the methods of a ring's writer."""
 
     def __init__(self, links: Sequence[Link]):
         self.links = links
 
     def write(self, message: bytes, timeout: float, look: Callable[[], None] = lambda: None) -> None:
-        """Send a message to all ranks; raises what `Link.write` does."""
         for link in self.links:
             link.write(message, timeout, look)
 
     def nap(self, rank: int) -> int:
-        """See `Link.naps`."""
         return self.links[rank].naps

@@ -41,15 +41,11 @@ LONGEST_PAUSE = 64.0  # seconds before an engine that has ended is started again
 class Launcher(Child):
     """Has Ray start a server's engines, and look after them, in a process of its own, which runs this file.
 
-    It is ready once it is in the cluster, and says there at which address the nodes reach this machine. If it is
+    It is ready once it is in the cluster, and its facts say at which address the nodes reach this machine. If it is
     killed, Ray ends its engines, and its successor has them started anew.
 
-    Args:
-        config: the server's options.
-        secret: that hosts must know.
-
     Attributes:
-        trouble: why an engine has ended, which was the last to do so; empty: none has.
+        trouble: why the last engine that has ended did so; empty: none has.
     """
 
     def __init__(self, config: EngineConfig, secret: str):
@@ -70,8 +66,6 @@ class RayHosts:
     """The actors of a server's engines, as the launcher's process sees them.
 
     Args:
-        config: the server's options.
-        secret: that hosts must know.
         insist: whether to wait for nodes that are missing, which were there once.
 
     Raises:
@@ -103,7 +97,7 @@ class RayHosts:
         self.due = dict.fromkeys(ranks, 0.0)  # of engines that do not run: when to start them
 
     def run(self, tell: Callable[[dict[str, Any]], None]) -> None:
-        """Start the engines, and again whenever one has ended, which is told.
+        """Start the engines, and again whenever one has ended, and `tell` why it has.
 
         Raises:
             ConnectionError: this machine's own node has ended, and all engines with it.
@@ -145,14 +139,8 @@ class RayHost:
     def run(self, version: str, config: EngineConfig, secret: str, environment: dict[str, str]) -> None:
         """Run the engine until it does not start any more, or the server does not let it in.
 
-        Args:
-            version: of the server.
-            config: the host's options.
-            secret: that hosts must know.
-            environment: variables to set.
-
         Raises:
-            ValueError: this node has another version of Manta, or has no such model, or the engine has not started.
+            ValueError: the engine has not started, or see `settle` and `find_model_here`.
             ConnectionError, ChildProcessError: see `Node.run`.
         """
         import ray
@@ -167,7 +155,7 @@ class RayHost:
 
 
 def leave_with_raylet() -> None:
-    """End this process when Ray on its node has ended, which has started it, because no one else would do so then."""
+    """End this process when Ray on its node, its parent, has ended, because nobody else would then."""
     raylet = os.getppid()
     while os.getppid() == raylet:
         time.sleep(LOOK)
