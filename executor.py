@@ -96,7 +96,7 @@ class UniExecutor:
 
         Raises:
             ValueError: there is no such method, or it failed. Whatever else a function raises.
-            TimeoutError: it took longer than `timeout`. It runs in this thread, which cannot be interrupted.
+            TimeoutError: it took longer than `timeout`, but was not interrupted.
         """
         begun = time.monotonic()
         if isinstance(method, str):
@@ -271,7 +271,7 @@ class MpExecutor:
             self.owing -= {rank for rank in self.owing if self.plans.nap(rank) not in (0, naps[rank])}
 
     def check(self) -> None:
-        """See whether all workers live, also those that have nothing to do; raises what `result` does."""
+        """See whether all workers live, also idle ones; raises what `result` does."""
         self._attend(idle=not self.waiting)
 
     def note(self) -> str:

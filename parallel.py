@@ -274,13 +274,10 @@ class Sampled:
 
 
 class Channel:
-    """Messages between ranks. They always go over gloo, so that none waits for a GPU.
+    """Messages between ranks of a group. They always go over gloo, so that none waits for a GPU.
 
-    Rank 0 leads: a turn is a message that it sends and what all ranks do about it. Between two turns it may `close`.
-
-    Args:
-        group: its ranks have met.
-        timeout: seconds after which this rank raises ConnectionError for a message that does not come or is not taken.
+    Rank 0 leads: a turn is a message that it sends and what all ranks do about it. Between two turns it may `close`. If
+    a message does not come, or is not taken, within `timeout` seconds, a rank raises ConnectionError.
     """
 
     def __init__(self, group: Group, timeout: float):
@@ -327,11 +324,7 @@ class Channel:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Take a turn, on rank 0. If an exception breaks it off, no other can follow: the other ranks still wait in it.
-
-        Raises:
-            ConnectionError: an earlier turn was broken off.
-        """
+        """Take a turn, on rank 0. After an exception in it the next raises ConnectionError: others still wait in it."""
         if not self.in_step:
             raise ConnectionError("the ranks are out of step, because one of them broke off, or have been let go")
         self.in_step = False
@@ -339,11 +332,7 @@ class Channel:
         self.in_step = True
 
     def close(self) -> None:
-        """End the other ranks by an empty message, on rank 0. If they are out of step, they end with this process.
-
-        Raises:
-            ConnectionError: one is gone already.
-        """
+        """End the other ranks by an empty message, on rank 0. If they are out of step, they end with this process."""
         if self.in_step:
             self.in_step = False
             self.broadcast()

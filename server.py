@@ -60,12 +60,11 @@ from api.routes import Api, Caller, Events
 from api.telemetry import Spans, check_telemetry
 from config import PROG, EngineConfig
 from executor import name_process
-from executors.torchrun import lead_or_follow
 from model_config import ModelConfig
 from models.hub import find_model
 from observe.logs import console, set_up
 from processes.child import Board, listen
-from processes.fleet import check_engines, launch
+from processes.fleet import check_engines, launch, lead
 from processes.handshake import read_secret
 from processes.headless import follow_server
 from processes.suspects import Suspects
@@ -251,8 +250,7 @@ def serve(argv: list[str]) -> None:
 
             print_plan(engine_config, model_config, flags.plan)
             return
-        if engine_config.distributed_executor_backend == "external_launcher":
-            engine_config = lead_or_follow(engine_config, model_config)
+        engine_config = lead(engine_config, model_config)
         if engine_config.headless:
             return follow_server(engine_config, secret)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)

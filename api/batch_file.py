@@ -50,13 +50,12 @@ from api.replies import as_api_error
 from api.routes import Api, Caller, Events
 from config import EngineConfig
 from executor import name_process
-from executors.torchrun import lead_or_follow
 from model_config import ModelConfig
 from models.hub import find_model
 from observe.logs import console, set_up
 from processes.child import LOOK, Board
 from processes.client import EngineDeadError
-from processes.fleet import Fleet, check_engines, launch
+from processes.fleet import Fleet, check_engines, launch, lead
 from processes.handshake import read_secret
 from tokenizer import Tokenizer
 
@@ -499,9 +498,7 @@ def main(argv: list[str]) -> None:
         check_engines(engine_config)
         secret = read_secret(engine_config, os.environ)
         engine_config = find_model(engine_config)
-        model_config = ModelConfig.from_folder(engine_config.folder)
-        if engine_config.distributed_executor_backend == "external_launcher":
-            engine_config = lead_or_follow(engine_config, model_config)
+        engine_config = lead(engine_config, ModelConfig.from_folder(engine_config.folder))
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
         file, answers = open_files(source, flags.output_file)
     except ValueError as error:

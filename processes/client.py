@@ -71,8 +71,8 @@ class EngineCoreClient(ABC):
 
         Raises:
             EngineDeadError: there is no engine.
-            ValueError: it can never run, and the engine is in this process. An engine of another process sends an
-                output that says so, with the finish reason "error".
+            ValueError: it can never run, and the engine is in this process. Another process sends an output that says
+                so, with the finish reason "error".
         """
 
     def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
@@ -86,9 +86,9 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        """Give a request up; it yields nothing more. With an index, give up that one of its samples (`abort_requests`).
+        """Give a request up, or the sample of an index; it yields nothing more (`abort_requests`).
 
-        The reason is what it counts as: "stop" where its text has come to a stop string. An unknown id has just ended.
+        The reason is what it counts as: "stop" if its text has come to a stop string. An unknown id has just ended.
         """
 
     @abstractmethod
@@ -155,9 +155,6 @@ class BackgroundResources:
     The client's `shutdown` calls it. So does `weakref.finalize`, when the last reference to the client goes, and when
     the interpreter exits. Therefore this and its threads may refer to the client only weakly.
 
-    Args:
-        client: whose they are.
-
     Attributes:
         ended: is set before anything ends.
     """
@@ -218,7 +215,7 @@ class Stream:
     """The outputs of one request as they come, or of several requests that were added with the same stream.
 
     Attributes:
-        clients: those to whom the requests were added. They live for as long as somebody may read what comes.
+        clients: to which the requests were added. They live as long as somebody may read what comes.
     """
 
     def __init__(self) -> None:
@@ -242,13 +239,7 @@ class Stream:
 
 
 class MPClient(EngineCoreClient):
-    """The client of an engine process, and of its successor if that one ends.
-
-    Args:
-        address: of the engine.
-        rank: of the engine.
-        suspects: finds requests that end engine processes; None: nobody does.
-    """
+    """The client of an engine process, and of its successors. `suspects` finds requests that end such processes."""
 
     def __init__(self, address: socket.socket, rank: int = 0, suspects: Suspects | None = None):
         self.rank, self.suspects = rank, suspects
@@ -349,10 +340,7 @@ class MPClient(EngineCoreClient):
 class InprocClient(EngineCoreClient):
     """The client of an engine in the caller's own process, which runs only while somebody waits for an output.
 
-    The engine ends with its own last reference, which may be another one than this client's; its executor sees to that.
-
-    Args:
-        core: an `EngineCore`.
+    The engine, an `EngineCore`, ends with its last reference, which may be another one than this client's.
     """
 
     def __init__(self, core: Any):
@@ -361,11 +349,7 @@ class InprocClient(EngineCoreClient):
 
     @property
     def core(self) -> Any:
-        """The engine.
-
-        Raises:
-            ValueError: this is shut down.
-        """
+        """The engine; a ValueError if this is shut down."""
         if self._core is None:
             raise ValueError("this client is shut down; it can do nothing more")
         return self._core

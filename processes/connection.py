@@ -77,7 +77,7 @@ class Connection:
     It is up once the other end has said something, and no message is sent before that.
 
     Args:
-        address: of the process to speak to.
+        address: of the process at the other end.
         receive: called with each message that comes, in a thread of its own.
         connected: called with this whenever the other end has said something for the first time.
         lost: called with this when a connection is lost.

@@ -20,6 +20,7 @@ from typing import Any
 
 from config import PROG, EngineConfig, stamp_of, weights_in
 from executors.choose import visible_gpus
+from executors.torchrun import lead_or_follow
 from model_config import ModelConfig
 from observe.logs import console, logger
 from processes.child import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, listen, watch_over
@@ -304,6 +305,12 @@ class FleetClient(DPClient):
             coordinator = fleet.coordinator.address if fleet.coordinator else None
             super().__init__(addresses, coordinator, fleet.new_router(), board, resources=resources)
             resources.run(watch_over, fleet.check, resources.ended)
+
+
+def lead(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
+    """The options of a server's engines. If torchrun or `srun` has started several ranks, only rank 0 returns."""
+    external = config.distributed_executor_backend == "external_launcher"
+    return lead_or_follow(config, model_config) if external else config
 
 
 def check_engines(config: EngineConfig) -> None:

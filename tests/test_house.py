@@ -35,9 +35,6 @@ DOORS = {  # each folder, and the files and folders that may import it
 ALL = {  # what any file may import: names in the log, a model by its name, and how layers share the KV pool
     "observe.logs", "models.hub", "models.kv_layout",
 }  # fmt: skip
-LEFT = {  # imports past a door, which are to become none
-    ("server", "executors.torchrun"), ("api.batch_file", "executors.torchrun"),
-}  # fmt: skip
 ROOMS = [path.parent.name for path in sorted(ROOT.glob("*/__init__.py"))]
 FILES = {  # by the names that an import has
     ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text())
@@ -115,7 +112,7 @@ def test_a_file_imports_what_it_may(name):
     past = {
         there for there in found - ALL if room not in DOORS.get(there.split(".")[0], {room}) | {there.split(".")[0]}
     }
-    assert past == {there for here, there in LEFT if here == name}
+    assert not past
     assert "." not in name or not found & {"server", "engine"}
     if name in STDLIB_ONLY:
         packages = imports(FILES[name]) - set(sys.stdlib_module_names)
