@@ -147,6 +147,10 @@ class PoolingFaces:
         vectors = dict(zip(distinct, self._pool(ids, pooling_params, use_tqdm), strict=True))
         return [scored(vectors[a], vectors[b]) for a, b in zip(first, second, strict=True)]
 
+    def _check_awake(self) -> None:
+        if any(self.llm_engine.client.utility("is_sleeping").values()):
+            raise ValueError("the engine sleeps; call wake_up() first")
+
     def _check_task(self, method: str, tasks: tuple[str, ...]) -> None:
         if (task := self.llm_engine.client.facts["task"]) not in tasks:
             raise ValueError(f"{method} is for engines whose task is {' or '.join(tasks)}; this one's is {task!r}")
@@ -188,8 +192,7 @@ class PoolingFaces:
         each = params if isinstance(params, list) else [params or PoolingParams()] * len(prompt_ids)
         if len(each) != len(prompt_ids):
             raise ValueError(f"pooling_params has {len(each)} entries for {len(prompt_ids)} prompts")
-        if any(self.llm_engine.client.utility("is_sleeping").values()):
-            raise ValueError("the engine sleeps; call wake_up() first")
+        self._check_awake()
         found: dict[str, PoolingRequestOutput[PoolingOutput]] = {}
         live, stream, client = set(), Stream(), self.llm_engine.client
         try:
