@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from bench_process import ROOT, Figures, Stream, count_equal, count_restarts, read_streams, wait_for_log
-from executors.links import TOKEN, Link, admit, listen, reach
+from executors.links import TOKEN, RankLink, admit, listen, reach
 
 NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
 QUICK = {"health_check_period_ms": 500, "health_check_failure_threshold": 3}  # Ray's defaults take 15 s and more
@@ -74,7 +74,7 @@ class Echo:
 
     def answer(self, token: bytes) -> None:
         """By a connection, until an empty message comes."""
-        link = Link(admit(self.listener, token), 0)
+        link = RankLink(admit(self.listener, token), 0)
         while message := link.read(60):
             link.write(message, 60)
 
@@ -102,7 +102,7 @@ def ray_figures(trips: int = 2000, size: int = 2048) -> Figures:
     host, token = ray.util.get_node_ip_address(), os.urandom(TOKEN)
     address = ray.get(actors[1].listen.remote(host))
     end = actors[1].answer.remote(token)
-    link = Link(reach(address, token), 0)
+    link = RankLink(reach(address, token), 0)
     sent = os.urandom(size)
 
     def there_and_back() -> bytes | None:

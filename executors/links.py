@@ -53,7 +53,7 @@ def admit(listener: socket.socket, token: bytes) -> socket.socket:
             sock.close()
 
 
-class Link:
+class RankLink:
     """One end of a connection, with the methods of a ring's writer and of a ring's reader.
 
     Args:
@@ -160,10 +160,10 @@ class Link:
         self.sock.close()
 
 
-class Links:
+class RankLinks:
     """The engine's links to all ranks, with the methods of a ring's writer."""
 
-    def __init__(self, links: Sequence[Link]):
+    def __init__(self, links: Sequence[RankLink]):
         self.links = links
 
     def write(self, message: bytes, timeout: float, look: Callable[[], None] = lambda: None) -> None:

@@ -29,7 +29,7 @@ import psutil
 from config import VERSION, EngineConfig
 from device.serve import work
 from executor import MpExecutor, WorkerError, is_stopped, name_process
-from executors.links import PATIENCE, TOKEN, Link, Links, admit, listen, reach
+from executors.links import PATIENCE, TOKEN, RankLink, RankLinks, admit, listen, reach
 from model_config import ModelConfig
 from models.hub import find_model
 from observe.logs import logger, set_up
@@ -191,7 +191,7 @@ class RayProcess:
         self.actor, self.place = actor, place
         self.pid = 0  # on its node
         self.loop: Any = None  # Ray's reference to the end of `RayWorker.run`
-        self.link: Link | None = None
+        self.link: RankLink | None = None
 
     def is_alive(self) -> bool:
         """Whether it runs, as far as its connection and Ray tell."""
@@ -299,12 +299,12 @@ class RayExecutor(MpExecutor):
                 VERSION, config, self.model_config, rank, meeting, token, environment
             )
             try:
-                process.link = Link(reach(looked.address, token), rank)
+                process.link = RankLink(reach(looked.address, token), rank)
             except OSError as error:
                 raise WorkerError(f"rank {rank} at {looked.address} cannot be reached: {error}") from None
             self.results.append(process.link)
             self.held.append(process.link)
-        self.plans = Links(self.results)
+        self.plans = RankLinks(self.results)
         self.placed = True
 
     def _reserve(self, config: EngineConfig, deadline: float) -> Any:
@@ -450,7 +450,7 @@ class RayWorker:
         if name := interface(self.host):  # the name that a host has for itself may lead elsewhere
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-        link = Link(admit(self.listener, token), rank)
+        link = RankLink(admit(self.listener, token), rank)
         threading.Thread(target=leave_with_engine, args=(link.sock,), daemon=True).start()
         work(find_model_here(config, self.host), model_config, rank, rendezvous, link, link)
 

@@ -5,7 +5,7 @@
 
 Only the server's host listens. Another host (`processes/headless.py`) keeps one connection to it, its link. A process
 of the server reaches an engine there as it does one of its own host: it sends half of a pair of sockets through the
-engine's address (`processes/client.py`). The gate takes the half and tells the engine's host to dial once more. The
+engine's address (`processes/connection.py`). The gate takes the half and tells the engine's host to dial once more. The
 new connection goes through the half to the process that waits, and at the other end to the engine, which takes it for
 that of a client. So nobody stands between the two, and neither the gate nor a link is needed any more. An engine
 reaches the coordinator in the same way, the other way round.

@@ -18,7 +18,7 @@ import ring as ring_module
 from config import EngineConfig
 from device.serve import NEVER
 from executor import BlamelessError, MpExecutor, WorkerError
-from executors.links import Link, Links
+from executors.links import RankLink, RankLinks
 from plan import Call, Reply, StepPlan, StepResult
 from ring import Codec
 from test_ring import TinyRing, copied
@@ -62,12 +62,12 @@ class Rank(threading.Thread):
             self.live()
 
     def say(self, message: Any) -> None:
-        live = (lambda: None) if isinstance(self.results, Link) else self.live  # a link cannot beat while it writes
+        live = (lambda: None) if isinstance(self.results, RankLink) else self.live  # a link cannot beat while it writes
         self.results.write(self.codec.encode(message), NEVER, live)
 
     def kill(self) -> None:
         self.ended.set()
-        if isinstance(self.plans, Link):
+        if isinstance(self.plans, RankLink):
             with contextlib.suppress(OSError):  # it may be in the midst of a message
                 self.plans.sock.shutdown(socket.SHUT_RDWR)
 
@@ -87,8 +87,8 @@ class Ranks(MpExecutor):
             thread = Rank(rank, self.act)
             if self.far:
                 engine, theirs = connected()
-                self.results.append(Link(engine, rank))
-                thread.plans = thread.results = Link(theirs, rank)
+                self.results.append(RankLink(engine, rank))
+                thread.plans = thread.results = RankLink(theirs, rank)
             else:
                 self.results.append(TinyRing(1))
                 thread.plans, thread.results = copied(ring), copied(self.results[-1])
@@ -97,7 +97,7 @@ class Ranks(MpExecutor):
                 self.results[-1].be_reader(0)
             self.processes.append(thread)
         ring.be_writer()
-        self.plans = Links(self.results) if self.far else ring
+        self.plans = RankLinks(self.results) if self.far else ring
         self.held += [*self.results, ring]
         for thread in self.processes:
             thread.start()

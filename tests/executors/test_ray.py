@@ -23,7 +23,7 @@ from engine import LLM
 from executor import MpExecutor
 from executors import choose, links, ray_executor
 from executors.choose import choose_backend
-from executors.links import TOKEN, Link, Links, admit, listen, reach
+from executors.links import TOKEN, RankLink, RankLinks, admit, listen, reach
 from executors.ray_executor import (
     Place,
     RayExecutor,
@@ -153,11 +153,11 @@ def test_of_what_ray_says_one_sentence_is_passed_on():
 # --- connections -------------------------------------------------------------------------------------------------
 
 
-def connected() -> tuple[Link, Link]:
+def connected() -> tuple[RankLink, RankLink]:
     """The two ends of a connection: the engine's, and a rank's."""
     token, listener = os.urandom(TOKEN), listen("127.0.0.1")
     engine = reach(listener.getsockname(), token)
-    return Link(engine, 7), Link(admit(listener, token), 7)
+    return RankLink(engine, 7), RankLink(admit(listener, token), 7)
 
 
 def test_strangers_are_refused_and_disturb_nobody(monkeypatch, caplog):
@@ -223,7 +223,7 @@ def test_plans_reach_all_ranks_and_the_late_one_is_named():
     """Rank 1 takes nothing."""
     (engine, rank), (other, late) = connected(), connected()
     other.rank = 1
-    plans = Links([engine, other])
+    plans = RankLinks([engine, other])
     plans.write(b"plan", 5)
     assert rank.read(5) == late.read(5) == b"plan"
     large = bytes(2**25)
@@ -401,7 +401,7 @@ def test_two_nodes_give_the_tokens_of_one_rank(ray_llm, answers):
     core = ray_llm.core
     first, second = core.executor.processes
     assert first.place.node == core.executor.here != second.place.node
-    assert all(isinstance(link, Link) for link in core.executor.results)
+    assert all(isinstance(link, RankLink) for link in core.executor.results)
     assert "2 Ray actors on 2 nodes, 3 s at most for a step" in core.executor.note()
     assert core.workers.collective_rpc("block_bytes") == [core.facts["kv_bytes"] // core.facts["num_blocks"] // 2] * 2
     with pytest.raises(ValueError, match="with Ray it must be a name"):
