@@ -144,8 +144,8 @@ def test_a_large_message_is_waited_for_however_short_the_look_is():
 class TinyRing(RingBuffer):
     """A ring in which little fits a chunk, and not much more the whole ring."""
 
-    def __init__(self, num_readers: int):
-        super().__init__(num_readers, 512)
+    def __init__(self, num_readers: int, chunk_bytes: int = 512):
+        super().__init__(num_readers, chunk_bytes)
 
 
 class SlowRing(TinyRing):

@@ -21,7 +21,7 @@ from executor import BlamelessError, MpExecutor, WorkerError
 from executors.links import RankLink, RankLinks
 from plan import Call, Reply, StepPlan, StepResult
 from ring import Codec
-from test_ring import TinyRing, copied
+from test_ring import CHUNK, TinyRing, copied
 
 LARGE = 200_000  # bytes; far more than a TinyRing and a socket hold
 Act = Callable[["Rank", Any], None]
@@ -82,7 +82,7 @@ class Ranks(MpExecutor):
         self.on_trouble = self.said.append
 
     def _launch(self, config: EngineConfig, size: int, until_ready: contextlib.ExitStack) -> None:
-        ring, self.results = TinyRing(size), []
+        ring, self.results = TinyRing(size, CHUNK), []
         for rank in range(size):
             thread = Rank(rank, self.act)
             if self.far:
@@ -90,7 +90,7 @@ class Ranks(MpExecutor):
                 self.results.append(RankLink(engine, rank))
                 thread.plans = thread.results = RankLink(theirs, rank)
             else:
-                self.results.append(TinyRing(1))
+                self.results.append(TinyRing(1, CHUNK))
                 thread.plans, thread.results = copied(ring), copied(self.results[-1])
                 thread.plans.be_reader(rank)
                 thread.results.be_writer()
