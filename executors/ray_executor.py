@@ -55,12 +55,11 @@ class Place(NamedTuple):
 def room_for(ranks: int, stages: int, need: int, rooms: list[int]) -> tuple[list[int], str]:
     """What to ask of Ray: how much each bundle holds, and the strategy by which Ray places them.
 
-    A stage's ranks exchange most, so a bundle holds all of them, on one node, and the stages spread over nodes. Where
-    the nodes are too small for that, each rank has a bundle of its own, and Ray packs them on as few nodes as possible.
+    A stage's ranks exchange most, so a bundle holds all of them, on one node, and the stages spread over nodes. If the
+    nodes are too small for that, each rank has a bundle of its own, and Ray packs them on as few nodes as possible.
 
     Args:
-        ranks: of a stage.
-        stages: how many there are.
+        ranks: of a stage, of which there are `stages`.
         need: devices of a rank.
         rooms: devices of each node, free or not.
 

@@ -97,11 +97,7 @@ class Child:
         """Called with what the process has told of itself later on; see `ParentPipe.tell`."""
 
     def on_end(self) -> None:
-        """Called once the process has ended and everything it told has been read.
-
-        Raises:
-            ChildProcessError: it cannot be replaced.
-        """
+        """Called once the process has ended and all that it told is read; a ChildProcessError: it is irreplaceable."""
 
     def _launch(self) -> None:
         self.begun, self.starting = time.monotonic(), True

@@ -72,9 +72,7 @@ def limit_sends(sock: socket.socket, seconds: float) -> None:
 
 
 class Connection:
-    """A client's end of a socket. When it is lost, another waits in line until a process accepts it.
-
-    It is up once the other end has said something, and no message is sent before that.
+    """A client's end of a socket, up once the other end has said something. If it is lost, another waits in line.
 
     Args:
         address: of the process at the other end.

@@ -75,11 +75,7 @@ class Places:
 
     @contextlib.contextmanager
     def place(self, sock: socket.socket, host: str) -> Iterator[None]:
-        """A connection from an address has a place inside the `with` block.
-
-        Raises:
-            Refused: the place was given to another one.
-        """
+        """A connection has a place inside the `with` block; Refused is raised if another one was given it."""
         with self.lock:
             self._make_room(host)
             self.taken[sock] = host
@@ -112,8 +108,7 @@ class Gate:
     """See above.
 
     Args:
-        secret: that hosts must know.
-        settings: of the server; theirs must be the same, see `settings_of`.
+        settings: the server's, which hosts must share; see `settings_of`.
         listener: of the port.
         clients: by the rank of each engine on another host: where its clients come from.
         coordinator: its address.
