@@ -62,12 +62,7 @@ def step_timeout(config: EngineConfig, facts: dict[str, Any]) -> float:
 
 
 class UniExecutor:
-    """One worker in this process.
-
-    Args:
-        config: the engine's options.
-        model_config: the model's shape.
-        rendezvous: where the worker meets others, if there are any; see `Group.connect`.
+    """One worker in this process. `rendezvous` is where it meets others, if there are any; see `Group.connect`.
 
     Raises:
         ValueError: see `start_worker`.
@@ -101,7 +96,7 @@ class UniExecutor:
 
         Raises:
             ValueError: there is no such method, or it failed. Whatever else a function raises.
-            TimeoutError: it took longer than `timeout`. It runs in this thread, which cannot be interrupted.
+            TimeoutError: it took longer than `timeout`, but was not interrupted.
         """
         begun = time.monotonic()
         if isinstance(method, str):
@@ -138,12 +133,7 @@ class Peers(Protocol):
 
 
 class MpExecutor:
-    """A process for each rank.
-
-    Args:
-        config: the engine's options.
-        model_config: the model's shape.
-        peers: the engines that share the experts. Its workers start when theirs do.
+    """A process for each rank. If `peers` share the experts, its workers start when theirs do.
 
     Attributes:
         on_trouble: called with a text while a worker gives no sign of life, or a call that was given up holds up what
@@ -225,7 +215,7 @@ class MpExecutor:
         """Hand a plan over, once no rank runs a call that was given up.
 
         Raises:
-            WorkerError: as for `result`; or a worker has not taken the plan within `step_timeout` seconds.
+            WorkerError: see `result`; or a worker has not taken the plan within `step_timeout` seconds.
         """
         self._heed_peers()
         self.waiting.append(plan.step)
@@ -253,9 +243,9 @@ class MpExecutor:
 
         Raises:
             ValueError: it failed, or the function cannot be sent.
-            TimeoutError: a rank has not replied within `timeout`. What it replies later is dropped. Or one still runs
-                an earlier call, which was given up; then this one is not sent.
-            WorkerError: as for `result`.
+            TimeoutError: a rank has not replied within `timeout`, and what it replies later is dropped. Or one still
+                runs an earlier call, which was given up; then this one is not sent.
+            WorkerError: see `result`.
         """
         call, begun = Call.of(self.call_id + 1, method, args, kwargs), time.monotonic()
         self.catch_up(NEVER if timeout is None else timeout)
@@ -266,12 +256,7 @@ class MpExecutor:
         return self._replies(begun, timeout)
 
     def catch_up(self, timeout: float = NEVER) -> None:
-        """Wait until no rank runs a call that was given up.
-
-        Raises:
-            TimeoutError: one still does after so many seconds.
-            WorkerError: as for `result`.
-        """
+        """Wait until no rank runs a call that was given up; a TimeoutError if one still does after so many seconds."""
         deadline = time.monotonic() + timeout
         if not self.whole:
             raise BlamelessError("a start of the workers, or a message to them, was broken off")
@@ -282,15 +267,11 @@ class MpExecutor:
                 raise TimeoutError(f"rank {rank} still runs an earlier call, so this one was not sent")
             self._take(rank, TURN)
             self._attend()
-            # Who waits for a message has replied. Ctrl-C may have come before the reply was kept.
+            # A rank that waits for a message has replied. Ctrl-C may have come before the reply was kept.
             self.owing -= {rank for rank in self.owing if self.plans.nap(rank) not in (0, naps[rank])}
 
     def check(self) -> None:
-        """See whether all workers live, and whether those that have nothing to do would notice if they had.
-
-        Raises:
-            WorkerError: one is dead, or has given no sign of life for `step_timeout` seconds.
-        """
+        """See whether all workers live, also idle ones; raises what `result` does."""
         self._attend(idle=not self.waiting)
 
     def note(self) -> str:
@@ -342,9 +323,9 @@ class MpExecutor:
     def _look(self, idle: bool = False) -> None:
         """Look at the workers' heartbeats, if the last look is long enough ago.
 
-        Of a worker that is idle the heartbeat is its main thread's, which wakes up now and then. Of one that runs a
-        step or a call it is another thread's, because these may be slow. While a worker starts, loading a library may
-        hold up all its threads, so that only the system can tell whether it is stopped.
+        An idle worker's heartbeat is its main thread's, which wakes up now and then. While a step or a call runs it is
+        another thread's, because these may be slow. While a worker starts, loading a library may hold up all its
+        threads, so that only the system can tell whether it is stopped.
 
         Raises:
             WorkerError: one has stood still for `step_timeout` seconds.
@@ -371,11 +352,7 @@ class MpExecutor:
             self.on_trouble(trouble or None)
 
     def _heed_peers(self) -> None:
-        """See whether the engines that share experts go on together.
-
-        Raises:
-            BrokenOffError: one of them is gone or starts its workers anew, or one is added.
-        """
+        """Raises BrokenOffError: an engine that shares the experts is gone, is added, or starts its workers anew."""
         if self.peers and self.peers.broken:
             raise BrokenOffError("the engines that share the experts have broken off")
 
@@ -452,11 +429,7 @@ class MpExecutor:
 
 
 def start_method() -> str:
-    """How worker processes start: as MANTA_WORKER_MULTIPROC_METHOD says, but no process that has torch is forked.
-
-    Raises:
-        ValueError: this system has no such method.
-    """
+    """How worker processes start: as MANTA_WORKER_MULTIPROC_METHOD says, but no process that has torch is forked."""
     asked, allowed = os.environ.get("MANTA_WORKER_MULTIPROC_METHOD", "spawn"), multiprocessing.get_all_start_methods()
     if asked not in allowed:
         raise ValueError(f"MANTA_WORKER_MULTIPROC_METHOD is {asked!r}; it must be {' or '.join(allowed)}")
@@ -473,9 +446,9 @@ def start_method() -> str:
 def start_alone(process: Any) -> None:
     """Start a worker's process without the caller's script.
 
-    multiprocessing has a new Python import the script first, where a script without a `__main__` guard would make an
-    `LLM` again. A worker needs nothing of it (but see `import_script`). multiprocessing has no option for this, so we
-    take the script out of the note that it writes for this process.
+    multiprocessing has a new Python import the script first, and one without a `__main__` guard would make an `LLM`
+    again. A worker needs nothing of it (but see `import_script`). There is no option for this, so we take the script
+    out of the note that multiprocessing writes for this process.
     """
     with STARTING:
         prepare = spawn.get_preparation_data
@@ -492,7 +465,7 @@ def start_alone(process: Any) -> None:
 
 
 def end(processes: list[Any], held: list[Any]) -> None:
-    """Kill worker processes and free what was shared with them; both lists are empty afterwards."""
+    """Kill worker processes and free what was shared with them; empties both lists."""
     started = [process for process in processes if process.pid is not None]
     for process in started:
         process.kill()
@@ -516,7 +489,7 @@ def worker_main(
     results: RingBuffer,
     script: dict[str, str] | None,
 ) -> None:
-    """What a worker's process runs: it takes plans and returns results until it is killed or its parent ends."""
+    """What a worker's process runs, until it is killed or its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent to act on
     name_process(f"worker {rank}" + (f" of engine {config.data_parallel_rank}" if config.max_engines > 1 else ""))
     set_up(config.log_level, config.log_format)

@@ -1,8 +1,11 @@
-"""The ranks that run one model together, and what they exchange (`torch.distributed`).
+"""What the processes that run one model, its ranks, send each other while they compute (`torch.distributed`).
 
-Each rank is a process. With tensor parallelism each rank holds a share of every weight (`Group`). With pipeline
-parallelism the layers are divided in stages, each with as many ranks, and hidden states go from stage to stage
-(`Pipeline`). All ranks run the same steps in the same order, so that each call below meets its counterparts.
+With tensor parallelism (`Group`) the model is cut lengthwise: each rank holds a share of every weight, and their
+partial results are added up or put side by side. With pipeline parallelism (`Pipeline`) it is cut across: each stage
+holds some of the layers on as many ranks, and hands its hidden states on to the next; `Sampled` keeps account of the
+tokens that come back. `Channel` carries messages for ranks that something else than the engine has started.
+
+All ranks run the same steps in the same order, so that each call below meets its counterparts.
 """
 
 from __future__ import annotations
@@ -29,20 +32,17 @@ HEAD = 4096  # bytes of a message that travel with its length, so that most mess
 
 
 class Group:
-    """The ranks that run one model together.
+    """The ranks of one model, or of one stage of it.
 
     A group of one exchanges nothing and needs no `connect`. Tensors of torch's `meta` device are not exchanged either,
-    because they have no memory.
+    because they have no memory. Every exchange raises ConnectionError if a rank is gone, or late (see `set_timeout`).
 
     Args:
-        rank: this process's, from 0.
-        size: how many there are.
+        rank: this process's, from 0, and size: how many there are.
         device: of the tensors that they exchange, `cpu` or `cuda`.
         local_size: how many of them, in all stages, are on this machine; None is all.
         experts: with expert parallelism, who holds which experts.
         pipeline: the stage that they are, if the layers are divided in stages.
-
-    Every exchange raises ConnectionError if a rank is gone, or late (see `set_timeout`).
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Group:
 
     @classmethod
     def connect(cls, rank: int, size: int, rendezvous: str, device: str, stages: int = 1) -> Group:
-        """Meet the other ranks, over gloo on CPUs and NCCL on GPUs. Each rank has a GPU of its own.
+        """Meet the other ranks, over gloo on CPUs and NCCL on GPUs.
 
         Args:
             rank: this process's among the ranks of all stages, those of the first stage first.
@@ -121,7 +121,7 @@ class Group:
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[None]:
-        """Raise a ConnectionError of one line where torch.distributed says at length that a rank is gone or late."""
+        """See `told`: raise a ConnectionError of one line if a rank is gone or late."""
         with told(f"rank {self.pipeline.stage * self.size + self.rank} has lost the other ranks"):
             yield
 
@@ -185,15 +185,15 @@ def told(what: str, kind: type[ConnectionError] = ConnectionError) -> Iterator[N
 class Pipeline:
     """One of the stages that the layers are divided in, and what goes from stage to stage.
 
-    Hidden states go to the next stage, to the rank of the same number. What the last stage samples goes back to the
-    first, which needs it as the input of the sequence's next step. Each direction between two ranks has a link of its
-    own, so that on GPUs neither waits for the other.
+    Hidden states go to the rank of the same number in the next stage. What the last stage samples goes back to the
+    first, as the input of the sequence's next step. Each direction between two ranks has a link of its own, so that on
+    GPUs neither waits for the other.
 
     A stage does not wait for the next one to take what it sends: it keeps the tensor until it has gone, and meanwhile
     computes its next step, which is for other sequences (GPipe, Huang et al., 2019; the schedule is PipeDream's).
 
-    Until `live` is set, nothing is exchanged: zeros come in, and what goes out is dropped. In this way a stage warms up
-    by itself.
+    Until `live` is set, nothing is exchanged, so that a stage warms up by itself: zeros come in, and what goes out is
+    dropped.
 
     Args:
         stage: this process's, from 0, and stages: how many there are.
@@ -210,13 +210,9 @@ class Pipeline:
 
     def connect(self, rank: int, size: int) -> None:
         """Make the links; all ranks of all stages do so at the same time."""
-        self.before, self.after = ((self.stage + step) % self.stages * size + rank for step in (-1, 1))
-        links = {}
-        for stage in range(self.stages):
-            for r in range(size):
-                source, target = stage * size + r, (stage + 1) % self.stages * size + r
-                links[source] = dist.new_group([source, target])
-        me = self.stage * size + rank
+        world, me = self.stages * size, self.stage * size + rank
+        self.before, self.after = (me - size) % world, (me + size) % world
+        links = [dist.new_group([source, (source + size) % world]) for source in range(world)]
         self.links = [links[self.before], links[me]]
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -239,15 +235,16 @@ class Pipeline:
 
 
 class Sampled:
-    """On the first of several stages: the tokens that steps have sampled, or will have, and that are still to come.
+    """On the first of several stages: the sampled tokens that are still to come from the last stage.
 
-    A step has placeholders where its tokens will be. They come in the order of the steps, and must be there when a
-    later step runs one of their sequences. So the first stage waits for no more of them than it needs.
+    A step leaves placeholders for its tokens. They come in the order of the steps, and must be there when a later step
+    runs one of their sequences. So the first stage waits for no more of them than it needs.
     """
 
     def __init__(self, state: BatchState):
         self.state = state
-        self.to_come: deque[tuple[np.ndarray, torch.Tensor, torch.Tensor]] = deque()  # slots, twice, and tokens' places
+        # Slots [R], the same on the device, and the places of their tokens
+        self.to_come: deque[tuple[np.ndarray, torch.Tensor, torch.Tensor]] = deque()
         self.counts = np.zeros(len(state.num_blocks), dtype=np.int32)  # how many of them are of each slot
 
     def expect(self, slots: np.ndarray, on_device: torch.Tensor) -> None:
@@ -277,13 +274,10 @@ class Sampled:
 
 
 class Channel:
-    """Messages between ranks. They always go over gloo, so that none waits for a GPU.
+    """Messages between ranks of a group. They always go over gloo, so that none waits for a GPU.
 
-    Rank 0 leads: a turn is a message that it sends and what all ranks do about it. Between two turns it may `close`.
-
-    Args:
-        group: its ranks have met.
-        timeout: seconds after which this rank raises ConnectionError for a message that does not come or is not taken.
+    Rank 0 leads: a turn is a message that it sends and what all ranks do about it. Between two turns it may `close`. If
+    a message does not come, or is not taken, within `timeout` seconds, a rank raises ConnectionError.
     """
 
     def __init__(self, group: Group, timeout: float):
@@ -330,11 +324,7 @@ class Channel:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Take a turn, on rank 0. If an exception breaks it off, no other can follow: the other ranks still wait in it.
-
-        Raises:
-            ConnectionError: an earlier turn was broken off.
-        """
+        """Take a turn, on rank 0. After an exception in it the next raises ConnectionError: others still wait in it."""
         if not self.in_step:
             raise ConnectionError("the ranks are out of step, because one of them broke off, or have been let go")
         self.in_step = False
@@ -342,11 +332,7 @@ class Channel:
         self.in_step = True
 
     def close(self) -> None:
-        """End the other ranks by an empty message, on rank 0. If they are out of step, they end with this process.
-
-        Raises:
-            ConnectionError: one is gone already.
-        """
+        """End the other ranks by an empty message, on rank 0. If they are out of step, they end with this process."""
         if self.in_step:
             self.in_step = False
             self.broadcast()

@@ -1,24 +1,24 @@
-"""Messages as bytes, and what carries them between processes: on a machine a ring in shared memory, else a connection.
+"""Messages as bytes, and a ring in shared memory that carries them between the processes of a machine.
 
 A ring has chunks, one writer and many readers:
 
     chunk i:   written | length | read by 0 | read by 1 | ...        one 64-bit word each
                payload [chunk_bytes]
 
-Every reader gets every message, in order. Message k (from 1 on) goes into chunk k mod num_chunks. `written` becomes k
-when its payload is there, and a reader's word when that reader has taken it. The writer uses the chunk again once all
-readers have. So no word has two writers and there is no lock. The design is vLLM's `shm_broadcast`. The words are
-sequence numbers instead of flags, so that a message lost, repeated or overtaken cannot look like the next one.
+Every reader gets every message, in order. A message that is longer than a chunk takes several, one after the other. The
+k-th that is written (from 1 on) goes into chunk k mod num_chunks. `written` becomes k when its payload is there, and a
+reader's word when that reader has taken it. The writer uses the chunk again once all readers have. So no word has two
+writers and there is no lock. The design is vLLM's `shm_broadcast`. The words are sequence numbers instead of flags, so
+that a message lost, repeated or overtaken cannot look like the next one. `length` is of the rest of the message, here
+and in the chunks that follow.
 
-A message larger than a chunk goes through a Unix socket, one per reader; the chunk announces it. A reader spins for a
-moment, since a message mostly comes soon, and then sleeps until another socket, its bell, wakes it. Nothing here has a
-name in the file system, and so nothing is left there, whoever is killed.
+A reader spins for a moment, since a message mostly comes soon, and then sleeps until a socket, its bell, wakes it.
+Nothing here has a name in the file system, and so nothing is left there, whoever is killed.
 
 Two more words tell that the other end lives, for a `Watchdog` to look at. The writer's process counts its heartbeats in
 one of them. Each reader counts its naps in another: it wakes up now and then while it waits.
 
-To another machine a TCP connection for each rank (`EngineLink`, `RankLink`) does the same. Frames go over it, of a kind
-each: messages, heartbeats, and naps.
+`executors/links.py` has the connections that take a ring's place to ranks on other machines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import Any, get_args
 
 from plan import Message
 
-CHUNK_BYTES = 1 << 18  # a plan is mostly a few KB; one with a prompt of 50,000 tokens may be larger, and goes beside
+CHUNK_BYTES = 1 << 18  # a plan is mostly a few KB; one with a prompt of 50,000 tokens may be larger
 NUM_CHUNKS = 8
 SPIN = 100e-6  # seconds; an immediate answer comes sooner, and waking up takes about half as long
 NAP = 500e-6  # seconds between a writer's looks while there is no room
@@ -46,20 +46,14 @@ BACKSTOP = 1.0  # seconds that a reader sleeps at most, should it ever miss the 
 BEAT = 0.5  # seconds between two heartbeats, and between two looks at them
 STALL = 3.5  # seconds without a heartbeat after which a process is said to be stopped: 4.5 after it was, at most
 GAP = 1.0  # seconds that one look at a heartbeat counts for, at most
-BROKEN_OFF = 60.0  # seconds without a byte after which a reader gives up the rest of an announced message
+BROKEN_OFF = 60.0  # seconds after which a reader gives up the rest of a message that has begun
 WORD = 8  # bytes
-MESSAGE, HEARTBEAT, WAITS = range(3)  # kinds of frames; the last two are empty
-READ = 1 << 18  # bytes that are read at once
-MOST_FDS = 200  # descriptors in a message between processes; Linux takes 253
 
 
 class Codec:
-    """Turns messages into bytes and back: msgpack, never pickle. Each decoding thread needs its own.
+    """Turns messages, of a union of classes, into bytes and back: msgpack, never pickle.
 
-    A message is written as the name of its class and its fields.
-
-    Args:
-        kinds: a union of classes.
+    A message is written as the name of its class and its fields. Each decoding thread needs a codec of its own.
     """
 
     def __init__(self, kinds: Any = Message):
@@ -70,15 +64,10 @@ class Codec:
         self.bodies = {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(kinds)}
 
     def encode(self, message: Any) -> bytes:
-        """The message as bytes."""
         return self.encoder.encode((type(message).__name__, message))
 
     def decode(self, data: bytes) -> Any:
-        """The message that `encode` made these bytes from.
-
-        Raises:
-            ValueError, KeyError: they are no message.
-        """
+        """The message that `encode` made these bytes from; a ValueError or KeyError if they are none."""
         name, body = self.envelope.decode(data)
         return self.bodies[name].decode(body)
 
@@ -87,8 +76,8 @@ class Codec:
 def undisturbed() -> Iterator[None]:
     """Ctrl-C waits until the end of this, so that it never leaves the books half written.
 
-    It is entered several times a step. So it takes `signal`'s functions from below, which make no enums of handlers:
-    3 us instead of 22 on a Xeon of 2023.
+    It is entered several times a step, so it takes the functions below `signal`'s, which make no enums of handlers:
+    3 us instead of 22.
     """
     handler, held = _signal.getsignal(_signal.SIGINT), list[Any]()
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -112,10 +101,10 @@ class RingTimeout(RuntimeError):
 
 
 class Watchdog:
-    """How long another process's count of heartbeats stands still, for one who looks at it every second or oftener.
+    """How long another process's count of heartbeats stands still, if it is looked at every second or oftener.
 
-    Only time in which the observer itself runs is counted, as far as it can tell: if both processes were stopped, or
-    the whole machine, then the other one is not to blame.
+    Only time in which the observer runs is counted: if both processes were stopped, or the whole machine, the other one
+    is not to blame.
     """
 
     def __init__(self) -> None:
@@ -130,12 +119,12 @@ class Watchdog:
 
 
 class RingBuffer:
-    """One end of a ring. It is made in one process, and handed to others as an argument when they are started, or sent.
+    """One end of a ring. It is made in one process, and handed to others as an argument when they are started.
 
     Args:
         num_readers: processes that read; each has a number from 0 on.
-        chunk_bytes: payload of a chunk; longer messages go through sockets.
-        num_chunks: messages that the writer may be ahead of the slowest reader.
+        chunk_bytes: payload of a chunk.
+        num_chunks: chunks that the writer may be ahead of the slowest reader.
     """
 
     def __init__(self, num_readers: int, chunk_bytes: int = CHUNK_BYTES, num_chunks: int = NUM_CHUNKS):
@@ -148,7 +137,6 @@ class RingBuffer:
                 self.fd = os.dup(file.fileno())
         os.ftruncate(self.fd, size)
         self.bells = [socket.socketpair() for _ in range(num_readers)]  # (writer's end, reader's end)
-        self.sides = [socket.socketpair() for _ in range(num_readers)]
         self._map()
 
     def _words(self) -> int:
@@ -160,49 +148,22 @@ class RingBuffer:
         self.payloads = memoryview(self.memory)[self._words() * WORD :]
         self.asleep = self.num_chunks * (2 + self.num_readers)  # index of a word for each reader: which nap, or 0
         self.pulse = self.asleep + self.num_readers  # index of the word in which the writer counts its heartbeats
-        self.count = 0  # messages written, or read, at this end
+        self.count = 0  # chunks written, or read, at this end
         self.naps = 0  # of this reader
-        self.part = bytearray()  # of a message that comes through a socket; Ctrl-C may break off reading it
+        self.parts: list[bytes] = []  # of a message that has begun; Ctrl-C may break off reading it
         self.fence = threading.Lock()
         for bell, _ in self.bells:
             bell.setblocking(False)
         self.poll = select.poll()
 
     def __getstate__(self) -> dict[str, object]:
-        kept = ("num_readers", "chunk_bytes", "num_chunks", "bells", "sides")
+        kept = ("num_readers", "chunk_bytes", "num_chunks", "bells")
         return {name: getattr(self, name) for name in kept} | {"fd": reduction.DupFd(self.fd)}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self.fd = state["fd"].detach()  # type: ignore[attr-defined]
         self._map()
-
-    def send(self, sock: socket.socket) -> None:
-        """Hand it to a process that runs already, through a Unix socket; that one calls `receive`."""
-        fds = [self.fd, *(end.fileno() for pair in (*self.bells, *self.sides) for end in pair)]
-        for first in range(0, len(fds), MOST_FDS):
-            socket.send_fds(sock, [bytes([self.num_readers])], fds[first : first + MOST_FDS])
-
-    @classmethod
-    def receive(cls, sock: socket.socket) -> RingBuffer:
-        """The ring that another process sends, whose chunks are of the default size and number.
-
-        Raises:
-            ConnectionError: that process has ended.
-        """
-        fds: list[int] = []
-        count = 1
-        while len(fds) < count:
-            said, more, _, _ = socket.recv_fds(sock, 1, MOST_FDS)
-            if not said:
-                raise ConnectionError("the process that was to send a ring has ended")
-            fds, count = fds + more, 1 + 4 * said[0]
-        ends = [socket.socket(fileno=fd) for fd in fds[1:]]
-        pairs, ring = [*zip(ends[::2], ends[1::2], strict=True)], cls.__new__(cls)
-        ring.num_readers, ring.chunk_bytes, ring.num_chunks, ring.fd = said[0], CHUNK_BYTES, NUM_CHUNKS, fds[0]
-        ring.bells, ring.sides = pairs[: said[0]], pairs[said[0] :]
-        ring._map()
-        return ring
 
     def _order(self) -> None:
         """No store or load of this thread passes here: a lock's atomic instruction is a fence on x86 and on Arm."""
@@ -212,8 +173,8 @@ class RingBuffer:
     # --- the writer's end
 
     def be_writer(self) -> None:
-        """Be the writer's end from now on. The readers' sockets are closed here, so that a reader's death shows."""
-        for _, theirs in (*self.bells, *self.sides):
+        """Be the writer's end. The readers' sockets are closed here, so that a reader's death shows."""
+        for _, theirs in self.bells:
             theirs.close()
 
     def write(self, message: bytes, timeout: float, look: Callable[[], None] = lambda: None) -> None:
@@ -222,21 +183,25 @@ class RingBuffer:
         A reader that writes to this process reads nothing before that is taken, and `look` is there to take it.
 
         Raises:
-            RingTimeout: a reader has not made room within `timeout` seconds. Then nobody gets the message, except that
-                the readers before it may have got one that is larger than a chunk.
+            RingTimeout: a reader has not made room within `timeout` seconds. Nobody gets the message, but readers may
+                have got the beginning of one that is larger than a chunk.
         """
+        deadline, length = time.monotonic() + timeout, len(message)
+        for begin in range(0, length or 1, self.chunk_bytes):
+            self._put(message[begin : begin + self.chunk_bytes], length - begin, timeout, deadline, look)
+
+    def _put(self, part: bytes, left: int, timeout: float, deadline: float, look: Callable[[], None]) -> None:
+        """Put the next part of a message, of which so many bytes are left, into a chunk."""
         chunk = self.count % self.num_chunks
-        at, begin, length = chunk * (2 + self.num_readers), chunk * self.chunk_bytes, len(message)
-        deadline = time.monotonic() + timeout
+        at, begin = chunk * (2 + self.num_readers), chunk * self.chunk_bytes
         for reader in range(self.num_readers):
             while self.words[at + 2 + reader] + self.num_chunks <= self.count:
                 if time.monotonic() > deadline:
                     raise RingTimeout(reader, self.count - self.num_chunks + 1, timeout)
                 look()
                 time.sleep(NAP)
-        if length <= self.chunk_bytes:
-            self.payloads[begin : begin + length] = message
-        self.words[at + 1] = length
+        self.payloads[begin : begin + len(part)] = part
+        self.words[at + 1] = left
         self._order()  # the payload is there before its number
         self.count += 1
         self.words[at] = self.count
@@ -245,23 +210,6 @@ class RingBuffer:
             if self.words[self.asleep + reader]:
                 with contextlib.suppress(BlockingIOError, ConnectionError):  # it rings already, or its reader is gone
                     bell.send(b"\0")
-        if length > self.chunk_bytes:
-            for reader, (side, _) in enumerate(self.sides):
-                if not self._send_beside(side, message, deadline, look):
-                    raise RingTimeout(reader, self.count, timeout)
-
-    def _send_beside(self, side: socket.socket, message: bytes, deadline: float, look: Callable[[], None]) -> bool:
-        """Send a message that fits no chunk; returns whether all of it was taken."""
-        rest = memoryview(message)
-        while rest and (left := deadline - time.monotonic()) > 0:
-            side.settimeout(min(NAP, left))
-            try:
-                rest = rest[side.send(rest) :]
-            except TimeoutError:
-                look()
-            except OSError:  # its reader is gone
-                break
-        return not rest
 
     def beat(self) -> None:
         """Count a heartbeat. A thread of the writer's process does that, so that a long step does not stop them."""
@@ -279,42 +227,42 @@ class RingBuffer:
         return self.words[self.pulse]
 
     def be_reader(self, reader: int, sentinels: Sequence[int] = ()) -> None:
-        """Be this reader's end from now on.
-
-        A `read` also returns when one of `sentinels`, which are file descriptors, is readable.
-        """
+        """Be this reader's end. A `read` also returns when a file descriptor in `sentinels` is readable."""
         self.reader = reader
-        for i, (theirs, mine) in enumerate((*self.bells, *self.sides)):
+        for i, (theirs, mine) in enumerate(self.bells):
             theirs.close()
-            if i % self.num_readers != reader:
+            if i != reader:
                 mine.close()
         for fd in (self.bells[reader][1].fileno(), *sentinels):
             self.poll.register(fd, select.POLLIN)
 
     def read(self, timeout: float) -> bytes | None:
-        """The next message; None if none was announced within `timeout` seconds, or before a sentinel was readable.
-
-        A message that was announced is waited for, however short the timeout is.
+        """The next message; None if none has begun within `timeout` seconds, or before a sentinel was readable.
 
         Raises:
-            RingTimeout: the message was not sent in full.
+            RingTimeout: the rest of a message that has begun does not come, however short the timeout is.
         """
-        chunk = self.count % self.num_chunks
-        at, begin = chunk * (2 + self.num_readers), chunk * self.chunk_bytes
-        if not self._wait(at, timeout):
-            return None
-        self._order()  # the number was there before the payload is read
-        length = self.words[at + 1]
-        inside = length <= self.chunk_bytes
-        message = bytes(self.payloads[begin : begin + length]) if inside else self._receive(length)
-        with undisturbed():
-            self.count += 1
-            assert self.words[at] == self.count, "the writer overtook a reader"
-            self._order()  # the payload was read before the chunk is given back
-            self.words[at + 2 + self.reader] = self.count
-        return message
+        while self._wait(BROKEN_OFF if self.parts else timeout):
+            self._order()  # the number was there before the payload is read
+            chunk = self.count % self.num_chunks
+            at, begin = chunk * (2 + self.num_readers), chunk * self.chunk_bytes
+            left = self.words[at + 1]
+            part = bytes(self.payloads[begin : begin + min(left, self.chunk_bytes)])
+            with undisturbed():
+                self.count += 1
+                assert self.words[at] == self.count, "the writer overtook a reader"
+                self._order()  # the payload was read before the chunk is given back
+                self.words[at + 2 + self.reader] = self.count
+                self.parts.append(part)
+                if left <= self.chunk_bytes:
+                    message, self.parts = b"".join(self.parts), []
+                    return message
+        if self.parts:
+            raise RingTimeout(self.reader, self.count + 1, BROKEN_OFF)
+        return None
 
-    def _wait(self, at: int, timeout: float) -> bool:
+    def _wait(self, timeout: float) -> bool:
+        at = self.count % self.num_chunks * (2 + self.num_readers)
         words, wanted, begun = self.words, self.count + 1, time.monotonic()
         while words[at] != wanted:
             if (waited := time.monotonic() - begun) > timeout:
@@ -334,27 +282,13 @@ class RingBuffer:
                 bell.recv(4096)
         return True
 
-    def _receive(self, length: int) -> bytes:
-        side = self.sides[self.reader][1]
-        side.settimeout(BROKEN_OFF)  # the caller's timeout is only for how long to look for a message
-        while len(self.part) < length:
-            try:
-                data = side.recv(min(READ, length - len(self.part)))
-            except TimeoutError:
-                data = b""
-            if not data:
-                raise RingTimeout(self.reader, self.count + 1, BROKEN_OFF)
-            self.part += data
-        message, self.part = bytes(self.part), bytearray()
-        return message
-
     def close(self) -> None:
         """Give the memory and the sockets back; the other ends keep theirs."""
         self.words.release()
         self.payloads.release()
         self.memory.close()
         os.close(self.fd)
-        for pair in (*self.bells, *self.sides):
+        for pair in self.bells:
             for end in pair:
                 end.close()
 
@@ -371,6 +305,3 @@ def meeting_place() -> Iterator[str]:
         yield f"file:///proc/{os.getpid()}/fd/{fd}"
     finally:
         os.close(fd)
-
-
-# --- to another host --------------------------------------------------------------------------------------------------

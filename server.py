@@ -58,7 +58,8 @@ from config import PROG, EngineConfig
 from model_config import ModelConfig
 from observe.logs import console
 from processes.child import Board, listen
-from processes.fleet import follow_server, prepare
+from processes.fleet import prepare
+from processes.headless import follow_server
 from processes.suspects import Suspects
 from tokenizer import Tokenizer
 

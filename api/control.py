@@ -36,7 +36,7 @@ def ask(api: Api, utility: str, *args: Any) -> list[Any]:
 
 def scaling(api: Api) -> dict[str, int]:
     """How many engines there are to be, and how many are ready, start or drain."""
-    states = api.board.engines.tolist()
+    states = list(api.board.engines)
     told = {"ready": READY, "starting": STARTING, "draining": DRAINING}
     return {"data_parallel_size": api.board.wanted} | {name: states.count(state) for name, state in told.items()}
 

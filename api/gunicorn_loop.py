@@ -66,7 +66,7 @@ class DrainingArbiter(Arbiter):
     def handle_term(self) -> None:
         now = time.monotonic()
         if not self.app.fleet.board.draining:
-            self.app.fleet.board.drain()
+            self.app.fleet.board.draining = True
             self.deadline, self.first_signal = now + self.app.config.drain_timeout, now
         elif now > self.first_signal + SAME_SIGNAL:
             self._cut()

@@ -10,7 +10,7 @@ Each line below goes after `python bench/bench.py`:
     loads                                        messages and bytes through the coordinator, by number of engines
     elastic --trace AzureLLMInferenceTrace_conv.csv  a server that gets more engines and gives them up
     ring                                         the shared-memory ring: round trips, and a million messages
-    ray                                          plans to Ray actors: by a compiled graph, a connection, or rings
+    ray                                          plans to Ray actors: by a compiled graph, or a connection
     executor                                     a worker process, and the KV sanitizer, against neither
     survival                                     streams while workers are killed, again and again
     ray-survival                                 streams while Ray actors and nodes are killed

@@ -12,14 +12,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from bench_process import ROOT, Figures, Stream, count_equal, count_restarts, read_streams, wait_for_log
-from executors.links import EngineLink, RankLink
-from ring import RingBuffer
+from executors.links import TOKEN, RankLink, admit, listen, reach
 
 NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
 QUICK = {"health_check_period_ms": 500, "health_check_failure_threshold": 3}  # Ray's defaults take 15 s and more
@@ -67,32 +67,20 @@ class Echo:
         """By Ray."""
         return message
 
-    def listen(self, host: str, near: bool) -> Any:
+    def listen(self, host: str) -> Any:
         """Where this waits for a connection."""
-        from executors.ray_executor import listen
-
-        self.listener, self.near = listen(host, near), near
-        return self.listener.getsockname()
+        self.listener = listen(host)
+        return self.listener.getsockname()[:2]
 
     def answer(self, token: bytes) -> None:
-        """By a connection, or on the same node by rings, until an empty message comes."""
-        from executors.ray_executor import admit
-
-        sock = admit(self.listener, token)
-        plans: Any
-        results: Any
-        if self.near:
-            plans, results = RingBuffer.receive(sock), RingBuffer.receive(sock)
-            plans.be_reader(0)
-            results.be_writer()
-        else:
-            plans = results = RankLink(sock)
-        while message := plans.read(60):
-            results.write(message, 60)
+        """By a connection, until an empty message comes."""
+        link = RankLink(admit(self.listener, token), 0)
+        while message := link.read(60):
+            link.write(message, 60)
 
 
 def ray_figures(trips: int = 2000, size: int = 2048) -> Figures:
-    """Time round trips to Ray actors: by a compiled graph and by a connection to another node, by rings on the same.
+    """Time round trips to Ray actors on another node: by a compiled graph, and by a connection.
 
     The two nodes are on this machine, so nothing here waits for a network.
 
@@ -104,39 +92,26 @@ def ray_figures(trips: int = 2000, size: int = 2048) -> Figures:
     from ray.dag import InputNode
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from executors.ray_executor import TOKEN, reach
-
     cluster = new_cluster(2)
     (far,) = cluster.worker_nodes
     ray.init(address=cluster.address, logging_level="warning")
-    near = ray.get_runtime_context().get_node_id()
-    actors = [
-        ray.remote(Echo)
-        .options(num_cpus=1, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-        .remote()
-        for node in (far.node_id, far.node_id, near)
-    ]
+    there = NodeAffinitySchedulingStrategy(far.node_id, soft=False)
+    actors = [ray.remote(Echo).options(num_cpus=1, scheduling_strategy=there).remote() for _ in range(2)]
     with InputNode() as message:
         graph = actors[0].echo.bind(message).experimental_compile()
     host, token = ray.util.get_node_ip_address(), os.urandom(TOKEN)
-    addresses = ray.get([actors[1].listen.remote(host, False), actors[2].listen.remote(host, True)])
-    ends = [actor.answer.remote(token) for actor in actors[1:]]
-    link, sock = EngineLink(reach(addresses[0], token), 0), reach(addresses[1], token)
-    plans, results = RingBuffer(1), RingBuffer(1)
-    for ring in (plans, results):
-        ring.send(sock)
-    plans.be_writer()
-    results.be_reader(0, [sock.fileno()])
+    address = ray.get(actors[1].listen.remote(host))
+    end = actors[1].answer.remote(token)
+    link = RankLink(reach(address, token), 0)
     sent = os.urandom(size)
 
-    def there_and_back(writer: Any, reader: Any) -> bytes:
-        writer.write(sent, 60)
-        return reader.read(60)
+    def there_and_back() -> bytes | None:
+        link.write(sent, 60)
+        return link.read(60)
 
-    ways = {
-        "compiled graph, another node": lambda: ray.get(graph.execute(sent)),
-        "connection, another node": lambda: there_and_back(link, link),
-        "rings, the same node": lambda: there_and_back(plans, results),
+    ways: dict[str, Callable[[], bytes | None]] = {
+        "compiled graph": lambda: ray.get(graph.execute(sent)),
+        "connection": there_and_back,
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(11):
@@ -146,8 +121,7 @@ def ray_figures(trips: int = 2000, size: int = 2048) -> Figures:
                 assert trip() == sent
                 seconds[name].append(time.perf_counter() - begun)
     link.write(b"", 60)
-    plans.write(b"", 60)
-    ray.get(ends)
+    ray.get(end)
     graph.teardown()
     ray.shutdown()
     cluster.shutdown()

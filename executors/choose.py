@@ -17,9 +17,7 @@ from model_config import ModelConfig
 def choose_backend(config: EngineConfig, alone: bool) -> str:
     """The executor that the options ask for; with `auto` it is Ray's if the ranks do not fit this machine and Ray runs.
 
-    Args:
-        config: the engine's options.
-        alone: whether its workers need no others on this machine.
+    Engines that are not `alone` share the experts with others on this machine.
 
     Raises:
         ValueError: this is Windows, where one worker is the most.
@@ -57,7 +55,7 @@ def new_executor(
 
 
 def room(config: EngineConfig) -> int:
-    """How many ranks fit this machine: one on each GPU, or if there are none, or none is wanted, one on each core."""
+    """How many ranks fit this machine: one on each GPU, or if there are none or none is wanted, one on each core."""
     gpus = None if config.device == "cpu" else visible_gpus()
     return len(gpus) if gpus else os.cpu_count() or 1
 
@@ -65,7 +63,7 @@ def room(config: EngineConfig) -> int:
 def visible_gpus() -> list[str] | None:
     """The GPUs that engines may use, as CUDA_VISIBLE_DEVICES names them, or else by the driver's numbers.
 
-    None means that nobody knows, because the driver's tool is missing. torch would know, but takes seconds to load.
+    None: the driver's tool is missing. (torch would know, but takes seconds to load.)
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

@@ -1,106 +1,157 @@
-"""Frames between an engine and ranks on other hosts, in place of the ring."""
+"""Connections between an engine and its ranks on other hosts, in place of the ring: frames over TCP.
+
+A rank listens, and takes the first connection that begins with a token which only the engine knows.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hmac
 import select
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
-from ring import BACKSTOP, HEARTBEAT, MESSAGE, NAP, READ, WAITS, RingTimeout
+from observe.logs import logger
+from ring import BACKSTOP, NAP, SPIN, RingTimeout
 
 HEAD = struct.Struct("<BI")  # of a frame: its kind, and the bytes that follow
+MESSAGE, HEARTBEAT, WAITS = range(3)  # kinds of frames; the last two are empty
+READ = 1 << 18  # bytes that are read at once
+TOKEN = 32  # bytes
+PATIENCE = 5.0  # seconds to wait for a host, or for what a visitor says
 
 
-def take_frames(buffer: bytearray) -> Iterator[tuple[int, bytes]]:
-    """Take the frames that have come whole from the front of `buffer`, and yield the kind and payload of each."""
-    while len(buffer) >= HEAD.size:
-        kind, length = HEAD.unpack_from(buffer)
-        if len(buffer) < (end := HEAD.size + length):
-            return
-        yield kind, bytes(memoryview(buffer)[HEAD.size : end])
-        del buffer[:end]
+def listen(host: str) -> socket.socket:
+    """A socket that listens on a free port of this host's address."""
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
-class EngineLink:
-    """The engine's end of a connection to a rank, with the methods of a ring's writer and of a ring's reader.
+def reach(address: tuple[str, int], token: bytes) -> socket.socket:
+    """The engine's connection to a rank that listens there."""
+    sock = socket.create_connection(address, PATIENCE)
+    sock.sendall(token)
+    return sock
+
+
+def admit(listener: socket.socket, token: bytes) -> socket.socket:
+    """The rank's end of the engine's connection. Connections that do not begin with the token are refused."""
+    with listener:
+        while True:
+            sock, address = listener.accept()
+            sock.settimeout(PATIENCE)
+            said = b""
+            with contextlib.suppress(OSError):
+                while len(said) < TOKEN and (data := sock.recv(TOKEN - len(said))):
+                    said += data
+            if hmac.compare_digest(said, token):
+                return sock
+            logger.warning(f"a connection from {address} is refused: it has not said the token")
+            sock.close()
+
+
+class RankLink:
+    """One end of a connection, with the methods of a ring's writer and of a ring's reader.
 
     Args:
         sock: the connection.
-        rank: at its other end.
+        rank: of the two ends, the one that is not the engine's.
+
+    Attributes:
+        closed: whether nothing more can come or be sent.
     """
 
     def __init__(self, sock: socket.socket, rank: int):
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock, self.rank, self.buffer, self.closed = sock, rank, bytearray(), False
-        self.messages: deque[bytes] = deque()
+        self.sock, self.rank, self.closed = sock, rank, False
+        self.buffer, self.messages = bytearray(), deque[bytes]()
         self.counts = [0, 0, 0]  # frames of each kind
+        self.lock = threading.Lock()  # of who sends: a loop, or a thread that beats
         self.poll = select.poll()
         self.poll.register(sock, select.POLLIN)
 
-    def fileno(self) -> int:
-        """Of the connection."""
-        return self.sock.fileno()
-
     @property
     def beats(self) -> int:
-        """Heartbeats of the rank's process so far."""
+        """Heartbeats of the other end so far."""
         self._take(0)
         return self.counts[HEARTBEAT]
 
     @property
     def naps(self) -> int:
-        """A number that changes every second or so while the rank waits for a message."""
+        """A number that changes every second or so while the other end waits for a message."""
         self._take(0)
         return self.counts[WAITS]
 
+    def beat(self) -> None:
+        """Count a heartbeat, at the other end."""
+        self._send(HEARTBEAT)
+
     def write(self, message: bytes, timeout: float, look: Callable[[], None] = lambda: None) -> None:
-        """Send a message, and call `look` every NAP while there is no room for it.
+        """Send a message, and call `look` every NAP while there is no room for it; see `RingBuffer.write`.
 
         Raises:
-            RingTimeout: the rank has not taken it within `timeout` seconds.
+            RingTimeout: the other end has not taken it within `timeout` seconds.
         """
-        rest, deadline = memoryview(HEAD.pack(MESSAGE, len(message)) + message), time.monotonic() + timeout
-        while rest and not self.closed:
-            try:
-                rest = rest[self.sock.send(rest) :]
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    self.closed = True  # what follows half a message would be nonsense
-                    raise RingTimeout(self.rank, self.counts[MESSAGE], timeout) from None
-                self._take(0)  # it may be sending, too, and read nothing before that is taken
-                time.sleep(NAP)
-                look()
-            except OSError:
-                self.closed = True
+        self._send(MESSAGE, message, timeout, look)
+
+    def _send(
+        self, kind: int, payload: bytes = b"", timeout: float = float("inf"), look: Callable[[], None] = lambda: None
+    ) -> None:
+        rest = memoryview(HEAD.pack(kind, len(payload)) + payload)
+        deadline = time.monotonic() + timeout
+        with self.lock:
+            while rest and not self.closed:
+                try:
+                    rest = rest[self.sock.send(rest) :]
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        self.closed = True  # what follows half a message would be nonsense
+                        raise RingTimeout(self.rank, self.counts[MESSAGE], timeout) from None
+                    time.sleep(NAP)
+                    look()
+                except OSError:
+                    self.closed = True
 
     def read(self, timeout: float) -> bytes | None:
-        """The next message; None if none has come within `timeout` seconds, or none will come any more."""
+        """The next message; None if none has come within `timeout` seconds, or none will come any more.
+
+        The other end is told every second of waiting.
+        """
         deadline = time.monotonic() + timeout
         while not self.messages and not self.closed:
-            left = deadline - time.monotonic()
-            if not self._take(max(0.0, left)) and left <= 0:
+            left = max(0.0, deadline - time.monotonic())
+            if self._take(min(left, BACKSTOP)):
+                continue
+            if not left:
                 return None
+            if left > BACKSTOP:
+                self._send(WAITS)
         return self.messages.popleft() if self.messages else None
 
     def _take(self, timeout: float) -> bool:
         """Take what has come, within so many seconds; returns whether there was anything."""
-        if self.closed or not self.poll.poll(timeout * 1e3):
+        # `poll` would make a millisecond of less.
+        if self.closed or not self.poll.poll(timeout * 1e3 if timeout > SPIN else 0):
             return False
         try:
             data = self.sock.recv(READ)
         except OSError:
             data = b""
-        self.closed = not data
+        if not data:
+            self.closed = True
         self.buffer += data
-        for kind, payload in take_frames(self.buffer):
+        while len(self.buffer) >= HEAD.size:
+            kind, length = HEAD.unpack_from(self.buffer)
+            if len(self.buffer) < (end := HEAD.size + length):
+                break
             self.counts[kind] += 1
             if kind == MESSAGE:
-                self.messages.append(payload)
+                self.messages.append(bytes(memoryview(self.buffer)[HEAD.size : end]))
+            del self.buffer[:end]
         return True
 
     def close(self) -> None:
@@ -109,45 +160,15 @@ class EngineLink:
         self.sock.close()
 
 
-class RankLink:
-    """A rank's end of its connection to the engine, with the methods of a ring's writer and of a ring's reader."""
+class RankLinks:
+    """The engine's links to all ranks, with the methods of a ring's writer."""
 
-    def __init__(self, sock: socket.socket):
-        sock.settimeout(None)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock, self.buffer, self.lock = sock, bytearray(), threading.Lock()
-        self.messages: deque[bytes] = deque()
-        self.poll = select.poll()
-        self.poll.register(sock, select.POLLIN)
+    def __init__(self, links: Sequence[RankLink]):
+        self.links = links
 
-    def _send(self, kind: int, payload: bytes = b"") -> None:
-        with self.lock:  # of the loop, and of the thread that beats
-            self.sock.sendall(HEAD.pack(kind, len(payload)) + payload)
+    def write(self, message: bytes, timeout: float, look: Callable[[], None] = lambda: None) -> None:
+        for link in self.links:
+            link.write(message, timeout, look)
 
-    def write(self, message: bytes, timeout: float) -> None:
-        """Send a message. It waits for the engine to take it, however long that is."""
-        self._send(MESSAGE, message)
-
-    def beat(self) -> None:
-        """Count a heartbeat, at the other end."""
-        self._send(HEARTBEAT)
-
-    def read(self, timeout: float) -> bytes | None:
-        """The next message; None if none has come within `timeout` seconds. The engine is told every second of waiting.
-
-        Raises:
-            ConnectionError: the engine has hung up.
-        """
-        deadline = time.monotonic() + timeout
-        while not self.messages:
-            if (left := deadline - time.monotonic()) < 0:
-                return None
-            if not self.poll.poll(min(left, BACKSTOP) * 1e3):
-                if left > BACKSTOP:
-                    self._send(WAITS)
-                continue
-            if not (data := self.sock.recv(READ)):
-                raise ConnectionError("the engine has hung up")
-            self.buffer += data
-            self.messages += [payload for _, payload in take_frames(self.buffer)]
-        return self.messages.popleft()
+    def nap(self, rank: int) -> int:
+        return self.links[rank].naps

@@ -1,29 +1,26 @@
 """Ranks as Ray actors, on any node of a cluster: `RayExecutor` places, reaches and replaces them.
 
-    Plans           the way of plans: one ring to the ranks on the engine's node, a connection to each of the others
     room_for        what is asked of Ray: room for the ranks, on as few nodes as possible
     RayWorker       the actor: it holds a `Worker` and runs the same loop as a worker process of `MpExecutor`
 
-Ray starts the processes and says where they run. Plans and results do not go through Ray, because to another node its
-compiled graphs take some twenty times as long as a plain connection. An actor takes one connection, the engine's. It
-begins with a token that Ray carries to the actors, and to nobody else.
+Ray starts the processes and says where they run. Plans and results do not go through Ray, because its compiled graphs
+take some twenty times as long as a plain connection. An actor takes one connection, the engine's. It begins with a
+token that Ray carries to the actors, and to nobody else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hmac
 import importlib.util
 import logging
 import os
 import select
 import socket
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,101 +29,16 @@ import psutil
 from config import VERSION, EngineConfig
 from device.serve import work
 from executor import MpExecutor, WorkerError, is_stopped, name_process
-from executors.links import EngineLink, RankLink
+from executors.links import PATIENCE, TOKEN, RankLink, RankLinks, admit, listen, reach
 from model_config import ModelConfig
 from models.hub import find_model
 from observe.logs import logger, set_up
 from plan import Kwargs, Method, StepPlan
-from ring import BEAT, RingBuffer, RingTimeout
+from ring import BEAT
 
-TOKEN = 32  # bytes
-PATIENCE = (
-    5.0  # seconds to wait for a node, or for what a visitor says, and before it is logged that ranks have no room
-)
+WARN_AFTER = 5.0  # seconds of waiting for room, after which it is logged
 TOLD = 1.0  # seconds to wait for what Ray says of a death
 INHERITED = ("GLOO_", "HF_", "NCCL_", "TRITON_")  # variables of a process's environment that its actors get
-
-
-class Plans:
-    """The engine's way to all ranks, with the methods of a ring's writer.
-
-    Args:
-        ring: to the ranks on the engine's node; None: there are none.
-        near: these ranks, in the order of the ring's readers.
-        links: to the others, by rank.
-    """
-
-    def __init__(self, ring: RingBuffer | None, near: list[int], links: Mapping[int, EngineLink]):
-        self.ring, self.near, self.links = ring, near, links
-
-    def write(self, message: bytes, timeout: float, look: Callable[[], None] = lambda: None) -> None:
-        """Send a message to all ranks.
-
-        Raises:
-            RingTimeout: a rank has not made room for it within `timeout` seconds.
-        """
-        for link in self.links.values():  # first, because that takes longer to arrive
-            link.write(message, timeout, look)
-        if self.ring:
-            try:
-                self.ring.write(message, timeout, look)
-            except RingTimeout as error:
-                error.reader = self.near[error.reader]
-                raise
-
-    def nap(self, rank: int) -> int:
-        """A number that changes every second or so while this rank waits for a message."""
-        if link := self.links.get(rank):
-            return link.naps
-        assert self.ring
-        return self.ring.nap(self.near.index(rank))
-
-
-def listen(host: str, near: bool) -> socket.socket:
-    """Where an actor waits for its engine: on this machine a socket without a file, which only Linux has, or a port.
-
-    Args:
-        host: the address of the actor's node.
-        near: whether the engine is on the same node.
-    """
-    if not near:
-        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"\0manta-{os.urandom(16).hex()}")
-    listener.listen()
-    return listener
-
-
-def reach(address: Any, token: bytes) -> socket.socket:
-    """The engine's connection to an actor that listens at this address, which `getsockname` has told."""
-    if isinstance(address, bytes):
-        sock = socket.socket(socket.AF_UNIX)
-        try:
-            sock.connect(address)
-        except OSError:
-            sock.close()
-            raise
-    else:
-        sock = socket.create_connection(address[:2], PATIENCE)
-    sock.sendall(token)
-    return sock
-
-
-def admit(listener: socket.socket, token: bytes) -> socket.socket:
-    """The engine's connection, at the actor's end: the first one that begins with the token. Others are refused."""
-    with listener:
-        while True:
-            sock, address = listener.accept()
-            sock.settimeout(PATIENCE)
-            said = b""
-            with contextlib.suppress(OSError):
-                while len(said) < TOKEN and (data := sock.recv(TOKEN - len(said))):
-                    said += data
-            if hmac.compare_digest(said, token):
-                sock.settimeout(None)
-                return sock
-            logger.warning(f"a connection from {address or 'this machine'} is refused: it has not said the token")
-            sock.close()
 
 
 # --- where ranks go ---------------------------------------------------------------------------------------------------
@@ -143,12 +55,11 @@ class Place(NamedTuple):
 def room_for(ranks: int, stages: int, need: int, rooms: list[int]) -> tuple[list[int], str]:
     """What to ask of Ray: how much each bundle holds, and the strategy by which Ray places them.
 
-    A stage's ranks exchange most, so a bundle holds all of them, on one node, and the stages spread over nodes. Where
-    the nodes are too small for that, each rank has a bundle of its own, and Ray packs them on as few nodes as possible.
+    A stage's ranks exchange most, so a bundle holds all of them, on one node, and the stages spread over nodes. If the
+    nodes are too small for that, each rank has a bundle of its own, and Ray packs them on as few nodes as possible.
 
     Args:
-        ranks: of a stage.
-        stages: how many there are.
+        ranks: of a stage, of which there are `stages`.
         need: devices of a rank.
         rooms: devices of each node, free or not.
 
@@ -163,13 +74,13 @@ def room_for(ranks: int, stages: int, need: int, rooms: list[int]) -> tuple[list
 
 
 def in_order(nodes: dict[int, str], hosts: dict[str, str], here: str) -> list[Place]:
-    """The places of bundles, in the order of ranks (vLLM's): those on the engine's node, and then by node, those with
-    fewer bundles first, and of these by address.
+    """The places of bundles in the order of ranks, which is vLLM's.
+
+    First come those on the engine's node, `here`. The others are sorted by their node's number of bundles and address.
 
     Args:
         nodes: of each bundle.
         hosts: the address of each node.
-        here: the engine's node.
     """
     counts = Counter(nodes.values())
     places = [Place(bundle, node, hosts[node]) for bundle, node in nodes.items()]
@@ -179,11 +90,8 @@ def in_order(nodes: dict[int, str], hosts: dict[str, str], here: str) -> list[Pl
 def variables(places: list[Place], devices: list[list[str]]) -> list[dict[str, str]]:
     """What each rank's environment says of the ranks on its node, and which of their GPUs is its own.
 
-    Ray shows a rank its own GPU alone, but NCCL wants to see those of its neighbours as well. So each rank sees all
-    that Ray has given to the ranks of its node.
-
-    Args:
-        devices: the GPUs that Ray has given to each rank; none on a CPU.
+    Ray shows a rank only its own GPU, but NCCL wants to see those of its neighbours, too. So each rank sees all
+    `devices`, the GPUs that Ray has given to each rank, of its node; on a CPU there are none.
     """
     found = []
     for rank, (place, own) in enumerate(zip(places, devices, strict=True)):
@@ -209,11 +117,8 @@ def interface(host: str) -> str | None:
 def join_cluster(option: str = "distributed_executor_backend") -> None:
     """Connect this process to the Ray cluster that this machine is a node of, unless it is connected.
 
-    Args:
-        option: what says that there is one.
-
     Raises:
-        ValueError: there is none, or Ray is not installed.
+        ValueError: there is none, or Ray is not installed; it names the `option` that asks for one.
     """
     if not importlib.util.find_spec("ray"):
         raise ValueError(f"{option} is 'ray', but Ray is not installed: pip install -r requirements-ray.txt")
@@ -252,31 +157,46 @@ def devices_of(config: EngineConfig) -> tuple[str, int]:
     return ("GPU", 1) if gpus else ("CPU", config.threads or 1)
 
 
+def room_of_nodes(kind: str) -> dict[str, int]:
+    """How many devices of a kind each node that lives has, free or not."""
+    import ray
+
+    return {node["NodeID"]: int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]}
+
+
+def for_actors(config: EngineConfig, kind: str) -> EngineConfig:
+    """The options that actors get, which work in another folder."""
+    model = config.model if config.snapshot else os.path.abspath(config.model)
+    return dataclasses.replace(config, model=model, device="cuda" if kind == "GPU" else "cpu")
+
+
+def new_actor(of: type, kind: str, amount: int, strategy: Any) -> Any:
+    """An actor of this class, with so many devices, where the scheduling strategy says."""
+    import ray
+
+    cpus, gpus = (amount, 0) if kind == "CPU" else (0, amount)
+    return ray.remote(of).options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=strategy).remote()
+
+
 def inherited() -> dict[str, str]:
     """The variables of this process's environment that actors get."""
     return {name: value for name, value in os.environ.items() if name.startswith(INHERITED)}
 
 
 class RayProcess:
-    """A rank's actor, with the methods of `multiprocessing.Process` that the executor needs.
-
-    Args:
-        actor: Ray's handle.
-        place: where it is.
-    """
+    """A rank's actor, with the methods of `multiprocessing.Process` that the executor needs."""
 
     def __init__(self, actor: Any, place: Place):
         self.actor, self.place = actor, place
         self.pid = 0  # on its node
         self.loop: Any = None  # Ray's reference to the end of `RayWorker.run`
-        self.link: EngineLink | None = None  # of a rank on another node
-        self.line = select.poll()  # of one on this node: its connection, on which nothing comes but its end
+        self.link: RankLink | None = None
 
     def is_alive(self) -> bool:
         """Whether it runs, as far as its connection and Ray tell."""
         import ray
 
-        if self.line.poll(0) or (self.link and self.link.closed):
+        if self.link and self.link.closed:
             return False
         return not (self.loop and ray.wait([self.loop], timeout=0)[0])
 
@@ -297,10 +217,6 @@ class RayProcess:
 
 class RayExecutor(MpExecutor):
     """A Ray actor for each rank, on any node of the cluster that this machine belongs to.
-
-    Args:
-        config: the engine's options.
-        model_config: the model's shape.
 
     Raises:
         ValueError: see `join_cluster` and `start_worker`; or the cluster has too little room.
@@ -324,23 +240,20 @@ class RayExecutor(MpExecutor):
         """Hand a plan over.
 
         Raises:
-            WorkerError: as for `MpExecutor`; or Ray has given up an actor. One whose raylet alone has ended would work
+            WorkerError: see `MpExecutor.submit`; or Ray has given up an actor. If only its raylet has ended, it works
                 on, but its devices may be given to others.
         """
         if time.monotonic() > self.next_count:
             self.next_count = time.monotonic() + BEAT
-            self._look_for_ends()
+            for rank, process in enumerate(self.processes):
+                if not process.is_alive():
+                    raise self._died(rank)
         super().submit(plan)
 
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """What a method of `Worker` returns on each rank; see `LLM.collective_rpc`.
-
-        Raises:
-            ValueError: it failed; or it is a function, which would be pickled.
-            TimeoutError, WorkerError: see `MpExecutor.collective_rpc`.
-        """
+        """See `MpExecutor`; a ValueError for a function, which would be pickled."""
         if not isinstance(method, str):
             raise ValueError(
                 f"method is {method!r}; with Ray it must be a name, because nothing pickled goes to a host"
@@ -348,7 +261,6 @@ class RayExecutor(MpExecutor):
         return super().collective_rpc(method, timeout, args, kwargs)
 
     def note(self) -> str:
-        """What the start log adds about the workers."""
         ranks, nodes = len(self.processes), len({process.place.node for process in self.processes})
         return (
             f", {ranks} Ray {'actors' if ranks > 1 else 'actor'} on {nodes} {'nodes' if nodes > 1 else 'node'}, "
@@ -357,20 +269,20 @@ class RayExecutor(MpExecutor):
 
     def _launch(self, config: EngineConfig, size: int, until_ready: contextlib.ExitStack) -> None:
         import ray
+        from ray.util import placement_group_table
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         deadline = time.monotonic() + config.startup_timeout
-        config = dataclasses.replace(config, device="cuda" if self.kind == "GPU" else "cpu")
-        if not config.snapshot:  # actors work in another folder
-            config = dataclasses.replace(config, model=os.path.abspath(config.model))
+        config = for_actors(config, self.kind)
         self.told, self.asked = False, time.monotonic()
         group = self._reserve(config, deadline)
-        places = self._places(group, size)
-        near = [rank for rank, place in enumerate(places) if place.node == self.here and sys.platform == "linux"]
+        hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        bundles = in_order(placement_group_table(group)["bundles_to_node_id"], hosts, self.here)
+        places = [place for place in bundles for _ in range(size // len(bundles))]
         for place in places:
-            self.processes.append(RayProcess(self._actor(group, place.bundle), place))
-        looks = [
-            process.actor.look.remote(process.place.host, rank in near) for rank, process in enumerate(self.processes)
-        ]
+            inside = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place.bundle)
+            self.processes.append(RayProcess(new_actor(RayWorker, self.kind, self.need, inside), place))
+        looks = [process.actor.look.remote(process.place.host) for process in self.processes]
         try:
             found = ray.get(looks, timeout=max(1.0, deadline - time.monotonic()))
         except ray.exceptions.RayError as error:
@@ -378,30 +290,30 @@ class RayExecutor(MpExecutor):
         environments = variables(places, [looked.gpus for looked in found])
         first, port = places[0].host, found[0].port
         meeting = f"tcp://[{first}]:{port}" if ":" in first else f"tcp://{first}:{port}"
-        token, socks = os.urandom(TOKEN), []
+        token, self.results = os.urandom(TOKEN), []
         for rank, (process, looked) in enumerate(zip(self.processes, found, strict=True)):
             process.pid = looked.pid
-            entry = token, near.index(rank) if rank in near else None
             environment = inherited() | environments[rank]
             process.loop = process.actor.run.remote(
-                VERSION, config, self.model_config, rank, meeting, entry, environment
+                VERSION, config, self.model_config, rank, meeting, token, environment
             )
             try:
-                socks.append(reach(looked.address, token))
-                self.held.append(socks[-1])
+                process.link = RankLink(reach(looked.address, token), rank)
             except OSError as error:
                 raise WorkerError(f"rank {rank} at {looked.address} cannot be reached: {error}") from None
-        self._connect(near, socks)
+            self.results.append(process.link)
+            self.held.append(process.link)
+        self.plans = RankLinks(self.results)
         self.placed = True
 
     def _reserve(self, config: EngineConfig, deadline: float) -> Any:
-        """Room for the ranks, as Ray's placement group, which is given back when they end.
+        """Room for the ranks: Ray's placement group, whose first bundle is on the engine's node if it fits there.
 
-        Its first bundle is on the engine's node, if that is large enough.
+        It is given back when they end.
 
         Raises:
             ValueError: see `_room`; or the cluster has not enough free until the deadline.
-            RuntimeError: this process is in the cluster no more; one that begins anew may be.
+            RuntimeError: this process is no longer in the cluster; a new one may be.
         """
         from ray.util import placement_group
 
@@ -425,8 +337,7 @@ class RayExecutor(MpExecutor):
         return group
 
     def _room(self, config: EngineConfig, deadline: float) -> tuple[list[int], str]:
-        """See `room_for`. Once the ranks had room, wait for a cluster that has become too small, because another node
-        may come."""
+        """See `room_for`. If there was room once, wait, because another node may come."""
         while True:
             rooms = [*self._rooms().values()]
             try:
@@ -438,70 +349,20 @@ class RayExecutor(MpExecutor):
             self._wait(said)
 
     def _rooms(self) -> dict[str, int]:
-        """How many devices each node has, free or not.
-
-        Raises:
-            RuntimeError: this machine's own node has ended.
-        """
-        import ray
-
-        rooms = {node["NodeID"]: int(node["Resources"].get(self.kind, 0)) for node in ray.nodes() if node["Alive"]}
+        """See `room_of_nodes`; a RuntimeError if this machine's own node has ended."""
+        rooms = room_of_nodes(self.kind)
         if self.here not in rooms:
             raise RuntimeError("this machine's node of the Ray cluster has ended")
         return rooms
 
     def _wait(self, why: str) -> None:
         """Wait a moment, and say why if this takes longer."""
-        if not self.told and time.monotonic() > self.asked + PATIENCE:
+        if not self.told and time.monotonic() > self.asked + WARN_AFTER:
             self.told = True
             logger.warning(why)
             if self.placed:
                 self.on_trouble(why)
         time.sleep(BEAT)
-
-    def _places(self, group: Any, size: int) -> list[Place]:
-        import ray
-        from ray.util import placement_group_table
-
-        nodes = placement_group_table(group)["bundles_to_node_id"]
-        hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        places = in_order(nodes, hosts, self.here)
-        return [place for place in places for _ in range(size // len(places))]
-
-    def _actor(self, group: Any, bundle: int) -> Any:
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        cpus, gpus = (self.need, 0) if self.kind == "CPU" else (0, self.need)
-        inside = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        return ray.remote(RayWorker).options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=inside).remote()
-
-    def _connect(self, near: list[int], socks: list[socket.socket]) -> None:
-        """Make the ways to and from the ranks, those on this node by rings, and the others by their connections."""
-        ring = RingBuffer(len(near)) if near else None
-        links, self.results = {}, []
-        for rank, (process, sock) in enumerate(zip(self.processes, socks, strict=True)):
-            if ring and rank in near:
-                sock.setblocking(True)
-                results = RingBuffer(1)
-                ring.send(sock)
-                results.send(sock)
-                results.be_reader(0, [sock.fileno()])
-                process.line.register(sock, select.POLLIN)
-                self.results.append(results)
-                self.held.append(results)
-            else:
-                links[rank] = process.link = link = EngineLink(sock, rank)
-                self.results.append(link)
-        if ring:
-            ring.be_writer()
-            self.held.append(ring)
-        self.plans = Plans(ring, near, links)
-
-    def _look_for_ends(self) -> None:
-        for rank, process in enumerate(self.processes):
-            if not process.is_alive():
-                raise self._died(rank)
 
     def _died(self, rank: int) -> Exception:
         import ray
@@ -523,11 +384,7 @@ class RayExecutor(MpExecutor):
 
 
 def is_ready(group: Any) -> bool:
-    """Whether a placement group gets its room within a second.
-
-    Raises:
-        RuntimeError: Ray has dropped it, because it takes this process for dead.
-    """
+    """Whether a placement group gets its room within a second; a RuntimeError if Ray takes this process for dead."""
     try:
         return group.wait(1)
     except Exception as error:  # Ray raises no other
@@ -543,7 +400,7 @@ def give_back(group: Any) -> None:
 
 
 def in_short(error: Exception) -> str:
-    """The sentence that matters of an error of Ray's, which may be a page long: it ends with what an actor raised."""
+    """The sentence that matters in an error of Ray's, which may be a page long and ends with what an actor raised."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1] if "creation task" in lines[0] else lines[0].partition(". ")[0].rstrip(".")
 
@@ -557,21 +414,21 @@ class Looked(NamedTuple):
     pid: int
     gpus: list[str]  # that Ray has given it
     port: int  # that is free at its node's address
-    address: Any  # where it listens
+    address: tuple[str, int]  # where it listens
 
 
 class RayWorker:
     """A rank's actor."""
 
-    def look(self, host: str, near: bool) -> Looked:
-        """What the engine has to know of this process, which waits for it from now on; see `listen`."""
+    def look(self, host: str) -> Looked:
+        """What the engine has to know of this process, which listens at its node's address `host` from now on."""
         import ray
 
-        self.host, self.listener = host, listen(host, near)
-        with listen(host, near=False) as free:
+        self.host, self.listener = host, listen(host)
+        with listen(host) as free:
             port = free.getsockname()[1]
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return Looked(os.getpid(), gpus, port, self.listener.getsockname())
+        return Looked(os.getpid(), gpus, port, self.listener.getsockname()[:2])
 
     def run(
         self,
@@ -580,57 +437,40 @@ class RayWorker:
         model_config: ModelConfig,
         rank: int,
         rendezvous: str,
-        entry: tuple[bytes, int | None],
+        token: bytes,
         environment: dict[str, str],
     ) -> None:
-        """Take the engine's connection, and be a worker until it hangs up.
-
-        Args:
-            version: of the engine.
-            config: its options.
-            model_config: the model's shape.
-            rank: which this is.
-            rendezvous: where the ranks meet; see `Group.connect`.
-            entry: the token, and this rank's number in the ring of plans; None: its plans come by the connection.
-            environment: variables to set.
+        """Take the engine's connection, which begins with this token, and be a worker until it hangs up.
 
         Raises:
-            ValueError: this node has another version of Manta, or has no such model.
+            ValueError: see `settle` and `find_model_here`.
         """
-        check_version(version, self.host)
-        os.environ.update(environment)
+        settle(version, config, self.host, environment, f"worker {rank}")
         if name := interface(self.host):  # the name that a host has for itself may lead elsewhere
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-        name_process(f"worker {rank}")
-        set_up(config.log_level, config.log_format)
-        token, number = entry
-        sock = admit(self.listener, token)
-        threading.Thread(target=leave_with_engine, args=(sock,), daemon=True).start()
-        config = find_model_here(config, self.host)
-        if number is None:
-            link = RankLink(sock)
-            work(config, model_config, rank, rendezvous, link, link)
-        else:
-            plans, results = RingBuffer.receive(sock), RingBuffer.receive(sock)
-            plans.be_reader(number)
-            results.be_writer()
-            work(config, model_config, rank, rendezvous, plans, results)
+        link = RankLink(admit(self.listener, token), rank)
+        threading.Thread(target=leave_with_engine, args=(link.sock,), daemon=True).start()
+        work(find_model_here(config, self.host), model_config, rank, rendezvous, link, link)
 
 
-def check_version(version: str, host: str) -> None:
-    """Raise a ValueError where the node `host`, which is this one, has another version than who has sent it work."""
+def settle(version: str, config: EngineConfig, host: str, environment: dict[str, str], name: str) -> None:
+    """Prepare an actor's process on the node `host`; a ValueError if its version is not that of the engine."""
     if version != VERSION:
         raise ValueError(f"the node {host} has version {VERSION} of Manta; the engine has {version}")
+    os.environ.update(environment)
+    name_process(name)
+    set_up(config.log_level, config.log_format)
 
 
 def find_model_here(config: EngineConfig, host: str) -> EngineConfig:
-    """The options with the model's folder on the node `host`, which is this one; a ValueError if it cannot be had."""
+    """The options with the model's folder on this node, `host`; a ValueError if it cannot be had."""
     if os.path.isdir(config.folder):
         return config
     if not config.snapshot:
-        where = f"the node {host}; a model's folder must be at the same path on all nodes"
-        raise ValueError(f"{config.model} is not on {where}")
+        raise ValueError(
+            f"{config.model} is not on the node {host}; a model's folder must be at the same path on all nodes"
+        )
     commit = os.path.basename(config.snapshot)  # this node has downloads of its own
     return find_model(dataclasses.replace(config, snapshot="", revision=commit))
 

@@ -43,10 +43,6 @@ class ExternalExecutor(UniExecutor):
     No rank can be replaced here: when torchrun sees one end, it ends all of them, and may start all of them again.
     `srun --kill-on-bad-exit=1` ends them, too.
 
-    Args:
-        config: the engine's options, as `lead_or_follow` returns them.
-        model_config: the model's shape.
-
     Raises:
         ValueError: see `start_worker`.
         ConnectionError: a rank is gone, or has made no progress for `step_timeout` seconds. From then on all methods
@@ -66,7 +62,7 @@ class ExternalExecutor(UniExecutor):
         self.finalize = weakref.finalize(self, let_go, self.channel, self.worker.catch_up)
 
     def submit(self, plan: StepPlan) -> None:
-        """Hand a plan over. Of several stages this one, the first, runs it now, and then it is the next one's turn."""
+        """Hand a plan over. If there are several stages, this one, the first, runs it now."""
         super().submit(plan)
         if self.stages > 1:
             with self.channel.turn():
@@ -87,11 +83,7 @@ class ExternalExecutor(UniExecutor):
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """What a method of `Worker` returns on each rank.
-
-        Raises:
-            ValueError: it failed; or it is a function, or there is a timeout, after which ranks would be out of step.
-        """
+        """See `UniExecutor`; a ValueError for a function, or a timeout, after which ranks would be out of step."""
         if not isinstance(method, str) or timeout is not None:
             raise ValueError(
                 f"method is {method!r} and timeout {timeout}; with distributed_executor_backend 'external_launcher' "
@@ -111,16 +103,14 @@ class ExternalExecutor(UniExecutor):
         self.collective_rpc("block_bytes")
 
     def note(self) -> str:
-        """What the start log adds about the workers."""
         return f", {self.size} {'ranks' if self.size > 1 else 'rank'} of an external launcher"
 
     def close(self) -> None:
-        """Let the other ranks go."""
         self.finalize()
 
 
 def let_go(channel: Any, catch_up: Callable[[], None]) -> None:
-    """Tell the other ranks to end, once nothing is on its way; and log the error if one has ended already."""
+    """Tell the other ranks to end once nothing is on its way; log the error if one has ended already."""
     try:
         if channel.in_step:
             catch_up()
@@ -135,13 +125,13 @@ def let_go(channel: Any, catch_up: Callable[[], None]) -> None:
 def launched_as(environ: Mapping[str, str]) -> dict[str, str]:
     """The values of torchrun's variables. Those that are not set follow from what Slurm has told a task of `srun`.
 
-    Rank 0 runs on the first node of a step, so that is where all of them meet. Where Slurm's task sees one GPU, that is
-    its own (`--gpus-per-task`), so it takes its first one.
+    Rank 0 runs on the first node of a step, where all of them meet. If Slurm's task sees one GPU, that is its own
+    (`--gpus-per-task`).
 
     Raises:
         ValueError: names the variables that are missing or wrong, and what is allowed.
     """
-    is_task = "SLURM_STEP_ID" in environ  # a batch script itself is none, though Slurm gives it a SLURM_PROCID, too
+    is_task = "SLURM_STEP_ID" in environ  # a batch script is no task, though Slurm gives it a SLURM_PROCID, too
     sources = {name: slurm if is_task and name not in environ else name for name, slurm in VARIABLES.items()}
     if missing := [name for name, source in sources.items() if source not in environ]:
         raise ValueError(
@@ -168,7 +158,7 @@ def launched_as(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def whole(environ: Mapping[str, str], name: str, low: int = 0, high: int = MOST) -> int:
-    """The whole number that a variable holds; a ValueError where it is none from `low` to `high`."""
+    """The whole number that a variable holds; a ValueError if it is none from `low` to `high`."""
     text = environ.get(name, "")
     if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or not low <= int(text) <= high:
         raise ValueError(f"{name} is {text!r:.80} in the environment; it must be a whole number from {low} to {high}")
@@ -176,11 +166,7 @@ def whole(environ: Mapping[str, str], name: str, low: int = 0, high: int = MOST)
 
 
 def tasks_here(environ: Mapping[str, str], size: int) -> int:
-    """How many of a step's `size` tasks Slurm has started on this node, by its list for all nodes, like `2(x3),1`.
-
-    Raises:
-        ValueError: it is no such list, or of another number of tasks, or this node is not in it.
-    """
+    """How many of a step's `size` tasks Slurm has started on this node, by its list for all nodes, like `2(x3),1`."""
     name, entry = VARIABLES["LOCAL_WORLD_SIZE"], r"(\d{1,6})(?:\(x(\d{1,6})\))?"
     if not re.fullmatch(f"{entry}(?:,{entry})*", listed := environ[name], re.ASCII):
         raise ValueError(f"{name} is {listed!r:.80} in the environment; it must be counts of tasks, like '2(x3),1'")
@@ -194,11 +180,7 @@ def tasks_here(environ: Mapping[str, str], size: int) -> int:
 
 
 def first_node(listed: str) -> str:
-    """The first one of Slurm's list of nodes: `node01` of `node[01-03,7],other`.
-
-    Raises:
-        ValueError: it is no such list.
-    """
+    """The first one of Slurm's list of nodes: `node01` of `node[01-03,7],other`."""
     numbers = r"\[(\d+)[-,\d]*\]"
     if not (first := re.match(rf"(?:[^\[\],\s]|{numbers})+(?=,|$)", listed, re.ASCII)):
         name = VARIABLES["MASTER_ADDR"]
@@ -209,12 +191,12 @@ def first_node(listed: str) -> str:
 
 
 def port_of_step(environ: Mapping[str, str]) -> int:
-    """A port that all ranks of a step of Slurm choose; two steps on one node hardly ever choose the same."""
+    """A port that all ranks of a step of Slurm choose, and hardly ever another step on the node."""
     return FIRST_PORT + (101 * whole(environ, "SLURM_JOB_ID") + whole(environ, "SLURM_STEP_ID")) % NUM_PORTS
 
 
 def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
-    """In rank 0's process, return the options with the number of ranks. Any other rank follows it here, and then ends.
+    """In rank 0's process, return the options with the number of ranks. Any other rank follows it, and then ends.
 
     Raises:
         ValueError: nothing has started this process as a rank, or there are more or fewer ranks than the options say.
@@ -238,8 +220,8 @@ def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoRetu
 
     Raises:
         ValueError: see `start_worker`.
-        SystemExit: with 0, once rank 0 has let go. If rank 0 is gone, the process logs that and ends with 1, which
-            torchrun and `srun` take for a failure.
+        SystemExit: with 0, once rank 0 has let go. If rank 0 is gone, the process ends with 1, which torchrun and
+            `srun` take for a failure.
     """
     name_process(f"worker {rank}")
     try:

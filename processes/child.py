@@ -1,12 +1,12 @@
 """The server's processes: how they start, die, drain and end. The API processes are in `api/gunicorn_loop.py`.
 
-    Child             the parent's handle on an engine or the coordinator, which it replaces when it has died or stopped
-    ParentPipe        such a process's own end of the pipe to its parent
-    FrameServer       its end of its clients' connections; the others are in `processes/client.py`
+    Child             the parent's handle on such a process, which it replaces when it has died or stopped
+    ParentPipe        the process's own end of the pipe to its parent
+    FrameServer       its end of its clients' connections; the others are in `processes/connection.py`
     Board             what the API processes and their parent all see
 
 The parent never speaks HTTP and never imports torch. A child reads its options from standard input, and that pipe stays
-open for as long as the parent lives: when it closes, because the parent ended or was killed, the child ends too. A
+open as long as the parent lives: when it closes, because the parent ended or was killed, the child ends, too. A
 `multiprocessing.Process` would not do, because gunicorn forks the API processes, and each of them would try to join it
 when it exits.
 """
@@ -14,6 +14,7 @@ when it exits.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import mmap
@@ -58,12 +59,12 @@ class Child:
         script: path of the file that it runs.
         options: what `ParentPipe` reads there.
         startup_timeout: seconds that it may take to be ready.
-        beside: further sockets that it gets: the address of a process that it speaks to, or others' listeners.
-        environment: variables that the process has beside the server's.
+        beside: further sockets that it gets.
+        environment: variables that it has beside the server's.
         ends: an address and its listener that are there already, and stay when the process is stopped.
 
     Attributes:
-        address: of the process and its successors; see `processes/client.py`.
+        address: of the process and its successors; see `processes/connection.py`.
         patience: seconds without a heartbeat after which it is killed.
         idle: heartbeats in a row, up to the latest, that say that nobody needs the process.
     """
@@ -96,11 +97,7 @@ class Child:
         """Called with what the process has told of itself later on; see `ParentPipe.tell`."""
 
     def on_end(self) -> None:
-        """Called once the process has ended and everything it told has been read.
-
-        Raises:
-            ChildProcessError: it cannot be replaced.
-        """
+        """Called once the process has ended and all that it told is read; a ChildProcessError: it is irreplaceable."""
 
     def _launch(self) -> None:
         self.begun, self.starting = time.monotonic(), True
@@ -110,20 +107,22 @@ class Child:
             self.script, environment=self.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=fds,
             start_new_session=True, bufsize=0,
         )  # fmt: skip
+        assert self.process.stdin and self.process.stdout
+        self.to_child, self.from_child = self.process.stdin, self.process.stdout
         self.said = b""  # of a line that has no end yet
-        assert self.process.stdin
-        with contextlib.suppress(BrokenPipeError):  # it is dead already, and its facts will be missing
-            self.process.stdin.write(json.dumps({"fds": fds} | self.options).encode() + b"\n")
+        self._write({"fds": fds} | self.options)
+
+    def _write(self, options: dict[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it is dead, and its successor is told
+            self.to_child.write(json.dumps(options).encode() + b"\n")
 
     def _said(self, timeout: float = 0) -> bool:
         """Whether the process has said something, or ended, within so many seconds."""
-        assert self.process.stdout
-        return bool(select.select([self.process.stdout], [], [], timeout)[0])
+        return bool(select.select([self.from_child], [], [], timeout)[0])
 
     def _ready(self) -> bool:
         """Read the process's facts, which are the first thing that it says; False if it has ended without them."""
-        assert self.process.stdout
-        line = self.process.stdout.readline()
+        line = self.from_child.readline()
         self.starting = False
         if line:
             self.facts = json.loads(line)
@@ -133,9 +132,7 @@ class Child:
     def tell(self, options: dict[str, Any]) -> None:
         """Change options of the process, and of its successors."""
         self.options |= options
-        assert self.process.stdin
-        with contextlib.suppress(BrokenPipeError):  # it is dead, and the successor has them
-            self.process.stdin.write(json.dumps(options).encode() + b"\n")
+        self._write(options)
 
     def wait(self) -> None:
         """Wait until it is ready.
@@ -150,14 +147,14 @@ class Child:
             raise SystemExit(code if code > 0 else 2)
 
     def progress(self, timeout: float = 0) -> bool | None:
-        """Whether the process that starts has become ready, or else failed; None: neither within so many seconds."""
+        """Whether the process has become ready or failed to start; None: neither in so many seconds."""
         if self._said(timeout):
             return self._ready()
         self.look()
         return None
 
     def check(self) -> None:
-        """Replace the process if it has died or stands still. This never waits, so call it every second or so.
+        """Replace the process if it has died or stands still. Call it every second or so; it never waits.
 
         Raises:
             ChildProcessError: no successor of it starts any more.
@@ -201,8 +198,7 @@ class Child:
 
     def listen(self) -> None:
         """Take the heartbeats that have come, and what the process has told."""
-        assert self.process.stdout
-        while self._said() and (said := os.read(self.process.stdout.fileno(), 4096)):
+        while self._said() and (said := os.read(self.from_child.fileno(), 4096)):
             self.beats += len(said)
             self.idle = self.idle + len(said) if set(said) == set(IDLE) else 0
             *lines, rest = (self.said + said).split(b"\n")
@@ -215,18 +211,17 @@ class Child:
         self.process.kill()
 
     def _close_pipes(self) -> None:
-        assert self.process.stdin and self.process.stdout
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        self.process.stdout.close()
+            self.to_child.close()
+        self.from_child.close()
 
     def disown(self) -> None:
-        """In a forked API process: close its copy of the pipe, so that the process ends with the parent alone."""
+        """In a forked API process: close its copy of the pipe, so that only the parent keeps the process alive."""
         self._close_pipes()
         self.process.returncode = 0  # not our child: there is nothing to wait for
 
     def reap(self) -> None:
-        """Take note of how the process has ended, if it has, before somebody else waits for all children."""
+        """If the process has ended, note how, before somebody else waits for all children."""
         self.process.poll()
 
     def stop(self) -> None:
@@ -243,10 +238,10 @@ class Child:
             self.process.wait()
 
 
-def watch_over(check: Callable[[], None], ended: threading.Event) -> None:
-    """Call a `check` of processes as the server's main loop does, in a thread of a script, until the end."""
+def watch_over(check: Callable[[], None], ended: threading.Event, seconds: float = LOOK) -> None:
+    """Call `check` now and then, in a thread of its own, until the end."""
     try:
-        while not ended.wait(LOOK):
+        while not ended.wait(seconds):
             check()
     except ChildProcessError as error:
         logger.error(str(error))
@@ -261,7 +256,7 @@ class ParentPipe:
         beside: further sockets that the parent has given it.
         on_told: called when the parent has changed some of the options.
         on_close: called when the pipe closes, before the process ends.
-        is_idle: called before each heartbeat, which tells whether nobody needs this process.
+        is_idle: whether nobody needs this process, which each heartbeat tells.
     """
 
     def __init__(self) -> None:
@@ -286,7 +281,7 @@ class ParentPipe:
         self.end(0)
 
     def ready(self, facts: dict[str, Any]) -> None:
-        """Report to the parent that the process is ready, with what it has to know; heartbeats follow."""
+        """Tell the parent that the process is ready, with its facts; heartbeats follow."""
         with os.fdopen(os.dup(self.out), "w") as out:
             out.write(json.dumps(facts) + "\n")
         os.set_blocking(self.out, False)  # a parent that does not read them must not hold up anything
@@ -299,7 +294,7 @@ class ParentPipe:
                 os.write(self.out, IDLE if self.is_idle() else BUSY)
 
     def tell(self, options: dict[str, Any]) -> None:
-        """Tell the parent something for `Child.on_told`, in a line that no heartbeat comes into."""
+        """Call the parent's `Child.on_told` with this."""
         line = json.dumps(options).encode() + b"\n"
         with self.lock:
             while line:
@@ -309,22 +304,16 @@ class ParentPipe:
                     time.sleep(LOOK)
 
     def end(self, code: int) -> NoReturn:
-        """End the process and its workers, by SIGKILL, because one that is stopped would not see its parent end."""
+        """End the process and kill its workers, because a stopped one would not see its parent end."""
         for worker in multiprocessing.active_children():
             worker.kill()
         os._exit(code)
 
 
-# --- the children's clients -------------------------------------------------------------------------------------------
-
-
 class FrameServer:
-    """The end that accepts connections. Each client hears of its health at once, and then in every heartbeat.
+    """A child's end of its clients' connections. Each client hears of its health at once, and in every heartbeat.
 
     No client can hold up the others. What one does not take at once waits in a thread of its own.
-
-    Args:
-        listener: the pair of the clients' address.
     """
 
     def __init__(self, listener: socket.socket):
@@ -332,9 +321,8 @@ class FrameServer:
         self.health = Health(None)
         self.clients: set[socket.socket] = set()
         self.late: dict[socket.socket, deque[bytes]] = {}  # frames for clients that have not taken an earlier one yet
-        self.inbox: queue.SimpleQueue[tuple[socket.socket | None, Message | None]] = (
-            queue.SimpleQueue()
-        )  # from client None: a word from within; message None: the client has left
+        # From client None: a word from within. Message None: the client has left.
+        self.inbox: queue.SimpleQueue[tuple[socket.socket | None, Message | None]] = queue.SimpleQueue()
         for task in (self._accept, self._beat):
             threading.Thread(target=task, args=(listener,), daemon=True).start()
 
@@ -359,7 +347,7 @@ class FrameServer:
         self.inbox.put((client, None))
 
     def send(self, client: socket.socket, message: Message) -> None:
-        """Write to a client; if it is gone, or has been stuck for SEND_TIMEOUT, the inbox gets None."""
+        """Write to a client; the inbox gets None if it is gone, or has been stuck for SEND_TIMEOUT."""
         self.publish(message, [client])
 
     def publish(self, message: Message, clients: Iterable[socket.socket] | None = None) -> None:
@@ -402,79 +390,63 @@ class FrameServer:
         client.close()
 
 
-# --- the API processes and their parent -----------------------------------------------------------------------------
-
-
 ABSENT, STARTING, READY, DRAINING = range(4)  # states of an engine
 
 
-class Board:
-    """What the API processes and their parent all see: whether the server drains, how many answers are in flight, how
-    many bytes of requests that are still read or parsed, and which engines there are.
+class Board(ctypes.Structure):
+    """What the API processes and their parent all see, in memory that was mapped before the fork.
 
-    They share this memory because it was mapped before they were forked. Each process counts in words of its own,
-    which the parent clears when that process is gone.
+    Each process counts in a place of its own, which the parent clears when that process is gone.
 
     Attributes:
+        draining: whether the server is about to end, and takes no new requests.
+        wanted: how many engines there are to be; 0: nobody has said.
         engines: the state of each engine, by its rank: ABSENT, STARTING, READY or DRAINING.
     """
 
-    WORDS = 256
+    PLACES = 256
+    draining: bool
+    wanted: int
+    engines: Any
+    answers: Any
+    bytes: Any
+    _fields_ = (
+        ("draining", ctypes.c_bool), ("wanted", ctypes.c_int64), ("engines", ctypes.c_int64 * PLACES),
+        ("answers", ctypes.c_int64 * PLACES), ("bytes", ctypes.c_int64 * PLACES),
+    )  # fmt: skip
+
+    def __new__(cls) -> Board:
+        return cls.from_buffer(mmap.mmap(-1, ctypes.sizeof(cls)))
 
     def __init__(self) -> None:
-        words = memoryview(mmap.mmap(-1, 4 * 8 * self.WORDS)).cast("q")
-        self.words, self.bytes, self.engines, self.scale = (
-            words[i * self.WORDS : (i + 1) * self.WORDS] for i in range(4)
-        )
-        self.mine = 1
+        self.mine = 0
         self.secret = os.urandom(16)
 
-    @property
-    def wanted(self) -> int:
-        """How many engines there are to be; 0: nobody has said so."""
-        return self.scale[0]
-
-    @wanted.setter
-    def wanted(self, size: int) -> None:
-        self.scale[0] = size
-
     def tag(self, *parts: str) -> str:
-        """A hash of `parts`, the same in all API processes; only they can make it, so that it tells nobody anything."""
+        """A hash of `parts` that only the API processes can make, all of them the same."""
         return hashlib.blake2b(repr(parts).encode(), key=self.secret, digest_size=16).hexdigest()
-
-    @property
-    def draining(self) -> bool:
-        """Whether the server is about to end, and takes no new requests."""
-        return bool(self.words[0])
 
     @property
     def in_flight(self) -> int:
         """Answers in flight, of all processes."""
-        return sum(self.words[1:])
-
-    def drain(self) -> None:
-        """Set `draining`, for good."""
-        self.words[0] = 1
-
-    def claim(self, age: int) -> None:
-        """Count in the word of the API process that was started as number `age`."""
-        self.mine = self._place(age)
-
-    def clear(self, age: int) -> None:
-        """The API process number `age` is gone, with all it had in flight."""
-        self.words[self._place(age)] = self.bytes[self._place(age)] = 0
-
-    def _place(self, age: int) -> int:
-        return 1 + age % (self.WORDS - 1)
+        return sum(self.answers)
 
     @property
     def body_bytes(self) -> int:
-        """Bytes of bodies that are read or parsed, of all processes."""
+        """Bytes of bodies that are being read or parsed, of all processes."""
         return sum(self.bytes)
+
+    def claim(self, age: int) -> None:
+        """Count in the place of the API process that was started as number `age`."""
+        self.mine = age % self.PLACES
+
+    def clear(self, age: int) -> None:
+        """The API process number `age` is gone, with all it had in flight."""
+        self.answers[age % self.PLACES] = self.bytes[age % self.PLACES] = 0
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[Callable[[int], None]]:
-        """Yields what counts so many bytes more of a body, until the end of the `with` block."""
+        """Yields a function that counts so many bytes more of a body, until the end of the `with` block."""
         held = 0
 
         def hold(size: int) -> None:
@@ -490,19 +462,15 @@ class Board:
     @contextlib.contextmanager
     def counted(self, answers: int) -> Iterator[None]:
         """Count so many answers as in flight within the `with` block."""
-        self.words[self.mine] += answers
+        self.answers[self.mine] += answers
         try:
             yield
         finally:
-            self.words[self.mine] -= answers
+            self.answers[self.mine] -= answers
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket. It is bound before the engine loads, so that a port in use is reported at once.
-
-    Raises:
-        ValueError: the address cannot be had.
-    """
+    """A bound socket; a ValueError if the address cannot be had."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family)

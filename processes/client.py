@@ -1,22 +1,13 @@
-"""How other processes speak to the engine, and to the coordinator: over sockets, in frames of a message each.
+"""The clients of an engine: one in this process, or one in another process and its successors.
 
-    EngineCoreClient        what a client of one engine, or of several, can do
-    MPClient        a client's end of one engine in another process
-    InprocClient    a client of an engine in the caller's own process
-    Stream          the outputs of one request, or of several, as they come
-    Connection      a client's end of a socket, made anew whenever it is lost; the other is `processes.FrameServer`
-    BackgroundResources     what a client has started, which ends with it
+    EngineCoreClient    what a client of one engine, or of several, can do
+    MPClient            the client of an engine in another process, over a `Connection`
+    InprocClient        the client of an engine in the caller's own process
+    Stream              the outputs of one request, or of several, as they come
+    BackgroundResources what a client has started, which ends with it
 
-A frame is four bytes of length and the message as `ring.Codec` writes it. All of this is plain sockets, threads and
-queues, because gevent can patch those and turn the threads into greenlets, which the API processes want.
-
-Nothing here has a name. The parent of all these processes makes a pair of sockets, the address and the listener, which
-its children inherit. To connect is to make another pair, and to send one half of it through the address; to accept is
-to receive that half from the listener. So nothing is left in the file system, whoever is killed, nobody else can
-connect, and who comes while a process is being replaced waits in line for its successor.
-
-Who accepts says so by a byte. With it may come another socket, to use instead of the half: a connection to a process on
-another host, which `processes/hosts.py` has made.
+Threads and queues are plain ones, because gevent can patch those and turn the threads into greenlets, which the API
+processes want.
 """
 
 from __future__ import annotations
@@ -64,10 +55,10 @@ class EngineDeadError(RuntimeError):
 
 
 class EngineCoreClient(ABC):
-    """What all clients can do, whether there is one engine or several, in this process or in others.
+    """What all clients can do: vLLM's `EngineCoreClient`, with its names in brackets where they differ.
 
-    It is vLLM's `EngineCoreClient`, with its names in brackets where they differ. Once a client is shut down, whatever
-    asks something of an engine raises a ValueError; `shutdown` and `abort` do nothing then.
+    Once a client is shut down, whatever asks something of an engine raises a ValueError; `shutdown` and `abort` do
+    nothing then.
     """
 
     @abstractmethod
@@ -76,12 +67,12 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
-        """Send a request to an engine. Its outputs go into `stream`, or else into a new one; that is returned.
+        """Send a request to an engine. Its outputs go into `stream`, or else into a new one, which is returned.
 
         Raises:
             EngineDeadError: there is no engine.
-            ValueError: it can never run, and the engine is in this process. An engine of another process sends an
-                output that says so, with the finish reason "error".
+            ValueError: it can never run, and the engine is in this process. Another process sends an output that says
+                so, with the finish reason "error".
         """
 
     def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
@@ -95,9 +86,9 @@ class EngineCoreClient(ABC):
 
     @abstractmethod
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        """Give a request up; it yields nothing more. With an index, give up that one of its samples (`abort_requests`).
+        """Give a request up, or the sample of an index; it yields nothing more (`abort_requests`).
 
-        The reason is what it counts as: "stop" where its text has come to a stop string. An unknown id has just ended.
+        The reason is what it counts as: "stop" if its text has come to a stop string. An unknown id has just ended.
         """
 
     @abstractmethod
@@ -111,7 +102,7 @@ class EngineCoreClient(ABC):
         """
 
     def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        """The same for a utility that changes engines, which do it one after the other. All of them have to.
+        """What `utility` does, for one that changes engines, one after the other. All of them have to do it.
 
         Raises:
             EngineDeadError: some did not answer. The others have done it.
@@ -125,8 +116,7 @@ class EngineCoreClient(ABC):
 
         Raises:
             ValueError: it failed, or it cannot be sent.
-            TimeoutError: it took longer than `timeout` seconds.
-            EngineDeadError: see `utility_on_all`.
+            TimeoutError, EngineDeadError: see `utility_on_all`.
         """
         name = method if isinstance(method, str) else reference_to(method)
         found = self.utility_on_all("collective_rpc", name, timeout, [*args], dict(kwargs or {}))
@@ -163,10 +153,7 @@ class BackgroundResources:
     """What a client has started. A call ends all of it, once: first what was started last.
 
     The client's `shutdown` calls it. So does `weakref.finalize`, when the last reference to the client goes, and when
-    the interpreter exits. Therefore neither this nor a thread may refer to the client, other than weakly.
-
-    Args:
-        client: whose they are.
+    the interpreter exits. Therefore this and its threads may refer to the client only weakly.
 
     Attributes:
         ended: is set before anything ends.
@@ -214,7 +201,7 @@ class BackgroundResources:
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A function that calls a bound method for as long as its object lives, and does not keep that alive."""
+    """A function that calls a bound method as long as its object lives, which it does not keep alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
@@ -228,7 +215,7 @@ class Stream:
     """The outputs of one request as they come, or of several requests that were added with the same stream.
 
     Attributes:
-        clients: those to whom the requests were added. They live for as long as somebody may read what comes.
+        clients: to which the requests were added. They live as long as somebody may read what comes.
     """
 
     def __init__(self) -> None:
@@ -236,7 +223,7 @@ class Stream:
         self.clients: set[object] = set()
 
     def put(self, item: EngineOutput | Exception) -> None:
-        """Append what `get` will return, or raise."""
+        """Append what `get` will return or raise."""
         self.queue.put(item)
 
     def empty(self) -> bool:
@@ -244,12 +231,7 @@ class Stream:
         return self.queue.empty()
 
     def get(self, timeout: float | None = None) -> EngineOutput:
-        """The next of what was put here; see `EngineCoreClient.get_output`, by which others than clients read.
-
-        Raises:
-            queue.Empty: none came within `timeout` seconds.
-            EngineDeadError: none will come. Any other exception that was put into the stream is raised in its turn.
-        """
+        """The next output; an exception that was put here is raised in its turn. See `EngineCoreClient.get_output`."""
         item = self.queue.get(timeout=timeout)
         if isinstance(item, Exception):
             raise item
@@ -257,13 +239,7 @@ class Stream:
 
 
 class MPClient(EngineCoreClient):
-    """The client of an engine process, and of its successor if that one ends.
-
-    Args:
-        address: of the engine.
-        rank: of the engine.
-        suspects: finds requests that end engine processes; None: nobody does.
-    """
+    """The client of an engine process, and of its successors. `suspects` finds requests that end such processes."""
 
     def __init__(self, address: socket.socket, rank: int = 0, suspects: Suspects | None = None):
         self.rank, self.suspects = rank, suspects
@@ -316,7 +292,6 @@ class MPClient(EngineCoreClient):
             raise EngineDeadError(self.said or GONE)
 
     def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
-        """See `EngineCoreClient`."""
         target = stream or Stream()
         target.clients.add(self)
         if self.suspects and (error := self.suspects.add(request)):
@@ -334,7 +309,6 @@ class MPClient(EngineCoreClient):
             self.suspects.end(request_id, answered)
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        """See `EngineCoreClient`."""
         if self.streams.get(request_id) if index is not None else self.streams.pop(request_id, None):
             if index is None:
                 self._end(request_id, reason == "stop")
@@ -342,7 +316,6 @@ class MPClient(EngineCoreClient):
                 self._send(Abort(request_id, index, reason))
 
     def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
-        """See `EngineCoreClient`."""
         call_id, waiter = next(self.call_ids), queue.SimpleQueue[Reply | None]()
         self.calls[call_id] = waiter
         try:
@@ -361,18 +334,13 @@ class MPClient(EngineCoreClient):
         return {self.rank: reply.value}
 
     def shutdown(self) -> None:
-        """Hang up; the engine drops what this client still had running."""
         self.resources()
 
 
 class InprocClient(EngineCoreClient):
-    """The client of an engine in the caller's own process.
+    """The client of an engine in the caller's own process, which runs only while somebody waits for an output.
 
-    The engine runs only while somebody waits: `get_output` steps it until a stream has an output. It ends with its own
-    last reference, which may be another one than this client's; its executor sees to that.
-
-    Args:
-        core: an `EngineCore`.
+    The engine, an `EngineCore`, ends with its last reference, which may be another one than this client's.
     """
 
     def __init__(self, core: Any):
@@ -381,22 +349,17 @@ class InprocClient(EngineCoreClient):
 
     @property
     def core(self) -> Any:
-        """The engine.
-
-        Raises:
-            ValueError: this is shut down.
-        """
+        """The engine; a ValueError if this is shut down."""
         if self._core is None:
             raise ValueError("this client is shut down; it can do nothing more")
         return self._core
 
     def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
-        """See `EngineCoreClient`."""
         self.core.add(request, at_once=True)
         return self.streams.setdefault(request.request_id, stream or Stream())
 
     def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
-        """See `EngineCoreClient`. The engine runs until there is one; `queue.Empty` also means that it has none to run.
+        """Run the engine until the stream has an output; `queue.Empty` also means that there is nothing to run.
 
         It runs one step at least, and a step is not cut short by the timeout.
 
@@ -409,7 +372,6 @@ class InprocClient(EngineCoreClient):
         return stream.get(0)
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        """See `EngineCoreClient`."""
         if self._core is None:
             return
         self.core.abort(request_id, index, reason)
@@ -436,7 +398,7 @@ class InprocClient(EngineCoreClient):
         return self.core.facts
 
     def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
-        """See `EngineCoreClient`. It takes as long as it takes, and raises what `EngineCore.utility` does."""
+        """There is no timeout; raises what `EngineCore.utility` does."""
         while method in AFTER_ALL and self.core.busy():
             self.step()
         return {0: self.core.utility(method, *args)}
@@ -444,7 +406,7 @@ class InprocClient(EngineCoreClient):
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """See `EngineCoreClient`; here a function may be any."""
+        """Here the function may be any."""
         return self.core.workers.collective_rpc(method, timeout, args, kwargs)
 
     def shutdown(self) -> None:
@@ -457,6 +419,3 @@ class InprocClient(EngineCoreClient):
             pass
         core, self._core = self._core, None
         core.close()
-
-
-# --- frames -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,15 @@
-"""A connection to an engine process or the coordinator: frames, heartbeats, and coming back when it is lost."""
+"""Connections to an engine process or the coordinator: sockets, in frames of a message each, and heartbeats.
+
+A frame is four bytes of length and the message as `ring.Codec` writes it.
+
+Nothing here has a name. The parent of all these processes makes a pair of sockets, the address and the listener, which
+its children inherit. To connect is to make another pair, and to send one half of it through the address; to accept is
+to receive that half from the listener. So nothing is left in the file system, whoever is killed, nobody else can
+connect, and a client that comes while a process is being replaced waits in line for its successor.
+
+The process that accepts says so by a byte. With it may come another socket, to use instead of the half: a connection to
+a process on another host, which `processes/gate.py` has made.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +23,7 @@ from typing import Any
 from processes.messages import Message
 from ring import BEAT, STALL, Codec, Watchdog
 
-ACCEPTED = b"\0"  # what who accepts a connection sends first
+ACCEPTED = b"\0"  # the first byte that a process sends when it accepts a connection
 GRACE = 1.0  # seconds that a request waits for the successor of a process that has ended
 
 
@@ -23,7 +34,7 @@ def to_frame(codec: Codec, message: Message) -> bytes:
 
 
 def read_frames(sock: socket.socket) -> Iterator[Any]:
-    """Yield the messages that arrive until the other end closes, or sends what is no message, or this end hangs up."""
+    """Yield messages until the other end closes, or sends what is no message, or this end hangs up."""
     codec = Codec(Message)
     # To gevent's sockets `shutdown` is a plain OSError for who reads, not the end of the file.
     with sock.makefile("rb") as file, contextlib.suppress(OSError, ValueError, KeyError):
@@ -32,7 +43,7 @@ def read_frames(sock: socket.socket) -> Iterator[Any]:
 
 
 def connect(address: socket.socket) -> socket.socket:
-    """A connection to whoever accepts it at the other end of this address, and then sends ACCEPTED."""
+    """A connection to the process that accepts it at the other end of this address."""
     mine, theirs = socket.socketpair()
     try:
         with theirs:
@@ -44,7 +55,7 @@ def connect(address: socket.socket) -> socket.socket:
 
 
 def accept(listener: socket.socket) -> socket.socket | None:
-    """The socket that comes with the next byte: a client's half. None if no process is left that could send one."""
+    """The next client's half; None if no process is left that could send one."""
     _, fds, _, _ = socket.recv_fds(listener, 1, 1)
     if not fds:
         return None
@@ -54,19 +65,17 @@ def accept(listener: socket.socket) -> socket.socket | None:
 
 
 def limit_sends(sock: socket.socket, seconds: float) -> None:
-    """Have `send` fail if nothing is taken for so long. Other than by `settimeout`, reading may take longer."""
+    """Have `send` fail if nothing is taken for so long. Unlike with `settimeout`, reading may take longer."""
     sock.setsockopt(
         socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
     )
 
 
 class Connection:
-    """A client's end of a socket. When it is lost, another waits in line until a process accepts it.
-
-    It is up once the other end has said something. Messages are written only then, and this waits a moment for that.
+    """A client's end of a socket, up once the other end has said something. If it is lost, another waits in line.
 
     Args:
-        address: of the process to speak to.
+        address: of the process at the other end.
         receive: called with each message that comes, in a thread of its own.
         connected: called with this whenever the other end has said something for the first time.
         lost: called with this when a connection is lost.

@@ -25,7 +25,8 @@ class Coordinator:
     """The loop of the coordinator's process.
 
     Args:
-        size: most engines that there can be, and sharing: how many there are, if they share experts.
+        size: most engines that there can be.
+        sharing: how many there are now, if they share experts.
         listener: where its clients come from.
     """
 
@@ -37,8 +38,7 @@ class Coordinator:
         self.subscribers: set[socket.socket] = set()
         self.loads: list[tuple[int, int]] = [IDLE] * size  # as `plan.Loads` has them
         self.routed: list[tuple[bytes, int]] = []  # since loads were published
-        # Whether something has come since then. Loads may be as they were then, and yet tell routers that what they
-        # have sent has ended.
+        # Whether something has come since then. Even unchanged loads tell routers that what they have sent has ended.
         self.news, self.last = False, 0.0
 
     def run(self) -> None:
@@ -87,12 +87,7 @@ class Coordinator:
 
 
 class CoordinatorProcess(Child):
-    """The coordinator in a process of its own, which runs this file.
-
-    Args:
-        size, sharing: see `Coordinator`.
-        startup_timeout: seconds that it may take to start.
-    """
+    """The coordinator in a process of its own, which runs this file; see `Coordinator` and `Child`."""
 
     def __init__(self, size: int, sharing: int, startup_timeout: float):
         super().__init__("the coordinator", __file__, {"size": size, "sharing": sharing}, startup_timeout)

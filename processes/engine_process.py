@@ -19,7 +19,6 @@ from config import PROG, TENSORS, VERSION, EngineConfig, weights_in
 from core import GLANCE, EngineCore
 from executor import MpExecutor, WorkerError, end_with_parent, name_process
 from executors.choose import visible_gpus
-from executors.torchrun import ExternalExecutor
 from observe.logs import console, logger, set_up, start_log
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Met, Outputs, Reply
 from processes.child import Child, FrameServer, ParentPipe
@@ -40,7 +39,7 @@ class EngineServer:
     Args:
         core: the engine.
         listener: where its clients come from.
-        coordinator: the coordinator's address, if there are other engines.
+        coordinator: its address, if there are other engines.
         peers: these engines, if they share the experts.
     """
 
@@ -66,7 +65,7 @@ class EngineServer:
             self.coordinator = Connection(coordinator, self._receive, self._introduce, send_timeout=COORDINATOR_TIMEOUT)
 
     def _tell(self, trouble: str | None) -> None:
-        """Tell all clients, those that are yet to come as well, why the engine cannot run requests; None: it can."""
+        """Tell all clients, now and later, why the engine cannot run requests; None: it can."""
         self.frames.health = Health(trouble)
         self.frames.publish(self.frames.health)
 
@@ -140,11 +139,7 @@ class EngineServer:
             self.core.stat_logger.log_if_due()
 
     def _hand_out(self, news: Outputs) -> None:
-        for owner, part in self._split(news).items():
-            self.frames.send(owner, part)
-
-    def _split(self, news: Outputs) -> dict[socket.socket, Outputs]:
-        """The part of a step's news that each client is sent."""
+        """Send each client its part of a step's news."""
         parts: defaultdict[socket.socket, Outputs] = defaultdict(Outputs)
         for name, token in zip(news.names, news.token_ids, strict=True):
             if owner := self._owner_of(name[0]):
@@ -155,10 +150,11 @@ class EngineServer:
                 parts[owner].outputs.append(output)
                 if output.finished:
                     del self.owners[output.request_id]
-        return parts
+        for owner, part in parts.items():
+            self.frames.send(owner, part)
 
     def _owner_of(self, request_id: str) -> socket.socket | None:
-        """The client whose request it is. There should always be one, but the engine does not end for want of it."""
+        """The client whose request it is. There should always be one, but the engine goes on without."""
         if (owner := self.owners.get(request_id)) is None:
             logger.error(f"news of request {request_id!r:.80} are dropped, because no client has it")
         return owner
@@ -168,7 +164,7 @@ class EngineServer:
         return not (self.frames.clients or self.owners or self.core.scheduler.has_work())
 
     def end(self) -> None:
-        """From another thread: let `run` return, and wait for the process to end with that."""
+        """Let `run` return, which ends the process; called from another thread, which waits for that."""
         self.frames.inbox.put((None, None))
         time.sleep(LEAVE_TIMEOUT)
 
@@ -238,7 +234,7 @@ def engine_main() -> None:
         console.info(f"Manta {VERSION}: {start_log(core.facts, core.executor.note())}")
     server = EngineServer(core, parent.listener, coordinator, peers)
     parent.is_idle = server.is_idle
-    if isinstance(core.executor, ExternalExecutor):  # its ranks would take a sudden end for a death
+    if config.distributed_executor_backend == "external_launcher":  # its ranks would take a sudden end for a death
         parent.on_close = server.end
     core.on_weights = parent.tell
     parent.ready(core.facts)
@@ -284,14 +280,13 @@ class EngineProcess(Child):
         super().__init__(name, __file__, options, config.startup_timeout, beside, environment, ends)
 
     def on_end(self) -> None:
-        """An engine cannot be replaced without ranks that something else has started, nor without weights that came
-        as tensors."""
+        """Ranks that something else has started, and weights that came as tensors, cannot be replaced."""
         if self.irreplaceable:
             raise ChildProcessError(f"{self.name} has ended, and {self.irreplaceable} with it")
 
     @property
     def weights(self) -> dict[str, Any]:
-        """The options by which a process has the weights that this one has now."""
+        """The options by which another engine gets the weights that this one has now."""
         if not self.starting:  # what it says first are its facts, which `progress` reads
             self.listen()
         return weights_in(self.options)

@@ -2,7 +2,6 @@
 
     Fleet           starts engine processes and what they need, and looks after them
     FleetClient     the same for a script, which is also their client
-    follow_server   this host's engines, for a server on another one
 
 The process of one engine is in `processes/engine_process.py`.
 """
@@ -29,11 +28,14 @@ from processes.child import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Chil
 from processes.client import BackgroundResources, MPClient
 from processes.coordinator import CoordinatorProcess
 from processes.engine_process import EngineProcess, sizes_of
-from processes.hosts import FACTS, GateProcess, listed, place_of, read_secret, serve_headless
+from processes.gate import GateProcess
+from processes.handshake import listed, place_of, read_secret
 from processes.ray_hosts import Launcher
 from processes.routing import DPClient, Router
 from processes.suspects import Suspects
 
+# Facts in which all engines must agree when the server starts.
+FACTS = ("dtype", "max_model_len", "block_size", "vocab_size", "task", "max_logprobs", "weights")
 IDLE_BEATS = 3  # heartbeats in a row by which an engine that drains is done; each client looks oftener than it beats
 
 
@@ -51,7 +53,6 @@ class Fleet:
         config: the server's options.
         board: takes the state of each engine.
         secret: that hosts must know, where there are several.
-
     """
 
     def __init__(self, config: EngineConfig, board: Board, secret: str = ""):
@@ -89,12 +90,6 @@ class Fleet:
             sys.exit(2)
 
     def _start(self) -> None:
-        """See `start`.
-
-        Raises:
-            ValueError: the port for other hosts cannot be had, weights that these have are not on this one, or engines
-                differ in what clients have to know.
-        """
         if self.coordinator:
             self.coordinator.wait()
             if self.secret:
@@ -144,7 +139,6 @@ class Fleet:
 
         Raises:
             ValueError: such weights are not on this host.
-            SystemExit: see `start`.
         """
         newest = max(facts.values(), key=lambda told: told["weights_version"])
         old = [rank for rank in self.engines if facts[rank]["weights"] != newest["weights"]]
@@ -183,7 +177,7 @@ class Fleet:
         return Router(len(self.ranks), self.facts["block_size"], self.facts["num_blocks"], routers)
 
     def check(self) -> None:
-        """See `Child.check`; this also starts and ends engines, as many as are wanted."""
+        """See `Child.check`; this also starts and ends engines, so that there are as many as wanted."""
         unwatched = (STARTING,) if self.config.lockstep else (STARTING, DRAINING)
         for child in self.children:
             if not (isinstance(child, EngineProcess) and self._state(child) in unwatched):
@@ -250,7 +244,7 @@ class Fleet:
             # On a CPU a start takes cores from those that serve, so there is one at a time. Those that share experts
             # do not serve meanwhile.
             in_turn = self.facts["device"] == "cpu" and not sharing
-            if rank not in self.engines and not (in_turn and STARTING in states.tolist()):
+            if rank not in self.engines and not (in_turn and STARTING in states):
                 self._launch(rank)
         if sharing and self.coordinator:
             self.coordinator.resize(len(self.engines))
@@ -262,17 +256,14 @@ class Fleet:
         logger.info(f"{engine.name} has ended; there are {len(self.engines)} now")
 
     def disown(self) -> None:
-        """See `Child.disown`."""
         for child in self.children:
             child.disown()
 
     def reap(self) -> None:
-        """See `Child.reap`."""
         for child in self.children:
             child.reap()
 
     def stop(self) -> None:
-        """See `Child.stop`."""
         for child in self.children:
             child.stop()
         for end in itertools.chain(*self.ends.values()):
@@ -281,11 +272,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def launch(config: EngineConfig, board: Board, secret: str = "") -> Iterator[Fleet]:
-    """The engines and what they need, which are ready within the `with` block, and end with it.
-
-    Raises:
-        SystemExit: something does not start, and it has been said why.
-    """
+    """The engines and what they need, which are ready within the `with` block and end with it; see `Fleet.start`."""
     pid, fleet = os.getpid(), Fleet(config, board, secret)
     try:
         fleet.start()
@@ -299,9 +286,6 @@ class FleetClient(DPClient):
     """The client of a script's engines. It starts them, looks after them and ends them.
 
     They are programs of their own, and do not import the script. So it needs no guard of its `__main__` for them.
-
-    Args:
-        config: the options.
 
     Raises:
         ValueError: the options do not fit this machine, or an engine does not start, which has said why on stderr.
@@ -322,15 +306,6 @@ class FleetClient(DPClient):
             coordinator = fleet.coordinator.address if fleet.coordinator else None
             super().__init__(addresses, coordinator, fleet.new_router(), board, resources=resources)
             resources.run(watch_over, fleet.check, resources.ended)
-
-
-def follow_server(config: EngineConfig, secret: str) -> None:
-    """Run this host's engines for a server on another host, until SIGTERM or Ctrl-C."""
-
-    def new_engine(rank: int, coordinator: socket.socket, options: dict[str, Any]) -> EngineProcess:
-        return EngineProcess(dataclasses.replace(config, data_parallel_rank=rank, **options), coordinator)
-
-    serve_headless(config, secret, new_engine)
 
 
 def prepare(config: EngineConfig, starts: bool = True) -> tuple[EngineConfig, str]:

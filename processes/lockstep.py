@@ -1,21 +1,21 @@
-"""Engines that share experts step together: waves of steps, and where their ranks meet.
+"""Engines that share experts step together: waves of steps, and meetings of their ranks.
 
     Lockstep, Waves     an engine's part in a wave, and the coordinator's
     Peers, Meetings     an engine's part in a meeting, and the coordinator's
 
-Engines of a model with experts step together, because each holds some of the experts: while one of them has work, the
-others run empty steps. vLLM's `DPCoordinator` calls such a time a wave, and its engines ask each other every 32 steps
-whether to go on. Here the coordinator announces how many steps every engine runs, `Wave.end`, and raises that number
-before it is reached as long as an engine has work. It never sinks, and no engine steps past it, so all of them stop at
-the same step, however late their messages are. Engines of a dense model step for themselves.
+Each of these engines holds some of the experts. So while one of them has work, the others run empty steps. vLLM's
+`DPCoordinator` calls such a time a wave, and its engines ask each other every 32 steps whether to go on. Here the
+coordinator announces how many steps every engine runs, `Wave.end`, and raises that number before it is reached as long
+as an engine has work. It never sinks, and no engine steps past it, so all of them stop at the same step, however late
+their messages are.
 
-When an engine is gone, or its workers are, the others can't end the step that they are in. Then all of them give it up,
+When an engine is gone, or its workers are, the others can't end the step that they are in. All of them give it up,
 start their workers anew and compute the tokens of their requests again. The coordinator hears of it first, and tells
 the others. As soon as all engines wait, it names a place where the new workers meet, and a new count of steps begins.
 
-Their number changes in the same way. One that is added comes to the meeting, and one that is taken away is gone. The
-server tells the coordinator how many there are to be. Each engine is told the number when they meet, and divides the
-experts by it.
+Their number changes in the same way: a new engine comes to the meeting, and one that is taken away is gone. The server
+tells the coordinator how many there are to be. Each engine is told the number when they meet, and divides the experts
+by it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,7 @@ WAVE_STEPS = 32  # steps by which a wave goes on (vLLM's number); a report must 
 
 
 class Lockstep:
-    """An engine's part in a wave: how many steps it has run with the others, and how many all of them will run.
-
-    Args:
-        rank: of the engine.
-        met: the meeting of engines that the steps follow.
-    """
+    """An engine's part in a wave after a meeting: how many steps it has run, and how many all engines will run."""
 
     def __init__(self, rank: int, met: Met):
         self.rank, self.met = rank, met
@@ -61,7 +56,7 @@ class Lockstep:
         return WaveReport(self.rank, self.end, more, self.met.name, self.met.engines)
 
     def update(self, wave: Wave) -> None:
-        """Take the coordinator's message. An engine that has replaced another begins where the others will stop."""
+        """Take the coordinator's message. A new engine begins where the others will stop."""
         if wave.meeting != self.met.name:
             return
         if not self.joined:
@@ -77,11 +72,7 @@ class Lockstep:
 
 
 class Waves:
-    """The coordinator's part: how many steps all engines run.
-
-    Args:
-        meeting: which meeting of engines the steps follow; None: the first report tells.
-    """
+    """The coordinator's part: how many steps all engines run after a meeting; None: the first report names it."""
 
     def __init__(self, meeting: str | None = None):
         self.end, self.meeting = 0, meeting
@@ -90,9 +81,8 @@ class Waves:
     def update(self, report: WaveReport) -> Wave | None:
         """Take an engine's report; returns what to send to all engines, if anything.
 
-        Nothing is sent before every engine has reported once, so that none misses a step. A report that asks for steps
-        which have been granted since then is ignored. A coordinator that has replaced another takes the steps that the
-        engines know of.
+        Nothing is sent before every engine has reported once, so that none misses a step. A report is ignored if the
+        steps it asks for have been granted meanwhile. A new coordinator takes the steps that the engines know of.
         """
         if self.meeting is None:
             self.meeting = report.meeting
@@ -112,13 +102,9 @@ class Waves:
 class Peers:
     """An engine's part in meetings: it waits for the other engines before its workers start.
 
-    Args:
-        coordinator: its address.
-        rank: of the engine.
-
     Attributes:
         met: the latest meeting.
-        broken: whether it is over, because another engine has left, or is to be there, too.
+        broken: whether it is over, because another engine has left or is added.
     """
 
     def __init__(self, coordinator: socket.socket, rank: int):
@@ -139,11 +125,7 @@ class Peers:
                 self.news.put(message)
 
     def meet(self, timeout: float) -> Met:
-        """Wait for the other engines; returns where the workers meet.
-
-        Raises:
-            TimeoutError: they have not come within so many seconds.
-        """
+        """Wait for the other engines; returns where the workers meet. A TimeoutError if they do not come in time."""
         while not self.news.empty():
             self.news.get()
         self.turn, self.waiting = self.turn + 1, True
@@ -156,16 +138,11 @@ class Peers:
         return self.met
 
     def close(self) -> None:
-        """Hang up."""
         self.connection.close()
 
 
 class Meetings:
-    """The coordinator's part: which engines wait, and where those meet that have all come.
-
-    Args:
-        size: number of engines.
-    """
+    """The coordinator's part: which of `size` engines wait, and where they meet once all do."""
 
     def __init__(self, size: int):
         self.size = size

@@ -113,7 +113,7 @@ class ClusterOptions:
     def data_parallel_sizes(self) -> range | None:
         """How many engines there may be; None: their number is fixed.
 
-        One that shares experts has memory for the part of them that it starts with, so there cannot be fewer.
+        An engine that shares experts has memory for the part that it starts with, so there cannot be fewer.
         """
         if self.data_parallel_size_max is None:
             return None
@@ -134,11 +134,7 @@ class ClusterOptions:
         return self.data_parallel_rank if self.data_parallel_external_lb else self.data_parallel_start_rank or 0
 
     def check_hosts(self) -> None:
-        """Check which engines run on which hosts, and who starts them.
-
-        Raises:
-            ValueError: two of these options do not go together.
-        """
+        """Raises ValueError: two options do not go together."""
         size, local = self.data_parallel_size, self.data_parallel_size_local
         most = self.data_parallel_size_max
         by_ray = self.data_parallel_backend == "ray"

@@ -63,7 +63,7 @@ class PoolingFaces:
         """What the model makes of each prompt, as `outputs.data`: an embedding, or what its classification head says.
 
         Args:
-            prompts: see `generate`, as for `use_tqdm`.
+            prompts, use_tqdm: see `generate`.
             pooling_params: for all of them, or for each.
             pooling_task: what is expected: "embed", "classify" or "score"; None takes what this engine does.
             tokenization_kwargs: may have `truncate_prompt_tokens`, as in vLLM, which cuts the end of a longer prompt;

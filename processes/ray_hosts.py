@@ -3,16 +3,15 @@
     Launcher    the server's handle on the process that has Ray do so, and again where an engine has ended
     RayHost     the actor, which is such a host
 
-Ray chooses the node and starts the actor there. From then on the engine is one on another host like any (`hosts.py`).
-The server's own process does not join the cluster, because Ray's threads would not outlive the fork that makes API
-processes.
+Ray chooses the node and starts the actor there. From then on the engine is one on another host like any
+(`processes/headless.py`). The server's own process does not join the cluster, because Ray's threads would not outlive
+the fork that makes API processes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 import sys
 import threading
 import time
@@ -21,11 +20,20 @@ from typing import Any
 
 from config import PROG, VERSION, EngineConfig
 from executor import name_process
-from executors.ray_executor import check_version, devices_of, find_model_here, in_short, inherited, join_cluster
+from executors.ray_executor import (
+    devices_of,
+    find_model_here,
+    for_actors,
+    in_short,
+    inherited,
+    join_cluster,
+    new_actor,
+    room_of_nodes,
+    settle,
+)
 from observe.logs import console, logger, set_up
 from processes.child import LOOK, Child, ParentPipe
-from processes.engine_process import EngineProcess
-from processes.hosts import follow
+from processes.headless import follow
 
 LONGEST_PAUSE = 64.0  # seconds before an engine that has ended is started again; it doubles from one second on
 
@@ -33,15 +41,11 @@ LONGEST_PAUSE = 64.0  # seconds before an engine that has ended is started again
 class Launcher(Child):
     """Has Ray start a server's engines, and look after them, in a process of its own, which runs this file.
 
-    It is ready once it is in the cluster, and says there at which address the nodes reach this machine. If it is
+    It is ready once it is in the cluster, and its facts say at which address the nodes reach this machine. If it is
     killed, Ray ends its engines, and its successor has them started anew.
 
-    Args:
-        config: the server's options.
-        secret: that hosts must know.
-
     Attributes:
-        trouble: why an engine has ended, which was the last to do so; empty: none has.
+        trouble: why the last engine that has ended did so; empty: none has.
     """
 
     def __init__(self, config: EngineConfig, secret: str):
@@ -62,8 +66,6 @@ class RayHosts:
     """The actors of a server's engines, as the launcher's process sees them.
 
     Args:
-        config: the server's options.
-        secret: that hosts must know.
         insist: whether to wait for nodes that are missing, which were there once.
 
     Raises:
@@ -78,17 +80,15 @@ class RayHosts:
         self.kind, need = devices_of(config)
         self.need = need * config.world_size  # of an engine
         self.address = config.data_parallel_address or ray.util.get_node_ip_address()
-        rooms = [int(node["Resources"].get(self.kind, 0)) for node in ray.nodes() if node["Alive"]]
+        rooms = [*room_of_nodes(self.kind).values()]
         if not insist and sum(room // self.need for room in rooms) < config.data_parallel_size:
             raise ValueError(
                 f"data_parallel_size is {config.data_parallel_size}, and each engine needs {self.need} {self.kind}s of "
                 f"one node of the Ray cluster; the nodes have {rooms}"
             )
-        if not config.snapshot:  # actors work in another folder
-            config = dataclasses.replace(config, model=os.path.abspath(config.model))
         self.config = dataclasses.replace(
-            config, data_parallel_backend="mp", headless=True, data_parallel_size_local=1,
-            data_parallel_address=self.address, device="cuda" if self.kind == "GPU" else "cpu",
+            for_actors(config, self.kind), data_parallel_backend="mp", headless=True, data_parallel_size_local=1,
+            data_parallel_address=self.address,
         )  # fmt: skip
         ranks = range(config.data_parallel_size)
         self.actors: dict[int, Any] = {}  # which Ray would end if nobody referred to them
@@ -97,7 +97,7 @@ class RayHosts:
         self.due = dict.fromkeys(ranks, 0.0)  # of engines that do not run: when to start them
 
     def run(self, tell: Callable[[dict[str, Any]], None]) -> None:
-        """Start the engines, and again whenever one has ended, which is told.
+        """Start the engines, and again whenever one has ended, and `tell` why it has.
 
         Raises:
             ConnectionError: this machine's own node has ended, and all engines with it.
@@ -127,11 +127,7 @@ class RayHosts:
         raise ConnectionError("this machine's node of the Ray cluster has ended")
 
     def _start(self, rank: int) -> None:
-        import ray
-
-        cpus, gpus = (self.need, 0) if self.kind == "CPU" else (0, self.need)
-        options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": "SPREAD"}
-        self.actors[rank] = ray.remote(RayHost).options(**options).remote()
+        self.actors[rank] = new_actor(RayHost, self.kind, self.need, "SPREAD")
         config = dataclasses.replace(self.config, data_parallel_start_rank=rank)
         run = self.actors[rank].run.remote(VERSION, config, self.secret, inherited())
         self.runs[run], self.begun[rank] = rank, time.monotonic()
@@ -143,37 +139,23 @@ class RayHost:
     def run(self, version: str, config: EngineConfig, secret: str, environment: dict[str, str]) -> None:
         """Run the engine until it does not start any more, or the server does not let it in.
 
-        Args:
-            version: of the server.
-            config: the host's options.
-            secret: that hosts must know.
-            environment: variables to set.
-
         Raises:
-            ValueError: this node has another version of Manta, or has no such model, or the engine has not started.
+            ValueError: the engine has not started, or see `settle` and `find_model_here`.
             ConnectionError, ChildProcessError: see `Node.run`.
         """
         import ray
 
         threading.Thread(target=leave_with_raylet, daemon=True).start()
         here, rank = ray.util.get_node_ip_address(), config.first_rank
-        check_version(version, here)
-        os.environ.update(environment)
-        name_process("node")
-        set_up(config.log_level, config.log_format)
-
-        def new_engine(rank: int, coordinator: socket.socket, options: dict[str, Any]) -> EngineProcess:
-            return EngineProcess(dataclasses.replace(config, data_parallel_rank=rank, **options), coordinator)
-
-        config = find_model_here(config, here)
+        settle(version, config, here, environment, "node")
         try:
-            follow(config, secret, new_engine)
+            follow(find_model_here(config, here), secret)
         except SystemExit:
             raise ValueError(f"engine {rank} does not start on the node {here}, and has said why there") from None
 
 
 def leave_with_raylet() -> None:
-    """End this process when Ray on its node has ended, which has started it, because no one else would do so then."""
+    """End this process when Ray on its node, its parent, has ended, because nobody else would then."""
     raylet = os.getppid()
     while os.getppid() == raylet:
         time.sleep(LOOK)

@@ -8,11 +8,11 @@ import reprlib
 import socket
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from plan import EngineCoreRequest, Health
-from processes.child import READY, Board
+from processes.child import READY, Board, watch_over
 from processes.client import (
     GONE,
     BackgroundResources,
@@ -39,14 +39,14 @@ class Router:
     A load is what the coordinator said last, and what was sent since then. Which engine holds a prefix is a guess: the
     one that was last asked for it. (SGLang's router keeps a tree of such guesses; here the blocks' hashes are enough.)
 
-    Where there are several routers, all see the same loads, and would all send to the engine of the least. So each
-    draws two engines and takes the one of the lesser load (M. Mitzenmacher, "The Power of Two Choices", 2001). And each
-    tells the others, by the coordinator, who was given which prompt.
+    Several routers all see the same loads, and would all choose the least. So each draws two engines and takes the one
+    of the lesser load (M. Mitzenmacher, "The Power of Two Choices", 2001). And each tells the others, by the
+    coordinator, which engine was given which prompt.
 
     Args:
         size: number of engines.
         block_size: tokens of a block.
-        num_blocks: of an engine; for each of them it is remembered who holds it.
+        num_blocks: of an engine; so many prefixes are remembered for each.
         routers: how many there are, one in each API process.
         affinity: whether prefixes count.
 
@@ -97,16 +97,16 @@ class Router:
 class DPClient(EngineCoreClient):
     """The client of several engines, whose number may change.
 
-    An engine gets requests as long as it is READY. One that is DRAINING is hung up on when the last of its requests
-    from here has ended; it ends itself when all have hung up, so that no request can be on its way to it.
+    An engine gets requests as long as it is READY. When one is DRAINING, a client hangs up as soon as the last of its
+    requests there has ended. The engine ends when all have hung up, so that no request can be on its way to it.
 
     Args:
         addresses: of the engines, also of those that are yet to come.
-        coordinator: its address; None: the loads of engines are not known, because there is one engine.
+        coordinator: its address; None: loads are not known, because there is one engine.
         router: of this process.
         board: has the state of each engine.
         sizes: the numbers of engines that there may be; None: it does not change.
-        resources: what a subclass has started for this client; None: nothing.
+        resources: what a subclass has started for this client.
         suspects: see `MPClient`.
     """
 
@@ -137,7 +137,7 @@ class DPClient(EngineCoreClient):
                 )
                 self.resources.add(self.coordinator.close)
             if sizes:
-                self.resources.run(repeat, weakly(self._look), self.resources.ended)
+                self.resources.run(watch_over, weakly(self._look), self.resources.ended, INTERVAL)
 
     def _receive(self, message: Loads | Health) -> None:
         if isinstance(message, Loads):  # without the coordinator, what was sent since then is all that is known
@@ -170,7 +170,6 @@ class DPClient(EngineCoreClient):
         return None if None in troubles.values() else "; ".join(f"engine {i}: {said}" for i, said in troubles.items())
 
     def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
-        """See `EngineCoreClient`."""
         self.resources.check()
         prompt, width = request.prompt_token_ids, request.params.num_sequences
         tried: set[int] = set()
@@ -196,12 +195,10 @@ class DPClient(EngineCoreClient):
         raise EngineDeadError(self.trouble or GONE)
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        """See `EngineCoreClient`. Those engines that do not have it do nothing."""
         for client in list(self.clients.values()):
             client.abort(request_id, index, reason)
 
     def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
-        """See `EngineCoreClient`."""
         self.resources.check()
         if not (found := self._ask(self.clients, method, args, timeout)):
             raise EngineDeadError(self.trouble or GONE)
@@ -218,7 +215,7 @@ class DPClient(EngineCoreClient):
         return found
 
     def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        """See `EngineCoreClient`. Those that become ready meanwhile are among all; see `Fleet._admit`."""
+        """See `EngineCoreClient`; engines that become ready meanwhile are called, too (`Fleet._admit`)."""
         self.resources.check()
         found: dict[int, Any] = {}
         called: set[int] = set()
@@ -233,7 +230,7 @@ class DPClient(EngineCoreClient):
         return found
 
     def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
-        """See `EngineCoreClient`. The main process sees what is wanted, and starts and ends engines; see `Fleet`."""
+        """See `EngineCoreClient`; `Fleet` starts and ends engines in the main process."""
         self.resources.check()
         if not self.sizes:
             raise fixed_size(new_data_parallel_size, len(self.addresses))
@@ -245,15 +242,8 @@ class DPClient(EngineCoreClient):
         self.board.wanted = new_data_parallel_size
 
     def shutdown(self) -> None:
-        """See `EngineCoreClient`."""
         self.resources()
 
     def _hang_up(self) -> None:
         for client in list(self.clients.values()):
             client.shutdown()
-
-
-def repeat(look: Callable[[], None], ended: threading.Event) -> None:
-    """Look every INTERVAL until the end."""
-    while not ended.wait(INTERVAL):
-        look()

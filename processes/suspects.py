@@ -12,7 +12,7 @@ from observe.logs import logger
 from plan import EngineCoreRequest
 from processes.client import GONE, EngineDeadError
 
-MIN_DEATHS = 3  # of engine processes before a request is held to be guilty: whoever kills them by hand may do so twice
+MIN_DEATHS = 3  # of engine processes before a request is held to be guilty: somebody may kill two by hand
 REFUSED = 600.0  # seconds in which it is refused
 MOST_SUSPECTS = 10_000  # kinds of requests that are remembered
 
@@ -20,9 +20,9 @@ MOST_SUSPECTS = 10_000  # kinds of requests that are remembered
 class Suspects:
     """Finds the request that ends engine processes, among those that were on their way.
 
-    Such requests end with an error, but whoever sent them may send them again. So a request is known by what it asks
-    for. Once two engine processes have ended under it, it is sent only while no other such request is on its way. If an
-    engine ends again, the request is guilty, and is refused for a while. What is answered is cleared.
+    Such requests end with an error, but may be sent again. So a request is known by what it asks for. Once two engine
+    processes have ended under it, it is sent only while no other such request is on its way. If an engine ends again,
+    the request is guilty, and is refused for a while. A request that is answered is cleared.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Suspects:
         """A request is about to be sent. Returns why it is refused, or nothing.
 
         Raises:
-            EngineDeadError: another request that is as suspect is on its way.
+            EngineDeadError: another suspect is on its way.
         """
         asked = repr((request.params, request.salt, request.pooling)).encode()
         kind = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes() + asked, digest_size=16).digest()

@@ -7,14 +7,13 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import ring as ring_module
 from ring import GAP, RingBuffer, RingTimeout, Watchdog
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -72,14 +71,20 @@ def test_nothing_is_lost_torn_or_reordered(readers, count):
     assert send(count, readers, slow=True) == [b"all right"] * readers
 
 
-def pair(chunks: int = 8) -> tuple[RingBuffer, RingBuffer]:
-    """Both ends of a ring in one process: the reader's shares the writer's memory and sockets."""
-    ring = RingBuffer(1, CHUNK, chunks)
+def copied(ring: RingBuffer) -> RingBuffer:
+    """Another end of a ring in the same process, which shares its memory and sockets."""
     other = object.__new__(RingBuffer)
     other.__dict__.update({name: getattr(ring, name) for name in ("num_readers", "chunk_bytes", "num_chunks")})
     other.fd = os.dup(ring.fd)
-    other.bells, other.sides = ([(a.dup(), b.dup()) for a, b in ends] for ends in (ring.bells, ring.sides))
+    other.bells = [(a.dup(), b.dup()) for a, b in ring.bells]
     other._map()
+    return other
+
+
+def pair(chunks: int = 8) -> tuple[RingBuffer, RingBuffer]:
+    """Both ends of a ring in one process."""
+    ring = RingBuffer(1, CHUNK, chunks)
+    other = copied(ring)
     other.be_reader(0)
     ring.be_writer()
     return ring, other
@@ -110,66 +115,46 @@ def test_nothing_comes():
     reader.close()
 
 
-def test_a_large_message_that_is_broken_off_is_an_error():
-    writer, reader = pair()
+def test_a_large_message_that_is_broken_off_is_an_error(monkeypatch):
+    monkeypatch.setattr(ring_module, "BROKEN_OFF", 0.1)
+    writer, reader = pair(chunks=4)
     with pytest.raises(RingTimeout):
-        writer.write(bytes(10**7), 0.1)  # nobody reads, and the socket does not hold so much
-    for theirs, _ in writer.sides:
-        theirs.close()
-    with pytest.raises(RingTimeout, match="message 1"):
-        reader.read(0.1)
+        writer.write(bytes(10**7), 0.1)  # nobody reads, and the ring does not hold so much
+    with pytest.raises(RingTimeout, match=r"message 5 within 0\.1 s"):
+        reader.read(0.01)
     writer.close()
     reader.close()
 
 
 def test_a_large_message_is_waited_for_however_short_the_look_is():
     """A worker looks for the next plan only briefly while a step runs, and a large plan takes longer to come."""
-    writer, reader = pair()
+    writer, reader = pair(chunks=2)
     message = random.Random(0).randbytes(100 * CHUNK)
-    slow = Slow(writer.sides[0][0])
-    writer.sides = [(slow, writer.sides[0][1])]
-    sending = threading.Thread(target=writer.write, args=(message, 10))
+    looks = []
+    sending = threading.Thread(target=writer.write, args=(message, 10, lambda: looks.append(1)))
     sending.start()
     while (got := reader.read(2e-5)) is None:
         pass
     sending.join()
-    assert got == message and slow.pieces == 10
+    assert got == message and looks
     writer.close()
     reader.close()
 
 
-class Slow:
-    """A socket that takes its time over a large message."""
-
-    def __init__(self, sock: socket.socket):
-        self.sock, self.pieces = sock, 0
-        self.settimeout, self.close, self.fileno = sock.settimeout, sock.close, sock.fileno
-
-    def send(self, message: memoryview) -> int:
-        time.sleep(0.01)
-        self.sock.sendall(message[: 10 * CHUNK])
-        self.pieces += 1
-        return len(message[: 10 * CHUNK])
-
-
-class SlowRing(RingBuffer):
-    """A ring of small chunks whose writer sends larger messages slowly."""
-
-    def __init__(self, num_readers: int):
-        super().__init__(num_readers, 64)
-
-    def be_writer(self) -> None:
-        super().be_writer()
-        self.sides = [(Slow(mine), theirs) for mine, theirs in self.sides]
-
-
 class TinyRing(RingBuffer):
-    """A ring in which little fits a chunk, and little of what does not fits a socket."""
+    """A ring in which little fits a chunk, and not much more the whole ring."""
 
-    def __init__(self, num_readers: int):
-        super().__init__(num_readers, 64)
-        for mine, _ in self.sides:
-            mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    def __init__(self, num_readers: int, chunk_bytes: int = 512):
+        super().__init__(num_readers, chunk_bytes)
+
+
+class SlowRing(TinyRing):
+    """A ring of small chunks whose writer takes its time over larger messages."""
+
+    def _put(self, part: bytes, left: int, *args: Any) -> None:
+        if left > self.chunk_bytes:
+            time.sleep(0.001)
+        super()._put(part, left, *args)
 
 
 def test_two_that_write_to_each_other_do_not_wait_for_each_other():
@@ -193,19 +178,18 @@ def test_ctrl_c_in_the_midst_of_a_large_message_loses_nothing_of_it():
     message = random.Random(0).randbytes(10**6)
     writing = threading.Thread(target=lambda: [writer.write(message, 10), writer.write(b"next", 10)])
     writing.start()
-    side, pieces = reader.sides[0][1], 0
+    wait, waits = reader._wait, []
 
-    def recv(size: int) -> bytes:
-        nonlocal pieces
-        pieces += 1
-        if pieces == 3:
+    def interrupted(timeout: float) -> bool:
+        waits.append(timeout)
+        if len(waits) == 3:
             raise KeyboardInterrupt
-        return side.recv(size)
+        return wait(timeout)
 
-    reader.sides[0] = reader.sides[0][0], SimpleNamespace(recv=recv, settimeout=side.settimeout, close=side.close)
+    reader._wait = interrupted
     with pytest.raises(KeyboardInterrupt):
         reader.read(10)
-    assert [reader.read(10), reader.read(10)] == [message, b"next"] and pieces > 3
+    assert [reader.read(10), reader.read(10)] == [message, b"next"] and len(waits) > 3
     writing.join()
     writer.close()
     reader.close()
@@ -259,7 +243,7 @@ def test_heartbeats_and_naps_reach_the_other_end():
     reader.close()
 
 
-@pytest.mark.parametrize("size", [1, 3 * 10**6], ids=["in a chunk", "beside"])
+@pytest.mark.parametrize("size", [1, 3 * 10**6], ids=["in a chunk", "in several"])
 def test_a_writer_that_waits_looks_around(size):
     writer, reader = pair(chunks=1)
     looks = []

@@ -401,7 +401,7 @@ def test_draining_ends_the_streams_and_refuses_more(watching: Any) -> None:
     app, (stream,), api = watching(engine)
     engine.ticks.release()
     assert next(stream) and not api.board.in_flight
-    api.board.drain()
+    api.board.draining = True
     engine.ticks.release()
     assert not list(stream)
     assert "shutting down" in refusal(app.test_client().get("/live"), 503)["message"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -22,26 +21,21 @@ from config import DEMO, VERSION, EngineConfig
 from core import EngineCore
 from engine import LLM
 from executor import MpExecutor
-from executors import choose, ray_executor
+from executors import choose, links, ray_executor
 from executors.choose import choose_backend
-from executors.links import EngineLink, RankLink
+from executors.links import TOKEN, RankLink, RankLinks, admit, listen, reach
 from executors.ray_executor import (
-    TOKEN,
     Place,
-    Plans,
     RayExecutor,
     RayWorker,
-    admit,
     in_order,
     in_short,
     join_cluster,
-    listen,
-    reach,
     room_for,
     variables,
 )
 from model_config import ModelConfig
-from ring import RingBuffer, RingTimeout
+from ring import RingTimeout
 from served import alive, eventually, serving
 from test_executor import MIXED, PROMPTS, tokens, when
 from test_families import ask, checkpoints, known, make_core  # noqa: F401
@@ -143,7 +137,7 @@ def test_a_node_with_another_version_is_refused():
     actor = RayWorker()
     actor.host = "10.0.0.7"
     with pytest.raises(ValueError, match=rf"10\.0\.0\.7 has version {VERSION} of Manta; the engine has 0\.0\.1"):
-        actor.run("0.0.1", EngineConfig(), ModelConfig.from_folder(DEMO), 0, "", (b"", 0), {})
+        actor.run("0.0.1", EngineConfig(), ModelConfig.from_folder(DEMO), 0, "", b"", {})
 
 
 def test_of_what_ray_says_one_sentence_is_passed_on():
@@ -159,17 +153,16 @@ def test_of_what_ray_says_one_sentence_is_passed_on():
 # --- connections -------------------------------------------------------------------------------------------------
 
 
-def far(near: bool = False) -> tuple[EngineLink, RankLink]:
-    """A connection, and its two ends."""
-    token, listener = os.urandom(TOKEN), listen("127.0.0.1", near)
+def connected() -> tuple[RankLink, RankLink]:
+    """The two ends of a connection: the engine's, and a rank's."""
+    token, listener = os.urandom(TOKEN), listen("127.0.0.1")
     engine = reach(listener.getsockname(), token)
-    return EngineLink(engine, 7), RankLink(admit(listener, token))
+    return RankLink(engine, 7), RankLink(admit(listener, token), 7)
 
 
-@pytest.mark.parametrize("near", [False, True])
-def test_strangers_are_refused_and_disturb_nobody(monkeypatch, caplog, near):
-    monkeypatch.setattr(ray_executor, "PATIENCE", 0.3)
-    token, listener = os.urandom(TOKEN), listen("127.0.0.1", near)
+def test_strangers_are_refused_and_disturb_nobody(monkeypatch, caplog):
+    monkeypatch.setattr(links, "PATIENCE", 0.3)
+    token, listener = os.urandom(TOKEN), listen("127.0.0.1")
     address = listener.getsockname()
     said = [b"", b"GET / HTTP/1.1\r\nHost: manta\r\n\r\n" * 3, b"short", bytes(TOKEN), token[:20]]
     strangers = [reach(address, words) for words in said]
@@ -178,7 +171,7 @@ def test_strangers_are_refused_and_disturb_nobody(monkeypatch, caplog, near):
     engine = reach(address, token)
     rank = admit(listener, token)
     engine.sendall(b"plan")
-    assert rank.recv(4) == b"plan" and rank.gettimeout() is None
+    assert rank.recv(4) == b"plan"
     assert len([record for record in caplog.records if "is refused" in record.getMessage()]) == len(said)
     with pytest.raises(ConnectionRefusedError):
         reach(address, token)
@@ -187,22 +180,22 @@ def test_strangers_are_refused_and_disturb_nobody(monkeypatch, caplog, near):
 
 
 def test_messages_cross_whole_and_in_order():
-    engine, rank = far()
+    engine, rank = connected()
     sent = [os.urandom(n) for n in (0, 1, 2000, 3_000_000, 70_000)]
     echoing = threading.Thread(target=lambda: [rank.write(rank.read(30) or b"", 30) for _ in sent])
     echoing.start()
     for message in sent:  # both ends have more to send than the connection holds
-        engine.write(message, 30)
+        engine.write(message, 30, lambda: engine.naps)  # which takes what has come
     assert [engine.read(30) for _ in sent] == sent
     echoing.join()
     assert engine.read(0.05) is None and not engine.closed
-    rank.sock.close()
+    rank.close()
     assert engine.read(5) is None and engine.closed
     engine.close()
 
 
 def test_a_rank_that_takes_nothing_is_named():
-    engine, rank = far()
+    engine, rank = connected()
     looks: list[int] = []
     with pytest.raises(RingTimeout) as error:
         engine.write(bytes(2**26), 0.3, lambda: looks.append(1))
@@ -213,7 +206,7 @@ def test_a_rank_that_takes_nothing_is_named():
 
 def test_heartbeats_and_naps_are_counted(monkeypatch):
     monkeypatch.setattr("executors.links.BACKSTOP", 0.05)
-    engine, rank = far()
+    engine, rank = connected()
     rank.beat()
     rank.beat()
     assert rank.read(0.3) is None
@@ -222,46 +215,25 @@ def test_heartbeats_and_naps_are_counted(monkeypatch):
     rank.write(b"result", 5)
     assert engine.read(5) == b"result"
     engine.close()
-    with pytest.raises(ConnectionError, match="the engine has hung up"):
-        rank.read(5)
-    rank.sock.close()
-
-
-def test_a_ring_can_be_sent_to_a_process_that_runs():
-    mine, theirs = socket.socketpair()
-    made = RingBuffer(2)
-    made.send(mine)
-    made.send(mine)
-    readers = [RingBuffer.receive(theirs) for _ in range(2)]
-    for i, reader in enumerate(readers):
-        reader.be_reader(i)
-    made.be_writer()
-    for message in (b"small", bytes(400_000)):
-        writing = threading.Thread(target=made.write, args=(message, 10))
-        writing.start()
-        assert [reader.read(10) for reader in readers] == [message] * 2
-        writing.join()
-    mine.close()
-    with pytest.raises(ConnectionError, match="has ended"):
-        RingBuffer.receive(theirs)
-    for ring in (made, *readers, theirs):
-        ring.close()
+    assert rank.read(5) is None and rank.closed
+    rank.close()
 
 
 def test_plans_reach_all_ranks_and_the_late_one_is_named():
-    """Ranks 0 and 2 are near, and 1 is not."""
-    engine, rank = far()
-    ring = RingBuffer(2, num_chunks=1)
-    plans = Plans(ring, [0, 2], {1: engine})
+    """Rank 1 takes nothing."""
+    (engine, rank), (other, late) = connected(), connected()
+    other.rank = 1
+    plans = RankLinks([engine, other])
     plans.write(b"plan", 5)
-    assert rank.read(5) == b"plan"
+    assert rank.read(5) == late.read(5) == b"plan"
+    large = bytes(2**25)
+    reading = threading.Thread(target=rank.read, args=(5,))
+    reading.start()
     with pytest.raises(RingTimeout) as error:
-        ring.words[2] = 1  # the first reader has taken it, the second has not
-        plans.write(b"next", 0.05)
-    assert error.value.reader == 2
-    ring.words[ring.asleep + 1] = 5
-    assert (plans.nap(0), plans.nap(1), plans.nap(2)) == (0, 0, 5)
-    for end in (ring, engine, rank.sock):
+        plans.write(large, 1)
+    assert error.value.reader == 1
+    reading.join()
+    for end in (engine, rank, other, late):
         end.close()
 
 
@@ -429,7 +401,7 @@ def test_two_nodes_give_the_tokens_of_one_rank(ray_llm, answers):
     core = ray_llm.core
     first, second = core.executor.processes
     assert first.place.node == core.executor.here != second.place.node
-    assert isinstance(core.executor.results[0], RingBuffer) and isinstance(core.executor.results[1], EngineLink)
+    assert all(isinstance(link, RankLink) for link in core.executor.results)
     assert "2 Ray actors on 2 nodes, 3 s at most for a step" in core.executor.note()
     assert core.workers.collective_rpc("block_bytes") == [core.facts["kv_bytes"] // core.facts["num_blocks"] // 2] * 2
     with pytest.raises(ValueError, match="with Ray it must be a name"):

@@ -432,7 +432,7 @@ def test_engines_come_and_go(checkpoints: Path, changes: list[tuple[int, str]], 
         """How many engines there are; 0 as long as one starts or drains."""
         failures = [asker.failure for asker in askers if asker.failure]
         assert not failures, failures
-        seen = states.tolist()
+        seen = list(states)
         return 0 if STARTING in seen or DRAINING in seen else seen.count(READY)
 
     def kill(victim: str) -> None:

@@ -526,10 +526,12 @@ def test_a_number_of_engines_that_is_fixed_is_named(served, llm, engines):
 def test_an_engine_outlives_news_of_a_request_that_nobody_has(caplog):
     owner = object()
     owners = {"known": owner}
-    server = SimpleNamespace(owners=owners, _owner_of=lambda name: EngineServer._owner_of(server, name))
+    parts: dict[object, Outputs] = {}
+    frames = SimpleNamespace(send=parts.__setitem__)
+    server = SimpleNamespace(owners=owners, frames=frames, _owner_of=lambda name: EngineServer._owner_of(server, name))
     error = EngineOutput("gone", [], "error", error="why", finished=True)
     news = Outputs([error, EngineOutput("known", [5], "stop", finished=True)], [("gone", 0), ("known", 0)], [7, 8])
-    parts = EngineServer._split(server, news)
+    EngineServer._hand_out(server, news)
     assert [*parts] == [owner] and not owners
     assert parts[owner].names == [("known", 0)] and [output.request_id for output in parts[owner].outputs] == ["known"]
     assert caplog.text.count("'gone'") == 2

@@ -114,10 +114,10 @@ class PipedEngine(EngineProcess):
         self.begun, self.starting, self.watchdog, self.beats, self.said = time.monotonic(), True, Watchdog(), 0, b""
         out, self.pipe = os.pipe()
         self.code: int | None = None
+        self.to_child, self.from_child = io.BytesIO(), os.fdopen(out, "rb", 0)
         self.process = SimpleNamespace(
-            stdin=io.BytesIO(), stdout=os.fdopen(out, "rb", 0), pid=os.getpid(), poll=lambda: self.code,
-            wait=lambda timeout: self.code, kill=lambda: None, returncode=-9,
-        )  # type: ignore[assignment]  # fmt: skip
+            pid=os.getpid(), poll=lambda: self.code, wait=lambda timeout: self.code, kill=lambda: None, returncode=-9
+        )  # type: ignore[assignment]
 
     def say(self, options: dict[str, Any]) -> None:
         os.write(self.pipe, json.dumps(options).encode() + b"\n")
@@ -140,7 +140,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     made.engines[0].wait()
     made.board.engines[0], made.board.wanted = READY, 2
     made.check()
-    assert made.board.engines[:2].tolist() == [READY, STARTING]
+    assert made.board.engines[:2] == [READY, STARTING]
     yield made
     made.stop()
 
@@ -279,7 +279,7 @@ def test_a_new_server_takes_the_weights_that_other_hosts_have_kept(monkeypatch, 
         assert f"weights is '' in engine 2 and {DEMO!r} in engine 0" in caplog.text
     else:
         fleet.start()
-        assert fleet.board.engines[:2].tolist() == [READY, READY]
+        assert fleet.board.engines[:2] == [READY, READY]
     assert fleet.engines[0].weights == {"weights": DEMO, "weights_version": 1, "weights_stamp": stamp_of(DEMO)}
     fleet.stop()
 

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from processes import hosts
+from processes import gate, handshake
 from processes.client import MPClient
-from processes.hosts import Places
+from processes.gate import Places
 from served import eventually
 from test_hosts import Pair, pair  # noqa: F401 (a fixture)
 
@@ -18,7 +18,8 @@ from test_hosts import Pair, pair  # noqa: F401 (a fixture)
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a host has no other loopback addresses")
 @pytest.mark.parametrize("addresses", [1, 90])
 def test_silent_connections_keep_no_host_out(pair: Pair, caplog, monkeypatch, addresses: int):  # noqa: F811
-    monkeypatch.setattr(hosts, "HANDSHAKE_TIMEOUT", 60.0)
+    for module in (handshake, gate):
+        monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT", 60.0)
     with contextlib.ExitStack() as silent:
 
         def press() -> None:
@@ -31,7 +32,7 @@ def test_silent_connections_keep_no_host_out(pair: Pair, caplog, monkeypatch, ad
         node.wait(10)
         eventually(lambda: client.trouble is None, 10)
         press()  # now its address is a known one, which takes more
-        assert len(pair.gate.places.taken) <= 2 * hosts.MOST_STRANGERS
+        assert len(pair.gate.places.taken) <= 2 * gate.MOST_STRANGERS
         lost = pair.gate.links[1]
         lost.sock.shutdown(socket.SHUT_RDWR)
         eventually(lambda: pair.gate.links.get(1, lost) is not lost, 10)
@@ -56,12 +57,12 @@ def test_a_known_address_takes_no_places_of_others_and_has_its_own():
                 return theirs.recv(1) == b""
             return False
 
-        strangers = [come(f"s{next(near)}") for _ in range(hosts.MOST_STRANGERS)]
+        strangers = [come(f"s{next(near)}") for _ in range(gate.MOST_STRANGERS)]
         places.known.add("peer")
-        peers = [come("peer") for _ in range(hosts.MOST_STRANGERS)]
+        peers = [come("peer") for _ in range(gate.MOST_STRANGERS)]
         assert not any(map(is_cut, strangers + peers))
         come("peer")
         come("new")
         assert [is_cut(sock) for sock in strangers[:2] + peers[:2]] == [True, False, True, False]
-        same = [come("new") for _ in range(hosts.MOST_OF_ADDRESS)]  # the first of this address was before
-        assert not any(map(is_cut, same)) and len(places.taken) == 2 * hosts.MOST_STRANGERS
+        same = [come("new") for _ in range(gate.MOST_OF_ADDRESS)]  # the first of this address was before
+        assert not any(map(is_cut, same)) and len(places.taken) == 2 * gate.MOST_STRANGERS

@@ -24,24 +24,14 @@ import pytest
 from config import DEMO, EngineConfig
 from engine import LLM
 from plan import Health
-from processes import hosts
+from processes import gate, handshake, headless
 from processes.child import Board, FrameServer
 from processes.client import MPClient
 from processes.connection import Connection, to_frame
 from processes.fleet import Fleet
-from processes.hosts import (
-    MAGIC,
-    NONCE,
-    Gate,
-    GateProcess,
-    Node,
-    Refused,
-    admit,
-    differences,
-    prove,
-    read_secret,
-    settings_of,
-)
+from processes.gate import Gate, GateProcess
+from processes.handshake import MAGIC, NONCE, Refused, admit, differences, prove, read_secret, settings_of
+from processes.headless import Node
 from processes.messages import Attach, Join, Load, Loads
 from ring import Codec
 from served import ROOT, Server, alive, eventually, serving
@@ -117,7 +107,7 @@ def test_hosts_differ_in_words_that_name_both():
 @pytest.mark.parametrize("content", [SECRET + "\n", None])
 def test_the_secret_is_in_a_file_or_in_the_environment(tmp_path: Path, content: str | None):
     fields: dict[str, Any] = {"data_parallel_size": 2, "data_parallel_size_local": 1, "data_parallel_address": "a"}
-    environment = {} if content else {hosts.SECRET: SECRET}
+    environment = {} if content else {handshake.SECRET: SECRET}
     if content:
         (tmp_path / "secret").write_text(content)
         fields["data_parallel_secret_file"] = str(tmp_path / "secret")
@@ -136,7 +126,7 @@ def test_the_only_engine_may_be_on_another_host():
 
 @pytest.mark.parametrize(
     ("environment", "path", "words"),
-    [({}, None, "neither"), ({hosts.SECRET: "x" * 15}, None, "15 characters"), ({}, "/none", "cannot be read")],
+    [({}, None, "neither"), ({handshake.SECRET: "x" * 15}, None, "15 characters"), ({}, "/none", "cannot be read")],
 )
 def test_a_secret_that_is_none_is_refused(environment: dict[str, str], path: str | None, words: str):
     config = EngineConfig(
@@ -193,8 +183,6 @@ class Pair:
         node = Node(config or self.config, secret)
         node.engines = {1: SimpleNamespace(address=self.engine[0], facts={"rank": 1} | OLD)}  # type: ignore[dict-item]
         node.launched.set()
-        with node.lock:
-            node.ready.append(1)
         node._tell(1)  # as `run` does
         self.nodes.append(node)
         return node
@@ -214,8 +202,9 @@ class Pair:
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    monkeypatch.setattr(hosts, "PAUSE", 0.05)
-    monkeypatch.setattr(hosts, "HANDSHAKE_TIMEOUT", 0.5)
+    monkeypatch.setattr(headless, "PAUSE", 0.05)
+    for module in (handshake, gate, headless):
+        monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT", 0.5)
     made = Pair()
     yield made
     made.close()
@@ -433,7 +422,7 @@ class TwoHosts:
 
     def __init__(self, names: list[str], folder: Path):
         self.names, self.folder = names, folder
-        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), hosts.SECRET: SECRET}
+        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), handshake.SECRET: SECRET}
         self.logs = [folder / "server.log", folder / "node.log"]
         self.processes = [self.start(0), self.start(1)]
         try:
@@ -597,7 +586,7 @@ def test_whoever_is_started_anew_takes_the_weights_of_the_last_update(tmp_path: 
         port = free.getsockname()[1]
     shared = ["--data-parallel-size", "2", "--data-parallel-size-local", "1", "--data-parallel-address", "127.0.0.1"]
     shared += ["--data-parallel-rpc-port", str(port), "--threads", "1"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", hosts.SECRET: SECRET}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", handshake.SECRET: SECRET}
     run = [sys.executable, "server.py", "--device", "cpu", "--dtype", "float32", "--headless"]
     run += ["--data-parallel-start-rank", "1", *shared]
     (tmp_path / "secret").write_text(SECRET)

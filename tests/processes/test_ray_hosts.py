@@ -16,7 +16,7 @@ import pytest
 
 from config import DEMO, EngineConfig
 from engine import LLM
-from processes.hosts import read_secret
+from processes.handshake import read_secret
 from sampling_params import SamplingParams
 from served import ROOT, Server, eventually, serving
 from test_data_parallel import counts
