@@ -13,13 +13,11 @@ from typing import Any
 
 from text.schemas import closed, plain
 
-# JSON as templates write it, with a space or without one, and no other white space, of which there would be no end.
+# JSON as templates write it, with or without one space. Any white space would let a model go on with it for ever.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 MAY_BE_SPECIAL = re.compile(r"(<[^<>\s]+>|\[[A-Z_/]+\])")
 JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 Schema = Mapping[str, Any]
-
-
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # the last of them is mostly around one reference
 ALL_TYPES = frozenset((*JSON_TYPES.values(), "null"))
 
@@ -42,7 +40,7 @@ def properties_of(schema: Schema) -> Iterator[tuple[str, Schema, bool]]:
 
 
 def branches(schema: Schema) -> list[Schema]:
-    """The schemas of which a value must follow one, through references and alternatives; each of them once."""
+    """Flatten references and alternatives into a list of schemas, one of which a value must follow."""
     seen: set[str] = set()
     found: list[Schema] = []
     rest: list[Any] = [schema]
@@ -73,8 +71,10 @@ def types_of(schema: Schema) -> set[str]:
     types: set[str] = set()
     for each in branches(schema):
         said = each.get("type")
-        if not isinstance(said, list):
-            said = [said] if isinstance(said, str) else [type_of(value) for value in choices(each)] or ALL_TYPES
+        if isinstance(said, str):
+            said = [said]
+        elif not isinstance(said, list):
+            said = [type_of(value) for value in choices(each)] or ALL_TYPES
         types |= {name for name in ALL_TYPES if name in said}
     return types or {*ALL_TYPES}
 
@@ -151,7 +151,7 @@ class Lark:
         """A value that follows a schema; one that is not strict may have what no grammar can hold a model to."""
         form = JSON_FORM | ({} if strict else {"lenient": True})
         text = json.dumps(schema, ensure_ascii=False)
-        if '"allOf"' not in text:  # of which each part would have to know the properties of the others
+        if '"allOf"' not in text:  # each of its parts would have to know the properties of the others
             schema = closed(schema)  # a model that may add properties of its own often does
         return self.rule("%json " + json.dumps(plain(schema) | {"x-guidance": form}, ensure_ascii=False))
 
@@ -178,9 +178,8 @@ class Lark:
 
     def _patterns(self, schema: Schema) -> list[str]:
         """Regular expressions that a string must match as a whole."""
-        least, most = schema.get("minLength"), schema.get("maxLength")
-        sizes = [str(size) if isinstance(size, int) else "" for size in (least, most)]
-        patterns = [f"(?s:.{{{sizes[0] or 0},{sizes[1]}}})"]
+        least, most = (n if isinstance(n := schema.get(key), int) else "" for key in ("minLength", "maxLength"))
+        patterns = [f"(?s:.{{{least or 0},{most}}})"]
         if isinstance(pattern := schema.get("pattern"), str):
             before = "" if pattern.startswith("^") else "(?s:.*)"
             behind = "" if re.search(r"(?<!\\)(\\\\)*\$\Z", pattern) else "(?s:.*)"

@@ -13,16 +13,17 @@ import re
 import sys
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
-IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)  # of JSON, up to its quote or a lone backslash
-BETWEEN_BRACKETS = re.compile(r'[^"{}\[\]]*')
+IN_STRING = re.compile(r'"|\\.', re.DOTALL)  # of JSON: what may end it
+OUTSIDE = re.compile(r'["{}\[\]]')
 WORD_END = re.compile(r"[\s,:=\[\](){}<>\"']")
 ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)  # of Python and of JSON
 ESCAPE_SIZES = {"x": 4, "u": 6, "U": 10}  # characters; of all others 2
 ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "'": "'", '"': '"', "\\": "\\", "/": "/", "\n": ""}
+QUOTES = ('"""', "'''", '"', "'")
 WORDS = {"True": "true", "False": "false", "None": "null"}
 DEEPEST = 64  # lists and objects within each other
 LONGEST_NAME = 1024  # characters of a name, a key, or another short text of a call
@@ -30,7 +31,7 @@ LONGEST_NAME = 1024  # characters of a name, a key, or another short text of a c
 
 @dataclass(slots=True)
 class Part:
-    """What a piece of an answer's text turned out to be: content, hidden reasoning, or some of a call.
+    """A piece of an answer: content, hidden reasoning, or some of a call.
 
     Attributes:
         content: text for the user.
@@ -51,7 +52,7 @@ class Part:
 
 Waiting = Generator[None, None, T]  # yields None where it needs more text
 Steps = Generator[Part | None, None, T]
-Make = Callable[[str], Part]  # what a piece of text is
+Make = Callable[[str], Part]
 
 
 def content(text: str) -> Part:
@@ -99,21 +100,18 @@ class NoCall(Exception):
 
 
 class Markers:
-    """Texts that mean something wherever they stand."""
+    """Texts that mean something wherever they stand.
+
+    Attributes:
+        pattern: finds the first of them, the longest where several begin; finds nothing if there are none.
+        beginnings: what one of them begins with, short of its whole.
+    """
 
     def __init__(self, texts: Collection[str]):
-        self.texts = sorted(texts, key=len, reverse=True)
-        self.longest = len(self.texts[0]) if self.texts else 0
-
-    @cached_property
-    def pattern(self) -> re.Pattern[str]:
-        """Finds the first of them, the longest where several begin; finds nothing if there are none."""
-        return re.compile("|".join(map(re.escape, self.texts)) or "(?!)")
-
-    @cached_property
-    def beginnings(self) -> frozenset[str]:
-        """What one of them begins with, short of its whole."""
-        return frozenset(text[:size] for text in self.texts for size in range(1, len(text)))
+        longest_first = sorted(texts, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.beginnings = frozenset(text[:size] for text in texts for size in range(1, len(text)))
+        self.longest = max(map(len, texts), default=0)
 
     def split(self, text: str, start: int = 0) -> tuple[int, int]:
         """Where the first of them begins and ends in `text` from `start`; where none is, both are the place from which
@@ -133,7 +131,7 @@ def markers(texts: frozenset[str]) -> Markers:
 
 
 class Source:
-    """The text of an answer as far as it is not read.
+    """The unread text of an answer.
 
     Attributes:
         text: the unread text begins in it at `at`. No place in it may be remembered over a `yield`, but `mark`.
@@ -191,14 +189,10 @@ class Source:
     def until(self, stops: Markers, make: Make, is_cut: bool = False) -> Steps[str]:
         """Read up to one of the markers, which is returned but stays unread, as does the white space before it.
 
-        At the end of the text, the rest is read, and nothing returned.
-
-        Args:
-            stops: the markers.
-            make: makes parts of what is read.
-            is_cut: that there is a marker at the end, so that its beginning is no text.
+        At the end of the text, the rest is read, and nothing returned. With `is_cut` a marker must come, so its
+        beginning at the end of the text is no text.
         """
-        searched = 0  # characters, from `at`, in which there is no marker
+        searched = 0  # characters from `at` on that hold no marker
         while True:
             start, end = stops.split(self.text, self.at + searched)
             if self.ended and start == end and not is_cut:
@@ -275,27 +269,18 @@ class Source:
             yield from self.scalar(make)
             return
         while True:
-            text, at = self.text, self.at
-            while at < len(text):
-                if not quoted:
-                    at = BETWEEN_BRACKETS.match(text, at).end()  # type: ignore[union-attr]  # it can be empty
-                    if at == len(text):
-                        break
-                    quoted = text[at] == '"'
-                    depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(text[at], 0)
-                    at += 1
-                else:
-                    at = IN_STRING.match(text, at).end()  # type: ignore[union-attr]
-                    if at == len(text) or text[at] == "\\":
-                        break
-                    quoted = False
-                    at += 1
+            at = self.at
+            while found := (IN_STRING if quoted else OUTSIDE).search(self.text, at):
+                at = found.end()
+                if found[0] == '"':
+                    quoted = not quoted
+                depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(found[0], 0)
                 if depth <= 0 and not quoted:
                     yield make(self.take(at))
                     return
-            at = len(text) if self.ended else at
-            if at > self.at:
-                yield make(self.take(at))
+            half = quoted and not self.ended and self.text.endswith("\\", at)  # an escape of which only that is there
+            if (end := len(self.text) - half) > self.at:
+                yield make(self.take(end))
             if self.ended:
                 return
             yield None
@@ -309,9 +294,7 @@ class Source:
     def literal(self, make: Make, raw: str) -> Steps[None]:
         """Read a value as Python writes it, or JSON whose keys need no quotes, and make JSON of it.
 
-        Args:
-            make: makes parts of the JSON.
-            raw: stands around strings in which no character has a meaning; empty if there are none.
+        `raw` stands around strings in which no character has a meaning; empty if there are none.
 
         Raises:
             NoCall: no value comes next.
@@ -325,7 +308,7 @@ class Source:
             yield make("[")
             yield from self._items(make, {"[": "]", "(": ")"}[char], lambda: self.literal(make, raw))
             yield make("]")
-        elif quote := (yield from self._quote(raw)):
+        elif quote := (yield from self.follows(raw, *QUOTES)):
             yield from self._quoted(make, quote, raw)
         else:
             word = as_json((yield from self.collect(self.scalar)))
@@ -334,20 +317,16 @@ class Source:
             yield make(word)
 
     def mapping(self, make: Make, between: str, end: str, raw: str) -> Steps[None]:
-        """Read keys and values, after their opening bracket, and make a JSON object of them.
+        """Read keys and values, up to the bracket `end`, and make a JSON object of them.
 
-        Args:
-            make: makes parts of the JSON.
-            between: stands between a key and its value.
-            end: the closing bracket.
-            raw: see `literal`.
+        `between` stands between a key and its value; for `raw` see `literal`.
 
         Raises:
             NoCall: something else comes, or the text ends.
         """
 
         def item() -> Steps[None]:
-            if quote := (yield from self._quote(raw)):
+            if quote := (yield from self.follows(raw, *QUOTES)):
                 yield from self._quoted(make, quote, raw)
             else:
                 yield make(json.dumps((yield from self.short(between)).strip(), ensure_ascii=False))
@@ -378,10 +357,6 @@ class Source:
             yield from self.space()
         self.depth -= 1
 
-    def _quote(self, raw: str) -> Waiting[str]:
-        """Read the beginning of a string, if one comes next."""
-        return (yield from self.follows(raw, '"""', "'''", '"', "'"))
-
     def _quoted(self, make: Make, quote: str, raw: str) -> Steps[None]:
         """Read a string from after its quote on, and make a JSON string of it."""
         stops = markers(frozenset({quote} if quote == raw else {quote, "\\"}))
@@ -407,9 +382,7 @@ class Source:
         Raises:
             NoCall: the text ends in it.
         """
-        while not (kind := self.text[self.at + 1 : self.at + 2]) or (
-            len(self.text) - self.at < ESCAPE_SIZES.get(kind, 2)
-        ):
+        while len(self.text) - self.at < ESCAPE_SIZES.get(self.text[self.at + 1 : self.at + 2], 2):
             if self.ended:
                 self.at = len(self.text)
                 raise NoCall
@@ -417,7 +390,7 @@ class Source:
         found = ESCAPE.match(self.text, self.at)
         assert found  # a backslash and any character do
         escape = self.take(found.end())[1:]
-        if len(escape) > 1:
-            number = int(escape[1:], 16)
-            return f"\\u{number:04x}" if number < 2**16 else in_string(chr(min(number, sys.maxunicode)))
-        return in_string(ESCAPED.get(escape, "\\" + escape))
+        if len(escape) == 1:
+            return in_string(ESCAPED.get(escape, "\\" + escape))
+        number = int(escape[1:], 16)
+        return f"\\u{number:04x}" if number < 2**16 else in_string(chr(min(number, sys.maxunicode)))

@@ -1,18 +1,15 @@
 """Chat templates: Jinja as transformers 5 sets it up, with bounds on what a template may cost.
 
 A template comes with the model, from whoever made it, and it is a program: it has loops, macros and a `*` for strings.
-Jinja's sandbox keeps it from Python's insides; what is added here keeps it from the machine's time and memory.
+Jinja's sandbox keeps it from Python's insides. The code here bounds its time and memory:
 
     Time            Every turn of a loop, every call, filter and comparison looks at the clock first.
-    Text and lists  What an operation will make is estimated first, where it can be much more than it was given; and
-                    what all have made is counted.
-    Compilation     Nothing that can grow is computed then, and the source has a limit.
+    Text and lists  Where an operation can make much more than it was given, its size is estimated first. The size of
+                    everything that was made is counted.
+    Compilation     computes nothing that can grow, and the source has a limit.
 
-So between two looks at the clock lies one operation on no more than the limits allow.
-
-Jinja's own sandbox in a process that is killed when it takes too long was tried instead. It costs 0.1 ms a
-conversation, and 2 to 5 ms one of 1 MB. But a dozen of the texts in the tests that want too much take all of the time
-that a template may have, and meanwhile all other conversations wait for that process.
+So between two looks at the clock lies one operation on no more than the limits allow. A process that is killed when it
+takes too long would need no bounds, but one greedy template would make all other conversations wait for it.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from jinja2 import Template, TemplateError, nodes, pass_context
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, markup_join, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -57,12 +54,8 @@ class LimitError(TemplateError):
 def text_size(value: Any, indent: int = 0, between: int = 2) -> int:
     """About how many characters a value has as text; `TOO_MUCH` for a list of more than `MAX_LISTED`.
 
-    A list may stand in another many times, so a few lists can have a text that no memory holds.
-
-    Args:
-        value: anything.
-        indent: characters in front of an item for each list around it.
-        between: characters between two items.
+    A list may stand in another many times, so a few lists can have a text that no memory holds. `indent` characters
+    stand in front of an item for each list around it, and `between` of them between two items.
     """
     if isinstance(value, TEXT):
         return len(value)
@@ -84,7 +77,7 @@ def text_size(value: Any, indent: int = 0, between: int = 2) -> int:
 
 
 def _listed(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments whose size can be told: a generator would be used up by that."""
+    """The arguments, with a list for each generator, which measuring would use up."""
     return tuple([list(arg) if isinstance(arg, GeneratorType) else arg for arg in args])
 
 
@@ -174,7 +167,7 @@ class BoundedContext(Context):
             self.wake = min(self.deadline, rested + SLICE)
 
     def bounded(self, value: Any) -> Any:
-        """What an operation has made, if it is not too much, in itself or with all before it."""
+        """Count what an operation has made, and refuse it where it is too much, alone or with all before it."""
         if isinstance(value, TEXT):
             self.left -= len(value)
         elif isinstance(value, CONTAINERS):
@@ -194,15 +187,15 @@ class BoundedContext(Context):
             yield self.bounded(value)
 
     def printable(self, value: Any) -> Any:
-        """The value of an expression, whose text is to go out, or into a variable."""
+        """The value of an expression that is printed."""
         if not isinstance(value, str):
             self.environment.allow(text_size(value))
         return self.bounded(value)
 
-    def joined(self, join: Callable[[Any], str], values: tuple[Any, ...]) -> Any:
+    def joined(self, values: tuple[Any, ...]) -> Any:
         """What `~` makes of its operands."""
         self.environment.allow(sum(map(text_size, values)))
-        return self.bounded(join(values))
+        return self.bounded(markup_join(values) if self.eval_ctx.autoescape else str_join(values))
 
 
 def takes_time(node: nodes.Node) -> bool:
@@ -215,19 +208,17 @@ def takes_time(node: nodes.Node) -> bool:
 
 
 class BoundedGenerator(CodeGenerator):
-    """Writes a template's Python with calls of its `BoundedContext`. Where `tick()` is written before an `or`, the
-    value is what comes after, because `tick` returns None."""
+    """Writes a template's Python with calls of its `BoundedContext`. `tick()` returns None, so `tick() or x` is `x`."""
 
     loop_test: nodes.Node | None = None
     loop_body: list[nodes.Node] | None = None
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        """A loop, which may have a test of its items."""
         self.loop_test, self.loop_body = node.test, node.body
         super().visit_For(node, frame)
 
     def blockvisit(self, nodes: Any, frame: Frame) -> None:
-        """The statements of a block. Those of a loop may run often; the others are called, or stand there once."""
+        """The statements of a block. Only those of a loop need a tick: others run once, or are called, which ticks."""
         if nodes is self.loop_body:
             self.writeline("context.tick()")
         super().blockvisit(nodes, frame)
@@ -244,11 +235,8 @@ class BoundedGenerator(CodeGenerator):
         self.write(")")
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        """`a ~ b`, as Jinja writes it but for the call around it."""
-        join = "markup_join" if frame.eval_ctx.autoescape else "str_join"
-        if frame.eval_ctx.volatile:
-            join = "(markup_join if context.eval_ctx.volatile else str_join)"
-        self.write(f"context.joined({join}, (")
+        """`a ~ b`."""
+        self.write("context.joined((")
         for operand in node.nodes:
             self.visit(operand, frame)
             self.write(", ")
@@ -259,7 +247,7 @@ class BoundedGenerator(CodeGenerator):
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks assistant text for training masks; for a server it is only a block with a scope."""
+    """`{% generation %}` marks assistant text for training; for a server it is only a scope."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
@@ -287,8 +275,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.max_chars, self.max_seconds = max_chars, max_seconds
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-        filters = {name: self.filters[name] for name in self.filters if name not in LEFT_OUT} | {"tojson": _tojson}
-        self.filters = {name: _bounded_filter(name, filter) for name, filter in filters.items()}
+        filters = self.filters | {"tojson": _tojson}
+        self.filters = {name: _bounded_filter(name, filters[name]) for name in filters if name not in LEFT_OUT}
 
     def allow(self, size: int, text: bool = True) -> None:
         """Refuse to make so many characters of text, or so many items of a list."""
@@ -304,7 +292,6 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return "".join(pieces)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may have this attribute."""
         return attr not in UNSAFE_METHODS and super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -314,7 +301,6 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return wrapped
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """`left operator right`."""
         assert isinstance(context, BoundedContext)
         if isinstance(left, int) and isinstance(right, int):
             mine, other = left.bit_length(), right.bit_length()
@@ -340,10 +326,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _bounded_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that looks at the clock, at what it is about to make and at what it has made.
-
-    Jinja computes no filter at compile time that asks for the context.
-    """
+    """A filter with bounds. It asks for the context, so Jinja does not compute it at compile time."""
     size, wanted = FILTER_SIZES.get(name), getattr(filter, "jinja_pass_arg", None)
 
     @pass_context
@@ -380,8 +363,6 @@ class ChatTemplate(NamedTuple):
     """A compiled chat template, and the form that it expects messages in.
 
     Attributes:
-        template: for `run_template`.
-        source: of the template.
         takes_parts: a message's content may be a list of parts.
         takes_text: it may be a string.
         knows_developer: the role `developer` has a meaning of its own.
@@ -400,7 +381,7 @@ TEXT_TESTS = ("iterable", "mapping", "sequence", "string")  # a template with on
 
 
 def content_names(tree: nodes.Template) -> set[str]:
-    """The variables that hold the content of a message: what is set to it, and the parameters that it is given to."""
+    """The variables that hold the content of a message: set to it, or parameters that get it."""
     macros = {macro.name: [arg.name for arg in macro.args] for macro in tree.find_all(nodes.Macro)}
     given = [(a.target.name, a.node) for a in tree.find_all(nodes.Assign) if isinstance(a.target, nodes.Name)]
     for call in tree.find_all(nodes.Call):

@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from text.lark_rules import (
@@ -54,10 +55,15 @@ class Calls:
     Args:
         source: of the answer's text.
         tools: the request's, of which a call must name one.
+
+    Attributes:
+        count: how many have begun.
+        name: the tool of the call that began last.
+        bare: whether it has no arguments yet.
     """
 
     def __init__(self, source: Source, tools: Sequence[Tool]):
-        self.source, self.count, self.name = source, 0, ""
+        self.source, self.count, self.name, self.bare = source, 0, "", False
         self.schemas = {tool.name: tool.schema for tool in tools}
         self.names = sorted(self.schemas, key=len, reverse=True)
 
@@ -70,15 +76,17 @@ class Calls:
         if name not in self.schemas:
             raise NoCall
         self.source.mark = None
-        self.name = name
+        self.name, self.bare = name, True
         self.count += 1
         return Part(call=self.count - 1, name=name, id=id)
 
     def arguments(self, text: str) -> Part:
         """More of the arguments of the call that began last."""
+        self.bare = False
         return Part(call=self.count - 1, arguments=text)
 
 
+@dataclass(frozen=True)
 class ToolParser:
     """A format; see above.
 
@@ -99,8 +107,9 @@ class ToolParser:
 
     @property
     def syntax(self) -> tuple[str, ...]:
-        """All texts in which special tokens may stand."""
-        return (*self.begins, *self.ends)
+        """All texts of the format, in which special tokens may stand."""
+        values = [value if isinstance(value, tuple) else (value,) for value in vars(self).values()]
+        return tuple(text for text in chain.from_iterable(values) if isinstance(text, str))
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
         """Read calls from `begin` on.
@@ -120,7 +129,6 @@ class JsonFormat(ToolParser):
     """Calls that are JSON objects, or lists of them, which hold the function's name and its arguments.
 
     Attributes:
-        begins, end: see `ToolParser`.
         around: stands between the tags and the JSON.
         listed: the model writes a list of objects; both ways are read.
         arguments: keys for the arguments, of which the model writes the first.
@@ -128,8 +136,6 @@ class JsonFormat(ToolParser):
         separator: stands between two calls where they are not listed.
     """
 
-    begins: tuple[str, ...]
-    end: str = ""
     around: str = ""
     listed: bool = False
     arguments: tuple[str, ...] = ("arguments", "parameters")
@@ -137,7 +143,6 @@ class JsonFormat(ToolParser):
     separator: str = ""
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
-        """See `ToolParser`."""
         source = calls.source
         if begin not in "{[":
             yield from source.follows(begin)
@@ -175,7 +180,6 @@ class JsonFormat(ToolParser):
                     yield calls.arguments(held)
             elif key in self.arguments and first == "{" and named:
                 yield from source.value(calls.arguments)
-                held = "{}"
             elif key in self.arguments and first in ("{", '"'):
                 held = yield from self._arguments(source, first)
                 if named:
@@ -189,7 +193,7 @@ class JsonFormat(ToolParser):
             yield from source.space()
         if not named:
             raise NoCall
-        if not held:
+        if calls.bare:
             yield calls.arguments("{}")
 
     def _arguments(self, source: Source, first: str) -> Waiting[str]:
@@ -200,7 +204,6 @@ class JsonFormat(ToolParser):
         return text if as_json(text).startswith("{") else json.dumps(text, ensure_ascii=False)
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
-        """See `ToolParser`."""
         around, begin, end = lark.text(self.around), lark.syntax(self.begins[0]), lark.syntax(self.end)
         call = lark.one_of(
             then(
@@ -217,39 +220,27 @@ class JsonFormat(ToolParser):
         return repeated(then(around, call, around, end), then(lark.text("\n"), begin), several)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HeaderFormat(ToolParser):
-    r"""Calls that name their function in a header, after which their arguments follow as JSON.
+    """Calls that name their function in a header, after which their arguments follow as JSON.
 
     Attributes:
-        begins: see `ToolParser`; they begin a section of calls, or are the same as `call`.
-        call: each call begins with it.
+        call: each call begins with it. It may be one of `begins`, the others of which begin a section of calls.
         header: finds `name`, and perhaps `id`, in all that stands between `call` and the arguments.
         written: the header as the model writes it: `{}` stands for the name, and `{#}` for a number.
         after: stands between the arguments and `call_end`.
-        call_end: each call ends with it.
-        end: of the section.
         others: further texts that may be in a header.
         older: is read where a bracket follows `begins`, and written where the model has no token `[ARGS]`.
     """
 
-    begins: tuple[str, ...]
     call: str
-    header: str
+    header: re.Pattern[str]
     written: str
     after: str = ""
-    call_end: str = ""
-    end: str = ""
     others: tuple[str, ...] = ()
     older: JsonFormat | None = None
 
-    @property
-    def syntax(self) -> tuple[str, ...]:
-        """See `ToolParser`."""
-        return (*self.begins, self.call, self.written, *self.others, *self.ends)
-
     def read(self, calls: Calls, begin: str) -> Steps[None]:
-        """See `ToolParser`."""
         source = calls.source
         yield from source.follows(begin)
         char = yield from source.space()
@@ -260,15 +251,15 @@ class HeaderFormat(ToolParser):
             raise NoCall
         while True:
             header = yield from source.short("{", *self.ends)
-            if not (found := re.fullmatch(self.header, header, re.DOTALL)):
+            if not (found := self.header.fullmatch(header)):
                 raise NoCall
             yield calls.begin(found["name"], found.groupdict().get("id") or "")
             if (yield from source.char()) == "{":
                 yield from source.value(calls.arguments)
             else:
                 yield calls.arguments("{}")
-            for text in (self.after.strip(), self.call_end):
-                yield from source.closes(text)
+            yield from source.closes(self.after.strip())
+            yield from source.closes(self.call_end)
             source.mark = source.at
             yield from source.space()
             if not (yield from source.follows(self.call)):
@@ -277,7 +268,6 @@ class HeaderFormat(ToolParser):
         yield from source.closes(self.end)
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
-        """See `ToolParser`."""
         if self.older and lark.token_ids("[ARGS]") is None:
             return self.older.write(lark, tools, several)
         before, _, behind = self.written.partition("{}")
@@ -309,36 +299,25 @@ def schema_value(text: str, schema: Schema) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TagFormat(ToolParser):
     """Calls with a tag for each argument. What it holds is text or JSON, as the tool's schema says.
 
     Attributes:
-        begins: see `ToolParser`; one may be the same as `name`, where models leave out what is around it.
-        name: stands before the function's name.
+        name: stands before the function's name. It is one of `begins` where models leave out what is around it.
         name_end: stands behind it.
         key: stands before an argument's name.
         key_end: stands behind it, up to the value.
         value_end: stands behind the value.
-        call_end: stands behind the last argument.
-        end: ends what `begins` has begun.
         padding: stands on both sides of a value.
     """
 
-    begins: tuple[str, ...]
     name: str
     name_end: str
     key: str
     key_end: str
     value_end: str
-    call_end: str
-    end: str
     padding: str = ""
-
-    @property
-    def syntax(self) -> tuple[str, ...]:
-        """See `ToolParser`."""
-        return (*self.begins, self.name, self.key, self.key_end, self.value_end, *self.ends)
 
     @property
     def value_ends(self) -> tuple[str, ...]:
@@ -346,7 +325,6 @@ class TagFormat(ToolParser):
         return (self.value_end, self.key, *self.ends)
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
-        """See `ToolParser`."""
         source, before = calls.source, calls.count
         if begin != self.name:
             yield from source.follows(begin)
@@ -368,16 +346,16 @@ class TagFormat(ToolParser):
             yield from source.closes(self.end)
 
     def _arguments(self, calls: Calls) -> Steps[None]:
-        source, opening, (first, *rest) = calls.source, "{", self.key_end.split()
+        source, (first, *rest) = calls.source, self.key_end.split()
         while (yield from source.closes(self.key)):
             key = yield from source.short(first)
             for text in (first, *rest):
                 yield from source.closes(text)
+            opening = "{" if calls.bare else ", "
             yield calls.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
-            opening = ", "
             yield from self._value(calls, property_schema(calls.schemas[calls.name], key))
         if (yield from source.char()):
-            yield calls.arguments("{}" if opening == "{" else "}")
+            yield calls.arguments("{}" if calls.bare else "}")
 
     def _value(self, calls: Calls, schema: Schema) -> Steps[None]:
         """Read a value up to its end. Strings become arguments as they come, other values when they are whole."""
@@ -396,7 +374,6 @@ class TagFormat(ToolParser):
             yield from source.follows(self.value_end)
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
-        """See `ToolParser`."""
         before, after = ("\n", "\n" + self.end) if self.name else ("", self.end)
         call = then(lark.text(before), lark.one_of(self._call(lark, tool) for tool in tools), lark.syntax(after))
         return repeated(call, then(lark.text("\n"), lark.syntax(self.begins[0])), several)
@@ -425,8 +402,6 @@ class PythonFormat(ToolParser):
     """Calls like those of Python, with named arguments.
 
     Attributes:
-        begins: see `ToolParser`.
-        end: comes after them; empty if a bracket does.
         listed: the calls stand in brackets, with commas between them.
         prefix: stands before the function's name.
         brackets: stand around the arguments.
@@ -435,8 +410,6 @@ class PythonFormat(ToolParser):
         around: stands between the tags and the calls.
     """
 
-    begins: tuple[str, ...]
-    end: str = ""
     listed: bool = True
     prefix: str = ""
     brackets: tuple[str, str] = ("(", ")")
@@ -444,13 +417,7 @@ class PythonFormat(ToolParser):
     raw: str = ""
     around: str = ""
 
-    @property
-    def syntax(self) -> tuple[str, ...]:
-        """See `ToolParser`."""
-        return (*self.begins, self.raw, *self.ends)
-
     def read(self, calls: Calls, begin: str) -> Steps[None]:
-        """See `ToolParser`."""
         source, (opening, closing) = calls.source, self.brackets
         if begin != "[":
             yield from source.follows(begin)
@@ -482,7 +449,6 @@ class PythonFormat(ToolParser):
         yield from source.closes(*self.ends)
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
-        """See `ToolParser`."""
         call, end = lark.one_of(self._call(lark, tool) for tool in tools), lark.syntax(self.end)
         if self.prefix:
             return repeated(then(call, end), lark.syntax(self.begins[0]), several)
@@ -509,7 +475,6 @@ class PythonFormat(ToolParser):
         return lark.json(schema, strict)
 
 
-@dataclass(frozen=True)
 class HarmonyFormat:
     """OpenAI's harmony: messages with a channel and perhaps a recipient, one of which is the answer's first.
 
@@ -517,22 +482,12 @@ class HarmonyFormat:
     all other text is content.
     """
 
-    begins: tuple[str, ...] = ("<|start|>", "<|channel|>", "<|message|>")
-    ends: tuple[str, ...] = ("<|end|>", "<|call|>", "<|return|>")
-    others: tuple[str, ...] = ("<|constrain|>",)
-
-    @property
-    def syntax(self) -> tuple[str, ...]:
-        """See `ToolParser`."""
-        return (*self.begins, *self.ends, *self.others)
+    begins = ("<|start|>", "<|channel|>", "<|message|>")
+    ends = ("<|end|>", "<|call|>", "<|return|>")
+    syntax = (*begins, *ends, "<|constrain|>")
 
     def read_answer(self, calls: Calls, prompt: str) -> Steps[None]:
-        """Read an answer to its end.
-
-        Args:
-            calls: of the answer.
-            prompt: which begins the answer's first message, and may even have begun its text.
-        """
+        """Read an answer to its end. The prompt has begun its first message, and perhaps the text of that."""
         source, begun = calls.source, prompt.rpartition("<|start|>")[2]
         header = begun.partition("<|message|>")[0] if "<|message|>" in begun else ""
         while (yield from source.char()):
@@ -564,13 +519,7 @@ class HarmonyFormat:
 
     def _message(self, calls: Calls, header: str) -> Steps[None]:
         """Read a message's text, and what ends it."""
-        source, arguments = calls.source, False
-
-        def make(text: str) -> Part:
-            nonlocal arguments
-            arguments = True
-            return calls.arguments(text)
-
+        source = calls.source
         recipient = re.search(r"to=(?:functions\.)?([^\s<]+)", header)
         name = recipient[1] if recipient and recipient[1] in calls.schemas else ""
         if name:
@@ -579,15 +528,15 @@ class HarmonyFormat:
         if header:
             yield from source.space()
         if name and (yield from source.char()) == "{":  # in JSON, markers are text
-            yield from source.value(make)
+            yield from source.value(calls.arguments)
         stops = markers(frozenset((*self.begins, *self.ends)))
-        kind = make if name else reasoning if source.in_reasoning else content
+        kind = calls.arguments if name else reasoning if source.in_reasoning else content
         found = yield from source.until(stops, kind, is_cut=bool(name))
         source.in_reasoning = False
         if found:
             yield from source.space()
         yield from source.follows(*self.ends)
-        if name and found and not arguments:
+        if name and found and calls.bare:
             yield calls.arguments("{}")
 
     def write_answer(self, lark: Lark, tools: Sequence[Tool], required: bool) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -109,41 +110,45 @@ QWEN3 = TagFormat(
     begins=("<tool_call>", "<function="), name="<function=", name_end=">", key="<parameter=", key_end=">",
     value_end="</parameter>", call_end="</function>", end="</tool_call>", padding="\n",
 )  # fmt: skip
-KIMI = r"(?P<id>(?:functions\.)?(?P<name>.+?):\d+)\s*<\|tool_call_argument_begin\|>\s*"
-MISTRAL = r"(?P<name>[^\[\]{]+?)\s*(?:\[CALL_ID\](?P<id>[^\[]*))?(?:\[ARGS\])?\s*"
+DEEPSEEK_V31 = HeaderFormat(
+    begins=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), end="<｜tool▁calls▁end｜>",
+    call="<｜tool▁call▁begin｜>", call_end="<｜tool▁call▁end｜>",
+    header=re.compile(r"(?P<name>.+?)\s*<｜tool▁sep｜>\s*", re.DOTALL), written="{}<｜tool▁sep｜>",
+)  # fmt: skip
 # By vLLM's names, where it has one.
 TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
-    "deepseek_v3": HeaderFormat(
-        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), "<｜tool▁call▁begin｜>",
-        r"function<｜tool▁sep｜>(?P<name>[^\n]+?)\s*\n```json\s*", "function<｜tool▁sep｜>{}\n```json\n",
-        "\n```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+    "deepseek_v3": replace(
+        DEEPSEEK_V31, written="function<｜tool▁sep｜>{}\n```json\n", after="\n```",
+        header=re.compile(r"function<｜tool▁sep｜>(?P<name>[^\n]+?)\s*\n```json\s*"),
     ),
-    "deepseek_v31": HeaderFormat(
-        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), "<｜tool▁call▁begin｜>",
-        r"(?P<name>.+?)\s*<｜tool▁sep｜>\s*", "{}<｜tool▁sep｜>", "", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
-    ),
+    "deepseek_v31": DEEPSEEK_V31,
     "functiongemma": PythonFormat(
-        ("<start_function_call>",), "<end_function_call>", False, "call:", ("{", "}"), ":", "<escape>"
+        ("<start_function_call>",), "<end_function_call>", listed=False, prefix="call:", brackets=("{", "}"),
+        between=":", raw="<escape>",
     ),
     "gemma3": PythonFormat(("```tool_code",), "```", listed=False, around="\n"),
-    "gemma4": PythonFormat(("<|tool_call>",), "<tool_call|>", False, "call:", ("{", "}"), ":", '<|"|>'),
+    "gemma4": PythonFormat(
+        ("<|tool_call>",), "<tool_call|>", listed=False, prefix="call:", brackets=("{", "}"), between=":", raw='<|"|>'
+    ),
     "glm45": TagFormat(
         begins=("<tool_call>",), name="", name_end="\n", key="<arg_key>", key_end="</arg_key>\n<arg_value>",
-        value_end="</arg_value>", call_end="", end="</tool_call>",
+        value_end="</arg_value>", end="</tool_call>",
     ),
     "granite": JsonFormat(("<|tool_call|>", "<tool_call>"), listed=True),
     "granite-20b-fc": JsonFormat(("<function_call>",), around=" "),
     "granite4": HERMES,
     "hermes": HERMES,
     "internlm": JsonFormat(
-        ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), "<|action_end|>", "\n",
+        ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), "<|action_end|>", around="\n",
         arguments=("parameters", "arguments"),
     ),
     "jamba": JsonFormat(("<tool_calls>",), "</tool_calls>", listed=True),
     "json": JsonFormat(("[", "{"), listed=True),
     "kimi_k2": HeaderFormat(
-        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"), "<|tool_call_begin|>",
-        KIMI, "functions.{}:{#}<|tool_call_argument_begin|>", "", "<|tool_call_end|>", "<|tool_calls_section_end|>",
+        begins=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"), end="<|tool_calls_section_end|>",
+        call="<|tool_call_begin|>", call_end="<|tool_call_end|>",
+        header=re.compile(r"(?P<id>(functions\.)?(?P<name>.+?):\d+)\s*<\|tool_call_argument_begin\|>\s*", re.DOTALL),
+        written="functions.{}:{#}<|tool_call_argument_begin|>",
     ),
     "lfm2": PythonFormat(("<|tool_call_start|>",), "<|tool_call_end|>"),
     "llama3_json": JsonFormat(("{", "<|python_tag|>"), arguments=("parameters", "arguments"), separator=";"),
@@ -153,7 +158,8 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         value_end="</parameter>", call_end="</invoke>", end="</minimax:tool_call>",
     ),
     "mistral": HeaderFormat(
-        ("[TOOL_CALLS]",), "[TOOL_CALLS]", MISTRAL, "{}[ARGS]", others=("[CALL_ID]",),
+        begins=("[TOOL_CALLS]",), call="[TOOL_CALLS]", written="{}[ARGS]", others=("[CALL_ID]",),
+        header=re.compile(r"(?P<name>[^\[\]{]+?)\s*(\[CALL_ID\](?P<id>[^\[]*))?(\[ARGS\])?\s*"),
         older=JsonFormat(("[TOOL_CALLS]",), listed=True),
     ),
     "olmo3": PythonFormat(("<function_calls>",), "</function_calls>", listed=False),
@@ -162,10 +168,7 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "pythonic": PythonFormat(("[",)),
     "qwen3_coder": QWEN3,
     "qwen3_xml": QWEN3,
-    "seed_oss": TagFormat(
-        begins=("<seed:tool_call>", "<function="), name="<function=", name_end=">", key="<parameter=", key_end=">",
-        value_end="</parameter>", call_end="</function>", end="</seed:tool_call>",
-    ),
+    "seed_oss": replace(QWEN3, begins=("<seed:tool_call>", "<function="), end="</seed:tool_call>", padding=""),
 }  # fmt: skip
 SPACE = r"/\n{0,2}/"  # may come before a call, as it does after reasoning
 PLAIN = r"/[^\s\[{](?s:.*)/"  # text that no bracket begins
