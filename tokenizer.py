@@ -2,7 +2,7 @@
 
 Everything comes from the model's folder: `tokenizer.json` does the tokenizing (the `tokenizers` library), or a file of
 another kind that `text/vocabularies.py` makes into the same; and `text/templates.py` runs the chat template. Nothing
-here knows of tensors, requests or HTTP.
+here knows of tensors or HTTP.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import re
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import tokenizers
 
 from config import read_json
+from sampling_params import SamplingParams
 from text.messages import text_of
 from text.templates import ChatTemplate, TemplateEnvironment, read_template, run_template
 from text.vocabularies import BYTE_OF_CHAR, READERS, SPACE, convert, special_tokens
@@ -30,8 +31,6 @@ CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether 
 CALLERS_TEMPLATES = 16  # compiled ones that are kept; each may take a few MB
 LONG_TEXT = 4096  # characters; encoding more than that leaves Python's lock to other threads
 PROMPT_WINDOW = 5  # tokens of the prompt that give the first output token its left context (vLLM's choice)
-
-
 # How code models are asked for what is between two texts, and tokens that end it beside the end of sequence. Where a
 # model knows several orders, it is the prefix first (PSM). Special tokens are as the vocabularies spell them.
 GAPS = {
@@ -43,21 +42,6 @@ GAPS = {
     "CodeLlama": ("▁<PRE>{prefix}▁<SUF>{suffix}▁<MID>", ("▁<EOT>",)),
     "Codestral": ("[SUFFIX]{suffix}[PREFIX]{prefix}", ()),
 }  # fmt: skip
-
-
-class TextParams(Protocol):
-    """The part of SamplingParams that concerns text."""
-
-    @property
-    def stop(self) -> Sequence[str]: ...
-    @property
-    def min_tokens(self) -> int: ...
-    @property
-    def include_stop_str_in_output(self) -> bool: ...
-    @property
-    def skip_special_tokens(self) -> bool: ...
-    @property
-    def spaces_between_special_tokens(self) -> bool: ...
 
 
 class Tokenizer:
@@ -83,12 +67,13 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special)
         decoder = self._tokenizer.decoder
         self._joins_with_spaces = decoder is None
-        self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
-        state = {} if decoder is None else json.loads(decoder.__getstate__())
-        self._spells_spaces, self.strips = _sentencepiece(state)
+        state = decoder.__getstate__() if decoder else b"{}"
+        self._byte_level = b'"ByteLevel"' in state
+        decoding = json.loads(state)
+        self._spells_spaces, self.strips = _sentencepiece(decoding)
         # Where this is true, a text is the bytes of its tokens, one after the other, whatever is beside them. But up
         # to `strips` spaces at its beginning are left out.
-        self.joins_bytes = state.get("type") == "ByteLevel" or self._spells_spaces
+        self.joins_bytes = decoding.get("type") == "ByteLevel" or self._spells_spaces
         self.token_bytes = functools.cache(self._token_bytes)
         self.token_text = functools.cache(self._token_text)
         config = read_json(folder, "tokenizer_config.json", {})
@@ -118,24 +103,19 @@ class Tokenizer:
     def encode_cut(
         self, texts: tuple[str, ...], most: int, side: str, add_special_tokens: bool = True
     ) -> tuple[list[int], bool]:
-        """Token ids of one text, or of two as one prompt, without those beyond `most`; and whether there were any.
+        """At most `most` token ids of one text, or of two as one prompt; and whether that cut any.
 
         As in transformers, the texts lose tokens and keep what the model wants around them, and of two texts the longer
         one loses tokens until both are as long. `side` is where they lose them: left or right.
         """
         parts = [self._encoding(text, False) for text in texts]
         added = self._tokenizer.num_special_tokens_to_add(len(parts) == 2) if add_special_tokens else 0
-        room, lengths = max(0, most - added), [len(part.ids) for part in parts]
-        if cut := sum(lengths) > room:
-            if len(parts) == 1:
-                shares = [room]
-            else:
-                fewer = min(*lengths, room // 2)
-                shares = [fewer, room - fewer] if lengths[0] <= lengths[1] else [room - fewer, fewer]
-            for part, share in zip(parts, shares, strict=True):
-                part.truncate(share, direction=side)
-        pair = parts[1] if len(parts) == 2 else None
-        ids = self._tokenizer.post_process(parts[0], pair, add_special_tokens).ids
+        room = max(0, most - added)
+        if cut := sum(len(part.ids) for part in parts) > room:
+            for i, part in enumerate(sorted(parts, key=len)):  # the shorter one first: the other one gets the rest
+                part.truncate(min(len(part), room // (len(parts) - i)), direction=side)
+                room -= len(part)
+        ids = self._tokenizer.post_process(parts[0], *parts[1:], add_special_tokens=add_special_tokens).ids
         if len(ids) > most:  # they are only what is around the texts
             return (ids[:most] if side == "right" else ids[-most:]), True
         return ids, cut
@@ -150,7 +130,7 @@ class Tokenizer:
     ) -> str:
         """Text of token ids; ids without a token give nothing, bytes that are not UTF-8 give U+FFFD.
 
-        Only tokenizers without a decoder ever put spaces between special tokens; there they can be turned off.
+        Only tokenizers without a decoder ever put spaces between special tokens.
         """
         if skip_special_tokens or spaces_between_special_tokens or not self._joins_with_spaces:
             return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -179,13 +159,13 @@ class Tokenizer:
         return (token.replace(SPACE, " ") if self._spells_spaces else token).encode(errors="replace")
 
     def _token_text(self, id: int) -> str:
-        """What a token adds to a text, in which bytes that are no character by themselves are U+FFFD."""
+        """The text that a token adds; bytes that are no character by themselves are U+FFFD."""
         text = self.decode([id], skip_special_tokens=False)
         opens_word = not self._byte_level and self.token(id).startswith(SPACE)  # decoders drop it at a text's beginning
         return " " + text if opens_word and not text.startswith(" ") else text
 
     def bytes_of(self, id: int) -> bytes:
-        """What a token adds to a text, in UTF-8, which may be a part of a character."""
+        """The UTF-8 that a token adds to a text; it may be a part of a character."""
         text = self.token_text(id)
         return self.token_bytes(id) if "\ufffd" in text else text.encode()
 
@@ -196,7 +176,7 @@ class Tokenizer:
 
     @functools.cached_property
     def gap(self) -> tuple[str, list[int]]:
-        """How the model is asked to fill a gap, with places for `{prefix}` and `{suffix}`; and tokens that end it.
+        """The prompt that asks to fill a gap, with places for `{prefix}` and `{suffix}`; and tokens that end it.
 
         Raises:
             ValueError: its vocabulary has none of the special tokens for that.
@@ -343,7 +323,7 @@ class Detokenizer:
         num_tokens: how many of the pushed tokens came before or completed the end of the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: TextParams):
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams):
         self.text = ""
         self.stop_reason: str | None = None
         self.num_tokens = 0
@@ -431,7 +411,7 @@ class Detokenizer:
             self.stop_reason, self._held = stop, ""
             self.text += text[: end if self._params.include_stop_str_in_output else end - len(stop)]
             return
-        held = max((_overlap(text, stop) for stop in self._params.stop), default=0)
+        held = max(_overlap(text, stop) for stop in self._params.stop)
         self.text += text[: len(text) - held]
         self._held = text[len(text) - held :]
 
@@ -519,14 +499,10 @@ def _tag_final_message(messages: list[dict[str, Any]]) -> tuple[list[dict[str, A
     """The messages with a tag after the final one's text, which will show where to cut; and that text."""
     messages = copy.deepcopy(messages)
     final = messages[-1] if messages else {}
-    if isinstance(final.get("content"), str):
-        text = final["content"]
-        final["content"] += CONTINUE_TAG
-        return messages, text
-    parts = final.get("content")
-    for part in reversed(parts if isinstance(parts, list) else []):
-        if isinstance(part, dict) and isinstance(part.get("text"), str):
-            text = part["text"]
-            part["text"] += CONTINUE_TAG
+    content = final.get("content")
+    places = [(part, "text") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    for place, key in [(final, "content"), *reversed(places)]:
+        if isinstance(text := place.get(key), str):
+            place[key] = text + CONTINUE_TAG
             return messages, text
     raise ValueError("continue_final_message: the final message has no text to go on with")
