@@ -31,23 +31,14 @@ LONGEST_NAME = 1024  # characters of a name, a key, or another short text of a c
 
 @dataclass(slots=True)
 class Part:
-    """A piece of an answer: content, hidden reasoning, or some of a call.
+    """A piece of an answer: content, hidden reasoning, or some of a call."""
 
-    Attributes:
-        content: text for the user.
-        reasoning: text that the model wrote for itself.
-        call: which of the answer's calls, from 0, `name`, `arguments` and `id` are about.
-        name: of the function: here the call begins.
-        arguments: more of the call's arguments, which are JSON.
-        id: of the call, where the model itself names its calls.
-    """
-
-    content: str = ""
-    reasoning: str = ""
-    call: int | None = None
-    name: str = ""
-    arguments: str = ""
-    id: str = ""
+    content: str = ""  # for the user
+    reasoning: str = ""  # that the model wrote for itself
+    call: int | None = None  # which of the answer's calls, from 0, `name`, `arguments` and `id` are about
+    name: str = ""  # of the function: here the call begins
+    arguments: str = ""  # more of the call's arguments, which are JSON
+    id: str = ""  # of the call, where the model itself names its calls
 
 
 Waiting = Generator[None, None, T]  # yields None where it needs more text

@@ -360,19 +360,13 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separato
 
 
 class ChatTemplate(NamedTuple):
-    """A compiled chat template, and the form that it expects messages in.
-
-    Attributes:
-        takes_parts: a message's content may be a list of parts.
-        takes_text: it may be a string.
-        knows_developer: the role `developer` has a meaning of its own.
-    """
+    """A compiled chat template, and the form that it expects messages in."""
 
     template: Template
     source: str
-    takes_parts: bool
-    takes_text: bool
-    knows_developer: bool
+    takes_parts: bool  # a message's content may be a list of parts
+    takes_text: bool  # it may be a string
+    knows_developer: bool  # the role `developer` has a meaning of its own
 
 
 PART_FILTERS = ("map", "reject", "rejectattr", "select", "selectattr")  # what they are given is a list

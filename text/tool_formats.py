@@ -6,9 +6,8 @@
     PythonFormat    name(key=value), and what resembles it
     HarmonyFormat   messages with channels and recipients
 
-A format has the texts that calls begin with (`begins`), those that they end with (`ends`), and all that is `syntax`.
-`read` takes calls from the text. `write` gives the grammar of calls, in the way that the models' templates write them,
-without the text that they begin with.
+A format has texts that calls begin with (`begins`) and end with (`ends`); `syntax` is all its texts. `read` takes calls
+from an answer. `write` gives the grammar of calls as the models' templates write them, without their beginning.
 """
 
 from __future__ import annotations
@@ -36,17 +35,11 @@ from text.scanning import NoCall, Part, Source, Steps, Waiting, as_json, content
 
 
 class Tool(NamedTuple):
-    """A function that a model may call.
+    """A function that a model may call."""
 
-    Attributes:
-        name: the model's name for it.
-        schema: of its arguments, which are an object.
-        strict: whether a grammar must hold the arguments to all of the schema.
-    """
-
-    name: str
-    schema: Schema
-    strict: bool = False
+    name: str  # the model's name for it
+    schema: Schema  # of its arguments, which are an object
+    strict: bool = False  # whether a grammar must hold the arguments to all of the schema
 
 
 class Calls:
@@ -88,21 +81,14 @@ class Calls:
 
 @dataclass(frozen=True)
 class ToolParser:
-    """A format; see above.
+    """A format; see above."""
 
-    Attributes:
-        begins: the texts that one or more calls begin with. Brackets are a part of the calls.
-        end: comes after them, mostly; empty if nothing does.
-        call_end: comes after each of them, in some formats.
-    """
-
-    begins: tuple[str, ...]
-    end: str = ""
-    call_end: str = ""
+    begins: tuple[str, ...]  # what one or more calls begin with; brackets are a part of the calls
+    end: str = ""  # comes after them, mostly; empty if nothing does
+    call_end: str = ""  # comes after each of them, in some formats
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The texts that end calls."""
         return tuple(filter(None, (self.end, self.call_end)))
 
     @property
@@ -126,21 +112,13 @@ class ToolParser:
 
 @dataclass(frozen=True)
 class JsonFormat(ToolParser):
-    """Calls that are JSON objects, or lists of them, which hold the function's name and its arguments.
+    """Calls that are JSON objects, or lists of them, which hold the function's name and its arguments."""
 
-    Attributes:
-        around: stands between the tags and the JSON.
-        listed: the model writes a list of objects; both ways are read.
-        arguments: keys for the arguments, of which the model writes the first.
-        beside: keys that an object of a call may have, too.
-        separator: stands between two calls where they are not listed.
-    """
-
-    around: str = ""
-    listed: bool = False
-    arguments: tuple[str, ...] = ("arguments", "parameters")
-    beside: tuple[str, ...] = ("id", "type")
-    separator: str = ""
+    around: str = ""  # between the tags and the JSON
+    listed: bool = False  # the model writes a list of objects; both ways are read
+    arguments: tuple[str, ...] = ("arguments", "parameters")  # keys for the arguments; the model writes the first
+    beside: tuple[str, ...] = ("id", "type")  # further keys that an object of a call may have
+    separator: str = ""  # between two calls where they are not listed
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
         source = calls.source
@@ -197,7 +175,7 @@ class JsonFormat(ToolParser):
             yield calls.arguments("{}")
 
     def _arguments(self, source: Source, first: str) -> Waiting[str]:
-        """Read arguments as a whole, which some models write as JSON in a string."""
+        """Read whole arguments, which some models write as JSON in a string."""
         if first == "{":
             return (yield from source.collect(source.value))
         text = yield from source.string()
@@ -222,22 +200,14 @@ class JsonFormat(ToolParser):
 
 @dataclass(frozen=True, kw_only=True)
 class HeaderFormat(ToolParser):
-    """Calls that name their function in a header, after which their arguments follow as JSON.
+    """Calls that name their function in a header, after which their arguments follow as JSON."""
 
-    Attributes:
-        call: each call begins with it. It may be one of `begins`, the others of which begin a section of calls.
-        header: finds `name`, and perhaps `id`, in all that stands between `call` and the arguments.
-        written: the header as the model writes it: `{}` stands for the name, and `{#}` for a number.
-        after: stands between the arguments and `call_end`.
-        others: further texts that may be in a header.
-        older: is read where a bracket follows `begins`, and written where the model has no token `[ARGS]`.
-    """
-
-    call: str
-    header: re.Pattern[str]
-    written: str
-    after: str = ""
-    others: tuple[str, ...] = ()
+    call: str  # begins each call; it may be one of `begins`, the others of which begin a section of calls
+    header: re.Pattern[str]  # finds `name`, and perhaps `id`, in all that stands between `call` and the arguments
+    written: str  # the header as the model writes it: `{}` stands for the name, and `{#}` for a number
+    after: str = ""  # between the arguments and `call_end`
+    others: tuple[str, ...] = ()  # further texts that may be in a header
+    # Is read where a bracket follows `begins`, and written where the model has no token `[ARGS]`.
     older: JsonFormat | None = None
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
@@ -289,7 +259,7 @@ class HeaderFormat(ToolParser):
 
 
 def schema_value(text: str, schema: Schema) -> str:
-    """JSON of the text of an argument: what it says, if the schema allows that type, and else the text itself."""
+    """JSON of an argument's text: the value that it spells if the schema allows that type, else the text itself."""
     if is_text(schema):
         return "null" if text == "null" else json.dumps(text, ensure_ascii=False)
     if value := as_json(text.strip()):
@@ -301,27 +271,18 @@ def schema_value(text: str, schema: Schema) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TagFormat(ToolParser):
-    """Calls with a tag for each argument. What it holds is text or JSON, as the tool's schema says.
+    """Calls with a tag for each argument. What it holds is text or JSON, as the tool's schema says."""
 
-    Attributes:
-        name: stands before the function's name. It is one of `begins` where models leave out what is around it.
-        name_end: stands behind it.
-        key: stands before an argument's name.
-        key_end: stands behind it, up to the value.
-        value_end: stands behind the value.
-        padding: stands on both sides of a value.
-    """
-
-    name: str
-    name_end: str
-    key: str
-    key_end: str
-    value_end: str
-    padding: str = ""
+    name: str  # before the function's name; one of `begins` where models leave out the tags around it
+    name_end: str  # behind it
+    key: str  # before an argument's name
+    key_end: str  # behind it, up to the value
+    value_end: str  # behind the value
+    padding: str = ""  # on both sides of a value
 
     @property
     def value_ends(self) -> tuple[str, ...]:
-        """What ends a value; models leave out the right one at times."""
+        """Any of these ends a value; models leave out the right one at times."""
         return (self.value_end, self.key, *self.ends)
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
@@ -399,23 +360,14 @@ class TagFormat(ToolParser):
 
 @dataclass(frozen=True)
 class PythonFormat(ToolParser):
-    """Calls like those of Python, with named arguments.
+    """Calls like those of Python, with named arguments."""
 
-    Attributes:
-        listed: the calls stand in brackets, with commas between them.
-        prefix: stands before the function's name.
-        brackets: stand around the arguments.
-        between: stands between an argument's name and its value.
-        raw: stands around strings in which no character has a meaning; empty if strings are Python's.
-        around: stands between the tags and the calls.
-    """
-
-    listed: bool = True
-    prefix: str = ""
-    brackets: tuple[str, str] = ("(", ")")
-    between: str = "="
-    raw: str = ""
-    around: str = ""
+    listed: bool = True  # the calls stand in brackets, with commas between them
+    prefix: str = ""  # before the function's name
+    brackets: tuple[str, str] = ("(", ")")  # around the arguments
+    between: str = "="  # between an argument's name and its value
+    raw: str = ""  # around strings in which no character has a meaning; empty if strings are Python's
+    around: str = ""  # between the tags and the calls
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
         source, (opening, closing) = calls.source, self.brackets
@@ -476,7 +428,7 @@ class PythonFormat(ToolParser):
 
 
 class HarmonyFormat:
-    """OpenAI's harmony: messages with a channel and perhaps a recipient, one of which is the answer's first.
+    """OpenAI's harmony: messages with a channel and perhaps a recipient.
 
     A call is a message to `functions.NAME`, and its text is the arguments. The channel `analysis` is hidden reasoning;
     all other text is content.
