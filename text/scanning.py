@@ -87,7 +87,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 class NoCall(Exception):
-    """What looked like a call is none, or goes on as none can."""
+    """Text that looked like a call is none."""
 
 
 class Markers:
@@ -138,7 +138,7 @@ class Source:
         self.depth = 0
 
     def feed(self, text: str) -> None:
-        """Add text, and let go of what is read."""
+        """Add text, and drop the text that has been read."""
         read = self.at if self.mark is None else self.mark
         self.text, self.at = self.text[read:] + text, self.at - read
         self.mark = None if self.mark is None else 0
@@ -269,7 +269,7 @@ class Source:
                 if depth <= 0 and not quoted:
                     yield make(self.take(at))
                     return
-            half = quoted and not self.ended and self.text.endswith("\\", at)  # an escape of which only that is there
+            half = quoted and not self.ended and self.text.endswith("\\", at)  # of an escape only that is there
             if (end := len(self.text) - half) > self.at:
                 yield make(self.take(end))
             if self.ended:
@@ -296,9 +296,7 @@ class Source:
             yield from self.mapping(make, ":", "}", raw)
         elif char and char in "[(":
             yield from self.follows(char)
-            yield make("[")
-            yield from self._items(make, {"[": "]", "(": ")"}[char], lambda: self.literal(make, raw))
-            yield make("]")
+            yield from self._items(make, "[]", {"[": "]", "(": ")"}[char], lambda: self.literal(make, raw))
         elif quote := (yield from self.follows(raw, *QUOTES)):
             yield from self._quoted(make, quote, raw)
         else:
@@ -327,12 +325,11 @@ class Source:
             yield make(": ")
             yield from self.literal(make, raw)
 
-        yield make("{")
-        yield from self._items(make, end, item)
-        yield make("}")
+        yield from self._items(make, "{}", end, item)
 
-    def _items(self, make: Make, end: str, item: Callable[[], Steps[None]]) -> Steps[None]:
-        """Read what commas divide, up to a closing bracket; a comma may stand before that, too."""
+    def _items(self, make: Make, brackets: str, end: str, item: Callable[[], Steps[None]]) -> Steps[None]:
+        """Read items with commas between them and perhaps after them, up to `end`; in JSON they get `brackets`."""
+        yield make(brackets[0])
         self.depth += 1
         if self.depth > DEEPEST:
             raise NoCall
@@ -347,6 +344,7 @@ class Source:
                 raise NoCall
             yield from self.space()
         self.depth -= 1
+        yield make(brackets[1])
 
     def _quoted(self, make: Make, quote: str, raw: str) -> Steps[None]:
         """Read a string from after its quote on, and make a JSON string of it."""

@@ -183,19 +183,16 @@ class JsonFormat(ToolParser):
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
         around, begin, end = lark.text(self.around), lark.syntax(self.begins[0]), lark.syntax(self.end)
-        call = lark.one_of(
-            then(
-                lark.text(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{self.arguments[0]}": '),
-                lark.json(tool.schema, tool.strict),
-                lark.text("}"),
-            )
-            for tool in tools
-        )
+        call = lark.one_of(self._call(lark, tool) for tool in tools)
         if self.listed:
             return then(around, lark.text("["), repeated(call, lark.text(", "), several), lark.text("]"), around, end)
         if self.separator:
             return repeated(call, lark.text(self.separator), several)
         return repeated(then(around, call, around, end), then(lark.text("\n"), begin), several)
+
+    def _call(self, lark: Lark, tool: Tool) -> str:
+        begin = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{self.arguments[0]}": '
+        return then(lark.text(begin), lark.json(tool.schema, tool.strict), lark.text("}"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,22 +237,16 @@ class HeaderFormat(ToolParser):
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
         if self.older and lark.token_ids("[ARGS]") is None:
             return self.older.write(lark, tools, several)
-        before, _, behind = self.written.partition("{}")
-        behind, numbered, last = behind.partition("{#}")
-        begin = lark.syntax(self.call)
-        call = lark.one_of(
-            then(
-                lark.syntax(before),
-                lark.text(brief(tool.name, "the tool", *"{[:\n", *self.ends)),
-                lark.syntax(behind),
-                "/[0-9]{1,3}/" if numbered else "",
-                lark.syntax(last),
-                lark.json(tool.schema, tool.strict),
-                lark.syntax(self.after + self.call_end),
-            )
-            for tool in tools
-        )
+        begin, call = lark.syntax(self.call), lark.one_of(self._call(lark, tool) for tool in tools)
         return then(begin if self.begins[0] != self.call else "", repeated(call, begin, several), lark.syntax(self.end))
+
+    def _call(self, lark: Lark, tool: Tool) -> str:
+        before, behind = self.written.split("{}")
+        behind, numbered, last = behind.partition("{#}")
+        name = lark.text(brief(tool.name, "the tool", *"{[:\n", *self.ends))
+        number = "/[0-9]{1,3}/" if numbered else ""
+        header = then(lark.syntax(before), name, lark.syntax(behind), number, lark.syntax(last))
+        return then(header, lark.json(tool.schema, tool.strict), lark.syntax(self.after + self.call_end))
 
 
 def schema_value(text: str, schema: Schema) -> str:
@@ -328,8 +319,7 @@ class TagFormat(ToolParser):
             yield from source.until(stops, lambda piece: calls.arguments(in_string(piece)), is_cut=True)
         else:
             text = yield from source.collect(lambda make: source.until(stops, make, is_cut=True))
-        rest = source.text[source.at :]
-        if rest:
+        if rest := source.text[source.at :]:
             text += source.take(source.at + len(rest) - len(rest.lstrip())).removesuffix(self.padding)
             yield calls.arguments(in_string(text) + '"' if streams else schema_value(text, schema))
             yield from source.follows(self.value_end)
@@ -344,15 +334,13 @@ class TagFormat(ToolParser):
         fields = []
         end = self.padding + self.value_end
         for key, schema, required in properties_of(tool.schema):
-            field = then(
-                lark.syntax(self.key),
-                lark.text(brief(key, "the parameter", self.key_end.split()[0])),
-                lark.syntax(self.key_end + self.padding),
-                lark.unquoted(schema, self.value_ends, end)
-                if is_text(schema)
-                else then(lark.json(schema, tool.strict), lark.syntax(end)),
-                lark.text("\n"),
-            )
+            key = lark.text(brief(key, "the parameter", self.key_end.split()[0]))
+            before = then(lark.syntax(self.key), key, lark.syntax(self.key_end + self.padding))
+            if is_text(schema):
+                value = lark.unquoted(schema, self.value_ends, end)
+            else:
+                value = then(lark.json(schema, tool.strict), lark.syntax(end))
+            field = then(before, value, lark.text("\n"))
             fields.append(field if required else f"({field})?")
         begin = then(lark.syntax(self.name), lark.text(name), lark.syntax(self.name_end.strip()), lark.text("\n"))
         return then(begin, *fields, lark.syntax(self.call_end))
@@ -493,18 +481,15 @@ class HarmonyFormat:
 
     def write_answer(self, lark: Lark, tools: Sequence[Tool], required: bool) -> str:
         """The grammar of an answer: after messages of reasoning, and where no call is required others, one call."""
-        call = lark.one_of(
-            then(
-                lark.text(f"commentary to=functions.{brief(tool.name, 'the tool', '<', ' ')} "),
-                lark.syntax("<|constrain|>json<|message|>"),
-                lark.json(tool.schema, tool.strict),
-                lark.syntax("<|call|>"),
-            )
-            for tool in tools
-        )
+        call = lark.one_of(self._call(lark, tool) for tool in tools)
         channel, message = lark.syntax("<|channel|>"), lark.syntax("<|message|>")
         rest = then(message, lark.until("<|end|>"), lark.syntax("<|start|>assistant"))
         if required:
             return then("(", channel, '"analysis"', rest, ")*", channel, call)
         final = then('"final"', message, "TEXT?")
         return then("(", channel, '("analysis" | "commentary")', rest, ")*", channel, f"({call} | {final})")
+
+    def _call(self, lark: Lark, tool: Tool) -> str:
+        name = lark.text(f"commentary to=functions.{brief(tool.name, 'the tool', '<', ' ')} ")
+        constrained = lark.syntax("<|constrain|>json<|message|>")
+        return then(name, constrained, lark.json(tool.schema, tool.strict), lark.syntax("<|call|>"))

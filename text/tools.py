@@ -55,27 +55,20 @@ class ReasoningParser:
         return source.in_reasoning
 
 
-THINK = ReasoningParser(("<think>",), ("</think>",))
 REASONING_PARSERS = {
-    "deepseek_r1": THINK,
-    "deepseek_v3": THINK,
-    "ernie45": THINK,
     "gemma4": ReasoningParser(("<|channel>thought",), ("<channel|>",)),
-    "glm45": THINK,
     "granite": ReasoningParser(
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
-    "holo2": THINK,
     "kimi_k2": ReasoningParser(("<think>",), ("</think>",), ended_by_calls=True),
-    "minimax_m2": THINK,
     "mistral": ReasoningParser(("[THINK]",), ("[/THINK]",)),
-    "nemotron_v3": THINK,
-    "olmo3": THINK,
     "openai_gptoss": ReasoningParser((), ("<|channel|>final<|message|>",)),
     "qwen3": ReasoningParser(("<think>",), ("</think>",), ended_by_calls=True),
     "seed_oss": ReasoningParser(("<seed:think>",), ("</seed:think>",)),
-    "step3": THINK,
-}
+} | dict.fromkeys(
+    ("deepseek_r1", "deepseek_v3", "ernie45", "glm45", "holo2", "minimax_m2", "nemotron_v3", "olmo3", "step3"),
+    ReasoningParser(("<think>",), ("</think>",)),
+)
 # Texts in the chat template of a kind of model, and its parser; the first row that fits counts.
 REASONING_SIGNS = (
     (("<|channel|>analysis",), "openai_gptoss"),
@@ -268,7 +261,7 @@ def read_answer(calls: Calls, format: ToolParser | None, thinking: ReasoningPars
 def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Steps[bool]:
     """Read calls that `begin` seems to begin, after white space; returns whether there were any.
 
-    If there were none, the beginning of that text becomes a part by `make`.
+    If there were none, `make` makes a part of the first character.
     """
     source, before = calls.source, calls.count
     source.mark = source.at
@@ -298,9 +291,8 @@ def functions(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
     for function in (tool["function"] for tool in tools):
         name, schema = function["name"], function.get("parameters") or {"type": "object"}
         if not isinstance(schema, dict) or not isinstance(schema.get("properties") or {}, dict):
-            raise ValueError(
-                f"the parameters of the tool {name!r} are {reprlib.repr(schema)}; they must be a JSON schema"
-            )
+            given = reprlib.repr(schema)
+            raise ValueError(f"the parameters of the tool {name!r} are {given}; they must be a JSON schema")
         found.append(Tool(name, schema, bool(function.get("strict"))))
     return found
 
