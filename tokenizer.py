@@ -31,8 +31,8 @@ CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether 
 CALLERS_TEMPLATES = 16  # compiled ones that are kept; each may take a few MB
 LONG_TEXT = 4096  # characters; encoding more than that leaves Python's lock to other threads
 PROMPT_WINDOW = 5  # tokens of the prompt that give the first output token its left context (vLLM's choice)
-# How code models are asked for what is between two texts, and tokens that end it beside the end of sequence. Where a
-# model knows several orders, it is the prefix first (PSM). Special tokens are as the vocabularies spell them.
+# The prompts by which code models fill a gap between two texts, and tokens that end it beside the end of sequence.
+# Where a model knows several orders, the prefix comes first (PSM).
 GAPS = {
     "Qwen2.5-Coder, CodeGemma": (
         "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>", ("<|fim_pad|>", "<|file_sep|>", "<|repo_name|>")),
@@ -50,12 +50,8 @@ class Tokenizer:
     def __init__(self, folder: str, max_template_chars: int = 16 * 2**20, max_template_seconds: float = 10.0):
         """Read `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`; only the first must be there.
 
-        A file that `text/vocabularies.py` reads can stand in for the first.
-
-        Args:
-            folder: of the model.
-            max_template_chars: that a chat template may write.
-            max_template_seconds: that it may run.
+        A file that `text/vocabularies.py` reads can stand in for the first. A chat template may write
+        `max_template_chars` and run for `max_template_seconds`.
 
         Raises:
             ValueError: a file is missing or broken.
@@ -71,8 +67,7 @@ class Tokenizer:
         self._byte_level = b'"ByteLevel"' in state
         decoding = json.loads(state)
         self._spells_spaces, self.strips = _sentencepiece(decoding)
-        # Where this is true, a text is the bytes of its tokens, one after the other, whatever is beside them. But up
-        # to `strips` spaces at its beginning are left out.
+        # Whether a text is the bytes of its tokens in a row, without up to `strips` spaces at its beginning.
         self.joins_bytes = decoding.get("type") == "ByteLevel" or self._spells_spaces
         self.token_bytes = functools.cache(self._token_bytes)
         self.token_text = functools.cache(self._token_text)
@@ -93,7 +88,7 @@ class Tokenizer:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """What `encode` gives for each of several texts, on all cores."""
+        """`encode` for each of several texts, on all cores."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
 
     def encode_pair(self, first: str, second: str) -> list[int]:
@@ -145,7 +140,7 @@ class Tokenizer:
         return self._tokenizer.id_to_token(id) or ""
 
     def special_id(self, text: str) -> int | None:
-        """The special token of this text; None if there is none."""
+        """The id of the special token with this text; None if there is none."""
         id = self._tokenizer.token_to_id(text)
         return id if id in self.special_ids else None
 
@@ -240,8 +235,6 @@ class Tokenizer:
     def template(self, source: str | None = None, name: str = "default") -> ChatTemplate:
         """The chat template of this source, or else the model's own of this name.
 
-        Those of callers are compiled once, as long as they are among the latest `CALLERS_TEMPLATES`.
-
         Raises:
             ValueError: the source is no template or too large, or the model has none.
         """
@@ -298,13 +291,9 @@ class NoTokenizer(Tokenizer):
         self._refuse("a conversation")
 
 
-def open_tokenizer(folder: str, skip: bool = False, max_template_chars: int = 16 * 2**20) -> Tokenizer:
-    """The tokenizer of a model's folder; where it is to be skipped, a `NoTokenizer`, and no file is read.
-
-    Raises:
-        ValueError: a file is missing or broken.
-    """
-    return NoTokenizer() if skip else Tokenizer(folder, max_template_chars)
+def open_tokenizer(folder: str, skip: bool = False) -> Tokenizer:
+    """The tokenizer of a model's folder, or a `NoTokenizer`."""
+    return NoTokenizer() if skip else Tokenizer(folder)
 
 
 class Detokenizer:
@@ -313,9 +302,9 @@ class Detokenizer:
     Where a text is nothing but its tokens' bytes, as with nearly all models, an incremental UTF-8 decoder makes it.
     Elsewhere a token's text depends on its neighbours (spaces, clean-ups), so the latest tokens are decoded together
     with a few before them and only the difference is new: vLLM's method of two offsets. vLLM takes a U+FFFD at the end
-    of that text for an unfinished character; here the tokens' bytes are asked, so that a genuine U+FFFD goes out at
-    once. The library's `DecodeStream` is not used, because it holds that back, never lets out what is unfinished at the
-    end, and raises an error where bytes of a row turn out not to be UTF-8.
+    of that text for an unfinished character; here the tokens' bytes decide, so that a genuine U+FFFD goes out at once.
+    The library's `DecodeStream` would hold it back, never let out an unfinished end, and raise an error at some bytes
+    that are not UTF-8.
 
     Attributes:
         text: all text that `push` has returned.
@@ -330,7 +319,7 @@ class Detokenizer:
         self._tokenizer, self._params = tokenizer, params
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # decoded, but it may be the beginning of a stop string
-        # Tokens without text stay out: else a row of them could fill the window, and no token with text be left in it.
+        # Tokens without text stay out, because a row of them could fill the window.
         context = [i for i in prompt_token_ids[-4 * PROMPT_WINDOW :] if not self._is_silent(i)][-PROMPT_WINDOW:]
         self._strips = tokenizer.strips
         if tokenizer.joins_bytes:
@@ -352,7 +341,7 @@ class Detokenizer:
                 if self.stop_reason is not None:
                     return self.text[start:]
         if finished:
-            self._send(self._joined(b"", True) if self._tokenizer.joins_bytes else self._unsent(self._decode()))
+            self._send(self._joined(b"", True) if self._tokenizer.joins_bytes else self._unsent())
             if self.stop_reason is None:
                 self.text, self._held = self.text + self._held, ""
         return self.text[start:]
@@ -379,7 +368,7 @@ class Detokenizer:
         self._window.append(token_id)
         if self.within_character:
             return
-        if text := self._unsent(self._decode()):
+        if text := self._unsent():
             self._send(text)
             self._window = self._window[self._sent :]
             self._sent, self._window_text = len(self._window), self._decode()
@@ -393,9 +382,9 @@ class Detokenizer:
             return text[spaces:]
         return text
 
-    def _unsent(self, text: str) -> str:
-        """What `text`, that of the window, has beyond the text sent before."""
-        return text[len(self._window_text) :]
+    def _unsent(self) -> str:
+        """The text of the window beyond the text sent before."""
+        return self._decode()[len(self._window_text) :]
 
     def _send(self, text: str) -> None:
         """Let `text` out, up to a possible stop string."""
@@ -453,10 +442,10 @@ def _load(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
 
 
 def tokenizer_json(folder: str) -> str:
-    """What a folder's `tokenizer.json` says, or would say if it had one.
+    """The text of a folder's `tokenizer.json`, or of one that is made of another vocabulary file.
 
     Raises:
-        ValueError: there is none, and nothing that can stand in for it.
+        ValueError: there is none.
     """
     path = Path(folder) / "tokenizer.json"
     return path.read_text() if path.is_file() else _load(Path(folder))[0].to_str()
