@@ -272,7 +272,7 @@ class SamplingParams:
         object.__setattr__(self, "bad_word_ids", tuple(map(tuple, self.bad_word_ids)))
 
     def _check_structure(self) -> None:
-        """Check what is said of structured outputs and reasoning, and bring it into the form of the annotations."""
+        """Check structured outputs and reasoning, and bring them into the form of the annotations."""
         given = self.structured_outputs
         if isinstance(given, dict):
             try:
@@ -306,10 +306,9 @@ class SamplingParams:
             barred.update(self.stop_token_ids, () if self.ignore_eos else eos_token_ids)
         if barred and all(token in barred for token in self.allowed_token_ids or range(size)):
             allowed = self.allowed_token_ids and reprlib.repr(self.allowed_token_ids)
-            raise ValueError(
-                f"allowed_token_ids is {allowed}; at least one must be left beside those that min_tokens, "
-                f"{self.min_tokens}, and bad_words, {reprlib.repr(self.bad_words)}, keep from being drawn"
-            )
+            words = reprlib.repr(self.bad_words)
+            rule = f"min_tokens, {self.min_tokens}, and bad_words, {words}, keep from being drawn"
+            raise ValueError(f"allowed_token_ids is {allowed}; at least one must be left beside those that {rule}")
 
     def truncated(self, prompt_token_ids: list[int], max_model_len: int) -> list[int]:
         """The tokens of a prompt that `truncate_prompt_tokens` keeps.
@@ -410,7 +409,7 @@ class BeamSearchParams:
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """What is made of a prompt's hidden states, where nothing is sampled; names and meanings are vLLM's.
+    """How a vector is made of a prompt, where nothing is sampled; names and meanings are vLLM's.
 
     Attributes:
         dimensions: of the vector, which is cut to its first ones (Matryoshka representation learning, Kusupati et al.,
@@ -423,7 +422,7 @@ class PoolingParams:
     use_activation: bool | None = None
 
 
-# What generation_config.json may say of sampling, and the names that it has here.
+# The fields of generation_config.json that concern sampling, and their names here.
 GENERATION_FIELDS = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
@@ -431,9 +430,7 @@ GENERATION_FIELDS = {
 
 
 def default_sampling(config: EngineConfig) -> dict[str, Any]:
-    """The model's own sampling parameters, as arguments of `SamplingParams`, for requests that do not set them.
-
-    They are the ones that vLLM takes from generation_config.json.
+    """Arguments of `SamplingParams` from the model's generation_config.json, for requests that do not set them.
 
     Raises:
         ValueError: the file is malformed, or one of its values is out of range.

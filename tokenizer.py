@@ -255,36 +255,26 @@ class NoTokenizer(Tokenizer):
 
     def __init__(self) -> None:
         self.vocab_size, self.special_ids, self.special_tokens = 0, frozenset(), {}
-        self._templates, self._byte_level = {}, False
-        self.joins_bytes, self.strips = True, 0
-        self.token_bytes, self.token_text = functools.cache(self._token_bytes), functools.cache(self._token_text)
-
-    def _token_bytes(self, id: int) -> bytes:
-        return b""  # so a `Detokenizer` makes no text of any token
-
-    def _token_text(self, id: int) -> str:
-        return ""
+        self.joins_bytes, self.strips, self._templates = True, 0, {}
+        self.token_bytes = functools.cache(lambda id: b"")  # so a `Detokenizer` makes no text of any token
+        self.token_text = functools.cache(lambda id: "")
 
     def _refuse(self, what: str) -> NoReturn:
         raise ValueError(f"{what} takes a tokenizer, and this engine has none (skip_tokenizer_init)")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises ValueError: there is no tokenizer."""
         self._refuse("a prompt that is text")
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
-        """Raises ValueError: there is no tokenizer."""
         self._refuse("the text of tokens")
 
     def token(self, id: int) -> str:
-        """Empty, because there is no vocabulary."""
         return ""
 
     @property
     def longest_token(self) -> int:
-        """Raises ValueError: there is no tokenizer."""
         self._refuse("a prompt that is text")
 
     def template(self, source: str | None = None, name: str = "default") -> ChatTemplate:
