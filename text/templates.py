@@ -274,7 +274,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         )
         self.max_chars, self.max_seconds = max_chars, max_seconds
         del self.globals["lipsum"]
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        now = datetime.datetime.now
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": lambda format: now().strftime(format)}
         filters = self.filters | {"tojson": _tojson}
         self.filters = {name: _bounded_filter(name, filters[name]) for name in filters if name not in LEFT_OUT}
 
@@ -345,10 +346,6 @@ def _bounded_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any]
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,

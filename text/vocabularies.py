@@ -258,7 +258,8 @@ def read_tekken(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, st
         if entry.get("rank", i) != i:
             raise ValueError(f"token {i} has the rank {entry['rank']}; tokens must be in the order of their ranks")
     texts = set(special.values())
-    ranks = {text: rank for rank, text in enumerate(map(spelled, tokens)) if text not in texts}
+    spelled = ["".join(SPELLING[byte] for byte in token) for token in tokens]
+    ranks = {text: rank for rank, text in enumerate(spelled) if text not in texts}
     vocab = {text: rank + num_special for text, rank in ranks.items()} | {text: id for id, text in special.items()}
     tokenizer = byte_level(vocab, merges_of(ranks), config["pattern"], prefix=False, ignore_merges=True)
     added = {id: AddedToken(text, special=True, normalized=False) for id, text in special.items()}
@@ -309,11 +310,6 @@ PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 SPELLING = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(OTHERS)}
 BYTE_OF_CHAR = {char: byte for byte, char in SPELLING.items()}
-
-
-def spelled(token: bytes) -> str:
-    """A byte string as byte-level BPE vocabularies spell it."""
-    return "".join(map(SPELLING.__getitem__, token))
 
 
 # --- what all have in common ------------------------------------------------------------------------------------------
