@@ -111,7 +111,7 @@ class Tokenizer:
                 part.truncate(min(len(part), room // (len(parts) - i)), direction=side)
                 room -= len(part)
         ids = self._tokenizer.post_process(parts[0], *parts[1:], add_special_tokens=add_special_tokens).ids
-        if len(ids) > most:  # they are only what is around the texts
+        if len(ids) > most:  # not even the tokens around the texts have room
             return (ids[:most] if side == "right" else ids[-most:]), True
         return ids, cut
 

@@ -1,7 +1,7 @@
 """Grammars in llguidance's Lark, put together from a tool's JSON schemas and a format's own texts.
 
-See https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md. What a request says is written as JSON, so it
-stays a text or a schema, whatever it holds.
+See https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md. Texts of a request are written as JSON, so that
+no character in them is taken for syntax.
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ def types_of(schema: Schema) -> set[str]:
 
 
 def type_of(value: Any) -> str:
-    """The JSON type of a value."""
     return JSON_TYPES.get(type(value), "null")
 
 
@@ -104,7 +103,7 @@ def brief(text: str, what: str, *barred: str) -> str:
 
 
 def in_slashes(pattern: str) -> str:
-    """A regular expression as Lark writes it."""
+    """Write a regular expression for Lark."""
     escaped = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
     written = re.sub(r"\\.|[/\n\r]", lambda found: escaped.get(found[0], found[0]), pattern, flags=re.DOTALL)
     return f"/{written}/"
@@ -148,7 +147,7 @@ class Lark:
         return " ".join(self.text(piece) if id is None else f"<[{id}]>" for piece, id in zip(pieces, ids, strict=True))
 
     def json(self, schema: Schema, strict: bool = False) -> str:
-        """A value that follows a schema; one that is not strict may have what no grammar can hold a model to."""
+        """A value that follows a schema; one that is not strict loses what no grammar can hold a model to."""
         form = JSON_FORM | ({} if strict else {"lenient": True})
         text = json.dumps(schema, ensure_ascii=False)
         if '"allOf"' not in text:  # each of its parts would have to know the properties of the others
@@ -156,13 +155,13 @@ class Lark:
         return self.rule("%json " + json.dumps(plain(schema) | {"x-guidance": form}, ensure_ascii=False))
 
     def until(self, end: str) -> str:
-        """Any text, and what ends it."""
+        """Any text, and its end."""
         if self.token_ids(end) is not None:
             return self.rule(f"TEXT? {self.syntax(end)}")
         return self.rule(f"TEXT? {self.text(end)}", "[lazy]")
 
     def unquoted(self, schema: Schema, ends: Sequence[str], end: str) -> str:
-        """A string that stands without quotes, and what ends it; none of `ends` may be in it."""
+        """A string without quotes, and its end; none of `ends` may be in it."""
         barred = f"(?s:.*)(?:{'|'.join(map(re.escape, ends))})(?s:.*)"
         written = []
         for each in branches(schema):
@@ -188,7 +187,7 @@ class Lark:
         return patterns
 
     def _ended(self, allowed: str, end: str) -> str:
-        """A text and what ends it. Where that is a special token, the text is all before it, else the shortest."""
+        """A text and its end. Where that is a special token, the text is all before it, else the shortest."""
         name = f"V{len(self.rules)}"
         self.rules.append(f"{name}: {allowed}")
         before, *last = MAY_BE_SPECIAL.split(end, maxsplit=1)
@@ -198,7 +197,6 @@ class Lark:
         return then(f"L{name}", self.syntax("".join(last)))
 
     def one_of(self, expressions: Iterable[str]) -> str:
-        """One of some expressions."""
         return self.rule(" | ".join(expressions))
 
     def listed(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
@@ -212,5 +210,4 @@ class Lark:
         return first
 
     def grammar(self, start: str) -> str:
-        """The whole, which begins at `start`."""
         return "\n".join([f"start: {start}", *self.rules, ""])

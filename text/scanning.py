@@ -1,8 +1,8 @@
 """Reading the text of an answer while it arrives.
 
-A format is read by a generator that takes text from a `Source` and yields the `Part`s that it makes of it. Where the
-text so far does not decide what comes next, it yields None, and goes on when there is more. So a format is written down
-as if its whole text were there, and where the text is cut changes nothing.
+A format is read by a generator that takes text from a `Source` and yields the `Part`s that it makes of it. Where it
+needs more text to decide, it yields None. So a format is written down as if its whole text were there, and it does not
+matter where the text is cut.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-IN_STRING = re.compile(r'"|\\.', re.DOTALL)  # of JSON: what may end it
+IN_STRING = re.compile(r'"|\\.', re.DOTALL)  # of JSON: its end, or an escape
 OUTSIDE = re.compile(r'["{}\[\]]')
 WORD_END = re.compile(r"[\s,:=\[\](){}<>\"']")
 ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)  # of Python and of JSON
-ESCAPE_SIZES = {"x": 4, "u": 6, "U": 10}  # characters; of all others 2
+ESCAPE_SIZES = {"x": 4, "u": 6, "U": 10}  # characters; all others have 2
 ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "'": "'", '"': '"', "\\": "\\", "/": "/", "\n": ""}
 QUOTES = ('"""', "'''", '"', "'")
 WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -47,12 +47,10 @@ Make = Callable[[str], Part]
 
 
 def content(text: str) -> Part:
-    """Text for the user."""
     return Part(content=text)
 
 
 def reasoning(text: str) -> Part:
-    """Text that the model wrote for itself."""
     return Part(reasoning=text)
 
 
@@ -62,7 +60,7 @@ def nothing(text: str) -> Part:
 
 
 def in_string(text: str) -> str:
-    """A text as it stands between the quotes of a JSON string."""
+    """The inside of a JSON string with this text."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -113,7 +111,7 @@ class Markers:
 
 @lru_cache(maxsize=64)
 def markers(texts: frozenset[str]) -> Markers:
-    """The markers of a table's row, or of a tokenizer: they are made once."""
+    """The markers with these texts, which are made once."""
     return Markers(texts)
 
 
@@ -145,7 +143,7 @@ class Source:
         self.at, self.mark = self.mark, None
 
     def take(self, end: int) -> str:
-        """The text up to the place `end`, which is read now."""
+        """Read and return the text up to the place `end`."""
         text, self.at = self.text[self.at : end], end
         return text
 
@@ -205,7 +203,7 @@ class Source:
         return found
 
     def short(self, *stops: str) -> Waiting[str]:
-        """Read a short text up to one of the stops, which stays unread, as a name or a key is.
+        """Read a short text, like a name or a key, up to one of the stops, which stays unread.
 
         Raises:
             NoCall: there is no stop, or it is far away.
@@ -220,7 +218,7 @@ class Source:
             yield
 
     def collect(self, read: Callable[[Make], Steps[Any]]) -> Waiting[str]:
-        """Read something whole; returns its text."""
+        """Read all of something; returns its text."""
         pieces: list[str] = []
 
         def keep(text: str) -> Part:
@@ -273,7 +271,7 @@ class Source:
             yield None
 
     def scalar(self, make: Make) -> Steps[None]:
-        """Read a number, or a word as `true` is."""
+        """Read a number, or a word like `true`."""
         while not (found := WORD_END.search(self.text, self.at)) and not self.ended:
             yield None
         yield make(self.take(found.start() if found else len(self.text)))
@@ -362,7 +360,7 @@ class Source:
                 yield make((yield from self._escape()))
 
     def _escape(self) -> Waiting[str]:
-        """Read what a backslash begins; returns it as a JSON string has it.
+        """Read an escape; returns it as JSON writes it.
 
         Raises:
             NoCall: the text ends in it.

@@ -13,8 +13,7 @@ from typing import Any
 
 from sampling_params import StructuredOutputsParams
 
-# What may stand between the parts of JSON: enough to write it in lines, but no model fills its answer with it. The rule
-# is llama.cpp's.
+# Between the parts of JSON: enough to write it in lines, but not to fill an answer with it. The rule is llama.cpp's.
 WHITESPACE = r"[ ]|\n{1,2}[ \t]{0,20}"
 # The values of `format` that llguidance checks. By JSON Schema's rules others are notes for people.
 FORMATS = (
@@ -28,7 +27,7 @@ TYPES = ("null", "boolean", "number", "string", "array", "object")
 SMALL, SMALL_DEPTH = 2048, 16
 HARMLESS = ("type", "properties", "required", "items", "additionalProperties", "enum", "const", "title", "description")
 NOTES = ("title", "description", "default", "examples", "$comment", "deprecated")  # keywords that allow all
-# The bound that holds where another one does not.
+# The bound that holds where the other does not.
 OPPOSITES = {
     "minimum": "exclusiveMaximum", "exclusiveMinimum": "maximum",
     "maximum": "exclusiveMinimum", "exclusiveMaximum": "minimum",
@@ -76,7 +75,7 @@ def grammars_of(wanted: StructuredOutputsParams) -> list[dict[str, Any]]:
 
 
 def is_small(wanted: StructuredOutputsParams) -> bool:
-    """Whether what is asked for certainly compiles in milliseconds: short texts, or a short and plain schema."""
+    """Whether this certainly compiles in milliseconds: short texts, or a short and plain schema."""
     if wanted.size > SMALL or wanted.whitespace_pattern is not None:
         return False
     if wanted.json is None:
@@ -173,9 +172,9 @@ def closed(schema: Any) -> Any:
 
 
 def plain(schema: Any) -> Any:
-    """The same schema without formats that nobody checks, and without `not` where it can be said otherwise.
+    """The same schema without formats that nobody checks, and without `not` where it can be rewritten.
 
-    Where only a part of what `not` leaves can be said otherwise, this part is what is allowed.
+    Where a rewritten `not` allows less than it did, the rest is refused.
     """
     if not isinstance(schema, dict):
         return schema
@@ -191,7 +190,7 @@ def plain(schema: Any) -> Any:
 
 
 def negated(schema: Any) -> Any:
-    """A schema of what the given one does not allow, or of a part of that; None if it cannot be said without `not`."""
+    """A schema of values that the given one refuses, or of some of them; None if that takes a `not`."""
     if not isinstance(schema, dict):
         return not schema
     if not schema.keys() - {*NOTES}:
@@ -204,7 +203,7 @@ def negated(schema: Any) -> Any:
 
 
 def against(key: str, value: Any) -> Any:
-    """What breaks one rule of a schema, or a part of that; None if it cannot be said without `not`."""
+    """A schema of values that break one rule, or of some of them; None if that takes a `not`."""
     if key == "not":
         return plain(value)
     if key in OPPOSITES:

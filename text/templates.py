@@ -30,7 +30,7 @@ from jinja2.runtime import Context, markup_join, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_SOURCE = 2**18  # characters of a template, which compile in some 3 s; those of real models have some thousands
+MAX_SOURCE = 2**18  # characters of a template, which compile in some 3 s; real ones have some thousands
 MAX_ITEMS = 2**20  # of a list
 MAX_LISTED = 2**24  # characters of a list, with all that is in it
 TOO_MUCH = 2**60
@@ -125,7 +125,7 @@ def _sought(text: Any, part: Any = None, *rest: Any) -> int:
     return len(text) * len(part or "") // 256  # Python seeks from the right by trying each place
 
 
-# By the name of a filter, or of a method of text: characters, or items, that it makes or takes the time of.
+# By the name of a filter or of a method of text: how many characters or items it makes, or takes the time of.
 SIZES: dict[str, Callable[..., int]] = {
     "batch": lambda values, count, fill=None: int(count),
     "center": _padded, "ljust": _padded, "rjust": _padded, "zfill": _padded,
@@ -193,7 +193,7 @@ class BoundedContext(Context):
         return self.bounded(value)
 
     def joined(self, values: tuple[Any, ...]) -> Any:
-        """What `~` makes of its operands."""
+        """`a ~ b ~ …`."""
         self.environment.allow(sum(map(text_size, values)))
         return self.bounded(markup_join(values) if self.eval_ctx.autoescape else str_join(values))
 
@@ -235,7 +235,6 @@ class BoundedGenerator(CodeGenerator):
         self.write(")")
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        """`a ~ b`."""
         self.write("context.joined((")
         for operand in node.nodes:
             self.visit(operand, frame)
@@ -366,7 +365,7 @@ class ChatTemplate(NamedTuple):
     knows_developer: bool  # the role `developer` has a meaning of its own
 
 
-PART_FILTERS = ("map", "reject", "rejectattr", "select", "selectattr")  # what they are given is a list
+PART_FILTERS = ("map", "reject", "rejectattr", "select", "selectattr")  # they take a list
 ALIASES = 4  # times that one variable is set to another; real templates have one or two
 TEXT_TESTS = ("iterable", "mapping", "sequence", "string")  # a template with one of these tells texts from lists
 
@@ -414,7 +413,7 @@ def read_template(environment: TemplateEnvironment, source: str) -> ChatTemplate
 
 
 def unfiltered(node: nodes.Node | None) -> nodes.Node | None:
-    """What the filters of an expression are given."""
+    """An expression without its filters."""
     while isinstance(node, nodes.Filter):
         node = node.node
     return node
@@ -438,7 +437,7 @@ def compile_template(environment: TemplateEnvironment, source: str) -> Template:
 
 
 def run_template(template: Template, variables: dict[str, Any]) -> str:
-    """What a template writes.
+    """The text that a template writes.
 
     Raises:
         ValueError: it failed, refused its variables, or went beyond a limit.

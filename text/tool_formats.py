@@ -51,8 +51,8 @@ class Calls:
 
     Attributes:
         count: how many have begun.
-        name: the tool of the call that began last.
-        bare: whether it has no arguments yet.
+        name: the tool of the latest call.
+        bare: whether that has no arguments yet.
     """
 
     def __init__(self, source: Source, tools: Sequence[Tool]):
@@ -74,7 +74,7 @@ class Calls:
         return Part(call=self.count - 1, name=name, id=id)
 
     def arguments(self, text: str) -> Part:
-        """More of the arguments of the call that began last."""
+        """More of the arguments of the latest call."""
         self.bare = False
         return Part(call=self.count - 1, arguments=text)
 
@@ -406,7 +406,7 @@ class PythonFormat(ToolParser):
         return then(lark.syntax(self.prefix), lark.text(tool.name + opening), listed, lark.text(closing))
 
     def _value(self, lark: Lark, schema: Schema, strict: bool) -> str:
-        """A value as the model writes it, where it is a string or a word; all others, and what is in lists, is JSON."""
+        """A string or a word as the model writes it; all other values are JSON, and so are those in lists."""
         types = types_of(schema)
         if types == {"string"} and self.raw:
             return then(lark.syntax(self.raw), lark.unquoted(schema, (self.raw,), self.raw))
@@ -439,7 +439,7 @@ class HarmonyFormat:
             header = ""
 
     def _header(self, source: Source) -> Waiting[str]:
-        """Read a message's header and what ends it, if one comes next. One that is cut is dropped."""
+        """Read a message's header and its end, if one comes next. A cut one is dropped."""
         source.mark = source.at
         header = ""
         yield from source.space()
@@ -458,7 +458,7 @@ class HarmonyFormat:
         return header
 
     def _message(self, calls: Calls, header: str) -> Steps[None]:
-        """Read a message's text, and what ends it."""
+        """Read a message's text and end."""
         source = calls.source
         recipient = re.search(r"to=(?:functions\.)?([^\s<]+)", header)
         name = recipient[1] if recipient and recipient[1] in calls.schemas else ""

@@ -125,9 +125,9 @@ def read_sentencepiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[
     prefix = bool(rule.get(3, 1)) if prefix is None else bool(prefix)
     tokenizer.normalizer = normalizer(charsmap, squeeze, prefix)
     if prefix:
-        # A Metaspace puts its character in front only where the text does not begin with it. With spaces squeezed that
-        # is right. Without, it must be there in addition: so the first of two puts a plain space in front, because the
-        # normalizer has replaced all others, and the second spells it as the vocabulary does.
+        # A Metaspace puts its character in front only where the text does not begin with it, which is right where
+        # spaces are squeezed. Elsewhere it must always be there: so the first of two puts a plain space in front (the
+        # normalizer has replaced all others), and the second spells it as the vocabulary does.
         scheme = "always" if settings.config.get("legacy") else "first"
         steps = [(SPACE, scheme)] if squeeze else [(" ", scheme), (SPACE, "never")]
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -146,7 +146,7 @@ def read_sentencepiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[
     for id, (text, _, kind) in enumerate(pieces):
         if kind in (CONTROL, UNKNOWN) or (kind == USER_DEFINED and isinstance(inner, models.BPE)):
             said = settings.added.get(id) or AddedToken(text, special=kind != USER_DEFINED)
-            # Those of users are found in the text as pieces spell it ("▁▁"), unless the normalizer changes more of it.
+            # A user's token is found in the text as pieces spell it ("▁▁"), unless the normalizer changes more.
             spelled_alike = kind == USER_DEFINED and not (charsmap or squeeze)
             flags = {flag: getattr(said, flag) for flag in ("special", "lstrip", "rstrip", "single_word")}
             added[id] = AddedToken(text, normalized=spelled_alike, **flags)
@@ -193,7 +193,6 @@ def normalizer(charsmap: bytes, squeeze: bool, prefix: bool) -> normalizers.Norm
 
 
 def read_piece(message: Any) -> Piece:
-    """A message SentencePiece of a model."""
     found = dict(fields(message))
     return Piece(found[1].decode(), struct.unpack("<f", found.get(2, bytes(4)))[0], found.get(3, NORMAL))
 
@@ -312,7 +311,7 @@ SPELLING = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + i) for i, 
 BYTE_OF_CHAR = {char: byte for byte, char in SPELLING.items()}
 
 
-# --- what all have in common ------------------------------------------------------------------------------------------
+# --- for all of them --------------------------------------------------------------------------------------------------
 
 
 def merges_of(ranks: dict[str, Any]) -> list[tuple[str, str]]:
@@ -330,7 +329,7 @@ def merges_of(ranks: dict[str, Any]) -> list[tuple[str, str]]:
 def finish(
     tokenizer: Tokenizer, settings: Settings, added: dict[int, AddedToken], names: dict[str, str], adds_bos: bool
 ) -> tuple[Tokenizer, dict[str, str]]:
-    """Add the tokens that the vocabulary and the files beside it name, and what goes around a text.
+    """Add the tokens that the vocabulary and the files beside it name, and the tokens around each text.
 
     Args:
         added: of the vocabulary itself, by id.
