@@ -226,23 +226,16 @@ def beams_of(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokeniz
 
 
 class Generation:
-    """One answer's tokens and text as they grow.
-
-    Attributes:
-        token_ids: its tokens so far; a stop string cuts them to those that its text needs.
-        logprobs: of each of `token_ids`, where they are asked for or answers are ranked; else empty. Only
-            `params.logprobs` says whether the client wants them.
-        num_new: how many of `token_ids` came with the latest push. They may have brought no text yet.
-        cumulative_logprob: the sum over `token_ids`, where there are `logprobs`; of a beam search the score.
-    """
+    """One answer's tokens and text as they grow."""
 
     def __init__(self, prompt_token_ids: list[int], params: SamplingParams, tokenizer: Tokenizer):
         self.params, self.detokenizer = params, Detokenizer(tokenizer, prompt_token_ids, params)
-        self.token_ids: list[int] = []
-        self.logprobs: list[Logprobs] = []
-        self.num_new = 0
+        self.token_ids: list[int] = []  # so far; a stop string cuts them to those that its text needs
+        self.logprobs: list[Logprobs] = []  # of each token, where the client asks for them or answers are ranked
+        self.num_new = 0  # tokens that came with the latest push; they may have brought no text yet
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        # The sum over the tokens, where there are `logprobs`; of a beam search the score.
         self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
 
     @property
@@ -286,16 +279,7 @@ class Generation:
 
 
 class Choices:
-    """One request's answers as they grow, and which of them its client gets.
-
-    Attributes:
-        prompt: its text, where the caller gave text.
-        drawn: all answers, including those that the client does not get.
-        num_live: how many of them are not complete.
-        prompt_logprobs: of the prompt's tokens from the second on, as far as they have come, where asked for; else
-            None. All of them have come before the first token of any answer.
-        weights_version: how often weights had been updated before it was computed.
-    """
+    """One request's answers as they grow, and which of them its client gets."""
 
     pooling: PoolingParams | None = None  # its tokens are sampled
 
@@ -308,13 +292,15 @@ class Choices:
         tokenizer: Tokenizer,
     ):
         self.request_id, self.prompt, self.prompt_token_ids, self.params = request_id, prompt, prompt_token_ids, params
+        # Of the prompt's tokens from the second on, where asked for. They come before the first token of any answer.
         self.prompt_logprobs: list[Logprobs] | None = None if params.prompt_logprobs is None else []
         self.tokenizer = tokenizer
+        # All answers, including those that the client does not get.
         self.drawn = [Generation(prompt_token_ids, params, tokenizer) for _ in range(params.num_samples)]
-        self.num_live = len(self.drawn)
+        self.num_live = len(self.drawn)  # answers that are not complete
         self.error: str | None = None
         self.metrics = RequestMetrics(time.monotonic())
-        self.weights_version = 0
+        self.weights_version = 0  # how often weights had been updated before it was computed
 
     @property
     def finished(self) -> bool:

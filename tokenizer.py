@@ -295,17 +295,12 @@ class Detokenizer:
     of that text for an unfinished character; here the tokens' bytes decide, so that a genuine U+FFFD goes out at once.
     The library's `DecodeStream` would hold it back, never let out an unfinished end, and raise an error at some bytes
     that are not UTF-8.
-
-    Attributes:
-        text: all text that `push` has returned.
-        stop_reason: the stop string that matched; no text comes after it.
-        num_tokens: how many of the pushed tokens came before or completed the end of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams):
-        self.text = ""
-        self.stop_reason: str | None = None
-        self.num_tokens = 0
+        self.text = ""  # all that `push` has returned
+        self.stop_reason: str | None = None  # the stop string that matched; no text comes after it
+        self.num_tokens = 0  # pushed tokens that came before or completed the end of the text
         self._tokenizer, self._params = tokenizer, params
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # decoded, but it may be the beginning of a stop string

@@ -120,11 +120,7 @@ def repeated(item: str, separator: str, several: bool) -> str:
 
 
 class Lark:
-    """The rules of a grammar.
-
-    Args:
-        token_ids: the id of a text that is one special token of the model; None if it is none.
-    """
+    """The rules of a grammar. `token_ids` gives the id of a text that is one special token of the model, else None."""
 
     def __init__(self, token_ids: Callable[[str], int | None]):
         self.token_ids = token_ids

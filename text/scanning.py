@@ -85,15 +85,11 @@ class NoCall(Exception):
 
 
 class Markers:
-    """Texts that mean something wherever they stand.
-
-    Attributes:
-        pattern: finds the first of them, the longest where several begin; finds nothing if there are none.
-        beginnings: what one of them begins with, short of its whole.
-    """
+    """Texts that mean something wherever they stand."""
 
     def __init__(self, texts: Collection[str]):
         longest_first = sorted(texts, key=len, reverse=True)
+        # Finds the first of them, the longest where several begin; finds nothing if there are none.
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.beginnings = frozenset(text[:size] for text in texts for size in range(1, len(text)))
         self.longest = max(map(len, texts), default=0)
@@ -115,21 +111,16 @@ def markers(texts: frozenset[str]) -> Markers:
     return Markers(texts)
 
 
+@dataclass(slots=True)
 class Source:
-    """The unread text of an answer.
+    """The unread text of an answer. No place in it may be remembered over a `yield`, but `mark`."""
 
-    Attributes:
-        text: the unread text begins in it at `at`. No place in it may be remembered over a `yield`, but `mark`.
-        mark: a place to which the reading may go back; None if there is none.
-        ended: whether no more text will come.
-        in_reasoning: whether the text at `at` is hidden reasoning.
-        depth: how many lists and objects, as Python writes them, are open at `at`.
-    """
-
-    def __init__(self) -> None:
-        self.text, self.at, self.ended, self.in_reasoning = "", 0, False, False
-        self.mark: int | None = None
-        self.depth = 0
+    text: str = ""  # the unread text begins in it at `at`
+    at: int = 0
+    mark: int | None = None  # a place to which the reading may go back
+    ended: bool = False  # whether no more text will come
+    in_reasoning: bool = False  # whether the text at `at` is hidden reasoning
+    depth: int = 0  # how many lists and objects, as Python writes them, are open at `at`
 
     def feed(self, text: str) -> None:
         """Add text, and drop the text that has been read."""

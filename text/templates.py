@@ -258,9 +258,7 @@ class GenerationTag(Extension):
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Jinja as transformers 5 sets it up for chat templates, with every operation bounded.
 
-    Args:
-        max_chars: of a text that a template makes on its way, and of all that it writes.
-        max_seconds: that it may run.
+    No text that a template makes may have more than `max_chars`, nor may all that it writes.
     """
 
     code_generator_class = BoundedGenerator

@@ -43,22 +43,15 @@ class Tool(NamedTuple):
 
 
 class Calls:
-    """The calls of an answer.
-
-    Args:
-        source: of the answer's text.
-        tools: the request's, of which a call must name one.
-
-    Attributes:
-        count: how many have begun.
-        name: the tool of the latest call.
-        bare: whether that has no arguments yet.
-    """
+    """The calls of an answer, each of which must name one of the tools."""
 
     def __init__(self, source: Source, tools: Sequence[Tool]):
-        self.source, self.count, self.name, self.bare = source, 0, "", False
+        self.source = source
         self.schemas = {tool.name: tool.schema for tool in tools}
         self.names = sorted(self.schemas, key=len, reverse=True)
+        self.count = 0  # calls that have begun
+        self.name = ""  # the tool of the latest
+        self.bare = False  # whether that has no arguments yet
 
     def begin(self, name: str, id: str = "") -> Part:
         """A call begins, and what has been read is no content any more.
