@@ -14,7 +14,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from plan import EngineOutput, Logprobs
@@ -85,17 +85,19 @@ def logprobs_by_token(token_id: int, found: Logprobs, text_of: Callable[[int], s
     return by_token
 
 
+@dataclass(eq=False)
 class Vector:
     """One request that samples nothing, and the vector that is made of its prompt. Its face is that of `Choices`."""
 
-    def __init__(self, request_id: str, prompt_token_ids: list[int], pooling: PoolingParams):
-        self.request_id, self.prompt_token_ids, self.pooling = request_id, prompt_token_ids, pooling
-        self.params = SamplingParams()
-        self.pooled = b""  # float32
-        self.drawn: Sequence[Generation] = ()
-        self.num_generated = 0
-        self.error: str | None = None
-        self.metrics = RequestMetrics(time.monotonic())
+    request_id: str
+    prompt_token_ids: list[int]
+    pooling: PoolingParams
+    params: SamplingParams = field(default_factory=SamplingParams)
+    pooled: bytes = b""  # float32
+    drawn: Sequence[Generation] = ()
+    num_generated: int = 0
+    error: str | None = None
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.monotonic()))
 
     @property
     def finished(self) -> bool:

@@ -38,7 +38,7 @@ NOT_FOR_BEAMS = (  # fields that keep their defaults in a beam search
 )  # fmt: skip
 
 
-def within(value: Any, low: float, high: float, kind: type = int) -> bool:
+def within(value: Any, low: float, high: float, kind: type[int] | type[float] = int) -> bool:
     """Whether this is a number from `low` to `high`, a whole one unless `kind` is float."""
     return isinstance(value, (int, kind)) and not isinstance(value, bool) and low <= value <= high
 

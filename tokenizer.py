@@ -110,7 +110,8 @@ class Tokenizer:
             for i, part in enumerate(sorted(parts, key=len)):  # the shorter one first: the other one gets the rest
                 part.truncate(min(len(part), room // (len(parts) - i)), direction=side)
                 room -= len(part)
-        ids = self._tokenizer.post_process(parts[0], *parts[1:], add_special_tokens=add_special_tokens).ids
+        pair = parts[1] if len(parts) == 2 else None
+        ids = self._tokenizer.post_process(parts[0], pair, add_special_tokens).ids
         if len(ids) > most:  # not even the tokens around the texts have room
             return (ids[:most] if side == "right" else ids[-most:]), True
         return ids, cut
@@ -177,12 +178,13 @@ class Tokenizer:
             ValueError: its vocabulary has none of the special tokens for that.
         """
         ids = {token.content: id for id, token in self._tokenizer.get_added_tokens_decoder().items()}
-        markers = {family: re.split(r"{\w+}", form) for family, (form, _) in GAPS.items()}
+        sought = []
         for family, (form, ends) in GAPS.items():
-            if all(marker in ids for marker in markers[family] if marker):
+            markers = list(filter(None, re.split(r"{\w+}", form)))
+            if all(marker in ids for marker in markers):
                 return form, [ids[end] for end in ends if end in ids]
-        sought = "; ".join(f"{', '.join(filter(None, found))} ({family})" for family, found in markers.items())
-        raise ValueError(f"this model's tokenizer has no special tokens for a gap; looked for {sought}")
+            sought.append(f"{', '.join(markers)} ({family})")
+        raise ValueError(f"this model's tokenizer has no special tokens for a gap; looked for {'; '.join(sought)}")
 
     @property
     def has_chat_template(self) -> bool:

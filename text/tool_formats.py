@@ -110,7 +110,6 @@ class JsonFormat(ToolParser):
     around: str = ""  # between the tags and the JSON
     listed: bool = False  # the model writes a list of objects; both ways are read
     arguments: tuple[str, ...] = ("arguments", "parameters")  # keys for the arguments; the model writes the first
-    beside: tuple[str, ...] = ("id", "type")  # further keys that an object of a call may have
     separator: str = ""  # between two calls where they are not listed
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
@@ -155,7 +154,7 @@ class JsonFormat(ToolParser):
                 held = yield from self._arguments(source, first)
                 if named:
                     yield calls.arguments(held)
-            elif key in self.arguments + self.beside or named:
+            elif key in (*self.arguments, "id", "type") or named:
                 yield from source.value(nothing)
             else:
                 raise NoCall
@@ -190,10 +189,12 @@ class JsonFormat(ToolParser):
 
 @dataclass(frozen=True, kw_only=True)
 class HeaderFormat(ToolParser):
-    """Calls that name their function in a header, after which their arguments follow as JSON."""
+    """Calls that name their function in a header, after which their arguments follow as JSON.
 
-    call: str  # begins each call; it may be one of `begins`, the others of which begin a section of calls
-    header: re.Pattern[str]  # finds `name`, and perhaps `id`, in all that stands between `call` and the arguments
+    The last of `begins` begins each call; if there is another before it, that begins a section of calls.
+    """
+
+    header: re.Pattern[str]  # finds `name`, and perhaps `id`, in all that stands before the arguments
     written: str  # the header as the model writes it: `{}` stands for the name, and `{#}` for a number
     after: str = ""  # between the arguments and `call_end`
     others: tuple[str, ...] = ()  # further texts that may be in a header
@@ -201,13 +202,13 @@ class HeaderFormat(ToolParser):
     older: JsonFormat | None = None
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
-        source = calls.source
+        source, each = calls.source, self.begins[-1]
         yield from source.follows(begin)
         char = yield from source.space()
         if self.older and char and char in "[{":
             yield from self.older.read(calls, char)
             return
-        if begin != self.call and not (yield from source.follows(self.call)):
+        if begin != each and not (yield from source.follows(each)):
             raise NoCall
         while True:
             header = yield from source.short("{", *self.ends)
@@ -222,7 +223,7 @@ class HeaderFormat(ToolParser):
             yield from source.closes(self.call_end)
             source.mark = source.at
             yield from source.space()
-            if not (yield from source.follows(self.call)):
+            if not (yield from source.follows(each)):
                 break
         source.back()
         yield from source.closes(self.end)
@@ -230,8 +231,9 @@ class HeaderFormat(ToolParser):
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
         if self.older and lark.token_ids("[ARGS]") is None:
             return self.older.write(lark, tools, several)
-        begin, call = lark.syntax(self.call), lark.one_of(self._call(lark, tool) for tool in tools)
-        return then(begin if self.begins[0] != self.call else "", repeated(call, begin, several), lark.syntax(self.end))
+        call = lark.one_of(self._call(lark, tool) for tool in tools)
+        begin, *more = map(lark.syntax, reversed(self.begins))
+        return then(begin if more else "", repeated(call, begin, several), lark.syntax(self.end))
 
     def _call(self, lark: Lark, tool: Tool) -> str:
         before, behind = self.written.split("{}")

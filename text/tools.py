@@ -96,8 +96,8 @@ QWEN3 = TagFormat(
     value_end="</parameter>", call_end="</function>", end="</tool_call>", padding="\n",
 )  # fmt: skip
 DEEPSEEK_V31 = HeaderFormat(
-    begins=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), end="<｜tool▁calls▁end｜>",
-    call="<｜tool▁call▁begin｜>", call_end="<｜tool▁call▁end｜>",
+    begins=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    end="<｜tool▁calls▁end｜>", call_end="<｜tool▁call▁end｜>",
     header=re.compile(r"(?P<name>.+?)\s*<｜tool▁sep｜>\s*", re.DOTALL), written="{}<｜tool▁sep｜>",
 )  # fmt: skip
 # By vLLM's names, where it has one.
@@ -130,8 +130,8 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "jamba": JsonFormat(("<tool_calls>",), "</tool_calls>", listed=True),
     "json": JsonFormat(("[", "{"), listed=True),
     "kimi_k2": HeaderFormat(
-        begins=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"), end="<|tool_calls_section_end|>",
-        call="<|tool_call_begin|>", call_end="<|tool_call_end|>",
+        begins=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        end="<|tool_calls_section_end|>", call_end="<|tool_call_end|>",
         header=re.compile(r"(?P<id>(functions\.)?(?P<name>.+?):\d+)\s*<\|tool_call_argument_begin\|>\s*", re.DOTALL),
         written="functions.{}:{#}<|tool_call_argument_begin|>",
     ),
@@ -143,7 +143,7 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         value_end="</parameter>", call_end="</invoke>", end="</minimax:tool_call>",
     ),
     "mistral": HeaderFormat(
-        begins=("[TOOL_CALLS]",), call="[TOOL_CALLS]", written="{}[ARGS]", others=("[CALL_ID]",),
+        begins=("[TOOL_CALLS]",), written="{}[ARGS]", others=("[CALL_ID]",),
         header=re.compile(r"(?P<name>[^\[\]{]+?)\s*(\[CALL_ID\](?P<id>[^\[]*))?(\[ARGS\])?\s*"),
         older=JsonFormat(("[TOOL_CALLS]",), listed=True),
     ),
@@ -194,7 +194,8 @@ class Reader:
     """Reads one answer; see `new_reader`."""
 
     def __init__(self, source: Source, steps: Steps[None], dropped: frozenset[str]):
-        self._source, self._steps, self._dropped, self._held = source, steps, markers(dropped), ""
+        self._source, self._steps = source, steps
+        self._dropped, self._held = markers(dropped), ""
 
     @property
     def in_reasoning(self) -> bool:
