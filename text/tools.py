@@ -100,6 +100,9 @@ DEEPSEEK_V31 = HeaderFormat(
     end="<｜tool▁calls▁end｜>", call_end="<｜tool▁call▁end｜>",
     header=re.compile(r"(?P<name>.+?)\s*<｜tool▁sep｜>\s*", re.DOTALL), written="{}<｜tool▁sep｜>",
 )  # fmt: skip
+GEMMA4 = PythonFormat(
+    ("<|tool_call>",), "<tool_call|>", listed=False, prefix="call:", brackets=("{", "}"), between=":", raw='<|"|>'
+)
 # By vLLM's names, where it has one.
 TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "deepseek_v3": replace(
@@ -107,14 +110,9 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         header=re.compile(r"function<｜tool▁sep｜>(?P<name>[^\n]+?)\s*\n```json\s*"),
     ),
     "deepseek_v31": DEEPSEEK_V31,
-    "functiongemma": PythonFormat(
-        ("<start_function_call>",), "<end_function_call>", listed=False, prefix="call:", brackets=("{", "}"),
-        between=":", raw="<escape>",
-    ),
+    "functiongemma": replace(GEMMA4, begins=("<start_function_call>",), end="<end_function_call>", raw="<escape>"),
     "gemma3": PythonFormat(("```tool_code",), "```", listed=False, around="\n"),
-    "gemma4": PythonFormat(
-        ("<|tool_call>",), "<tool_call|>", listed=False, prefix="call:", brackets=("{", "}"), between=":", raw='<|"|>'
-    ),
+    "gemma4": GEMMA4,
     "glm45": TagFormat(
         begins=("<tool_call>",), name="", name_end="\n", key="<arg_key>", key_end="</arg_key>\n<arg_value>",
         value_end="</arg_value>", end="</tool_call>",
