@@ -17,8 +17,9 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-IN_STRING = re.compile(r'"|\\.', re.DOTALL)  # of JSON: its end, or an escape
+IN_STRING = re.compile(r'"|(?:\\.[^"\\]*)+', re.DOTALL)  # of JSON: its end, or escapes with the text between them
 OUTSIDE = re.compile(r'["{}\[\]]')
+DEPTHS = {"{": 1, "[": 1, "}": -1, "]": -1}
 WORD_END = re.compile(r"[\s,:=\[\](){}<>\"']")
 ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)  # of Python and of JSON
 ESCAPE_SIZES = {"x": 4, "u": 6, "U": 10}  # characters; all others have 2
@@ -250,7 +251,7 @@ class Source:
                 at = found.end()
                 if found[0] == '"':
                     quoted = not quoted
-                depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(found[0], 0)
+                depth += DEPTHS.get(found[0], 0)
                 if depth <= 0 and not quoted:
                     yield make(self.take(at))
                     return
