@@ -293,7 +293,8 @@ class Choices:
         params: SamplingParams,
         tokenizer: Tokenizer,
     ):
-        self.request_id, self.prompt, self.prompt_token_ids, self.params = request_id, prompt, prompt_token_ids, params
+        self.request_id, self.params = request_id, params
+        self.prompt, self.prompt_token_ids = prompt, prompt_token_ids
         # Of the prompt's tokens from the second on, where asked for. They come before the first token of any answer.
         self.prompt_logprobs: list[Logprobs] | None = None if params.prompt_logprobs is None else []
         self.tokenizer = tokenizer
@@ -350,7 +351,8 @@ class Choices:
         """Note that the engine has given the request up; answers that are not complete stay as they are."""
         for generation in self.drawn:
             generation.finish_reason = generation.finish_reason or finish_reason
-        self.num_live, self.error, self.metrics.finished_time = 0, error, time.monotonic()
+        self.num_live, self.error = 0, error
+        self.metrics.finished_time = time.monotonic()
 
     def best(self) -> list[Generation]:
         """The `n` answers to return: as they were drawn, or those of the highest mean log-probability, best first."""

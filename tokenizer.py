@@ -256,8 +256,9 @@ class NoTokenizer(Tokenizer):
     """Stands in for a tokenizer where there is none: prompts are token ids, and answers have no text."""
 
     def __init__(self) -> None:
-        self.vocab_size, self.special_ids, self.special_tokens = 0, frozenset(), {}
-        self.joins_bytes, self.strips, self._templates = True, 0, {}
+        self.vocab_size, self._templates = 0, {}
+        self.special_ids, self.special_tokens = frozenset(), {}
+        self.joins_bytes, self.strips = True, 0
         self.token_bytes = functools.cache(lambda id: b"")  # so a `Detokenizer` makes no text of any token
         self.token_text = functools.cache(lambda id: "")
 
@@ -378,7 +379,8 @@ class Detokenizer:
         if not self._params.stop:
             self.text += text
             return
-        before, text, matches = len(self._held), self._held + text, []
+        before, text = len(self._held), self._held + text
+        matches = []
         if self.num_tokens > self._params.min_tokens:  # then one counts that ends in the new text
             found = ((text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._params.stop)
             matches = [(at + len(stop), -len(stop), stop) for at, stop in found if at >= 0]

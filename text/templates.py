@@ -440,7 +440,8 @@ def run_template(template: Template, variables: dict[str, Any]) -> str:
     Raises:
         ValueError: it failed, refused its variables, or went beyond a limit.
     """
-    environment, pieces, chars = template.environment, [], 0
+    environment = template.environment
+    pieces, chars = [], 0
     assert isinstance(environment, TemplateEnvironment)
     try:
         context = template.new_context(variables)

@@ -135,7 +135,8 @@ class JsonFormat(ToolParser):
 
     def _object(self, calls: Calls) -> Steps[None]:
         """Read an object, after its brace."""
-        source, named, held = calls.source, False, ""
+        source = calls.source
+        named, held = False, ""
         yield from source.space()
         while not (yield from source.follows("}")):
             key = yield from source.string()
@@ -306,8 +307,8 @@ class TagFormat(ToolParser):
 
     def _value(self, calls: Calls, schema: Schema) -> Steps[None]:
         """Read a value up to its end. Strings become arguments as they come, other values when they are whole."""
-        source, stops, text = calls.source, markers(frozenset(self.value_ends)), ""
-        streams = types_of(schema) == {"string"}
+        source, stops = calls.source, markers(frozenset(self.value_ends))
+        text, streams = "", types_of(schema) == {"string"}
         yield from source.follows(self.padding)
         if streams:
             yield calls.arguments('"')
