@@ -1,9 +1,11 @@
-"""The outputs of a request: its answers as they grow, the choice among them, and the records for `LLM`'s callers.
+"""What callers get back: the records that `LLM` returns, and the objects that fill them while the engine works.
 
-    Generation      one answer: its tokens and text
-    Choices         one request: an answer for each sample, and which of them its client gets
+    Generation      one answer: its tokens and text so far
+    Choices         one request: an answer for each sample, and the choice of those that its client gets
+    Vector          one request that samples nothing: the vector that is made of its prompt
 
-Stop strings are found here, where text is made: they end an answer before the engine knows.
+`LLM` and the server feed the engine's outputs to these. Text is made here, outside of the engine, so stop strings are
+found here: they end an answer before the engine knows.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from plan import EngineOutput, Logprobs
@@ -22,11 +24,11 @@ from tokenizer import Detokenizer, NoTokenizer, Tokenizer
 
 @dataclass
 class Logprob:
-    """Log-probability of a token, the model's own: before temperature, penalties and all else."""
+    """Log-probability of a token by the model itself, before temperature, penalties and all else."""
 
     logprob: float
     rank: int  # 1 for the likeliest
-    decoded_token: str  # its text by itself
+    decoded_token: str
 
 
 @dataclass
@@ -38,9 +40,8 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None
-    # Of all its tokens, where log-probabilities were asked for or `best_of` ranked; of a beam search the score
-    cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None  # of each of its tokens, where asked for; see `logprobs_by_token`
+    cumulative_logprob: float | None = None  # where log-probabilities were asked for, or ranked; of a beam the score
+    logprobs: list[dict[int, Logprob]] | None = None  # of each token, where asked for; see `logprobs_by_token`
 
 
 @dataclass
@@ -56,7 +57,7 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """A request and what came of it."""
+    """A request and its answers."""
 
     request_id: str
     prompt: str | None
@@ -65,8 +66,11 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: str | None = None  # why the engine gave it up; answers that it cut have the finish_reason "error"
-    # Of each token of the prompt, where asked for; of the first None. If the engine gave up, some may be missing.
+    # Of each token of the prompt, where asked for; None for the first. If the engine gave up, some may be missing.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+Abort = Callable[[str, int | None, str], None]  # of (request_id, index or None for all, reason)
 
 
 def logprobs_by_token(token_id: int, found: Logprobs, text_of: Callable[[int], str]) -> dict[int, Logprob]:
@@ -81,31 +85,26 @@ def logprobs_by_token(token_id: int, found: Logprobs, text_of: Callable[[int], s
     return by_token
 
 
+@dataclass(eq=False)
 class Vector:
-    """One request that samples nothing, and the vector that comes of its prompt.
+    """One request that samples nothing, and the vector that is made of its prompt. Its face is that of `Choices`."""
 
-    Args:
-        request_id: the engine's name for it.
-        prompt_token_ids: its tokens.
-        pooling: what is made of them.
-    """
-
-    def __init__(self, request_id: str, prompt_token_ids: list[int], pooling: PoolingParams):
-        self.request_id, self.prompt_token_ids, self.pooling = request_id, prompt_token_ids, pooling
-        self.params = SamplingParams()
-        self.pooled = b""  # float32
-        self.drawn: Sequence[Generation] = ()
-        self.num_generated = 0
-        self.error: str | None = None
-        self.metrics = RequestMetrics(time.monotonic())
+    request_id: str
+    prompt_token_ids: list[int]
+    pooling: PoolingParams
+    params: SamplingParams = field(default_factory=SamplingParams)
+    pooled: bytes = b""  # float32
+    drawn: Sequence[Generation] = ()
+    num_generated: int = 0
+    error: str | None = None
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.monotonic()))
 
     @property
     def finished(self) -> bool:
-        """Whether the vector is there."""
         return bool(self.pooled)
 
-    def push(self, output: EngineOutput, abort: Callable[[str, int | None, str], None]) -> str:
-        """Take the engine's news, which are the vector."""
+    def push(self, output: EngineOutput, abort: Abort) -> str:
+        """Take the engine's output, which is the vector."""
         assert output.pooled is not None
         self.pooled, self.metrics.time_in_queue = output.pooled, output.time_in_queue
         return ""
@@ -116,7 +115,7 @@ class Vector:
 
 
 def numbers(pooled: bytes) -> list[float]:
-    """The numbers of a vector, which travels in float32."""
+    """The numbers of a vector, which travels as bytes of float32."""
     return array("f", pooled).tolist()
 
 
@@ -130,7 +129,7 @@ def cosine(a: Sequence[float], b: Sequence[float]) -> float:
 
 @dataclass
 class PoolingOutput:
-    """What was made of a prompt."""
+    """The vector of a prompt: an embedding, or a classifier's labels."""
 
     data: list[float]
 
@@ -143,7 +142,6 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """Its dimensions."""
         return len(self.embedding)
 
 
@@ -155,7 +153,6 @@ class ClassificationOutput:
 
     @property
     def num_classes(self) -> int:
-        """How many labels there are."""
         return len(self.probs)
 
 
@@ -172,7 +169,7 @@ Other = TypeVar("Other", EmbeddingOutput, ClassificationOutput, ScoringOutput)
 
 @dataclass
 class PoolingRequestOutput(Generic[Pooled]):
-    """A request that samples nothing, and what came of it."""
+    """A request that samples nothing, and its result."""
 
     request_id: str
     outputs: Pooled  # without numbers if there is an error
@@ -192,11 +189,11 @@ ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
 
 @dataclass
 class BeamSearchSequence:
-    """One answer of a beam search, with its prompt before it."""
+    """One answer of a beam search. Tokens and text begin with the prompt."""
 
     tokens: list[int]
     text: str
-    cum_logprob: float  # of the answer's tokens, the one that ended it among them
+    cum_logprob: float  # of the answer's tokens, including the one that ended it
     finish_reason: str | None
     stop_reason: int | str | None
 
@@ -209,7 +206,7 @@ class BeamSearchOutput:
 
 
 def beams_of(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer) -> BeamSearchOutput:
-    """The beams of a request that has finished, each with its prompt before it.
+    """The beams of a request that has finished.
 
     Raises:
         RuntimeError: the engine had to give the request up, and why.
@@ -225,35 +222,22 @@ def beams_of(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokeniz
             stop_reason = tokens[-1]
             tokens = tokens if params.include_stop_str_in_output else tokens[:-1]
         tokens = output.prompt_token_ids + tokens
-        no_text = isinstance(tokenizer, NoTokenizer)
-        text = "" if no_text else tokenizer.decode(tokens, skip_special_tokens=False)
+        text = "" if isinstance(tokenizer, NoTokenizer) else tokenizer.decode(tokens, skip_special_tokens=False)
         found.append(BeamSearchSequence(tokens, text, logprob, beam.finish_reason, stop_reason))
     return BeamSearchOutput(found)
 
 
 class Generation:
-    """One answer's tokens and text as they grow.
-
-    Args:
-        prompt_token_ids: of the prompt.
-        params: how it stops and how its tokens become text.
-        tokenizer: of the model.
-
-    Attributes:
-        token_ids: its tokens so far; a stop string cuts them to those that its text needs.
-        logprobs: of each of `token_ids`, as the engine sent it, where log-probabilities are asked for or answers are
-            ranked; else empty. Only `params.logprobs` says whether the client wants them.
-        num_new: how many of `token_ids`, the last ones, came with the latest push. They may have brought no text yet.
-        cumulative_logprob: the sum over `token_ids`, where there are `logprobs`; of a beam search the score.
-    """
+    """One answer's tokens and text as they grow."""
 
     def __init__(self, prompt_token_ids: list[int], params: SamplingParams, tokenizer: Tokenizer):
         self.params, self.detokenizer = params, Detokenizer(tokenizer, prompt_token_ids, params)
-        self.token_ids: list[int] = []
-        self.logprobs: list[Logprobs] = []
-        self.num_new = 0
+        self.token_ids: list[int] = []  # so far; a stop string cuts them to those that its text needs
+        self.logprobs: list[Logprobs] = []  # of each token, where the client asks for them or answers are ranked
+        self.num_new = 0  # tokens that came with the latest push; they may have brought no text yet
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        # The sum over the tokens, where there are `logprobs`; of a beam search the score.
         self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
 
     @property
@@ -263,7 +247,6 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """All the text so far."""
         return self.detokenizer.text
 
     @property
@@ -274,7 +257,7 @@ class Generation:
         return self.cumulative_logprob / len(self.token_ids)
 
     def push(self, output: EngineOutput) -> str:
-        """Take the engine's news; returns the text that is new and can no longer be part of a stop string."""
+        """Take the engine's output; returns the text that is new and can no longer be part of a stop string."""
         assert not self.finished
         shown = output.token_ids
         if output.finish_reason == "stop" and not self.params.include_stop_str_in_output:
@@ -298,20 +281,7 @@ class Generation:
 
 
 class Choices:
-    """One request's answers as they grow, and which of them its client gets.
-
-    Args:
-        request_id: the engine's name for it.
-        prompt: its text, where the caller gave text.
-        prompt_token_ids: its tokens.
-        params: how many answers are drawn and returned.
-        tokenizer: of the model.
-
-    Attributes:
-        drawn: the answers, those that the client does not get among them.
-        prompt_logprobs: of the prompt's tokens from the second on, as far as they have come, where asked for; else
-            None. All of them have come before the first token of any answer.
-    """
+    """One request's answers as they grow, and which of them its client gets."""
 
     pooling: PoolingParams | None = None  # its tokens are sampled
 
@@ -323,30 +293,31 @@ class Choices:
         params: SamplingParams,
         tokenizer: Tokenizer,
     ):
-        self.request_id, self.prompt, self.prompt_token_ids, self.params = request_id, prompt, prompt_token_ids, params
+        self.request_id, self.params = request_id, params
+        self.prompt, self.prompt_token_ids = prompt, prompt_token_ids
+        # Of the prompt's tokens from the second on, where asked for. They come before the first token of any answer.
         self.prompt_logprobs: list[Logprobs] | None = None if params.prompt_logprobs is None else []
         self.tokenizer = tokenizer
+        # All answers, including those that the client does not get.
         self.drawn = [Generation(prompt_token_ids, params, tokenizer) for _ in range(params.num_samples)]
-        self.num_live = len(self.drawn)
+        self.num_live = len(self.drawn)  # answers that are not complete
         self.error: str | None = None
         self.metrics = RequestMetrics(time.monotonic())
         self.weights_version = 0  # how often weights had been updated before it was computed
 
     @property
     def finished(self) -> bool:
-        """Whether all answers are complete."""
         return self.num_live == 0
 
     @property
     def num_generated(self) -> int:
-        """Tokens of all answers that were drawn, also of those that the client does not get."""
+        """Tokens of all answers in `drawn`."""
         return sum(len(generation.token_ids) for generation in self.drawn)
 
-    def push(self, output: EngineOutput, abort: Callable[[str, int | None, str], None]) -> str | None:
-        """Take the engine's news of one answer; returns its new text, or None if a stop string had ended it before.
+    def push(self, output: EngineOutput, abort: Abort) -> str | None:
+        """Take the engine's output for one answer; returns its new text, or None if a stop string had ended it before.
 
-        `abort(request_id, index, "stop")` is called for what the engine need not go on with; an index of None means all
-        of it.
+        `abort` is called for answers that the engine need not go on with.
         """
         generation, metrics = self.drawn[output.index], self.metrics
         self.weights_version = output.weights_version or self.weights_version
@@ -369,8 +340,8 @@ class Choices:
             abort(self.request_id, output.index, "stop")
         return text
 
-    def follow(self, output: EngineOutput, abort: Callable[[str, int | None, str], None]) -> None:
-        """Take the engine's news of one answer, or of the end of all; `abort` is as for `push`."""
+    def follow(self, output: EngineOutput, abort: Abort) -> None:
+        """Take the engine's output for one answer, or its giving up of all; `abort` is as for `push`."""
         if output.finish_reason in ("error", "abort"):
             self.fail(output.error, output.finish_reason)
         else:
@@ -380,7 +351,8 @@ class Choices:
         """Note that the engine has given the request up; answers that are not complete stay as they are."""
         for generation in self.drawn:
             generation.finish_reason = generation.finish_reason or finish_reason
-        self.num_live, self.error, self.metrics.finished_time = 0, error, time.monotonic()
+        self.num_live, self.error = 0, error
+        self.metrics.finished_time = time.monotonic()
 
     def best(self) -> list[Generation]:
         """The `n` answers to return: as they were drawn, or those of the highest mean log-probability, best first."""
@@ -389,7 +361,7 @@ class Choices:
         return sorted(self.drawn, key=lambda generation: -generation.mean_logprob)[: self.params.n]
 
     def output(self) -> RequestOutput:
-        """The answers so far, as `LLM.generate` returns them. What comes later does not change this record."""
+        """The answers so far, as `LLM.generate` returns them. Later output does not change this record."""
 
         def by_token(token_ids: list[int], logprobs: list[Logprobs]) -> list[dict[int, Logprob]]:
             pairs = zip(token_ids, logprobs, strict=False)  # of a prompt that was given up some are missing
@@ -403,5 +375,7 @@ class Choices:
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if self.prompt_logprobs is not None:
             prompt_logprobs = [None, *by_token(self.prompt_token_ids[1:], self.prompt_logprobs)]
-        ids, state = self.prompt_token_ids, (self.finished, replace(self.metrics), self.error)
-        return RequestOutput(self.request_id, self.prompt, ids, outputs, *state, prompt_logprobs)
+        ids, metrics = self.prompt_token_ids, replace(self.metrics)
+        return RequestOutput(
+            self.request_id, self.prompt, ids, outputs, self.finished, metrics, self.error, prompt_logprobs
+        )

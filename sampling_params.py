@@ -1,4 +1,7 @@
-"""How the tokens of a request are chosen and when it ends, and what the model's folder says of that."""
+"""The parameters of one request: how its tokens are chosen and when it ends, and the model's own defaults.
+
+A value is checked here, once, whoever sent it. An error says what arrived and what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from typing import Any, Literal
 
 from config import EngineConfig, read_json
 
-INT64 = range(-(2**63), 2**63)
 MAX_LOGIT_BIAS = 1024  # tokens of a request; OpenAI has 300
 MAX_BIAS = 100  # of one token, upwards and downwards
 MAX_BAD_WORDS = 64  # texts of a request,
@@ -21,35 +23,43 @@ MAX_BAD_WORD_TOKENS = 16  # and tokens of one of them
 RANGES: dict[str, tuple[float, float]] = {  # of whole numbers where these are whole
     "temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.0, 100.0),
     "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "length_penalty": (-10.0, 10.0),
-    "top_k": (-1, 2**31 - 1), "max_tokens": (0, 2**31 - 1), "seed": (INT64[0], INT64[-1]), "n": (1, 65536),
+    "top_k": (-1, 2**31 - 1), "max_tokens": (0, 2**31 - 1), "seed": (-(2**63), 2**63 - 1), "n": (1, 65536),
     "best_of": (1, 65536), "beam_width": (1, 1024), "logprobs": (0, 1024), "prompt_logprobs": (0, 1024),
     "min_tokens": (0, 2**31 - 1), "truncate_prompt_tokens": (-1, 2**31 - 1),
     "thinking_token_budget": (0, 2**31 - 1),
 }  # fmt: skip
+FLAGS = (
+    "include_stop_str_in_output", "use_beam_search", "ignore_eos", "skip_special_tokens",
+    "spaces_between_special_tokens", "masked_logprobs",
+)  # fmt: skip
+NOT_FOR_BEAMS = (  # fields that keep their defaults in a beam search
+    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
+    "allowed_token_ids", "stop", "best_of", "logprobs", "min_tokens", "bad_words", "bad_word_ids",
+)  # fmt: skip
 
 
-def is_token(value: Any) -> bool:
-    """Whether this may be a token's id. A string of digits is one, too, because JSON's keys are strings."""
-    if isinstance(value, str):
-        return value.isascii() and value.isdigit() and len(value) <= 10 and int(value) < 2**31
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+def within(value: Any, low: float, high: float, kind: type[int] | type[float] = int) -> bool:
+    """Whether this is a number from `low` to `high`, a whole one unless `kind` is float."""
+    return isinstance(value, (int, kind)) and not isinstance(value, bool) and low <= value <= high
 
 
 def check_ids(name: str, tokens: Iterable[Any]) -> None:
-    """Refuse a list that has something else than tokens' ids by a ValueError."""
+    """Refuse a list that has something else than token ids by a ValueError."""
     for token in tokens:
-        if isinstance(token, str) or not is_token(token):
+        if not within(token, 0, 2**31 - 1):
             raise ValueError(f"{name} has {token!r}; each must be a whole number from 0 to 2^31 - 1")
 
 
-def is_bias(value: Any) -> bool:
-    """Whether this may be added to a logit."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_BIAS
+def check_flags(params: Any, *names: str) -> None:
+    """Refuse fields that are not bools by a ValueError."""
+    for name in names:
+        if not isinstance(value := getattr(params, name), bool):
+            raise ValueError(f"{name} is {value!r}; it must be true or false")
 
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What the text of an answer must be; names and meanings are vLLM's. One of the first six is given, and no other.
+    """What the text of an answer must be; names and meanings are vLLM's. Exactly one of the first six is given.
 
     Attributes:
         json: a JSON schema, as an object or as its text.
@@ -74,14 +84,12 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.json_object:
-            object.__setattr__(self, "json_object", None)
-        given = [name for name in KINDS if getattr(self, name) is not None]
+        object.__setattr__(self, "json_object", self.json_object or None)
+        given = {name: value for name in KINDS if (value := getattr(self, name)) is not None}
         if len(given) != 1:
             said = " and ".join(given) or "none"
             raise ValueError(f"structured_outputs has {said}; it must have one of {', '.join(KINDS)}")
-        name = given[0]
-        value = getattr(self, name)
+        [(name, value)] = given.items()
         if name == "choice":
             if not isinstance(value, list | tuple) or not value or not all(isinstance(text, str) for text in value):
                 raise ValueError(f"choice is {reprlib.repr(value)}; it must be a list of at least one text")
@@ -90,9 +98,7 @@ class StructuredOutputsParams:
             object.__setattr__(self, name, json.dumps(value, ensure_ascii=False))  # the order of its names counts
         elif name != "json_object" and (not isinstance(value, str) or not value):
             raise ValueError(f"{name} is {reprlib.repr(value)}; it must be a text of at least one character")
-        for flag in ("disable_any_whitespace", "disable_additional_properties"):
-            if not isinstance(getattr(self, flag), bool):
-                raise ValueError(f"{flag} is {getattr(self, flag)!r}; it must be true or false")
+        check_flags(self, "disable_any_whitespace", "disable_additional_properties")
         if not isinstance(self.whitespace_pattern, str | None):
             raise ValueError(f"whitespace_pattern is {self.whitespace_pattern!r}; it must be a regular expression")
 
@@ -188,69 +194,61 @@ class SamplingParams:
     reasoning_end_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         for name, (low, high) in RANGES.items():
-            value = getattr(self, name)
-            if isinstance(high, int):
-                if value is None and name not in ("top_k", "n", "min_tokens"):
-                    continue
-                if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                    raise ValueError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+            value, kind = getattr(self, name), type(high)
+            if value is None and kind is int and name not in ("top_k", "n", "min_tokens"):
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-                raise ValueError(f"{name} is {value!r}; it must be a number from {low} to {high}")
-            object.__setattr__(self, name, float(value))
+            if not within(value, low, high, kind):
+                number = "a whole number" if kind is int else "a number"
+                raise ValueError(f"{name} is {value!r}; it must be {number} from {low} to {high}")
+            object.__setattr__(self, name, kind(value))
         for name, high in (("top_p", 1), ("repetition_penalty", 100)):
             if getattr(self, name) == 0:
                 raise ValueError(f"{name} is 0; it must be above 0 and at most {high}")
         if self.max_tokens == 0 and (self.prompt_logprobs is None or self.use_beam_search):
             but = "0 is only for prompt_logprobs, without use_beam_search"
             raise ValueError(f"max_tokens is 0; it must be a whole number from 1 to {2**31 - 1}: {but}")
-        for name in (
-            "include_stop_str_in_output",
-            "use_beam_search",
-            "ignore_eos",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "masked_logprobs",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop has {text!r}; each stop must be a string of at least one character")
-        check_ids("stop_token_ids", self.stop_token_ids)
-        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {self.max_tokens}")
+        check_flags(self, *FLAGS)
+        self._check_stops()
         self._check_tokens()
         self._check_bad_words()
         self._check_structure()
         self._check_samples()
 
+    def _check_stops(self) -> None:
+        """Check what ends the text, and bring it into the form of the annotations."""
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop has {text!r}; each stop must be a string of at least one character")
+        ids = tuple(self.stop_token_ids or ())
+        check_ids("stop_token_ids", ids)
+        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(ids)))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {self.max_tokens}")
+
     def _check_tokens(self) -> None:
         """Check `logit_bias` and `allowed_token_ids`, and bring them into the form of their annotations."""
-        if not isinstance(self.logit_bias, dict | None):
-            raise ValueError(
-                f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers from -{MAX_BIAS} to {MAX_BIAS}"
-            )
-        given = self.logit_bias or {}
-        if len(given) > MAX_LOGIT_BIAS:
+        given, values = self.logit_bias, f"numbers from -{MAX_BIAS} to {MAX_BIAS}"
+        if not isinstance(given, dict | None):
+            raise ValueError(f"logit_bias is {given!r}; it must map token ids to {values}")
+        if given and len(given) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias has {len(given)} tokens; at most {MAX_LOGIT_BIAS} are allowed")
-        bias = {token: value for token, value in given.items() if is_token(token) and is_bias(value)}
-        if bad := given.keys() - bias.keys():
-            wrong = ", ".join(f"{token!r}: {given[token]!r}" for token in given if token in bad)
-            raise ValueError(
-                f"logit_bias has {wrong}; it must map token ids from 0 to numbers from -{MAX_BIAS} to {MAX_BIAS}"
-            )
-        object.__setattr__(self, "logit_bias", {int(token): float(value) for token, value in bias.items()} or None)
+        bias, wrong = {}, []
+        for token, value in (given or {}).items():
+            digits = isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= 10
+            id = int(token) if digits else token  # keys of JSON are strings
+            if within(id, 0, 2**31 - 1) and within(value, -MAX_BIAS, MAX_BIAS, float):
+                bias[id] = float(value)
+            else:
+                wrong.append(f"{token!r}: {value!r}")
+        if wrong:
+            raise ValueError(f"logit_bias has {', '.join(wrong)}; it must map token ids from 0 to {values}")
+        object.__setattr__(self, "logit_bias", bias or None)
         if (allowed := self.allowed_token_ids) is not None:
             if not isinstance(allowed, list | tuple) or not allowed:
-                raise ValueError(
-                    f"allowed_token_ids is {reprlib.repr(allowed)}; it must be a list of at least one token id"
-                )
+                said = reprlib.repr(allowed)
+                raise ValueError(f"allowed_token_ids is {said}; it must be a list of at least one token id")
             check_ids("allowed_token_ids", allowed)
             object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(allowed)))
 
@@ -271,10 +269,10 @@ class SamplingParams:
                 count = f"{len(ids)} tokens" if isinstance(ids, list | tuple) else reprlib.repr(ids)
                 raise ValueError(f"bad_words has one of {count}; each must have from 1 to {MAX_BAD_WORD_TOKENS} tokens")
             check_ids("bad_word_ids", ids)
-        object.__setattr__(self, "bad_word_ids", tuple(tuple(ids) for ids in self.bad_word_ids))
+        object.__setattr__(self, "bad_word_ids", tuple(map(tuple, self.bad_word_ids)))
 
     def _check_structure(self) -> None:
-        """Check what is said of structured outputs and reasoning, and bring it into the form of the annotations."""
+        """Check structured outputs and reasoning, and bring them into the form of the annotations."""
         given = self.structured_outputs
         if isinstance(given, dict):
             try:
@@ -291,19 +289,16 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def check_vocabulary(self, size: int, eos_token_ids: Collection[int] = ()) -> None:
-        """Check that what lists tokens names only those of so large a vocabulary, and always leaves one to draw.
-
-        Args:
-            size: tokens of the vocabulary.
-            eos_token_ids: the model's own that end a request.
+        """Check that all listed tokens are in a vocabulary of `size`, and that one is always left to draw.
 
         Raises:
-            ValueError: names the tokens outside of it, or what leaves none.
+            ValueError: names the tokens outside of the vocabulary, or what leaves none.
         """
         if self.bad_words and not self.bad_word_ids:
             raise ValueError(f"bad_words has {len(self.bad_words)} words; bad_word_ids must have their tokens")
-        listed = {name: getattr(self, name) or () for name in ("logit_bias", "allowed_token_ids", "stop_token_ids")}
-        for name, ids in (listed | {"bad_word_ids": [*chain.from_iterable(self.bad_word_ids)]}).items():
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "bad_word_ids"):
+            listed = getattr(self, name) or ()
+            ids = chain.from_iterable(listed) if name == "bad_word_ids" else listed
             if outside := [token for token in ids if token >= size]:
                 raise ValueError(f"{name} has token ids {reprlib.repr(outside)}; allowed: 0 to {size - 1}")
         barred = {ids[-1] for ids in self.bad_word_ids}
@@ -311,13 +306,12 @@ class SamplingParams:
             barred.update(self.stop_token_ids, () if self.ignore_eos else eos_token_ids)
         if barred and all(token in barred for token in self.allowed_token_ids or range(size)):
             allowed = self.allowed_token_ids and reprlib.repr(self.allowed_token_ids)
-            raise ValueError(
-                f"allowed_token_ids is {allowed}; at least one must be left beside those that min_tokens, "
-                f"{self.min_tokens}, and bad_words, {reprlib.repr(self.bad_words)}, keep from being drawn"
-            )
+            words = reprlib.repr(self.bad_words)
+            rule = f"min_tokens, {self.min_tokens}, and bad_words, {words}, keep from being drawn"
+            raise ValueError(f"allowed_token_ids is {allowed}; at least one must be left beside those that {rule}")
 
     def truncated(self, prompt_token_ids: list[int], max_model_len: int) -> list[int]:
-        """The tokens of a prompt that `truncate_prompt_tokens` keeps in so large a context.
+        """The tokens of a prompt that `truncate_prompt_tokens` keeps.
 
         Raises:
             ValueError: it keeps none, or more than the context holds.
@@ -330,24 +324,20 @@ class SamplingParams:
         return prompt_token_ids[-(max_model_len - 1 if keep == -1 else keep) :]
 
     def check_logprobs(self, most: int) -> None:
-        """Check that no more than `most` likeliest tokens are asked for, which is the engine's `max_logprobs`.
-
-        Raises:
-            ValueError: names what was asked for, and the limit.
-        """
+        """Raise a ValueError where more likeliest tokens are asked for than `most`, the engine's `max_logprobs`."""
         for name in ("logprobs", "prompt_logprobs"):
             if (wanted := getattr(self, name) or 0) > most:
                 raise ValueError(f"{name} is {wanted}; it must be at most max_logprobs, {most}")
 
     @property
     def constrained(self) -> bool:
-        """Whether what may come next depends on what has come, so that each token has a mask of its own."""
+        """Whether each next token needs a mask that depends on the tokens before it."""
         bounded = self.thinking_token_budget is not None and bool(self.reasoning_end_ids)
         return self.structured_outputs is not None or bounded
 
     @property
     def num_listed(self) -> int:
-        """Token ids that are listed in it; they travel with each prompt."""
+        """How many token ids its fields list; they travel with each prompt."""
         words = sum(map(len, self.bad_word_ids))
         return words + len(self.stop_token_ids) + len(self.allowed_token_ids or ()) + len(self.logit_bias or ())
 
@@ -365,15 +355,11 @@ class SamplingParams:
             raise ValueError(f"beam_width is {self.beam_width}; it must be at least n, {self.n}")
         if self.temperature not in (0.0, 1.0):  # both leave the model's probabilities as they are
             raise ValueError(f"temperature is {self.temperature}; with use_beam_search it must be 0 or 1")
-        for name, off, said in (("top_p", (1.0,), "1"), ("top_k", (0, -1), "0"), ("min_p", (0.0,), "0"),
-                                ("repetition_penalty", (1.0,), "1"), ("presence_penalty", (0.0,), "0"),
-                                ("frequency_penalty", (0.0,), "0"), ("logit_bias", (None,), "left out"),
-                                ("allowed_token_ids", (None,), "left out"), ("stop", ((),), "empty"),
-                                ("best_of", (None,), "left out"), ("logprobs", (None,), "left out"),
-                                ("min_tokens", (0,), "0"), ("bad_words", ((),), "empty"),
-                                ("bad_word_ids", ((),), "empty")):  # fmt: skip
-            if getattr(self, name) not in off:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; with use_beam_search it must be {said}")
+        for name in NOT_FOR_BEAMS:
+            off = getattr(SamplingParams, name)  # the default
+            if (value := getattr(self, name)) != off and (name, value) != ("top_k", -1):
+                said = {None: "left out", (): "empty"}.get(off) or f"{off:g}"
+                raise ValueError(f"{name} is {value!r}; with use_beam_search it must be {said}")
 
     @property
     def num_samples(self) -> int:
@@ -415,17 +401,15 @@ class BeamSearchParams:
         Raises:
             ValueError: a value is out of range.
         """
-        if self.beam_width is None or self.max_tokens is None:
-            raise ValueError(
-                f"beam_width is {self.beam_width} and max_tokens is {self.max_tokens}; both must be whole numbers"
-            )
-        fields = dataclasses.asdict(self)
-        return SamplingParams(**fields, n=self.beam_width, use_beam_search=True)
+        width, most = self.beam_width, self.max_tokens
+        if width is None or most is None:
+            raise ValueError(f"beam_width is {width} and max_tokens is {most}; both must be whole numbers")
+        return SamplingParams(**dataclasses.asdict(self), n=width, use_beam_search=True)
 
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """What is made of a prompt's hidden states, where nothing is sampled; names and meanings are vLLM's.
+    """How a vector is made of a prompt, where nothing is sampled; names and meanings are vLLM's.
 
     Attributes:
         dimensions: of the vector, which is cut to its first ones (Matryoshka representation learning, Kusupati et al.,
@@ -438,7 +422,7 @@ class PoolingParams:
     use_activation: bool | None = None
 
 
-# What generation_config.json may say of sampling, and the names that it has here.
+# The fields of generation_config.json that concern sampling, and their names here.
 GENERATION_FIELDS = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
@@ -446,9 +430,7 @@ GENERATION_FIELDS = {
 
 
 def default_sampling(config: EngineConfig) -> dict[str, Any]:
-    """The model's own sampling parameters, as arguments of `SamplingParams`, for requests that do not set them.
-
-    They are the ones that vLLM takes from generation_config.json.
+    """Arguments of `SamplingParams` from the model's generation_config.json, for requests that do not set them.
 
     Raises:
         ValueError: the file is malformed, or one of its values is out of range.

@@ -2,7 +2,7 @@
 
 Everything comes from the model's folder: `tokenizer.json` does the tokenizing (the `tokenizers` library), or a file of
 another kind that `text/vocabularies.py` makes into the same; and `text/templates.py` runs the chat template. Nothing
-here knows of tensors, requests or HTTP.
+here knows of tensors or HTTP.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import re
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import tokenizers
 
 from config import read_json
+from sampling_params import SamplingParams
 from text.messages import text_of
 from text.templates import ChatTemplate, TemplateEnvironment, read_template, run_template
 from text.vocabularies import BYTE_OF_CHAR, READERS, SPACE, convert, special_tokens
@@ -30,10 +31,8 @@ CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether 
 CALLERS_TEMPLATES = 16  # compiled ones that are kept; each may take a few MB
 LONG_TEXT = 4096  # characters; encoding more than that leaves Python's lock to other threads
 PROMPT_WINDOW = 5  # tokens of the prompt that give the first output token its left context (vLLM's choice)
-
-
-# How code models are asked for what is between two texts, and tokens that end it beside the end of sequence. Where a
-# model knows several orders, it is the prefix first (PSM). Special tokens are as the vocabularies spell them.
+# The prompts by which code models fill a gap between two texts, and tokens that end it beside the end of sequence.
+# Where a model knows several orders, the prefix comes first (PSM).
 GAPS = {
     "Qwen2.5-Coder, CodeGemma": (
         "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>", ("<|fim_pad|>", "<|file_sep|>", "<|repo_name|>")),
@@ -45,33 +44,14 @@ GAPS = {
 }  # fmt: skip
 
 
-class TextParams(Protocol):
-    """The part of SamplingParams that concerns text."""
-
-    @property
-    def stop(self) -> Sequence[str]: ...
-    @property
-    def min_tokens(self) -> int: ...
-    @property
-    def include_stop_str_in_output(self) -> bool: ...
-    @property
-    def skip_special_tokens(self) -> bool: ...
-    @property
-    def spaces_between_special_tokens(self) -> bool: ...
-
-
 class Tokenizer:
     """The tokenizer and the chat template of one model folder."""
 
     def __init__(self, folder: str, max_template_chars: int = 16 * 2**20, max_template_seconds: float = 10.0):
         """Read `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`; only the first must be there.
 
-        A file that `text/vocabularies.py` reads can stand in for the first.
-
-        Args:
-            folder: of the model.
-            max_template_chars: that a chat template may write.
-            max_template_seconds: that it may run.
+        A file that `text/vocabularies.py` reads can stand in for the first. A chat template may write
+        `max_template_chars` and run for `max_template_seconds`.
 
         Raises:
             ValueError: a file is missing or broken.
@@ -83,12 +63,12 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special)
         decoder = self._tokenizer.decoder
         self._joins_with_spaces = decoder is None
-        self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
-        state = {} if decoder is None else json.loads(decoder.__getstate__())
-        self._spells_spaces, self.strips = _sentencepiece(state)
-        # Where this is true, a text is the bytes of its tokens, one after the other, whatever is beside them. But up
-        # to `strips` spaces at its beginning are left out.
-        self.joins_bytes = state.get("type") == "ByteLevel" or self._spells_spaces
+        state = decoder.__getstate__() if decoder else b"{}"
+        self._byte_level = b'"ByteLevel"' in state
+        decoding = json.loads(state)
+        self._spells_spaces, self.strips = _sentencepiece(decoding)
+        # Whether a text is the bytes of its tokens in a row, without up to `strips` spaces at its beginning.
+        self.joins_bytes = decoding.get("type") == "ByteLevel" or self._spells_spaces
         self.token_bytes = functools.cache(self._token_bytes)
         self.token_text = functools.cache(self._token_text)
         config = read_json(folder, "tokenizer_config.json", {})
@@ -108,7 +88,7 @@ class Tokenizer:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """What `encode` gives for each of several texts, on all cores."""
+        """`encode` for each of several texts, on all cores."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
 
     def encode_pair(self, first: str, second: str) -> list[int]:
@@ -118,25 +98,21 @@ class Tokenizer:
     def encode_cut(
         self, texts: tuple[str, ...], most: int, side: str, add_special_tokens: bool = True
     ) -> tuple[list[int], bool]:
-        """Token ids of one text, or of two as one prompt, without those beyond `most`; and whether there were any.
+        """At most `most` token ids of one text, or of two as one prompt; and whether that cut any.
 
         As in transformers, the texts lose tokens and keep what the model wants around them, and of two texts the longer
         one loses tokens until both are as long. `side` is where they lose them: left or right.
         """
         parts = [self._encoding(text, False) for text in texts]
         added = self._tokenizer.num_special_tokens_to_add(len(parts) == 2) if add_special_tokens else 0
-        room, lengths = max(0, most - added), [len(part.ids) for part in parts]
-        if cut := sum(lengths) > room:
-            if len(parts) == 1:
-                shares = [room]
-            else:
-                fewer = min(*lengths, room // 2)
-                shares = [fewer, room - fewer] if lengths[0] <= lengths[1] else [room - fewer, fewer]
-            for part, share in zip(parts, shares, strict=True):
-                part.truncate(share, direction=side)
+        room = max(0, most - added)
+        if cut := sum(len(part.ids) for part in parts) > room:
+            for i, part in enumerate(sorted(parts, key=len)):  # the shorter one first: the other one gets the rest
+                part.truncate(min(len(part), room // (len(parts) - i)), direction=side)
+                room -= len(part)
         pair = parts[1] if len(parts) == 2 else None
         ids = self._tokenizer.post_process(parts[0], pair, add_special_tokens).ids
-        if len(ids) > most:  # they are only what is around the texts
+        if len(ids) > most:  # not even the tokens around the texts have room
             return (ids[:most] if side == "right" else ids[-most:]), True
         return ids, cut
 
@@ -150,7 +126,7 @@ class Tokenizer:
     ) -> str:
         """Text of token ids; ids without a token give nothing, bytes that are not UTF-8 give U+FFFD.
 
-        Only tokenizers without a decoder ever put spaces between special tokens; there they can be turned off.
+        Only tokenizers without a decoder ever put spaces between special tokens.
         """
         if skip_special_tokens or spaces_between_special_tokens or not self._joins_with_spaces:
             return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -165,7 +141,7 @@ class Tokenizer:
         return self._tokenizer.id_to_token(id) or ""
 
     def special_id(self, text: str) -> int | None:
-        """The special token of this text; None if there is none."""
+        """The id of the special token with this text; None if there is none."""
         id = self._tokenizer.token_to_id(text)
         return id if id in self.special_ids else None
 
@@ -179,13 +155,13 @@ class Tokenizer:
         return (token.replace(SPACE, " ") if self._spells_spaces else token).encode(errors="replace")
 
     def _token_text(self, id: int) -> str:
-        """What a token adds to a text, in which bytes that are no character by themselves are U+FFFD."""
+        """The text that a token adds; bytes that are no character by themselves are U+FFFD."""
         text = self.decode([id], skip_special_tokens=False)
         opens_word = not self._byte_level and self.token(id).startswith(SPACE)  # decoders drop it at a text's beginning
         return " " + text if opens_word and not text.startswith(" ") else text
 
     def bytes_of(self, id: int) -> bytes:
-        """What a token adds to a text, in UTF-8, which may be a part of a character."""
+        """The UTF-8 that a token adds to a text; it may be a part of a character."""
         text = self.token_text(id)
         return self.token_bytes(id) if "\ufffd" in text else text.encode()
 
@@ -196,18 +172,19 @@ class Tokenizer:
 
     @functools.cached_property
     def gap(self) -> tuple[str, list[int]]:
-        """How the model is asked to fill a gap, with places for `{prefix}` and `{suffix}`; and tokens that end it.
+        """The prompt that asks to fill a gap, with places for `{prefix}` and `{suffix}`; and tokens that end it.
 
         Raises:
             ValueError: its vocabulary has none of the special tokens for that.
         """
         ids = {token.content: id for id, token in self._tokenizer.get_added_tokens_decoder().items()}
-        markers = {family: re.split(r"{\w+}", form) for family, (form, _) in GAPS.items()}
+        sought = []
         for family, (form, ends) in GAPS.items():
-            if all(marker in ids for marker in markers[family] if marker):
+            markers = list(filter(None, re.split(r"{\w+}", form)))
+            if all(marker in ids for marker in markers):
                 return form, [ids[end] for end in ends if end in ids]
-        sought = "; ".join(f"{', '.join(filter(None, found))} ({family})" for family, found in markers.items())
-        raise ValueError(f"this model's tokenizer has no special tokens for a gap; looked for {sought}")
+            sought.append(f"{', '.join(markers)} ({family})")
+        raise ValueError(f"this model's tokenizer has no special tokens for a gap; looked for {'; '.join(sought)}")
 
     @property
     def has_chat_template(self) -> bool:
@@ -260,8 +237,6 @@ class Tokenizer:
     def template(self, source: str | None = None, name: str = "default") -> ChatTemplate:
         """The chat template of this source, or else the model's own of this name.
 
-        Those of callers are compiled once, as long as they are among the latest `CALLERS_TEMPLATES`.
-
         Raises:
             ValueError: the source is no template or too large, or the model has none.
         """
@@ -281,50 +256,37 @@ class NoTokenizer(Tokenizer):
     """Stands in for a tokenizer where there is none: prompts are token ids, and answers have no text."""
 
     def __init__(self) -> None:
-        self.vocab_size, self.special_ids, self.special_tokens = 0, frozenset(), {}
-        self._templates, self._byte_level = {}, False
+        self.vocab_size, self._templates = 0, {}
+        self.special_ids, self.special_tokens = frozenset(), {}
         self.joins_bytes, self.strips = True, 0
-        self.token_bytes, self.token_text = functools.cache(self._token_bytes), functools.cache(self._token_text)
-
-    def _token_bytes(self, id: int) -> bytes:
-        return b""  # so a `Detokenizer` makes no text of any token
-
-    def _token_text(self, id: int) -> str:
-        return ""
+        self.token_bytes = functools.cache(lambda id: b"")  # so a `Detokenizer` makes no text of any token
+        self.token_text = functools.cache(lambda id: "")
 
     def _refuse(self, what: str) -> NoReturn:
         raise ValueError(f"{what} takes a tokenizer, and this engine has none (skip_tokenizer_init)")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises ValueError: there is no tokenizer."""
         self._refuse("a prompt that is text")
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:
-        """Raises ValueError: there is no tokenizer."""
         self._refuse("the text of tokens")
 
     def token(self, id: int) -> str:
-        """Empty, because there is no vocabulary."""
         return ""
 
     @property
     def longest_token(self) -> int:
-        """Raises ValueError: there is no tokenizer."""
         self._refuse("a prompt that is text")
 
     def template(self, source: str | None = None, name: str = "default") -> ChatTemplate:
         self._refuse("a conversation")
 
 
-def open_tokenizer(folder: str, skip: bool = False, max_template_chars: int = 16 * 2**20) -> Tokenizer:
-    """The tokenizer of a model's folder; where it is to be skipped, a `NoTokenizer`, and no file is read.
-
-    Raises:
-        ValueError: a file is missing or broken.
-    """
-    return NoTokenizer() if skip else Tokenizer(folder, max_template_chars)
+def open_tokenizer(folder: str, skip: bool = False) -> Tokenizer:
+    """The tokenizer of a model's folder, or a `NoTokenizer`."""
+    return NoTokenizer() if skip else Tokenizer(folder)
 
 
 class Detokenizer:
@@ -333,24 +295,19 @@ class Detokenizer:
     Where a text is nothing but its tokens' bytes, as with nearly all models, an incremental UTF-8 decoder makes it.
     Elsewhere a token's text depends on its neighbours (spaces, clean-ups), so the latest tokens are decoded together
     with a few before them and only the difference is new: vLLM's method of two offsets. vLLM takes a U+FFFD at the end
-    of that text for an unfinished character; here the tokens' bytes are asked, so that a genuine U+FFFD goes out at
-    once. The library's `DecodeStream` is not used, because it holds that back, never lets out what is unfinished at the
-    end, and raises an error where bytes of a row turn out not to be UTF-8.
-
-    Attributes:
-        text: all text that `push` has returned.
-        stop_reason: the stop string that matched; no text comes after it.
-        num_tokens: how many of the pushed tokens came before or completed the end of the text.
+    of that text for an unfinished character; here the tokens' bytes decide, so that a genuine U+FFFD goes out at once.
+    The library's `DecodeStream` would hold it back, never let out an unfinished end, and raise an error at some bytes
+    that are not UTF-8.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: TextParams):
-        self.text = ""
-        self.stop_reason: str | None = None
-        self.num_tokens = 0
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams):
+        self.text = ""  # all that `push` has returned
+        self.stop_reason: str | None = None  # the stop string that matched; no text comes after it
+        self.num_tokens = 0  # pushed tokens that came before or completed the end of the text
         self._tokenizer, self._params = tokenizer, params
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # decoded, but it may be the beginning of a stop string
-        # Tokens without text stay out: else a row of them could fill the window, and no token with text be left in it.
+        # Tokens without text stay out, because a row of them could fill the window.
         context = [i for i in prompt_token_ids[-4 * PROMPT_WINDOW :] if not self._is_silent(i)][-PROMPT_WINDOW:]
         self._strips = tokenizer.strips
         if tokenizer.joins_bytes:
@@ -372,7 +329,7 @@ class Detokenizer:
                 if self.stop_reason is not None:
                     return self.text[start:]
         if finished:
-            self._send(self._joined(b"", True) if self._tokenizer.joins_bytes else self._unsent(self._decode()))
+            self._send(self._joined(b"", True) if self._tokenizer.joins_bytes else self._unsent())
             if self.stop_reason is None:
                 self.text, self._held = self.text + self._held, ""
         return self.text[start:]
@@ -399,7 +356,7 @@ class Detokenizer:
         self._window.append(token_id)
         if self.within_character:
             return
-        if text := self._unsent(self._decode()):
+        if text := self._unsent():
             self._send(text)
             self._window = self._window[self._sent :]
             self._sent, self._window_text = len(self._window), self._decode()
@@ -413,16 +370,17 @@ class Detokenizer:
             return text[spaces:]
         return text
 
-    def _unsent(self, text: str) -> str:
-        """What `text`, that of the window, has beyond the text sent before."""
-        return text[len(self._window_text) :]
+    def _unsent(self) -> str:
+        """The text of the window beyond the text sent before."""
+        return self._decode()[len(self._window_text) :]
 
     def _send(self, text: str) -> None:
         """Let `text` out, up to a possible stop string."""
         if not self._params.stop:
             self.text += text
             return
-        before, text, matches = len(self._held), self._held + text, []
+        before, text = len(self._held), self._held + text
+        matches = []
         if self.num_tokens > self._params.min_tokens:  # then one counts that ends in the new text
             found = ((text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._params.stop)
             matches = [(at + len(stop), -len(stop), stop) for at, stop in found if at >= 0]
@@ -431,7 +389,7 @@ class Detokenizer:
             self.stop_reason, self._held = stop, ""
             self.text += text[: end if self._params.include_stop_str_in_output else end - len(stop)]
             return
-        held = max((_overlap(text, stop) for stop in self._params.stop), default=0)
+        held = max(_overlap(text, stop) for stop in self._params.stop)
         self.text += text[: len(text) - held]
         self._held = text[len(text) - held :]
 
@@ -473,10 +431,10 @@ def _load(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
 
 
 def tokenizer_json(folder: str) -> str:
-    """What a folder's `tokenizer.json` says, or would say if it had one.
+    """The text of a folder's `tokenizer.json`, or of one that is made of another vocabulary file.
 
     Raises:
-        ValueError: there is none, and nothing that can stand in for it.
+        ValueError: there is none.
     """
     path = Path(folder) / "tokenizer.json"
     return path.read_text() if path.is_file() else _load(Path(folder))[0].to_str()
@@ -519,14 +477,10 @@ def _tag_final_message(messages: list[dict[str, Any]]) -> tuple[list[dict[str, A
     """The messages with a tag after the final one's text, which will show where to cut; and that text."""
     messages = copy.deepcopy(messages)
     final = messages[-1] if messages else {}
-    if isinstance(final.get("content"), str):
-        text = final["content"]
-        final["content"] += CONTINUE_TAG
-        return messages, text
-    parts = final.get("content")
-    for part in reversed(parts if isinstance(parts, list) else []):
-        if isinstance(part, dict) and isinstance(part.get("text"), str):
-            text = part["text"]
-            part["text"] += CONTINUE_TAG
+    content = final.get("content")
+    places = [(part, "text") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    for place, key in [(final, "content"), *reversed(places)]:
+        if isinstance(text := place.get(key), str):
+            place[key] = text + CONTINUE_TAG
             return messages, text
     raise ValueError("continue_final_message: the final message has no text to go on with")

@@ -1,7 +1,7 @@
 """Grammars in llguidance's Lark, put together from a tool's JSON schemas and a format's own texts.
 
-See https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md. What a request says is written as JSON, so it
-stays a text or a schema, whatever it holds.
+See https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md. Texts of a request are written as JSON, so that
+no character in them is taken for syntax.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from typing import Any
 
 from text.schemas import closed, plain
 
-# JSON as templates write it, with a space or without one, and no other white space, of which there would be no end.
+# JSON as templates write it, with or without one space. Any white space would let a model go on with it for ever.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 MAY_BE_SPECIAL = re.compile(r"(<[^<>\s]+>|\[[A-Z_/]+\])")
 JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 Schema = Mapping[str, Any]
-
-
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # the last of them is mostly around one reference
 ALL_TYPES = frozenset((*JSON_TYPES.values(), "null"))
 
@@ -42,7 +40,7 @@ def properties_of(schema: Schema) -> Iterator[tuple[str, Schema, bool]]:
 
 
 def branches(schema: Schema) -> list[Schema]:
-    """The schemas of which a value must follow one, through references and alternatives; each of them once."""
+    """Flatten references and alternatives into a list of schemas, one of which a value must follow."""
     seen: set[str] = set()
     found: list[Schema] = []
     rest: list[Any] = [schema]
@@ -73,14 +71,15 @@ def types_of(schema: Schema) -> set[str]:
     types: set[str] = set()
     for each in branches(schema):
         said = each.get("type")
-        if not isinstance(said, list):
-            said = [said] if isinstance(said, str) else [type_of(value) for value in choices(each)] or ALL_TYPES
+        if isinstance(said, str):
+            said = [said]
+        elif not isinstance(said, list):
+            said = [type_of(value) for value in choices(each)] or ALL_TYPES
         types |= {name for name in ALL_TYPES if name in said}
     return types or {*ALL_TYPES}
 
 
 def type_of(value: Any) -> str:
-    """The JSON type of a value."""
     return JSON_TYPES.get(type(value), "null")
 
 
@@ -104,7 +103,7 @@ def brief(text: str, what: str, *barred: str) -> str:
 
 
 def in_slashes(pattern: str) -> str:
-    """A regular expression as Lark writes it."""
+    """Write a regular expression for Lark."""
     escaped = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
     written = re.sub(r"\\.|[/\n\r]", lambda found: escaped.get(found[0], found[0]), pattern, flags=re.DOTALL)
     return f"/{written}/"
@@ -121,11 +120,7 @@ def repeated(item: str, separator: str, several: bool) -> str:
 
 
 class Lark:
-    """The rules of a grammar.
-
-    Args:
-        token_ids: the id of a text that is one special token of the model; None if it is none.
-    """
+    """The rules of a grammar. `token_ids` gives the id of a text that is one special token of the model, else None."""
 
     def __init__(self, token_ids: Callable[[str], int | None]):
         self.token_ids = token_ids
@@ -148,21 +143,21 @@ class Lark:
         return " ".join(self.text(piece) if id is None else f"<[{id}]>" for piece, id in zip(pieces, ids, strict=True))
 
     def json(self, schema: Schema, strict: bool = False) -> str:
-        """A value that follows a schema; one that is not strict may have what no grammar can hold a model to."""
+        """A value that follows a schema; one that is not strict loses what no grammar can hold a model to."""
         form = JSON_FORM | ({} if strict else {"lenient": True})
         text = json.dumps(schema, ensure_ascii=False)
-        if '"allOf"' not in text:  # of which each part would have to know the properties of the others
+        if '"allOf"' not in text:  # each of its parts would have to know the properties of the others
             schema = closed(schema)  # a model that may add properties of its own often does
         return self.rule("%json " + json.dumps(plain(schema) | {"x-guidance": form}, ensure_ascii=False))
 
     def until(self, end: str) -> str:
-        """Any text, and what ends it."""
+        """Any text, and its end."""
         if self.token_ids(end) is not None:
             return self.rule(f"TEXT? {self.syntax(end)}")
         return self.rule(f"TEXT? {self.text(end)}", "[lazy]")
 
     def unquoted(self, schema: Schema, ends: Sequence[str], end: str) -> str:
-        """A string that stands without quotes, and what ends it; none of `ends` may be in it."""
+        """A string without quotes, and its end; none of `ends` may be in it."""
         barred = f"(?s:.*)(?:{'|'.join(map(re.escape, ends))})(?s:.*)"
         written = []
         for each in branches(schema):
@@ -178,9 +173,8 @@ class Lark:
 
     def _patterns(self, schema: Schema) -> list[str]:
         """Regular expressions that a string must match as a whole."""
-        least, most = schema.get("minLength"), schema.get("maxLength")
-        sizes = [str(size) if isinstance(size, int) else "" for size in (least, most)]
-        patterns = [f"(?s:.{{{sizes[0] or 0},{sizes[1]}}})"]
+        least, most = (n if isinstance(n := schema.get(key), int) else "" for key in ("minLength", "maxLength"))
+        patterns = [f"(?s:.{{{least or 0},{most}}})"]
         if isinstance(pattern := schema.get("pattern"), str):
             before = "" if pattern.startswith("^") else "(?s:.*)"
             behind = "" if re.search(r"(?<!\\)(\\\\)*\$\Z", pattern) else "(?s:.*)"
@@ -189,7 +183,7 @@ class Lark:
         return patterns
 
     def _ended(self, allowed: str, end: str) -> str:
-        """A text and what ends it. Where that is a special token, the text is all before it, else the shortest."""
+        """A text and its end. Where that is a special token, the text is all before it, else the shortest."""
         name = f"V{len(self.rules)}"
         self.rules.append(f"{name}: {allowed}")
         before, *last = MAY_BE_SPECIAL.split(end, maxsplit=1)
@@ -199,7 +193,6 @@ class Lark:
         return then(f"L{name}", self.syntax("".join(last)))
 
     def one_of(self, expressions: Iterable[str]) -> str:
-        """One of some expressions."""
         return self.rule(" | ".join(expressions))
 
     def listed(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
@@ -213,5 +206,4 @@ class Lark:
         return first
 
     def grammar(self, start: str) -> str:
-        """The whole, which begins at `start`."""
         return "\n".join([f"start: {start}", *self.rules, ""])

@@ -1,4 +1,4 @@
-"""Conversations as the clients of several APIs send them, brought into the one form that chat templates take."""
+"""Conversations of several APIs' clients, brought into the one form that chat templates take."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 PART_TYPES = ("text", "refusal")  # each is the key of its words, too
 ITEM_ROLES = ("user", "assistant", "system", "developer")
 ITEM_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")  # the kinds of a part of text
-BLOCK_ROLES = {  # of Anthropic's messages: whose a block may be
+BLOCK_ROLES = {  # which roles may have a block of Anthropic's messages
     "text": ("user", "assistant", "system"), "tool_use": ("assistant",), "tool_result": ("user",),
     "thinking": ("assistant",), "redacted_thinking": ("assistant",),
 }  # fmt: skip
-BLOCK_KEYS: dict[str, dict[str, type]] = {  # and what it must have
+BLOCK_KEYS: dict[str, dict[str, type]] = {  # the keys that it must have
     "text": {"text": str}, "tool_use": {"id": str, "name": str, "input": dict}, "tool_result": {"tool_use_id": str},
     "thinking": {"thinking": str}, "redacted_thinking": {},
 }  # fmt: skip
 TYPE_NAMES = {str: "a string", int: "a whole number", dict: "an object"}
-RESERVED_VARIABLES = {  # of a template: what `render` or transformers' function of its name has as parameters
+RESERVED_VARIABLES = {  # of a template: parameters of `render`, or of transformers' function of that name
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
     "messages", "padding", "return_dict", "return_tensors", "self", "tokenize", "tools", "truncation",
 }  # fmt: skip
@@ -28,9 +28,8 @@ RESERVED_VARIABLES = {  # of a template: what `render` or transformers' function
 def chat_messages(value: Any) -> list[dict[str, Any]]:
     """Messages as chat templates expect them, but for what depends on the template.
 
-    A content is a string or a list of text parts, the arguments of a tool call are what their JSON says. What is null
-    is left out, because templates ask whether a message has tool calls by whether they are defined. Keys that Manta
-    does not know are for the template.
+    A content is a string or a list of text parts, and the arguments of a tool call are parsed JSON. Keys that are null
+    are left out, because templates ask whether tool calls are defined. Unknown keys are for the template.
 
     Raises:
         ValueError: says which message is wrong, and how.
@@ -43,7 +42,7 @@ def chat_messages(value: Any) -> list[dict[str, Any]]:
             raise ValueError(f"message {i} must be an object with a role, which is a string")
         content = _content(message, i)
         message = {key: item for key, item in message.items() if item is not None} | {"content": content}
-        if isinstance(message.get("reasoning"), str):  # vLLM's newer name of what templates know by the older
+        if isinstance(message.get("reasoning"), str):  # vLLM's newer name; templates know the older one
             message.setdefault("reasoning_content", message["reasoning"])
         if "audio" in message:
             raise ValueError(f"message {i} has audio; this server takes text alone")
@@ -56,7 +55,7 @@ def chat_messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _content(message: dict[str, Any], i: int) -> str | list[dict[str, str]]:
-    """A message's text, or the texts of its parts; of a part that is a refusal, the words of that."""
+    """A message's text, or its parts, in which a refusal is a text, too."""
     content = message.get("content")
     if content is None and message["role"] == "assistant":
         return ""
@@ -92,10 +91,7 @@ def _tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
 
 
 def arguments_of(given: Any) -> Any:
-    """A call's arguments as templates take them: what their JSON says.
-
-    Text that is no JSON stays as it is: a model has written it so, or was cut, and it is told of the failure.
-    """
+    """A call's arguments, parsed. Text that is no JSON stays: a model wrote it so, or was cut, and must see that."""
     try:
         return json.loads(given) if given and isinstance(given, str) else given or {}
     except (ValueError, RecursionError):
@@ -103,7 +99,7 @@ def arguments_of(given: Any) -> Any:
 
 
 def response_items(value: Any) -> list[dict[str, Any]]:
-    """The items of a request to OpenAI's Responses API as that API stores them: messages whose content is parts.
+    """The items of a request as OpenAI's Responses API stores them: messages whose content is parts.
 
     Raises:
         ValueError: says which item is wrong, and how.
@@ -166,7 +162,7 @@ def _reasoning(item: dict[str, Any], i: int) -> dict[str, Any]:
     return {"summary": [], "content": content, "status": "completed"}
 
 
-ITEM_FORMS: dict[str, Callable[[dict[str, Any], int], dict[str, Any]]] = {  # by type: what is kept of an item
+ITEM_FORMS: dict[str, Callable[[dict[str, Any], int], dict[str, Any]]] = {  # by type: keeps the known keys of an item
     "message": _message, "function_call": _function_call, "function_call_output": _function_call_output,
     "reasoning": _reasoning,
 }  # fmt: skip
@@ -199,9 +195,9 @@ def item_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def joined_turns(value: Any) -> list[dict[str, Any]]:
-    """Messages as Anthropic's clients send them: those of one role that follow each other are one turn.
+    """Messages of Anthropic's clients; those of one role that follow each other become one turn.
 
-    What a tool has returned, which Anthropic has in a user's message, is a message of the role `tool` before it.
+    A tool's result, which Anthropic has in a user's message, becomes a message of the role `tool` before it.
 
     Raises:
         ValueError: says which message is wrong, and how.
@@ -225,7 +221,7 @@ def joined_turns(value: Any) -> list[dict[str, Any]]:
 
 
 def _join(turn: dict[str, Any], more: dict[str, Any]) -> None:
-    """Add what comes after a turn of the same role."""
+    """Add the next turn of the same role."""
     turn["content"] = "\n".join(filter(None, (turn["content"], more["content"])))
     if "tool_calls" in more:
         turn.setdefault("tool_calls", []).extend(more["tool_calls"])

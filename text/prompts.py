@@ -1,7 +1,4 @@
-"""Prompts as callers of the library give them, and the requests that are made of these.
-
-A prompt is a text, a list of token ids, or a dict of either. `server.py` has forms of its own, which come in JSON.
-"""
+"""Prompts as callers of the library give them (text, token ids, or a dict of either), and their requests."""
 
 from __future__ import annotations
 
@@ -56,17 +53,14 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[
     Raises:
         ValueError: it is no prompt; says what it is and what it must be.
     """
-    given: dict[str, Any] = dict(prompt) if isinstance(prompt, dict) else {}
-    if isinstance(prompt, dict):
-        if unknown := [key for key in given if key not in KNOWN_KEYS]:
-            raise ValueError(f"a prompt has the key {unknown[0]!r:.80}; known: {', '.join(KNOWN_KEYS)}")
-    else:
-        given["prompt" if isinstance(prompt, str) else "prompt_token_ids"] = prompt
-    text, ids, salt = given.get("prompt"), given.get("prompt_token_ids"), given.get("cache_salt")
-    if not isinstance(text, str | None):
-        raise ValueError(f"a prompt's text is {reprlib.repr(text)}; it must be a string")
-    if not isinstance(salt, str | None):
-        raise ValueError(f"a prompt's cache_salt is {reprlib.repr(salt)}; it must be a string")
+    kind = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+    given: Mapping[str, Any] = prompt if isinstance(prompt, dict) else {kind: prompt}
+    if unknown := [key for key in given if key not in KNOWN_KEYS]:
+        raise ValueError(f"a prompt has the key {unknown[0]!r:.80}; known: {', '.join(KNOWN_KEYS)}")
+    text, ids, salt = (given.get(key) for key in KNOWN_KEYS)
+    for name, value in (("text", text), ("cache_salt", salt)):
+        if not isinstance(value, str | None):
+            raise ValueError(f"a prompt's {name} is {reprlib.repr(value)}; it must be a string")
     if text is None and isinstance(prompt, dict) and ids is None:
         raise ValueError(f"a prompt is {reprlib.repr(prompt)}; it must have prompt or prompt_token_ids")
     if ids is None and text is not None:
@@ -80,12 +74,7 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[
 
 
 class InputProcessor:
-    """Makes the engine's requests.
-
-    Args:
-        tokenizer: of the model.
-        facts: of the engine, `EngineCore.facts`.
-    """
+    """Makes the engine's requests. `facts` are `EngineCore.facts`."""
 
     def __init__(self, tokenizer: Tokenizer, facts: Mapping[str, Any]):
         self.tokenizer, self.facts = tokenizer, facts
@@ -93,10 +82,10 @@ class InputProcessor:
     def request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
     ) -> tuple[EngineCoreRequest, Choices]:
-        """A request for the engine, and what follows its answers.
+        """A request for the engine, and the record that follows its answers.
 
         Raises:
-            ValueError: an argument is of the wrong type or out of range. What only the engine can tell, it refuses.
+            ValueError: an argument is of the wrong type or out of range, as far as that shows outside of the engine.
         """
         if not isinstance(request_id, str):
             raise ValueError(f"request_id is {request_id!r:.80}; it must be a string")

@@ -1,8 +1,8 @@
 """Reading the text of an answer while it arrives.
 
-A format is read by a generator that takes text from a `Source` and yields the `Part`s that it makes of it. Where the
-text so far does not decide what comes next, it yields None, and goes on when there is more. So a format is written down
-as if its whole text were there, and where the text is cut changes nothing.
+A format is read by a generator that takes text from a `Source` and yields the `Part`s that it makes of it. Where it
+needs more text to decide, it yields None. So a format is written down as if its whole text were there, and it does not
+matter where the text is cut.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ import re
 import sys
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any, NoReturn, TypeVar
+from functools import lru_cache
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)  # of JSON, up to its quote or a lone backslash
-BETWEEN_BRACKETS = re.compile(r'[^"{}\[\]]*')
+IN_STRING = re.compile(r'"|(?:\\.[^"\\]*)+', re.DOTALL)  # of JSON: its end, or escapes with the text between them
+OUTSIDE = re.compile(r'["{}\[\]]')
+DEPTHS = {"{": 1, "[": 1, "}": -1, "]": -1}
 WORD_END = re.compile(r"[\s,:=\[\](){}<>\"']")
 ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)  # of Python and of JSON
-ESCAPE_SIZES = {"x": 4, "u": 6, "U": 10}  # characters; of all others 2
+ESCAPE_SIZES = {"x": 4, "u": 6, "U": 10}  # characters; all others have 2
 ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "'": "'", '"': '"', "\\": "\\", "/": "/", "\n": ""}
+QUOTES = ('"""', "'''", '"', "'")
 WORDS = {"True": "true", "False": "false", "None": "null"}
 DEEPEST = 64  # lists and objects within each other
 LONGEST_NAME = 1024  # characters of a name, a key, or another short text of a call
@@ -30,37 +32,26 @@ LONGEST_NAME = 1024  # characters of a name, a key, or another short text of a c
 
 @dataclass(slots=True)
 class Part:
-    """What a piece of an answer's text turned out to be: content, hidden reasoning, or some of a call.
+    """A piece of an answer: content, hidden reasoning, or some of a call."""
 
-    Attributes:
-        content: text for the user.
-        reasoning: text that the model wrote for itself.
-        call: which of the answer's calls, from 0, `name`, `arguments` and `id` are about.
-        name: of the function: here the call begins.
-        arguments: more of the call's arguments, which are JSON.
-        id: of the call, where the model itself names its calls.
-    """
-
-    content: str = ""
-    reasoning: str = ""
-    call: int | None = None
-    name: str = ""
-    arguments: str = ""
-    id: str = ""
+    content: str = ""  # for the user
+    reasoning: str = ""  # that the model wrote for itself
+    call: int | None = None  # which of the answer's calls, from 0, `name`, `arguments` and `id` are about
+    name: str = ""  # of the function: here the call begins
+    arguments: str = ""  # more of the call's arguments, which are JSON
+    id: str = ""  # of the call, where the model itself names its calls
 
 
 Waiting = Generator[None, None, T]  # yields None where it needs more text
 Steps = Generator[Part | None, None, T]
-Make = Callable[[str], Part]  # what a piece of text is
+Make = Callable[[str], Part]
 
 
 def content(text: str) -> Part:
-    """Text for the user."""
     return Part(content=text)
 
 
 def reasoning(text: str) -> Part:
-    """Text that the model wrote for itself."""
     return Part(reasoning=text)
 
 
@@ -70,7 +61,7 @@ def nothing(text: str) -> Part:
 
 
 def in_string(text: str) -> str:
-    """A text as it stands between the quotes of a JSON string."""
+    """The inside of a JSON string with this text."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -78,7 +69,7 @@ def as_json(text: str) -> str:
     """A JSON value, or a word or number of Python's, as JSON; empty if it is none of these."""
     text = WORDS.get(text, text)
     try:
-        json.loads(text, parse_constant=_refuse)
+        json.loads(text, parse_constant=int)  # a ValueError: NaN and Infinity are not in JSON
     except (ValueError, RecursionError):
         for read in (lambda text: int(text, 0), float):
             try:
@@ -90,30 +81,19 @@ def as_json(text: str) -> str:
     return text
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not in JSON")
-
-
 class NoCall(Exception):
-    """What looked like a call is none, or goes on as none can."""
+    """Text that looked like a call is none."""
 
 
 class Markers:
     """Texts that mean something wherever they stand."""
 
     def __init__(self, texts: Collection[str]):
-        self.texts = sorted(texts, key=len, reverse=True)
-        self.longest = len(self.texts[0]) if self.texts else 0
-
-    @cached_property
-    def pattern(self) -> re.Pattern[str]:
-        """Finds the first of them, the longest where several begin; finds nothing if there are none."""
-        return re.compile("|".join(map(re.escape, self.texts)) or "(?!)")
-
-    @cached_property
-    def beginnings(self) -> frozenset[str]:
-        """What one of them begins with, short of its whole."""
-        return frozenset(text[:size] for text in self.texts for size in range(1, len(text)))
+        longest_first = sorted(texts, key=len, reverse=True)
+        # Finds the first of them, the longest where several begin; finds nothing if there are none.
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.beginnings = frozenset(text[:size] for text in texts for size in range(1, len(text)))
+        self.longest = max(map(len, texts), default=0)
 
     def split(self, text: str, start: int = 0) -> tuple[int, int]:
         """Where the first of them begins and ends in `text` from `start`; where none is, both are the place from which
@@ -128,28 +108,23 @@ class Markers:
 
 @lru_cache(maxsize=64)
 def markers(texts: frozenset[str]) -> Markers:
-    """The markers of a table's row, or of a tokenizer: they are made once."""
+    """The markers with these texts, which are made once."""
     return Markers(texts)
 
 
+@dataclass(slots=True)
 class Source:
-    """The text of an answer as far as it is not read.
+    """The unread text of an answer. No place in it may be remembered over a `yield`, but `mark`."""
 
-    Attributes:
-        text: the unread text begins in it at `at`. No place in it may be remembered over a `yield`, but `mark`.
-        mark: a place to which the reading may go back; None if there is none.
-        ended: whether no more text will come.
-        in_reasoning: whether the text at `at` is hidden reasoning.
-        depth: how many lists and objects, as Python writes them, are open at `at`.
-    """
-
-    def __init__(self) -> None:
-        self.text, self.at, self.ended, self.in_reasoning = "", 0, False, False
-        self.mark: int | None = None
-        self.depth = 0
+    text: str = ""  # the unread text begins in it at `at`
+    at: int = 0
+    mark: int | None = None  # a place to which the reading may go back
+    ended: bool = False  # whether no more text will come
+    in_reasoning: bool = False  # whether the text at `at` is hidden reasoning
+    depth: int = 0  # how many lists and objects, as Python writes them, are open at `at`
 
     def feed(self, text: str) -> None:
-        """Add text, and let go of what is read."""
+        """Add text, and drop the text that has been read."""
         read = self.at if self.mark is None else self.mark
         self.text, self.at = self.text[read:] + text, self.at - read
         self.mark = None if self.mark is None else 0
@@ -160,7 +135,7 @@ class Source:
         self.at, self.mark = self.mark, None
 
     def take(self, end: int) -> str:
-        """The text up to the place `end`, which is read now."""
+        """Read and return the text up to the place `end`."""
         text, self.at = self.text[self.at : end], end
         return text
 
@@ -191,14 +166,10 @@ class Source:
     def until(self, stops: Markers, make: Make, is_cut: bool = False) -> Steps[str]:
         """Read up to one of the markers, which is returned but stays unread, as does the white space before it.
 
-        At the end of the text, the rest is read, and nothing returned.
-
-        Args:
-            stops: the markers.
-            make: makes parts of what is read.
-            is_cut: that there is a marker at the end, so that its beginning is no text.
+        At the end of the text, the rest is read, and nothing returned. With `is_cut` a marker must come, so its
+        beginning at the end of the text is no text.
         """
-        searched = 0  # characters, from `at`, in which there is no marker
+        searched = 0  # characters from `at` on that hold no marker
         while True:
             start, end = stops.split(self.text, self.at + searched)
             if self.ended and start == end and not is_cut:
@@ -224,7 +195,7 @@ class Source:
         return found
 
     def short(self, *stops: str) -> Waiting[str]:
-        """Read a short text up to one of the stops, which stays unread, as a name or a key is.
+        """Read a short text, like a name or a key, up to one of the stops, which stays unread.
 
         Raises:
             NoCall: there is no stop, or it is far away.
@@ -239,7 +210,7 @@ class Source:
             yield
 
     def collect(self, read: Callable[[Make], Steps[Any]]) -> Waiting[str]:
-        """Read something whole; returns its text."""
+        """Read all of something; returns its text."""
         pieces: list[str] = []
 
         def keep(text: str) -> Part:
@@ -275,33 +246,24 @@ class Source:
             yield from self.scalar(make)
             return
         while True:
-            text, at = self.text, self.at
-            while at < len(text):
-                if not quoted:
-                    at = BETWEEN_BRACKETS.match(text, at).end()  # type: ignore[union-attr]  # it can be empty
-                    if at == len(text):
-                        break
-                    quoted = text[at] == '"'
-                    depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(text[at], 0)
-                    at += 1
-                else:
-                    at = IN_STRING.match(text, at).end()  # type: ignore[union-attr]
-                    if at == len(text) or text[at] == "\\":
-                        break
-                    quoted = False
-                    at += 1
+            at = self.at
+            while found := (IN_STRING if quoted else OUTSIDE).search(self.text, at):
+                at = found.end()
+                if found[0] == '"':
+                    quoted = not quoted
+                depth += DEPTHS.get(found[0], 0)
                 if depth <= 0 and not quoted:
                     yield make(self.take(at))
                     return
-            at = len(text) if self.ended else at
-            if at > self.at:
-                yield make(self.take(at))
+            half = quoted and not self.ended and self.text.endswith("\\", at)  # of an escape only that is there
+            if (end := len(self.text) - half) > self.at:
+                yield make(self.take(end))
             if self.ended:
                 return
             yield None
 
     def scalar(self, make: Make) -> Steps[None]:
-        """Read a number, or a word as `true` is."""
+        """Read a number, or a word like `true`."""
         while not (found := WORD_END.search(self.text, self.at)) and not self.ended:
             yield None
         yield make(self.take(found.start() if found else len(self.text)))
@@ -309,9 +271,7 @@ class Source:
     def literal(self, make: Make, raw: str) -> Steps[None]:
         """Read a value as Python writes it, or JSON whose keys need no quotes, and make JSON of it.
 
-        Args:
-            make: makes parts of the JSON.
-            raw: stands around strings in which no character has a meaning; empty if there are none.
+        `raw` stands around strings in which no character has a meaning; empty if there are none.
 
         Raises:
             NoCall: no value comes next.
@@ -322,10 +282,8 @@ class Source:
             yield from self.mapping(make, ":", "}", raw)
         elif char and char in "[(":
             yield from self.follows(char)
-            yield make("[")
-            yield from self._items(make, {"[": "]", "(": ")"}[char], lambda: self.literal(make, raw))
-            yield make("]")
-        elif quote := (yield from self._quote(raw)):
+            yield from self._items(make, "[]", {"[": "]", "(": ")"}[char], lambda: self.literal(make, raw))
+        elif quote := (yield from self.follows(raw, *QUOTES)):
             yield from self._quoted(make, quote, raw)
         else:
             word = as_json((yield from self.collect(self.scalar)))
@@ -334,20 +292,16 @@ class Source:
             yield make(word)
 
     def mapping(self, make: Make, between: str, end: str, raw: str) -> Steps[None]:
-        """Read keys and values, after their opening bracket, and make a JSON object of them.
+        """Read keys and values, up to the bracket `end`, and make a JSON object of them.
 
-        Args:
-            make: makes parts of the JSON.
-            between: stands between a key and its value.
-            end: the closing bracket.
-            raw: see `literal`.
+        `between` stands between a key and its value; for `raw` see `literal`.
 
         Raises:
             NoCall: something else comes, or the text ends.
         """
 
         def item() -> Steps[None]:
-            if quote := (yield from self._quote(raw)):
+            if quote := (yield from self.follows(raw, *QUOTES)):
                 yield from self._quoted(make, quote, raw)
             else:
                 yield make(json.dumps((yield from self.short(between)).strip(), ensure_ascii=False))
@@ -357,12 +311,11 @@ class Source:
             yield make(": ")
             yield from self.literal(make, raw)
 
-        yield make("{")
-        yield from self._items(make, end, item)
-        yield make("}")
+        yield from self._items(make, "{}", end, item)
 
-    def _items(self, make: Make, end: str, item: Callable[[], Steps[None]]) -> Steps[None]:
-        """Read what commas divide, up to a closing bracket; a comma may stand before that, too."""
+    def _items(self, make: Make, brackets: str, end: str, item: Callable[[], Steps[None]]) -> Steps[None]:
+        """Read items with commas between them and perhaps after them, up to `end`; in JSON they get `brackets`."""
+        yield make(brackets[0])
         self.depth += 1
         if self.depth > DEEPEST:
             raise NoCall
@@ -377,10 +330,7 @@ class Source:
                 raise NoCall
             yield from self.space()
         self.depth -= 1
-
-    def _quote(self, raw: str) -> Waiting[str]:
-        """Read the beginning of a string, if one comes next."""
-        return (yield from self.follows(raw, '"""', "'''", '"', "'"))
+        yield make(brackets[1])
 
     def _quoted(self, make: Make, quote: str, raw: str) -> Steps[None]:
         """Read a string from after its quote on, and make a JSON string of it."""
@@ -402,14 +352,12 @@ class Source:
                 yield make((yield from self._escape()))
 
     def _escape(self) -> Waiting[str]:
-        """Read what a backslash begins; returns it as a JSON string has it.
+        """Read an escape; returns it as JSON writes it.
 
         Raises:
             NoCall: the text ends in it.
         """
-        while not (kind := self.text[self.at + 1 : self.at + 2]) or (
-            len(self.text) - self.at < ESCAPE_SIZES.get(kind, 2)
-        ):
+        while len(self.text) - self.at < ESCAPE_SIZES.get(self.text[self.at + 1 : self.at + 2], 2):
             if self.ended:
                 self.at = len(self.text)
                 raise NoCall
@@ -417,7 +365,7 @@ class Source:
         found = ESCAPE.match(self.text, self.at)
         assert found  # a backslash and any character do
         escape = self.take(found.end())[1:]
-        if len(escape) > 1:
-            number = int(escape[1:], 16)
-            return f"\\u{number:04x}" if number < 2**16 else in_string(chr(min(number, sys.maxunicode)))
-        return in_string(ESCAPED.get(escape, "\\" + escape))
+        if len(escape) == 1:
+            return in_string(ESCAPED.get(escape, "\\" + escape))
+        number = int(escape[1:], 16)
+        return f"\\u{number:04x}" if number < 2**16 else in_string(chr(min(number, sys.maxunicode)))

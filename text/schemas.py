@@ -1,7 +1,7 @@
-"""What a request's structured outputs ask for, as a grammar of llguidance.
+"""The grammar, for llguidance, of a request's structured outputs.
 
-JSON schemas come from all kinds of programs. Where llguidance does not know a keyword, a schema is said otherwise if
-that is possible: `plain` takes out formats that nobody checks, and pushes `not` inwards until it is gone.
+JSON schemas come from all kinds of programs. Where llguidance does not know a keyword, the schema is rewritten if that
+is possible: `plain` takes out formats that nobody checks, and pushes `not` inwards until it is gone.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 
 from sampling_params import StructuredOutputsParams
 
-# What may stand between the parts of JSON: enough to write it in lines, but no model fills its answer with it. The rule
-# is llama.cpp's.
+# Between the parts of JSON: enough to write it in lines, but not to fill an answer with it. The rule is llama.cpp's.
 WHITESPACE = r"[ ]|\n{1,2}[ \t]{0,20}"
 # The values of `format` that llguidance checks. By JSON Schema's rules others are notes for people.
 FORMATS = (
@@ -28,7 +27,7 @@ TYPES = ("null", "boolean", "number", "string", "array", "object")
 SMALL, SMALL_DEPTH = 2048, 16
 HARMLESS = ("type", "properties", "required", "items", "additionalProperties", "enum", "const", "title", "description")
 NOTES = ("title", "description", "default", "examples", "$comment", "deprecated")  # keywords that allow all
-# The bound that holds where another one does not.
+# The bound that holds where the other does not.
 OPPOSITES = {
     "minimum": "exclusiveMaximum", "exclusiveMinimum": "maximum",
     "maximum": "exclusiveMinimum", "exclusiveMaximum": "minimum",
@@ -36,14 +35,14 @@ OPPOSITES = {
 
 
 def grammar_text(wanted: StructuredOutputsParams) -> str:
-    """The grammar for llguidance of what is asked for.
+    """The grammar for llguidance.
 
-    Where only one text can follow, llguidance would allow that text's usual tokens alone. To find them it reads the
-    whole text before each token: 0.2 s, if there are 250,000 characters of it. So it is told not to, and any tokens
-    that spell the text are allowed.
+    Where only one text can follow, llguidance would allow only that text's usual tokens. To find them it reads the
+    whole text before each token, which takes 0.2 s for 250,000 characters. So it is told not to, and any tokens that
+    spell the text are allowed.
 
     Raises:
-        ValueError: it is malformed.
+        ValueError: what is asked for is malformed.
     """
     first, *others = grammars_of(wanted)
     top = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @asked'}
@@ -51,37 +50,32 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
 
 
 def grammars_of(wanted: StructuredOutputsParams) -> list[dict[str, Any]]:
-    """What is asked for, as the list of grammars that llguidance takes; the first is where it begins.
+    """The list of grammars that llguidance takes; the first is where it begins.
 
     Raises:
-        ValueError: it is malformed.
+        ValueError: what is asked for is malformed.
     """
     from llguidance import LLMatcher, StructTag
     from llguidance.gbnf_to_lark import any_to_lark
 
-    if wanted.regex is not None:
-        return grammars_in(LLMatcher.grammar_from_regex(wanted.regex))
-    if wanted.choice is not None:
-        return grammars_in(LLMatcher.grammar_from_regex("|".join(map(re.escape, wanted.choice))))
     if wanted.grammar is not None:
         return [{"lark_grammar": any_to_lark(wanted.grammar)}]
     if wanted.structural_tag is not None:
-        tags, triggers = read_tags(wanted.structural_tag)
-        parts = [StructTag(trigger=trigger_of(begin, triggers), begin=begin, grammar=plain(schema), end=end)
-                 for begin, schema, end in tags]  # fmt: skip
+        parts = [StructTag(trigger=trigger, begin=begin, grammar=plain(schema), end=end)
+                 for trigger, begin, schema, end in read_tags(wanted.structural_tag)]  # fmt: skip
         return [{"lark_grammar": StructTag.to_grammar(parts, assume_special=False)}]
-    schema, form = json_parts(wanted)
-    return grammars_in(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=form))
-
-
-def grammars_in(text: str) -> list[dict[str, Any]]:
-    """The list of grammars in a text that llguidance has written."""
+    regex = "|".join(map(re.escape, wanted.choice)) if wanted.choice else wanted.regex
+    if regex is not None:
+        text = LLMatcher.grammar_from_regex(regex)
+    else:
+        schema, form = json_parts(wanted)
+        text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=form)
     grammars: list[dict[str, Any]] = json.loads(text)["grammars"]
     return grammars
 
 
 def is_small(wanted: StructuredOutputsParams) -> bool:
-    """Whether what is asked for certainly compiles in milliseconds: short texts, or a short and plain schema."""
+    """Whether this certainly compiles in milliseconds: short texts, or a short and plain schema."""
     if wanted.size > SMALL or wanted.whitespace_pattern is not None:
         return False
     if wanted.json is None:
@@ -107,10 +101,10 @@ def harmless(schema: Any, depth: int = 0) -> bool:
 
 
 def json_parts(wanted: StructuredOutputsParams) -> tuple[Any, Any]:
-    """The schema of the JSON that is asked for, and how it is written, as llguidance has it.
+    """The schema of the JSON that is asked for, and llguidance's options for writing it.
 
     Raises:
-        ValueError: it is malformed.
+        ValueError: the schema is malformed.
     """
     schema = plain(read_json(wanted.json)) if wanted.json is not None else {"type": "object"}
     if wanted.disable_additional_properties:
@@ -121,10 +115,10 @@ def json_parts(wanted: StructuredOutputsParams) -> tuple[Any, Any]:
 
 
 def read_json(text: str | dict[str, Any] | None) -> Any:
-    """What a JSON text says.
+    """The value of a JSON text.
 
     Raises:
-        ValueError: it is no JSON, or its lists and objects lie too deep in each other.
+        ValueError: it is no JSON, or nested too deep.
     """
     assert isinstance(text, str), "`StructuredOutputsParams` has made a text of it"
     try:
@@ -133,11 +127,11 @@ def read_json(text: str | dict[str, Any] | None) -> Any:
         raise ValueError("its lists and objects lie too deep in each other") from None
 
 
-def read_tags(text: str | dict[str, Any]) -> tuple[list[tuple[str, Any, str]], list[str]]:
-    """(begin, schema, end) of each of vLLM's structural tags, and what triggers them.
+def read_tags(text: str | dict[str, Any]) -> list[tuple[str, str, Any, str]]:
+    """(trigger, begin, schema, end) of each of vLLM's structural tags; the trigger is one that it begins with.
 
     Raises:
-        ValueError: it has another form.
+        ValueError: it has another form, or a tag that no trigger begins.
     """
     tags = read_json(text)
     try:
@@ -147,23 +141,18 @@ def read_tags(text: str | dict[str, Any]) -> tuple[list[tuple[str, Any, str]], l
         raise ValueError("structural_tag must have structures, each with begin, schema and end, and triggers") from None
     if not found or not all(isinstance(part, str) for begin, _, end in found for part in (begin, end, *triggers)):
         raise ValueError("structural_tag must have at least one structure; begin, end and triggers must be texts")
-    return found, triggers
-
-
-def trigger_of(begin: str, triggers: list[str]) -> str:
-    """The trigger that a structure begins with.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for trigger in triggers:
-        if trigger and begin.startswith(trigger):
-            return trigger
-    raise ValueError(f"structural_tag has a structure that begins with {begin[:64]!r}, as none of its triggers does")
+    triggered = []
+    for begin, schema, end in found:
+        trigger = next((each for each in triggers if each and begin.startswith(each)), None)
+        if trigger is None:
+            which = f"a structure that begins with {begin[:64]!r}"
+            raise ValueError(f"structural_tag has {which}, as none of its triggers does")
+        triggered.append((trigger, begin, schema, end))
+    return triggered
 
 
 def parts_of(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The same schema with every schema right within it changed."""
+    """The same schema with each schema directly in it changed."""
     changed = {}
     for key, value in schema.items():
         if key in NAMED and isinstance(value, dict):
@@ -183,9 +172,9 @@ def closed(schema: Any) -> Any:
 
 
 def plain(schema: Any) -> Any:
-    """The same schema without formats that nobody checks, and without `not` where it can be said otherwise.
+    """The same schema without formats that nobody checks, and without `not` where it can be rewritten.
 
-    Where only a part of what `not` leaves can be said otherwise, this part is what is allowed.
+    Where a rewritten `not` allows less than it did, the rest is refused.
     """
     if not isinstance(schema, dict):
         return schema
@@ -201,7 +190,7 @@ def plain(schema: Any) -> Any:
 
 
 def negated(schema: Any) -> Any:
-    """A schema of what the given one does not allow, or of a part of that; None if it cannot be said without `not`."""
+    """A schema of values that the given one refuses, or of some of them; None if that takes a `not`."""
     if not isinstance(schema, dict):
         return not schema
     if not schema.keys() - {*NOTES}:
@@ -214,7 +203,7 @@ def negated(schema: Any) -> Any:
 
 
 def against(key: str, value: Any) -> Any:
-    """What breaks one rule of a schema, or a part of that; None if it cannot be said without `not`."""
+    """A schema of values that break one rule, or of some of them; None if that takes a `not`."""
     if key == "not":
         return plain(value)
     if key in OPPOSITES:

@@ -1,18 +1,15 @@
 """Chat templates: Jinja as transformers 5 sets it up, with bounds on what a template may cost.
 
 A template comes with the model, from whoever made it, and it is a program: it has loops, macros and a `*` for strings.
-Jinja's sandbox keeps it from Python's insides; what is added here keeps it from the machine's time and memory.
+Jinja's sandbox keeps it from Python's insides. The code here bounds its time and memory:
 
     Time            Every turn of a loop, every call, filter and comparison looks at the clock first.
-    Text and lists  What an operation will make is estimated first, where it can be much more than it was given; and
-                    what all have made is counted.
-    Compilation     Nothing that can grow is computed then, and the source has a limit.
+    Text and lists  Where an operation can make much more than it was given, its size is estimated first. The size of
+                    everything that was made is counted.
+    Compilation     computes nothing that can grow, and the source has a limit.
 
-So between two looks at the clock lies one operation on no more than the limits allow.
-
-Jinja's own sandbox in a process that is killed when it takes too long was tried instead. It costs 0.1 ms a
-conversation, and 2 to 5 ms one of 1 MB. But a dozen of the texts in the tests that want too much take all of the time
-that a template may have, and meanwhile all other conversations wait for that process.
+So between two looks at the clock lies one operation on no more than the limits allow. A process that is killed when it
+takes too long would need no bounds, but one greedy template would make all other conversations wait for it.
 """
 
 from __future__ import annotations
@@ -29,11 +26,11 @@ from jinja2 import Template, TemplateError, nodes, pass_context
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, markup_join, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_SOURCE = 2**18  # characters of a template, which compile in some 3 s; those of real models have some thousands
+MAX_SOURCE = 2**18  # characters of a template, which compile in some 3 s; real ones have some thousands
 MAX_ITEMS = 2**20  # of a list
 MAX_LISTED = 2**24  # characters of a list, with all that is in it
 TOO_MUCH = 2**60
@@ -57,12 +54,8 @@ class LimitError(TemplateError):
 def text_size(value: Any, indent: int = 0, between: int = 2) -> int:
     """About how many characters a value has as text; `TOO_MUCH` for a list of more than `MAX_LISTED`.
 
-    A list may stand in another many times, so a few lists can have a text that no memory holds.
-
-    Args:
-        value: anything.
-        indent: characters in front of an item for each list around it.
-        between: characters between two items.
+    A list may stand in another many times, so a few lists can have a text that no memory holds. `indent` characters
+    stand in front of an item for each list around it, and `between` of them between two items.
     """
     if isinstance(value, TEXT):
         return len(value)
@@ -84,7 +77,7 @@ def text_size(value: Any, indent: int = 0, between: int = 2) -> int:
 
 
 def _listed(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments whose size can be told: a generator would be used up by that."""
+    """The arguments, with a list for each generator, which measuring would use up."""
     return tuple([list(arg) if isinstance(arg, GeneratorType) else arg for arg in args])
 
 
@@ -132,7 +125,7 @@ def _sought(text: Any, part: Any = None, *rest: Any) -> int:
     return len(text) * len(part or "") // 256  # Python seeks from the right by trying each place
 
 
-# By the name of a filter, or of a method of text: characters, or items, that it makes or takes the time of.
+# By the name of a filter or of a method of text: how many characters or items it makes, or takes the time of.
 SIZES: dict[str, Callable[..., int]] = {
     "batch": lambda values, count, fill=None: int(count),
     "center": _padded, "ljust": _padded, "rjust": _padded, "zfill": _padded,
@@ -174,7 +167,7 @@ class BoundedContext(Context):
             self.wake = min(self.deadline, rested + SLICE)
 
     def bounded(self, value: Any) -> Any:
-        """What an operation has made, if it is not too much, in itself or with all before it."""
+        """Count what an operation has made, and refuse it where it is too much, alone or with all before it."""
         if isinstance(value, TEXT):
             self.left -= len(value)
         elif isinstance(value, CONTAINERS):
@@ -194,15 +187,15 @@ class BoundedContext(Context):
             yield self.bounded(value)
 
     def printable(self, value: Any) -> Any:
-        """The value of an expression, whose text is to go out, or into a variable."""
+        """The value of an expression that is printed."""
         if not isinstance(value, str):
             self.environment.allow(text_size(value))
         return self.bounded(value)
 
-    def joined(self, join: Callable[[Any], str], values: tuple[Any, ...]) -> Any:
-        """What `~` makes of its operands."""
+    def joined(self, values: tuple[Any, ...]) -> Any:
+        """`a ~ b ~ …`."""
         self.environment.allow(sum(map(text_size, values)))
-        return self.bounded(join(values))
+        return self.bounded(markup_join(values) if self.eval_ctx.autoescape else str_join(values))
 
 
 def takes_time(node: nodes.Node) -> bool:
@@ -215,19 +208,17 @@ def takes_time(node: nodes.Node) -> bool:
 
 
 class BoundedGenerator(CodeGenerator):
-    """Writes a template's Python with calls of its `BoundedContext`. Where `tick()` is written before an `or`, the
-    value is what comes after, because `tick` returns None."""
+    """Writes a template's Python with calls of its `BoundedContext`. `tick()` returns None, so `tick() or x` is `x`."""
 
     loop_test: nodes.Node | None = None
     loop_body: list[nodes.Node] | None = None
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        """A loop, which may have a test of its items."""
         self.loop_test, self.loop_body = node.test, node.body
         super().visit_For(node, frame)
 
     def blockvisit(self, nodes: Any, frame: Frame) -> None:
-        """The statements of a block. Those of a loop may run often; the others are called, or stand there once."""
+        """The statements of a block. Only those of a loop need a tick: others run once, or are called, which ticks."""
         if nodes is self.loop_body:
             self.writeline("context.tick()")
         super().blockvisit(nodes, frame)
@@ -244,11 +235,7 @@ class BoundedGenerator(CodeGenerator):
         self.write(")")
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        """`a ~ b`, as Jinja writes it but for the call around it."""
-        join = "markup_join" if frame.eval_ctx.autoescape else "str_join"
-        if frame.eval_ctx.volatile:
-            join = "(markup_join if context.eval_ctx.volatile else str_join)"
-        self.write(f"context.joined({join}, (")
+        self.write("context.joined((")
         for operand in node.nodes:
             self.visit(operand, frame)
             self.write(", ")
@@ -259,7 +246,7 @@ class BoundedGenerator(CodeGenerator):
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks assistant text for training masks; for a server it is only a block with a scope."""
+    """`{% generation %}` marks assistant text for training; for a server it is only a scope."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
@@ -271,9 +258,7 @@ class GenerationTag(Extension):
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Jinja as transformers 5 sets it up for chat templates, with every operation bounded.
 
-    Args:
-        max_chars: of a text that a template makes on its way, and of all that it writes.
-        max_seconds: that it may run.
+    No text that a template makes may have more than `max_chars`, nor may all that it writes.
     """
 
     code_generator_class = BoundedGenerator
@@ -286,9 +271,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         )
         self.max_chars, self.max_seconds = max_chars, max_seconds
         del self.globals["lipsum"]
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-        filters = {name: self.filters[name] for name in self.filters if name not in LEFT_OUT} | {"tojson": _tojson}
-        self.filters = {name: _bounded_filter(name, filter) for name, filter in filters.items()}
+        now = datetime.datetime.now
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": lambda format: now().strftime(format)}
+        filters = self.filters | {"tojson": _tojson}
+        self.filters = {name: _bounded_filter(name, filters[name]) for name in filters if name not in LEFT_OUT}
 
     def allow(self, size: int, text: bool = True) -> None:
         """Refuse to make so many characters of text, or so many items of a list."""
@@ -304,7 +290,6 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return "".join(pieces)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may have this attribute."""
         return attr not in UNSAFE_METHODS and super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -314,7 +299,6 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return wrapped
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """`left operator right`."""
         assert isinstance(context, BoundedContext)
         if isinstance(left, int) and isinstance(right, int):
             mine, other = left.bit_length(), right.bit_length()
@@ -340,10 +324,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _bounded_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that looks at the clock, at what it is about to make and at what it has made.
-
-    Jinja computes no filter at compile time that asks for the context.
-    """
+    """A filter with bounds. It asks for the context, so Jinja does not compute it at compile time."""
     size, wanted = FILTER_SIZES.get(name), getattr(filter, "jinja_pass_arg", None)
 
     @pass_context
@@ -364,10 +345,6 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
-
-
 def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
             sort_keys: bool = False) -> str:  # fmt: skip
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
@@ -377,30 +354,22 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separato
 
 
 class ChatTemplate(NamedTuple):
-    """A compiled chat template, and the form that it expects messages in.
-
-    Attributes:
-        template: for `run_template`.
-        source: of the template.
-        takes_parts: a message's content may be a list of parts.
-        takes_text: it may be a string.
-        knows_developer: the role `developer` has a meaning of its own.
-    """
+    """A compiled chat template, and the form that it expects messages in."""
 
     template: Template
     source: str
-    takes_parts: bool
-    takes_text: bool
-    knows_developer: bool
+    takes_parts: bool  # a message's content may be a list of parts
+    takes_text: bool  # it may be a string
+    knows_developer: bool  # the role `developer` has a meaning of its own
 
 
-PART_FILTERS = ("map", "reject", "rejectattr", "select", "selectattr")  # what they are given is a list
+PART_FILTERS = ("map", "reject", "rejectattr", "select", "selectattr")  # they take a list
 ALIASES = 4  # times that one variable is set to another; real templates have one or two
 TEXT_TESTS = ("iterable", "mapping", "sequence", "string")  # a template with one of these tells texts from lists
 
 
 def content_names(tree: nodes.Template) -> set[str]:
-    """The variables that hold the content of a message: what is set to it, and the parameters that it is given to."""
+    """The variables that hold the content of a message: set to it, or parameters that get it."""
     macros = {macro.name: [arg.name for arg in macro.args] for macro in tree.find_all(nodes.Macro)}
     given = [(a.target.name, a.node) for a in tree.find_all(nodes.Assign) if isinstance(a.target, nodes.Name)]
     for call in tree.find_all(nodes.Call):
@@ -442,7 +411,7 @@ def read_template(environment: TemplateEnvironment, source: str) -> ChatTemplate
 
 
 def unfiltered(node: nodes.Node | None) -> nodes.Node | None:
-    """What the filters of an expression are given."""
+    """An expression without its filters."""
     while isinstance(node, nodes.Filter):
         node = node.node
     return node
@@ -466,12 +435,13 @@ def compile_template(environment: TemplateEnvironment, source: str) -> Template:
 
 
 def run_template(template: Template, variables: dict[str, Any]) -> str:
-    """What a template writes.
+    """The text that a template writes.
 
     Raises:
         ValueError: it failed, refused its variables, or went beyond a limit.
     """
-    environment, pieces, chars = template.environment, [], 0
+    environment = template.environment
+    pieces, chars = [], 0
     assert isinstance(environment, TemplateEnvironment)
     try:
         context = template.new_context(variables)

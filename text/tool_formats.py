@@ -6,9 +6,8 @@
     PythonFormat    name(key=value), and what resembles it
     HarmonyFormat   messages with channels and recipients
 
-A format has the texts that calls begin with (`begins`), those that they end with (`ends`), and all that is `syntax`.
-`read` takes calls from the text. `write` gives the grammar of calls, in the way that the models' templates write them,
-without the text that they begin with.
+A format has texts that calls begin with (`begins`) and end with (`ends`); `syntax` is all its texts. `read` takes calls
+from an answer. `write` gives the grammar of calls as the models' templates write them, without their beginning.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from text.lark_rules import (
@@ -35,31 +35,23 @@ from text.scanning import NoCall, Part, Source, Steps, Waiting, as_json, content
 
 
 class Tool(NamedTuple):
-    """A function that a model may call.
+    """A function that a model may call."""
 
-    Attributes:
-        name: the model's name for it.
-        schema: of its arguments, which are an object.
-        strict: whether a grammar must hold the arguments to all of the schema.
-    """
-
-    name: str
-    schema: Schema
-    strict: bool = False
+    name: str  # the model's name for it
+    schema: Schema  # of its arguments, which are an object
+    strict: bool = False  # whether a grammar must hold the arguments to all of the schema
 
 
 class Calls:
-    """The calls of an answer.
-
-    Args:
-        source: of the answer's text.
-        tools: the request's, of which a call must name one.
-    """
+    """The calls of an answer, each of which must name one of the tools."""
 
     def __init__(self, source: Source, tools: Sequence[Tool]):
-        self.source, self.count, self.name = source, 0, ""
+        self.source = source
         self.schemas = {tool.name: tool.schema for tool in tools}
         self.names = sorted(self.schemas, key=len, reverse=True)
+        self.count = 0  # calls that have begun
+        self.name = ""  # the tool of the latest
+        self.bare = False  # whether that has no arguments yet
 
     def begin(self, name: str, id: str = "") -> Part:
         """A call begins, and what has been read is no content any more.
@@ -70,37 +62,33 @@ class Calls:
         if name not in self.schemas:
             raise NoCall
         self.source.mark = None
-        self.name = name
+        self.name, self.bare = name, True
         self.count += 1
         return Part(call=self.count - 1, name=name, id=id)
 
     def arguments(self, text: str) -> Part:
-        """More of the arguments of the call that began last."""
+        """More of the arguments of the latest call."""
+        self.bare = False
         return Part(call=self.count - 1, arguments=text)
 
 
+@dataclass(frozen=True)
 class ToolParser:
-    """A format; see above.
+    """A format; see above."""
 
-    Attributes:
-        begins: the texts that one or more calls begin with. Brackets are a part of the calls.
-        end: comes after them, mostly; empty if nothing does.
-        call_end: comes after each of them, in some formats.
-    """
-
-    begins: tuple[str, ...]
-    end: str = ""
-    call_end: str = ""
+    begins: tuple[str, ...]  # what one or more calls begin with; brackets are a part of the calls
+    end: str = ""  # comes after them, mostly; empty if nothing does
+    call_end: str = ""  # comes after each of them, in some formats
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The texts that end calls."""
         return tuple(filter(None, (self.end, self.call_end)))
 
     @property
     def syntax(self) -> tuple[str, ...]:
-        """All texts in which special tokens may stand."""
-        return (*self.begins, *self.ends)
+        """All texts of the format, in which special tokens may stand."""
+        values = [value if isinstance(value, tuple) else (value,) for value in vars(self).values()]
+        return tuple(text for text in chain.from_iterable(values) if isinstance(text, str))
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
         """Read calls from `begin` on.
@@ -117,27 +105,14 @@ class ToolParser:
 
 @dataclass(frozen=True)
 class JsonFormat(ToolParser):
-    """Calls that are JSON objects, or lists of them, which hold the function's name and its arguments.
+    """Calls that are JSON objects, or lists of them, which hold the function's name and its arguments."""
 
-    Attributes:
-        begins, end: see `ToolParser`.
-        around: stands between the tags and the JSON.
-        listed: the model writes a list of objects; both ways are read.
-        arguments: keys for the arguments, of which the model writes the first.
-        beside: keys that an object of a call may have, too.
-        separator: stands between two calls where they are not listed.
-    """
-
-    begins: tuple[str, ...]
-    end: str = ""
-    around: str = ""
-    listed: bool = False
-    arguments: tuple[str, ...] = ("arguments", "parameters")
-    beside: tuple[str, ...] = ("id", "type")
-    separator: str = ""
+    around: str = ""  # between the tags and the JSON
+    listed: bool = False  # the model writes a list of objects; both ways are read
+    arguments: tuple[str, ...] = ("arguments", "parameters")  # keys for the arguments; the model writes the first
+    separator: str = ""  # between two calls where they are not listed
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
-        """See `ToolParser`."""
         source = calls.source
         if begin not in "{[":
             yield from source.follows(begin)
@@ -160,7 +135,8 @@ class JsonFormat(ToolParser):
 
     def _object(self, calls: Calls) -> Steps[None]:
         """Read an object, after its brace."""
-        source, named, held = calls.source, False, ""
+        source = calls.source
+        named, held = False, ""
         yield from source.space()
         while not (yield from source.follows("}")):
             key = yield from source.string()
@@ -175,12 +151,11 @@ class JsonFormat(ToolParser):
                     yield calls.arguments(held)
             elif key in self.arguments and first == "{" and named:
                 yield from source.value(calls.arguments)
-                held = "{}"
             elif key in self.arguments and first in ("{", '"'):
                 held = yield from self._arguments(source, first)
                 if named:
                     yield calls.arguments(held)
-            elif key in self.arguments + self.beside or named:
+            elif key in (*self.arguments, "id", "type") or named:
                 yield from source.value(nothing)
             else:
                 raise NoCall
@@ -189,117 +164,89 @@ class JsonFormat(ToolParser):
             yield from source.space()
         if not named:
             raise NoCall
-        if not held:
+        if calls.bare:
             yield calls.arguments("{}")
 
     def _arguments(self, source: Source, first: str) -> Waiting[str]:
-        """Read arguments as a whole, which some models write as JSON in a string."""
+        """Read whole arguments, which some models write as JSON in a string."""
         if first == "{":
             return (yield from source.collect(source.value))
         text = yield from source.string()
         return text if as_json(text).startswith("{") else json.dumps(text, ensure_ascii=False)
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
-        """See `ToolParser`."""
         around, begin, end = lark.text(self.around), lark.syntax(self.begins[0]), lark.syntax(self.end)
-        call = lark.one_of(
-            then(
-                lark.text(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{self.arguments[0]}": '),
-                lark.json(tool.schema, tool.strict),
-                lark.text("}"),
-            )
-            for tool in tools
-        )
+        call = lark.one_of(self._call(lark, tool) for tool in tools)
         if self.listed:
             return then(around, lark.text("["), repeated(call, lark.text(", "), several), lark.text("]"), around, end)
         if self.separator:
             return repeated(call, lark.text(self.separator), several)
         return repeated(then(around, call, around, end), then(lark.text("\n"), begin), several)
 
+    def _call(self, lark: Lark, tool: Tool) -> str:
+        begin = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{self.arguments[0]}": '
+        return then(lark.text(begin), lark.json(tool.schema, tool.strict), lark.text("}"))
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class HeaderFormat(ToolParser):
-    r"""Calls that name their function in a header, after which their arguments follow as JSON.
+    """Calls that name their function in a header, after which their arguments follow as JSON.
 
-    Attributes:
-        begins: see `ToolParser`; they begin a section of calls, or are the same as `call`.
-        call: each call begins with it.
-        header: finds `name`, and perhaps `id`, in all that stands between `call` and the arguments.
-        written: the header as the model writes it: `{}` stands for the name, and `{#}` for a number.
-        after: stands between the arguments and `call_end`.
-        call_end: each call ends with it.
-        end: of the section.
-        others: further texts that may be in a header.
-        older: is read where a bracket follows `begins`, and written where the model has no token `[ARGS]`.
+    The last of `begins` begins each call; if there is another before it, that begins a section of calls.
     """
 
-    begins: tuple[str, ...]
-    call: str
-    header: str
-    written: str
-    after: str = ""
-    call_end: str = ""
-    end: str = ""
-    others: tuple[str, ...] = ()
+    header: re.Pattern[str]  # finds `name`, and perhaps `id`, in all that stands before the arguments
+    written: str  # the header as the model writes it: `{}` stands for the name, and `{#}` for a number
+    after: str = ""  # between the arguments and `call_end`
+    others: tuple[str, ...] = ()  # further texts that may be in a header
+    # Is read where a bracket follows `begins`, and written where the model has no token `[ARGS]`.
     older: JsonFormat | None = None
 
-    @property
-    def syntax(self) -> tuple[str, ...]:
-        """See `ToolParser`."""
-        return (*self.begins, self.call, self.written, *self.others, *self.ends)
-
     def read(self, calls: Calls, begin: str) -> Steps[None]:
-        """See `ToolParser`."""
-        source = calls.source
+        source, each = calls.source, self.begins[-1]
         yield from source.follows(begin)
         char = yield from source.space()
         if self.older and char and char in "[{":
             yield from self.older.read(calls, char)
             return
-        if begin != self.call and not (yield from source.follows(self.call)):
+        if begin != each and not (yield from source.follows(each)):
             raise NoCall
         while True:
             header = yield from source.short("{", *self.ends)
-            if not (found := re.fullmatch(self.header, header, re.DOTALL)):
+            if not (found := self.header.fullmatch(header)):
                 raise NoCall
             yield calls.begin(found["name"], found.groupdict().get("id") or "")
             if (yield from source.char()) == "{":
                 yield from source.value(calls.arguments)
             else:
                 yield calls.arguments("{}")
-            for text in (self.after.strip(), self.call_end):
-                yield from source.closes(text)
+            yield from source.closes(self.after.strip())
+            yield from source.closes(self.call_end)
             source.mark = source.at
             yield from source.space()
-            if not (yield from source.follows(self.call)):
+            if not (yield from source.follows(each)):
                 break
         source.back()
         yield from source.closes(self.end)
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
-        """See `ToolParser`."""
         if self.older and lark.token_ids("[ARGS]") is None:
             return self.older.write(lark, tools, several)
-        before, _, behind = self.written.partition("{}")
+        call = lark.one_of(self._call(lark, tool) for tool in tools)
+        begin, *more = map(lark.syntax, reversed(self.begins))
+        return then(begin if more else "", repeated(call, begin, several), lark.syntax(self.end))
+
+    def _call(self, lark: Lark, tool: Tool) -> str:
+        before, behind = self.written.split("{}")
         behind, numbered, last = behind.partition("{#}")
-        begin = lark.syntax(self.call)
-        call = lark.one_of(
-            then(
-                lark.syntax(before),
-                lark.text(brief(tool.name, "the tool", *"{[:\n", *self.ends)),
-                lark.syntax(behind),
-                "/[0-9]{1,3}/" if numbered else "",
-                lark.syntax(last),
-                lark.json(tool.schema, tool.strict),
-                lark.syntax(self.after + self.call_end),
-            )
-            for tool in tools
-        )
-        return then(begin if self.begins[0] != self.call else "", repeated(call, begin, several), lark.syntax(self.end))
+        name = lark.text(brief(tool.name, "the tool", *"{[:\n", *self.ends))
+        number = "/[0-9]{1,3}/" if numbered else ""
+        header = then(lark.syntax(before), name, lark.syntax(behind), number, lark.syntax(last))
+        return then(header, lark.json(tool.schema, tool.strict), lark.syntax(self.after + self.call_end))
 
 
 def schema_value(text: str, schema: Schema) -> str:
-    """JSON of the text of an argument: what it says, if the schema allows that type, and else the text itself."""
+    """JSON of an argument's text: the value that it spells if the schema allows that type, else the text itself."""
     if is_text(schema):
         return "null" if text == "null" else json.dumps(text, ensure_ascii=False)
     if value := as_json(text.strip()):
@@ -309,44 +256,23 @@ def schema_value(text: str, schema: Schema) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TagFormat(ToolParser):
-    """Calls with a tag for each argument. What it holds is text or JSON, as the tool's schema says.
+    """Calls with a tag for each argument. What it holds is text or JSON, as the tool's schema says."""
 
-    Attributes:
-        begins: see `ToolParser`; one may be the same as `name`, where models leave out what is around it.
-        name: stands before the function's name.
-        name_end: stands behind it.
-        key: stands before an argument's name.
-        key_end: stands behind it, up to the value.
-        value_end: stands behind the value.
-        call_end: stands behind the last argument.
-        end: ends what `begins` has begun.
-        padding: stands on both sides of a value.
-    """
-
-    begins: tuple[str, ...]
-    name: str
-    name_end: str
-    key: str
-    key_end: str
-    value_end: str
-    call_end: str
-    end: str
-    padding: str = ""
-
-    @property
-    def syntax(self) -> tuple[str, ...]:
-        """See `ToolParser`."""
-        return (*self.begins, self.name, self.key, self.key_end, self.value_end, *self.ends)
+    name: str  # before the function's name; one of `begins` where models leave out the tags around it
+    name_end: str  # behind it
+    key: str  # before an argument's name
+    key_end: str  # behind it, up to the value
+    value_end: str  # behind the value
+    padding: str = ""  # on both sides of a value
 
     @property
     def value_ends(self) -> tuple[str, ...]:
-        """What ends a value; models leave out the right one at times."""
+        """Any of these ends a value; models leave out the right one at times."""
         return (self.value_end, self.key, *self.ends)
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
-        """See `ToolParser`."""
         source, before = calls.source, calls.count
         if begin != self.name:
             yield from source.follows(begin)
@@ -368,35 +294,33 @@ class TagFormat(ToolParser):
             yield from source.closes(self.end)
 
     def _arguments(self, calls: Calls) -> Steps[None]:
-        source, opening, (first, *rest) = calls.source, "{", self.key_end.split()
+        source, (first, *rest) = calls.source, self.key_end.split()
         while (yield from source.closes(self.key)):
             key = yield from source.short(first)
             for text in (first, *rest):
                 yield from source.closes(text)
+            opening = "{" if calls.bare else ", "
             yield calls.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
-            opening = ", "
             yield from self._value(calls, property_schema(calls.schemas[calls.name], key))
         if (yield from source.char()):
-            yield calls.arguments("{}" if opening == "{" else "}")
+            yield calls.arguments("{}" if calls.bare else "}")
 
     def _value(self, calls: Calls, schema: Schema) -> Steps[None]:
         """Read a value up to its end. Strings become arguments as they come, other values when they are whole."""
-        source, stops, text = calls.source, markers(frozenset(self.value_ends)), ""
-        streams = types_of(schema) == {"string"}
+        source, stops = calls.source, markers(frozenset(self.value_ends))
+        text, streams = "", types_of(schema) == {"string"}
         yield from source.follows(self.padding)
         if streams:
             yield calls.arguments('"')
             yield from source.until(stops, lambda piece: calls.arguments(in_string(piece)), is_cut=True)
         else:
             text = yield from source.collect(lambda make: source.until(stops, make, is_cut=True))
-        rest = source.text[source.at :]
-        if rest:
+        if rest := source.text[source.at :]:
             text += source.take(source.at + len(rest) - len(rest.lstrip())).removesuffix(self.padding)
             yield calls.arguments(in_string(text) + '"' if streams else schema_value(text, schema))
             yield from source.follows(self.value_end)
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
-        """See `ToolParser`."""
         before, after = ("\n", "\n" + self.end) if self.name else ("", self.end)
         call = then(lark.text(before), lark.one_of(self._call(lark, tool) for tool in tools), lark.syntax(after))
         return repeated(call, then(lark.text("\n"), lark.syntax(self.begins[0])), several)
@@ -406,15 +330,13 @@ class TagFormat(ToolParser):
         fields = []
         end = self.padding + self.value_end
         for key, schema, required in properties_of(tool.schema):
-            field = then(
-                lark.syntax(self.key),
-                lark.text(brief(key, "the parameter", self.key_end.split()[0])),
-                lark.syntax(self.key_end + self.padding),
-                lark.unquoted(schema, self.value_ends, end)
-                if is_text(schema)
-                else then(lark.json(schema, tool.strict), lark.syntax(end)),
-                lark.text("\n"),
-            )
+            key = lark.text(brief(key, "the parameter", self.key_end.split()[0]))
+            before = then(lark.syntax(self.key), key, lark.syntax(self.key_end + self.padding))
+            if is_text(schema):
+                value = lark.unquoted(schema, self.value_ends, end)
+            else:
+                value = then(lark.json(schema, tool.strict), lark.syntax(end))
+            field = then(before, value, lark.text("\n"))
             fields.append(field if required else f"({field})?")
         begin = then(lark.syntax(self.name), lark.text(name), lark.syntax(self.name_end.strip()), lark.text("\n"))
         return then(begin, *fields, lark.syntax(self.call_end))
@@ -422,35 +344,16 @@ class TagFormat(ToolParser):
 
 @dataclass(frozen=True)
 class PythonFormat(ToolParser):
-    """Calls like those of Python, with named arguments.
+    """Calls like those of Python, with named arguments."""
 
-    Attributes:
-        begins: see `ToolParser`.
-        end: comes after them; empty if a bracket does.
-        listed: the calls stand in brackets, with commas between them.
-        prefix: stands before the function's name.
-        brackets: stand around the arguments.
-        between: stands between an argument's name and its value.
-        raw: stands around strings in which no character has a meaning; empty if strings are Python's.
-        around: stands between the tags and the calls.
-    """
-
-    begins: tuple[str, ...]
-    end: str = ""
-    listed: bool = True
-    prefix: str = ""
-    brackets: tuple[str, str] = ("(", ")")
-    between: str = "="
-    raw: str = ""
-    around: str = ""
-
-    @property
-    def syntax(self) -> tuple[str, ...]:
-        """See `ToolParser`."""
-        return (*self.begins, self.raw, *self.ends)
+    listed: bool = True  # the calls stand in brackets, with commas between them
+    prefix: str = ""  # before the function's name
+    brackets: tuple[str, str] = ("(", ")")  # around the arguments
+    between: str = "="  # between an argument's name and its value
+    raw: str = ""  # around strings in which no character has a meaning; empty if strings are Python's
+    around: str = ""  # between the tags and the calls
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
-        """See `ToolParser`."""
         source, (opening, closing) = calls.source, self.brackets
         if begin != "[":
             yield from source.follows(begin)
@@ -482,7 +385,6 @@ class PythonFormat(ToolParser):
         yield from source.closes(*self.ends)
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
-        """See `ToolParser`."""
         call, end = lark.one_of(self._call(lark, tool) for tool in tools), lark.syntax(self.end)
         if self.prefix:
             return repeated(then(call, end), lark.syntax(self.begins[0]), several)
@@ -500,7 +402,7 @@ class PythonFormat(ToolParser):
         return then(lark.syntax(self.prefix), lark.text(tool.name + opening), listed, lark.text(closing))
 
     def _value(self, lark: Lark, schema: Schema, strict: bool) -> str:
-        """A value as the model writes it, where it is a string or a word; all others, and what is in lists, is JSON."""
+        """A string or a word as the model writes it; all other values are JSON, and so are those in lists."""
         types = types_of(schema)
         if types == {"string"} and self.raw:
             return then(lark.syntax(self.raw), lark.unquoted(schema, (self.raw,), self.raw))
@@ -509,30 +411,19 @@ class PythonFormat(ToolParser):
         return lark.json(schema, strict)
 
 
-@dataclass(frozen=True)
 class HarmonyFormat:
-    """OpenAI's harmony: messages with a channel and perhaps a recipient, one of which is the answer's first.
+    """OpenAI's harmony: messages with a channel and perhaps a recipient.
 
     A call is a message to `functions.NAME`, and its text is the arguments. The channel `analysis` is hidden reasoning;
     all other text is content.
     """
 
-    begins: tuple[str, ...] = ("<|start|>", "<|channel|>", "<|message|>")
-    ends: tuple[str, ...] = ("<|end|>", "<|call|>", "<|return|>")
-    others: tuple[str, ...] = ("<|constrain|>",)
-
-    @property
-    def syntax(self) -> tuple[str, ...]:
-        """See `ToolParser`."""
-        return (*self.begins, *self.ends, *self.others)
+    begins = ("<|start|>", "<|channel|>", "<|message|>")
+    ends = ("<|end|>", "<|call|>", "<|return|>")
+    syntax = (*begins, *ends, "<|constrain|>")
 
     def read_answer(self, calls: Calls, prompt: str) -> Steps[None]:
-        """Read an answer to its end.
-
-        Args:
-            calls: of the answer.
-            prompt: which begins the answer's first message, and may even have begun its text.
-        """
+        """Read an answer to its end. The prompt has begun its first message, and perhaps the text of that."""
         source, begun = calls.source, prompt.rpartition("<|start|>")[2]
         header = begun.partition("<|message|>")[0] if "<|message|>" in begun else ""
         while (yield from source.char()):
@@ -544,7 +435,7 @@ class HarmonyFormat:
             header = ""
 
     def _header(self, source: Source) -> Waiting[str]:
-        """Read a message's header and what ends it, if one comes next. One that is cut is dropped."""
+        """Read a message's header and its end, if one comes next. A cut one is dropped."""
         source.mark = source.at
         header = ""
         yield from source.space()
@@ -563,14 +454,8 @@ class HarmonyFormat:
         return header
 
     def _message(self, calls: Calls, header: str) -> Steps[None]:
-        """Read a message's text, and what ends it."""
-        source, arguments = calls.source, False
-
-        def make(text: str) -> Part:
-            nonlocal arguments
-            arguments = True
-            return calls.arguments(text)
-
+        """Read a message's text and end."""
+        source = calls.source
         recipient = re.search(r"to=(?:functions\.)?([^\s<]+)", header)
         name = recipient[1] if recipient and recipient[1] in calls.schemas else ""
         if name:
@@ -579,31 +464,28 @@ class HarmonyFormat:
         if header:
             yield from source.space()
         if name and (yield from source.char()) == "{":  # in JSON, markers are text
-            yield from source.value(make)
+            yield from source.value(calls.arguments)
         stops = markers(frozenset((*self.begins, *self.ends)))
-        kind = make if name else reasoning if source.in_reasoning else content
+        kind = calls.arguments if name else reasoning if source.in_reasoning else content
         found = yield from source.until(stops, kind, is_cut=bool(name))
         source.in_reasoning = False
         if found:
             yield from source.space()
         yield from source.follows(*self.ends)
-        if name and found and not arguments:
+        if name and found and calls.bare:
             yield calls.arguments("{}")
 
     def write_answer(self, lark: Lark, tools: Sequence[Tool], required: bool) -> str:
         """The grammar of an answer: after messages of reasoning, and where no call is required others, one call."""
-        call = lark.one_of(
-            then(
-                lark.text(f"commentary to=functions.{brief(tool.name, 'the tool', '<', ' ')} "),
-                lark.syntax("<|constrain|>json<|message|>"),
-                lark.json(tool.schema, tool.strict),
-                lark.syntax("<|call|>"),
-            )
-            for tool in tools
-        )
+        call = lark.one_of(self._call(lark, tool) for tool in tools)
         channel, message = lark.syntax("<|channel|>"), lark.syntax("<|message|>")
         rest = then(message, lark.until("<|end|>"), lark.syntax("<|start|>assistant"))
         if required:
             return then("(", channel, '"analysis"', rest, ")*", channel, call)
         final = then('"final"', message, "TEXT?")
         return then("(", channel, '("analysis" | "commentary")', rest, ")*", channel, f"({call} | {final})")
+
+    def _call(self, lark: Lark, tool: Tool) -> str:
+        name = lark.text(f"commentary to=functions.{brief(tool.name, 'the tool', '<', ' ')} ")
+        constrained = lark.syntax("<|constrain|>json<|message|>")
+        return then(name, constrained, lark.json(tool.schema, tool.strict), lark.syntax("<|call|>"))

@@ -1,10 +1,11 @@
-"""What a model writes beside its answer: hidden reasoning and calls of functions. The formats, and who reads them."""
+"""Hidden reasoning and calls of functions in an answer: the parsers by name, the reader, and the grammar of calls."""
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,30 +27,22 @@ from text.tool_formats import (
 
 @dataclass(frozen=True)
 class ReasoningParser:
-    """The texts around the hidden reasoning of a kind of model. Of each, the first is the one that it should write.
+    """The texts around the hidden reasoning of a kind of model. The model should write the first of each.
 
-    Attributes:
-        starts: one comes before it: an answer that begins with none has no reasoning, unless the prompt ends with one.
-            Where there are none, an answer begins with reasoning, and what it writes of `ends` tells where it ends.
-        ends: one comes after it.
-        ended_by_calls: a call of a function ends it, too.
+    An answer that begins with none of `starts` has no reasoning, unless the prompt ends with one. Where there are none,
+    an answer begins with reasoning, and what it writes of `ends` tells where it ends.
     """
 
     starts: tuple[str, ...]
     ends: tuple[str, ...]
-    ended_by_calls: bool = False
+    ended_by_calls: bool = False  # a call of a function ends it, too
 
     def opened_by(self, prompt: str) -> bool:
         """Whether a rendered prompt ends in reasoning that the answer goes on with."""
         return not self.starts or prompt.rstrip().endswith(self.starts)
 
     def begins(self, source: Source, opened: bool) -> Waiting[bool]:
-        """Whether an answer begins with reasoning, whose beginning is read then.
-
-        Args:
-            source: the answer's text.
-            opened: whether the prompt has begun the reasoning; some models do so once more.
-        """
+        """Read the beginning of reasoning; returns whether there is any. A model may begin what the prompt `opened`."""
         source.mark = source.at
         yield from source.space()
         found = yield from source.follows(*self.starts)
@@ -62,28 +55,21 @@ class ReasoningParser:
         return source.in_reasoning
 
 
-THINK = ReasoningParser(("<think>",), ("</think>",))
 REASONING_PARSERS = {
-    "deepseek_r1": THINK,
-    "deepseek_v3": THINK,
-    "ernie45": THINK,
     "gemma4": ReasoningParser(("<|channel>thought",), ("<channel|>",)),
-    "glm45": THINK,
     "granite": ReasoningParser(
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
-    "holo2": THINK,
     "kimi_k2": ReasoningParser(("<think>",), ("</think>",), ended_by_calls=True),
-    "minimax_m2": THINK,
     "mistral": ReasoningParser(("[THINK]",), ("[/THINK]",)),
-    "nemotron_v3": THINK,
-    "olmo3": THINK,
     "openai_gptoss": ReasoningParser((), ("<|channel|>final<|message|>",)),
     "qwen3": ReasoningParser(("<think>",), ("</think>",), ended_by_calls=True),
     "seed_oss": ReasoningParser(("<seed:think>",), ("</seed:think>",)),
-    "step3": THINK,
-}
-# What a chat template has of a kind of model, and which that is; the first that fits.
+} | dict.fromkeys(
+    ("deepseek_r1", "deepseek_v3", "ernie45", "glm45", "holo2", "minimax_m2", "nemotron_v3", "olmo3", "step3"),
+    ReasoningParser(("<think>",), ("</think>",)),
+)
+# Texts in the chat template of a kind of model, and its parser; the first row that fits counts.
 REASONING_SIGNS = (
     (("<|channel|>analysis",), "openai_gptoss"),
     (("<|channel>thought",), "gemma4"),
@@ -109,41 +95,43 @@ QWEN3 = TagFormat(
     begins=("<tool_call>", "<function="), name="<function=", name_end=">", key="<parameter=", key_end=">",
     value_end="</parameter>", call_end="</function>", end="</tool_call>", padding="\n",
 )  # fmt: skip
-KIMI = r"(?P<id>(?:functions\.)?(?P<name>.+?):\d+)\s*<\|tool_call_argument_begin\|>\s*"
-MISTRAL = r"(?P<name>[^\[\]{]+?)\s*(?:\[CALL_ID\](?P<id>[^\[]*))?(?:\[ARGS\])?\s*"
+DEEPSEEK_V31 = HeaderFormat(
+    begins=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    end="<｜tool▁calls▁end｜>", call_end="<｜tool▁call▁end｜>",
+    header=re.compile(r"(?P<name>.+?)\s*<｜tool▁sep｜>\s*", re.DOTALL), written="{}<｜tool▁sep｜>",
+)  # fmt: skip
+GEMMA4 = PythonFormat(
+    ("<|tool_call>",), "<tool_call|>", listed=False, prefix="call:", brackets=("{", "}"), between=":", raw='<|"|>'
+)
 # By vLLM's names, where it has one.
 TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
-    "deepseek_v3": HeaderFormat(
-        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), "<｜tool▁call▁begin｜>",
-        r"function<｜tool▁sep｜>(?P<name>[^\n]+?)\s*\n```json\s*", "function<｜tool▁sep｜>{}\n```json\n",
-        "\n```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+    "deepseek_v3": replace(
+        DEEPSEEK_V31, written="function<｜tool▁sep｜>{}\n```json\n", after="\n```",
+        header=re.compile(r"function<｜tool▁sep｜>(?P<name>[^\n]+?)\s*\n```json\s*"),
     ),
-    "deepseek_v31": HeaderFormat(
-        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), "<｜tool▁call▁begin｜>",
-        r"(?P<name>.+?)\s*<｜tool▁sep｜>\s*", "{}<｜tool▁sep｜>", "", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
-    ),
-    "functiongemma": PythonFormat(
-        ("<start_function_call>",), "<end_function_call>", False, "call:", ("{", "}"), ":", "<escape>"
-    ),
+    "deepseek_v31": DEEPSEEK_V31,
+    "functiongemma": replace(GEMMA4, begins=("<start_function_call>",), end="<end_function_call>", raw="<escape>"),
     "gemma3": PythonFormat(("```tool_code",), "```", listed=False, around="\n"),
-    "gemma4": PythonFormat(("<|tool_call>",), "<tool_call|>", False, "call:", ("{", "}"), ":", '<|"|>'),
+    "gemma4": GEMMA4,
     "glm45": TagFormat(
         begins=("<tool_call>",), name="", name_end="\n", key="<arg_key>", key_end="</arg_key>\n<arg_value>",
-        value_end="</arg_value>", call_end="", end="</tool_call>",
+        value_end="</arg_value>", end="</tool_call>",
     ),
     "granite": JsonFormat(("<|tool_call|>", "<tool_call>"), listed=True),
     "granite-20b-fc": JsonFormat(("<function_call>",), around=" "),
     "granite4": HERMES,
     "hermes": HERMES,
     "internlm": JsonFormat(
-        ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), "<|action_end|>", "\n",
+        ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), "<|action_end|>", around="\n",
         arguments=("parameters", "arguments"),
     ),
     "jamba": JsonFormat(("<tool_calls>",), "</tool_calls>", listed=True),
     "json": JsonFormat(("[", "{"), listed=True),
     "kimi_k2": HeaderFormat(
-        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"), "<|tool_call_begin|>",
-        KIMI, "functions.{}:{#}<|tool_call_argument_begin|>", "", "<|tool_call_end|>", "<|tool_calls_section_end|>",
+        begins=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        end="<|tool_calls_section_end|>", call_end="<|tool_call_end|>",
+        header=re.compile(r"(?P<id>(functions\.)?(?P<name>.+?):\d+)\s*<\|tool_call_argument_begin\|>\s*", re.DOTALL),
+        written="functions.{}:{#}<|tool_call_argument_begin|>",
     ),
     "lfm2": PythonFormat(("<|tool_call_start|>",), "<|tool_call_end|>"),
     "llama3_json": JsonFormat(("{", "<|python_tag|>"), arguments=("parameters", "arguments"), separator=";"),
@@ -153,7 +141,8 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         value_end="</parameter>", call_end="</invoke>", end="</minimax:tool_call>",
     ),
     "mistral": HeaderFormat(
-        ("[TOOL_CALLS]",), "[TOOL_CALLS]", MISTRAL, "{}[ARGS]", others=("[CALL_ID]",),
+        begins=("[TOOL_CALLS]",), written="{}[ARGS]", others=("[CALL_ID]",),
+        header=re.compile(r"(?P<name>[^\[\]{]+?)\s*(\[CALL_ID\](?P<id>[^\[]*))?(\[ARGS\])?\s*"),
         older=JsonFormat(("[TOOL_CALLS]",), listed=True),
     ),
     "olmo3": PythonFormat(("<function_calls>",), "</function_calls>", listed=False),
@@ -162,14 +151,11 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "pythonic": PythonFormat(("[",)),
     "qwen3_coder": QWEN3,
     "qwen3_xml": QWEN3,
-    "seed_oss": TagFormat(
-        begins=("<seed:tool_call>", "<function="), name="<function=", name_end=">", key="<parameter=", key_end=">",
-        value_end="</parameter>", call_end="</function>", end="</seed:tool_call>",
-    ),
+    "seed_oss": replace(QWEN3, begins=("<seed:tool_call>", "<function="), end="</seed:tool_call>", padding=""),
 }  # fmt: skip
 SPACE = r"/\n{0,2}/"  # may come before a call, as it does after reasoning
 PLAIN = r"/[^\s\[{](?s:.*)/"  # text that no bracket begins
-# What a chat template has of a format, and which that is; the first that fits.
+# Texts in a chat template, and the format that they call for; the first row that fits counts.
 SIGNS = (
     (("<|channel|>", "<|call|>"), "openai"),
     (("<seed:tool_call>",), "seed_oss"),
@@ -198,7 +184,7 @@ SIGNS = (
 
 
 def tool_parser_of(chat_template: str) -> str | None:
-    """The parser that a chat template calls for; None if it writes no calls, or in a format that is not known."""
+    """The parser that a chat template calls for; None if it writes no calls, or in an unknown format."""
     return next((name for texts, name in SIGNS if all(text in chat_template for text in texts)), None)
 
 
@@ -206,7 +192,8 @@ class Reader:
     """Reads one answer; see `new_reader`."""
 
     def __init__(self, source: Source, steps: Steps[None], dropped: frozenset[str]):
-        self._source, self._steps, self._dropped, self._held = source, steps, markers(dropped), ""
+        self._source, self._steps = source, steps
+        self._dropped, self._held = markers(dropped), ""
 
     @property
     def in_reasoning(self) -> bool:
@@ -214,7 +201,7 @@ class Reader:
         return self._source.in_reasoning
 
     def feed(self, text: str) -> list[Part]:
-        """Take more of the answer's text, which may be cut anywhere; returns what is known of it now."""
+        """Take more of the answer's text, cut anywhere; returns the parts that are certain now."""
         text, kept = self._held + text, ""
         while True:
             start, end = self._dropped.split(text)
@@ -226,13 +213,13 @@ class Reader:
         return self._read()
 
     def end(self) -> list[Part]:
-        """The answer is complete; returns what was held back."""
+        """The answer is complete; returns the parts that were held back."""
         self._source.feed(self._held)
         self._source.ended = True
         return self._read()
 
     def _read(self) -> list[Part]:
-        """The parts up to where more text is needed, of which none goes on with the one before."""
+        """The parts up to where more text is needed, with those of one kind joined."""
         parts: list[Part] = []
         for part in self._steps:
             if part is None:
@@ -250,14 +237,7 @@ class Reader:
 
 
 def read_answer(calls: Calls, format: ToolParser | None, thinking: ReasoningParser | None, opened: bool) -> Steps[None]:
-    """Read an answer to its end.
-
-    Args:
-        calls: of the answer.
-        format: of its calls; None if it has none.
-        thinking: how its reasoning is marked; None if it has none.
-        opened: whether the prompt has begun the reasoning.
-    """
+    """Read an answer to its end. `opened` says whether the prompt has begun the reasoning."""
     source = calls.source
     begins = frozenset(format.begins if format else ())
     stops: frozenset[str] = begins
@@ -280,7 +260,7 @@ def read_answer(calls: Calls, format: ToolParser | None, thinking: ReasoningPars
 def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Steps[bool]:
     """Read calls that `begin` seems to begin, after white space; returns whether there were any.
 
-    If there were none, the beginning of that text is read, which `make` makes parts of.
+    If there were none, `make` makes a part of the first character.
     """
     source, before = calls.source, calls.count
     source.mark = source.at
@@ -304,15 +284,14 @@ def functions(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
     """The functions of a request's tools; one without a schema takes any object.
 
     Raises:
-        ValueError: what should be a schema is none.
+        ValueError: a schema is malformed.
     """
     found = []
     for function in (tool["function"] for tool in tools):
         name, schema = function["name"], function.get("parameters") or {"type": "object"}
         if not isinstance(schema, dict) or not isinstance(schema.get("properties") or {}, dict):
-            raise ValueError(
-                f"the parameters of the tool {name!r} are {reprlib.repr(schema)}; they must be a JSON schema"
-            )
+            given = reprlib.repr(schema)
+            raise ValueError(f"the parameters of the tool {name!r} are {given}; they must be a JSON schema")
         found.append(Tool(name, schema, bool(function.get("strict"))))
     return found
 
@@ -335,12 +314,12 @@ def new_reader(
     Args:
         tool_parser: the format of calls, one of `TOOL_PARSERS`; None leaves them in the content.
         reasoning_parser: one of `REASONING_PARSERS`; None leaves reasoning in the content.
-        tools: the request's, in OpenAI's shape. What names none of them is no call.
+        tools: the request's, in OpenAI's shape. A call must name one of them.
         prompt: as rendered; its end tells whether the answer begins within reasoning.
         special_tokens: texts that are left out where they are not a part of the syntax.
 
     Raises:
-        ValueError: what should be a tool's schema is none.
+        ValueError: a tool's schema is malformed.
     """
     format = TOOL_PARSERS[tool_parser] if tool_parser else None
     thinking = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
@@ -365,22 +344,22 @@ def call_grammar(
     parallel: bool,
     token_ids: Callable[[str], int | None],
 ) -> str:
-    """A grammar in llguidance's Lark by which the model writes calls in a parser's own format, and can write no others.
+    """A grammar in llguidance's Lark that holds a model's calls to a parser's format and to the schemas of the tools.
 
     That of `openai` begins before the hidden reasoning, all others after it.
 
     Args:
         tool_parser: one of `TOOL_PARSERS`.
-        tools: that may be called, at least one, in OpenAI's shape. The arguments follow each one's schema; where it is
-            not `strict`, what no grammar can hold a model to is left out of it.
+        tools: that may be called, at least one, in OpenAI's shape. Where one is not `strict`, its schema loses what no
+            grammar can hold a model to.
         required: there is at least one call, and nothing beside; otherwise text, or calls, or calls after text. In a
             format whose calls begin with a bracket, text does not begin with it, and no calls come after it.
         parallel: there may be several calls. Models of `openai` write one at a time.
         token_ids: the id of a text that is one special token of the model; None if it is none.
 
     Raises:
-        ValueError: a name of a tool, or of one of its parameters, has a text that the format gives another meaning; or
-            what should be a tool's schema is none.
+        ValueError: the format gives another meaning to a text in the name of a tool or of a parameter, or a schema is
+            malformed.
     """
     lark, format = Lark(token_ids), TOOL_PARSERS[tool_parser]
     if isinstance(format, HarmonyFormat):

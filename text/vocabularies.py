@@ -22,15 +22,12 @@ SPACE = "\u2581"  # how SentencePiece vocabularies spell a space
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece's types of pieces
 MODEL_TYPES = {1: "unigram", 2: "BPE", 3: "word", 4: "char"}
 NEVER = -1e4  # a log-probability for pieces that no text may give; all others are far above it
-
-
 # The special tokens of the first tekken.json files, which do not list them, in the order of their ids.
 TEKKEN_SPECIAL = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
     "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
 )  # fmt: skip
-
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -48,7 +45,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class Settings:
-    """What the JSON files beside a vocabulary say of its tokens."""
+    """Settings of tokens in the JSON files beside a vocabulary."""
 
     config: dict[str, Any]  # tokenizer_config.json
     names: dict[str, str]  # "bos_token" and the like
@@ -66,17 +63,13 @@ def convert(path: Path) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def read_settings(folder: Path) -> Settings:
-    """Read tokenizer_config.json, special_tokens_map.json and added_tokens.json, each where it is there.
-
-    Raises:
-        ValueError: one of them is broken.
-    """
+    """Read tokenizer_config.json, special_tokens_map.json and added_tokens.json, each where it is there."""
     config = read_json(str(folder), "tokenizer_config.json", {})
     named = read_json(str(folder), "special_tokens_map.json", {}) | config
     names = special_tokens(named)
     special = set(names.values())
     for each in ("additional_special_tokens", "extra_special_tokens"):
-        special |= {token["content"] if isinstance(token, dict) else token for token in named.get(each) or ()}
+        special |= {text_of(token) for token in named.get(each) or ()}
     added = {}
     for text, id in read_json(str(folder), "added_tokens.json", {}).items():
         added[int(id)] = AddedToken(text, special=text in special, normalized=text not in special)
@@ -86,14 +79,15 @@ def read_settings(folder: Path) -> Settings:
     return Settings(config, names, special, added)
 
 
+def text_of(token: Any) -> Any:
+    """The text of a token that is written as its text, or as an object with a content."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """`bos_token` and the like, by name; those that are null are left out, so that templates show nothing for them."""
-    found = {}
-    for name, token in config.items():
-        text = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
+    texts = {name: text_of(token) for name, token in config.items() if name.endswith("_token")}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 # --- SentencePiece ----------------------------------------------------------------------------------------------------
@@ -103,9 +97,10 @@ def read_sentencepiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[
     """A `tokenizer.model`: see sentencepiece_model.proto for the numbers of the fields."""
     model = list(fields(path.read_bytes()))
     pieces = [read_piece(value) for number, value in model if number == 1]
-    trainer, rule = (dict(fields(last(model, number))) for number in (2, 3))
+    last = dict(model)  # of a field that comes several times the last value counts
+    trainer, rule = (dict(fields(last.get(number, b""))) for number in (2, 3))
     kind, byte_fallback = trainer.get(3, 1), bool(trainer.get(35, 0))
-    check_sentencepiece(pieces, trainer, rule, bool(last(model, 5)))
+    check_sentencepiece(pieces, trainer, rule, bool(last.get(5)))
     for id, token in settings.added.items():  # a fine-tuned model may have given a spare piece a name
         if id < len(pieces) and pieces[id].text != token.content:
             pieces[id] = Piece(token.content, 0.0, CONTROL if token.special else USER_DEFINED)
@@ -130,9 +125,9 @@ def read_sentencepiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[
     prefix = bool(rule.get(3, 1)) if prefix is None else bool(prefix)
     tokenizer.normalizer = normalizer(charsmap, squeeze, prefix)
     if prefix:
-        # A Metaspace puts its character in front only where the text does not begin with it. With spaces squeezed that
-        # is right. Without, it must be there in addition: so the first of two puts a plain space in front, because the
-        # normalizer has replaced all others, and the second spells it as the vocabulary does.
+        # A Metaspace puts its character in front only where the text does not begin with it, which is right where
+        # spaces are squeezed. Elsewhere it must always be there: so the first of two puts a plain space in front (the
+        # normalizer has replaced all others), and the second spells it as the vocabulary does.
         scheme = "always" if settings.config.get("legacy") else "first"
         steps = [(SPACE, scheme)] if squeeze else [(" ", scheme), (SPACE, "never")]
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -151,7 +146,7 @@ def read_sentencepiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[
     for id, (text, _, kind) in enumerate(pieces):
         if kind in (CONTROL, UNKNOWN) or (kind == USER_DEFINED and isinstance(inner, models.BPE)):
             said = settings.added.get(id) or AddedToken(text, special=kind != USER_DEFINED)
-            # Those of users are found in the text as pieces spell it ("▁▁"), unless the normalizer changes more of it.
+            # A user's token is found in the text as pieces spell it ("▁▁"), unless the normalizer changes more.
             spelled_alike = kind == USER_DEFINED and not (charsmap or squeeze)
             flags = {flag: getattr(said, flag) for flag in ("special", "lstrip", "rstrip", "single_word")}
             added[id] = AddedToken(text, normalized=spelled_alike, **flags)
@@ -170,27 +165,23 @@ def check_sentencepiece(pieces: list[Piece], trainer: dict, rule: dict, rewrites
     Raises:
         ValueError: says why it cannot.
     """
-    kind = trainer.get(3, 1)
-    if not pieces:
-        raise ValueError("it has no pieces, as SentencePiece's models have")
-    if kind not in (1, 2):
-        raise ValueError(f"it is a {MODEL_TYPES.get(kind, kind)} model; Manta converts unigram and BPE models")
-    if trainer.get(24, 0):
-        raise ValueError("it has treat_whitespace_as_suffix, which Manta has not")
-    if not rule.get(5, 1):
-        raise ValueError("it has escape_whitespaces off, which Manta has not")
-    if rewrites:
-        raise ValueError("it has a denormalizer_spec, which Manta has not")
-    if any(piece.kind == UNUSED for piece in pieces):
-        raise ValueError("it has unused pieces, which Manta has not")
-    if not any(piece.kind == UNKNOWN for piece in pieces):
-        raise ValueError("it has no piece for what is unknown")
-    if trainer.get(35, 0) and sum(piece.kind == BYTE for piece in pieces) != 256:
-        raise ValueError("it has byte_fallback, but not 256 pieces for bytes")
+    kind, kinds = trainer.get(3, 1), [piece.kind for piece in pieces]
+    for refused, why in (
+        (not pieces, "has no pieces, as SentencePiece's models have"),
+        (kind not in (1, 2), f"is a {MODEL_TYPES.get(kind, kind)} model; Manta converts unigram and BPE models"),
+        (trainer.get(24, 0), "has treat_whitespace_as_suffix, which Manta has not"),
+        (not rule.get(5, 1), "has escape_whitespaces off, which Manta has not"),
+        (rewrites, "has a denormalizer_spec, which Manta has not"),
+        (UNUSED in kinds, "has unused pieces, which Manta has not"),
+        (UNKNOWN not in kinds, "has no piece for what is unknown"),
+        (trainer.get(35, 0) and kinds.count(BYTE) != 256, "has byte_fallback, but not 256 pieces for bytes"),
+    ):
+        if refused:
+            raise ValueError(f"it {why}")
 
 
 def normalizer(charsmap: bytes, squeeze: bool, prefix: bool) -> normalizers.Normalizer:
-    """What SentencePiece does to a text first; `squeeze` is remove_extra_whitespaces, `prefix` add_dummy_prefix."""
+    """The changes that SentencePiece first makes to a text, with remove_extra_whitespaces and add_dummy_prefix."""
     steps: list[normalizers.Normalizer] = [normalizers.Precompiled(charsmap)] if charsmap else []
     if squeeze:
         first = " " if prefix else ""  # it is the prefix
@@ -202,19 +193,13 @@ def normalizer(charsmap: bytes, squeeze: bool, prefix: bool) -> normalizers.Norm
 
 
 def read_piece(message: Any) -> Piece:
-    """A message SentencePiece of a model."""
     found = dict(fields(message))
     return Piece(found[1].decode(), struct.unpack("<f", found.get(2, bytes(4)))[0], found.get(3, NORMAL))
 
 
 def log_probability(piece: Piece) -> float:
-    """What a piece counts in a unigram model. Those that users defined have no score, and win over all others."""
+    """The score of a piece in a unigram model. Pieces that users defined have none, and win over all others."""
     return {NORMAL: piece.score, USER_DEFINED: 0.1 * (len(piece.text.encode()) - 1)}.get(piece.kind, NEVER)
-
-
-def last(message: list[tuple[int, Any]], number: int) -> Any:
-    """The last value of a field, which is the one that counts."""
-    return next((value for found, value in reversed(message) if found == number), b"")
 
 
 def fields(message: bytes) -> Iterator[tuple[int, Any]]:
@@ -272,7 +257,8 @@ def read_tekken(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, st
         if entry.get("rank", i) != i:
             raise ValueError(f"token {i} has the rank {entry['rank']}; tokens must be in the order of their ranks")
     texts = set(special.values())
-    ranks = {text: rank for rank, text in enumerate(map(spelled, tokens)) if text not in texts}
+    spelled = ["".join(SPELLING[byte] for byte in token) for token in tokens]
+    ranks = {text: rank for rank, text in enumerate(spelled) if text not in texts}
     vocab = {text: rank + num_special for text, rank in ranks.items()} | {text: id for id, text in special.items()}
     tokenizer = byte_level(vocab, merges_of(ranks), config["pattern"], prefix=False, ignore_merges=True)
     added = {id: AddedToken(text, special=True, normalized=False) for id, text in special.items()}
@@ -318,23 +304,14 @@ def byte_level(
     return tokenizer
 
 
-def byte_of_char() -> dict[str, int]:
-    """GPT-2's spelling of bytes as printable characters, which every byte-level BPE vocabulary uses."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+# GPT-2's spelling of bytes as printable characters, which every byte-level BPE vocabulary uses.
+PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+SPELLING = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(OTHERS)}
+BYTE_OF_CHAR = {char: byte for byte, char in SPELLING.items()}
 
 
-BYTE_OF_CHAR = byte_of_char()
-SPELLING = {byte: char for char, byte in BYTE_OF_CHAR.items()}
-
-
-def spelled(token: bytes) -> str:
-    """A byte string as byte-level BPE vocabularies spell it."""
-    return "".join(map(SPELLING.__getitem__, token))
-
-
-# --- what all have in common ------------------------------------------------------------------------------------------
+# --- for all of them --------------------------------------------------------------------------------------------------
 
 
 def merges_of(ranks: dict[str, Any]) -> list[tuple[str, str]]:
@@ -352,7 +329,7 @@ def merges_of(ranks: dict[str, Any]) -> list[tuple[str, str]]:
 def finish(
     tokenizer: Tokenizer, settings: Settings, added: dict[int, AddedToken], names: dict[str, str], adds_bos: bool
 ) -> tuple[Tokenizer, dict[str, str]]:
-    """Add the tokens that the vocabulary and the files beside it name, and what goes around a text.
+    """Add the tokens that the vocabulary and the files beside it name, and the tokens around each text.
 
     Args:
         added: of the vocabulary itself, by id.
