@@ -255,8 +255,8 @@ class Worker:
         but this one can make up for them, if `forward` has begun. The engine must hear of it, and of the ranks of an
         external launcher it asks the first alone.
         """
-        group, peers = self.group, self.group.experts
-        if (peers and peers.engines > 1) or self.pipeline.stages > 1:
+        group = self.group
+        if group.peers or self.pipeline.stages > 1:
             return False
         heard = group.rank == 0 or self.config.distributed_executor_backend != "external_launcher"
         return group.size == 1 or (self.running is not None and heard and not self.one_by_one)

@@ -67,7 +67,7 @@ class Viewers:
         self.lock = threading.Lock()
         self.viewers: set[Viewer] = set()
         self.asking = False  # whether the thread runs
-        self.totals: dict[int, dict[str, int]] = {}  # of each engine's latest answer; see `Recorder.look`
+        self.totals: dict[int, dict[str, int]] = {}  # of each engine's latest answer; see `Recorder.live`
 
     def enter(self, client: str) -> Viewer:
         """Let somebody watch, until `leave`; see `Viewer`.
@@ -136,7 +136,7 @@ def blocks_of(engine: dict[str, Any]) -> list[tuple[int, int]]:
     """Who owns the blocks of an engine's pool, as runs of (owner, length) in order of block numbers.
 
     Args:
-        engine: an answer of `Recorder.look`, of which this takes what the owners are found from.
+        engine: an answer of `Recorder.live`, of which this takes what the owners are found from.
     """
     owners = [*map(neg, engine.pop("findable"))]  # CACHED, where nobody turns out to hold the block
     for key, block in holdings(*engine.pop("held")):

@@ -23,6 +23,26 @@ from worker import LateCompile
 ALIGNED = 16  # Triton compiles a separate kernel for pointers and integers that are multiples of this
 
 
+def kernels_of(ops: ModuleType) -> dict[str, Any]:
+    """All Triton kernels, by name, of the files that the `ops` come from."""
+    modules = {op.__module__: inspect.getmodule(op) for op in vars(ops).values() if inspect.isfunction(op)}
+    found = chain.from_iterable(vars(module).items() for module in modules.values())
+    return {name: kernel for name, kernel in found if name.endswith("_kernel")}
+
+
+@contextlib.contextmanager
+def unlaunched(ops: ModuleType) -> Iterator[None]:
+    """Inside the `with` block `ops` allocate what they need, and launch no kernel."""
+    kernels = kernels_of(ops).values()
+    for kernel in kernels:
+        kernel.run = lambda *args, **options: None
+    try:
+        yield
+    finally:
+        for kernel in kernels:
+            del kernel.run  # uncovers the method of the class
+
+
 class CompileGuard:
     """Watches the launches of kernels: once a worker is warm, a kernel that would be compiled is an error.
 
@@ -35,16 +55,14 @@ class CompileGuard:
     same time, and runs none.
 
     Args:
-        ops: the module `kernels`. Kernels are looked for in each file that its ops come from.
+        ops: the module `kernels`.
     """
 
     def __init__(self, ops: ModuleType):
         import triton  # imported here, because a machine that runs plain torch may not have it
 
         self.runtime = triton.knobs.runtime
-        modules = {op.__module__: inspect.getmodule(op) for op in vars(ops).values() if inspect.isfunction(op)}
-        found = chain.from_iterable(vars(module).items() for module in modules.values())
-        self.kernels = {name: kernel for name, kernel in found if name.endswith("_kernel")}
+        self.kernels = kernels_of(ops)
         self.seen: set[str] = set()  # the specializations that the interpreter has stood in for
         self.armed = False  # True once the worker is warm
 

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from layers import Attention, Cut
-from layers import Batch as Batch
+from layers import Attention, Batch, Cut
 from model import Transformer
 
 

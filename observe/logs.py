@@ -41,7 +41,6 @@ class TextFormatter(logging.Formatter):
     """Time, level, process and message; what goes to the console is the message alone."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's line, and below it its traceback."""
         message = record.getMessage()
         if record.name == console.name:
             return message
@@ -56,7 +55,6 @@ class JsonFormatter(logging.Formatter):
     """An object with the same, and with the record's `facts`, which its message tells in words."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's line."""
         at = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
         line = {"time": at, "level": record.levelname.lower(), "process": record.processName}
         line |= {"message": record.getMessage()} | getattr(record, "facts", {})
@@ -134,27 +132,21 @@ class StatLogger:
 
     def log_if_due(self) -> None:
         """Say it if STATS_INTERVAL has passed, and the engine was not idle all the time."""
-        if time.monotonic() < self.since + STATS_INTERVAL:
+        seconds = time.monotonic() - self.since
+        if seconds < STATS_INTERVAL:
             return
         now = self.metrics()
-        busy = now["num_requests_running"] or now["num_requests_waiting"] or now["num_requests_swapped"]
-        if busy or any(now[name] != self.before[name] for name in GROWING):
-            self.log()
-        else:
-            self.since = time.monotonic()
-
-    def log(self) -> None:
-        """Say it."""
-        now, at = self.metrics(), time.monotonic()
-        seconds = max(at - self.since, 1e-3)
         grown = {name: now[name] - self.before[name] for name in GROWING}
-        self.before, self.since = now, at
+        self.before, self.since = now, self.since + seconds
+        waiting = now["num_requests_waiting"] + now["num_requests_swapped"]
+        if not (now["num_requests_running"] or waiting or any(grown.values())):
+            return
         asked = grown["prefix_cache_queries_total"]
         facts: dict[str, Any] = {
             "prompt_tokens_per_second": round(grown["prompt_tokens_total"] / seconds, 1),
             "generation_tokens_per_second": round(grown["generation_tokens_total"] / seconds, 1),
             "requests_running": now["num_requests_running"],
-            "requests_waiting": now["num_requests_waiting"] + now["num_requests_swapped"],
+            "requests_waiting": waiting,
             "kv_cache_usage": round(now["kv_cache_usage_perc"], 3),
             "prefix_cache_hit_rate": round(grown["prefix_cache_hits_total"] / asked, 3) if asked else None,
         }

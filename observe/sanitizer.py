@@ -26,11 +26,7 @@ import torch
 from plan import StepPlan
 
 POISON = -0x5A5A5A5A5A5A5A5B  # a sequence hashes to it with a chance of one in 2^64
-FACTORS = (
-    0x1E3779B97F4A7C15,
-    0x3F58476D1CE4E5B9,
-    0x14D049BB133111EB,
-)  # splitmix64's, odd, without the sign bit
+FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # splitmix64's, odd, without the sign bit
 
 
 class SanitizerError(AssertionError):
@@ -210,7 +206,7 @@ class KVSanitizer:
         owners, positions, slot_mapping, hashes = tokens
         hashes = hashes + kind * FACTORS[2]
         if len(shared := self._shared(blocks)):
-            self._check_writes(step, owners, positions, slot_mapping, hashes, shared)
+            self._check_writes(step, (owners, positions, slot_mapping, hashes), shared)
         # A slot of -1 stores nothing; here it is in the block that nobody reads.
         self.shadow.hashes.view(-1)[slot_mapping] = hashes
         self.shadow.writers[blocks], self.shadow.steps[blocks] = self.names[slots[rows]], step
@@ -305,19 +301,12 @@ class KVSanitizer:
         references = np.bincount(self.tables[valid & (self.tables >= 0)], minlength=len(self.generations))
         return blocks[references[blocks] > 1]
 
-    def _check_writes(
-        self,
-        step: int,
-        owners: torch.Tensor,
-        positions: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        hashes: torch.Tensor,
-        shared: np.ndarray,
-    ) -> None:
-        """Check that the tokens [T] which go into shared blocks change nothing there.
+    def _check_writes(self, step: int, tokens: tuple[torch.Tensor, ...], shared: np.ndarray) -> None:
+        """Check that those of a step's `tokens` which go into `shared` blocks change nothing there.
 
         A cached prompt's last token is computed again, which changes nothing, and others may share its block meanwhile.
         """
+        owners, positions, slot_mapping, hashes = tokens
         inside = torch.isin(slot_mapping // self.block_size, torch.from_numpy(shared).to(slot_mapping.device))
         wrong = inside & (self.shadow.hashes.view(-1)[slot_mapping] != hashes)
         if wrong.any():

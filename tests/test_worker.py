@@ -270,7 +270,7 @@ def test_a_round_trip_goes_out_and_in_and_changes_nothing(make, monkeypatch):
 
 def test_a_gpus_prompts_are_timed_once_their_kernels_are_loaded(make, monkeypatch):
     """A made-up GPU takes a second for kernels that it has not loaded yet, and 3 ms for the step."""
-    ready, loaded, now = make().startup, set(), [0.0]
+    ready, loaded, now = make().start, set(), [0.0]
 
     def execute(plan: StepPlan) -> SimpleNamespace:
         kinds = {row.temperature for row in plan.new} - loaded
