@@ -102,8 +102,9 @@ class KeptWorker(Worker):
         if KV_CACHE in tags and KV_CACHE in self.asleep:
             self.new_pools()
         self.asleep -= set(tags)
-        if not self.asleep:
-            self.capture()
+        if not self.asleep and self.graph_sizes:
+            with self.watch():
+                capture(self.start, self)
 
     def new_pools(self) -> None:
         """Make the pools and the batch state as they were at the start."""
@@ -115,12 +116,6 @@ class KeptWorker(Worker):
         self.state = start.new_state(self.config.max_num_seqs)
         self.sampled = Sampled(self.state)
         self.sanitize()
-
-    def capture(self) -> None:
-        """Capture the CUDA graphs again, if there were some."""
-        if self.graph_sizes:
-            with self.watch():
-                capture(self.start, self)
 
     def give_back(self) -> None:
         """Give the system what torch and malloc keep for later."""
@@ -162,11 +157,7 @@ class KeptWorker(Worker):
             return Transformer(s.model_config, s.ops, device, self.model.dtype, self.model.max_model_len, s.group)
 
     def check_weights(self, source: str) -> None:
-        """Check whether `load_weights` could take the source, by the headers of its files. Nothing changes.
-
-        Raises:
-            ValueError: a file is missing or damaged, or a tensor is missing, surplus, misshapen or of another dtype.
-        """
+        """Check whether `load_weights` could take the source, by the headers of its files; raises as `find_weights`."""
         model = self.new_model()
         find_weights(model, source, checkpoint_files(source), model.parameters())
 
