@@ -31,15 +31,16 @@ def kernels_of(ops: ModuleType) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def unlaunched(ops: ModuleType) -> Iterator[None]:
-    """Inside the `with` block `ops` allocate what they need, and launch no kernel."""
-    kernels = kernels_of(ops).values()
-    for kernel in kernels:
-        kernel.run = lambda *args, **options: None
+def unlaunched(
+    kernels: dict[str, Any], instead: Callable[..., None] = lambda name, run, *args, **options: None
+) -> Iterator[None]:
+    """Launch no kernel inside the `with` block: `instead` is called, with its name, its `run` and the arguments."""
+    for name, kernel in kernels.items():
+        kernel.run = partial(instead, name, kernel.run)
     try:
         yield
     finally:
-        for kernel in kernels:
+        for kernel in kernels.values():
             del kernel.run  # uncovers the method of the class
 
 
@@ -99,15 +100,12 @@ class CompileGuard:
         """
         import triton
 
-        for name, kernel in self.kernels.items():
-            kernel.run = partial(self._rehearse, name, kernel.run)
-        try:
-            with KernelThreads(threads) as pool, triton.AsyncCompileMode(pool):
-                yield
-        finally:
-            triton.runtime._async_compile.active_mode.set(None)  # which Triton 3.6 forgets after an error
-            for kernel in self.kernels.values():
-                del kernel.run  # uncovers the method of the class
+        with unlaunched(self.kernels, self._rehearse):
+            try:
+                with KernelThreads(threads) as pool, triton.AsyncCompileMode(pool):
+                    yield
+            finally:
+                triton.runtime._async_compile.active_mode.set(None)  # which Triton 3.6 forgets after an error
 
     def _rehearse(self, name: str, run: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         """Stands in for a kernel's `run`."""

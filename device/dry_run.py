@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from batch_state import BatchState
 from config import EngineConfig
-from device.compile_guard import unlaunched
+from device.compile_guard import kernels_of, unlaunched
 from model import Transformer
 from model_config import ModelConfig
 from models.expert_ranks import ExpertGroup
@@ -115,7 +115,7 @@ def count_step(dry: Worker, counts: list[int]) -> tuple[int, int, int]:
     state.num_blocks = [[state.block_tables.shape[2]] for _ in counts]  # all contexts have their full length
     if experts := dry.group.experts:
         experts.engines = experts.most
-    with torch.inference_mode(), torch.device("meta"), unlaunched(dry.ops), LiveBytes() as live:
+    with torch.inference_mode(), torch.device("meta"), unlaunched(kernels_of(dry.ops)), LiveBytes() as live:
         dry.phases = live  # type: ignore[assignment]  # it is told of the same phases
         dry.forward(shape, plan, incoming=dry.receive(shape, plan))
     begin, most = live.phases.pop("sample", (0, 0))
