@@ -116,7 +116,7 @@ def count_step(dry: Worker, counts: list[int]) -> tuple[int, int, int]:
     if experts := dry.group.experts:
         experts.engines = experts.most
     with torch.inference_mode(), torch.device("meta"), unlaunched(kernels_of(dry.ops)), LiveBytes() as live:
-        dry.phases = live  # type: ignore[assignment]  # it is told of the same phases
+        dry.phases = live  # it is told of the same phases
         dry.forward(shape, plan, incoming=dry.receive(shape, plan))
     begin, most = live.phases.pop("sample", (0, 0))
     return max(peak for _, peak in live.phases.values()), begin, most

@@ -345,9 +345,9 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         count = plan.states // (4 * model.state_size) - rows
         size = f"{4 * model.state_size / MIB:,.1f} MiB each"
         yield line("recurrent states", plan.states, f"{rows:,} of sequences and {count:,} of cached prefixes, {size}")
-    if config.pools:
+    if plan.activations and config.pools:
         yield line("largest step", plan.step, f"of {largest_step(config, max_model_len):,} tokens")
-    else:
+    elif plan.activations:
         more = "the larger of activations, and logits with the larger of their workspaces"
         yield line("largest step", plan.step, more)
         yield line("  activations", plan.activations, f"of {largest_step(config, max_model_len):,} tokens")

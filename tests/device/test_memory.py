@@ -165,6 +165,19 @@ def test_weights_and_state_are_those_of_the_tensors(folder, family, more, size):
     assert plans[0].states == (matrices.nbytes + inputs.nbytes if "linear_key_head_dim" in raw else 0)
 
 
+@pytest.mark.parametrize("family", SHAPES)
+def test_one_layer_of_each_kind_takes_what_all_layers_take(folder, family):
+    kernels = pytest.importorskip("kernels")
+    config = EngineConfig(folder(**{"architectures": [family], **SHAPES[family]}), max_num_seqs=4, max_model_len=70)
+    shape = ModelConfig.from_folder(config.model)
+    model = dry_run.dry_model(config, shape, kernels, torch.bfloat16, 70, Pipeline())
+    dry, found = dry_run.dry_worker(config, model, kernels), []
+    for span in (model.span, dry_run.distinct_layers(model)):
+        dry.model.span = span
+        found.append([dry_run.count_step(dry, counts) for counts in ([40], [1, 1, 30], [1] * 4)])
+    assert found[0] == found[1] and all(begin < most for _, begin, most in found[0])
+
+
 WIDE, HEADS, VOCAB = {"intermediate_size": 320}, {"num_attention_heads": 8, "head_dim": 32}, {"vocab_size": 9000}
 
 LATENT = {
