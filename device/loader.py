@@ -94,11 +94,8 @@ def load_weights(
 def find_weights(
     model: Transformer, folder: str, paths: list[str], wanted: dict[str, Part]
 ) -> tuple[dict[str, str], list[dict[str, list[Pair]]]]:
-    """Our names of the checkpoint's tensors and its own, and what is to be copied out of each file.
-
-    Raises:
-        ValueError: see `find_slices` and `check_complete`.
-    """
+    """Our names of the checkpoint's tensors and its own, and what is to be copied out of each file. Only headers are
+    read. Raises what `find_slices` and `check_complete` do."""
     found: dict[str, str] = {}
     scales = find_scales(paths, model.config.quantization)
     files = [find_slices(path, wanted, model, found, scales) for path in paths]

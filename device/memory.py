@@ -198,11 +198,7 @@ def split_layers(config: EngineConfig, model: Transformer) -> list[range]:
 def stage_layers(
     config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype
 ) -> list[range | None]:
-    """The layers of each pipeline stage; None where one stage has all of them.
-
-    Raises:
-        ValueError: see `split_layers`.
-    """
+    """The layers of each pipeline stage; None where one stage has all of them. Raises what `split_layers` does."""
     with torch.device("meta"):
         whole = Transformer(model_config, ops, "meta", dtype, 2, Group())
     found = split_layers(config, whole)

@@ -113,11 +113,7 @@ def new_host(
 
 
 def count_blocks(start: Start) -> int:
-    """How many blocks the KV pool has: as many as fit on every rank, but no more than all sequences can use.
-
-    Raises:
-        ValueError: they do not hold one request of `max_model_len`, and the user asked for that length.
-    """
+    """How many blocks the KV pool has: as many as fit on every rank, within what `fit_pool` says; raises as that."""
     asked = start.config.num_gpu_blocks_override
     fits = asked or start.group.min(free_bytes(start) // start.memory.block)
     count, start.max_model_len = fit_pool(start.config, start.model.layout.windows, fits, start.max_model_len)

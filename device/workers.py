@@ -85,11 +85,7 @@ class Workers:
             self.replace(error)
 
     def replace(self, error: WorkerError) -> None:
-        """Start the workers anew, as they were.
-
-        Raises:
-            WorkerError: they have not come up in `max_worker_restarts` times.
-        """
+        """Start the workers anew, as they were; raises what `restart` does."""
         cause = None if isinstance(error, BlamelessError) else str(error)
         begun = time.monotonic()
         live = self.start_over(True, cause)
