@@ -143,7 +143,7 @@ def profile(start: Start) -> int:
     count = min(tokens // length, config.max_num_seqs)
     pool = start.new_pool(1)
     states = start.new_states(count)
-    worker = KeptWorker(start, pool, pool[:0], states, states[:0], start.new_state(count))
+    worker = KeptWorker(start, (pool, pool[:0], states, states[:0]), start.new_state(count))
     blocks = [[0] * -(-length // config.block_size)] * len(model.layout.windows)
     held = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()

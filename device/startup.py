@@ -222,7 +222,7 @@ def worker_with_pools(start: Start) -> KeptWorker:
     pool, states = start.new_pool(start.num_blocks), start.new_states(rows + start.num_snapshots)
     host_states = new_host_states(start)
     host_pool = new_host_pool(start, host_states)
-    return KeptWorker(start, pool, host_pool, states, host_states, start.new_state(rows))
+    return KeptWorker(start, (pool, host_pool, states, host_states), start.new_state(rows))
 
 
 def facts(

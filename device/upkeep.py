@@ -40,19 +40,10 @@ class KeptWorker(Worker):
 
     Args:
         start: what its start has made; it does not refer to this worker.
-        pool, host_pool, states, host_states, state: see `Worker`.
+        pools: `pool`, `host_pool`, `states` and `host_states` of `Worker`.
     """
 
-    def __init__(
-        self,
-        start: Start,
-        pool: torch.Tensor,
-        host_pool: torch.Tensor,
-        states: torch.Tensor,
-        host_states: torch.Tensor,
-        state: BatchState,
-    ):
-        pools = pool, host_pool, states, host_states
+    def __init__(self, start: Start, pools: tuple[torch.Tensor, ...], state: BatchState):
         config, model = start.config, start.model
         gatherer = LogprobGatherer(model.ops, model.config.vocab_size, config.max_num_seqs)
         watch = start.guard.watch if start.guard else contextlib.nullcontext
