@@ -125,21 +125,27 @@ class StatLogger:
 
     def log_if_due(self) -> None:
         """Say it if STATS_INTERVAL has passed, and the engine was not idle all the time."""
-        seconds = time.monotonic() - self.since
-        if seconds < STATS_INTERVAL:
+        if time.monotonic() < self.since + STATS_INTERVAL:
             return
         now = self.metrics()
+        busy = now["num_requests_running"] or now["num_requests_waiting"] or now["num_requests_swapped"]
+        if busy or any(now[name] != self.before[name] for name in GROWING):
+            self.log()
+        else:
+            self.since = time.monotonic()
+
+    def log(self) -> None:
+        """Say it."""
+        now, at = self.metrics(), time.monotonic()
+        seconds = max(at - self.since, 1e-3)
         grown = {name: now[name] - self.before[name] for name in GROWING}
-        self.before, self.since = now, self.since + seconds
-        waiting = now["num_requests_waiting"] + now["num_requests_swapped"]
-        if not (now["num_requests_running"] or waiting or any(grown.values())):
-            return
+        self.before, self.since = now, at
         asked = grown["prefix_cache_queries_total"]
         facts: dict[str, Any] = {
             "prompt_tokens_per_second": round(grown["prompt_tokens_total"] / seconds, 1),
             "generation_tokens_per_second": round(grown["generation_tokens_total"] / seconds, 1),
             "requests_running": now["num_requests_running"],
-            "requests_waiting": waiting,
+            "requests_waiting": now["num_requests_waiting"] + now["num_requests_swapped"],
             "kv_cache_usage": round(now["kv_cache_usage_perc"], 3),
             "prefix_cache_hit_rate": round(grown["prefix_cache_hits_total"] / asked, 3) if asked else None,
         }
