@@ -34,6 +34,8 @@ from worker import Worker
 if TYPE_CHECKING:
     from device.startup import Start
 
+Pools = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 class KeptWorker(Worker):
     """A worker, with what has made it ready, which is needed again where memory or weights change.
@@ -43,7 +45,7 @@ class KeptWorker(Worker):
         pools: `pool`, `host_pool`, `states` and `host_states` of `Worker`.
     """
 
-    def __init__(self, start: Start, pools: tuple[torch.Tensor, ...], state: BatchState):
+    def __init__(self, start: Start, pools: Pools, state: BatchState):
         config, model = start.config, start.model
         gatherer = LogprobGatherer(model.ops, model.config.vocab_size, config.max_num_seqs)
         watch = start.guard.watch if start.guard else contextlib.nullcontext
