@@ -152,7 +152,9 @@ class BatchState:
                 self._write(name, slot, array("f", (value,)))
             self._write("seeds", slot, array("q", (row.seed,)))
             self._grow(slot, row.blocks)
-            self._enter_stops(row)
+            if row.stops != self.stops[slot]:  # mostly they are those of the slot's last row
+                self.stops[slot] = row.stops
+                self._write("stop_bits", slot, self._bits(row.stops))
             kinds[slot] = self._enter_adjustments(row)
         for slot, blocks in plan.new_blocks:
             self._grow(slot, blocks)
@@ -161,12 +163,6 @@ class BatchState:
         for slot, kind in kinds.items():
             self.adjusted[slot] = kind
             self._write("kinds", slot, array("i", (kind,)))
-
-    def _enter_stops(self, row: NewRow) -> None:
-        """Note which tokens end a new row. Mostly they are those of the slot's last row, and nothing is written."""
-        if row.stops != self.stops[row.slot]:
-            self.stops[row.slot] = row.stops
-            self._write("stop_bits", row.slot, self._bits(row.stops))
 
     def _enter_adjustments(self, row: NewRow) -> int:
         """Note what changes the logits of a new row; returns its `kinds`, see `ops.Adjust`."""

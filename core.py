@@ -16,7 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
 from config import EngineConfig
-from device.workers import Workers, check_weights
+from device.workers import Workers, check_reloadable
 from executor import Peers, WorkerError
 from executors.choose import new_executor
 from model_config import ModelConfig
@@ -96,7 +96,7 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, peers: Peers | None = None):
         config, self.model_config = settle(config, ModelConfig.from_folder(config.folder))
-        check_weights(config)
+        check_reloadable(config)
         vocab_size = self.model_config.vocab_size
         self.grammars = Grammars(config.folder, vocab_size, self.model_config.eos_token_ids)
         if config.beside_server and vocab_size >= LARGE_VOCABULARY and not config.pools:
@@ -263,7 +263,7 @@ class EngineCore:
             self.plans.append(self.scheduler.schedule())
             failed = self.grammars.fill(self.plans[-1], self.scheduler.in_flight[-1].others)
         for observer in self.observers:
-            observer.planned(self.plans[-1], self.scheduler)
+            observer.planned(self.plans[-1])
         if failed:
             self._give_up(failed)
 

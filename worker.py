@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -255,8 +255,8 @@ class Worker:
         but this one can make up for them, if `forward` has begun. The engine must hear of it, and of the ranks of an
         external launcher it asks the first alone.
         """
-        group, peers = self.group, self.group.experts
-        if (peers and peers.engines > 1) or self.pipeline.stages > 1:
+        group = self.group
+        if group.peers or self.pipeline.stages > 1:
             return False
         heard = group.rank == 0 or self.config.distributed_executor_backend != "external_launcher"
         return group.size == 1 or (self.running is not None and heard and not self.one_by_one)
@@ -434,21 +434,13 @@ class Worker:
             if copies:
                 self.ops.copy_blocks(device, to_device(np.array(copies, dtype=np.int64), self.device))
         if plan.ahead:
-            pairs = to_device(np.array(plan.swap_out[begin:], dtype=np.int64), self.device)
-            with self.beside(pairs):
+            pairs, stream = to_device(np.array(plan.swap_out[begin:], dtype=np.int64), self.device), None
+            if self.device != "cpu":  # copied beside the step: after all steps before it, and ahead of all after it
+                self.copying = stream = self.copying or torch.cuda.Stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                self.copied = pairs
+            with torch.cuda.stream(stream):
                 self.ops.swap_blocks(self.pool, self.host_pool, pairs)
-
-    @contextlib.contextmanager
-    def beside(self, pairs: torch.Tensor) -> Iterator[None]:
-        """Launch copies of `pairs` of blocks beside the step: after all steps before it, and ahead of all after it."""
-        if self.device == "cpu":
-            yield
-            return
-        self.copying = self.copying or torch.cuda.Stream()
-        self.copying.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.copying):
-            yield
-        self.copied = pairs
 
 
 @dataclass(slots=True)

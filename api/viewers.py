@@ -58,7 +58,7 @@ class Viewers:
         self.lock = threading.Lock()
         self.viewers: set[Viewer] = set()
         self.asking = False  # whether the thread runs
-        self.totals: dict[int, dict[str, int]] = {}  # of each engine's latest answer; see `Recorder.look`
+        self.totals: dict[int, dict[str, int]] = {}  # of each engine's latest answer; see `Recorder.live`
 
     def enter(self, client: str) -> Viewer:
         """Let somebody watch, until `leave`; an `ApiError` if as many watch as may."""
@@ -121,7 +121,7 @@ class Viewers:
 def blocks_of(engine: dict[str, Any]) -> list[tuple[int, int]]:
     """The owners of an engine's blocks, as runs of (owner, length) in order of block numbers.
 
-    They are made of an answer of `Recorder.look`, from which this takes what nothing else needs.
+    They are made of an answer of `Recorder.live`, from which this takes what nothing else needs.
     """
     owners = [*map(neg, engine.pop("findable"))]  # CACHED, where nobody turns out to hold the block
     for key, block in holdings(*engine.pop("held")):

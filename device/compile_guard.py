@@ -23,6 +23,27 @@ from worker import LateCompile
 ALIGNED = 16  # Triton compiles a separate kernel for pointers and integers that are multiples of this
 
 
+def kernels_of(ops: ModuleType) -> dict[str, Any]:
+    """All Triton kernels, by name, of the files that the `ops` come from."""
+    modules = {op.__module__: inspect.getmodule(op) for op in vars(ops).values() if inspect.isfunction(op)}
+    found = chain.from_iterable(vars(module).items() for module in modules.values())
+    return {name: kernel for name, kernel in found if name.endswith("_kernel")}
+
+
+@contextlib.contextmanager
+def unlaunched(
+    kernels: dict[str, Any], instead: Callable[..., None] = lambda name, run, *args, **options: None
+) -> Iterator[None]:
+    """Launch no kernel inside the `with` block: `instead` is called, with its name, its `run` and the arguments."""
+    for name, kernel in kernels.items():
+        kernel.run = partial(instead, name, kernel.run)
+    try:
+        yield
+    finally:
+        for kernel in kernels.values():
+            del kernel.run  # uncovers the method of the class
+
+
 class CompileGuard:
     """Watches the launches of kernels: once a worker is warm, a kernel that would be compiled is an error.
 
@@ -35,16 +56,14 @@ class CompileGuard:
     same time, and runs none.
 
     Args:
-        ops: the module `kernels`. Kernels are looked for in each file that its ops come from.
+        ops: the module `kernels`.
     """
 
     def __init__(self, ops: ModuleType):
         import triton  # imported here, because a machine that runs plain torch may not have it
 
         self.runtime = triton.knobs.runtime
-        modules = {op.__module__: inspect.getmodule(op) for op in vars(ops).values() if inspect.isfunction(op)}
-        found = chain.from_iterable(vars(module).items() for module in modules.values())
-        self.kernels = {name: kernel for name, kernel in found if name.endswith("_kernel")}
+        self.kernels = kernels_of(ops)
         self.seen: set[str] = set()  # the specializations that the interpreter has stood in for
         self.armed = False  # True once the worker is warm
 
@@ -81,15 +100,12 @@ class CompileGuard:
         """
         import triton
 
-        for name, kernel in self.kernels.items():
-            kernel.run = partial(self._rehearse, name, kernel.run)
-        try:
-            with KernelThreads(threads) as pool, triton.AsyncCompileMode(pool):
-                yield
-        finally:
-            triton.runtime._async_compile.active_mode.set(None)  # which Triton 3.6 forgets after an error
-            for kernel in self.kernels.values():
-                del kernel.run  # uncovers the method of the class
+        with unlaunched(self.kernels, self._rehearse):
+            try:
+                with KernelThreads(threads) as pool, triton.AsyncCompileMode(pool):
+                    yield
+            finally:
+                triton.runtime._async_compile.active_mode.set(None)  # which Triton 3.6 forgets after an error
 
     def _rehearse(self, name: str, run: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         """Stands in for a kernel's `run`."""

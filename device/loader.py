@@ -36,15 +36,9 @@ IGNORED = (
 HEADS = ("lm_head.weight", "embed_out.weight", "score.weight")  # not read where tied, or where the task needs none
 # Halves of a model that are not for text, and layers that predict tokens ahead (after the last one).
 BESIDE = (
-    "vision_tower.",
-    "vision_model.",
-    "multi_modal_projector.",
-    "visual.",
-    "audio_tower.",
-    "embed_vision.",
-    "embed_audio.",
-    "mtp.",
-)
+    "vision_tower.", "vision_model.", "multi_modal_projector.", "visual.", "audio_tower.", "embed_vision.",
+    "embed_audio.", "mtp.",
+)  # fmt: skip
 READERS = 2  # one copies while the other waits for the disk; torch divides each copy among the cores
 PIECE_BYTES = 4 * 2**20  # are copied and added up at a time on a CPU, so that the sum finds them in its cache
 BUFFERS, BUFFER_BYTES = 4, 32 * 2**20  # two are filled and two emptied; a call's time is small beside that of its bytes
@@ -100,25 +94,13 @@ def load_weights(
 def find_weights(
     model: Transformer, folder: str, paths: list[str], wanted: dict[str, Part]
 ) -> tuple[dict[str, str], list[dict[str, list[Pair]]]]:
-    """Our names of the checkpoint's tensors and its own, and what is to be copied out of each file.
-
-    Raises:
-        ValueError: see `find_slices` and `check_complete`.
-    """
+    """Our names of the checkpoint's tensors and its own, and what is to be copied out of each file. Only headers are
+    read. Raises what `find_slices` and `check_complete` do."""
     found: dict[str, str] = {}
     scales = find_scales(paths, model.config.quantization)
     files = [find_slices(path, wanted, model, found, scales) for path in paths]
     check_complete(folder, wanted, found)
     return found, files
-
-
-def check_weights(model: Transformer, folder: str) -> None:
-    """Check by the headers of its files whether `load_weights` could fill such a `model`; it may be on `meta`.
-
-    Raises:
-        ValueError: see `find_weights`.
-    """
-    find_weights(model, folder, checkpoint_files(folder), model.parameters())
 
 
 def check_complete(folder: str, wanted: dict[str, Part], found: dict[str, str]) -> None:
@@ -199,29 +181,23 @@ def our_name(saved: str, wanted: dict[str, Part]) -> str | None:
 
 def skipped(saved: str, model: Transformer) -> bool:
     """Whether a tensor that nobody wants may stand in a checkpoint."""
-    if saved.endswith(IGNORED) or saved.endswith(HEADS):
+    if saved.endswith(IGNORED + HEADS):
         return True
+    row, sources = model.row, model.config.kv_sources
     for prefix in PREFIXES:
         name = saved.removeprefix(prefix)
         if name.startswith(BESIDE):
             return True
         layer, _, rest = name.partition(".")
-        number = rest.partition(".")[0]
-        if layer == model.row.name("layer") and number.isdigit() and int(number) == model.config.num_layers:
-            return True  # a layer that predicts tokens ahead (DeepSeek V3)
-        if layer == model.row.name("layer") and number.isdigit() and unused(rest.partition(".")[2], int(number), model):
-            return True
+        number, _, rest = rest.partition(".")
+        if layer == row.name("layer") and number.isdigit():
+            i = int(number)
+            if i == model.config.num_layers:  # it predicts tokens ahead (DeepSeek V3)
+                return True
+            reads = i < len(sources) and 0 <= sources[i] != i  # the keys and values of another layer
+            if reads and rest.startswith(tuple(f"{row.name(part)}." for part in ("k", "v", "k_norm"))):
+                return True
     return False
-
-
-def unused(name: str, i: int, model: Transformer) -> bool:
-    """Whether a tensor of layer i is of keys and values that it has not, because it reads those of another layer."""
-    sources, parts = model.config.kv_sources, ("k", "v", "k_norm")
-    return (
-        i < len(sources)
-        and 0 <= sources[i] != i
-        and name.startswith(tuple(f"{model.row.name(part)}." for part in parts))
-    )
 
 
 def read_ahead(path: str) -> None:

@@ -1,7 +1,8 @@
 """Plans the memory of a device, or of each rank's device, from options and shapes alone.
 
 Weights and batch state are counted from their tensors. These may lie on torch's meta device, where tensors have shapes
-and no memory. A step is computed by a formula: the bytes of all tensors at the moment when the most of them are alive.
+and no memory. There the largest steps run, too, and what is counted is the bytes of all tensors at the moment when the
+most of them are alive.
 `--plan` prints these numbers. At start they decide, together with a measured step, how large the KV pool is. The tests
 compare them with torch's own count.
 """
@@ -20,17 +21,15 @@ from types import ModuleType
 
 import torch
 
-from batch_state import BatchState
 from config import EngineConfig
 from cpu import machine
+from device.dry_run import count_step, distinct_layers, dry_model, dry_worker, new_state, table_columns
 from model import Transformer
-from model_config import Delta, ModelConfig
-from models import latent_attention
-from models.expert_ranks import ExpertGroup
+from model_config import ModelConfig
 from models.kv_layout import most_blocks
-from models.latent_attention import CONTEXT_TOKENS, heads_at_once
 from models.logprobs import workspace
 from parallel import Group, Pipeline
+from worker import Worker
 
 MIB = 2**20
 # Allowances on a GPU for memory that holds no tensors. They are round figures, not measured ones. A worker that starts
@@ -46,8 +45,6 @@ FRAGMENTS = 64 * MIB  # and a quarter of a step: on an H100 and an H200 up to 10
 GPU_STEP_TOKENS = 8192  # tokens of a step on a GPU, by default; on a large one twice as many
 LARGE_GPU = 75 * 2**30  # bytes; what a vendor calls 80 GB shows up as 79 GiB or a little more
 CPU_KV_SHARE = 0.25  # share of a CPU's free memory that the KV pool may take; the host pool may take as much again
-CHUNK = 64  # tokens of a chunk in `ops.delta_rule`
-PROCESSORS = 160  # multiprocessors of a GPU, no fewer than any GPU has; attention_decode keeps pieces for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,31 +111,31 @@ class MemoryPlan:
         return room - self.states
 
 
-def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: bool) -> MemoryPlan:
-    """The plan of a rank whose `model` and batch `state` may lie on the meta device."""
-    c, dtype, max_model_len = model.config, model.dtype, model.max_model_len
-    rows = config.max_num_seqs
-    activations, logits = step_bytes(config, model, largest_step(config, max_model_len))
-    sampling, logprobs = rows * sample_bytes(c.vocab_size), workspace(rows, c.vocab_size)
-    decode = step_bytes(config, model, rows, True)
-    if config.pools:  # nothing is sampled
-        sampling = logprobs = 0
-    if not model.group.pipeline.last:  # nor are there logits
-        logits = sampling = logprobs = 0
-        decode = (decode[0], 0)
-    passed = rows * sum(model.passed_sizes) * dtype.itemsize
-    graphs = GRAPHS + passed + max(decode[0], decode[1] + sampling) + piece_bytes(config, model)
+def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryPlan:
+    """The plan of a rank whose `model` may lie on the meta device. Steps are counted if its ops are the `kernels`."""
+    rows, vocab_size, item = config.max_num_seqs, model.config.vocab_size, model.dtype.itemsize
+    activations = logits = sampling = logprobs = graphs = 0
+    if model.ops.BACKEND == "triton":
+        dry = dry_worker(config, model, model.ops)
+        dry.model.span = distinct_layers(model)
+        steps = [count_step(dry, counts) for counts in largest_steps(config, model.max_model_len)]
+        activations, held, sampled = map(max, zip(*steps, strict=True))
+        if sampled:
+            logits, sampling, logprobs = held + item * rows * vocab_size, sampled - held, workspace(rows, vocab_size)
+        if cuda and captures_graphs(config):
+            graphs = GRAPHS + item * rows * sum(model.passed_sizes) + max(count_step(dry, [1] * rows))
+            graphs += piece_bytes(config, dry)
     plan = MemoryPlan(
         weights=count_bytes(model.owners()),
-        state=count_bytes([state]),
+        state=count_bytes([new_state(config, model, model.max_model_len, rows, "meta")]),
         states=4 * model.state_size * (rows + count_snapshots(config, model)),
         activations=activations,
         logits=logits,
         sampling=sampling,
         logprobs=logprobs,
-        graphs=graphs if cuda and captures_graphs(config) else 0,
+        graphs=graphs,
         context=CONTEXT + NCCL * (model.group.world_size > 1 or shares_experts(model.group)) if cuda else 0,
-        block=model.layout.size * config.block_size * dtype.itemsize,
+        block=model.layout.size * config.block_size * item,
     )
     return replace(plan, fragments=FRAGMENTS + plan.step // 4) if cuda else plan
 
@@ -201,11 +198,7 @@ def split_layers(config: EngineConfig, model: Transformer) -> list[range]:
 def stage_layers(
     config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype
 ) -> list[range | None]:
-    """The layers of each pipeline stage; None where one stage has all of them.
-
-    Raises:
-        ValueError: see `split_layers`.
-    """
+    """The layers of each pipeline stage; None where one stage has all of them. Raises what `split_layers` does."""
     with torch.device("meta"):
         whole = Transformer(model_config, ops, "meta", dtype, 2, Group())
     found = split_layers(config, whole)
@@ -245,18 +238,19 @@ def piece_sizes(config: EngineConfig, model: Transformer) -> list[int]:
     return [size for size in PIECE_SIZES if size <= config.token_budget]
 
 
-def piece_bytes(config: EngineConfig, model: Transformer) -> int:
+def piece_bytes(config: EngineConfig, dry: Worker) -> int:
     """What these graphs keep: their tensors, those in which they meet attentions, and what CUDA has of each graph."""
-    if not (sizes := piece_sizes(config, model)):
+    if not (sizes := piece_sizes(config, dry.model)):
         return 0
-    c, most, parts = model.config, sizes[-1], [layer.attention for layer in model.layers]
+    model, most, parts = dry.model, sizes[-1], [layer.attention for layer in dry.model.layers]
+    c = model.config
     queries = {
         part.heads * (c.head_dim if c.latent else dim) for part, (_, dim) in zip(parts, c.kv_shapes, strict=True)
     }
     shared = c.hidden_size + sum(queries) + sum({part.width for part in parts})
     inputs = 8 + 2 * 4 + 8 * len(model.layout.windows)
     graphs = len(sizes) * (len(parts) + 1)
-    return most * (model.dtype.itemsize * shared + inputs) + step_bytes(config, model, most)[0] + graphs * PIECE
+    return most * (model.dtype.itemsize * shared + inputs) + count_step(dry, [most])[0] + graphs * PIECE
 
 
 def count_bytes(owners: Iterable[object]) -> int:
@@ -274,114 +268,15 @@ def largest_step(config: EngineConfig, max_model_len: int) -> int:
     return min(most, config.max_num_seqs * max_model_len)
 
 
-def step_bytes(config: EngineConfig, model: Transformer, tokens: int, decode: bool = False) -> tuple[int, int]:
-    """The most bytes that are alive in a step of `tokens`, before it has logits and with them, without workspaces.
-
-    The step has `max_num_seqs` rows, or as many as tokens if these are fewer. In a step of decodes no row has more.
-    """
-    c, group, item = model.config, model.group.size, model.dtype.itemsize
-    t, r, h, kinds = tokens, min(tokens, config.max_num_seqs), c.hidden_size, len(model.layout.windows)
-    i = max(map(c.mlp_size, range(c.num_layers))) // group
-    # Each token has an id, a position and rows of RoPE's tables, and for each kind of layers a slot. Each row has five
-    # integers and, for each kind, its part of decode's work list. All of it lives until the next step's is made, so it
-    # is there twice.
-    rotation = sum(table.nbytes // len(table) for table in model.rotations)
-    kv_shapes = {(max(1, count // group), dim) for count, dim in c.kv_shapes}
-    inputs = t * (8 + 4 + 8 * kinds + rotation) + 4 * (r + 1) * (5 + kinds * (1 + max(kv_shapes)[0]))
-    # The residual and one more tensor of its size are always alive, and what attention gave, until a parallel MLP has
-    # been added to it. Beside them
-    # - attention has what `attention_bytes` says;
-    # - the MLP has gate, up and their product;
-    # - the matrix product after each of the two has its input and its output.
-    grown = any(rope.growth for rope in c.ropes)
-    attention = max(attention_bytes(model.num_heads, *shape, grown, item, t, r) for shape in kv_shapes)
-    q = model.num_heads * max(dim for _, dim in kv_shapes)
-    if model.row.out_gate:  # each element of the results has a gate, and is there twice while it goes through
-        attention = max(attention, item * t * 3 * q)
-    if c.delta:
-        attention = max(attention, delta_bytes(c.delta.share(group), h, item, t, config.batch_invariant or decode))
-    if c.latent:
-        length = -(-model.max_model_len // config.block_size) * config.block_size
-        context = min(max(CONTEXT_TOKENS, length), config.max_num_seqs * length)
-        context = 0 if config.batch_invariant else -1 if decode else context
-        at_once = heads_at_once(model.num_heads, c, model.max_model_len, item)
-        attention = latent_attention.workspace(c, model.num_heads, t, r, context, item, at_once, PROCESSORS)
-        attention += item * t * h  # what the MLP before it gave
-        q = model.num_heads * c.latent.v_dim
-    layer = max(attention, item * t * 3 * i, item * t * (max(q, i) + h), expert_bytes(c, model.group, item, t))
-    # For few rows our own products add up parts in float32, of at most 64 rows and 2^15 columns.
-    parts = 4 * 64 * 2**15 if config.batch_invariant else 0
-    layers = inputs + item * t * (3 if model.row.parallel else 2) * h + layer
-    # What each layer gets beside its hidden states lives through all layers, and three times as much while it is made.
-    given = item * t * c.num_layers * c.layer_input_size
-    layers = max(layers + given, inputs + item * t * h + 3 * given)
-    if c.experts and c.row.routing and c.row.routing.beside:  # what the dense MLP gave, and two norms
-        layers += item * t * 2 * h
-    # With several ranks there are this rank's share of the logits, the shares of all, the shares side by side, and that
-    # without the padding of the vocabulary. Later, the logits of rows that ask for log-probabilities are copied.
-    gathered = (3 * group + 1) * -(-c.vocab_size // group) if group > 1 else c.vocab_size
-    hidden = inputs + item * (t * h + r * h)
-    if config.pools:  # the pooled states in float32, and what a classification head makes of them
-        return max(2 * inputs, layers, inputs + item * t * h + 4 * r * (h + len(c.labels))) + parts, 0
-    return max(2 * inputs, layers, hidden + item * r * gathered) + parts, hidden + item * r * 2 * c.vocab_size + parts
-
-
-def expert_bytes(c: ModelConfig, group: Group, item: int, t: int) -> int:
-    """The most bytes that are alive in a layer of experts on each rank of `group`, for `t` tokens of its engine.
-
-    Each choice of an expert has its weight, its id and its place in their order, its intermediate layer, and what the
-    expert gave, in float32 until all choices of a token are added up. Beside them are the router's logits and the sum.
-    The shared expert comes later, with an MLP's tensors and its own result. Where engines share the experts, there are
-    the tokens of all of them, in the messages that bring them and out of these; see `ExpertGroup`.
-    """
-    e, ranks = c.experts, group.experts
-    if e is None:
-        return 0
-    engines, parts = (ranks.most, 1) if ranks else (1, group.size)
-    met = engines * t  # tokens
-    choices = met * e.top_k * (12 + item * e.size // parts)
-    shared = item * t * (3 * e.shared_size // group.size + c.hidden_size) if e.shared_size else 0
-    sent = (2 * met + t) * (item * c.hidden_size + 8 * e.top_k) if shares_experts(group) else 0
-    found = max(4 * met * e.top_k * c.hidden_size, shared)
-    return item * (t * e.count + met * c.hidden_size) + choices + sent + found
-
-
-def attention_bytes(heads: int, kv_heads: int, dim: int, grown: bool, item: int, tokens: int, rows: int) -> int:
-    """What a layer's attention has alive at once for `tokens`, up to `rows` of them decodes, in `item` bytes a number.
-
-    It has qkv and the rotated q (and that once more where it is `grown` by its position), then q, the results of
-    decodes and of other rows, and both joined. Before they are joined, the decodes have their pieces in float32, two
-    for each program.
-    """
-    q, kv = heads * dim, kv_heads * dim
-    pieces = 4 * max(2 * PROCESSORS, kv_heads) * 2 * (heads // kv_heads) * (dim + 1)
-    stored = item * tokens * ((3 if grown else 2) * q + 2 * kv)
-    return max(stored, item * tokens * q + max(2 * item * tokens * q, item * rows * q + pieces))
-
-
-def delta_bytes(delta: Delta, hidden: int, item: int, tokens: int, recurrent: bool) -> int:
-    """What a layer with the gated delta rule has alive at once for `tokens`, in `item` bytes a number.
-
-    It has what its one product gave, and q, k and v after the convolution. Beside these are the heads' results with the
-    workspace of the chunked form, where not all tokens are `recurrent`. Later there are these results, the normed ones,
-    and what the last product gave.
-    """
-    values = delta.value_heads * delta.value_dim
-    held = 2 * delta.channels + values + 2 * delta.value_heads
-    chunked = 0 if recurrent else delta.value_heads * (item * 2 * CHUNK + 4 * 4)
-    return tokens * (item * held + max(item * values + chunked, item * (2 * values + hidden)))
-
-
-def sample_bytes(vocab_size: int) -> int:
-    """Workspace of `ops.sample` for a row: its candidates, and figures about groups and chunks of the logits."""
-    chunk = min(4096, max(16, 1 << (vocab_size - 1).bit_length()))
-    chunks, groups = -(-vocab_size // chunk), -(-vocab_size // min(64, chunk))
-    return 8 * min(16384, chunks * chunk) + 16 * groups + 12 * chunks + 8
-
-
-def table_columns(config: EngineConfig, max_model_len: int) -> int:
-    """Blocks in each table of a sequence at full length, including those for its lookahead slots."""
-    return -(-(max_model_len + config.num_lookahead_slots) // config.block_size)
+def largest_steps(config: EngineConfig, max_model_len: int) -> list[list[int]]:
+    """How many tokens each row has in the steps that may take the most: in that of the fewest rows, and in one with as
+    many decodes as there may be."""
+    tokens = largest_step(config, max_model_len)
+    most = min(tokens, config.max_num_seqs) - -(-tokens // max_model_len)
+    return [
+        [1] * decodes + [min(max_model_len, tokens - begin) for begin in range(decodes, tokens, max_model_len)]
+        for decodes in {0, most}
+    ]
 
 
 def blocks_per_seq(config: EngineConfig, windows: Sequence[int], length: int) -> int:
@@ -446,9 +341,9 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         count = plan.states // (4 * model.state_size) - rows
         size = f"{4 * model.state_size / MIB:,.1f} MiB each"
         yield line("recurrent states", plan.states, f"{rows:,} of sequences and {count:,} of cached prefixes, {size}")
-    if config.pools:
+    if plan.activations and config.pools:
         yield line("largest step", plan.step, f"of {largest_step(config, max_model_len):,} tokens")
-    else:
+    elif plan.activations:
         more = "the larger of activations, and logits with the larger of their workspaces"
         yield line("largest step", plan.step, more)
         yield line("  activations", plan.activations, f"of {largest_step(config, max_model_len):,} tokens")
@@ -492,12 +387,8 @@ def plan_stage(
     Raises:
         ValueError: the recurrent states do not fit.
     """
-    with torch.device("meta"):  # for tensors that are made without a device
-        group = Group(0, config.tensor_parallel_size, experts=ExpertGroup.of(config), pipeline=pipeline)
-        model = Transformer(model_config, ops, "meta", dtype, max_model_len, group)
-    vocab_size, columns = 0 if config.pools else model_config.vocab_size, table_columns(config, max_model_len)
-    sizes = config.max_num_seqs, max_model_len, columns, config.block_size, vocab_size
-    plan = plan_memory(config, model, BatchState(*sizes, "meta", len(model.layout.windows)), total > 0)
+    model = dry_model(config, model_config, ops, dtype, max_model_len, pipeline)
+    plan = plan_memory(config, model, total > 0)
     if total:
         budget = int(total * config.gpu_memory_utilization)
         where = f"in {budget / 2**30:,.1f} of a GPU's {total / 2**30:,.1f} GiB"

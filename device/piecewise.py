@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from layers import Attention, Cut
-from layers import Batch as Batch
+from layers import Attention, Batch, Cut
 from model import Transformer
 
 
@@ -23,9 +22,9 @@ class GraphPiece(NamedTuple):
 
 
 class PiecewiseGraphs:
-    """A forward pass without its attentions, as CUDA graphs, for small steps that no graph of a decode step serves.
+    """A forward pass without its attentions, as CUDA graphs.
 
-    Such a step launches a dozen kernels in each layer, and a GPU has done them before Python has launched the next
+    A small step launches a dozen kernels in each layer, and a GPU has done them before Python has launched the next
     ones. Only attention depends on how tokens are divided into rows. So the pass is cut there, as in vLLM's piecewise
     CUDA graphs: attentions are launched one by one, and what lies between two of them is a graph. Steps are padded to
     the next of a few numbers of tokens, for which there are graphs.

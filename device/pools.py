@@ -64,12 +64,8 @@ def new_host_states(start: Start) -> torch.Tensor:
     if not size:
         return torch.empty(0, 0)
     count = min(host_bytes(start) // 2 // size, config.max_num_seqs) if config.preemption_mode != "recompute" else 0
-    if config.num_host_states is not None:
-        count = config.num_host_states
-    count = start.group.min(count)
-    states = new_host(start, count, (start.model.state_size,), torch.float32, "recurrent states")
-    if config.num_host_states is not None and len(states) < count:  # the scheduler counts on them already
-        raise ValueError(f"num_host_states is {count}; the system lets {len(states)} of them be pinned")
+    shape = (start.model.state_size,)
+    states = new_host(start, "num_host_states", count, shape, torch.float32, "recurrent states")
     if config.preemption_mode == "swap" and not len(states):
         size *= 2 * start.group.local_size
         raise ValueError(f"swap_space is {swap_space(start)} GiB; twice a recurrent state takes {size} bytes")
@@ -85,37 +81,39 @@ def new_host_pool(start: Start, states: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: preemption by swap is asked for, and not one block fits.
     """
-    config, cuda = start.config, start.device == "cuda"
+    config = start.config
     useful = config.preemption_mode != "recompute" or config.enable_prefix_caching
     space = max(0, host_bytes(start) - states.nbytes) if useful else 0
     count = min(space // start.memory.block, MAX_HOST_POOLS * start.num_blocks)
-    if not cuda:  # cached prefixes that fill gigabytes of the same memory would look like a leak
+    if start.device == "cpu":  # cached prefixes that fill gigabytes of the same memory would look like a leak
         count = min(count, start.blocks_per_seq() * config.max_num_seqs)
-    if config.num_host_blocks is not None:
-        count = config.num_host_blocks
-    count = start.group.min(count)
-    pool = new_host(start, count, start.block_shape(), start.model.dtype, "blocks")
-    if config.num_host_blocks is not None and len(pool) < count:  # the scheduler counts on them already
-        raise ValueError(f"num_host_blocks is {count}; the system lets {len(pool)} of them be pinned")
+    pool = new_host(start, "num_host_blocks", count, start.block_shape(), start.model.dtype, "blocks")
     if config.preemption_mode == "swap" and not len(pool):
         size = start.memory.block * start.group.local_size
         raise ValueError(f"swap_space is {swap_space(start)} GiB; one KV block takes {size} bytes")
     return pool
 
 
-def new_host(start: Start, count: int, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> torch.Tensor:
-    """Memory of the host [count, *shape], pinned beside a GPU, for so many of `what`; all ranks have as many."""
-    cuda = start.device == "cuda"
-    pool = pinned(count, shape, dtype, what) if cuda else torch.empty(count, *shape, dtype=dtype)
-    return pool[: start.group.min(len(pool))]  # another rank may have got less
+def new_host(
+    start: Start, option: str, count: int, shape: tuple[int, ...], dtype: torch.dtype, what: str
+) -> torch.Tensor:
+    """Memory of the host [count, *shape], pinned beside a GPU, for so many of `what`, or for as many as an option says.
+    All ranks have as many.
+
+    Raises:
+        ValueError: there are fewer than the option says; the scheduler counts on them already.
+    """
+    asked: int | None = getattr(start.config, option)
+    count = start.group.min(count if asked is None else asked)
+    pool = pinned(count, shape, dtype, what) if start.device == "cuda" else torch.empty(count, *shape, dtype=dtype)
+    pool = pool[: start.group.min(len(pool))]  # another rank may have got less
+    if asked is not None and len(pool) < count:
+        raise ValueError(f"{option} is {count}; the system lets {len(pool)} of them be pinned")
+    return pool
 
 
 def count_blocks(start: Start) -> int:
-    """How many blocks the KV pool has: as many as fit on every rank, but no more than all sequences can use.
-
-    Raises:
-        ValueError: they do not hold one request of `max_model_len`, and the user asked for that length.
-    """
+    """How many blocks the KV pool has: as many as fit on every rank, within what `fit_pool` says; raises as that."""
     asked = start.config.num_gpu_blocks_override
     fits = asked or start.group.min(free_bytes(start) // start.memory.block)
     count, start.max_model_len = fit_pool(start.config, start.model.layout.windows, fits, start.max_model_len)
@@ -145,7 +143,7 @@ def profile(start: Start) -> int:
     count = min(tokens // length, config.max_num_seqs)
     pool = start.new_pool(1)
     states = start.new_states(count)
-    worker = KeptWorker(start, pool, pool[:0], states, states[:0], start.new_state(count))
+    worker = KeptWorker(start, (pool, pool[:0], states, states[:0]), start.new_state(count))
     blocks = [[0] * -(-length // config.block_size)] * len(model.layout.windows)
     held = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()

@@ -8,6 +8,7 @@ does the same arithmetic without a device.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from cpu import machine
 from cpu import weights as cpu_weights
 from cpu.compiled import Builder, compile_ops, has_compiler, multiply_job
 from device.compile_guard import CompileGuard, check_compiler
+from device.dry_run import new_state
 from device.loader import checkpoint_files, fill_dummy, load_weights
 from device.memory import (
     CPU_KV_SHARE,
@@ -36,7 +38,6 @@ from device.memory import (
     report,
     settle_tokens,
     stage_layers,
-    table_columns,
 )
 from device.pools import count_blocks, fit_states, new_host_pool, new_host_states
 from device.upkeep import KeptWorker
@@ -78,7 +79,7 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0,
                 rehearse(start)
     with start.phase("KV pool"):
         start.num_blocks = count_blocks(start)
-        worker = new_worker(start)
+        worker = worker_with_pools(start)
     experts, pipeline = start.group.experts, start.group.pipeline
     if experts:
         experts.connect(start.config.expert_rendezvous, start.device, start.config.startup_timeout)
@@ -158,8 +159,7 @@ class Start:
         model = Transformer(self.model_config, self.ops, self.device, self.dtype, self.max_model_len, self.group)
         self.model, self.parameters = model, model.parameters()
         self.fill(config.weights)
-        state = self.new_state(config.max_num_seqs, "meta")
-        self.memory = plan_memory(config, model, state, self.device == "cuda")
+        self.memory = plan_memory(config, model, self.device == "cuda")
         self.num_parameters = model.num_parameters()
         if self.device == "cpu":
             small = self.num_parameters * model.dtype.itemsize < cpu_weights.SMALL
@@ -175,7 +175,7 @@ class Start:
             load_weights(self.model, source or self.config.folder, wanted=self.parameters)
 
     def arrange(self, files: list[str]) -> None:
-        """Give the weights the layouts that this device is fast with; of the `files` see `cpu.prepare`."""
+        """Give the weights the layouts that this device is fast with; of the `files` see `cpu.weights.prepare`."""
         config, model = self.config, self.model
         if self.ops.BACKEND == "cpu":
             rows = "both" if config.compile else "one" if config.max_num_seqs == 1 else "several"
@@ -185,13 +185,8 @@ class Start:
                 multiplied = self.builder.ask(multiply_job())
             self.parameters = {}
             self.greedy_head = cpu_weights.prepare(model, rows, files, multiplied)
-        else:
-            self.pack(model)
-
-    def pack(self, model: Transformer) -> None:
-        """With `batch_invariant` our kernels do the products: a library's rounding depends on the number of rows."""
-        if self.config.batch_invariant and self.ops.BACKEND == "triton":
-            model.be_batch_invariant()
+        elif config.batch_invariant and self.ops.BACKEND == "triton":
+            model.be_batch_invariant()  # a library's rounding depends on the number of rows
 
     def block_shape(self) -> tuple[int, ...]:
         """The shape of one block. Its layers lie together, so that copying or swapping it is one contiguous move."""
@@ -211,26 +206,23 @@ class Start:
             return machine.zeros(shape, torch.float32)
         return torch.zeros(shape, device=self.device)
 
-    def new_state(self, slots: int, device: str = "") -> BatchState:
-        """The batch state of `slots` sequences, on this worker's device or on another one."""
-        c, vocab_size = self.config, 0 if self.config.pools else self.model_config.vocab_size
-        columns, kinds = table_columns(c, self.max_model_len), len(self.model.layout.windows)
-        device = device or self.device
-        writes = cpu_weights.DirectWrites if device == "cpu" else None
-        return BatchState(slots, self.max_model_len, columns, c.block_size, vocab_size, device, kinds, writes)
+    def new_state(self, slots: int) -> BatchState:
+        """The batch state of `slots` sequences, on this worker's device."""
+        writes = cpu_weights.DirectWrites if self.device == "cpu" else None
+        return new_state(self.config, self.model, self.max_model_len, slots, self.device, writes)
 
     def blocks_per_seq(self) -> int:
         """Blocks of a sequence at full length; see device/memory.py."""
         return blocks_per_seq(self.config, self.model.layout.windows, self.max_model_len)
 
 
-def new_worker(start: Start) -> KeptWorker:
+def worker_with_pools(start: Start) -> KeptWorker:
     """A worker with all its pools. It is not warmed up yet."""
     rows = start.config.max_num_seqs
     pool, states = start.new_pool(start.num_blocks), start.new_states(rows + start.num_snapshots)
     host_states = new_host_states(start)
     host_pool = new_host_pool(start, host_states)
-    return KeptWorker(start, pool, host_pool, states, host_states, start.new_state(rows))
+    return KeptWorker(start, (pool, host_pool, states, host_states), start.new_state(rows))
 
 
 def facts(
@@ -316,7 +308,7 @@ def pick_dtype(asked: str, checkpoint: str, device: str) -> torch.dtype:
 
 
 def pick_ops(backend: str, device: str) -> ModuleType:
-    """The one place where the ops are chosen: `kernels`, `cpu_ops` or `reference`.
+    """The one place where the ops are chosen: `kernels`, `cpu.ops` or `reference`.
 
     Raises:
         ValueError: the backend does not run on this device.
@@ -332,9 +324,9 @@ def pick_ops(backend: str, device: str) -> ModuleType:
     if backend == "cpu":
         if device != "cpu":
             raise ValueError(f"backend is 'cpu'; the device is {device}, where it must be triton or reference")
-        from cpu import ops as cpu_ops
+        import cpu.ops
 
-        return cpu_ops
+        return cpu.ops
     import reference
 
     return reference
@@ -382,11 +374,15 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
     config, model_config = settle(settle_tokens(config, total), model_config)
     max_model_len = check_sizes(config, model_config, device)
     dtype = pick_dtype(config.dtype, model_config.dtype, device)
-    import reference  # its shapes are every backend's
-
-    stages = stage_layers(config, model_config, reference, dtype)
+    try:
+        ops = importlib.import_module("kernels")
+    except ImportError:
+        if total:
+            raise ValueError("the plan of a GPU is made with its kernels, which need Triton; there is none") from None
+        ops = importlib.import_module("reference")
+    stages = stage_layers(config, model_config, ops, dtype)
     pipelines = [Pipeline(i, len(stages), layers) for i, layers in enumerate(stages)]
-    plans = [plan_stage(config, model_config, reference, dtype, max_model_len, stage, total) for stage in pipelines]
+    plans = [plan_stage(config, model_config, ops, dtype, max_model_len, stage, total) for stage in pipelines]
     model, plan, room, where = min(plans, key=lambda found: found[2] // found[1].block)
     for line in report(config, model, plan, room, where):
         print(line)

@@ -22,7 +22,7 @@ import torch
 
 from batch_state import BatchState
 from cpu import machine
-from device.loader import check_weights
+from device.loader import checkpoint_files, find_weights
 from device.warmup import capture
 from model import Transformer
 from models.logprobs import LogprobGatherer
@@ -34,30 +34,23 @@ from worker import Worker
 if TYPE_CHECKING:
     from device.startup import Start
 
+Pools = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 class KeptWorker(Worker):
     """A worker, with what has made it ready, which is needed again where memory or weights change.
 
     Args:
-        startup: what its start has made; it does not refer to this worker.
-        pool, host_pool, states, host_states, state: see `Worker`.
+        start: what its start has made; it does not refer to this worker.
+        pools: `pool`, `host_pool`, `states` and `host_states` of `Worker`.
     """
 
-    def __init__(
-        self,
-        startup: Start,
-        pool: torch.Tensor,
-        host_pool: torch.Tensor,
-        states: torch.Tensor,
-        host_states: torch.Tensor,
-        state: BatchState,
-    ):
-        pools = pool, host_pool, states, host_states
-        config, model = startup.config, startup.model
+    def __init__(self, start: Start, pools: Pools, state: BatchState):
+        config, model = start.config, start.model
         gatherer = LogprobGatherer(model.ops, model.config.vocab_size, config.max_num_seqs)
-        watch = startup.guard.watch if startup.guard else contextlib.nullcontext
-        super().__init__(config, model, *pools, state, gatherer, Pooler.of(config, model), startup.greedy_head, watch)
-        self.startup, self.lengths = startup, [*map(len, pools)]
+        watch = start.guard.watch if start.guard else contextlib.nullcontext
+        super().__init__(config, model, *pools, state, gatherer, Pooler.of(config, model), start.greedy_head, watch)
+        self.start, self.lengths = start, [*map(len, pools)]
         self.asleep: set[str] = set()
         self.packed = self.ops.BACKEND == "cpu"  # whether weights have layouts other than the checkpoint's
         self.dropped = False  # whether there are no weights
@@ -76,7 +69,7 @@ class KeptWorker(Worker):
             self.pool, self.states = self.pool[:1].clone(), self.states[:0].clone()  # a block's size may be asked for
             if self.device == "cpu":  # what is pinned beside a GPU stays
                 self.host_pool, self.host_states = self.host_pool[:0].clone(), self.host_states[:0].clone()
-            self.state = self.startup.new_state(1)
+            self.state = self.start.new_state(1)
             self.sampled = Sampled(self.state)
         if level == 2:
             self.drop_weights()
@@ -102,25 +95,20 @@ class KeptWorker(Worker):
         if KV_CACHE in tags and KV_CACHE in self.asleep:
             self.new_pools()
         self.asleep -= set(tags)
-        if not self.asleep:
-            self.capture()
+        if not self.asleep and self.graph_sizes:
+            with self.watch():
+                capture(self.start, self)
 
     def new_pools(self) -> None:
         """Make the pools and the batch state as they were at the start."""
-        startup, (blocks, host_blocks, rows, host_rows) = self.startup, self.lengths
-        self.pool, self.states = startup.new_pool(blocks), startup.new_states(rows)
+        start, (blocks, host_blocks, rows, host_rows) = self.start, self.lengths
+        self.pool, self.states = start.new_pool(blocks), start.new_states(rows)
         if self.device == "cpu":
-            self.host_pool = torch.empty(host_blocks, *startup.block_shape(), dtype=startup.model.dtype)
-            self.host_states = torch.empty(host_rows, startup.model.state_size)
-        self.state = startup.new_state(self.config.max_num_seqs)
+            self.host_pool = torch.empty(host_blocks, *start.block_shape(), dtype=start.model.dtype)
+            self.host_states = torch.empty(host_rows, start.model.state_size)
+        self.state = start.new_state(self.config.max_num_seqs)
         self.sampled = Sampled(self.state)
         self.sanitize()
-
-    def capture(self) -> None:
-        """Capture the CUDA graphs again, if there were some."""
-        if self.graph_sizes:
-            with self.watch():
-                capture(self.startup, self)
 
     def give_back(self) -> None:
         """Give the system what torch and malloc keep for later."""
@@ -137,13 +125,13 @@ class KeptWorker(Worker):
         if not self.packed:
             self.empty(keep=False)
         else:
-            self.model = self.startup.model = self.new_model()
-            self.greedy_head = self.startup.greedy_head = None
+            self.model = self.start.model = self.new_model()
+            self.greedy_head = self.start.greedy_head = None
 
     def empty(self, keep: bool) -> None:
         """Take the memory of plain weights away, and `keep` a copy on the host, or none."""
         if not self.emptied:
-            targets = [piece.target for part in self.startup.parameters.values() for piece in part.pieces]
+            targets = [piece.target for part in self.start.parameters.values() for piece in part.pieces]
             storages = {storage.data_ptr(): storage for storage in (target.untyped_storage() for target in targets)}
             self.emptied = [(storage, storage.nbytes(), None) for storage in storages.values()]
         for i, (storage, size, _) in enumerate(self.emptied):
@@ -157,17 +145,14 @@ class KeptWorker(Worker):
 
     def new_model(self) -> Transformer:
         """A model of the same shape, on a GPU without memory. On a CPU its weights take none until they are written."""
-        s, device = self.startup, "meta" if self.device == "cuda" else self.device
+        s, device = self.start, "meta" if self.device == "cuda" else self.device
         with torch.device(device):  # for tensors that are made without a device
             return Transformer(s.model_config, s.ops, device, self.model.dtype, self.model.max_model_len, s.group)
 
     def check_weights(self, source: str) -> None:
-        """Check whether `load_weights` could take the source, by the headers of its files. Nothing changes.
-
-        Raises:
-            ValueError: a file is missing or damaged, or a tensor is missing, surplus, misshapen or of another dtype.
-        """
-        check_weights(self.new_model(), source)
+        """Check whether `load_weights` could take the source, by the headers of its files; raises as `find_weights`."""
+        model = self.new_model()
+        find_weights(model, source, checkpoint_files(source), model.parameters())
 
     def load_weights(self, source: str) -> None:
         """Replace the weights by those of a folder or a safetensors file; "" means those of the start.
@@ -175,20 +160,20 @@ class KeptWorker(Worker):
         Raises:
             ValueError: see `check_weights`, or a tensor is not finite. Then some of the weights are new.
         """
-        startup = self.startup
+        start = self.start
         if not self.packed:
             for storage, size, _ in self.emptied:
                 storage.resize_(size)
             self.emptied.clear()
-            startup.fill(source)
+            start.fill(source)
         else:
             self.drop_weights()  # first, so that the old and the new ones never take memory at once
             self.give_back()
-            startup.parameters = self.model.parameters()
-            startup.fill(source)
+            start.parameters = self.model.parameters()
+            start.fill(source)
             # The embeddings are not served from the mapped files, because whoever updates weights writes files anew.
-            startup.arrange([])
-            self.greedy_head = startup.greedy_head
+            start.arrange([])
+            self.greedy_head = start.greedy_head
         self.dropped = False
         self.asleep.discard(WEIGHTS)
         self.give_back()

@@ -10,13 +10,9 @@ import torch
 from tqdm import tqdm
 
 from cpu import machine
+from device.dry_run import dry_worker
 from device.memory import captures_graphs, piece_sizes
 from device.piecewise import PiecewiseGraphs
-from model import Transformer
-from models.expert_ranks import ExpertGroup
-from models.logprobs import LogprobGatherer
-from models.pooled import Pooler
-from parallel import Group
 from plan import NewRow, StepPlan
 from sampling_params import PoolingParams
 from worker import Worker
@@ -26,37 +22,27 @@ if TYPE_CHECKING:
 
 
 def rehearse(start: Start) -> None:
-    """Launch what `warm_up` will launch, on a twin without memory, so that all kernels compile at the same time."""
+    """Launch what `warm_up` will launch, on a worker without memory, so that all kernels compile at the same time."""
     assert start.guard
     config, ops = start.config, start.ops
     with torch.inference_mode(), torch.device("meta"):
-        group, dtype = Group(0, start.group.size, experts=ExpertGroup.of(config)), start.model.dtype
-        group.pipeline = start.group.pipeline
-        model = Transformer(start.model_config, ops, "meta", dtype, start.max_model_len, group)
-        start.pack(model)
         pairs, staged = torch.empty(1, 2, dtype=torch.int64), torch.empty(8, dtype=torch.int32)
-        pool = torch.empty(2, *start.block_shape(), dtype=dtype)
-        states = torch.empty(2, model.state_size)
-        state = start.new_state(config.max_num_seqs, "meta")
-        gatherer = LogprobGatherer(ops, model.config.vocab_size, config.max_num_seqs)
-        twin = Worker(config, model, pool, pool, states, states, state, gatherer, Pooler.of(config, model))
+        dry = dry_worker(config, start.model, ops)
+        model, last = dry.model, dry.pipeline.last
         with start.guard.rehearse(threads=max(1, machine.available_cores() // start.sharers)):
-            ops.apply_writes(twin.state.words, staged, 1)
-            if config.pools:
-                for count, length in (warm_up_prompts(start), (1, 1)):
-                    shape = twin.shape_of(np.full(count, length), np.ones(count, dtype=bool))
-                    twin.forward(shape, incoming=twin.receive(shape, StepPlan(0)))
-                return
+            ops.apply_writes(dry.state.words, staged, 1)
             for adjusted in (True, False):
                 for count, length in (warm_up_prompts(start), (1, 1)):
-                    shape = twin.shape_of(np.full(count, length), np.ones(count, dtype=bool))
+                    shape = dry.shape_of(np.full(count, length), np.ones(count, dtype=bool))
                     shape = shape._replace(adjusted=adjusted)
-                    logits, news = twin.forward(shape, incoming=twin.receive(shape, StepPlan(0)))
-                    if group.pipeline.last:
+                    logits, news = dry.forward(shape, incoming=dry.receive(shape, StepPlan(0)))
+                    if last and not config.pools:
                         ops.logprobs(logits, news[0].long(), int(adjusted))
-            if group.pipeline.last:
-                model.logits(torch.empty(config.max_num_seqs, start.model_config.hidden_size, dtype=dtype))
-            for moved in (pool, states) if model.state_size else (pool,):
+            if config.pools:
+                return
+            if last:
+                model.logits(torch.empty(config.max_num_seqs, model.config.hidden_size, dtype=model.dtype))
+            for moved in (dry.pool, dry.states) if model.state_size else (dry.pool,):
                 ops.copy_blocks(moved, pairs)
                 ops.swap_blocks(moved, moved, pairs)
 

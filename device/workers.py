@@ -23,7 +23,7 @@ from plan import TAGS, WEIGHTS, CallError, Kwargs, Method
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds before workers that did not come up are started again; it doubles
 
 
-def check_weights(config: EngineConfig) -> None:
+def check_reloadable(config: EngineConfig) -> None:
     """Check that weights which were updated can be loaded once more as they were.
 
     Raises:
@@ -43,7 +43,7 @@ class Workers:
         executor: has them.
         config: the engine's options, with what the workers have chosen where the options left it open.
         facts: what the workers have measured and chosen; successors keep these sizes.
-        start_over: gives up the steps that run, and returns how many requests go on; see `Scheduler.start_over`.
+        start_over: gives up the steps that run, and returns how many requests go on; it is in core.py.
 
     Attributes:
         config: the options with which successors start; the weights among them change.
@@ -85,11 +85,7 @@ class Workers:
             self.replace(error)
 
     def replace(self, error: WorkerError) -> None:
-        """Start the workers anew, as they were.
-
-        Raises:
-            WorkerError: they have not come up in `max_worker_restarts` times.
-        """
+        """Start the workers anew, as they were; raises what `restart` does."""
         cause = None if isinstance(error, BlamelessError) else str(error)
         begun = time.monotonic()
         live = self.start_over(True, cause)
@@ -105,7 +101,7 @@ class Workers:
         """
         config = dataclasses.replace(self.config, **self.sizes)
         try:
-            check_weights(config)
+            check_reloadable(config)
         except ValueError as changed:
             raise WorkerError(f"{error}; new workers cannot have their weights: {changed}") from error
         most, pause = self.config.max_worker_restarts, 0.0
@@ -224,7 +220,7 @@ class Workers:
         if not (waking := [tag for tag in self.asleep if tag in tags]):
             return
         if WEIGHTS in waking and self.level == 2:
-            check_weights(self.config)
+            check_reloadable(self.config)
         self.call("wake_up", waking, self.config.weights)
         self._awake(*waking)
 
@@ -271,7 +267,7 @@ class Workers:
     def _restore(self, error: ValueError) -> None:
         """Loading has failed in its midst: bring the old weights back."""
         try:
-            check_weights(self.config)
+            check_reloadable(self.config)
             self.call("load_weights", self.config.weights)
         except ValueError as failure:
             self.lost = f"weights are neither the new ones ({error}) nor the old ones ({failure})"

@@ -63,40 +63,6 @@ def head_numbers(c: ModelConfig) -> int:
     return 2 * c.head_dim + c.latent.nope_dim + c.latent.v_dim
 
 
-def workspace(
-    c: ModelConfig, heads: int, tokens: int, decodes: int, context: int, itemsize: int, at_once: int, processors: int
-) -> int:
-    """The most bytes that a layer's latent attention takes at a time for a step, its queries and results included.
-
-    Args:
-        c: the model's shape. heads: of this rank.
-        tokens: of the step. decodes: the most rows of one token.
-        context: the most tokens whose keys and values are made together; 0 where the absorbed form serves all rows, and
-            -1 where all rows have one token.
-        itemsize: bytes of a number. at_once: see `heads_at_once`. processors: of the device.
-    """
-    latent = c.latent
-    assert latent
-    width, rank, q_size = latent.width, latent.kv_rank, heads * c.head_dim
-    # First there are the latents of keys, those of queries before and after their norm, and the queries.
-    begun = tokens * (width + max(2 * latent.q_rank, latent.q_rank + q_size))
-    # Decodes have absorbed queries, sums of latents, and pieces of these in float32, two for each program.
-    most = 16 if itemsize == 4 else 64
-    tiles = next(n for n in range(-(-heads // most), heads + 1) if heads % n == 0)
-    programs = max(tiles, (2 if heads // tiles <= 16 else 1) * processors)
-    decode = itemsize * decodes * heads * (width + rank) + 4 * programs * 2 * (heads // tiles) * (rank + 1)
-    longer = 0
-    if context > 0:  # gathered latents, the product, its pages, and the queries and results of some heads
-        longer = context * (width + at_once * head_numbers(c)) + 2 * tokens * at_once * c.head_dim
-    elif (
-        context == 0
-    ):  # of some heads the queries, a part of them, the absorbed queries and how these came about, or the results
-        longer = tokens * absorbed_heads(heads) * (c.head_dim + latent.nope_dim + width + rank)
-    return max(
-        itemsize * begun, itemsize * tokens * heads * (c.head_dim + latent.v_dim) + max(decode, itemsize * longer)
-    )
-
-
 class LatentAttention(Attention):
     """Latent attention of some layer, with the heads of this rank. Every rank has the latents of all tokens.
 

@@ -1,4 +1,4 @@
-"""Files that only diagnose: where one takes no more, the engine says so once and goes on."""
+"""Files that only diagnose."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from observe.logs import logger
 
 
 class DiagnosticFile:
-    """A file in which the engine tells about itself. Where it takes no more, that is said once, and ends nothing else.
+    """A file in which the engine tells about itself. If writing fails, that is logged once, and the engine goes on.
 
     Args:
         option: that asks for it.

@@ -13,18 +13,15 @@ class WatchedBlockManager(BlockManager):
     """Notes in `freed`, for the KV sanitizer, which blocks lose their last reference or what they hold."""
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """As `BlockManager.allocate`; cached blocks that it takes lose what they hold."""
         self._drop(islice(self.idle, num_blocks))
         return super().allocate(num_blocks)
 
     def free(self, blocks: Ints[int]) -> None:
-        """As `BlockManager.free`."""
         super().free(blocks)
         idle = (block for block in blocks if block >= 0 and self.ref_counts[block] == 0)
         self.freed += [(block, self.hashes[block] is not None) for block in idle]
 
     def reset_prefix_cache(self) -> None:
-        """As `BlockManager.reset_prefix_cache`; all cached blocks lose what they hold."""
         self._drop(self.idle)
         super().reset_prefix_cache()
 

@@ -1,7 +1,7 @@
 """What came to the scheduler and what it decided, in lines of JSON; and a replay that must decide the same.
 
-    python server.py --log-scheduler steps.jsonl        writes the journal
-    python -m observe.journal steps.jsonl                       makes every decision again, and stops where one differs
+    python server.py --log-scheduler steps.jsonl    writes the journal
+    python -m observe.journal steps.jsonl           makes every decision again, and stops where one differs
 
 A step has two lines, one for its plan and one for its result; the next plan may come between them.
 The scheduler is a function of the events and results that come to it, so a journal from somebody else's machine is a
@@ -27,23 +27,23 @@ from sequence import Request, SequenceGroup
 
 
 class Journal(Observer):
-    """Writes the journal of one scheduler.
+    """Writes the journal of a scheduler, and is its clock.
 
     Args:
         path: of the file, which is replaced.
-        config: the engine's options.
-        sizes: the scheduler's further arguments, by name.
+        sizes: the scheduler's arguments beside the engine's options, by name.
 
     Raises:
         ValueError: there can be no such file.
     """
 
-    def __init__(self, path: str, config: EngineConfig, sizes: dict[str, Any]):
+    def __init__(self, path: str, sizes: dict[str, Any], scheduler: Scheduler):
+        self.scheduler, scheduler.clock = scheduler, self.clock
         self.file = DiagnosticFile("log_scheduler", path)
         self.events: list[list[Any]] = []  # what came since the latest line, oldest first
         self.start = time.monotonic()
         self.now = 0.0
-        self._write({"config": dataclasses.asdict(config), "sizes": sizes})
+        self._write({"config": dataclasses.asdict(scheduler.config), "sizes": sizes})
 
     def clock(self) -> float:
         """Seconds since the start, standing still within a step, so that a replay sees the same time."""
@@ -54,26 +54,22 @@ class Journal(Observer):
         self.now = time.monotonic() - self.start
 
     def added(self, request: Request) -> None:
-        """Note a request that was accepted."""
         r, params = request, dataclasses.asdict(request.params)
         pooling = None if r.pooling is None else dataclasses.asdict(r.pooling)
         self.events.append(["add", self.now, r.request_id, r.prompt, params, r.salt, r.priority, r.client, pooling])
 
     def aborted(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        """Note a request that was given up, or one sample of it."""
         self.events.append(["abort", self.now, request_id, index, reason])
 
     def late(self, groups: Collection[SequenceGroup]) -> None:
-        """Note who cannot go on in the next step, because what may come next there is not known yet."""
         self.events.append(["late", self.now, [[group.request.request_id, group.index] for group in groups]])
 
     def reset_prefix_cache(self) -> None:
-        """Note that all cached prefixes were forgotten."""
         self.events.append(["reset_prefix_cache", self.now])
 
-    def planned(self, plan: StepPlan, scheduler: Scheduler) -> None:
+    def planned(self, plan: StepPlan) -> None:
         """Note a plan: who runs with how many tokens, who was preempted, why the next in line did not come in."""
-        self._note({"step": plan.step, **decisions(scheduler)})
+        self._note({"step": plan.step, **decisions(self.scheduler)})
 
     def landed(self, result: StepResult) -> None:
         """Note what the oldest step in flight brought; the clock goes on to now, for the scheduler to time the step."""
@@ -86,7 +82,6 @@ class Journal(Observer):
         self._note({"landed": result.step} | news)
 
     def started_over(self, lost: bool, cause: str | None) -> None:
-        """Note that the steps in flight brought no result, and that all tokens are computed again."""
         self._note({"start_over": [lost, cause]})
 
     def _note(self, line: dict[str, Any]) -> None:
@@ -99,7 +94,7 @@ class Journal(Observer):
 
 
 def decisions(scheduler: Scheduler) -> dict[str, Any]:
-    """What the scheduler's latest step decided, in JSON's types."""
+    """What the scheduler decided in its latest step, in JSON's types."""
     flight = scheduler.in_flight[-1]
     plan = flight.plan
     moves = [plan.swap_out, plan.swap_in, plan.copies]

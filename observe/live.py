@@ -44,7 +44,6 @@ class Recorder(Observer):
     """Notes the steps of one engine while somebody watches, and tells what there is to see.
 
     Args:
-        scheduler: of the engine.
         rank: of the engine among several.
         clock: in seconds.
 
@@ -61,8 +60,7 @@ class Recorder(Observer):
         self.blocks_in: deque[int] = deque(maxlen=MAX_MOVED)  # and those that came back from there
         self.totals = dict.fromkeys(("steps", "out", "in", "copies"), 0)
 
-    def planned(self, plan: StepPlan, scheduler: Scheduler) -> None:
-        """Note the step that the scheduler has just planned."""
+    def planned(self, plan: StepPlan) -> None:
         if not self.recording:
             return
         now = self.clock()
@@ -70,13 +68,13 @@ class Recorder(Observer):
             self.recording = False
             self.flying.clear()
             return
-        others = scheduler.in_flight[-1].others
+        others = self.scheduler.in_flight[-1].others
         prompts = [n for seq, n, computed in others if n > 1 or computed <= seq.group.request.num_prompt]
         step = {
             "step": plan.step,
             "prefill": sum(prompts),
             "decode": len(plan.rows) - len(prompts),
-            "preempted": len(scheduler.admission.preempted),
+            "preempted": len(self.scheduler.admission.preempted),
         }
         self.flying.append((now, step))
         for name, pairs in (("out", plan.swap_out), ("in", plan.swap_in), ("copies", plan.copies)):
@@ -93,11 +91,10 @@ class Recorder(Observer):
                 self.totals["steps"] += 1
 
     def live(self, before: dict[int, dict[str, int]]) -> dict[str, Any]:
-        """What there is to see of this engine, and what has happened since `before`, by rank; see `look`."""
-        return self.look(before.get(self.rank, {}))
+        """What there is to see now, and what has happened since an earlier answer.
 
-    def look(self, before: dict[str, int]) -> dict[str, Any]:
-        """What there is to see now, and what has happened since the answer that `before` came with.
+        Args:
+            before: the `totals` of that answer, by the engine's rank.
 
         Returns:
             The fields of an engine in an event of `/live`, but for `blocks`; instead, what `viewers.blocks_of` takes.
@@ -108,8 +105,9 @@ class Recorder(Observer):
         self.recording, self.until = True, self.clock() + LINGER
         s, counters = self.scheduler, self.scheduler.counters
         totals = self.totals | {"finished": s.arrivals - len(s.requests)}
+        then = before.get(self.rank, {})
         # A successor of the engine that said so counts from 0 again.
-        new = {name: max(0, total - before.get(name, total)) for name, total in totals.items()}
+        new = {name: max(0, total - then.get(name, total)) for name, total in totals.items()}
         waiting = len(s.waiting) + len(s.admission.aside)
         found = {
             "rank": self.rank,

@@ -1,12 +1,5 @@
 """The log: what the processes of the server, and engines in scripts, say on stderr.
 
-    logger      of all that is said
-    console     of what is said to the person who has typed the command: what was started, or why it was not
-    set_up      sends the records of a process to stderr
-    start_log   what an engine says when it has started
-    Repeated    a warning that comes often, in one line a while
-    StatLogger  a line about an engine's throughput
-
 A record is one line, of text or of JSON, in ASCII. In text its traceback follows, indented. So nothing that a client
 sends can look like a line of its own, and no terminal obeys it.
 """
@@ -24,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger("manta")
-console = logger.getChild("console")
+console = logger.getChild("console")  # for the person who has typed the command: what was started, or why it was not
 
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
 GROWING = ("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total")
@@ -41,7 +34,6 @@ class TextFormatter(logging.Formatter):
     """Time, level, process and message; what goes to the console is the message alone."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's line, and below it its traceback."""
         message = record.getMessage()
         if record.name == console.name:
             return message
@@ -56,7 +48,6 @@ class JsonFormatter(logging.Formatter):
     """An object with the same, and with the record's `facts`, which its message tells in words."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's line."""
         at = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
         line = {"time": at, "level": record.levelname.lower(), "process": record.processName}
         line |= {"message": record.getMessage()} | getattr(record, "facts", {})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from plan import StepPlan, StepResult
-from scheduler import Scheduler
 from sequence import Request, SequenceGroup
 
 
@@ -24,7 +23,7 @@ class Observer:
     def late(self, groups: Collection[SequenceGroup]) -> None:
         """These cannot go on in the next step, because what may come next there is not known yet."""
 
-    def planned(self, plan: StepPlan, scheduler: Scheduler) -> None:
+    def planned(self, plan: StepPlan) -> None:
         """The scheduler has planned a step."""
 
     def landed(self, result: StepResult) -> None:

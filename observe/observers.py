@@ -13,14 +13,9 @@ from scheduler import Scheduler
 
 
 def observers_of(config: EngineConfig, sizes: dict[str, Any], scheduler: Scheduler) -> tuple[Recorder, list[Observer]]:
-    """The one that tells what there is to see, and all observers that the options ask for, with that one among them.
+    """The recorder for `/live`, and all observers that the options ask for, with the recorder among them.
 
-    With a journal, the scheduler's clock is the journal's.
-
-    Args:
-        config: the engine's options.
-        sizes: the scheduler's further arguments, by name.
-        scheduler: of the engine.
+    `sizes` are the scheduler's arguments beside the options.
 
     Raises:
         ValueError: there can be no such file as an option asks for.
@@ -29,9 +24,7 @@ def observers_of(config: EngineConfig, sizes: dict[str, Any], scheduler: Schedul
     recorder = Recorder(scheduler, config.data_parallel_rank)
     observers: list[Observer] = [recorder]
     if config.log_scheduler:
-        journal = Journal(config.log_scheduler + suffix, config, sizes)
-        scheduler.clock = journal.clock
-        observers.append(journal)
+        observers.append(Journal(config.log_scheduler + suffix, sizes, scheduler))
     if config.trace:
         observers.append(Trace(config.trace + suffix, config.pipeline_parallel_size))
     return recorder, observers

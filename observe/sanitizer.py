@@ -26,11 +26,7 @@ import torch
 from plan import StepPlan
 
 POISON = -0x5A5A5A5A5A5A5A5B  # a sequence hashes to it with a chance of one in 2^64
-FACTORS = (
-    0x1E3779B97F4A7C15,
-    0x3F58476D1CE4E5B9,
-    0x14D049BB133111EB,
-)  # splitmix64's, odd, without the sign bit
+FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # splitmix64's, odd, without the sign bit
 
 
 class SanitizerError(AssertionError):
@@ -186,38 +182,36 @@ class KVSanitizer:
         last = seq_lens.long() - 1  # the device may have sampled this token, and no plan has told it
         self.hashes[rows, last + 1] = self.hashes[rows, last] + mix(self.token_ids[rows, last], last)
         if self.states.numel():
-            self._check_states(plan.step, slots, seq_lens.long(), torch.from_numpy(counts).to(device))
+            self._check_states(slots, seq_lens.long(), torch.from_numpy(counts).to(device))
         hashes = self.hashes[owners, positions.long()] + mix(input_ids, positions)
-        for kind, window in enumerate(self.windows):
-            self._check_books(plan.step, kind, window, slots, counts, (owners, positions, slot_mapping[kind], hashes))
+        for kind in range(len(self.windows)):
+            self._check_books(kind, slots, counts, (owners, positions, slot_mapping[kind], hashes))
         self.computed[slots] += counts
         for kind, window in enumerate(self.windows):
             first = seq_lens - torch.from_numpy(counts).to(device) - window + 1 if window else 0 * seq_lens
-            self._check_reads(plan.step, kind, slots, first, seq_lens, (owners, positions, slot_mapping[kind]))
+            self._check_reads(kind, slots, first, seq_lens, (owners, positions, slot_mapping[kind]))
 
-    def _check_books(
-        self, step: int, kind: int, window: int, slots: np.ndarray, counts: np.ndarray, tokens: tuple[torch.Tensor, ...]
-    ) -> None:
+    def _check_books(self, kind: int, slots: np.ndarray, counts: np.ndarray, tokens: tuple[torch.Tensor, ...]) -> None:
         """Check the blocks of one kind that a step's rows [B] read and write, and note what its `tokens` write."""
+        window = self.windows[kind]
         begins, ends = self.computed[slots], self.computed[slots] + counts
         seen = np.maximum(begins - window + 1, 0) if window else np.zeros_like(begins)
         columns = np.arange(-(-int(ends.max()) // self.block_size))
         reached = columns < -(-ends // self.block_size)[:, None]
-        self._check_generations(step, kind, slots, reached & (columns >= seen[:, None] // self.block_size))
+        self._check_generations(kind, slots, reached & (columns >= seen[:, None] // self.block_size))
         written = reached & (columns >= begins[:, None] // self.block_size)
         rows, at = written.nonzero()
         blocks = self.tables[kind, slots[rows], at]
         owners, positions, slot_mapping, hashes = tokens
         hashes = hashes + kind * FACTORS[2]
         if len(shared := self._shared(blocks)):
-            self._check_writes(step, owners, positions, slot_mapping, hashes, shared)
+            self._check_writes((owners, positions, slot_mapping, hashes), shared)
         # A slot of -1 stores nothing; here it is in the block that nobody reads.
         self.shadow.hashes.view(-1)[slot_mapping] = hashes
-        self.shadow.writers[blocks], self.shadow.steps[blocks] = self.names[slots[rows]], step
+        self.shadow.writers[blocks], self.shadow.steps[blocks] = self.names[slots[rows]], self.step
 
     def _check_reads(
         self,
-        step: int,
         kind: int,
         slots: np.ndarray,
         first: torch.Tensor,
@@ -236,9 +230,9 @@ class KVSanitizer:
             owners, positions, slot_mapping = tokens
             block = int(tables[row, place // self.block_size])
             mapped = slot_mapping[(owners == int(slots[row])) & (positions == place)].tolist()
-            self._report_read(step, int(slots[row]), block, place, int(held[row, place]), mapped)
+            raise self._wrong_read(int(slots[row]), block, place, int(held[row, place]), mapped)
 
-    def _check_states(self, step: int, slots: np.ndarray, seq_lens: torch.Tensor, counts: torch.Tensor) -> None:
+    def _check_states(self, slots: np.ndarray, seq_lens: torch.Tensor, counts: torch.Tensor) -> None:
         """Check that the state of each row [B] has seen the tokens before the step's, and note that it sees these."""
         rows = torch.from_numpy(slots).to(seq_lens.device)
         held, begins = self.state_shadow.hashes[rows, 0], seq_lens - counts
@@ -253,12 +247,9 @@ class KVSanitizer:
                 what = f"has seen the first {found[0][1]} tokens of request {self.names[found[0][0]]!r}"
             else:
                 what = f"holds what request {writer!r} wrote in step {self.state_shadow.steps[slot]}"
-            raise SanitizerError(
-                f"KV sanitizer: step {step}, request {self.names[slot]!r}: the recurrent state in row {slot} {what}, "
-                f"not this sequence's first {begin}"
-            )
+            raise self._error(slot, f"the recurrent state in row {slot} {what}, not this sequence's first {begin}")
         self.state_shadow.hashes[rows, 0] = self.hashes[rows, seq_lens]
-        self.state_shadow.writers[slots], self.state_shadow.steps[slots] = self.names[slots], step
+        self.state_shadow.writers[slots], self.state_shadow.steps[slots] = self.names[slots], self.step
 
     def check_hidden(self, plan: StepPlan, hidden: torch.Tensor) -> None:
         """Check that the hidden states [T, hidden] of a step have no NaN, which they would get from poison.
@@ -269,13 +260,13 @@ class KVSanitizer:
         wrong = hidden.isnan().any(-1)
         if wrong.any():
             slots, counts = np.array(plan.rows).T
-            name = self.names[np.repeat(slots, counts)[int(wrong.nonzero()[0])]]
-            raise SanitizerError(
-                f"KV sanitizer: step {plan.step}, request {name!r}: its hidden state is NaN, though its block table is "
-                "right: attention has read a freed block or an unwritten slot, or the model itself makes NaN"
+            raise self._error(
+                np.repeat(slots, counts)[int(wrong.nonzero()[0])],
+                "its hidden state is NaN, though its block table is right: attention has read a freed block or an "
+                "unwritten slot, or the model itself makes NaN",
             )
 
-    def _check_generations(self, step: int, kind: int, slots: np.ndarray, read: np.ndarray) -> None:
+    def _check_generations(self, kind: int, slots: np.ndarray, read: np.ndarray) -> None:
         """Check that no block of a kind that is read, [B, columns] bool, has been freed since it came into the table.
 
         An entry of -1 has no generation, so it is wrong wherever it is read.
@@ -291,10 +282,10 @@ class KVSanitizer:
         others = np.argwhere((self.tables == block) & (self.tags == self.generations[block]))
         if block >= 0 and len(others):
             after = f", and request {self.names[others[0, 1]]!r} has it now"
-        raise SanitizerError(
-            f"KV sanitizer: step {step}, request {self.names[slots[row]]!r}: block {block} (positions {first} to "
-            f"{first + self.block_size - 1}) is in its table with generation {tag}, but was freed in step "
-            f"{self.freed_in[block]}{after} (generation {self.generations[block]})"
+        raise self._error(
+            slots[row],
+            f"block {block} (positions {first} to {first + self.block_size - 1}) is in its table with generation "
+            f"{tag}, but was freed in step {self.freed_in[block]}{after} (generation {self.generations[block]})",
         )
 
     def _shared(self, blocks: np.ndarray) -> np.ndarray:
@@ -305,19 +296,12 @@ class KVSanitizer:
         references = np.bincount(self.tables[valid & (self.tables >= 0)], minlength=len(self.generations))
         return blocks[references[blocks] > 1]
 
-    def _check_writes(
-        self,
-        step: int,
-        owners: torch.Tensor,
-        positions: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        hashes: torch.Tensor,
-        shared: np.ndarray,
-    ) -> None:
-        """Check that the tokens [T] which go into shared blocks change nothing there.
+    def _check_writes(self, tokens: tuple[torch.Tensor, ...], shared: np.ndarray) -> None:
+        """Check that those of a step's `tokens` which go into `shared` blocks change nothing there.
 
         A cached prompt's last token is computed again, which changes nothing, and others may share its block meanwhile.
         """
+        owners, positions, slot_mapping, hashes = tokens
         inside = torch.isin(slot_mapping // self.block_size, torch.from_numpy(shared).to(slot_mapping.device))
         wrong = inside & (self.shadow.hashes.view(-1)[slot_mapping] != hashes)
         if wrong.any():
@@ -325,14 +309,14 @@ class KVSanitizer:
             slot, place = int(owners[token]), int(slot_mapping[token])
             block, offset = divmod(place, self.block_size)
             others = [self.names[other] for other in np.argwhere(self.tables == block)[:, 1] if other != slot]
-            raise SanitizerError(
-                f"KV sanitizer: step {step}, request {self.names[slot]!r}: block {block}, offset {offset} (position "
-                f"{int(positions[token])}) is written, but request {others[0]!r} shares the block (generation "
-                f"{self.generations[block]}), and it was not copied first"
+            raise self._error(
+                slot,
+                f"block {block}, offset {offset} (position {int(positions[token])}) is written, but request "
+                f"{others[0]!r} shares the block (generation {self.generations[block]}), and it was not copied first",
             )
 
-    def _report_read(self, step: int, slot: int, block: int, place: int, held: int, mapped: list[int]) -> None:
-        """Raise an error that says what a sequence would have read as its token at position `place`."""
+    def _wrong_read(self, slot: int, block: int, place: int, held: int, mapped: list[int]) -> SanitizerError:
+        """What a sequence would have read as its token at position `place`."""
         found = (self.hashes == held).nonzero().tolist()
         writer, written = self.shadow.writers[block], self.shadow.steps[block]
         if self.shadow.hashes[block, place % self.block_size] == POISON:
@@ -346,7 +330,11 @@ class KVSanitizer:
         where = ""
         if mapped and mapped != [block * self.block_size + offset]:
             where = "; slot_mapping has the token at block {}, offset {}".format(*divmod(mapped[0], self.block_size))
-        raise SanitizerError(
-            f"KV sanitizer: step {step}, request {self.names[slot]!r}: block {block}, offset {offset} (position "
-            f"{place}) {what} (generation {generation}), not this sequence's token{where}"
+        return self._error(
+            slot,
+            f"block {block}, offset {offset} (position {place}) {what} (generation {generation}), not this sequence's "
+            f"token{where}",
         )
+
+    def _error(self, slot: int, what: str) -> SanitizerError:
+        return SanitizerError(f"KV sanitizer: step {self.step}, request {self.names[slot]!r}: {what}")

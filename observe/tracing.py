@@ -41,27 +41,25 @@ class Trace(Observer):
         ]
         self.file.write(b"[" + ",\n".join(map(json.dumps, events)).encode())
         self.events: list[str] = []  # that are not in the file yet
-        self.finalize = weakref.finalize(self, finish, self.file, self.events)
+        self.finalize = weakref.finalize(self, flush, self.file, self.events)
 
     def phase_began(self) -> None:
-        """Note when the engine has begun with something."""
         self.begun = time.perf_counter()
 
     def phase_ended(self, name: str, plan: StepPlan | None) -> None:
-        """Note a phase of the engine's, and the step that it is about."""
         end, facts = time.perf_counter(), {}
         if plan:
             facts = {"step": plan.step, "rows": len(plan.rows), "tokens": sum(count for _, count in plan.rows)}
         self._write("engine", name, self.begun, end, facts)
 
     def landed(self, result: StepResult) -> None:
-        """Note the phases that the worker went through in a step."""
         for lane, name, begin, end in result.phases:
             self._write(lane, name, begin, end, {"step": result.step})
 
     def close(self) -> None:
         """Write what is not in the file yet; nothing is written any more."""
         self.finalize()
+        self.file.close()
 
     def _write(self, lane: str, name: str, begin: float, end: float, facts: dict[str, Any]) -> None:
         event = {"name": name, "ph": "X", "pid": 0, "tid": self.lanes.index(lane), "args": facts}
@@ -76,9 +74,3 @@ def flush(file: DiagnosticFile, events: list[str]) -> None:
     if events:
         file.write("".join(",\n" + event for event in events).encode())
         events.clear()
-
-
-def finish(file: DiagnosticFile, events: list[str]) -> None:
-    """Flush and close."""
-    flush(file, events)
-    file.close()

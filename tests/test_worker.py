@@ -270,7 +270,7 @@ def test_a_round_trip_goes_out_and_in_and_changes_nothing(make, monkeypatch):
 
 def test_a_gpus_prompts_are_timed_once_their_kernels_are_loaded(make, monkeypatch):
     """A made-up GPU takes a second for kernels that it has not loaded yet, and 3 ms for the step."""
-    ready, loaded, now = make().startup, set(), [0.0]
+    ready, loaded, now = make().start, set(), [0.0]
 
     def execute(plan: StepPlan) -> SimpleNamespace:
         kinds = {row.temperature for row in plan.new} - loaded
@@ -330,7 +330,7 @@ def test_the_copies_of_sleeping_weights_are_pinned_where_the_system_allows_it(mo
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)  # which clears CUDA's error
     cudart.most, weight = most, torch.arange(300.0)
     part = SimpleNamespace(pieces=[SimpleNamespace(target=weight)])
-    worker = SimpleNamespace(emptied=[], startup=SimpleNamespace(parameters={"weight": part}))
+    worker = SimpleNamespace(emptied=[], start=SimpleNamespace(parameters={"weight": part}))
     KeptWorker.empty(worker, keep=True)
     ((storage, size, copy),) = worker.emptied
     assert storage.nbytes() == 0 and size == 1200 and torch.equal(copy.view(torch.float32), torch.arange(300.0))

@@ -45,7 +45,7 @@ class Watched(Engine):
         def planned() -> Any:
             plan = schedule()
             if self.recorder.recording:
-                self.recorder.planned(plan, self.scheduler)
+                self.recorder.planned(plan)
             return plan
 
         def landed(plan: Any, result: Any) -> Any:
@@ -56,7 +56,7 @@ class Watched(Engine):
         self.scheduler.schedule, self.scheduler.update = planned, landed
 
     def look(self, before: dict[str, int] | None = None) -> dict[str, Any]:
-        return self.recorder.look(before or {})
+        return self.recorder.live({self.recorder.rank: before or {}})
 
 
 def owners_of(engine: Watched) -> list[int]:
@@ -240,7 +240,7 @@ class Asked(ScriptedClient):
         if self.trouble:
             raise EngineDeadError(self.trouble)
         (before,), codec = Codec().decode(Codec().encode(Reply(0, list(args)))).value, Codec()
-        looks = {e.recorder.rank: e.recorder.look(before.get(e.recorder.rank, {})) for e in self.engines}
+        looks = {e.recorder.rank: e.recorder.live(before) for e in self.engines}
         return {rank: codec.decode(codec.encode(Reply(0, look))).value for rank, look in looks.items()}
 
 

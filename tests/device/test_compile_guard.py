@@ -155,7 +155,7 @@ def test_a_new_shape_is_refused_by_name(plain, kernel_device, monkeypatch):
 def test_a_rehearsal_launches_what_warm_up_does(configure, shape, fields):
     config = configure(shape, **fields)
     worker = start_worker(config, ModelConfig.from_folder(config.model))
-    made = worker.startup
+    made = worker.start
     launched, made.guard.seen, made.guard.armed = made.guard.seen, set(), False
     warmup.rehearse(made)
     assert launched <= made.guard.seen, launched - made.guard.seen
@@ -187,7 +187,7 @@ from device.compile_guard import CompileGuard, LateCompile
 threads, compiling = set(), triton.compiler.compiler.compile
 triton.compiler.compile = lambda *args, **options: threads.add(threading.get_ident()) or compiling(*args, **options)
 options = {"model": sys.argv[1], "load_format": "dummy", "dtype": "bfloat16", "device": "cpu", "max_model_len": 64}
-made = start_worker(EngineConfig(**options), ModelConfig.from_folder(sys.argv[1])).startup
+made = start_worker(EngineConfig(**options), ModelConfig.from_folder(sys.argv[1])).start
 made.ops, made.guard = kernels, CompileGuard(kernels)
 rehearse(made)
 os.environ["PATH"] = ""  # no compiler from here on
@@ -252,7 +252,7 @@ def test_the_ranks_of_a_machine_share_its_cores_to_compile(configure, monkeypatc
             raise StopAsyncIteration(threads)
 
     config = configure({}, backend="reference", device="cpu")
-    made = start_worker(config, ModelConfig.from_folder(config.model)).startup
+    made = start_worker(config, ModelConfig.from_folder(config.model)).start
     made.guard = Guard()
     monkeypatch.setattr(startup.machine, "available_cores", lambda: 6)  # of a container, say
     for made.sharers, threads in ((1, 6), (4, 1), (8, 1)):

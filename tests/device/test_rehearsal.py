@@ -70,7 +70,7 @@ def start(folder: Path, name: str, **fields: Any) -> Start:
     options = {"model": str(folder), "load_format": "dummy", "device": "cpu", "backend": "reference", "threads": 1}
     options |= {"dtype": "bfloat16", "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 40}
     options |= {"max_model_len": 64, "num_gpu_blocks_override": 32, "swap_space": 0.0, "enforce_eager": True}
-    made = start_worker(EngineConfig(**options | fields), ModelConfig.from_folder(str(folder))).startup
+    made = start_worker(EngineConfig(**options | fields), ModelConfig.from_folder(str(folder))).start
     made.ops, made.guard = kernels, CompileGuard(kernels)
     return made
 

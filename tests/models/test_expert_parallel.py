@@ -122,14 +122,17 @@ def test_what_cannot_be_shared_is_refused(
 
 
 def test_memory_is_planned_for_the_experts_of_the_fewest_engines_and_the_tokens_of_the_most(checkpoints: Path) -> None:
+    kernels = pytest.importorskip("kernels")
+
     def plan(**fields: Any) -> MemoryPlan:
         config = EngineConfig(str(checkpoints / "qwen3-moe"), **EP, **fields)
         model_config = ModelConfig.from_folder(config.folder)
-        return plan_stage(config, model_config, reference, torch.float32, 256, Pipeline(), 2**33)[1]
+        return plan_stage(config, model_config, kernels, torch.float32, 256, Pipeline(), 2**33)[1]
 
     one, three, growing = plan(), plan(data_parallel_size=3), plan(data_parallel_size_max=3)
     assert one.weights == growing.weights > three.weights and one.context < growing.context == three.context
-    assert one.activations < growing.activations == three.activations
+    # Each of fewer engines has more experts, and so a longer list of them.
+    assert one.activations < three.activations <= growing.activations < three.activations + 100
 
 
 @pytest.mark.parametrize(

@@ -355,14 +355,13 @@ def test_whoever_is_served_first_is_let_in_first_and_pushes_nobody_out(policy):
 
 def test_a_journal_can_be_replayed(tmp_path):
     pooler = Pooler()
-    journal = Journal(str(tmp_path / "journal"), pooler.config, pooler.sizes)
-    pooler.scheduler.clock = journal.clock
+    journal = Journal(str(tmp_path / "journal"), pooler.sizes, pooler.scheduler)
     for i in range(6):
         journal.added(pooler.add("x" * (i + 1), 3 * i + 1))
     while pooler.scheduler.has_work():
         pooler.plan()
         plan, pooled = pooler.flying[0]
-        journal.planned(plan, pooler.scheduler)
+        journal.planned(plan)
         journal.landed(StepResult(plan.step, [-1] * len(plan.rows), pooled=pooled))
         pooler.land()
     again = replay((tmp_path / "journal").read_text().splitlines())
@@ -501,7 +500,7 @@ def test_warm_up_covers_random_traffic(tmp_path, kernel_device, fields):
         assert not [output.error for output in outputs.values() if output.error]
         found.append([np.frombuffer(outputs[str(i)].pooled, dtype=np.float32) for i in range(len(prompts))])
     np.testing.assert_allclose(found[1], found[0], atol=1e-4)
-    made = start_worker(core.config, core.model_config).startup
+    made = start_worker(core.config, core.model_config).start
     launched, made.guard.seen, made.guard.armed = made.guard.seen, set(), False
     warmup.rehearse(made)
     assert launched <= made.guard.seen, launched - made.guard.seen

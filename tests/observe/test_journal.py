@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from config import EngineConfig
 from engine import SamplingParams
 from fake_worker import EOS, VOCAB, Engine, FakeWorker, prompt
 from observe.journal import Journal, replay
@@ -28,8 +27,7 @@ def record(path: Path, depth: int = 1, states: tuple[int, int] | None = None, **
     sizes = {"num_blocks": 16, "max_model_len": 48, "vocab_size": VOCAB, "eos_token_ids": [EOS], "num_host_blocks": 20}
     if states:
         sizes["states"] = StateRoom(*states, blocks=1.5)
-    journal = Journal(str(path), engine.config, sizes)
-    engine.scheduler.clock = journal.clock
+    journal = Journal(str(path), sizes, engine.scheduler)
     for i in range(12):
         journal.tick()
         journal.added(
@@ -52,7 +50,7 @@ def record(path: Path, depth: int = 1, states: tuple[int, int] | None = None, **
                 journal.tick()
                 plan = engine.scheduler.schedule()
                 flying.append((plan, engine.worker.step(plan)))
-                journal.planned(plan, engine.scheduler)
+                journal.planned(plan)
                 if engine.scheduler.step == 20:  # somebody leaves while the step runs
                     engine.scheduler.abort("5")
                     journal.aborted("5")
@@ -99,7 +97,7 @@ def test_the_journal_says_why_a_request_waits(tmp_path):
 
 def test_the_clock_goes_on_while_a_step_runs(tmp_path):
     """Else a step would seem to take no time, and the delay factor would delay nothing."""
-    journal = Journal(str(tmp_path / "journal"), EngineConfig(), {})
+    journal = Journal(str(tmp_path / "journal"), {}, Engine().scheduler)
     journal.tick()
     planned = journal.clock()
     time.sleep(0.01)
@@ -112,13 +110,13 @@ def test_the_clock_goes_on_while_a_step_runs(tmp_path):
 def test_the_search_for_a_request_that_kills_workers_replays(tmp_path, depth):
     path, engine = tmp_path / "journal", Engine(num_blocks=60)
     sizes = {"num_blocks": 60, "max_model_len": 64, "vocab_size": VOCAB, "eos_token_ids": [EOS]}
-    journal, scheduler, flying = Journal(str(path), engine.config, sizes), engine.scheduler, deque()
+    journal, scheduler, flying = Journal(str(path), sizes, engine.scheduler), engine.scheduler, deque()
     for i in range(8):
         journal.added(engine.add(str(i), prompt(6, i), max_tokens=9, n=1 + i % 2, ignore_eos=True).request)
     ended = []
     while scheduler.has_work():
         plan = scheduler.schedule()
-        journal.planned(plan, scheduler)
+        journal.planned(plan)
         if any(seq.group.name == "4" for seq in scheduler.in_flight[-1].seqs):
             journal.started_over(True, "killed")
             ended += [output.request_id for output in scheduler.start_over(True, "killed")]
