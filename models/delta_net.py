@@ -12,11 +12,11 @@ from types import ModuleType
 
 import torch
 
-from layers import New, Slot, Slots, Step, Weight, linear
+from layers import New, Owner, Slot, Slots, Step, Weight, linear
 from model_config import ModelConfig
 
 
-class DeltaNet:
+class DeltaNet(Owner):
     """The gated delta rule of some layer, with the heads of this rank.
 
     Hk heads of q and k, of dk numbers each, serve Hv heads of v of dv numbers. Beside q, k and v each token has z, the
@@ -32,7 +32,7 @@ class DeltaNet:
 
     def __init__(self, c: ModelConfig, ops: ModuleType, ranks: int, place: int, new: New):
         assert c.delta
-        self.ops, self.row, self.eps, self.place, self.batch_invariant = ops, c.row, c.norm_eps, place, False
+        self.ops, self.row, self.eps, self.place = ops, c.row, c.norm_eps, place
         self.delta = delta = c.delta.share(ranks)
         keys, self.values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
         self.sizes = keys, keys, self.values, self.values, delta.value_heads, delta.value_heads  # of q, k, v, z, b, a
@@ -67,9 +67,6 @@ class DeltaNet:
             "out_proj.weight": Slot((self.o,), ("row",)),
         }
         return {f"{self.row.name('delta')}.{name}": slot for name, slot in slots.items()}
-
-    def finish(self) -> None:
-        """Do what is left to do once the weights are there."""
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]. States change."""

@@ -148,8 +148,8 @@ class Family:
         caps: scores and logits are capped by "attn_logit_softcapping" and "final_logit_softcapping" (Gemma 2).
         sinks: each head has a key of its own without a value (GPT-OSS).
         position_offset: row of the table of learned positions that belongs to position 0.
-        qkv_layout: how one tensor for q, k and v lies: one after the other, by heads [H, 3, D], or by groups of heads
-            that share a key, [KV, G + 2, D].
+        qkv_layout: how one tensor for q, k and v lies: one after the other, or by groups of heads that share a key,
+            [KV, G + 2, D].
         transposed: matrices are stored as [inputs, outputs].
         routing: of a family with experts. latent: attention by latents (DeepSeek).
         out_gate: each head's results are multiplied by the sigmoid of a gate, which follows it in the tensor of q.
@@ -194,16 +194,16 @@ class Family:
     caps: bool = False
     sinks: bool = False
     position_offset: int = 0
-    qkv_layout: Literal["stacked", "heads", "groups"] = "stacked"
+    qkv_layout: Literal["stacked", "groups"] = "stacked"
     transposed: bool = False
     routing: Routing | None = None
     latent: bool = False
     out_gate: bool = False
     delta: Literal["", "split", "by_heads"] = ""
 
-    def name(self, part: str) -> str | None:
-        """Where a part stands in a checkpoint."""
-        return self.names[part] if part in self.names else NAMES[part]
+    def name(self, part: str) -> str:
+        """Where a part stands in a checkpoint; "" if it is not there."""
+        return (self.names[part] if part in self.names else NAMES[part]) or ""
 
     def but(self, **fields: Any) -> Family:
         """A row that differs from this one."""
@@ -310,7 +310,7 @@ DEEPSEEK = Family(
 )  # fmt: skip
 NEOX = Family(
     norm="layer", norm_bias=True, parallel="use_parallel_residual", qkv_bias="attention_bias", o_bias="attention_bias",
-    mlp_bias=True, gated=False, qkv_layout="heads",
+    mlp_bias=True, gated=False, qkv_layout="groups",
     keys={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     defaults={
         "use_parallel_residual": True, "attention_bias": True, "partial_rotary_factor": 0.25, "hidden_act": "gelu",

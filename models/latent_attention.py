@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from layers import Attention, New, Slot, Slots, Step, Weight, linear
+from layers import Attention, New, Slots, Step, Weight, linear, slots_of
 from model_config import ModelConfig
 
 NORM_EPS = 1e-6  # of the two latents' norms, whatever config.json says of the others
@@ -111,7 +111,7 @@ class LatentAttention(Attention):
         latent, row = c.latent, c.row
         assert latent and latent.v_dim <= c.head_dim
         self.config, self.ops, self.place, self.row, self.heads, self.latent = c, ops, place, row, heads, latent
-        self.rope, self.batch_invariant = c.layer_ropes[i], False
+        self.rope = c.layer_ropes[i]
         q_size, inputs = heads * c.head_dim, c.hidden_size
         self.q_a: Weight | None = None
         self.q_a_norm = self.q_a_bias = None
@@ -130,6 +130,7 @@ class LatentAttention(Attention):
 
     def slots(self) -> Slots:
         """What of the checkpoint fills it."""
+        root = self.row.name("o").rpartition(".")[0]
         names = {
             "q_a_proj.weight": (self.q_a, "all"),
             "q_a_proj.bias": (self.q_a_bias, "all"),
@@ -142,25 +143,7 @@ class LatentAttention(Attention):
             "o_proj.weight": (self.o, "row"),
             "o_proj.bias": (self.o_bias, "first"),
         }
-        root = str(self.row.name("o")).rpartition(".")[0]
-        return {
-            f"{root}.{name}": Slot((weight,), (word,))
-            for name, (weight, word) in names.items()
-            if isinstance(weight, torch.Tensor)
-        }
-
-    def finish(self) -> None:
-        """Do what is left to do once the weights are there."""
-
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]."""
-        q = self.store(x, step)
-        y = step.cut(self, q) if step.cut else self.attend(q, step)
-        return linear(y, self.o, self.o_bias)
-
-    def rehearse(self, x: torch.Tensor, step: Step) -> None:
-        """Do all of it for x [T, hidden] but attention itself."""
-        self.store(x, step)
+        return slots_of({f"{root}.{name}": weight for name, weight in names.items()})
 
     def store(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The queries [T, heads, D] of hidden states x, not rotated yet. The latents of x go into the pool."""

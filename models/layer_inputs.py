@@ -6,11 +6,11 @@ from types import ModuleType
 
 import torch
 
-from layers import New, Norm, Slot, Slots, Weight, linear
+from layers import New, Norm, Owner, Slots, Weight, linear, slots_of
 from model_config import ModelConfig
 
 
-class LayerInputs:
+class LayerInputs(Owner):
     """What each layer gets of a token beside its hidden states (Gemma 4): (norm(W e / sqrt(hidden)) + u) / sqrt(2),
     where e is the token's embedding, and u what a table has of it, times sqrt(size)."""
 
@@ -26,15 +26,10 @@ class LayerInputs:
 
     def slots(self) -> Slots:
         """What of the checkpoint fills it."""
-        assert isinstance(self.projection, torch.Tensor)
-        return {
-            f"{self.row.name('layer_embed')}.weight": Slot((self.table,), ("vocab",)),
-            f"{self.row.name('layer_projection')}.weight": Slot((self.projection,), ("all",)),
-            **self.norm.slots(str(self.row.name("layer_norm"))),
-        }
-
-    def finish(self) -> None:
-        """Do what is left to do once the weights are there."""
+        name = self.row.name
+        table, projection = f"{name('layer_embed')}.weight", f"{name('layer_projection')}.weight"
+        weights = {table: (self.table, "vocab"), projection: (self.projection, "all")}
+        return slots_of(weights) | self.norm.slots(name("layer_norm"))
 
     def __call__(self, x: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         """[T, layers, size] for embeddings x [T, hidden] and what the table has of their tokens [T, layers * size]."""
@@ -43,7 +38,7 @@ class LayerInputs:
         return y.view(len(x), -1, self.size)
 
 
-class LayerGate:
+class LayerGate(Owner):
     """What a layer adds for its own input p of a token (Gemma 4): norm(up(act(gate(x)) * p))."""
 
     matrices = ("gate", "up")
@@ -56,15 +51,10 @@ class LayerGate:
 
     def slots(self) -> Slots:
         """What of the checkpoint fills it, by names within the layer."""
-        assert isinstance(self.gate, torch.Tensor) and isinstance(self.up, torch.Tensor)
-        return {
-            f"{self.row.name('layer_gate')}.weight": Slot((self.gate,), ("all",)),
-            f"{self.row.name('layer_up')}.weight": Slot((self.up,), ("all",)),
-            **self.norm.slots(str(self.row.name("layer_out"))),
-        }
-
-    def finish(self) -> None:
-        """Do what is left to do once the weights are there."""
+        name = self.row.name
+        gate, up = f"{name('layer_gate')}.weight", f"{name('layer_up')}.weight"
+        weights = {gate: (self.gate, "all"), up: (self.up, "all")}
+        return slots_of(weights) | self.norm.slots(name("layer_out"))
 
     def __call__(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """What is added to hidden states x [T, hidden] for the layer's inputs [T, size]."""

@@ -5,7 +5,6 @@ One word for each weight says how the ranks divide it; see `Shares.share`.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -33,16 +32,10 @@ class Part(NamedTuple):
 
 
 class Shares:
-    """The shares of one rank.
+    """The shares of one rank of a `group`, which holds `vocab_size` rows of the tables together."""
 
-    Args:
-        config: of the model. group: the ranks, this one among them.
-        num_heads, num_kv_heads: that this rank holds.
-    """
-
-    def __init__(self, config: ModelConfig, group: Group, num_heads: int, num_kv_heads: int):
-        self.config, self.group = config, group
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+    def __init__(self, vocab_size: int, group: Group):
+        self.vocab_size, self.group = vocab_size, group
 
     def share(self, word: str, n: int, copies: int = 1) -> tuple[int, int, int]:
         """Of a dimension of which this rank holds `n`: its whole length, and where this rank's share begins and ends.
@@ -59,7 +52,7 @@ class Shares:
             "col": (n * size, n * rank),  # outputs, by whole heads
             "row": (n * size, n * rank),  # inputs
             "kv": (n * size // copies, n * (rank // copies)),  # as "col"
-            "vocab": (self.config.vocab_size, n * rank),
+            "vocab": (self.vocab_size, n * rank),
         }[word]
         return length, min(begin, length), min(begin + n, length)
 
@@ -67,15 +60,13 @@ class Shares:
         """What this rank takes of the tensor that fills a slot, whose words say how the ranks divide it."""
         if not slot.targets:
             return Part(slot.shape, ())
-        if slot.layout in ("heads", "groups"):
-            return self.fused_part(slot)
         if slot.heads:
             return self.part_by_heads(slot)
         pieces, offset, shape = [], 0, list(slot.targets[0].shape)
         for target, word in zip(slot.targets, slot.words, strict=True):
             dim = 1 if word == "row" else 0
             length, begin, end = self.share(word, target.shape[dim], slot.copies)
-            offset = 0 if slot.layout == "same" else offset
+            offset = 0 if slot.same else offset
             index: list[slice | int] = [slice(None)] * target.ndim
             index[dim] = slice(offset + begin, offset + end)
             pieces.append(Piece(target.narrow(dim, 0, end - begin), tuple(index)))
@@ -85,40 +76,17 @@ class Shares:
             shape.reverse()
         return Part(tuple(shape), tuple(pieces), transposed=slot.transposed)
 
-    def fused_part(self, slot: Slot) -> Part:
-        """As `part`, of q, k and v that lie by heads [H, 3, D] or by groups of heads with one key [KV, G + 2, D]."""
-        c, rest = self.config, tuple(slot.targets[0].shape[1:])
-        _, q_begin, q_end = self.share("col", self.num_heads)
-        _, kv_begin, kv_end = self.share("kv", self.num_kv_heads, slot.copies)
-        per_key = c.num_heads // c.num_kv_heads
-        indices: list[tuple[slice | int, ...]]
-        if slot.layout == "heads":
-            view = c.num_heads, 3, c.head_dim, *rest
-            indices = [(slice(q_begin, q_end), j) for j in range(3)]
-            shapes = [(self.num_heads, c.head_dim, *rest)] * 3
-        else:
-            view = c.num_kv_heads, per_key + 2, c.head_dim, *rest
-            first = q_begin % per_key if self.num_heads < per_key else 0
-            among = slice(first, first + min(self.num_heads, per_key))
-            keys = slice(kv_begin, kv_end)
-            indices = [(keys, among), (keys, per_key), (keys, per_key + 1)]
-            shapes = [(self.num_kv_heads, among.stop - first, c.head_dim, *rest)]
-            shapes += [(self.num_kv_heads, c.head_dim, *rest)] * 2
-        pieces = [
-            Piece(target.view(shape), index) for target, shape, index in zip(slot.targets, shapes, indices, strict=True)
-        ]
-        return Part((math.prod(view[:3]), *rest), tuple(pieces), view)
-
     def part_by_heads(self, slot: Slot) -> Part:
-        """As `part`, of a tensor [all heads, rows of the first target, rows of the second, .., inputs]."""
-        heads, rest = slot.heads, slot.targets[0].shape[1:]
-        length, begin, end = self.share("col", heads)
+        """As `part`, of a tensor [all heads, rows of the first target, rows of the second, .., inputs]. Ranks that hold
+        the same head divide its "col" rows."""
+        heads, copies, rest = slot.heads, slot.copies, slot.targets[0].shape[1:]
+        length, begin, end = self.share("kv", heads, copies)
         pieces, offset = [], 0
-        for target in slot.targets:
-            rows = len(target) // heads
-            at = slice(begin, end), slice(offset, offset + rows)
-            pieces.append(Piece(target.view(heads, rows, *rest), at))
-            offset += rows
+        for target, word in zip(slot.targets, slot.words, strict=True):
+            rows, parts = len(target) // heads, copies if word == "col" else 1
+            first = offset + rows * (self.group.rank % parts)
+            pieces.append(Piece(target.view(heads, rows, *rest), (slice(begin, end), slice(first, first + rows))))
+            offset += rows * parts
         return Part((length * offset, *rest), tuple(pieces), (length, offset, *rest))
 
     def stacked_part(self, slot: StackedSlot) -> Part:
