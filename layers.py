@@ -192,7 +192,7 @@ class Attention(Owner):
                 continue
             q, k, v = weight.split(self.sizes)
             if name := row.name("qkv"):
-                by_heads = {"heads": self.kv_heads} if row.qkv_layout == "groups" else {}
+                by_heads = {"heads": self.kv_heads} if row.qkv_groups else {}
                 fill(f"{name}.{ending}", (q, k, v), "col", "kv", "kv", **by_heads)
                 continue
             if isinstance(gate, torch.Tensor):

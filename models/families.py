@@ -28,7 +28,7 @@ NAMES: dict[str, str | None] = {
     "attn_out": None,
     "mlp_in": "post_attention_layernorm",
     "mlp_out": None,
-    "qkv": None,  # q, k and v as one tensor; see `Family.qkv_layout`
+    "qkv": None,  # q, k and v as one tensor; see `Family.qkv_groups`
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
     "v": "self_attn.v_proj",
@@ -63,142 +63,87 @@ NAMES: dict[str, str | None] = {
     "experts_out": None,
     "shared": "mlp.shared_experts",  # an MLP of its own, beside the routed experts
     "shared_gate": "mlp.shared_expert_gate",
-    "q_a": "self_attn.q_a_proj",
-    "q_a_norm": "self_attn.q_a_layernorm",
-    "q_b": "self_attn.q_b_proj",
-    "kv_a": "self_attn.kv_a_proj_with_mqa",
-    "kv_a_norm": "self_attn.kv_a_layernorm",
-    "kv_b": "self_attn.kv_b_proj",
     "delta": "linear_attn",  # all of a layer with the gated delta rule
 }
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens find their experts. Strings that end in no value of `Literal` are fields of config.json.
-
-    Attributes:
-        count: experts. top_k: experts of a token. size: of an expert's intermediate layer.
-        scoring: what makes scores of the router's logits.
-        renormalize: whether a token's weights are divided by their sum.
-        correction: whether a bias takes part in the choice of experts, and not in their weights (DeepSeek V3).
-        grouped: whether only the best groups of experts are chosen from (DeepSeek).
-        scale: of the weights.
-        shared: "" for no shared expert, or the field with the number of shared experts of `size`, or their whole size.
-        shared_gate: whether a sigmoid of the token weighs the shared expert (Qwen2-MoE).
-        bias: whether the router and the experts have biases. weigh_inputs: see `ops.expert_gate_up`.
-        beside: a dense MLP is in each layer, too; norms follow on both, and their sum is what the layer adds (Gemma 4).
-        only_if: a field without which no layer has experts.
-        stacked: how the stacked tensors lie: [experts, outputs, inputs], or "transposed", where inputs come first.
-        interleaved: whether the rows of gate and up alternate.
-        layers: which layers have experts: all, from "first_k_dense_replace" on, or each "decoder_sparse_step"-th but
-            for "mlp_only_layers", or those in "moe_layers".
-    """
+    """How tokens find their experts. A string that is no value of a `Literal` is a field of config.json."""
 
     count: str = "num_experts"
-    top_k: str = "num_experts_per_tok"
-    size: str = "moe_intermediate_size"
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    renormalize: bool | str = True
-    correction: bool = False
-    grouped: bool = False
-    scale: str = ""
-    shared: Literal["", "n_shared_experts", "shared_expert_intermediate_size", "intermediate_size"] = ""
-    shared_gate: bool = False
-    bias: bool = False
-    weigh_inputs: bool = False
-    beside: bool = False
-    only_if: str = ""
-    stacked: Literal["plain", "transposed"] = "plain"
-    interleaved: bool = False
+    top_k: str = "num_experts_per_tok"  # experts of a token
+    size: str = "moe_intermediate_size"  # of an expert's intermediate layer
+    scoring: Literal["softmax", "sigmoid"] = "softmax"  # what makes scores of the router's logits
+    renormalize: bool | str = True  # whether a token's weights are divided by their sum
+    correction: bool = False  # whether a bias takes part in the choice of experts, not in their weights (DeepSeek V3)
+    grouped: bool = False  # whether only the best groups of experts are chosen from (DeepSeek)
+    scale: str = ""  # of the weights
+    # The number of shared experts of `size`, or their whole size; "size": there is one of `size`; "": there is none.
+    shared: Literal["", "n_shared_experts", "shared_expert_intermediate_size", "size"] = ""
+    shared_gate: bool = False  # whether a sigmoid of the token weighs the shared expert (Qwen2-MoE)
+    bias: bool = False  # whether the router and the experts have biases
+    weigh_inputs: bool = False  # see `ops.expert_gate_up`
+    beside: bool = False  # each layer has a dense MLP, too, and adds the sum of both after a norm of each (Gemma 4)
+    only_if: str = ""  # without this field no layer has experts
+    stacked: Literal["plain", "transposed"] = "plain"  # stacked tensors are [experts, outputs, inputs], or inputs first
+    interleaved: bool = False  # whether the rows of gate and up alternate
+    # Which layers have experts: all, from "first_k_dense_replace" on, each "decoder_sparse_step"-th but for
+    # "mlp_only_layers", or those in "moe_layers".
     layers: Literal["all", "first_k_dense_replace", "decoder_sparse_step", "moe_layers"] = "all"
 
 
 @dataclass(frozen=True)
 class Family:
-    """Where a family of decoders departs from Llama. A string in the place of a bool is a field of config.json.
+    """Where a family of decoders departs from Llama. A string in the place of a bool is a field of config.json."""
 
-    Attributes:
-        names: where its parts stand in a checkpoint, where that is not as in `NAMES`.
-        keys: what it calls the fields of config.json that others call differently.
-        defaults: of fields that its config.json may leave out, as transformers has them.
-        fixed: fields of config.json that change the maths, and the only value (or a tuple of all) that Manta has.
-        norm: RMSNorm or LayerNorm. norm_bias: whether it has one. unit_offset: weights are stored less 1 (Gemma).
-        parallel: attention and MLP both start from the same hidden states, and are added to them together.
-        qkv_bias, o_bias, mlp_bias, head_bias: which products have biases.
-        qk_norm: of q and k: over each "head" with the same weights, or with weights for all "heads"; over "all" heads
-            together; over each head "after" RoPE; or over each head without weights, a "unit" norm of layers with RoPE.
-        has_qk_norm: whether there is one. v_norm: each head of v has a norm without weights.
-        full_heads: layers that see all have KV heads and a head_dim of their own, and the last layer is one (Gemma 4).
-        tied_values: layers that see all have no weights for v: it is k before its norm.
-        kv_shared: how many last layers have no keys and values of their own, but read those of an earlier layer.
-        wide_mlp: the MLPs of these layers are twice as wide.
-        gated: the MLP is down(act(gate) * up), else down(act(up)).
-        activation: the MLP's, where config.json's name for it means another one.
-        interleaved: RoPE turns elements 2i and 2i + 1, not i and i + half.
-        rope: which layers have it: all, those in "no_rope_layers", or, if there are any, those that have a window.
-        window: which layers have one: all, by Qwen's fields, or all but each n-th one (`full_every`).
-        window_field: where its size stands. chunked: it is a chunk (Llama 4), whose first token sees no other.
-        local_rope: layers with a window have a RoPE of their own: "rope_local_base_freq" (Gemma 3), or "unscaled".
-        layer_inputs: the field with the size of what each layer gets of a token beside its hidden states (Gemma 4).
-        embed_scale: of embeddings: "sqrt" of their size, or a field.
-        attention_scale: of scores: a field that has it, or the size of a head that counts instead of `head_dim`; or
-            "none".
-        residual_scale, logit_scale, logit_divisor: fields.
-        caps: scores and logits are capped by "attn_logit_softcapping" and "final_logit_softcapping" (Gemma 2).
-        sinks: each head has a key of its own without a value (GPT-OSS).
-        position_offset: row of the table of learned positions that belongs to position 0.
-        qkv_layout: how one tensor for q, k and v lies: one after the other, or by groups of heads that share a key,
-            [KV, G + 2, D].
-        transposed: matrices are stored as [inputs, outputs].
-        routing: of a family with experts. latent: attention by latents (DeepSeek).
-        out_gate: each head's results are multiplied by the sigmoid of a gate, which follows it in the tensor of q.
-        delta: some layers have the gated delta rule instead of attention (Qwen3-Next), and "split" or "by_heads" says
-            how their tensors lie; see `DeltaNet.slots`.
-    """
-
-    names: dict[str, str | None] = field(default_factory=dict)
-    keys: dict[str, str] = field(default_factory=dict)
-    defaults: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, str | None] = field(default_factory=dict)  # where its parts stand, if not as in `NAMES`
+    keys: dict[str, str] = field(default_factory=dict)  # its names of fields that others call differently, and theirs
+    defaults: dict[str, Any] = field(default_factory=dict)  # of fields that may be left out, as transformers has them
+    # Fields that change the maths, and the only value (or a tuple of all) that Manta has.
     fixed: dict[str, Any] = field(default_factory=dict)
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Literal["rms", "layer"] = "rms"  # RMSNorm or LayerNorm
     norm_bias: bool | str = False
-    unit_offset: bool = False
-    parallel: bool | str = False
+    unit_offset: bool = False  # norms' weights are stored less 1 (Gemma)
+    parallel: bool | str = False  # attention and MLP start from the same hidden states, and are added to them together
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     head_bias: bool = False
+    # The norm of q and k: over each "head" with the same weights, or with weights for all "heads"; over "all" heads
+    # together; over each head "after" RoPE; or over each head without weights, a "unit" norm of layers with RoPE.
     qk_norm: Literal["", "head", "heads", "all", "after", "unit"] = ""
     has_qk_norm: bool | str = True
-    v_norm: bool = False
-    full_heads: bool = False
-    tied_values: bool | str = False
-    kv_shared: Literal["", "num_kv_shared_layers"] = ""
-    wide_mlp: bool | str = False
-    gated: bool = True
-    activation: str = ""
-    interleaved: bool | str = False
-    rope: Literal["all", "listed", "windowed"] = "all"
-    window: Literal["all", "qwen", "pattern"] = "all"
-    window_field: str = "sliding_window"
-    full_every: int = 0
-    chunked: bool = False
-    local_rope: Literal["", "rope_local_base_freq", "unscaled"] = ""
-    layer_inputs: str = ""
-    embed_scale: str = ""
+    v_norm: bool = False  # each head of v has a norm without weights
+    full_heads: bool = False  # layers that see all have their own KV heads and head_dim; the last is one (Gemma 4)
+    tied_values: bool | str = False  # layers that see all have no weights for v: it is k before its norm
+    kv_shared: Literal["", "num_kv_shared_layers"] = ""  # so many last layers read the keys and values of earlier ones
+    wide_mlp: bool | str = False  # the MLPs of these layers are twice as wide
+    gated: bool = True  # the MLP is down(act(gate) * up), else down(act(up))
+    activation: str = ""  # the MLP's, where config.json's name for it means another one
+    interleaved: bool | str = False  # RoPE turns elements 2i and 2i + 1, not i and i + half
+    rope: Literal["all", "listed", "windowed"] = "all"  # layers that have it; "windowed": if any, those with a window
+    window: Literal["all", "qwen", "pattern"] = "all"  # layers that have one; "pattern": all but each n-th one
+    window_field: str = "sliding_window"  # where its size stands
+    full_every: int = 0  # that n
+    chunked: bool = False  # a window is a chunk, whose first token sees no other (Llama 4)
+    local_rope: Literal["", "rope_local_base_freq", "unscaled"] = ""  # layers with a window have a RoPE of their own
+    layer_inputs: str = ""  # the size of what each layer gets of a token beside its hidden states (Gemma 4)
+    embed_scale: str = ""  # of embeddings: "sqrt" of their size, or a field
+    # Of scores: a field that has it, or the size of a head that counts instead of `head_dim`; or "none".
     attention_scale: Literal["", "attention_multiplier", "query_pre_attn_scalar", "none"] = ""
     residual_scale: str = ""
     logit_scale: str = ""
     logit_divisor: str = ""
-    caps: bool = False
-    sinks: bool = False
-    position_offset: int = 0
-    qkv_layout: Literal["stacked", "groups"] = "stacked"
-    transposed: bool = False
-    routing: Routing | None = None
-    latent: bool = False
-    out_gate: bool = False
+    caps: bool = False  # "attn_logit_softcapping" and "final_logit_softcapping" cap scores and logits (Gemma 2)
+    sinks: bool = False  # each head has a key of its own without a value (GPT-OSS)
+    position_offset: int = 0  # row of the table of learned positions that belongs to position 0
+    qkv_groups: bool = False  # the tensor of q, k and v lies by groups of heads that share a key: [KV, G + 2, D]
+    transposed: bool = False  # matrices are stored as [inputs, outputs]
+    routing: Routing | None = None  # of a family with experts
+    latent: bool = False  # attention by latents (DeepSeek)
+    out_gate: bool = False  # a gate follows each head in the tensor of q; its sigmoid multiplies the head's results
+    # Some layers have the gated delta rule instead of attention (Qwen3-Next). How their tensors lie: `DeltaNet.slots`.
     delta: Literal["", "split", "by_heads"] = ""
 
     def name(self, part: str) -> str:
@@ -213,9 +158,7 @@ class Family:
 
 LLAMA = Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias")
 QWEN2 = Family(qkv_bias=True, window="qwen", defaults={"sliding_window": 4096})
-QWEN3 = Family(
-    qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", window="qwen", defaults={"sliding_window": 4096}
-)
+QWEN3 = QWEN2.but(qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head")
 QWEN_EXPERTS = Routing(renormalize="norm_topk_prob", layers="decoder_sparse_step")
 QWEN_NEXT = Family(
     qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", unit_offset=True, out_gate=True,
@@ -233,14 +176,10 @@ GEMMA = Family(
     defaults={"tie_word_embeddings": True, "head_dim": 256}, fixed={
         "use_bidirectional_attention": False, "hidden_act": ("gelu", "gelu_pytorch_tanh")},
 )  # fmt: skip
-SANDWICH = {
-    "attn_out": "post_attention_layernorm",
-    "mlp_in": "pre_feedforward_layernorm",
-    "mlp_out": "post_feedforward_layernorm",
-}
 OUTPUT_NORMS = {
     "attn_in": None, "attn_out": "post_attention_layernorm", "mlp_in": None, "mlp_out": "post_feedforward_layernorm",
 }  # fmt: skip
+SANDWICH = OUTPUT_NORMS | {"attn_in": "input_layernorm", "mlp_in": "pre_feedforward_layernorm"}
 GEMMA2 = GEMMA.but(
     names=SANDWICH, window="pattern", full_every=2, attention_scale="query_pre_attn_scalar", caps=True,
     defaults=GEMMA.defaults | {
@@ -310,7 +249,7 @@ DEEPSEEK = Family(
 )  # fmt: skip
 NEOX = Family(
     norm="layer", norm_bias=True, parallel="use_parallel_residual", qkv_bias="attention_bias", o_bias="attention_bias",
-    mlp_bias=True, gated=False, qkv_layout="groups",
+    mlp_bias=True, gated=False, qkv_groups=True,
     keys={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     defaults={
         "use_parallel_residual": True, "attention_bias": True, "partial_rotary_factor": 0.25, "hidden_act": "gelu",
@@ -346,7 +285,7 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096}),
     "FalconForCausalLM": Family(
         norm="layer", norm_bias=True, parallel="parallel_attn", qkv_bias="bias", o_bias="bias", mlp_bias="bias",
-        gated=False, qkv_layout="groups",
+        gated=False, qkv_groups=True,
         keys={
             "num_kv_heads": "num_key_value_heads", "n_head": "num_attention_heads", "n_head_kv": "num_key_value_heads",
             "n_layer": "num_hidden_layers", "activation": "hidden_act", "layer_norm_epsilon": "layer_norm_eps",
@@ -421,7 +360,7 @@ FAMILIES = {
             "router": "feed_forward.router", "shared": "feed_forward.shared_expert", "experts": None,
             "experts_gate_up": "feed_forward.experts.gate_up_proj", "experts_down": "feed_forward.experts.down_proj"},
         routing=Routing(
-            scoring="sigmoid", renormalize=False, weigh_inputs=True, shared="intermediate_size", stacked="transposed",
+            scoring="sigmoid", renormalize=False, weigh_inputs=True, shared="size", stacked="transposed",
             layers="moe_layers")),
     "MiniMaxM2ForCausalLM": Family(
         qk_norm="all", keys=LOCAL,

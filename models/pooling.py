@@ -25,10 +25,11 @@ OLD_POOLINGS = {  # how 1_Pooling/config.json spelled them until sentence-transf
     "pooling_mode_max_tokens": "max", "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }  # fmt: skip
+POOLING = os.path.join("1_Pooling", "config.json")
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, in this order; the last may be missing
 
 
-def settle(config: EngineConfig, model_config: ModelConfig) -> tuple[EngineConfig, ModelConfig]:
+def settle_task(config: EngineConfig, model_config: ModelConfig) -> tuple[EngineConfig, ModelConfig]:
     """Put the task and the pooling in the place of `auto`, with the options and the head that follow from them.
 
     What has been settled before stays as it is.
@@ -79,9 +80,7 @@ def settle(config: EngineConfig, model_config: ModelConfig) -> tuple[EngineConfi
 
 def is_sentence_transformer(folder: str) -> bool:
     """Whether sentence-transformers has saved this folder, or one laid out as such."""
-    return any(
-        os.path.isfile(os.path.join(folder, *path)) for path in (("modules.json",), ("1_Pooling", "config.json"))
-    )
+    return any(os.path.isfile(os.path.join(folder, name)) for name in ("modules.json", POOLING))
 
 
 def pooling_of(folder: str) -> Any:
@@ -90,15 +89,14 @@ def pooling_of(folder: str) -> Any:
     Raises:
         ValueError: it is another one than Manta has, or several.
     """
-    name = os.path.join("1_Pooling", "config.json")
-    if (raw := read_json(folder, name, {})) == {}:
+    if not (raw := read_json(folder, POOLING, {})):
         return "last"
     modes = raw.get("pooling_mode") or [mode for key, mode in OLD_POOLINGS.items() if raw.get(key)] or ["mean"]
     modes = modes if isinstance(modes, list) else [modes]
     if len(modes) != 1 or modes[0] not in POOLINGS:
         asked = ", ".join(map(str, modes))
         raise ValueError(
-            f"{name} asks for the pooling {asked:.80}; Manta has {', '.join(POOLINGS)}: pooling_type can choose one"
+            f"{POOLING} asks for the pooling {asked:.80}; Manta has {', '.join(POOLINGS)}: pooling_type can choose one"
         )
     return POOLINGS[modes[0]]
 
@@ -170,7 +168,7 @@ def check_pooling(
         )
 
 
-def facts(config: EngineConfig, model_config: ModelConfig) -> dict[str, Any]:
+def task_facts(config: EngineConfig, model_config: ModelConfig) -> dict[str, Any]:
     """What clients want to know of an engine's task."""
     return {
         "task": config.task,

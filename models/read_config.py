@@ -55,7 +55,7 @@ class ConfigReader:
             raise ValueError("config.json asks for attention in both directions; Manta has only causal attention")
         vocab_size, latent = f.whole("vocab_size", 1, 2**24), self.latent()
         experts, expert_layers = self.experts()
-        scale = self.attention_scale()
+        scale, names = self.attention_scale(), labels(f) if self.head == "labels" else ()
         config = ModelConfig(
             architecture=str(self.architecture),
             row=row,
@@ -89,8 +89,8 @@ class ConfigReader:
             latent=latent,
             delta=self.delta(),
             head=self.head,
-            labels=labels(f) if self.head == "labels" else (),
-            label_activation=label_activation(f) if self.head == "labels" else "softmax",
+            labels=names,
+            label_activation=label_activation(f, len(names)) if names else "softmax",
             quantization=read_quantization(f.get("quantization_config")),
         )
         f.check_rest()
@@ -286,7 +286,7 @@ class ConfigReader:
         if r.shared == "n_shared_experts":
             shared = f.whole(r.shared, 0, 64, 0) * size
         elif r.shared:
-            shared = size if self.name == "Llama4ForCausalLM" else f.whole(r.shared, 1, 2**20)
+            shared = size if r.shared == "size" else f.whole(r.shared, 1, 2**20)
         groups = f.whole("n_group", 1, count, 1) if r.grouped else 1
         f.get("topk_group")  # says nothing where there is one group
         method = f.value("topk_method", str)
