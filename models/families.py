@@ -106,6 +106,7 @@ class Family:
     norm_bias: bool | str = False
     unit_offset: bool = False  # norms' weights are stored less 1 (Gemma)
     parallel: bool | str = False  # attention and MLP start from the same hidden states, and are added to them together
+    one_norm: bool = False  # where they do, they have the same norm
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
@@ -119,6 +120,7 @@ class Family:
     tied_values: bool | str = False  # layers that see all have no weights for v: it is k before its norm
     kv_shared: Literal["", "num_kv_shared_layers"] = ""  # so many last layers read the keys and values of earlier ones
     wide_mlp: bool | str = False  # the MLPs of these layers are twice as wide
+    mlp_times: int = 0  # the MLP is so many times as wide as the hidden states where no field says it
     gated: bool = True  # the MLP is down(act(gate) * up), else down(act(up))
     activation: str = ""  # the MLP's, where config.json's name for it means another one
     interleaved: bool | str = False  # RoPE turns elements 2i and 2i + 1, not i and i + half
@@ -233,8 +235,8 @@ GLM = Family(
     names={"gate_up": "mlp.gate_up_proj"},
 )  # fmt: skip
 COHERE = Family(
-    qkv_bias="attention_bias", o_bias="attention_bias", norm="layer", parallel=True, interleaved=True,
-    logit_scale="logit_scale", names={"mlp_in": None}, qk_norm="heads", has_qk_norm="use_qk_norm",
+    qkv_bias="attention_bias", o_bias="attention_bias", norm="layer", parallel=True, one_norm=True,
+    interleaved=True, logit_scale="logit_scale", qk_norm="heads", has_qk_norm="use_qk_norm",
     defaults={"logit_scale": 0.0625, "tie_word_embeddings": True, "layer_norm_eps": 1e-5},
 )  # fmt: skip
 PLAIN = {"gate": None, "up": "mlp.up_proj"}
@@ -284,8 +286,8 @@ FAMILIES = {
         qk_norm="head", names=OUTPUT_NORMS, window="pattern", full_every=4, rope="windowed",
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096}),
     "FalconForCausalLM": Family(
-        norm="layer", norm_bias=True, parallel="parallel_attn", qkv_bias="bias", o_bias="bias", mlp_bias="bias",
-        gated=False, qkv_groups=True,
+        norm="layer", norm_bias=True, parallel="parallel_attn", one_norm=True, qkv_bias="bias", o_bias="bias",
+        mlp_bias="bias", mlp_times=4, gated=False, qkv_groups=True,
         keys={
             "num_kv_heads": "num_key_value_heads", "n_head": "num_attention_heads", "n_head_kv": "num_key_value_heads",
             "n_layer": "num_hidden_layers", "activation": "hidden_act", "layer_norm_epsilon": "layer_norm_eps",
@@ -320,7 +322,8 @@ FAMILIES = {
         fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"},
         routing=Routing(size="intermediate_size", bias=True, stacked="transposed", interleaved=True)),
     "GPT2LMHeadModel": Family(
-        norm="layer", norm_bias=True, qkv_bias=True, o_bias=True, mlp_bias=True, gated=False, transposed=True,
+        norm="layer", norm_bias=True, qkv_bias=True, o_bias=True, mlp_bias=True, mlp_times=4, gated=False,
+        transposed=True,
         keys={
             "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
             "n_positions": "max_position_embeddings", "n_inner": "intermediate_size",
@@ -404,12 +407,11 @@ FAMILIES = {
             "positions": "embed_positions", "norm": "final_layer_norm", "attn_in": "self_attn_layer_norm",
             "mlp_in": "final_layer_norm", "o": "self_attn.out_proj", "gate": None, "up": "fc1", "down": "fc2"}),
     "PhiForCausalLM": Family(
-        norm="layer", norm_bias=True, parallel=True, qkv_bias=True, o_bias=True, mlp_bias=True, head_bias=True,
-        gated=False, fixed={"qk_layernorm": False},
+        norm="layer", norm_bias=True, parallel=True, one_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True,
+        head_bias=True, gated=False, fixed={"qk_layernorm": False},
         defaults={"partial_rotary_factor": 0.5, "hidden_act": "gelu_new", "layer_norm_eps": 1e-5},
         names={
-            "norm": "final_layernorm", "mlp_in": None, "o": "self_attn.dense", "gate": None, "up": "mlp.fc1",
-            "down": "mlp.fc2"}),
+            "norm": "final_layernorm", "o": "self_attn.dense", "gate": None, "up": "mlp.fc1", "down": "mlp.fc2"}),
     "Phi3ForCausalLM": Family(
         defaults={"rms_norm_eps": 1e-5}, names={"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
         fixed={"attention_bias": False}),
@@ -433,8 +435,8 @@ FAMILIES = {
         rope="listed", window="pattern",
         defaults={"rope_theta": 2000000.0, "no_rope_layer_interval": 4, "tie_word_embeddings": True}),
     "StableLmForCausalLM": Family(
-        norm="layer", norm_bias=True, parallel="use_parallel_residual", qkv_bias="use_qkv_bias", qk_norm="heads",
-        has_qk_norm="qk_layernorm", defaults={"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
+        norm="layer", norm_bias=True, parallel="use_parallel_residual", one_norm=True, qkv_bias="use_qkv_bias",
+        qk_norm="heads", has_qk_norm="qk_layernorm", defaults={"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
         keys={"rope_pct": "partial_rotary_factor"},
         names={"q_norm": "self_attn.q_layernorm.norms.{}", "k_norm": "self_attn.k_layernorm.norms.{}"}),
     "Starcoder2ForCausalLM": Family(
