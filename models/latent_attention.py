@@ -18,9 +18,11 @@ from itertools import accumulate
 from types import ModuleType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from batch_state import to_device
 from layers import Attention, New, Slots, Step, Weight, linear, slots_of
 from model_config import ModelConfig
 
@@ -88,9 +90,7 @@ def workspace(
     longer = 0
     if context > 0:  # gathered latents, the product, its pages, and the queries and results of some heads
         longer = context * (width + at_once * head_numbers(c)) + 2 * tokens * at_once * c.head_dim
-    elif (
-        context == 0
-    ):  # of some heads the queries, a part of them, the absorbed queries and how these came about, or the results
+    if context == 0:  # of some heads the queries, a part of them, and absorbed queries in the making, or the results
         longer = tokens * absorbed_heads(heads) * (c.head_dim + latent.nope_dim + width + rank)
     return max(
         itemsize * begun, itemsize * tokens * heads * (c.head_dim + latent.v_dim) + max(decode, itemsize * longer)
@@ -211,20 +211,16 @@ class LatentAttention(Attention):
             while end < len(counts) and sum(held for _, held in counts[begin : end + 1]) * size <= CONTEXT_TOKENS:
                 end += 1
             held = [held for _, held in counts[begin:end]]
-            rows: list[int] = []
-            columns: list[int] = []
-            firsts = [0, *accumulate(held)]
-            for row, blocks in enumerate(held):
-                rows += [begin + n + row] * blocks
-                columns += range(blocks)
-            indices = to_device(torch.tensor((rows, columns)), device)
-            tables = torch.tensor(firsts[:-1])[:, None] + torch.arange(max(held))
+            firsts = np.cumsum(held) - held
+            rows, columns = np.repeat(np.arange(begin + n, end + n), held), np.concatenate([*map(np.arange, held)])
+            indices = to_device(np.stack((rows, columns)), device.type)
+            tables = (firsts[:, None] + np.arange(max(held))).astype(np.int32)
             starts = batch.query_starts[begin : end + 1]
             yield Rows(
                 slice(tokens[begin], tokens[end]),
                 slice(begin, end),
                 batch.block_tables[0][batch.slots[indices[0]].long(), indices[1]].long(),
-                to_device(tables.to(torch.int32), device),
+                to_device(tables, device.type),
                 torch.arange(end - begin, dtype=torch.int32, device=device),
                 starts - starts[0],
                 max(count for count, _ in counts[begin:end]),
@@ -250,8 +246,3 @@ class LatentAttention(Attention):
             )  # fmt: skip
             out[:, heads] = found[..., : self.latent.v_dim]
             del made, pages, keys, found
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a host tensor on the device, for which nobody waits."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -319,8 +319,8 @@ class ConfigReader:
         if row.delta:
             return (0,) * layers
         window = f.whole(row.window_field, 0, 2**31, 0)
-        by_qwen = row.window == "qwen" or (row.rope == "listed" and not row.chunked)
-        if by_qwen and not f.value("use_sliding_window", bool):
+        by_qwen = row.window == "qwen" or row.rope == "listed"
+        if by_qwen and not f.value("use_sliding_window", bool) and not row.chunked:
             window = 0
         if types := self.listed_types(LAYER_TYPES, ", ".join(LAYER_TYPES)):
             found = tuple(window if kind in WINDOWED else 0 for kind in types)
