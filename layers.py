@@ -269,20 +269,14 @@ class Attention(Owner):
         batch, c, window = step.batch, self.config, self.config.windows[self.i]
         kv = step.pool[self.kind][self.place]
         n, parts = batch.num_decodes, []
-        more = (c.soft_cap, self.sinks)
         chunked = self.row.chunked and window > 0
         few, rest = (q, None) if n == q.shape[0] else q.split_with_sizes((n, q.shape[0] - n))
         if n > 0:
-            parts.append(self.ops.attention_decode(few, kv, step.plans[self.kind], c.scale, *more))
+            parts.append(self.ops.attention_decode(few, kv, step.plans[self.kind], c.scale, c.soft_cap, self.sinks))
         if rest is not None:
-            rows = (
-                batch.block_tables[self.kind],
-                batch.slots[n:],
-                batch.seq_lens[n:],
-                batch.query_starts,
-                batch.max_query_len,
-            )
-            parts.append(self.ops.attention_prefill(rest, kv, *rows, c.scale, window, *more, None, chunked))
+            rows = batch.block_tables[self.kind], batch.slots[n:], batch.seq_lens[n:], batch.query_starts
+            more = batch.max_query_len, c.scale, window, c.soft_cap, self.sinks, None, chunked
+            parts.append(self.ops.attention_prefill(rest, kv, *rows, *more))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 

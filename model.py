@@ -7,6 +7,7 @@ products are torch's. Each rank of a group holds a share of every weight. One wo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,22 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from layers import (
-    Attention,
-    Batch,
-    Cut,
-    Mlp,
-    New,
-    Norm,
-    Owner,
-    Slot,
-    Slots,
-    StackedSlot,
-    Step,
-    Weight,
-    linear,
-    slots_of,
-)
+from layers import Attention, Batch, Cut, Mlp, New, Norm, Owner, Slots, StackedSlot, Step, Weight, linear, slots_of
 from model_config import ModelConfig
 from models.delta_net import DeltaNet
 from models.expert_layers import ExpertMlp, ExpertsBeside
@@ -83,17 +69,15 @@ class Transformer(Owner):
         self.layers = [self.new_layer(i) for i in range(config.num_layers)]
         self.layer_inputs = LayerInputs(config, ops, vocab, at_first) if config.layer_input_size else None
         self.norm = Norm(config, ops, size, at_last)
-        self.head: Weight | None = None
+        self.head: Weight | None = self.embedding if tied and pipeline.last else None
         if config.head == "logits" and not tied:
             self.head = at_last(vocab, size)
-        elif tied and pipeline.last:
-            self.head = self.embedding
         has_bias = config.head == "logits" and self.row.head_bias
         self.head_bias = at_last(vocab) if has_bias else None
         # The classification head, the same on each rank.
         self.score = at_last(len(config.labels), size, dtype=torch.float32) if config.head == "labels" else None
-        tables = [rope_table(rope, max_model_len, bool(self.row.interleaved)) for rope in config.ropes]
-        self.rotations = [table.to(device) for table in tables]
+        interleaved = bool(self.row.interleaved)
+        self.rotations = [rope_table(rope, max_model_len, interleaved).to(device) for rope in config.ropes]
         grown = [query_scales(rope, max_model_len) for rope in config.ropes]
         self.query_scales = [None if scales is None else scales.to(device) for scales in grown]
         # Rounded as a weight, because that is how the models were trained.
@@ -256,15 +240,15 @@ class Transformer(Owner):
         Each is [blocks, parts, heads, block_size, dim], where the parts are keys and values; see `ModelConfig.page`.
         A page has its layers one after the other.
         """
-        layout, found = self.layout, dict[tuple[int, ...], tuple[torch.Tensor, ...]]()
+        layout = self.layout
         size = pool.shape[1] // layout.size  # of a block
-        kinds = [(layers, *shape) for layers, shape in zip(layout.layers, layout.shapes, strict=True)]
-        for kind in kinds:
-            if kind not in found:
-                layers, parts, heads, dim = kind
-                used = pool[:, : layers * parts * heads * size * dim]
-                found[kind] = used.view(len(pool), layers, parts, heads, size, dim).unbind(1) if layers else ()
-        return [found[kind] for kind in kinds]
+
+        @functools.cache  # many kinds are alike
+        def view(layers: int, parts: int, heads: int, dim: int) -> tuple[torch.Tensor, ...]:
+            used = pool[:, : layers * parts * heads * size * dim]
+            return used.view(len(pool), layers, parts, heads, size, dim).unbind(1) if layers else ()
+
+        return [view(layers, *shape) for layers, shape in zip(layout.layers, layout.shapes, strict=True)]
 
     def enter(self, residual: torch.Tensor) -> torch.Tensor:
         """What this stage's first layer takes of the sums so far, which at the start are the embeddings."""
@@ -345,7 +329,7 @@ class Transformer(Owner):
         there, and the stacked tensor says which others it stands for."""
         found, shares = {}, Shares(self.config.vocab_size, self.group)
         for name, slot in self.slots().items():
-            part = shares.part(slot) if isinstance(slot, Slot) else shares.stacked_part(slot)
+            part = shares.stacked_part(slot) if isinstance(slot, StackedSlot) else shares.part(slot)
             here = tuple(piece for piece in part.pieces if piece.target.is_meta == (self.device == "meta"))
             found[name] = part._replace(pieces=here)
         return found
