@@ -153,15 +153,16 @@ class Family:
         return (self.names[part] if part in self.names else NAMES[part]) or ""
 
     def but(self, **fields: Any) -> Family:
-        """A row that differs from this one."""
-        names = self.names | fields.pop("names", {})
-        return dataclasses.replace(self, names=names, **fields)
+        """A row that differs from this one. Names and fields of config.json are added to its own."""
+        added = {name: getattr(self, name) | fields.pop(name, {}) for name in ("names", "keys", "defaults", "fixed")}
+        return dataclasses.replace(self, **added, **fields)
 
 
 LLAMA = Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias")
 QWEN2 = Family(qkv_bias=True, window="qwen", defaults={"sliding_window": 4096})
 QWEN3 = QWEN2.but(qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head")
 QWEN_EXPERTS = Routing(renormalize="norm_topk_prob", layers="decoder_sparse_step")
+QWEN_SHARED = dataclasses.replace(QWEN_EXPERTS, shared="shared_expert_intermediate_size", shared_gate=True)
 QWEN_NEXT = Family(
     qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", unit_offset=True, out_gate=True,
     delta="split", fixed={"hidden_act": "silu", "attn_output_gate": True},  # the convolution has it, too
@@ -184,16 +185,16 @@ OUTPUT_NORMS = {
 SANDWICH = OUTPUT_NORMS | {"attn_in": "input_layernorm", "mlp_in": "pre_feedforward_layernorm"}
 GEMMA2 = GEMMA.but(
     names=SANDWICH, window="pattern", full_every=2, attention_scale="query_pre_attn_scalar", caps=True,
-    defaults=GEMMA.defaults | {
+    defaults={
         "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
         "sliding_window": 4096},
 )  # fmt: skip
 GEMMA3 = GEMMA2.but(
     full_every=6, qk_norm="head", local_rope="rope_local_base_freq",
-    fixed=GEMMA.fixed | {"attn_logit_softcapping": None},  # transformers does not read it
-    defaults=GEMMA.defaults | {
-        "query_pre_attn_scalar": 256, "sliding_window": 4096, "num_attention_heads": 8, "num_key_value_heads": 4,
-        "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
+    fixed={"attn_logit_softcapping": None},  # transformers does not read it
+    defaults={
+        "attn_logit_softcapping": None, "final_logit_softcapping": None, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
         "rope_local_base_freq": 10000.0},
 )  # fmt: skip
 GEMMA4 = Family(
@@ -239,15 +240,13 @@ COHERE = Family(
     interleaved=True, logit_scale="logit_scale", qk_norm="heads", has_qk_norm="use_qk_norm",
     defaults={"logit_scale": 0.0625, "tie_word_embeddings": True, "layer_norm_eps": 1e-5},
 )  # fmt: skip
-PLAIN = {"gate": None, "up": "mlp.up_proj"}
 DEEPSEEK_EXPERTS = Routing(
     count="n_routed_experts", renormalize="norm_topk_prob", scoring="sigmoid", correction=True, grouped=True,
     scale="routed_scaling_factor", shared="n_shared_experts", layers="first_k_dense_replace",
 )  # fmt: skip
 DEEPSEEK = Family(
     latent=True, qkv_bias="attention_bias", o_bias="attention_bias", defaults={"kv_lora_rank": 512},
-    routing=DEEPSEEK_EXPERTS,
-    fixed={"moe_layer_freq": 1, "mlp_bias": False},
+    routing=DEEPSEEK_EXPERTS, fixed={"moe_layer_freq": 1, "mlp_bias": False},
 )  # fmt: skip
 NEOX = Family(
     norm="layer", norm_bias=True, parallel="use_parallel_residual", qkv_bias="attention_bias", o_bias="attention_bias",
@@ -258,27 +257,27 @@ NEOX = Family(
         "layer_norm_eps": 1e-5},
     names={
         "embed": "embed_in", "norm": "final_layer_norm", "head": "embed_out", "qkv": "attention.query_key_value",
-        "o": "attention.dense", "gate": None, "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"},
+        "o": "attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"},
 )  # fmt: skip
 
 FAMILIES = {
     "ApertusForCausalLM": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", gated=False,
-        names=PLAIN | {"attn_in": "attention_layernorm", "mlp_in": "feedforward_layernorm"},
+        names={"attn_in": "attention_layernorm", "mlp_in": "feedforward_layernorm"},
         defaults={"hidden_act": "xielu", "rms_norm_eps": 1e-5}),
-    "ArceeForCausalLM": LLAMA.but(gated=False, names=PLAIN, defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5}),
+    "ArceeForCausalLM": LLAMA.but(gated=False, defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5}),
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": COHERE.but(
-        window="pattern", full_every=4, rope="windowed", qk_norm="", defaults=COHERE.defaults | {
+        window="pattern", full_every=4, rope="windowed", qk_norm="", defaults={
             "sliding_window": 4096}, fixed={"use_gated_activation": True, "position_embedding_type": "rope_gptj"}),
     "DeepseekV2ForCausalLM": DEEPSEEK.but(
         interleaved=True, routing=dataclasses.replace(DEEPSEEK_EXPERTS, scoring="softmax", correction=False),
-        fixed=DEEPSEEK.fixed | {"norm_topk_prob": False},  # where it is true, transformers and DeepSeek's code differ
+        fixed={"norm_topk_prob": False},  # where it is true, transformers and DeepSeek's code differ
         defaults={
-            "kv_lora_rank": 512, "first_k_dense_replace": 0, "norm_topk_prob": False, "q_lora_rank": 1536,
-            "n_shared_experts": 2, "topk_method": "greedy"}),
+            "first_k_dense_replace": 0, "norm_topk_prob": False, "q_lora_rank": 1536, "n_shared_experts": 2,
+            "topk_method": "greedy"}),
     "DeepseekV3ForCausalLM": DEEPSEEK.but(interleaved="rope_interleave", defaults={
-        "kv_lora_rank": 512, "rope_interleave": True, "norm_topk_prob": True, "first_k_dense_replace": 3,
+        "rope_interleave": True, "norm_topk_prob": True, "first_k_dense_replace": 3,
         "q_lora_rank": 1536, "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}),
     "Ernie4_5ForCausalLM": Family(interleaved=True, fixed={"use_bias": False}, defaults={
         "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "head_dim": 128}),
@@ -298,7 +297,7 @@ FAMILIES = {
         fixed={"alibi": False},
         names={
             "embed": "word_embeddings", "norm": "ln_f", "layer": "h", "qkv": "self_attention.query_key_value",
-            "o": "self_attention.dense", "gate": None, "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}),
+            "o": "self_attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}),
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
@@ -333,7 +332,7 @@ FAMILIES = {
             "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
         names={
             "embed": "wte", "positions": "wpe", "norm": "ln_f", "layer": "h", "attn_in": "ln_1", "mlp_in": "ln_2",
-            "qkv": "attn.c_attn", "o": "attn.c_proj", "gate": None, "up": "mlp.c_fc", "down": "mlp.c_proj"}),
+            "qkv": "attn.c_attn", "o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}),
     "GPTNeoXForCausalLM": NEOX,
     "GraniteForCausalLM": GRANITE,
     "GraniteMoeForCausalLM": GRANITE.but(
@@ -386,7 +385,7 @@ FAMILIES = {
             "expert_up": "w3", "expert_down": "w2"}),
     "NemotronForCausalLM": Family(
         norm="layer", norm_bias=True, unit_offset=True, qkv_bias="attention_bias", o_bias="attention_bias",
-        mlp_bias="mlp_bias", gated=False, names=PLAIN, keys={"norm_eps": "layer_norm_eps"},
+        mlp_bias="mlp_bias", gated=False, keys={"norm_eps": "layer_norm_eps"},
         defaults={"hidden_act": "relu2", "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5}),
     "OlmoeForCausalLM": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="all", fixed={"clip_qkv": None},
@@ -394,7 +393,7 @@ FAMILIES = {
         routing=Routing(size="intermediate_size", renormalize="norm_topk_prob")),
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO2.but(
-        window="pattern", full_every=4, local_rope="unscaled", defaults=OLMO2.defaults | {"sliding_window": 4096}),
+        window="pattern", full_every=4, local_rope="unscaled", defaults={"sliding_window": 4096}),
     "OPTForCausalLM": Family(
         norm="layer", norm_bias="layer_norm_elementwise_affine", qkv_bias="enable_bias", o_bias="enable_bias",
         mlp_bias="enable_bias", gated=False, position_offset=2,
@@ -405,29 +404,26 @@ FAMILIES = {
         fixed={"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True},
         names={
             "positions": "embed_positions", "norm": "final_layer_norm", "attn_in": "self_attn_layer_norm",
-            "mlp_in": "final_layer_norm", "o": "self_attn.out_proj", "gate": None, "up": "fc1", "down": "fc2"}),
+            "mlp_in": "final_layer_norm", "o": "self_attn.out_proj", "up": "fc1", "down": "fc2"}),
     "PhiForCausalLM": Family(
         norm="layer", norm_bias=True, parallel=True, one_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True,
         head_bias=True, gated=False, fixed={"qk_layernorm": False},
         defaults={"partial_rotary_factor": 0.5, "hidden_act": "gelu_new", "layer_norm_eps": 1e-5},
-        names={
-            "norm": "final_layernorm", "o": "self_attn.dense", "gate": None, "up": "mlp.fc1", "down": "mlp.fc2"}),
+        names={"norm": "final_layernorm", "o": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"}),
     "Phi3ForCausalLM": Family(
         defaults={"rms_norm_eps": 1e-5}, names={"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
         fixed={"attention_bias": False}),
     "Qwen2ForCausalLM": QWEN2,
     "Qwen2MoeForCausalLM": QWEN2.but(
-        qkv_bias="qkv_bias", keys=LOCAL, defaults=QWEN2.defaults | {"qkv_bias": True, "norm_topk_prob": False},
-        routing=dataclasses.replace(
-            QWEN_EXPERTS, shared="shared_expert_intermediate_size", shared_gate=True),
-        names={"shared": "mlp.shared_expert"}),
+        qkv_bias="qkv_bias", keys=LOCAL, defaults={"qkv_bias": True, "norm_topk_prob": False},
+        routing=QWEN_SHARED, names={"shared": "mlp.shared_expert"}),
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3MoeForCausalLM": QWEN3.but(
-        routing=QWEN_EXPERTS, keys=LOCAL, defaults=QWEN3.defaults | {"norm_topk_prob": False}),
+        routing=QWEN_EXPERTS, keys=LOCAL, defaults={"norm_topk_prob": False}),
     "Qwen3NextForCausalLM": QWEN_NEXT.but(
-        delta="by_heads", defaults=QWEN_NEXT.defaults | {"norm_topk_prob": True},
-        routing=dataclasses.replace(QWEN_EXPERTS, shared="shared_expert_intermediate_size", shared_gate=True)),
-    "Qwen3_5ForCausalLM": QWEN_NEXT.but(defaults=QWEN_NEXT.defaults | {"num_key_value_heads": 4}),
+        delta="by_heads", defaults={"norm_topk_prob": True},
+        routing=QWEN_SHARED),
+    "Qwen3_5ForCausalLM": QWEN_NEXT.but(defaults={"num_key_value_heads": 4}),
     "Qwen3_5MoeForCausalLM": QWEN_NEXT.but(
         routing=Routing(shared="shared_expert_intermediate_size", shared_gate=True)),
     "SeedOssForCausalLM": LLAMA.but(o_bias="attention_out_bias", defaults={"attention_bias": True, "head_dim": 128}),
@@ -445,7 +441,7 @@ FAMILIES = {
         defaults={
             "use_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh",
             "num_key_value_heads": 2, "layer_norm_eps": 1e-5},
-        names={"gate": None, "up": "mlp.c_fc", "down": "mlp.c_proj"}, fixed={"norm_type": "layer_norm"}),
+        names={"up": "mlp.c_fc", "down": "mlp.c_proj"}, fixed={"norm_type": "layer_norm"}),
 }  # fmt: skip
 
 # Models of text and something else, whose text half is a family: what their `text_config` describes, by its model_type.
