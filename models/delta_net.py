@@ -24,7 +24,7 @@ class DeltaNet(Owner):
     it decays. All of these are one product.
 
     Args:
-        c: the model's shape. ranks: which divide the heads. place: of the layer among those with states.
+        ranks: which divide the heads. place: of the layer among those with states.
     """
 
     matrices = ("inputs", "o")

@@ -71,8 +71,7 @@ def workspace(
     """The most bytes that a layer's latent attention takes at a time for a step, its queries and results included.
 
     Args:
-        c: the model's shape. heads: of this rank.
-        tokens: of the step. decodes: the most rows of one token.
+        heads: of this rank. tokens: of the step. decodes: the most rows of one token.
         context: the most tokens whose keys and values are made together; 0 where the absorbed form serves all rows, and
             -1 where all rows have one token.
         itemsize: bytes of a number. at_once: see `heads_at_once`. processors: of the device.

@@ -66,16 +66,11 @@ def settle_task(config: EngineConfig, model_config: ModelConfig) -> tuple[Engine
             pooling = pooling_of(folder)
         if longest is None:
             longest = trained_length(folder, model_config.max_position)
-    settled = dataclasses.replace(
-        config,
-        task=task,
-        pooling_type="last" if pooling == "auto" else pooling,
-        enable_chunked_prefill=False,
-        enable_prefix_caching=False,
-        preemption_mode="recompute",
-        max_model_len=longest,
-    )
-    return settled, dataclasses.replace(model_config, head=head, normalize=normalize)
+    config = dataclasses.replace(
+        config, task=task, pooling_type="last" if pooling == "auto" else pooling, max_model_len=longest,
+        enable_chunked_prefill=False, enable_prefix_caching=False, preemption_mode="recompute",
+    )  # fmt: skip
+    return config, dataclasses.replace(model_config, head=head, normalize=normalize)
 
 
 def is_sentence_transformer(folder: str) -> bool:
@@ -102,7 +97,7 @@ def pooling_of(folder: str) -> Any:
 
 
 def normalizes(folder: str) -> bool:
-    """Whether an embedding is divided by its length: as the folder's `modules.json` says, or else yes.
+    """Whether an embedding is divided by its length: as `modules.json` says, or else yes.
 
     Raises:
         ValueError: the file is malformed, or has a module that Manta does not have.
@@ -142,10 +137,8 @@ def trained_length(folder: str, most: int) -> int | None:
 def check_pooling(
     pooling: PoolingParams | None, params: SamplingParams, config: EngineConfig, model_config: ModelConfig
 ) -> None:
-    """Check that a request is of the kind that an engine with these settled options runs.
-
-    Args:
-        pooling: what is to be made of its prompt; None: an answer, as `params` say.
+    """Check that a request is of the kind that an engine with these settled options runs; without `pooling` it asks for
+    an answer, as `params` say.
 
     Raises:
         ValueError: it is not, or its pooling parameters are out of range.

@@ -49,6 +49,8 @@ class ConfigReader:
             raw = {name: raw[name] for name in shared if name in raw} | text
         self.raw, self.fields = raw, Fields(raw, FAMILIES[self.name])
         self.row = self.settled_row(FAMILIES[self.name])
+        self.layers = self.fields.whole("num_hidden_layers", 1, 1024)
+        self.heads = self.fields.whole("num_attention_heads", 1, 1024)
 
     def config(self) -> ModelConfig:
         """The shape that it describes."""
@@ -124,14 +126,6 @@ class ConfigReader:
         return size
 
     @cached_property
-    def layers(self) -> int:
-        return self.fields.whole("num_hidden_layers", 1, 1024)
-
-    @cached_property
-    def heads(self) -> int:
-        return self.fields.whole("num_attention_heads", 1, 1024)
-
-    @cached_property
     def kv_heads(self) -> int:
         count = self.fields.whole("num_key_value_heads", 1, 1024, self.heads)
         if self.name == "FalconForCausalLM":
@@ -182,12 +176,10 @@ class ConfigReader:
         if any(each != listed[min(listed)] for each in listed.values()):
             raise ValueError(f"config.json: per_layer_config is {listed!r:.80}; it must have the same for all layers")
         here = Fields(typed("per_layer_config", listed[min(listed)], dict) or {}, Family())
-        found = (
-            here.whole("num_key_value_heads", 1, 1024, self.kv_heads),
-            here.whole("head_dim", 4, 1024, self.head_dim),
-        )
+        kv_heads = here.whole("num_key_value_heads", 1, 1024, self.kv_heads)
+        head_dim = here.whole("head_dim", 4, 1024, self.head_dim)
         here.check_rest()
-        return found
+        return kv_heads, head_dim
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -211,11 +203,10 @@ class ConfigReader:
     def kv_sources(self) -> tuple[int, ...]:
         """The layer whose keys and values each layer reads: the last ones may read those of the last layer before all
         of them that sees as much (Gemma 4)."""
-        row, own = self.row, self.layers
+        row = self.row
         if row.delta:
             return tuple(i if kind == "full_attention" else -1 for i, kind in enumerate(self.kinds))
-        if row.kv_shared:
-            own -= self.fields.whole(row.kv_shared, 0, self.layers - 1, 0)
+        own = self.layers - (self.fields.whole(row.kv_shared, 0, self.layers - 1, 0) if row.kv_shared else 0)
         sources = list(range(own))
         for i in range(own, self.layers):
             alike = [j for j in range(own) if self.windows[j] == self.windows[i]]
