@@ -1,7 +1,7 @@
 """The families of models that Manta runs: each is a row of `FAMILIES`, which says where it departs from Llama.
 
-A row is named as `architectures` in config.json names the model that makes text. It holds no code: what it says is read
-by `model_config.py`, which turns it and a config.json into a `ModelConfig`, and by `model.py`, which builds the layers.
+A row is named as `architectures` in config.json names the model that makes text. It holds no code:
+`models/read_config.py` turns it and a config.json into a `ModelConfig`, by which `model.py` builds the layers.
 docs/families.md tells how a row is added.
 
 Standard library only: processes that never import torch read this file.
