@@ -6,15 +6,16 @@ has, and how they depart from Llama's, is read from the row of its family.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from model_config import ModelConfig
+from models.shares import Part, Shares, Slots
 from parallel import Group
 
 Weight = torch.Tensor | Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -57,38 +58,7 @@ class Step:
     cut: Cut | None = None  # takes the place of each attention; see `PiecewiseGraphs`
 
 
-class Slot(NamedTuple):
-    """The parts of our weights that one tensor of a checkpoint fills, one after the other along its outputs."""
-
-    targets: tuple[torch.Tensor, ...]
-    words: tuple[str, ...]  # how the ranks divide each; see `Shares.part`
-    same: bool = False  # each takes the same part
-    transposed: bool = False  # it is stored as [inputs, outputs]
-    shape: tuple[int, ...] = ()  # of a tensor that is all for other ranks
-    copies: int = 1  # ranks that hold the same of what is divided by "kv"
-    heads: int = 0  # of this rank; each head has its rows of all targets side by side. 0: they do not lie by heads
-
-
-class StackedSlot(NamedTuple):
-    """The part of our weights [experts of this rank, outputs, inputs] that one tensor for all experts fills."""
-
-    target: torch.Tensor
-    first: int  # this rank's first expert,
-    total: int  # of so many
-    words: tuple[str, ...]  # of the equal parts of its outputs: gate and up, or one
-    transposed: bool
-    interleaved: bool  # the rows of gate and up alternate
-    instead_of: tuple[str, ...] = ()  # the tensors of one expert each that it stands for
-
-
-Slots = dict[str, Slot | StackedSlot]
 New = Callable[..., torch.Tensor]  # new(*shape, dtype=None): memory for a weight
-
-
-def slots_of(weights: Mapping[str, tuple[Weight | None, str]]) -> Slots:
-    """A slot for each weight that is there, by its name in the checkpoint, with the word that says how ranks divide it.
-    See `Shares.part`."""
-    return {name: Slot((weight,), (word,)) for name, (weight, word) in weights.items() if torch.is_tensor(weight)}
 
 
 class Owner:
@@ -129,9 +99,9 @@ class Norm(Owner):
             return self.ops.layer_norm(x, self.weight, self.bias, self.eps, residual)
         return self.ops.rms_norm(x, self.weight, self.eps, residual)
 
-    def slots(self, name: str) -> Slots:
+    def slots(self, name: str, shares: Shares) -> Slots:
         """What of the checkpoint fills it."""
-        return slots_of({f"{name}.weight": (self.weight, "all"), f"{name}.bias": (self.bias, "all")})
+        return shares.parts({f"{name}.weight": (self.weight, "all"), f"{name}.bias": (self.bias, "all")})
 
     def finish(self) -> None:
         if self.offset:
@@ -178,25 +148,27 @@ class Attention(Owner):
         if row.qk_norm == "all":  # ranks that hold the same KV head all count it
             self.norm_sizes = new(2, dtype=torch.float32)
 
-    def slots(self) -> Slots:
+    def slots(self, shares: Shares) -> Slots:
         """What of the checkpoint fills it."""
         row, wide = self.row, self.row.qk_norm in ("heads", "all")
         slots: Slots = {}
 
-        def fill(name: str, targets: tuple[torch.Tensor, ...], *words: str, **more: Any) -> None:
-            transposed = row.transposed and targets[0].ndim == 2
-            slots[name] = Slot(targets, words, transposed=transposed, copies=self.copies, **more)
+        def fill(name: str, targets: tuple[torch.Tensor, ...], *words: str, same: bool = False) -> None:
+            slots[name] = shares.part(targets, words, self.copies, same, row.transposed and targets[0].ndim == 2)
 
         for ending, weight, gate in (("weight", self.qkv, self.gate), ("bias", self.qkv_bias, self.gate_bias)):
             if weight is None:
                 continue
             q, k, v = weight.split(self.sizes)
             if name := row.name("qkv"):
-                by_heads = {"heads": self.kv_heads} if row.qkv_groups else {}
-                fill(f"{name}.{ending}", (q, k, v), "col", "kv", "kv", **by_heads)
+                if row.qkv_groups:
+                    found = shares.by_heads((q, k, v), ("col", "kv", "kv"), self.kv_heads, self.copies)
+                    slots[f"{name}.{ending}"] = found
+                else:
+                    fill(f"{name}.{ending}", (q, k, v), "col", "kv", "kv")
                 continue
             if isinstance(gate, torch.Tensor):
-                slots[f"{row.name('q')}.{ending}"] = Slot((q, gate), ("col", "col"), heads=self.heads)
+                slots[f"{row.name('q')}.{ending}"] = shares.by_heads((q, gate), ("col", "col"), self.heads)
             else:
                 fill(f"{row.name('q')}.{ending}", (q,), "col")
             if self.stores and row.tied_values and not self.config.windows[self.i]:
@@ -205,23 +177,23 @@ class Attention(Owner):
                 fill(f"{row.name('k')}.{ending}", (k,), "kv")
                 fill(f"{row.name('v')}.{ending}", (v,), "kv")
         fill(f"{row.name('o')}.weight", (self.o,), "row")
-        slots |= slots_of({f"{row.name('o')}.bias": (self.o_bias, "first")})
+        slots |= shares.parts({f"{row.name('o')}.bias": (self.o_bias, "first")})
         for part, norm, word in (("q_norm", self.q_norm, "col"), ("k_norm", self.k_norm, "kv")):
             if norm is None or row.qk_norm == "unit" or (part == "k_norm" and not self.stores):
                 continue
             if "{}" in (name := row.name(part)):
-                slots |= self.norms_by_head(name, norm, word)
+                slots |= self.norms_by_head(name, norm, word, shares)
             else:
                 fill(f"{name}.weight", (norm.flatten() if row.qk_norm == "all" else norm,), word if wide else "all")
-        return slots | slots_of({row.name("sinks"): (self.sinks, "col")})
+        return slots | shares.parts({row.name("sinks"): (self.sinks, "col")})
 
-    def norms_by_head(self, name: str, norm: torch.Tensor, word: str) -> Slots:
+    def norms_by_head(self, name: str, norm: torch.Tensor, word: str, shares: Shares) -> Slots:
         """The slots of a norm of which each head has a tensor of its own."""
         c, group = self.config, self.group
         count = c.num_heads if word == "col" else c.num_kv_heads
         first = group.rank * count // group.size
-        ours = {first + i: Slot((head,), ("all",)) for i, head in enumerate(norm)}
-        return {f"{name.format(i)}.weight": ours.get(i, Slot((), (), shape=norm.shape[1:])) for i in range(count)}
+        ours = {first + i: shares.part((head,), ("all",)) for i, head in enumerate(norm)}
+        return {f"{name.format(i)}.weight": ours.get(i, Part(norm.shape[1:], ())) for i in range(count)}
 
     def finish(self) -> None:
         if self.row.unit_offset and self.q_norm is not None and self.k_norm is not None:
@@ -295,7 +267,7 @@ class Mlp(Owner):
         self.down_bias = new(c.hidden_size) if row.mlp_bias else None
         self.act = new(2, dtype=torch.float32) if c.activation == "xielu" else None
 
-    def slots(self) -> Slots:
+    def slots(self, shares: Shares) -> Slots:
         """What of the checkpoint fills it."""
         row = self.row
         slots: Slots = {}
@@ -311,15 +283,16 @@ class Mlp(Owner):
                 continue
             transposed = row.transposed and ending == "weight"
             if row.gated and row.name("gate_up"):
-                slots[f"{name('gate_up')}.{ending}"] = Slot(weight.chunk(2), ("col", "col"), transposed=transposed)
+                both = shares.part(weight.chunk(2), ("col", "col"), transposed=transposed)
+                slots[f"{name('gate_up')}.{ending}"] = both
             else:
                 parts = ("gate", "up") if row.gated else ("up",)
                 for part, target in zip(parts, weight.chunk(len(parts)), strict=True):
-                    slots[f"{name(part)}.{ending}"] = Slot((target,), ("col",), transposed=transposed)
-            slots[f"{name('down')}.{ending}"] = Slot((down,), (word,), transposed=transposed)
+                    slots[f"{name(part)}.{ending}"] = shares.part((target,), ("col",), transposed=transposed)
+            slots[f"{name('down')}.{ending}"] = shares.part((down,), (word,), transposed=transposed)
         if self.act is not None:
-            for name_of, alpha in zip(("alpha_p", "alpha_n"), self.act.split(1), strict=True):
-                slots[f"{row.name('act')}.{name_of}"] = Slot((alpha,), ("all",))
+            at = row.name("act")
+            slots |= shares.parts({f"{at}.alpha_p": (self.act[:1], "all"), f"{at}.alpha_n": (self.act[1:], "all")})
         return slots
 
     def finish(self) -> None:

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from layers import Attention, Batch, Cut, Mlp, New, Norm, Owner, Slots, StackedSlot, Step, Weight, linear, slots_of
+from layers import Attention, Batch, Cut, Mlp, New, Norm, Owner, Step, Weight, linear
 from model_config import ModelConfig
 from models.delta_net import DeltaNet
 from models.expert_layers import ExpertMlp, ExpertsBeside
 from models.latent_attention import LatentAttention
 from models.layer_inputs import LayerGate, LayerInputs
 from models.rope import query_scales, rope_table
-from models.shares import Part, Shares, check_division
+from models.shares import Part, Shares, Slots, check_division
 from parallel import Group
 
 NORMS = ("attn_in", "attn_out", "mlp_in", "mlp_out")  # of a layer
@@ -304,34 +304,29 @@ class Transformer(Owner):
         for i in self.span:
             yield from self.layers[i].owners()
 
-    def slots(self) -> Slots:
-        """What of a checkpoint fills our weights, by names without the prefix of the model's body."""
+    def parameters(self) -> dict[str, Part]:
+        """What this rank takes of each tensor of a checkpoint, by names without the prefix of the model's body. Where
+        experts may come one by one or stacked, both are there, and the stacked tensor says which others it stands for.
+        """
         name, head = self.row.name, None if self.config.tie_word_embeddings else self.head
-        slots = slots_of({f"{name('embed')}.weight": (self.embedding, "vocab")}) | self.norm.slots(name("norm"))
+        shares = Shares(self.config.vocab_size, self.group)
+        found = shares.parts({f"{name('embed')}.weight": (self.embedding, "vocab")})
+        found |= self.norm.slots(name("norm"), shares)
         if self.layer_inputs:
-            slots |= self.layer_inputs.slots()
-        slots |= slots_of({
+            found |= self.layer_inputs.slots(shares)
+        found |= shares.parts({
             f"{name('positions')}.weight": (self.positions, "all"),
             f"{name('head')}.weight": (head, "vocab"),
             f"{name('head')}.bias": (self.head_bias, "vocab"),
             "score.weight": (self.score, "all"),
         })  # fmt: skip
         for i, layer in enumerate(self.layers):
-            root = f"{name('layer')}.{i}"
-            for part, slot in layer.slots().items():
-                if isinstance(slot, StackedSlot):
-                    slot = slot._replace(instead_of=tuple(f"{root}.{other}" for other in slot.instead_of))
-                slots[f"{root}.{part}"] = slot
-        return slots
-
-    def parameters(self) -> dict[str, Part]:
-        """What this rank takes of each tensor of a checkpoint. Where experts may come one by one or stacked, both are
-        there, and the stacked tensor says which others it stands for."""
-        found, shares = {}, Shares(self.config.vocab_size, self.group)
-        for name, slot in self.slots().items():
-            part = shares.stacked_part(slot) if isinstance(slot, StackedSlot) else shares.part(slot)
+            root = f"{name('layer')}.{i}."
+            for own, part in layer.slots(shares).items():
+                found[root + own] = part._replace(instead_of=tuple(root + other for other in part.instead_of))
+        for key, part in found.items():
             here = tuple(piece for piece in part.pieces if piece.target.is_meta == (self.device == "meta"))
-            found[name] = part._replace(pieces=here)
+            found[key] = part._replace(pieces=here)
         return found
 
     def num_parameters(self) -> int:
@@ -400,15 +395,15 @@ class Layer(Owner):
         self.gate = LayerGate(c, ops, new) if c.layer_input_size else None
         self.scale = new(1) if c.row.name("layer_scale") else None  # of the hidden states
 
-    def slots(self) -> Slots:
+    def slots(self, shares: Shares) -> Slots:
         """What of the checkpoint fills it, by names within the layer."""
-        slots = self.attention.slots() | self.mlp.slots()
+        slots = self.attention.slots(shares) | self.mlp.slots(shares)
         for more in (self.beside, self.gate):
-            slots |= more.slots() if more else {}
+            slots |= more.slots(shares) if more else {}
         for part in NORMS:
             if norm := getattr(self, part):
-                slots |= norm.slots(self.row.name(part))
-        return slots | slots_of({self.row.name("layer_scale"): (self.scale, "all")})
+                slots |= norm.slots(self.row.name(part), shares)
+        return slots | shares.parts({self.row.name("layer_scale"): (self.scale, "all")})
 
     def end(self, residual: torch.Tensor, inputs: torch.Tensor | None, following: Norm | None) -> torch.Tensor:
         """What follows attention and MLP where hidden states have a scale: the residual [T, hidden] is changed in

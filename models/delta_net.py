@@ -12,8 +12,9 @@ from types import ModuleType
 
 import torch
 
-from layers import New, Owner, Slot, Slots, Step, Weight, linear
+from layers import New, Owner, Step, Weight, linear
 from model_config import ModelConfig
+from models.shares import Shares, Slots
 
 
 class DeltaNet(Owner):
@@ -42,30 +43,29 @@ class DeltaNet(Owner):
         self.norm = new(delta.value_dim, dtype=torch.float32)  # not stored less 1, whatever the other norms are
         self.o: Weight = new(c.hidden_size, self.values)
 
-    def slots(self) -> Slots:
+    def slots(self, shares: Shares) -> Slots:
         """What of the checkpoint fills it.
 
         Qwen3-Next has q, k, v and z in one tensor, and b and a in another one, both by heads of k. Qwen3.5 has q, k and
         v in one, one after the other, and each of the others by itself.
         """
-        assert isinstance(self.inputs, torch.Tensor) and isinstance(self.o, torch.Tensor)
+        assert isinstance(self.inputs, torch.Tensor)
         parts, convs = self.inputs.split(self.sizes), self.conv[:, None].split(self.sizes[:3])
         col, heads = ("col",), self.delta.key_heads
         if self.row.delta == "by_heads":
             slots = {
-                "in_proj_qkvz.weight": Slot(parts[:4], 4 * col, heads=heads),
-                "in_proj_ba.weight": Slot(parts[4:], 2 * col, heads=heads),
+                "in_proj_qkvz.weight": shares.by_heads(parts[:4], 4 * col, heads),
+                "in_proj_ba.weight": shares.by_heads(parts[4:], 2 * col, heads),
             }
         else:
-            slots = {"in_proj_qkv.weight": Slot(parts[:3], 3 * col)}
-            slots |= {f"in_proj_{name}.weight": Slot((part,), col) for name, part in zip("zba", parts[3:], strict=True)}
-        slots |= {
-            "conv1d.weight": Slot(convs, 3 * col),
-            "A_log": Slot((self.decay,), col),
-            "dt_bias": Slot((self.dt_bias,), col),
-            "norm.weight": Slot((self.norm,), ("all",)),
-            "out_proj.weight": Slot((self.o,), ("row",)),
-        }
+            slots = {"in_proj_qkv.weight": shares.part(parts[:3], 3 * col)}
+            names = (f"in_proj_{name}.weight" for name in "zba")
+            slots |= shares.parts({name: (part, "col") for name, part in zip(names, parts[3:], strict=True)})
+        slots["conv1d.weight"] = shares.part(convs, 3 * col)
+        slots |= shares.parts({
+            "A_log": (self.decay, "col"), "dt_bias": (self.dt_bias, "col"), "norm.weight": (self.norm, "all"),
+            "out_proj.weight": (self.o, "row"),
+        })  # fmt: skip
         return {f"{self.row.name('delta')}.{name}": slot for name, slot in slots.items()}
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:

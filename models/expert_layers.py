@@ -6,8 +6,9 @@ from types import ModuleType
 
 import torch
 
-from layers import Mlp, New, Norm, Owner, Slot, Slots, StackedSlot, Step, linear, slots_of
+from layers import Mlp, New, Norm, Owner, Step, linear
 from model_config import ModelConfig
+from models.shares import Part, Shares, Slots
 from parallel import Group
 
 
@@ -42,10 +43,10 @@ class ExpertMlp(Owner):
             self.shared = Mlp(c, ops, e.shared_size // group.size, new, row.name("shared"))
         self.shared_gate = new(1, c.hidden_size) if r.shared_gate else None
 
-    def slots(self) -> Slots:
+    def slots(self, shares: Shares) -> Slots:
         """What of the checkpoint fills it: a tensor for each expert, or one for all."""
         name, r = self.row.name, self.r
-        slots = slots_of({
+        slots = shares.parts({
             f"{name('router')}.weight": (self.router, "all"),
             f"{name('router')}.bias": (self.router_bias, "all"),
             name("correction"): (self.correction, "all"),
@@ -57,25 +58,26 @@ class ExpertMlp(Owner):
             (name("experts_down"), self.down, self.down_bias, (into,), (shift,), ("down",)),
         ):
             held, interleaved = (self.first, self.e.count), r.interleaved and len(parts) == 2
-            singles = self.singles(weight, words[0], parts)
+            singles = self.singles(weight, words[0], parts, shares)
             transposed = r.stacked == "transposed"
             slots |= singles
-            slots[stack] = StackedSlot(weight, *held, words, transposed, interleaved, tuple(singles))
+            part = shares.stacked(weight, *held, words, transposed, interleaved)
+            slots[stack] = part._replace(instead_of=tuple(singles))
             if bias is not None:
-                slots[f"{stack}_bias"] = StackedSlot(bias, *held, bias_words, False, interleaved)
+                slots[f"{stack}_bias"] = shares.stacked(bias, *held, bias_words, False, interleaved)
         if self.shared:
-            slots |= self.shared.slots()
-        return slots | slots_of({f"{name('shared_gate')}.weight": (self.shared_gate, "all")})
+            slots |= self.shared.slots(shares)
+        return slots | shares.parts({f"{name('shared_gate')}.weight": (self.shared_gate, "all")})
 
-    def singles(self, stack: torch.Tensor, word: str, parts: tuple[str, ...]) -> Slots:
+    def singles(self, stack: torch.Tensor, word: str, parts: tuple[str, ...], shares: Shares) -> Slots:
         """The slots of tensors with one matrix of one expert each, where the family has such: `parts` of `stack`."""
         name, slots = self.row.name, Slots()
         for part, matrices in zip(parts, stack.chunk(len(parts), 1), strict=True):
             for i in range(self.e.count if name("experts") else 0):
-                slot = Slot((), (), shape=matrices.shape[1:])  # another rank's
+                found = Part(matrices.shape[1:], ())  # another rank's
                 if self.first <= i < self.first + self.count:
-                    slot = Slot((matrices[i - self.first],), (word,))
-                slots[f"{name('experts')}.{i}.{name(f'expert_{part}')}.weight"] = slot
+                    found = shares.part((matrices[i - self.first],), (word,))
+                slots[f"{name('experts')}.{i}.{name(f'expert_{part}')}.weight"] = found
         return slots
 
     def __call__(self, x: torch.Tensor, step: Step, seen: torch.Tensor | None = None) -> torch.Tensor:
@@ -122,12 +124,12 @@ class ExpertsBeside(Owner):
         self.dense_out, self.experts_in, self.experts_out = (Norm(c, ops, c.hidden_size, new) for _ in range(3))
         self.experts = ExpertMlp(c, ops, group, new)
 
-    def slots(self) -> Slots:
+    def slots(self, shares: Shares) -> Slots:
         """What of the checkpoint fills it, by names within the layer."""
         name = self.row.name
-        slots = self.experts.slots() | slots_of({name("router_scale"): (self.router_norm.weight, "all")})
+        slots = self.experts.slots(shares) | shares.parts({name("router_scale"): (self.router_norm.weight, "all")})
         for part in ("dense_out", "experts_in", "experts_out"):
-            slots |= getattr(self, part).slots(name(part))
+            slots |= getattr(self, part).slots(name(part), shares)
         return slots
 
     def finish(self) -> None:

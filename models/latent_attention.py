@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 
 from batch_state import to_device
-from layers import Attention, New, Slots, Step, Weight, linear, slots_of
+from layers import Attention, New, Step, Weight, linear
 from model_config import ModelConfig
+from models.shares import Shares, Slots
 
 NORM_EPS = 1e-6  # of the two latents' norms, whatever config.json says of the others
 WORKSPACE = 2**29  # bytes for keys and values in the plain form, unless those of one head take more
@@ -127,7 +128,7 @@ class LatentAttention(Attention):
         self.width = heads * latent.v_dim
         self.at_once = heads_at_once(heads, c, max_model_len, self.o.itemsize)
 
-    def slots(self) -> Slots:
+    def slots(self, shares: Shares) -> Slots:
         """What of the checkpoint fills it."""
         root = self.row.name("o").rpartition(".")[0]
         names = {
@@ -142,7 +143,7 @@ class LatentAttention(Attention):
             "o_proj.weight": (self.o, "row"),
             "o_proj.bias": (self.o_bias, "first"),
         }
-        return slots_of({f"{root}.{name}": weight for name, weight in names.items()})
+        return shares.parts({f"{root}.{name}": weight for name, weight in names.items()})
 
     def store(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The queries [T, heads, D] of hidden states x, not rotated yet. The latents of x go into the pool."""

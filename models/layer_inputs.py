@@ -6,8 +6,9 @@ from types import ModuleType
 
 import torch
 
-from layers import New, Norm, Owner, Slots, Weight, linear, slots_of
+from layers import New, Norm, Owner, Weight, linear
 from model_config import ModelConfig
+from models.shares import Shares, Slots
 
 
 class LayerInputs(Owner):
@@ -24,12 +25,12 @@ class LayerInputs(Owner):
         # Rounded as a weight, as `embed_scale` is.
         self.scale = float(torch.tensor(self.size**0.5, dtype=self.table.dtype, device="cpu"))
 
-    def slots(self) -> Slots:
+    def slots(self, shares: Shares) -> Slots:
         """What of the checkpoint fills it."""
         name = self.row.name
         table, projection = f"{name('layer_embed')}.weight", f"{name('layer_projection')}.weight"
         weights = {table: (self.table, "vocab"), projection: (self.projection, "all")}
-        return slots_of(weights) | self.norm.slots(name("layer_norm"))
+        return shares.parts(weights) | self.norm.slots(name("layer_norm"), shares)
 
     def __call__(self, x: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         """[T, layers, size] for embeddings x [T, hidden] and what the table has of their tokens [T, layers * size]."""
@@ -49,12 +50,12 @@ class LayerGate(Owner):
         self.up: Weight = new(c.hidden_size, c.layer_input_size)
         self.norm = Norm(c, ops, c.hidden_size, new)
 
-    def slots(self) -> Slots:
+    def slots(self, shares: Shares) -> Slots:
         """What of the checkpoint fills it, by names within the layer."""
         name = self.row.name
         gate, up = f"{name('layer_gate')}.weight", f"{name('layer_up')}.weight"
         weights = {gate: (self.gate, "all"), up: (self.up, "all")}
-        return slots_of(weights) | self.norm.slots(name("layer_out"))
+        return shares.parts(weights) | self.norm.slots(name("layer_out"), shares)
 
     def __call__(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """What is added to hidden states x [T, hidden] for the layer's inputs [T, size]."""
