@@ -301,7 +301,7 @@ class BatchState:
 def to_device(array: np.ndarray, device: str) -> torch.Tensor:
     """A copy of a host array on the device. Nobody waits for it: torch keeps the pinned memory until it was read."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.startswith("cuda") else tensor.to(device)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

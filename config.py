@@ -217,7 +217,7 @@ class EngineConfig(ClusterOptions):
 
     @property
     def pools(self) -> bool:
-        """Whether prompts are turned into vectors, and nothing is sampled. `pooling.settle` must have been called."""
+        """Whether prompts are turned into vectors, and nothing is sampled; after `pooling.settle_task` alone."""
         return self.task in ("embed", "score", "classify")
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from device.workers import Workers, check_reloadable
 from executor import Peers, WorkerError
 from executors.choose import new_executor
 from model_config import ModelConfig
-from models.pooling import check_pooling, facts, settle
+from models.pooling import check_pooling, settle_task, task_facts
 from observe.logs import StatLogger, logger
 from observe.observers import observers_of
 from observe.profiles import Profiles
@@ -67,7 +67,7 @@ def client_facts(config: EngineConfig, model_config: ModelConfig, of_workers: di
         "max_logprobs": config.max_logprobs,
         "data_parallel_size": config.data_parallel_size,
         "torch_profiler_dir": config.torch_profiler_dir,
-        **facts(config, model_config),
+        **task_facts(config, model_config),
     }
 
 
@@ -95,7 +95,7 @@ class EngineCore:
     """
 
     def __init__(self, config: EngineConfig, peers: Peers | None = None):
-        config, self.model_config = settle(config, ModelConfig.from_folder(config.folder))
+        config, self.model_config = settle_task(config, ModelConfig.from_folder(config.folder))
         check_reloadable(config)
         vocab_size = self.model_config.vocab_size
         self.grammars = Grammars(config.folder, vocab_size, self.model_config.eos_token_ids)

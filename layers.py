@@ -6,15 +6,16 @@ has, and how they depart from Llama's, is read from the row of its family.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from model_config import ModelConfig
+from models.shares import Part, Shares, Slots
 from parallel import Group
 
 Weight = torch.Tensor | Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -57,35 +58,29 @@ class Step:
     cut: Cut | None = None  # takes the place of each attention; see `PiecewiseGraphs`
 
 
-class Slot(NamedTuple):
-    """The parts of our weights that one tensor of a checkpoint fills, one after the other along its outputs."""
-
-    targets: tuple[torch.Tensor, ...]
-    words: tuple[str, ...]  # how the ranks divide each; see `Shares.part`
-    layout: str = "stacked"  # of q, k and v in one tensor, see `Family.qkv_layout`; "same": each takes the same part
-    transposed: bool = False  # it is stored as [inputs, outputs]
-    shape: tuple[int, ...] = ()  # of a tensor that is all for other ranks
-    copies: int = 1  # ranks that hold the same of what is divided by "kv"
-    heads: int = 0  # of this rank; each head has its rows of all targets side by side. 0: they do not lie by heads
-
-
-class StackedSlot(NamedTuple):
-    """The part of our weights [experts of this rank, outputs, inputs] that one tensor for all experts fills."""
-
-    target: torch.Tensor
-    first: int  # this rank's first expert,
-    total: int  # of so many
-    words: tuple[str, ...]  # of the equal parts of its outputs: gate and up, or one
-    transposed: bool
-    interleaved: bool  # the rows of gate and up alternate
-    instead_of: tuple[str, ...] = ()  # the tensors of one expert each that it stands for
-
-
-Slots = dict[str, Slot | StackedSlot]
 New = Callable[..., torch.Tensor]  # new(*shape, dtype=None): memory for a weight
 
 
-class Norm:
+class Owner:
+    """An object with weights as attributes, of which these are the names of some."""
+
+    matrices: tuple[str, ...] = ()  # what a device may pack
+    stacks: tuple[str, ...] = ()  # of all experts, which it may pack in another way
+    factors: tuple[str, ...] = ()  # what norms multiply by
+    batch_invariant = False  # whether a row's results must not depend on other rows
+
+    def owners(self) -> Iterator[Owner]:
+        """This one, and those that are its attributes."""
+        yield self
+        for value in vars(self).values():
+            if isinstance(value, Owner):
+                yield from value.owners()
+
+    def finish(self) -> None:
+        """Do what is left to do once the weights are there."""
+
+
+class Norm(Owner):
     """RMSNorm or LayerNorm."""
 
     factors = ("weight", "bias")
@@ -104,27 +99,24 @@ class Norm:
             return self.ops.layer_norm(x, self.weight, self.bias, self.eps, residual)
         return self.ops.rms_norm(x, self.weight, self.eps, residual)
 
-    def slots(self, name: str) -> Slots:
+    def slots(self, name: str, shares: Shares) -> Slots:
         """What of the checkpoint fills it."""
-        bias: Slots = {} if self.bias is None else {f"{name}.bias": Slot((self.bias,), ("all",))}
-        return {f"{name}.weight": Slot((self.weight,), ("all",)), **bias}
+        return shares.parts({f"{name}.weight": (self.weight, "all"), f"{name}.bias": (self.bias, "all")})
 
     def finish(self) -> None:
-        """Do what is left to do once the weights are there."""
         if self.offset:
             self.weight += 1
 
 
-def new_norm(c: ModelConfig, ops: ModuleType, part: str, new: New) -> Norm | None:
-    """The norm that stands at `part` of a layer, if there is one."""
-    return Norm(c, ops, c.hidden_size, new) if c.row.name(part) else None
-
-
-class Attention:
+class Attention(Owner):
     """Attention of some layer over the paged context, with the heads of this rank. q, k and v are one product."""
 
     matrices: tuple[str, ...] = ("qkv", "gate", "o")
     factors: tuple[str, ...] = ("q_norm", "k_norm")
+    gate: Weight | None = None  # of the results
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    norm_sizes: torch.Tensor | None = None  # numbers of q and k that one norm adds up
 
     def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, heads: int, new: New):
         row, (all_kv_heads, dim) = c.row, c.kv_shapes[i]
@@ -141,74 +133,69 @@ class Attention:
         self.kind, self.place = c.layout(group.size, group.pipeline.layers).places[i]
         self.qkv = new(q_size + 2 * kv_size, c.hidden_size)
         self.qkv_bias = new(q_size + 2 * kv_size) if row.qkv_bias else None
-        self.gate: Weight | None = new(q_size, c.hidden_size) if row.out_gate else None
+        self.gate = new(q_size, c.hidden_size) if row.out_gate else None
         self.gate_bias = new(q_size) if row.out_gate and row.qkv_bias else None
         self.o = new(c.hidden_size, q_size)
         self.o_bias = new(c.hidden_size) if row.o_bias else None
         dtype = torch.float32 if row.unit_offset else None
         wide = row.qk_norm in ("heads", "all")
-        self.q_norm = self.k_norm = None
         if row.qk_norm == "unit" and c.ropes[self.rope].dim:
             self.q_norm = self.k_norm = torch.ones_like(self.o[0, :1]).expand(dim).contiguous()
         elif row.qk_norm in ("head", "heads", "all", "after"):
             self.q_norm = new(*(heads, dim) if wide else (dim,), dtype=dtype)
             self.k_norm = new(*(kv_heads, dim) if wide else (dim,), dtype=dtype) if self.stores else self.q_norm
         self.sinks = new(heads) if row.sinks else None
-        # Numbers of q and k that one norm adds up; ranks that hold the same KV head all count it.
-        self.norm_sizes = new(2, dtype=torch.float32) if row.qk_norm == "all" else None
+        if row.qk_norm == "all":  # ranks that hold the same KV head all count it
+            self.norm_sizes = new(2, dtype=torch.float32)
 
-    def slots(self) -> Slots:
+    def slots(self, shares: Shares) -> Slots:
         """What of the checkpoint fills it."""
-        row, words, copies = self.row, ("col", "kv", "kv"), self.copies
-        tied = row.tied_values and not self.config.windows[self.i]
+        row, wide = self.row, self.row.qk_norm in ("heads", "all")
         slots: Slots = {}
-        for ending, weight in (("weight", self.qkv), ("bias", self.qkv_bias)):
-            if weight is not None:
-                parts = weight.split(self.sizes)
-                transposed = row.transposed and ending == "weight"
-                if name := row.name("qkv"):
-                    slots[f"{name}.{ending}"] = Slot(parts, words, row.qkv_layout, transposed, copies=copies)
-                    continue
-                if row.out_gate:
-                    gate = self.gate if ending == "weight" else self.gate_bias
-                    assert isinstance(gate, torch.Tensor)
-                    slots[f"{row.name('q')}.{ending}"] = Slot((parts[0], gate), ("col", "col"), heads=self.heads)
-                else:
-                    slots[f"{row.name('q')}.{ending}"] = Slot(parts[:1], ("col",), transposed=transposed)
-                if tied and self.stores:
-                    slots[f"{row.name('k')}.{ending}"] = Slot(parts[1:], words[1:], "same", transposed, copies=copies)
-                elif self.stores:
-                    for part, target in zip("kv", parts[1:], strict=True):
-                        slots[f"{row.name(part)}.{ending}"] = Slot(
-                            (target,), ("kv",), transposed=transposed, copies=copies
-                        )
-        slots[f"{row.name('o')}.weight"] = Slot((self.o,), ("row",), transposed=row.transposed)
-        if self.o_bias is not None:
-            slots[f"{row.name('o')}.bias"] = Slot((self.o_bias,), ("first",))
-        if self.q_norm is not None and self.k_norm is not None and row.qk_norm != "unit":
-            wide = row.qk_norm in ("heads", "all")
-            for part, norm, word in (("q_norm", self.q_norm, "col"), ("k_norm", self.k_norm, "kv")):
-                if norm is self.q_norm and part == "k_norm":
-                    continue
-                name, target = str(row.name(part)), norm.flatten() if row.qk_norm == "all" else norm
-                if "{}" in name:
-                    slots |= self.norms_by_head(name, norm, word)
-                else:
-                    slots[f"{name}.weight"] = Slot((target,), (word if wide else "all",), copies=copies)
-        if self.sinks is not None:
-            slots[str(row.name("sinks"))] = Slot((self.sinks,), ("col",))
-        return slots
 
-    def norms_by_head(self, name: str, norm: torch.Tensor, word: str) -> Slots:
+        def fill(name: str, targets: tuple[torch.Tensor, ...], *words: str, same: bool = False) -> None:
+            slots[name] = shares.part(targets, words, self.copies, same, row.transposed and targets[0].ndim == 2)
+
+        for ending, weight, gate in (("weight", self.qkv, self.gate), ("bias", self.qkv_bias, self.gate_bias)):
+            if weight is None:
+                continue
+            q, k, v = weight.split(self.sizes)
+            if name := row.name("qkv"):
+                if row.qkv_groups:
+                    found = shares.by_heads((q, k, v), ("col", "kv", "kv"), self.kv_heads, self.copies)
+                    slots[f"{name}.{ending}"] = found
+                else:
+                    fill(f"{name}.{ending}", (q, k, v), "col", "kv", "kv")
+                continue
+            if isinstance(gate, torch.Tensor):
+                slots[f"{row.name('q')}.{ending}"] = shares.by_heads((q, gate), ("col", "col"), self.heads)
+            else:
+                fill(f"{row.name('q')}.{ending}", (q,), "col")
+            if self.stores and row.tied_values and not self.config.windows[self.i]:
+                fill(f"{row.name('k')}.{ending}", (k, v), "kv", "kv", same=True)
+            elif self.stores:
+                fill(f"{row.name('k')}.{ending}", (k,), "kv")
+                fill(f"{row.name('v')}.{ending}", (v,), "kv")
+        fill(f"{row.name('o')}.weight", (self.o,), "row")
+        slots |= shares.parts({f"{row.name('o')}.bias": (self.o_bias, "first")})
+        for part, norm, word in (("q_norm", self.q_norm, "col"), ("k_norm", self.k_norm, "kv")):
+            if norm is None or row.qk_norm == "unit" or (part == "k_norm" and not self.stores):
+                continue
+            if "{}" in (name := row.name(part)):
+                slots |= self.norms_by_head(name, norm, word, shares)
+            else:
+                fill(f"{name}.weight", (norm.flatten() if row.qk_norm == "all" else norm,), word if wide else "all")
+        return slots | shares.parts({row.name("sinks"): (self.sinks, "col")})
+
+    def norms_by_head(self, name: str, norm: torch.Tensor, word: str, shares: Shares) -> Slots:
         """The slots of a norm of which each head has a tensor of its own."""
         c, group = self.config, self.group
         count = c.num_heads if word == "col" else c.num_kv_heads
         first = group.rank * count // group.size
-        ours = {first + i: Slot((head,), ("all",)) for i, head in enumerate(norm)}
-        return {f"{name.format(i)}.weight": ours.get(i, Slot((), (), shape=norm.shape[1:])) for i in range(count)}
+        ours = {first + i: shares.part((head,), ("all",)) for i, head in enumerate(norm)}
+        return {f"{name.format(i)}.weight": ours.get(i, Part(norm.shape[1:], ())) for i in range(count)}
 
     def finish(self) -> None:
-        """Do what is left to do once the weights are there."""
         if self.row.unit_offset and self.q_norm is not None and self.k_norm is not None:
             self.q_norm += 1
             self.k_norm += 1
@@ -218,21 +205,21 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]."""
-        q = self.store(linear(x, self.qkv, self.qkv_bias), step)
+        q = self.store(x, step)
         y = step.cut(self, q) if step.cut else self.attend(q, step)
         return linear(self.gated(y, x), self.o, self.o_bias)
 
     def rehearse(self, x: torch.Tensor, step: Step) -> None:
         """Do all of it for x [T, hidden] but attention itself."""
-        self.gated(self.store(linear(x, self.qkv, self.qkv_bias), step).flatten(1), x)
+        self.gated(self.store(x, step).flatten(1), x)
 
     def gated(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The heads' results y [T, heads * dim], through their gates where there are some, for hidden states x."""
         return y if self.gate is None else self.ops.sigmoid_mul(y, linear(x, self.gate, self.gate_bias))
 
-    def store(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:
-        """The rotated queries [T, heads, dim] of `qkv`, whose keys and values go into the pool."""
-        row, c = self.row, self.config
+    def store(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """The rotated queries [T, heads, dim] of hidden states x, whose keys and values go into the pool."""
+        row, c, qkv = self.row, self.config, linear(x, self.qkv, self.qkv_bias)
         scales = self.all_heads(qkv) if row.qk_norm == "all" else None
         kv = step.pool[self.kind][self.place]
         q = self.ops.qk_norm_rope_store(
@@ -254,24 +241,18 @@ class Attention:
         batch, c, window = step.batch, self.config, self.config.windows[self.i]
         kv = step.pool[self.kind][self.place]
         n, parts = batch.num_decodes, []
-        more = (c.soft_cap, self.sinks)
         chunked = self.row.chunked and window > 0
         few, rest = (q, None) if n == q.shape[0] else q.split_with_sizes((n, q.shape[0] - n))
         if n > 0:
-            parts.append(self.ops.attention_decode(few, kv, step.plans[self.kind], c.scale, *more))
+            parts.append(self.ops.attention_decode(few, kv, step.plans[self.kind], c.scale, c.soft_cap, self.sinks))
         if rest is not None:
-            rows = (
-                batch.block_tables[self.kind],
-                batch.slots[n:],
-                batch.seq_lens[n:],
-                batch.query_starts,
-                batch.max_query_len,
-            )
-            parts.append(self.ops.attention_prefill(rest, kv, *rows, c.scale, window, *more, None, chunked))
+            rows = batch.block_tables[self.kind], batch.slots[n:], batch.seq_lens[n:], batch.query_starts
+            more = batch.max_query_len, c.scale, window, c.soft_cap, self.sinks, None, chunked
+            parts.append(self.ops.attention_prefill(rest, kv, *rows, *more))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 
-class Mlp:
+class Mlp(Owner):
     """down(act(gate) * up), where gate and up are one product; or down(act(up))."""
 
     matrices = ("gate_up", "down")
@@ -286,39 +267,36 @@ class Mlp:
         self.down_bias = new(c.hidden_size) if row.mlp_bias else None
         self.act = new(2, dtype=torch.float32) if c.activation == "xielu" else None
 
-    def slots(self) -> Slots:
+    def slots(self, shares: Shares) -> Slots:
         """What of the checkpoint fills it."""
         row = self.row
         slots: Slots = {}
 
-        def place(part: str) -> str:
-            found = row.name(part)
-            assert found
-            return f"{self.root}.{found.rpartition('.')[2]}" if self.root else found
+        def name(part: str) -> str:
+            return f"{self.root}.{row.name(part).rpartition('.')[2]}" if self.root else row.name(part)
 
-        for ending, weight, down in (
-            ("weight", self.gate_up, self.down),
-            ("bias", self.gate_up_bias, self.down_bias),
+        for ending, weight, down, word in (
+            ("weight", self.gate_up, self.down, "row"),
+            ("bias", self.gate_up_bias, self.down_bias, "first"),
         ):
             if weight is None or down is None:
                 continue
             transposed = row.transposed and ending == "weight"
-            if not row.gated:
-                slots[f"{place('up')}.{ending}"] = Slot((weight,), ("col",), transposed=transposed)
-            elif row.name("gate_up"):
-                slots[f"{place('gate_up')}.{ending}"] = Slot(weight.chunk(2), ("col", "col"), transposed=transposed)
+            if row.gated and row.name("gate_up"):
+                both = shares.part(weight.chunk(2), ("col", "col"), transposed=transposed)
+                slots[f"{name('gate_up')}.{ending}"] = both
             else:
-                for part, target in zip(("gate", "up"), weight.chunk(2), strict=True):
-                    slots[f"{place(part)}.{ending}"] = Slot((target,), ("col",), transposed=transposed)
-            word = "row" if ending == "weight" else "first"
-            slots[f"{place('down')}.{ending}"] = Slot((down,), (word,), transposed=transposed)
+                parts = ("gate", "up") if row.gated else ("up",)
+                for part, target in zip(parts, weight.chunk(len(parts)), strict=True):
+                    slots[f"{name(part)}.{ending}"] = shares.part((target,), ("col",), transposed=transposed)
+            slots[f"{name('down')}.{ending}"] = shares.part((down,), (word,), transposed=transposed)
         if self.act is not None:
-            for i, name in enumerate(("alpha_p", "alpha_n")):
-                slots[f"{row.name('act')}.{name}"] = Slot((self.act[i : i + 1],), ("all",))
+            at = row.name("act")
+            slots |= shares.parts({f"{at}.alpha_p": (self.act[:1], "all"), f"{at}.alpha_n": (self.act[1:], "all")})
         return slots
 
     def finish(self) -> None:
-        """Do what is left to do once the weights are there: xIELU's parameters go through a softplus."""
+        """xIELU's parameters go through a softplus."""
         if self.act is not None:
             self.act.copy_(F.softplus(self.act))
             self.act[1] += 0.5

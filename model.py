@@ -7,6 +7,7 @@ products are torch's. Each rank of a group holds a share of every weight. One wo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,24 +17,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from layers import Attention, Batch, Cut, Mlp, New, Norm, Slot, Slots, StackedSlot, Step, Weight, linear, new_norm
+from layers import Attention, Batch, Cut, Mlp, New, Norm, Owner, Step, Weight, linear
 from model_config import ModelConfig
 from models.delta_net import DeltaNet
 from models.expert_layers import ExpertMlp, ExpertsBeside
-from models.families import Family
 from models.latent_attention import LatentAttention
 from models.layer_inputs import LayerGate, LayerInputs
 from models.rope import query_scales, rope_table
-from models.shares import Part, Shares, check_division
+from models.shares import Part, Shares, Slots, check_division
 from parallel import Group
 
+NORMS = ("attn_in", "attn_out", "mlp_in", "mlp_out")  # of a layer
 
-class Transformer:
+
+class Transformer(Owner):
     """A decoder-only model over a paged KV cache.
 
     Args:
         config: its shape.
-        ops: the module `kernels`, `cpu_ops` or `reference`.
+        ops: the module `kernels`, `cpu.ops` or `reference`.
         device: where the weights go.
         dtype: of weights and activations; norms, RoPE, softmax and logits are computed in float32.
         max_model_len: positions that RoPE is tabulated for.
@@ -56,9 +58,8 @@ class Transformer:
         self.span = range(config.num_layers) if pipeline.layers is None else pipeline.layers
         self.layout = config.layout(group.size, pipeline.layers)
         self.state_size = config.state_size(group.size, self.span)
-        # With fewer KV heads than ranks, neighbouring ranks hold the same one; the last ranks may hold less vocabulary.
-        self.num_heads, self.num_kv_heads = config.num_heads // group.size, max(1, config.num_kv_heads // group.size)
-        vocab = -(-config.vocab_size // group.size)
+        self.num_heads = config.num_heads // group.size
+        vocab = -(-config.vocab_size // group.size)  # the last ranks may hold less
         at_first, at_last = self.memory(pipeline.first), self.memory(pipeline.last)
         tied = config.head == "logits" and config.tie_word_embeddings
         self.embedding = (at_last if tied and pipeline.last else at_first)(vocab, size)
@@ -68,17 +69,15 @@ class Transformer:
         self.layers = [self.new_layer(i) for i in range(config.num_layers)]
         self.layer_inputs = LayerInputs(config, ops, vocab, at_first) if config.layer_input_size else None
         self.norm = Norm(config, ops, size, at_last)
-        self.head: Weight | None = None
+        self.head: Weight | None = self.embedding if tied and pipeline.last else None
         if config.head == "logits" and not tied:
             self.head = at_last(vocab, size)
-        elif tied and pipeline.last:
-            self.head = self.embedding
         has_bias = config.head == "logits" and self.row.head_bias
         self.head_bias = at_last(vocab) if has_bias else None
         # The classification head, the same on each rank.
         self.score = at_last(len(config.labels), size, dtype=torch.float32) if config.head == "labels" else None
-        tables = [rope_table(rope, max_model_len, bool(self.row.interleaved)) for rope in config.ropes]
-        self.rotations = [table.to(device) for table in tables]
+        interleaved = bool(self.row.interleaved)
+        self.rotations = [rope_table(rope, max_model_len, interleaved).to(device) for rope in config.ropes]
         grown = [query_scales(rope, max_model_len) for rope in config.ropes]
         self.query_scales = [None if scales is None else scales.to(device) for scales in grown]
         # Rounded as a weight, because that is how the models were trained.
@@ -241,15 +240,15 @@ class Transformer:
         Each is [blocks, parts, heads, block_size, dim], where the parts are keys and values; see `ModelConfig.page`.
         A page has its layers one after the other.
         """
-        layout, found = self.layout, dict[tuple[int, ...], tuple[torch.Tensor, ...]]()
+        layout = self.layout
         size = pool.shape[1] // layout.size  # of a block
-        kinds = [(layers, *shape) for layers, shape in zip(layout.layers, layout.shapes, strict=True)]
-        for kind in kinds:
-            if kind not in found:
-                layers, parts, heads, dim = kind
-                used = pool[:, : layers * parts * heads * size * dim]
-                found[kind] = used.view(len(pool), layers, parts, heads, size, dim).unbind(1) if layers else ()
-        return [found[kind] for kind in kinds]
+
+        @functools.cache  # many kinds are alike
+        def view(layers: int, parts: int, heads: int, dim: int) -> tuple[torch.Tensor, ...]:
+            used = pool[:, : layers * parts * heads * size * dim]
+            return used.view(len(pool), layers, parts, heads, size, dim).unbind(1) if layers else ()
+
+        return [view(layers, *shape) for layers, shape in zip(layout.layers, layout.shapes, strict=True)]
 
     def enter(self, residual: torch.Tensor) -> torch.Tensor:
         """What this stage's first layer takes of the sums so far, which at the start are the embeddings."""
@@ -294,48 +293,40 @@ class Transformer:
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    def owners(self) -> Iterator[object]:
+    def owners(self) -> Iterator[Owner]:
         """All objects that have weights of this stage as attributes."""
+        pipeline = self.group.pipeline
         yield self
-        if self.group.pipeline.last:
+        if pipeline.last:
             yield self.norm
-        if self.layer_inputs and self.group.pipeline.first:
-            yield from (self.layer_inputs, self.layer_inputs.norm)
+        if self.layer_inputs and pipeline.first:
+            yield from self.layer_inputs.owners()
         for i in self.span:
-            yield from self.layers[i].parts()
-
-    def slots(self) -> dict[str, Slot | StackedSlot]:
-        """What of a checkpoint fills our weights, by names without the prefix of the model's body."""
-        row = self.row
-        slots: dict[str, Slot | StackedSlot] = {f"{row.name('embed')}.weight": Slot((self.embedding,), ("vocab",))}
-        slots |= self.norm.slots(str(row.name("norm")))
-        if self.layer_inputs:
-            slots |= self.layer_inputs.slots()
-        if self.positions is not None:
-            slots[f"{row.name('positions')}.weight"] = Slot((self.positions,), ("all",))
-        if self.head is not None and not self.config.tie_word_embeddings:
-            assert isinstance(self.head, torch.Tensor)
-            slots[f"{row.name('head')}.weight"] = Slot((self.head,), ("vocab",))
-        if self.head_bias is not None:
-            slots[f"{row.name('head')}.bias"] = Slot((self.head_bias,), ("vocab",))
-        if self.score is not None:
-            slots["score.weight"] = Slot((self.score,), ("all",))
-        for i, layer in enumerate(self.layers):
-            root = f"{row.name('layer')}.{i}"
-            for name, slot in layer.slots(row).items():
-                if isinstance(slot, StackedSlot):
-                    slot = slot._replace(instead_of=tuple(f"{root}.{other}" for other in slot.instead_of))
-                slots[f"{root}.{name}"] = slot
-        return slots
+            yield from self.layers[i].owners()
 
     def parameters(self) -> dict[str, Part]:
-        """What this rank takes of each tensor of a checkpoint. Where experts may come one by one or stacked, both are
-        there, and the stacked tensor says which others it stands for."""
-        found, shares = {}, Shares(self.config, self.group, self.num_heads, self.num_kv_heads)
-        for name, slot in self.slots().items():
-            part = shares.part(slot) if isinstance(slot, Slot) else shares.stacked_part(slot)
+        """What this rank takes of each tensor of a checkpoint, by names without the prefix of the model's body. Where
+        experts may come one by one or stacked, both are there, and the stacked tensor says which others it stands for.
+        """
+        name, head = self.row.name, None if self.config.tie_word_embeddings else self.head
+        shares = Shares(self.config.vocab_size, self.group)
+        found = shares.parts({f"{name('embed')}.weight": (self.embedding, "vocab")})
+        found |= self.norm.slots(name("norm"), shares)
+        if self.layer_inputs:
+            found |= self.layer_inputs.slots(shares)
+        found |= shares.parts({
+            f"{name('positions')}.weight": (self.positions, "all"),
+            f"{name('head')}.weight": (head, "vocab"),
+            f"{name('head')}.bias": (self.head_bias, "vocab"),
+            "score.weight": (self.score, "all"),
+        })  # fmt: skip
+        for i, layer in enumerate(self.layers):
+            root = f"{name('layer')}.{i}."
+            for own, part in layer.slots(shares).items():
+                found[root + own] = part._replace(instead_of=tuple(root + other for other in part.instead_of))
+        for key, part in found.items():
             here = tuple(piece for piece in part.pieces if piece.target.is_meta == (self.device == "meta"))
-            found[name] = part._replace(pieces=here)
+            found[key] = part._replace(pieces=here)
         return found
 
     def num_parameters(self) -> int:
@@ -345,21 +336,18 @@ class Transformer:
     def be_batch_invariant(self) -> None:
         """Compute each row's products in the same way whatever rows are beside it; for the backend `kernels`."""
         self.pack(lambda weight: lambda x, bias: self.ops.linear(x, weight, bias), None)
-        for layer in self.layers:
-            for part in layer.parts():
-                if isinstance(part, ExpertMlp | LatentAttention | DeltaNet):
-                    part.batch_invariant = True
+        for owner in self.owners():
+            owner.batch_invariant = True
 
     def finish(self) -> None:
-        """Do what is left to do once the weights are loaded."""
         for owner in self.owners():
             if owner is not self:
-                owner.finish()  # type: ignore[attr-defined]
+                owner.finish()
 
     def to_float(self) -> None:
         """Keep what norms multiply by in float32."""
         for owner in self.owners():
-            for name in getattr(owner, "factors", ()):
+            for name in owner.factors:
                 if (weight := getattr(owner, name)) is not None:
                     setattr(owner, name, weight.float())
 
@@ -372,30 +360,29 @@ class Transformer:
         """Replace each matrix, and the weights of each layer's experts, by what these two make of them, `threads` of
         them at a time. `parameters` no longer works then."""
 
-        def replace(owner: object, name: str, make: Callable[[torch.Tensor], Any]) -> None:
-            setattr(owner, name, make(getattr(owner, name)))
+        def replace(place: tuple[Owner, str, Callable[[torch.Tensor], Any]]) -> None:
+            owner, name, make = place
+            if torch.is_tensor(weight := getattr(owner, name)):
+                setattr(owner, name, make(weight))
 
         # The head comes first, because it is the largest.
-        places: list[tuple[object, str, Any]] = [(self, "head", pack)] if self.group.pipeline.last else []
+        places: list[tuple[Owner, str, Any]] = [(self, "head", pack)] if self.group.pipeline.last else []
         for owner in self.owners():
-            for kind, make in (("matrices", pack), ("stacks", pack_experts)):
-                places += [(owner, name, make) for name in getattr(owner, kind, ())]
+            places += [(owner, name, pack) for name in owner.matrices]
+            places += [(owner, name, pack_experts) for name in owner.stacks if pack_experts]
         with ThreadPoolExecutor(threads) as pool:
-            for done in [pool.submit(replace, *at) for at in places if at[2] and torch.is_tensor(getattr(*at[:2]))]:
-                done.result()
+            for _ in pool.map(replace, places):
+                pass
 
 
-class Layer:
-    """A decoder layer: where its norms stand says how it adds attention and MLP to the hidden states.
-
-    What stands in the place of attention may be a `DeltaNet`.
-    """
+class Layer(Owner):
+    """A decoder layer: where its norms stand says how it adds attention and MLP to the hidden states."""
 
     def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, attention: Any, new: New):
+        self.row, self.attention = c.row, attention
         self.attn_in, self.attn_out, self.mlp_in, self.mlp_out = (
-            new_norm(c, ops, part, new) for part in ("attn_in", "attn_out", "mlp_in", "mlp_out")
+            Norm(c, ops, c.hidden_size, new) if c.row.name(part) else None for part in NORMS
         )
-        self.attention = attention
         self.mlp: Mlp | ExpertMlp
         self.beside: ExpertsBeside | None = None
         routed = c.expert_layers[i] and c.row.routing
@@ -408,25 +395,15 @@ class Layer:
         self.gate = LayerGate(c, ops, new) if c.layer_input_size else None
         self.scale = new(1) if c.row.name("layer_scale") else None  # of the hidden states
 
-    def parts(self) -> list[object]:
-        """All that holds weights."""
-        norms = (self.attn_in, self.attn_out, self.mlp_in, self.mlp_out)
-        shared = [self.mlp.shared] if isinstance(self.mlp, ExpertMlp) and self.mlp.shared else []
-        beside = self.beside.parts() if self.beside else []
-        gate = [self.gate, self.gate.norm] if self.gate else []
-        return [self, *(norm for norm in norms if norm), self.attention, self.mlp, *shared, *beside, *gate]
-
-    def slots(self, row: Family) -> Slots:
+    def slots(self, shares: Shares) -> Slots:
         """What of the checkpoint fills it, by names within the layer."""
-        slots = self.attention.slots() | self.mlp.slots()
+        slots = self.attention.slots(shares) | self.mlp.slots(shares)
         for more in (self.beside, self.gate):
-            slots |= more.slots() if more else {}
-        for part in ("attn_in", "attn_out", "mlp_in", "mlp_out"):
+            slots |= more.slots(shares) if more else {}
+        for part in NORMS:
             if norm := getattr(self, part):
-                slots |= norm.slots(str(row.name(part)))
-        if self.scale is not None:
-            slots[str(row.name("layer_scale"))] = Slot((self.scale,), ("all",))
-        return slots
+                slots |= norm.slots(self.row.name(part), shares)
+        return slots | shares.parts({self.row.name("layer_scale"): (self.scale, "all")})
 
     def end(self, residual: torch.Tensor, inputs: torch.Tensor | None, following: Norm | None) -> torch.Tensor:
         """What follows attention and MLP where hidden states have a scale: the residual [T, hidden] is changed in
@@ -436,6 +413,3 @@ class Layer:
         assert self.scale is not None
         residual *= self.scale
         return following(residual) if following else residual
-
-    def finish(self) -> None:
-        """Do what is left to do once the weights are there."""

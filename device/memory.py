@@ -178,7 +178,7 @@ def split_layers(config: EngineConfig, model: Transformer) -> list[range]:
         )
     else:
         head = model.head.nbytes if isinstance(model.head, torch.Tensor) else 0
-        read = [0, *accumulate(count_bytes(layer.parts()) for layer in model.layers)]
+        read = [0, *accumulate(count_bytes(layer.owners()) for layer in model.layers)]
         read[-1] += head
 
         @functools.cache

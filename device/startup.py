@@ -45,7 +45,7 @@ from device.warmup import rehearse, warm_up
 from model import Transformer
 from model_config import ModelConfig
 from models.expert_ranks import ExpertGroup
-from models.pooling import settle
+from models.pooling import settle_task
 from models.shares import Part
 from parallel import Group, Pipeline
 from worker import Worker
@@ -95,7 +95,7 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0,
 
 def prepare(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvous: str) -> Start:
     """Choose device and backend, and meet the other ranks. Arguments and errors are those of `start_worker`."""
-    config, model_config = settle(config, model_config)
+    config, model_config = settle_task(config, model_config)
     device = pick_device(config.device)
     ops = pick_ops(config.backend, device)
     if device == "cuda" and ops.BACKEND == "triton":
@@ -371,7 +371,7 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
     if config.device == "cuda" and not total:
         raise ValueError("device is 'cuda'; this machine has none: tell how many GiB it should have, as in --plan 80")
     device = "cuda" if total else "cpu"
-    config, model_config = settle(settle_tokens(config, total), model_config)
+    config, model_config = settle_task(settle_tokens(config, total), model_config)
     max_model_len = check_sizes(config, model_config, device)
     dtype = pick_dtype(config.dtype, model_config.dtype, device)
     try:

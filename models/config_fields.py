@@ -117,8 +117,8 @@ def labels(f: Fields) -> tuple[str, ...]:
     return tuple(f"LABEL_{i}" for i in range(f.whole("num_labels", 1, 2**16, 2)))
 
 
-def label_activation(f: Fields) -> Literal["softmax", "sigmoid", "identity"]:
-    """What is made of a classification head's outputs, in vLLM's order: sentence-transformers' word comes last."""
+def label_activation(f: Fields, count: int) -> Literal["softmax", "sigmoid", "identity"]:
+    """What becomes of a classification head's `count` outputs, in vLLM's order: sentence-transformers' word is last."""
     problem = f.value("problem_type", str)
     if problem == "regression":
         return "identity"
@@ -126,9 +126,8 @@ def label_activation(f: Fields) -> Literal["softmax", "sigmoid", "identity"]:
         return "sigmoid"
     nested = f.value("sentence_transformers", dict) or {}
     named = nested.get("activation_fn") or f.get("sbert_ce_default_activation_function")
-    if problem is None and named is not None:
-        for name in ("sigmoid", "identity"):
-            if str(named).lower().endswith("." + name):
-                return "sigmoid" if name == "sigmoid" else "identity"
+    if problem is not None or named is None:
+        return "sigmoid" if count == 1 else "softmax"
+    if not str(named).lower().endswith((".sigmoid", ".identity")):
         raise ValueError(f"config.json asks for the activation {named!r:.80} of labels; Manta has Sigmoid and Identity")
-    return "sigmoid" if len(labels(f)) == 1 else "softmax"
+    return "sigmoid" if str(named).lower().endswith(".sigmoid") else "identity"

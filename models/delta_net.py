@@ -12,11 +12,12 @@ from types import ModuleType
 
 import torch
 
-from layers import New, Slot, Slots, Step, Weight, linear
+from layers import New, Owner, Step, Weight, linear
 from model_config import ModelConfig
+from models.shares import Shares, Slots
 
 
-class DeltaNet:
+class DeltaNet(Owner):
     """The gated delta rule of some layer, with the heads of this rank.
 
     Hk heads of q and k, of dk numbers each, serve Hv heads of v of dv numbers. Beside q, k and v each token has z, the
@@ -24,7 +25,7 @@ class DeltaNet:
     it decays. All of these are one product.
 
     Args:
-        c: the model's shape. ranks: which divide the heads. place: of the layer among those with states.
+        ranks: which divide the heads. place: of the layer among those with states.
     """
 
     matrices = ("inputs", "o")
@@ -32,7 +33,7 @@ class DeltaNet:
 
     def __init__(self, c: ModelConfig, ops: ModuleType, ranks: int, place: int, new: New):
         assert c.delta
-        self.ops, self.row, self.eps, self.place, self.batch_invariant = ops, c.row, c.norm_eps, place, False
+        self.ops, self.row, self.eps, self.place = ops, c.row, c.norm_eps, place
         self.delta = delta = c.delta.share(ranks)
         keys, self.values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
         self.sizes = keys, keys, self.values, self.values, delta.value_heads, delta.value_heads  # of q, k, v, z, b, a
@@ -42,34 +43,30 @@ class DeltaNet:
         self.norm = new(delta.value_dim, dtype=torch.float32)  # not stored less 1, whatever the other norms are
         self.o: Weight = new(c.hidden_size, self.values)
 
-    def slots(self) -> Slots:
+    def slots(self, shares: Shares) -> Slots:
         """What of the checkpoint fills it.
 
         Qwen3-Next has q, k, v and z in one tensor, and b and a in another one, both by heads of k. Qwen3.5 has q, k and
         v in one, one after the other, and each of the others by itself.
         """
-        assert isinstance(self.inputs, torch.Tensor) and isinstance(self.o, torch.Tensor)
+        assert isinstance(self.inputs, torch.Tensor)
         parts, convs = self.inputs.split(self.sizes), self.conv[:, None].split(self.sizes[:3])
         col, heads = ("col",), self.delta.key_heads
         if self.row.delta == "by_heads":
             slots = {
-                "in_proj_qkvz.weight": Slot(parts[:4], 4 * col, heads=heads),
-                "in_proj_ba.weight": Slot(parts[4:], 2 * col, heads=heads),
+                "in_proj_qkvz.weight": shares.by_heads(parts[:4], 4 * col, heads),
+                "in_proj_ba.weight": shares.by_heads(parts[4:], 2 * col, heads),
             }
         else:
-            slots = {"in_proj_qkv.weight": Slot(parts[:3], 3 * col)}
-            slots |= {f"in_proj_{name}.weight": Slot((part,), col) for name, part in zip("zba", parts[3:], strict=True)}
-        slots |= {
-            "conv1d.weight": Slot(convs, 3 * col),
-            "A_log": Slot((self.decay,), col),
-            "dt_bias": Slot((self.dt_bias,), col),
-            "norm.weight": Slot((self.norm,), ("all",)),
-            "out_proj.weight": Slot((self.o,), ("row",)),
-        }
+            slots = {"in_proj_qkv.weight": shares.part(parts[:3], 3 * col)}
+            names = (f"in_proj_{name}.weight" for name in "zba")
+            slots |= shares.parts({name: (part, "col") for name, part in zip(names, parts[3:], strict=True)})
+        slots["conv1d.weight"] = shares.part(convs, 3 * col)
+        slots |= shares.parts({
+            "A_log": (self.decay, "col"), "dt_bias": (self.dt_bias, "col"), "norm.weight": (self.norm, "all"),
+            "out_proj.weight": (self.o, "row"),
+        })  # fmt: skip
         return {f"{self.row.name('delta')}.{name}": slot for name, slot in slots.items()}
-
-    def finish(self) -> None:
-        """Do what is left to do once the weights are there."""
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]. States change."""

@@ -66,12 +66,7 @@ class Packed:
 
 def coordinates(shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
     """For each dimension, the place of every element along it. A tensor takes no more memory than that dimension."""
-    places = []
-    for dim, size in enumerate(shape):
-        along = [1] * len(shape)
-        along[dim] = size
-        places.append(torch.arange(size).view(along).expand(shape))
-    return tuple(places)
+    return tuple(torch.meshgrid(*map(torch.arange, shape), indexing="ij")) if shape else ()
 
 
 def take(
@@ -87,8 +82,8 @@ def take(
         places: `coordinates`, or views of them.
         read: makes the result of the table's entries.
     """
-    outer_places, last = tuple(map(distinct, places[:-1])), distinct(places[-1])
-    outer = tuple(place // each for place, each in zip(outer_places, shared[:-1], strict=True))
+    last = distinct(places[-1])
+    outer = tuple(distinct(place) // each for place, each in zip(places[:-1], shared[:-1], strict=True))
     each, along = shared[-1], last.shape[-1] if last.ndim else 0
     usual = last.numel() == along > 0 and last.stride(-1) == 1 and all(place.shape[-1] == 1 for place in outer)
     if not usual:
@@ -210,21 +205,16 @@ def find_scales(paths: list[str], quantization: Quantization | None) -> dict[str
     if quantization is None:
         return {}
     endings = {"_scales": "_blocks"} if quantization.method == "mxfp4" else {"_scale_inv": "", "_scale": ""}
-    names: dict[str, str] = {}
-    found = {}
+    names, found = set[str](), dict[str, Scales]()
     for path in paths:
         with opened(path) as file:
-            names |= dict.fromkeys(file.keys(), path)
-    for path in paths:
-        with opened(path) as file:
+            names.update(file.keys())
             for name in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
                 for ending, of in endings.items():
-                    owner = name.removesuffix(ending) + of
-                    if name.endswith(ending) and owner in names:
-                        dtype = file.get_slice(name).get_dtype()
-                        plain = owner.removesuffix(of) if of else owner
-                        found[owner] = Scales(plain, name, dtype, file.get_tensor(name))
-    return found
+                    if name.endswith(ending):
+                        plain, dtype = name.removesuffix(ending), file.get_slice(name).get_dtype()
+                        found[plain + of] = Scales(plain, name, dtype, file.get_tensor(name))
+    return {owner: scales for owner, scales in found.items() if owner in names}
 
 
 def open_tensor(

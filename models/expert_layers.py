@@ -6,12 +6,13 @@ from types import ModuleType
 
 import torch
 
-from layers import Mlp, New, Norm, Slot, Slots, StackedSlot, Step, linear
+from layers import Mlp, New, Norm, Owner, Step, linear
 from model_config import ModelConfig
+from models.shares import Part, Shares, Slots
 from parallel import Group
 
 
-class ExpertMlp:
+class ExpertMlp(Owner):
     """Each token meets a few of many MLPs, and perhaps one that all tokens share.
 
     The ranks divide each expert's intermediate layer, as they do a dense one's. With expert parallelism each rank holds
@@ -29,7 +30,6 @@ class ExpertMlp:
         self.ranks = group.experts  # that hold whole experts; None: each rank has a share of every expert
         self.first, self.count = self.ranks.share(e.count) if self.ranks else (0, e.count)
         size = e.size if self.ranks else e.size // group.size
-        self.batch_invariant = False  # see `ops.plan_experts`
         self.router = new(e.count, c.hidden_size)
         self.router_bias = new(e.count) if r.bias else None
         self.correction = new(e.count, dtype=torch.float32) if r.correction else None
@@ -40,56 +40,45 @@ class ExpertMlp:
         self.down_bias = new(self.count, c.hidden_size) if r.bias else None
         self.shared = None
         if e.shared_size:
-            self.shared = Mlp(c, ops, e.shared_size // group.size, new, str(row.name("shared")))
+            self.shared = Mlp(c, ops, e.shared_size // group.size, new, row.name("shared"))
         self.shared_gate = new(1, c.hidden_size) if r.shared_gate else None
 
-    def slots(self) -> Slots:
+    def slots(self, shares: Shares) -> Slots:
         """What of the checkpoint fills it: a tensor for each expert, or one for all."""
-        row, r = self.row, self.r
-        slots: Slots = {f"{row.name('router')}.weight": Slot((self.router,), ("all",))}
-        if self.router_bias is not None:
-            slots[f"{row.name('router')}.bias"] = Slot((self.router_bias,), ("all",))
-        if self.correction is not None:
-            slots[str(row.name("correction"))] = Slot((self.correction,), ("all",))
-        if self.expert_scale is not None:
-            slots[str(row.name("expert_scale"))] = Slot((self.expert_scale,), ("all",))
-        transposed, held, whole = r.stacked == "transposed", (self.first, self.e.count), self.ranks is not None
-        out, into, shift = ("all", "all", "all") if whole else ("col", "row", "first")
-        for part, weight, bias, words, single in (
-            ("experts_gate_up", self.gate_up, self.gate_up_bias, (out, out), ("expert_gate", "expert_up")),
-            ("experts_down", self.down, self.down_bias, (into,), ("expert_down",)),
+        name, r = self.row.name, self.r
+        slots = shares.parts({
+            f"{name('router')}.weight": (self.router, "all"),
+            f"{name('router')}.bias": (self.router_bias, "all"),
+            name("correction"): (self.correction, "all"),
+            name("expert_scale"): (self.expert_scale, "all"),
+        })  # fmt: skip
+        out, into, shift = ("all", "all", "all") if self.ranks else ("col", "row", "first")
+        for stack, weight, bias, words, bias_words, parts in (
+            (name("experts_gate_up"), self.gate_up, self.gate_up_bias, (out, out), (out, out), ("gate", "up")),
+            (name("experts_down"), self.down, self.down_bias, (into,), (shift,), ("down",)),
         ):
-            name, interleaved = str(row.name(part)), r.interleaved and len(words) == 2
-            singles = [slots_of for one, word in zip(single, words, strict=True) for slots_of in self.single(one, word)]
-            slots |= dict(singles)
-            names = tuple(name for name, _ in singles)
-            slots[name] = StackedSlot(weight, *held, words, transposed, interleaved, names)
+            held, interleaved = (self.first, self.e.count), r.interleaved and len(parts) == 2
+            singles = self.singles(weight, words[0], parts, shares)
+            transposed = r.stacked == "transposed"
+            slots |= singles
+            part = shares.stacked(weight, *held, words, transposed, interleaved)
+            slots[stack] = part._replace(instead_of=tuple(singles))
             if bias is not None:
-                words = words if len(words) == 2 else (shift,)
-                slots[f"{name}_bias"] = StackedSlot(bias, *held, words, False, interleaved)
+                slots[f"{stack}_bias"] = shares.stacked(bias, *held, bias_words, False, interleaved)
         if self.shared:
-            slots |= self.shared.slots()
-        if self.shared_gate is not None:
-            slots[f"{row.name('shared_gate')}.weight"] = Slot((self.shared_gate,), ("all",))
+            slots |= self.shared.slots(shares)
+        return slots | shares.parts({f"{name('shared_gate')}.weight": (self.shared_gate, "all")})
+
+    def singles(self, stack: torch.Tensor, word: str, parts: tuple[str, ...], shares: Shares) -> Slots:
+        """The slots of tensors with one matrix of one expert each, where the family has such: `parts` of `stack`."""
+        name, slots = self.row.name, Slots()
+        for part, matrices in zip(parts, stack.chunk(len(parts), 1), strict=True):
+            for i in range(self.e.count if name("experts") else 0):
+                found = Part(matrices.shape[1:], ())  # another rank's
+                if self.first <= i < self.first + self.count:
+                    found = shares.part((matrices[i - self.first],), (word,))
+                slots[f"{name('experts')}.{i}.{name(f'expert_{part}')}.weight"] = found
         return slots
-
-    def single(self, part: str, word: str) -> list[tuple[str, Slot]]:
-        """The slots of the tensors that hold one matrix of one expert each, where the family has such."""
-        row, stack = self.row, self.down if part == "expert_down" else self.gate_up
-        if not row.name("experts"):
-            return []
-        half = stack.shape[1] // 2
-        rows = {"expert_gate": slice(half), "expert_up": slice(half, None), "expert_down": slice(None)}[part]
-        found = []
-        for i in range(self.e.count):
-            slot = Slot((), (), shape=tuple(stack[0, rows].shape))  # another rank's
-            if self.first <= i < self.first + self.count:
-                slot = Slot((stack[i - self.first, rows],), (word,))
-            found.append((f"{row.name('experts')}.{i}.{row.name(part)}.weight", slot))
-        return found
-
-    def finish(self) -> None:
-        """Do what is left to do once the weights are there."""
 
     def __call__(self, x: torch.Tensor, step: Step, seen: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden].
@@ -126,7 +115,7 @@ class ExpertMlp:
         self.meet(like, none, none.int())
 
 
-class ExpertsBeside:
+class ExpertsBeside(Owner):
     """Experts beside a dense MLP (Gemma 4): norm(dense) + norm(experts(norm(x))). The router has a norm of its own."""
 
     def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, new: New):
@@ -135,20 +124,16 @@ class ExpertsBeside:
         self.dense_out, self.experts_in, self.experts_out = (Norm(c, ops, c.hidden_size, new) for _ in range(3))
         self.experts = ExpertMlp(c, ops, group, new)
 
-    def parts(self) -> list[object]:
-        """All that holds weights."""
-        return [self, self.router_norm, self.dense_out, self.experts_in, self.experts_out, self.experts]
-
-    def slots(self) -> Slots:
+    def slots(self, shares: Shares) -> Slots:
         """What of the checkpoint fills it, by names within the layer."""
-        slots = self.experts.slots() | {str(self.row.name("router_scale")): Slot((self.router_norm.weight,), ("all",))}
+        name = self.row.name
+        slots = self.experts.slots(shares) | shares.parts({name("router_scale"): (self.router_norm.weight, "all")})
         for part in ("dense_out", "experts_in", "experts_out"):
-            slots |= getattr(self, part).slots(str(self.row.name(part)))
+            slots |= getattr(self, part).slots(name(part), shares)
         return slots
 
     def finish(self) -> None:
-        """Do what is left to do once the weights are there: the router's norm gives a vector of length 1, and not one
-        whose elements are about 1."""
+        """The router's norm gives a vector of length 1, and not one whose elements are about 1."""
         self.router_norm.weight *= len(self.router_norm.weight) ** -0.5
 
     def __call__(self, dense: torch.Tensor, x: torch.Tensor, step: Step) -> torch.Tensor:

@@ -110,14 +110,8 @@ class ExpertGroup:
     def dispatch(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tokens of all engines, `bound` of each; padding has chosen expert -1, which nobody holds.
-
-        Args:
-            x: [T, H] of this engine's tokens. weights: [T, k] float32 and ids: [T, k] int32 of their choices.
-
-        Returns:
-            the same of all engines, [engines * bound, ...].
-        """
+        """This engine's tokens x [T, H] and their choices, weights [T, k] float32 and ids [T, k] int32, as all engines
+        have them: [engines * bound, ...]. Padding has chosen expert -1, which nobody holds."""
         if self.engines == 1:
             return x, weights, ids
         (tokens, k), bound = ids.shape, self.bound if self.live else ids.shape[0]
@@ -138,13 +132,8 @@ class ExpertGroup:
         return x, weights, ids
 
     def combine(self, y: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The sum [tokens, H] of what the ranks of one number have made of this engine's tokens.
-
-        It is added up in float32 in the order of the engines.
-
-        Args:
-            y: [engines * bound, H], what this rank has made of all engines' tokens.
-        """
+        """The sum [tokens, H] of what the ranks of one number have made of this engine's tokens, in float32 and in the
+        order of the engines, where this rank has made y [engines * bound, H] of all engines' tokens."""
         if self.engines == 1:
             return y
         back = y

@@ -1,7 +1,7 @@
 """The families of models that Manta runs: each is a row of `FAMILIES`, which says where it departs from Llama.
 
-A row is named as `architectures` in config.json names the model that makes text. It holds no code: what it says is read
-by `model_config.py`, which turns it and a config.json into a `ModelConfig`, and by `model.py`, which builds the layers.
+A row is named as `architectures` in config.json names the model that makes text. It holds no code:
+`models/read_config.py` turns it and a config.json into a `ModelConfig`, by which `model.py` builds the layers.
 docs/families.md tells how a row is added.
 
 Standard library only: processes that never import torch read this file.
@@ -28,7 +28,7 @@ NAMES: dict[str, str | None] = {
     "attn_out": None,
     "mlp_in": "post_attention_layernorm",
     "mlp_out": None,
-    "qkv": None,  # q, k and v as one tensor; see `Family.qkv_layout`
+    "qkv": None,  # q, k and v as one tensor; see `Family.qkv_groups`
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
     "v": "self_attn.v_proj",
@@ -63,160 +63,106 @@ NAMES: dict[str, str | None] = {
     "experts_out": None,
     "shared": "mlp.shared_experts",  # an MLP of its own, beside the routed experts
     "shared_gate": "mlp.shared_expert_gate",
-    "q_a": "self_attn.q_a_proj",
-    "q_a_norm": "self_attn.q_a_layernorm",
-    "q_b": "self_attn.q_b_proj",
-    "kv_a": "self_attn.kv_a_proj_with_mqa",
-    "kv_a_norm": "self_attn.kv_a_layernorm",
-    "kv_b": "self_attn.kv_b_proj",
     "delta": "linear_attn",  # all of a layer with the gated delta rule
 }
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens find their experts. Strings that end in no value of `Literal` are fields of config.json.
-
-    Attributes:
-        count: experts. top_k: experts of a token. size: of an expert's intermediate layer.
-        scoring: what makes scores of the router's logits.
-        renormalize: whether a token's weights are divided by their sum.
-        correction: whether a bias takes part in the choice of experts, and not in their weights (DeepSeek V3).
-        grouped: whether only the best groups of experts are chosen from (DeepSeek).
-        scale: of the weights.
-        shared: "" for no shared expert, or the field with the number of shared experts of `size`, or their whole size.
-        shared_gate: whether a sigmoid of the token weighs the shared expert (Qwen2-MoE).
-        bias: whether the router and the experts have biases. weigh_inputs: see `ops.expert_gate_up`.
-        beside: a dense MLP is in each layer, too; norms follow on both, and their sum is what the layer adds (Gemma 4).
-        only_if: a field without which no layer has experts.
-        stacked: how the stacked tensors lie: [experts, outputs, inputs], or "transposed", where inputs come first.
-        interleaved: whether the rows of gate and up alternate.
-        layers: which layers have experts: all, from "first_k_dense_replace" on, or each "decoder_sparse_step"-th but
-            for "mlp_only_layers", or those in "moe_layers".
-    """
+    """How tokens find their experts. A string that is no value of a `Literal` is a field of config.json."""
 
     count: str = "num_experts"
-    top_k: str = "num_experts_per_tok"
-    size: str = "moe_intermediate_size"
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    renormalize: bool | str = True
-    correction: bool = False
-    grouped: bool = False
-    scale: str = ""
-    shared: Literal["", "n_shared_experts", "shared_expert_intermediate_size", "intermediate_size"] = ""
-    shared_gate: bool = False
-    bias: bool = False
-    weigh_inputs: bool = False
-    beside: bool = False
-    only_if: str = ""
-    stacked: Literal["plain", "transposed"] = "plain"
-    interleaved: bool = False
+    top_k: str = "num_experts_per_tok"  # experts of a token
+    size: str = "moe_intermediate_size"  # of an expert's intermediate layer
+    scoring: Literal["softmax", "sigmoid"] = "softmax"  # what makes scores of the router's logits
+    renormalize: bool | str = True  # whether a token's weights are divided by their sum
+    correction: bool = False  # whether a bias takes part in the choice of experts, not in their weights (DeepSeek V3)
+    grouped: bool = False  # whether only the best groups of experts are chosen from (DeepSeek)
+    scale: str = ""  # of the weights
+    # The number of shared experts of `size`, or their whole size; "size": there is one of `size`; "": there is none.
+    shared: Literal["", "n_shared_experts", "shared_expert_intermediate_size", "size"] = ""
+    shared_gate: bool = False  # whether a sigmoid of the token weighs the shared expert (Qwen2-MoE)
+    bias: bool = False  # whether the router and the experts have biases
+    weigh_inputs: bool = False  # see `ops.expert_gate_up`
+    beside: bool = False  # each layer has a dense MLP, too, and adds the sum of both after a norm of each (Gemma 4)
+    only_if: str = ""  # without this field no layer has experts
+    stacked: Literal["plain", "transposed"] = "plain"  # stacked tensors are [experts, outputs, inputs], or inputs first
+    interleaved: bool = False  # whether the rows of gate and up alternate
+    # Which layers have experts: all, from "first_k_dense_replace" on, each "decoder_sparse_step"-th but for
+    # "mlp_only_layers", or those in "moe_layers".
     layers: Literal["all", "first_k_dense_replace", "decoder_sparse_step", "moe_layers"] = "all"
 
 
 @dataclass(frozen=True)
 class Family:
-    """Where a family of decoders departs from Llama. A string in the place of a bool is a field of config.json.
+    """Where a family of decoders departs from Llama. A string in the place of a bool is a field of config.json."""
 
-    Attributes:
-        names: where its parts stand in a checkpoint, where that is not as in `NAMES`.
-        keys: what it calls the fields of config.json that others call differently.
-        defaults: of fields that its config.json may leave out, as transformers has them.
-        fixed: fields of config.json that change the maths, and the only value (or a tuple of all) that Manta has.
-        norm: RMSNorm or LayerNorm. norm_bias: whether it has one. unit_offset: weights are stored less 1 (Gemma).
-        parallel: attention and MLP both start from the same hidden states, and are added to them together.
-        qkv_bias, o_bias, mlp_bias, head_bias: which products have biases.
-        qk_norm: of q and k: over each "head" with the same weights, or with weights for all "heads"; over "all" heads
-            together; over each head "after" RoPE; or over each head without weights, a "unit" norm of layers with RoPE.
-        has_qk_norm: whether there is one. v_norm: each head of v has a norm without weights.
-        full_heads: layers that see all have KV heads and a head_dim of their own, and the last layer is one (Gemma 4).
-        tied_values: layers that see all have no weights for v: it is k before its norm.
-        kv_shared: how many last layers have no keys and values of their own, but read those of an earlier layer.
-        wide_mlp: the MLPs of these layers are twice as wide.
-        gated: the MLP is down(act(gate) * up), else down(act(up)).
-        activation: the MLP's, where config.json's name for it means another one.
-        interleaved: RoPE turns elements 2i and 2i + 1, not i and i + half.
-        rope: which layers have it: all, those in "no_rope_layers", or, if there are any, those that have a window.
-        window: which layers have one: all, by Qwen's fields, or all but each n-th one (`full_every`).
-        window_field: where its size stands. chunked: it is a chunk (Llama 4), whose first token sees no other.
-        local_rope: layers with a window have a RoPE of their own: "rope_local_base_freq" (Gemma 3), or "unscaled".
-        layer_inputs: the field with the size of what each layer gets of a token beside its hidden states (Gemma 4).
-        embed_scale: of embeddings: "sqrt" of their size, or a field.
-        attention_scale: of scores: a field that has it, or the size of a head that counts instead of `head_dim`; or
-            "none".
-        residual_scale, logit_scale, logit_divisor: fields.
-        caps: scores and logits are capped by "attn_logit_softcapping" and "final_logit_softcapping" (Gemma 2).
-        sinks: each head has a key of its own without a value (GPT-OSS).
-        position_offset: row of the table of learned positions that belongs to position 0.
-        qkv_layout: how one tensor for q, k and v lies: one after the other, by heads [H, 3, D], or by groups of heads
-            that share a key, [KV, G + 2, D].
-        transposed: matrices are stored as [inputs, outputs].
-        routing: of a family with experts. latent: attention by latents (DeepSeek).
-        out_gate: each head's results are multiplied by the sigmoid of a gate, which follows it in the tensor of q.
-        delta: some layers have the gated delta rule instead of attention (Qwen3-Next), and "split" or "by_heads" says
-            how their tensors lie; see `DeltaNet.slots`.
-    """
-
-    names: dict[str, str | None] = field(default_factory=dict)
-    keys: dict[str, str] = field(default_factory=dict)
-    defaults: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, str | None] = field(default_factory=dict)  # where its parts stand, if not as in `NAMES`
+    keys: dict[str, str] = field(default_factory=dict)  # its names of fields that others call differently, and theirs
+    defaults: dict[str, Any] = field(default_factory=dict)  # of fields that may be left out, as transformers has them
+    # Fields that change the maths, and the only value (or a tuple of all) that Manta has.
     fixed: dict[str, Any] = field(default_factory=dict)
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Literal["rms", "layer"] = "rms"  # RMSNorm or LayerNorm
     norm_bias: bool | str = False
-    unit_offset: bool = False
-    parallel: bool | str = False
+    unit_offset: bool = False  # norms' weights are stored less 1 (Gemma)
+    parallel: bool | str = False  # attention and MLP start from the same hidden states, and are added to them together
+    one_norm: bool = False  # where they do, they have the same norm
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     head_bias: bool = False
+    # The norm of q and k: over each "head" with the same weights, or with weights for all "heads"; over "all" heads
+    # together; over each head "after" RoPE; or over each head without weights, a "unit" norm of layers with RoPE.
     qk_norm: Literal["", "head", "heads", "all", "after", "unit"] = ""
     has_qk_norm: bool | str = True
-    v_norm: bool = False
-    full_heads: bool = False
-    tied_values: bool | str = False
-    kv_shared: Literal["", "num_kv_shared_layers"] = ""
-    wide_mlp: bool | str = False
-    gated: bool = True
-    activation: str = ""
-    interleaved: bool | str = False
-    rope: Literal["all", "listed", "windowed"] = "all"
-    window: Literal["all", "qwen", "pattern"] = "all"
-    window_field: str = "sliding_window"
-    full_every: int = 0
-    chunked: bool = False
-    local_rope: Literal["", "rope_local_base_freq", "unscaled"] = ""
-    layer_inputs: str = ""
-    embed_scale: str = ""
+    v_norm: bool = False  # each head of v has a norm without weights
+    full_heads: bool = False  # layers that see all have their own KV heads and head_dim; the last is one (Gemma 4)
+    tied_values: bool | str = False  # layers that see all have no weights for v: it is k before its norm
+    kv_shared: Literal["", "num_kv_shared_layers"] = ""  # so many last layers read the keys and values of earlier ones
+    wide_mlp: bool | str = False  # the MLPs of these layers are twice as wide
+    mlp_times: int = 0  # the MLP is so many times as wide as the hidden states where no field says it
+    gated: bool = True  # the MLP is down(act(gate) * up), else down(act(up))
+    activation: str = ""  # the MLP's, where config.json's name for it means another one
+    interleaved: bool | str = False  # RoPE turns elements 2i and 2i + 1, not i and i + half
+    rope: Literal["all", "listed", "windowed"] = "all"  # layers that have it; "windowed": if any, those with a window
+    window: Literal["all", "qwen", "pattern"] = "all"  # layers that have one; "pattern": all but each n-th one
+    window_field: str = "sliding_window"  # where its size stands
+    full_every: int = 0  # that n
+    chunked: bool = False  # a window is a chunk, whose first token sees no other (Llama 4)
+    local_rope: Literal["", "rope_local_base_freq", "unscaled"] = ""  # layers with a window have a RoPE of their own
+    layer_inputs: str = ""  # the size of what each layer gets of a token beside its hidden states (Gemma 4)
+    embed_scale: str = ""  # of embeddings: "sqrt" of their size, or a field
+    # Of scores: a field that has it, or the size of a head that counts instead of `head_dim`; or "none".
     attention_scale: Literal["", "attention_multiplier", "query_pre_attn_scalar", "none"] = ""
     residual_scale: str = ""
     logit_scale: str = ""
     logit_divisor: str = ""
-    caps: bool = False
-    sinks: bool = False
-    position_offset: int = 0
-    qkv_layout: Literal["stacked", "heads", "groups"] = "stacked"
-    transposed: bool = False
-    routing: Routing | None = None
-    latent: bool = False
-    out_gate: bool = False
+    caps: bool = False  # "attn_logit_softcapping" and "final_logit_softcapping" cap scores and logits (Gemma 2)
+    sinks: bool = False  # each head has a key of its own without a value (GPT-OSS)
+    position_offset: int = 0  # row of the table of learned positions that belongs to position 0
+    qkv_groups: bool = False  # the tensor of q, k and v lies by groups of heads that share a key: [KV, G + 2, D]
+    transposed: bool = False  # matrices are stored as [inputs, outputs]
+    routing: Routing | None = None  # of a family with experts
+    latent: bool = False  # attention by latents (DeepSeek)
+    out_gate: bool = False  # a gate follows each head in the tensor of q; its sigmoid multiplies the head's results
+    # Some layers have the gated delta rule instead of attention (Qwen3-Next). How their tensors lie: `DeltaNet.slots`.
     delta: Literal["", "split", "by_heads"] = ""
 
-    def name(self, part: str) -> str | None:
-        """Where a part stands in a checkpoint."""
-        return self.names[part] if part in self.names else NAMES[part]
+    def name(self, part: str) -> str:
+        """Where a part stands in a checkpoint; "" if it is not there."""
+        return (self.names[part] if part in self.names else NAMES[part]) or ""
 
     def but(self, **fields: Any) -> Family:
-        """A row that differs from this one."""
-        names = self.names | fields.pop("names", {})
-        return dataclasses.replace(self, names=names, **fields)
+        """A row that differs from this one. Names and fields of config.json are added to its own."""
+        added = {name: getattr(self, name) | fields.pop(name, {}) for name in ("names", "keys", "defaults", "fixed")}
+        return dataclasses.replace(self, **added, **fields)
 
 
 LLAMA = Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias")
 QWEN2 = Family(qkv_bias=True, window="qwen", defaults={"sliding_window": 4096})
-QWEN3 = Family(
-    qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", window="qwen", defaults={"sliding_window": 4096}
-)
+QWEN3 = QWEN2.but(qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head")
 QWEN_EXPERTS = Routing(renormalize="norm_topk_prob", layers="decoder_sparse_step")
+QWEN_SHARED = dataclasses.replace(QWEN_EXPERTS, shared="shared_expert_intermediate_size", shared_gate=True)
 QWEN_NEXT = Family(
     qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", unit_offset=True, out_gate=True,
     delta="split", fixed={"hidden_act": "silu", "attn_output_gate": True},  # the convolution has it, too
@@ -233,26 +179,22 @@ GEMMA = Family(
     defaults={"tie_word_embeddings": True, "head_dim": 256}, fixed={
         "use_bidirectional_attention": False, "hidden_act": ("gelu", "gelu_pytorch_tanh")},
 )  # fmt: skip
-SANDWICH = {
-    "attn_out": "post_attention_layernorm",
-    "mlp_in": "pre_feedforward_layernorm",
-    "mlp_out": "post_feedforward_layernorm",
-}
 OUTPUT_NORMS = {
     "attn_in": None, "attn_out": "post_attention_layernorm", "mlp_in": None, "mlp_out": "post_feedforward_layernorm",
 }  # fmt: skip
+SANDWICH = OUTPUT_NORMS | {"attn_in": "input_layernorm", "mlp_in": "pre_feedforward_layernorm"}
 GEMMA2 = GEMMA.but(
     names=SANDWICH, window="pattern", full_every=2, attention_scale="query_pre_attn_scalar", caps=True,
-    defaults=GEMMA.defaults | {
+    defaults={
         "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
         "sliding_window": 4096},
 )  # fmt: skip
 GEMMA3 = GEMMA2.but(
     full_every=6, qk_norm="head", local_rope="rope_local_base_freq",
-    fixed=GEMMA.fixed | {"attn_logit_softcapping": None},  # transformers does not read it
-    defaults=GEMMA.defaults | {
-        "query_pre_attn_scalar": 256, "sliding_window": 4096, "num_attention_heads": 8, "num_key_value_heads": 4,
-        "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
+    fixed={"attn_logit_softcapping": None},  # transformers does not read it
+    defaults={
+        "attn_logit_softcapping": None, "final_logit_softcapping": None, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
         "rope_local_base_freq": 10000.0},
 )  # fmt: skip
 GEMMA4 = Family(
@@ -294,50 +236,48 @@ GLM = Family(
     names={"gate_up": "mlp.gate_up_proj"},
 )  # fmt: skip
 COHERE = Family(
-    qkv_bias="attention_bias", o_bias="attention_bias", norm="layer", parallel=True, interleaved=True,
-    logit_scale="logit_scale", names={"mlp_in": None}, qk_norm="heads", has_qk_norm="use_qk_norm",
+    qkv_bias="attention_bias", o_bias="attention_bias", norm="layer", parallel=True, one_norm=True,
+    interleaved=True, logit_scale="logit_scale", qk_norm="heads", has_qk_norm="use_qk_norm",
     defaults={"logit_scale": 0.0625, "tie_word_embeddings": True, "layer_norm_eps": 1e-5},
 )  # fmt: skip
-PLAIN = {"gate": None, "up": "mlp.up_proj"}
 DEEPSEEK_EXPERTS = Routing(
     count="n_routed_experts", renormalize="norm_topk_prob", scoring="sigmoid", correction=True, grouped=True,
     scale="routed_scaling_factor", shared="n_shared_experts", layers="first_k_dense_replace",
 )  # fmt: skip
 DEEPSEEK = Family(
     latent=True, qkv_bias="attention_bias", o_bias="attention_bias", defaults={"kv_lora_rank": 512},
-    routing=DEEPSEEK_EXPERTS,
-    fixed={"moe_layer_freq": 1, "mlp_bias": False},
+    routing=DEEPSEEK_EXPERTS, fixed={"moe_layer_freq": 1, "mlp_bias": False},
 )  # fmt: skip
 NEOX = Family(
     norm="layer", norm_bias=True, parallel="use_parallel_residual", qkv_bias="attention_bias", o_bias="attention_bias",
-    mlp_bias=True, gated=False, qkv_layout="heads",
+    mlp_bias=True, gated=False, qkv_groups=True,
     keys={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
     defaults={
         "use_parallel_residual": True, "attention_bias": True, "partial_rotary_factor": 0.25, "hidden_act": "gelu",
         "layer_norm_eps": 1e-5},
     names={
         "embed": "embed_in", "norm": "final_layer_norm", "head": "embed_out", "qkv": "attention.query_key_value",
-        "o": "attention.dense", "gate": None, "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"},
+        "o": "attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"},
 )  # fmt: skip
 
 FAMILIES = {
     "ApertusForCausalLM": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", gated=False,
-        names=PLAIN | {"attn_in": "attention_layernorm", "mlp_in": "feedforward_layernorm"},
+        names={"attn_in": "attention_layernorm", "mlp_in": "feedforward_layernorm"},
         defaults={"hidden_act": "xielu", "rms_norm_eps": 1e-5}),
-    "ArceeForCausalLM": LLAMA.but(gated=False, names=PLAIN, defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5}),
+    "ArceeForCausalLM": LLAMA.but(gated=False, defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5}),
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": COHERE.but(
-        window="pattern", full_every=4, rope="windowed", qk_norm="", defaults=COHERE.defaults | {
+        window="pattern", full_every=4, rope="windowed", qk_norm="", defaults={
             "sliding_window": 4096}, fixed={"use_gated_activation": True, "position_embedding_type": "rope_gptj"}),
     "DeepseekV2ForCausalLM": DEEPSEEK.but(
         interleaved=True, routing=dataclasses.replace(DEEPSEEK_EXPERTS, scoring="softmax", correction=False),
-        fixed=DEEPSEEK.fixed | {"norm_topk_prob": False},  # where it is true, transformers and DeepSeek's code differ
+        fixed={"norm_topk_prob": False},  # where it is true, transformers and DeepSeek's code differ
         defaults={
-            "kv_lora_rank": 512, "first_k_dense_replace": 0, "norm_topk_prob": False, "q_lora_rank": 1536,
-            "n_shared_experts": 2, "topk_method": "greedy"}),
+            "first_k_dense_replace": 0, "norm_topk_prob": False, "q_lora_rank": 1536, "n_shared_experts": 2,
+            "topk_method": "greedy"}),
     "DeepseekV3ForCausalLM": DEEPSEEK.but(interleaved="rope_interleave", defaults={
-        "kv_lora_rank": 512, "rope_interleave": True, "norm_topk_prob": True, "first_k_dense_replace": 3,
+        "rope_interleave": True, "norm_topk_prob": True, "first_k_dense_replace": 3,
         "q_lora_rank": 1536, "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}),
     "Ernie4_5ForCausalLM": Family(interleaved=True, fixed={"use_bias": False}, defaults={
         "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "head_dim": 128}),
@@ -345,8 +285,8 @@ FAMILIES = {
         qk_norm="head", names=OUTPUT_NORMS, window="pattern", full_every=4, rope="windowed",
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096}),
     "FalconForCausalLM": Family(
-        norm="layer", norm_bias=True, parallel="parallel_attn", qkv_bias="bias", o_bias="bias", mlp_bias="bias",
-        gated=False, qkv_layout="groups",
+        norm="layer", norm_bias=True, parallel="parallel_attn", one_norm=True, qkv_bias="bias", o_bias="bias",
+        mlp_bias="bias", mlp_times=4, gated=False, qkv_groups=True,
         keys={
             "num_kv_heads": "num_key_value_heads", "n_head": "num_attention_heads", "n_head_kv": "num_key_value_heads",
             "n_layer": "num_hidden_layers", "activation": "hidden_act", "layer_norm_epsilon": "layer_norm_eps",
@@ -357,7 +297,7 @@ FAMILIES = {
         fixed={"alibi": False},
         names={
             "embed": "word_embeddings", "norm": "ln_f", "layer": "h", "qkv": "self_attention.query_key_value",
-            "o": "self_attention.dense", "gate": None, "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}),
+            "o": "self_attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}),
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
@@ -381,7 +321,8 @@ FAMILIES = {
         fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"},
         routing=Routing(size="intermediate_size", bias=True, stacked="transposed", interleaved=True)),
     "GPT2LMHeadModel": Family(
-        norm="layer", norm_bias=True, qkv_bias=True, o_bias=True, mlp_bias=True, gated=False, transposed=True,
+        norm="layer", norm_bias=True, qkv_bias=True, o_bias=True, mlp_bias=True, mlp_times=4, gated=False,
+        transposed=True,
         keys={
             "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
             "n_positions": "max_position_embeddings", "n_inner": "intermediate_size",
@@ -391,7 +332,7 @@ FAMILIES = {
             "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
         names={
             "embed": "wte", "positions": "wpe", "norm": "ln_f", "layer": "h", "attn_in": "ln_1", "mlp_in": "ln_2",
-            "qkv": "attn.c_attn", "o": "attn.c_proj", "gate": None, "up": "mlp.c_fc", "down": "mlp.c_proj"}),
+            "qkv": "attn.c_attn", "o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}),
     "GPTNeoXForCausalLM": NEOX,
     "GraniteForCausalLM": GRANITE,
     "GraniteMoeForCausalLM": GRANITE.but(
@@ -421,7 +362,7 @@ FAMILIES = {
             "router": "feed_forward.router", "shared": "feed_forward.shared_expert", "experts": None,
             "experts_gate_up": "feed_forward.experts.gate_up_proj", "experts_down": "feed_forward.experts.down_proj"},
         routing=Routing(
-            scoring="sigmoid", renormalize=False, weigh_inputs=True, shared="intermediate_size", stacked="transposed",
+            scoring="sigmoid", renormalize=False, weigh_inputs=True, shared="size", stacked="transposed",
             layers="moe_layers")),
     "MiniMaxM2ForCausalLM": Family(
         qk_norm="all", keys=LOCAL,
@@ -444,7 +385,7 @@ FAMILIES = {
             "expert_up": "w3", "expert_down": "w2"}),
     "NemotronForCausalLM": Family(
         norm="layer", norm_bias=True, unit_offset=True, qkv_bias="attention_bias", o_bias="attention_bias",
-        mlp_bias="mlp_bias", gated=False, names=PLAIN, keys={"norm_eps": "layer_norm_eps"},
+        mlp_bias="mlp_bias", gated=False, keys={"norm_eps": "layer_norm_eps"},
         defaults={"hidden_act": "relu2", "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5}),
     "OlmoeForCausalLM": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="all", fixed={"clip_qkv": None},
@@ -452,7 +393,7 @@ FAMILIES = {
         routing=Routing(size="intermediate_size", renormalize="norm_topk_prob")),
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO2.but(
-        window="pattern", full_every=4, local_rope="unscaled", defaults=OLMO2.defaults | {"sliding_window": 4096}),
+        window="pattern", full_every=4, local_rope="unscaled", defaults={"sliding_window": 4096}),
     "OPTForCausalLM": Family(
         norm="layer", norm_bias="layer_norm_elementwise_affine", qkv_bias="enable_bias", o_bias="enable_bias",
         mlp_bias="enable_bias", gated=False, position_offset=2,
@@ -463,30 +404,26 @@ FAMILIES = {
         fixed={"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True},
         names={
             "positions": "embed_positions", "norm": "final_layer_norm", "attn_in": "self_attn_layer_norm",
-            "mlp_in": "final_layer_norm", "o": "self_attn.out_proj", "gate": None, "up": "fc1", "down": "fc2"}),
+            "mlp_in": "final_layer_norm", "o": "self_attn.out_proj", "up": "fc1", "down": "fc2"}),
     "PhiForCausalLM": Family(
-        norm="layer", norm_bias=True, parallel=True, qkv_bias=True, o_bias=True, mlp_bias=True, head_bias=True,
-        gated=False, fixed={"qk_layernorm": False},
+        norm="layer", norm_bias=True, parallel=True, one_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True,
+        head_bias=True, gated=False, fixed={"qk_layernorm": False},
         defaults={"partial_rotary_factor": 0.5, "hidden_act": "gelu_new", "layer_norm_eps": 1e-5},
-        names={
-            "norm": "final_layernorm", "mlp_in": None, "o": "self_attn.dense", "gate": None, "up": "mlp.fc1",
-            "down": "mlp.fc2"}),
+        names={"norm": "final_layernorm", "o": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"}),
     "Phi3ForCausalLM": Family(
         defaults={"rms_norm_eps": 1e-5}, names={"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
         fixed={"attention_bias": False}),
     "Qwen2ForCausalLM": QWEN2,
     "Qwen2MoeForCausalLM": QWEN2.but(
-        qkv_bias="qkv_bias", keys=LOCAL, defaults=QWEN2.defaults | {"qkv_bias": True, "norm_topk_prob": False},
-        routing=dataclasses.replace(
-            QWEN_EXPERTS, shared="shared_expert_intermediate_size", shared_gate=True),
-        names={"shared": "mlp.shared_expert"}),
+        qkv_bias="qkv_bias", keys=LOCAL, defaults={"qkv_bias": True, "norm_topk_prob": False},
+        routing=QWEN_SHARED, names={"shared": "mlp.shared_expert"}),
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3MoeForCausalLM": QWEN3.but(
-        routing=QWEN_EXPERTS, keys=LOCAL, defaults=QWEN3.defaults | {"norm_topk_prob": False}),
+        routing=QWEN_EXPERTS, keys=LOCAL, defaults={"norm_topk_prob": False}),
     "Qwen3NextForCausalLM": QWEN_NEXT.but(
-        delta="by_heads", defaults=QWEN_NEXT.defaults | {"norm_topk_prob": True},
-        routing=dataclasses.replace(QWEN_EXPERTS, shared="shared_expert_intermediate_size", shared_gate=True)),
-    "Qwen3_5ForCausalLM": QWEN_NEXT.but(defaults=QWEN_NEXT.defaults | {"num_key_value_heads": 4}),
+        delta="by_heads", defaults={"norm_topk_prob": True},
+        routing=QWEN_SHARED),
+    "Qwen3_5ForCausalLM": QWEN_NEXT.but(defaults={"num_key_value_heads": 4}),
     "Qwen3_5MoeForCausalLM": QWEN_NEXT.but(
         routing=Routing(shared="shared_expert_intermediate_size", shared_gate=True)),
     "SeedOssForCausalLM": LLAMA.but(o_bias="attention_out_bias", defaults={"attention_bias": True, "head_dim": 128}),
@@ -494,8 +431,8 @@ FAMILIES = {
         rope="listed", window="pattern",
         defaults={"rope_theta": 2000000.0, "no_rope_layer_interval": 4, "tie_word_embeddings": True}),
     "StableLmForCausalLM": Family(
-        norm="layer", norm_bias=True, parallel="use_parallel_residual", qkv_bias="use_qkv_bias", qk_norm="heads",
-        has_qk_norm="qk_layernorm", defaults={"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
+        norm="layer", norm_bias=True, parallel="use_parallel_residual", one_norm=True, qkv_bias="use_qkv_bias",
+        qk_norm="heads", has_qk_norm="qk_layernorm", defaults={"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
         keys={"rope_pct": "partial_rotary_factor"},
         names={"q_norm": "self_attn.q_layernorm.norms.{}", "k_norm": "self_attn.k_layernorm.norms.{}"}),
     "Starcoder2ForCausalLM": Family(
@@ -504,7 +441,7 @@ FAMILIES = {
         defaults={
             "use_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh",
             "num_key_value_heads": 2, "layer_norm_eps": 1e-5},
-        names={"gate": None, "up": "mlp.c_fc", "down": "mlp.c_proj"}, fixed={"norm_type": "layer_norm"}),
+        names={"up": "mlp.c_fc", "down": "mlp.c_proj"}, fixed={"norm_type": "layer_norm"}),
 }  # fmt: skip
 
 # Models of text and something else, whose text half is a family: what their `text_config` describes, by its model_type.

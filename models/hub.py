@@ -51,9 +51,7 @@ GB = 1e9
 def find_model(config: EngineConfig, weights: bool = True) -> EngineConfig:
     """The options with the model's `folder`; a model that is no folder here is downloaded, unless it has been before.
 
-    Args:
-        config: the engine's options.
-        weights: whether these are needed, too. They are not with `load_format` dummy.
+    Without `weights`, or with `load_format` dummy, only the small files are needed.
 
     Raises:
         ValueError: there is no such model, it cannot be downloaded, or it is none that Manta can run.
@@ -95,13 +93,7 @@ def weight_names(folder: str) -> list[str]:
 
 
 def check_files(name: str, folder: str, files: Collection[str], weights: bool) -> None:
-    """Check that a model's files are there.
-
-    Args:
-        name: of the model, for the messages.
-        folder: with the small ones of them.
-        files: all that the model has.
-        weights: whether they are needed.
+    """Check that the `files` that a model has, the small ones of them in `folder`, are all that is needed.
 
     Raises:
         ValueError: they are not; it says what to do instead.
@@ -124,9 +116,8 @@ def check_files(name: str, folder: str, files: Collection[str], weights: bool) -
         raise ValueError(f"{name} is the cache of {id}: give that id, or one of the folders in {name}/snapshots")
     if found := next((id for file in sorted(files) if (id := cached_id(file))), None):
         raise ValueError(f"{name} is a cache of models: give the id of one, like {found}, and --download-dir {name}")
-    below = sorted(file for file in files if os.path.isfile(os.path.join(folder, file, "config.json")))
-    if below:
-        raise ValueError(f"{lacks}, but folders that have: give one of them, like {os.path.join(name, below[0])}")
+    if below := [file for file in files if os.path.isfile(os.path.join(folder, file, "config.json"))]:
+        raise ValueError(f"{lacks}, but folders that have: give one of them, like {os.path.join(name, min(below))}")
     raise ValueError(f"{lacks}; {MODEL_TAKES}")
 
 
@@ -168,7 +159,7 @@ def download_beside(config: EngineConfig, weights: bool) -> str:
         with run_file(__file__, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdin and process.stdout
             process.stdin.write(message + b"\n")
-            process.stdin.flush()
+            process.stdin.flush()  # it stays open: its end tells the child that this process is gone
             answer = process.stdout.read()
     except KeyboardInterrupt:
         console.info(f"{config.model}: the download is interrupted; the files that are complete are kept")
@@ -182,17 +173,19 @@ def download_beside(config: EngineConfig, weights: bool) -> str:
 
 
 def main() -> None:
-    """What the process runs that downloads: options come by standard input, the folder or an error goes out."""
+    """Run as the process that downloads: options come by standard input, the folder or an error goes out."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent to act on
     message = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=leave_with_parent, daemon=True).start()
-    config, folder, error = EngineConfig(**message["config"]), "", ""
+    config = EngineConfig(**message["config"])
     set_up(config.log_level, config.log_format)
     try:
-        folder = download(config, message["weights"])
+        answer = download(config, config.download_dir or HF_HUB_CACHE, message["weights"]), ""
     except ValueError as wrong:
-        error = str(wrong)
-    print(json.dumps([folder, error]), flush=True)
+        answer = "", str(wrong)
+    print(json.dumps(answer), flush=True)
 
 
 def leave_with_parent() -> None:
@@ -209,7 +202,7 @@ def leave_with_parent() -> None:
     os._exit(1)
 
 
-def download(config: EngineConfig, weights: bool) -> str:
+def download(config: EngineConfig, cache: str, weights: bool) -> str:
     """The folder in the cache with the files of a model of the hub.
 
     Where the hub cannot be reached, or does not give the model any more, a whole copy in the cache will do.
@@ -235,30 +228,26 @@ def download(config: EngineConfig, weights: bool) -> str:
             raise
         except (OSError, HTTPError, UnicodeEncodeError) as error:
             trouble = error
-        folder = fetch(config, FILES, bool(trouble))
+        folder = fetch(config, cache, FILES, bool(trouble))
         check_files(name, folder, sizes or os.listdir(folder), weights and not trouble)
         ModelConfig.from_folder(folder)
         missing = [file for file in weight_names(folder) if not os.path.isfile(os.path.join(folder, file))]
         if weights and missing:
             if trouble:
                 raise LocalEntryNotFoundError(missing[0])
-            announce(config, missing, sum(sizes.get(file, 0) for file in missing))
-            fetch(config, missing, bars=True)
+            announce(name, cache, missing, sum(sizes.get(file, 0) for file in missing))
+            fetch(config, cache, missing, bars=True)
     except (OSError, HTTPError, UnicodeEncodeError) as error:
-        raise ValueError(explain(trouble or error, config)) from None
+        raise ValueError(explain(trouble or error, config, cache)) from None
     if trouble and not isinstance(trouble, OfflineModeIsEnabled):
-        console.info(
-            f"{name} is taken from {cache_of(config)}, because the hub could not be asked: {first_line(trouble)}"
-        )
+        console.info(f"{name} is taken from {cache}, because the hub could not be asked: {first_line(trouble)}")
     return folder
 
 
-def fetch(config: EngineConfig, files: Sequence[str], cached: bool = False, bars: bool = False) -> str:
+def fetch(config: EngineConfig, cache: str, files: Sequence[str], cached: bool = False, bars: bool = False) -> str:
     """The folder in the cache with those of these files that the model has.
 
-    Args:
-        cached: whether they must be there, because the hub cannot be asked.
-        bars: whether a terminal shows the progress.
+    With `cached` they must be there, because the hub cannot be asked. With `bars` a terminal shows the progress.
 
     Raises:
         OSError, HTTPError: a file is missing, and cannot be downloaded.
@@ -266,7 +255,6 @@ def fetch(config: EngineConfig, files: Sequence[str], cached: bool = False, bars
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
-    cache = cache_of(config)
     os.makedirs(cache, exist_ok=True)
     with contextlib.nullcontext() if bars and sys.stderr.isatty() else disable_progress_bars():
         return snapshot_download(
@@ -274,40 +262,31 @@ def fetch(config: EngineConfig, files: Sequence[str], cached: bool = False, bars
         )
 
 
-def cache_of(config: EngineConfig) -> str:
-    """The folder to which models are downloaded."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return config.download_dir or HF_HUB_CACHE
-
-
-def announce(config: EngineConfig, files: list[str], size: int) -> None:
-    """Say that `files`, of `size` bytes in all, are downloaded.
+def announce(name: str, cache: str, files: list[str], size: int) -> None:
+    """Say that `files` of a model, of `size` bytes in all, are downloaded.
 
     Raises:
         ValueError: there is no room for them.
     """
     from huggingface_hub.constants import ENDPOINT
 
-    cache = cache_of(config)
-    free = shutil.disk_usage(cache).free
-    if size > free:
+    if size > (free := shutil.disk_usage(cache).free):
         raise ValueError(
-            f"{config.model} needs {size / GB:,.2f} GB, and {cache} has room for {free / GB:,.2f} GB: make room, or "
+            f"{name} needs {size / GB:,.2f} GB, and {cache} has room for {free / GB:,.2f} GB: make room, or "
             "name another place by --download-dir or HF_HOME"
         )
     count = f"{len(files)} files" if len(files) > 1 else files[0]
-    console.info(f"{config.model}: downloading {count}, {size / GB:,.2f} GB, from {ENDPOINT} to {cache}")
+    console.info(f"{name}: downloading {count}, {size / GB:,.2f} GB, from {ENDPOINT} to {cache}")
 
 
-def explain(error: Exception, config: EngineConfig) -> str:
+def explain(error: Exception, config: EngineConfig, cache: str) -> str:
     """One line that says why a model cannot be downloaded, and what to do."""
     from huggingface_hub import errors
     from huggingface_hub.constants import ENDPOINT
 
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
-    name, cache, why = config.model, cache_of(config), first_line(error)
+    name, why = config.model, first_line(error)
     if isinstance(error, errors.GatedRepoError):
         return f"{name} is gated: ask for access at {ENDPOINT}/{name}, and set HF_TOKEN to a token of that account"
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -352,7 +331,7 @@ def source_of(folder: str | None, tensors: Mapping[str, Any] | None) -> Iterator
     leaves behind. Where the system has no such files, it is a temporary one.
 
     Raises:
-        ValueError: not one of the two is given; or the tensors are none, or of a kind that safetensors has not.
+        ValueError: both or neither are given; or the tensors are none, or of a kind that safetensors has not.
     """
     if (folder is None) == (tensors is None):
         raise ValueError("update_weights takes either a folder or tensors")
@@ -368,16 +347,11 @@ def source_of(folder: str | None, tensors: Mapping[str, Any] | None) -> Iterator
         data = save({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()})
     except (AttributeError, TypeError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"tensors cannot be sent: {error}") from None
-    with contextlib.ExitStack() as stack:
-        if hasattr(os, "memfd_create"):
-            file = stack.enter_context(open(os.memfd_create("manta-weights"), "wb"))
-            path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-        else:
-            path = os.path.join(stack.enter_context(tempfile.TemporaryDirectory(prefix="manta-")), "model.safetensors")
-            file = stack.enter_context(open(path, "wb"))
+    in_memory = hasattr(os, "memfd_create")
+    with open(os.memfd_create("manta-weights"), "wb") if in_memory else tempfile.NamedTemporaryFile("wb") as file:
         file.write(data)
         file.flush()
-        yield path, False
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}" if in_memory else file.name, False
 
 
 if __name__ == "__main__":

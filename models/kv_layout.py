@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 CONTEXT = 8  # windows: the length of a context for which a layout is chosen
 TABLE_COST = 0.01  # of the memory: what one more block table is worth, which every step must carry and keep
+
+Kind = tuple[int, tuple[int, ...]]  # a window, and what a layer holds of a token
 
 
 class KVLayout(NamedTuple):
@@ -56,25 +58,31 @@ def layout_of(windows: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) ->
     fitting = (n * sizes[shape] for (_, shape), count in counts.items() for n in range(1, count + 1))
     candidates = {-(-each // unit) * unit for each in fitting if each >= max(sizes.values())}
     size = min(sorted(candidates, reverse=True), key=cost)
-    begins: dict[tuple[int, tuple[int, ...]], int] = {}
-    kinds: list[tuple[int, tuple[int, ...]]] = []
-    for window, shape in order:
-        begins[window, shape] = len(kinds)
-        kinds += [(window, shape)] * -(-counts[window, shape] // (size // sizes[shape]))
-    seen: Counter[tuple[int, tuple[int, ...]]] = Counter()
-    places = []
-    for each in alike:
-        kind, place = divmod(seen[each], size // sizes[each[1]])
-        places.append((begins[each] + kind, place))
-        seen[each] += 1
+    kinds = [kind for kind in order for _ in range(-(-counts[kind] // (size // sizes[kind[1]])))]
+    layers = [size // sizes[shape] for _, shape in kinds]
     return KVLayout(
         size=size,
         windows=tuple(window for window, _ in kinds),
         shapes=tuple(shape for _, shape in kinds),
-        layers=tuple(size // sizes[shape] for _, shape in kinds),
-        places=tuple(places),
+        layers=tuple(layers),
+        places=tuple(deal(alike, kinds, layers)),
         total=sum(sizes[shape] for _, shape in alike),
     )
+
+
+def deal(alike: Iterable[Kind], kinds: Sequence[Kind], layers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The kind and the place of each of some layers, of which these are the windows and shapes.
+
+    Args:
+        kinds: the windows and shapes of all kinds, equal ones next to each other.
+        layers: of each kind: how many layers a page has room for.
+    """
+    seen: Counter[Kind] = Counter()
+    for each in alike:
+        first = kinds.index(each)
+        turn, place = divmod(seen[each], layers[first])
+        yield first + turn, place
+        seen[each] += 1
 
 
 def part_of(whole: KVLayout, shapes: Sequence[tuple[int, ...]], own: Sequence[int]) -> KVLayout:
@@ -87,24 +95,18 @@ def part_of(whole: KVLayout, shapes: Sequence[tuple[int, ...]], own: Sequence[in
         shapes: what each layer of the whole model holds of a token.
         own: which of these layers the stage has, in order.
     """
-    alike = {i: (whole.windows[whole.places[i][0]], shapes[i]) for i in own}
+    alike = [(whole.windows[whole.places[i][0]], shapes[i]) for i in own]
     kinds = [*zip(whole.windows, whole.shapes, strict=True)]
-    counts = Counter(alike.values())
+    counts = Counter(alike)
     layers = [-(-counts[kind] // kinds.count(kind)) for kind in kinds]
     unit = math.lcm(*(shape[-1] for _, shape in kinds))
     size = max(count * math.prod(shape) for count, (_, shape) in zip(layers, kinds, strict=True))
-    places = [(-1, -1)] * len(whole.places)
-    seen: Counter[tuple[int, tuple[int, ...]]] = Counter()
-    for i, kind in alike.items():
-        first = kinds.index(kind)
-        turn, place = divmod(seen[kind], layers[first])
-        places[i] = first + turn, place
-        seen[kind] += 1
+    places = dict(zip(own, deal(alike, kinds, layers), strict=True))
     return whole._replace(
         size=max(1, -(-size // unit)) * unit,
         layers=tuple(layers),
-        places=tuple(places),
-        total=sum(math.prod(shape) for _, shape in alike.values()),
+        places=tuple(places.get(i, (-1, -1)) for i in range(len(whole.places))),
+        total=sum(math.prod(shape) for _, shape in alike),
     )
 
 

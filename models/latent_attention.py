@@ -18,11 +18,14 @@ from itertools import accumulate
 from types import ModuleType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from layers import Attention, New, Slot, Slots, Step, Weight, linear
+from batch_state import to_device
+from layers import Attention, New, Step, Weight, linear
 from model_config import ModelConfig
+from models.shares import Shares, Slots
 
 NORM_EPS = 1e-6  # of the two latents' norms, whatever config.json says of the others
 WORKSPACE = 2**29  # bytes for keys and values in the plain form, unless those of one head take more
@@ -77,7 +80,7 @@ class LatentAttention(Attention):
         latent, row = c.latent, c.row
         assert latent and latent.v_dim <= c.head_dim
         self.config, self.ops, self.place, self.row, self.heads, self.latent = c, ops, place, row, heads, latent
-        self.rope, self.batch_invariant = c.layer_ropes[i], False
+        self.rope = c.layer_ropes[i]
         q_size, inputs = heads * c.head_dim, c.hidden_size
         self.q_a: Weight | None = None
         self.q_a_norm = self.q_a_bias = None
@@ -94,8 +97,9 @@ class LatentAttention(Attention):
         self.width = heads * latent.v_dim
         self.at_once = heads_at_once(heads, c, max_model_len, self.o.itemsize)
 
-    def slots(self) -> Slots:
+    def slots(self, shares: Shares) -> Slots:
         """What of the checkpoint fills it."""
+        root = self.row.name("o").rpartition(".")[0]
         names = {
             "q_a_proj.weight": (self.q_a, "all"),
             "q_a_proj.bias": (self.q_a_bias, "all"),
@@ -108,25 +112,7 @@ class LatentAttention(Attention):
             "o_proj.weight": (self.o, "row"),
             "o_proj.bias": (self.o_bias, "first"),
         }
-        root = str(self.row.name("o")).rpartition(".")[0]
-        return {
-            f"{root}.{name}": Slot((weight,), (word,))
-            for name, (weight, word) in names.items()
-            if isinstance(weight, torch.Tensor)
-        }
-
-    def finish(self) -> None:
-        """Do what is left to do once the weights are there."""
-
-    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]."""
-        q = self.store(x, step)
-        y = step.cut(self, q) if step.cut else self.attend(q, step)
-        return linear(y, self.o, self.o_bias)
-
-    def rehearse(self, x: torch.Tensor, step: Step) -> None:
-        """Do all of it for x [T, hidden] but attention itself."""
-        self.store(x, step)
+        return shares.parts({f"{root}.{name}": weight for name, weight in names.items()})
 
     def store(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The queries [T, heads, D] of hidden states x, not rotated yet. The latents of x go into the pool."""
@@ -194,20 +180,16 @@ class LatentAttention(Attention):
             while end < len(counts) and sum(held for _, held in counts[begin : end + 1]) * size <= CONTEXT_TOKENS:
                 end += 1
             held = [held for _, held in counts[begin:end]]
-            rows: list[int] = []
-            columns: list[int] = []
-            firsts = [0, *accumulate(held)]
-            for row, blocks in enumerate(held):
-                rows += [begin + n + row] * blocks
-                columns += range(blocks)
-            indices = to_device(torch.tensor((rows, columns)), device)
-            tables = torch.tensor(firsts[:-1])[:, None] + torch.arange(max(held))
+            firsts = np.cumsum(held) - held
+            rows, columns = np.repeat(np.arange(begin + n, end + n), held), np.concatenate([*map(np.arange, held)])
+            indices = to_device(np.stack((rows, columns)), device.type)
+            tables = (firsts[:, None] + np.arange(max(held))).astype(np.int32)
             starts = batch.query_starts[begin : end + 1]
             yield Rows(
                 slice(tokens[begin], tokens[end]),
                 slice(begin, end),
                 batch.block_tables[0][batch.slots[indices[0]].long(), indices[1]].long(),
-                to_device(tables.to(torch.int32), device),
+                to_device(tables, device.type),
                 torch.arange(end - begin, dtype=torch.int32, device=device),
                 starts - starts[0],
                 max(count for count, _ in counts[begin:end]),
@@ -233,8 +215,3 @@ class LatentAttention(Attention):
             )  # fmt: skip
             out[:, heads] = found[..., : self.latent.v_dim]
             del made, pages, keys, found
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a host tensor on the device, for which nobody waits."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -6,11 +6,12 @@ from types import ModuleType
 
 import torch
 
-from layers import New, Norm, Slot, Slots, Weight, linear
+from layers import New, Norm, Owner, Weight, linear
 from model_config import ModelConfig
+from models.shares import Shares, Slots
 
 
-class LayerInputs:
+class LayerInputs(Owner):
     """What each layer gets of a token beside its hidden states (Gemma 4): (norm(W e / sqrt(hidden)) + u) / sqrt(2),
     where e is the token's embedding, and u what a table has of it, times sqrt(size)."""
 
@@ -24,17 +25,12 @@ class LayerInputs:
         # Rounded as a weight, as `embed_scale` is.
         self.scale = float(torch.tensor(self.size**0.5, dtype=self.table.dtype, device="cpu"))
 
-    def slots(self) -> Slots:
+    def slots(self, shares: Shares) -> Slots:
         """What of the checkpoint fills it."""
-        assert isinstance(self.projection, torch.Tensor)
-        return {
-            f"{self.row.name('layer_embed')}.weight": Slot((self.table,), ("vocab",)),
-            f"{self.row.name('layer_projection')}.weight": Slot((self.projection,), ("all",)),
-            **self.norm.slots(str(self.row.name("layer_norm"))),
-        }
-
-    def finish(self) -> None:
-        """Do what is left to do once the weights are there."""
+        name = self.row.name
+        table, projection = f"{name('layer_embed')}.weight", f"{name('layer_projection')}.weight"
+        weights = {table: (self.table, "vocab"), projection: (self.projection, "all")}
+        return shares.parts(weights) | self.norm.slots(name("layer_norm"), shares)
 
     def __call__(self, x: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         """[T, layers, size] for embeddings x [T, hidden] and what the table has of their tokens [T, layers * size]."""
@@ -43,7 +39,7 @@ class LayerInputs:
         return y.view(len(x), -1, self.size)
 
 
-class LayerGate:
+class LayerGate(Owner):
     """What a layer adds for its own input p of a token (Gemma 4): norm(up(act(gate(x)) * p))."""
 
     matrices = ("gate", "up")
@@ -54,17 +50,12 @@ class LayerGate:
         self.up: Weight = new(c.hidden_size, c.layer_input_size)
         self.norm = Norm(c, ops, c.hidden_size, new)
 
-    def slots(self) -> Slots:
+    def slots(self, shares: Shares) -> Slots:
         """What of the checkpoint fills it, by names within the layer."""
-        assert isinstance(self.gate, torch.Tensor) and isinstance(self.up, torch.Tensor)
-        return {
-            f"{self.row.name('layer_gate')}.weight": Slot((self.gate,), ("all",)),
-            f"{self.row.name('layer_up')}.weight": Slot((self.up,), ("all",)),
-            **self.norm.slots(str(self.row.name("layer_out"))),
-        }
-
-    def finish(self) -> None:
-        """Do what is left to do once the weights are there."""
+        name = self.row.name
+        gate, up = f"{name('layer_gate')}.weight", f"{name('layer_up')}.weight"
+        weights = {gate: (self.gate, "all"), up: (self.up, "all")}
+        return shares.parts(weights) | self.norm.slots(name("layer_out"), shares)
 
     def __call__(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """What is added to hidden states x [T, hidden] for the layer's inputs [T, size]."""

@@ -41,39 +41,26 @@ class Pooler:
         return pooled if head is None else F.linear(pooled, head)
 
     def finish(self, wanted: list[PoolingParams | None], vectors: np.ndarray) -> list[bytes]:
-        """What requests get of their vectors; see `finish`."""
-        return finish(self.config, wanted, vectors)
+        """What requests get of their `vectors` [B, hidden or labels] float32, as float32.
 
-
-def finish(config: ModelConfig, wanted: list[PoolingParams | None], vectors: np.ndarray) -> list[bytes]:
-    """What requests get of their vectors, as float32.
-
-    An embedding is cut to its first `dimensions` and divided by its length. The outputs of a classification head become
-    probabilities. Each of these is done where the request asks for it, or where it leaves the choice to the model and
-    that does it.
-
-    Args:
-        config: of the model.
-        wanted: by each of B rows.
-        vectors: [B, hidden or labels] float32.
-    """
-    found = []
-    for params, x in zip(wanted, vectors, strict=True):
-        assert params is not None
-        x = x[: params.dimensions]
-        activation = "normalize" if config.normalize else "identity"
-        if config.head == "labels":
-            activation = config.label_activation
-        if params.use_activation is not None and not params.use_activation:
-            activation = "identity"
-        elif params.use_activation and config.head != "labels":
-            activation = "normalize"
-        if activation == "normalize":
-            x = x / max(np.linalg.norm(x), np.float32(1e-12))
-        elif activation == "softmax":
-            x = np.exp(x - x.max())
-            x /= x.sum()
-        elif activation == "sigmoid":
-            x = 0.5 * (1 + np.tanh(0.5 * x))  # 1 / (1 + exp(-x)), which cannot overflow
-        found.append(x.astype(np.float32).tobytes())
-    return found
+        An embedding is cut to its first `dimensions` and divided by its length. The outputs of a classification head
+        become probabilities. Each of these is done where the request asks for it, or where it leaves the choice to the
+        model and that does it.
+        """
+        config, found = self.config, []
+        labelled = config.head == "labels"
+        own = config.label_activation if labelled else "normalize" if config.normalize else "identity"
+        asked = own if labelled else "normalize"
+        for params, x in zip(wanted, vectors, strict=True):
+            assert params is not None
+            x = x[: params.dimensions]
+            activation = own if params.use_activation is None else asked if params.use_activation else "identity"
+            if activation == "normalize":
+                x = x / max(np.linalg.norm(x), np.float32(1e-12))
+            elif activation == "softmax":
+                x = np.exp(x - x.max())
+                x /= x.sum()
+            elif activation == "sigmoid":
+                x = 0.5 * (1 + np.tanh(0.5 * x))  # 1 / (1 + exp(-x)), which cannot overflow
+            found.append(x.astype(np.float32).tobytes())
+        return found

@@ -25,10 +25,11 @@ OLD_POOLINGS = {  # how 1_Pooling/config.json spelled them until sentence-transf
     "pooling_mode_max_tokens": "max", "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }  # fmt: skip
+POOLING = os.path.join("1_Pooling", "config.json")
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, in this order; the last may be missing
 
 
-def settle(config: EngineConfig, model_config: ModelConfig) -> tuple[EngineConfig, ModelConfig]:
+def settle_task(config: EngineConfig, model_config: ModelConfig) -> tuple[EngineConfig, ModelConfig]:
     """Put the task and the pooling in the place of `auto`, with the options and the head that follow from them.
 
     What has been settled before stays as it is.
@@ -65,23 +66,16 @@ def settle(config: EngineConfig, model_config: ModelConfig) -> tuple[EngineConfi
             pooling = pooling_of(folder)
         if longest is None:
             longest = trained_length(folder, model_config.max_position)
-    settled = dataclasses.replace(
-        config,
-        task=task,
-        pooling_type="last" if pooling == "auto" else pooling,
-        enable_chunked_prefill=False,
-        enable_prefix_caching=False,
-        preemption_mode="recompute",
-        max_model_len=longest,
-    )
-    return settled, dataclasses.replace(model_config, head=head, normalize=normalize)
+    config = dataclasses.replace(
+        config, task=task, pooling_type="last" if pooling == "auto" else pooling, max_model_len=longest,
+        enable_chunked_prefill=False, enable_prefix_caching=False, preemption_mode="recompute",
+    )  # fmt: skip
+    return config, dataclasses.replace(model_config, head=head, normalize=normalize)
 
 
 def is_sentence_transformer(folder: str) -> bool:
     """Whether sentence-transformers has saved this folder, or one laid out as such."""
-    return any(
-        os.path.isfile(os.path.join(folder, *path)) for path in (("modules.json",), ("1_Pooling", "config.json"))
-    )
+    return any(os.path.isfile(os.path.join(folder, name)) for name in ("modules.json", POOLING))
 
 
 def pooling_of(folder: str) -> Any:
@@ -90,21 +84,20 @@ def pooling_of(folder: str) -> Any:
     Raises:
         ValueError: it is another one than Manta has, or several.
     """
-    name = os.path.join("1_Pooling", "config.json")
-    if (raw := read_json(folder, name, {})) == {}:
+    if not (raw := read_json(folder, POOLING, {})):
         return "last"
     modes = raw.get("pooling_mode") or [mode for key, mode in OLD_POOLINGS.items() if raw.get(key)] or ["mean"]
     modes = modes if isinstance(modes, list) else [modes]
     if len(modes) != 1 or modes[0] not in POOLINGS:
         asked = ", ".join(map(str, modes))
         raise ValueError(
-            f"{name} asks for the pooling {asked:.80}; Manta has {', '.join(POOLINGS)}: pooling_type can choose one"
+            f"{POOLING} asks for the pooling {asked:.80}; Manta has {', '.join(POOLINGS)}: pooling_type can choose one"
         )
     return POOLINGS[modes[0]]
 
 
 def normalizes(folder: str) -> bool:
-    """Whether an embedding is divided by its length: as the folder's `modules.json` says, or else yes.
+    """Whether an embedding is divided by its length: as `modules.json` says, or else yes.
 
     Raises:
         ValueError: the file is malformed, or has a module that Manta does not have.
@@ -144,10 +137,8 @@ def trained_length(folder: str, most: int) -> int | None:
 def check_pooling(
     pooling: PoolingParams | None, params: SamplingParams, config: EngineConfig, model_config: ModelConfig
 ) -> None:
-    """Check that a request is of the kind that an engine with these settled options runs.
-
-    Args:
-        pooling: what is to be made of its prompt; None: an answer, as `params` say.
+    """Check that a request is of the kind that an engine with these settled options runs; without `pooling` it asks for
+    an answer, as `params` say.
 
     Raises:
         ValueError: it is not, or its pooling parameters are out of range.
@@ -170,7 +161,7 @@ def check_pooling(
         )
 
 
-def facts(config: EngineConfig, model_config: ModelConfig) -> dict[str, Any]:
+def task_facts(config: EngineConfig, model_config: ModelConfig) -> dict[str, Any]:
     """What clients want to know of an engine's task."""
     return {
         "task": config.task,

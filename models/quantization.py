@@ -6,21 +6,19 @@ makes numbers of such weights when they are loaded.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-METHODS = ("fp8", "compressed-tensors", "mxfp4")
-# Fields that say nothing of how the stored weights are to be read: which modules are left as they are is seen in the
-# files, activations are not quantized here, and the rest is of the program that wrote them.
-BESIDE = {
+KNOWN = {  # fields by quant_method. Those that are not read below say nothing of how the stored weights are to be read:
+    # which modules are left as they are is seen in the files, activations are not quantized here, and the rest is of
+    # the program that wrote them.
     "fp8": (
-        "activation_scheme", "modules_to_not_convert", "ignored_layers", "modules_to_convert", "fmt", "scale_fmt",
-        "dequantize", "expert_dtype"),
-    "mxfp4": ("modules_to_not_convert", "dequantize"),
+        "quant_method", "weight_block_size", "fmt", "expert_dtype", "activation_scheme", "modules_to_not_convert",
+        "ignored_layers", "modules_to_convert", "scale_fmt", "dequantize"),
     "compressed-tensors": (
-        "ignore", "quantization_status", "global_compression_ratio", "version", "compressor_version", "format",
-        "config_groups", "kv_cache_scheme", "sparsity_config", "transform_config"),
+        "quant_method", "format", "config_groups", "sparsity_config", "transform_config", "ignore",
+        "quantization_status", "global_compression_ratio", "version", "compressor_version", "kv_cache_scheme"),
+    "mxfp4": ("quant_method", "modules_to_not_convert", "dequantize"),
 }  # fmt: skip
 STRATEGIES = ("tensor", "channel", "block")
 
@@ -44,12 +42,16 @@ def read_quantization(raw: Any) -> Quantization | None:
     if not isinstance(raw, dict):
         raise ValueError(f"config.json: quantization_config is {raw!r:.80}; it must be an object")
     method = raw.get("quant_method")
-    if method not in METHODS:
+    if method not in KNOWN:
         raise ValueError(
-            f"config.json: quantization_config has the quant_method {method!r:.80}; Manta reads {', '.join(METHODS)}"
+            f"config.json: quantization_config has the quant_method {method!r:.80}; Manta reads {', '.join(KNOWN)}"
         )
-    known = ("quant_method", *BESIDE[method], *(("weight_block_size",) if method == "fp8" else ()))
-    check_known("quantization_config", raw, known)
+    for name, value in raw.items():
+        if name not in KNOWN[method] and value is not None:
+            raise ValueError(
+                f"config.json: quantization_config has {name!r:.80}, {value!r:.80}, and Manta does not know that "
+                "field; remove it if it changes nothing in what the weights are"
+            )
     if method == "mxfp4":
         return Quantization("mxfp4")
     if method == "compressed-tensors":
@@ -79,7 +81,7 @@ def compressed_block(raw: dict[str, Any]) -> tuple[int, int]:
     if len(set(found)) > 1:
         raise ValueError(f"config.json: quantization_config has blocks of {found}; Manta reads one size of them")
     for name in ("sparsity_config", "transform_config"):
-        if raw.get(name) and (raw[name] or {}).get("format", "") != "dense":
+        if raw.get(name) and raw[name].get("format", "") != "dense":
             raise ValueError(f"config.json: quantization_config has a {name}, which Manta has not")
     return found[0]
 
@@ -91,13 +93,3 @@ def block_size(name: str, value: Any) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and 1 <= n <= 2**20 for n in value):
         raise ValueError(f"config.json: {name} is {value!r:.80}; it must be two whole numbers from 1 to {2**20}")
     return value[0], value[1]
-
-
-def check_known(where: str, raw: dict[str, Any], known: Collection[str]) -> None:
-    """Check that every field that says something is known."""
-    for name, value in raw.items():
-        if name not in known and value is not None:
-            raise ValueError(
-                f"config.json: {where} has {name!r:.80}, {value!r:.80}, and Manta does not know that field; "
-                "remove it if it changes nothing in what the weights are"
-            )

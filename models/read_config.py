@@ -6,6 +6,8 @@ Both spellings of transformers, 4 and 5, are understood. Standard library only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +26,9 @@ ACTIVATIONS = {  # config.json's names and ours
     "xielu": "xielu", "swigluoai": "swigluoai",
 }  # fmt: skip
 GATES = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+TRUTHS = (  # fields of a row that are true or false once config.json has been read
+    "norm_bias", "parallel", "qkv_bias", "o_bias", "mlp_bias", "has_qk_norm", "interleaved", "tied_values", "wide_mlp",
+)  # fmt: skip
 EXPERT_GATES = ("silu", "gelu_tanh")  # see `ops.expert_gate_up`
 
 
@@ -42,20 +47,19 @@ class ConfigReader:
         if text is not None:  # what is said beside the text's half holds for it, too
             shared = ("tie_word_embeddings", "torch_dtype", "dtype", "eos_token_id", "quantization_config")
             raw = {name: raw[name] for name in shared if name in raw} | text
-        self.row = FAMILIES[self.name]
-        self.fields = Fields(raw, self.row)
-        if self.row.routing and self.row.routing.only_if and not self.fields.truth(self.row.routing.only_if):
-            self.row = self.row.but(routing=None)
-        self.raw = raw
+        self.raw, self.fields = raw, Fields(raw, FAMILIES[self.name])
+        self.row = self.settled_row(FAMILIES[self.name])
+        self.layers = self.fields.whole("num_hidden_layers", 1, 1024)
+        self.heads = self.fields.whole("num_attention_heads", 1, 1024)
 
     def config(self) -> ModelConfig:
         """The shape that it describes."""
-        f, row = self.fields, self.settled_row()
+        f, row = self.fields, self.row
         if f.value("is_causal", bool) is False or f.get("use_bidirectional_attention") is True:
             raise ValueError("config.json asks for attention in both directions; Manta has only causal attention")
-        vocab_size, latent = f.whole("vocab_size", 1, 2**24), self.latent()
+        vocab_size, latent = f.whole("vocab_size", 1, 2**24), self.latent
         experts, expert_layers = self.experts()
-        scale = self.attention_scale()
+        scale, names = self.attention_scale(), labels(f) if self.head == "labels" else ()
         config = ModelConfig(
             architecture=str(self.architecture),
             row=row,
@@ -89,31 +93,28 @@ class ConfigReader:
             latent=latent,
             delta=self.delta(),
             head=self.head,
-            labels=labels(f) if self.head == "labels" else (),
-            label_activation=label_activation(f) if self.head == "labels" else "softmax",
+            labels=names,
+            label_activation=label_activation(f, len(names)) if names else "softmax",
             quantization=read_quantization(f.get("quantization_config")),
         )
         f.check_rest()
         return config
 
-    def settled_row(self) -> Family:
+    def settled_row(self, row: Family) -> Family:
         """The family's row with what config.json says in the place of the names of its fields."""
-        f, row = self.fields, self.row
-        for name in (
-            "norm_bias", "parallel", "qkv_bias", "o_bias", "mlp_bias", "has_qk_norm", "interleaved", "tied_values",
-            "wide_mlp",
-        ):  # fmt: skip
-            row = row.but(**{name: f.truth(getattr(row, name))})
+        f, r = self.fields, row.routing
+        if r:
+            told = not r.only_if or f.truth(r.only_if)
+            row = row.but(routing=replace(r, renormalize=f.truth(r.renormalize)) if told else None)
+        row = row.but(**{name: f.truth(getattr(row, name)) for name in TRUTHS})
         if not row.has_qk_norm:
             row = row.but(qk_norm="")
-        if row.routing:
-            routing = row.routing
-            row = row.but(routing=Routing(**vars(routing) | {"renormalize": f.truth(routing.renormalize)}))
-        if self.name == "StableLmForCausalLM" and row.parallel:
-            row = row.but(names={"mlp_in": None})
         if self.name == "FalconForCausalLM":
-            row = falcon_row(f, row)
-        return row
+            new = f.truth("new_decoder_architecture")
+            norms = f.whole("num_ln_in_parallel_attn", 1, 2, 2 if new else 1)
+            if new and norms == 2 and row.parallel:
+                row = row.but(one_norm=False, names={"attn_in": "ln_attn", "mlp_in": "ln_mlp"})
+        return row.but(names={"mlp_in": None}) if row.parallel and row.one_norm else row
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
@@ -123,14 +124,6 @@ class ConfigReader:
         if (inner := self.fields.whole("word_embed_proj_dim", 1, 2**17, size)) != size:
             raise ValueError(f"config.json: word_embed_proj_dim is {inner}; Manta has hidden_size, {size}, alone")
         return size
-
-    @cached_property
-    def layers(self) -> int:
-        return self.fields.whole("num_hidden_layers", 1, 1024)
-
-    @cached_property
-    def heads(self) -> int:
-        return self.fields.whole("num_attention_heads", 1, 1024)
 
     @cached_property
     def kv_heads(self) -> int:
@@ -147,8 +140,8 @@ class ConfigReader:
     @cached_property
     def head_dim(self) -> int:
         f, heads, hidden_size = self.fields, self.heads, self.hidden_size
-        if self.row.latent:
-            return f.whole("qk_nope_head_dim", 1, 1024, 128) + f.whole("qk_rope_head_dim", 2, 1024, 64)
+        if self.latent:
+            return self.latent.nope_dim + self.latent.rope_dim
         if f.get("head_dim") is None and hidden_size % heads:
             raise ValueError(f"hidden_size is {hidden_size}; without head_dim it must be a multiple of {heads} heads")
         head_dim = f.whole("head_dim", 4, 1024, hidden_size // heads)
@@ -163,7 +156,7 @@ class ConfigReader:
         if not row.full_heads:
             return (common,) * self.layers
         kv_heads = f.whole("num_global_key_value_heads", 1, 1024, self.kv_heads)
-        full = kv_heads if f.truth(row.tied_values) else self.kv_heads, f.whole("global_head_dim", 4, 1024, 512)
+        full = kv_heads if row.tied_values else self.kv_heads, f.whole("global_head_dim", 4, 1024, 512)
         if (listed := f.value("per_layer_config", dict)) is not None:  # as transformers 5 writes it
             full = self.listed_shape(listed) if listed else common
         if self.heads % full[0] or full[1] % 2:
@@ -183,38 +176,37 @@ class ConfigReader:
         if any(each != listed[min(listed)] for each in listed.values()):
             raise ValueError(f"config.json: per_layer_config is {listed!r:.80}; it must have the same for all layers")
         here = Fields(typed("per_layer_config", listed[min(listed)], dict) or {}, Family())
-        found = (
-            here.whole("num_key_value_heads", 1, 1024, self.kv_heads),
-            here.whole("head_dim", 4, 1024, self.head_dim),
-        )
+        kv_heads = here.whole("num_key_value_heads", 1, 1024, self.kv_heads)
+        head_dim = here.whole("head_dim", 4, 1024, self.head_dim)
         here.check_rest()
-        return found
+        return kv_heads, head_dim
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         """Which layers have attention, and which the gated delta rule: listed, or each n-th has attention."""
-        f, layers = self.fields, self.layers
-        every, kinds = f.whole("full_attention_interval", 1, 1024), f.value("layer_types", list)
-        if not kinds:
-            kinds = [DELTA_TYPES[(i + 1) % every == 0] for i in range(layers)]
-        if len(kinds) != layers:
-            raise ValueError(f"layer_types has {len(kinds)} entries for {layers} layers")
-        if unknown := [kind for kind in kinds if kind not in DELTA_TYPES]:
-            raise ValueError(
-                f"layer_types has {unknown[0]!r:.80}; Manta has {' and '.join(DELTA_TYPES)} in this family"
-            )
+        every = self.fields.whole("full_attention_interval", 1, 1024)
+        kinds = self.listed_types(DELTA_TYPES, f"{' and '.join(DELTA_TYPES)} in this family")
+        kinds = kinds or [DELTA_TYPES[(i + 1) % every == 0] for i in range(self.layers)]
         if "full_attention" not in kinds:
             raise ValueError("config.json asks for no layer of full_attention; Manta needs at least one")
         return tuple(kinds)
 
+    def listed_types(self, known: Sequence[str], told: str) -> list[str]:
+        """The kinds of layers that config.json lists, all of them `known`, which errors have `told`; maybe none."""
+        kinds = self.fields.value("layer_types", list) or []
+        if kinds and len(kinds) != self.layers:
+            raise ValueError(f"layer_types has {len(kinds)} entries for {self.layers} layers")
+        if unknown := [kind for kind in kinds if kind not in known]:
+            raise ValueError(f"layer_types has {unknown[0]!r:.80}; Manta has {told}")
+        return kinds
+
     def kv_sources(self) -> tuple[int, ...]:
         """The layer whose keys and values each layer reads: the last ones may read those of the last layer before all
         of them that sees as much (Gemma 4)."""
-        row, own = self.row, self.layers
+        row = self.row
         if row.delta:
             return tuple(i if kind == "full_attention" else -1 for i, kind in enumerate(self.kinds))
-        if row.kv_shared:
-            own -= self.fields.whole(row.kv_shared, 0, self.layers - 1, 0)
+        own = self.layers - (self.fields.whole(row.kv_shared, 0, self.layers - 1, 0) if row.kv_shared else 0)
         sources = list(range(own))
         for i in range(own, self.layers):
             alike = [j for j in range(own) if self.windows[j] == self.windows[i]]
@@ -224,12 +216,10 @@ class ConfigReader:
         return tuple(sources)
 
     def intermediate_size(self) -> int:
-        """Of the MLP; GPT-2 and Falcon have four times the hidden size where they do not say it. Where all layers have
-        experts nothing need be said."""
-        default = 4 * self.hidden_size if self.name in ("GPT2LMHeadModel", "FalconForCausalLM") else None
-        if self.name == "Qwen3_5MoeForCausalLM":
-            default = self.fields.whole("moe_intermediate_size", 1, 2**20)
-        return self.fields.whole("intermediate_size", 1, 2**20, default)
+        """Of the MLP; where all layers have experts nothing need be said."""
+        f, r = self.fields, self.row.routing
+        default = f.whole(r.size, 1, 2**20) if r and r.layers == "all" and not r.beside else None
+        return f.whole("intermediate_size", 1, 2**20, self.row.mlp_times * self.hidden_size or default)
 
     def layer_input_size(self, vocab_size: int) -> int:
         """Of what each layer gets of a token beside its hidden states; 0 for nothing."""
@@ -241,22 +231,23 @@ class ConfigReader:
             raise ValueError(f"config.json: vocab_size_per_layer_input is {known}; Manta has vocab_size, {vocab_size}")
         return size
 
+    @cached_property
     def latent(self) -> Latent | None:
         f = self.fields
         if not self.row.latent:
             return None
         for name in ("head_dim", "qk_head_dim"):  # which follow from the others
             f.get(name)
-        q_rank = f.get("q_lora_rank")
-        if f.whole("v_head_dim", 1, 1024, 128) > self.head_dim:
-            raise ValueError(f"config.json: v_head_dim is {f.get('v_head_dim')}; Manta has at most {self.head_dim}")
-        return Latent(
-            q_rank=0 if q_rank is None else f.whole("q_lora_rank", 1, 2**16),
+        found = Latent(
+            q_rank=0 if f.get("q_lora_rank") is None else f.whole("q_lora_rank", 1, 2**16),
             kv_rank=f.whole("kv_lora_rank", 1, 2**16),
             rope_dim=f.whole("qk_rope_head_dim", 2, 1024, 64),
             nope_dim=f.whole("qk_nope_head_dim", 1, 1024, 128),
             v_dim=f.whole("v_head_dim", 1, 1024, 128),
         )
+        if found.v_dim > (most := found.nope_dim + found.rope_dim):
+            raise ValueError(f"config.json: v_head_dim is {found.v_dim}; Manta has at most {most}")
+        return found
 
     def delta(self) -> Delta | None:
         f = self.fields
@@ -286,13 +277,12 @@ class ConfigReader:
         if r.shared == "n_shared_experts":
             shared = f.whole(r.shared, 0, 64, 0) * size
         elif r.shared:
-            shared = size if self.name == "Llama4ForCausalLM" else f.whole(r.shared, 1, 2**20)
+            shared = size if r.shared == "size" else f.whole(r.shared, 1, 2**20)
         groups = f.whole("n_group", 1, count, 1) if r.grouped else 1
         f.get("topk_group")  # says nothing where there is one group
         method = f.value("topk_method", str)
         if method == "greedy":  # without groups, whatever is said of them
             groups = 1
-            f.get("topk_group")
         if count % groups:
             raise ValueError(f"config.json: n_group is {groups}; it must divide {r.count}, {count}")
         scoring = f.value("scoring_func", str)
@@ -305,7 +295,7 @@ class ConfigReader:
             top_k=f.whole(r.top_k, 1, count),
             size=size,
             shared_size=shared,
-            renormalize=f.truth(r.renormalize),
+            renormalize=bool(r.renormalize),
             groups=groups,
             top_groups=f.whole("topk_group", 1, count, groups) if groups > 1 else 1,
             scale=f.number(r.scale, 1e-6, 1e6, 1.0) if r.scale else 1.0,
@@ -320,14 +310,10 @@ class ConfigReader:
         if row.delta:
             return (0,) * layers
         window = f.whole(row.window_field, 0, 2**31, 0)
-        by_qwen = f.value("use_sliding_window", bool) if row.window == "qwen" or row.rope == "listed" else None
-        if (row.window == "qwen" or (row.rope == "listed" and not row.chunked)) and not by_qwen:
+        by_qwen = row.window == "qwen" or row.rope == "listed"
+        if by_qwen and not f.value("use_sliding_window", bool) and not row.chunked:
             window = 0
-        if types := f.value("layer_types", list):
-            if len(types) != layers:
-                raise ValueError(f"layer_types has {len(types)} entries for {layers} layers")
-            if unknown := [kind for kind in types if kind not in LAYER_TYPES]:
-                raise ValueError(f"layer_types has {unknown[0]!r:.80}; Manta has {', '.join(LAYER_TYPES)}")
+        if types := self.listed_types(LAYER_TYPES, ", ".join(LAYER_TYPES)):
             found = tuple(window if kind in WINDOWED else 0 for kind in types)
             return (*found[:-1], 0) if row.full_heads else found  # transformers, too, has the last one see all
         if row.window == "qwen":
@@ -363,14 +349,12 @@ class ConfigReader:
     def max_position(self) -> int:
         """Tokens of context, as the RoPE that reaches farthest has them."""
         trained = self.fields.whole("max_position_embeddings", 2, MAX_CONTEXT)
-        grown = [trained]
-        for rope in self.ropes[0]:  # the factor is what the context grows by, whatever config.json holds
-            s = rope.scaling
-            if s.get("rope_type") in ("dynamic", "yarn"):
-                grown.append(int(s["original_max_position_embeddings"] * s["factor"]))
-        if max(grown) > MAX_CONTEXT:
-            raise ValueError(f"config.json: factor makes a context of {max(grown)} tokens; at most {MAX_CONTEXT}")
-        return max(grown)
+        kinds = [rope.scaling for rope in self.ropes[0] if rope.scaling.get("rope_type") in ("dynamic", "yarn")]
+        # The factor is what the context grows by, whatever config.json holds.
+        longest = max([trained, *(int(s["original_max_position_embeddings"] * s["factor"]) for s in kinds)])
+        if longest > MAX_CONTEXT:
+            raise ValueError(f"config.json: factor makes a context of {longest} tokens; at most {MAX_CONTEXT}")
+        return longest
 
     @cached_property
     def ropes(self) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
@@ -384,9 +368,7 @@ class ConfigReader:
             return f.number("attention_multiplier", 1e-6, 1e6, 1.0)
         if row.attention_scale == "none":
             return 1.0
-        size = float(self.head_dim)
-        if row.attention_scale:
-            size = f.number(row.attention_scale, 1e-6, 1e9)
+        size = f.number(row.attention_scale, 1e-6, 1e9) if row.attention_scale else float(self.head_dim)
         scale = size**-0.5
         if row.latent:  # YaRN's temperature, which is not in this family's cos and sin
             s = next((rope.scaling for rope in self.ropes[0] if rope.dim), {})
@@ -409,20 +391,11 @@ class ConfigReader:
         return self.fields.number(name, 1e-6, 1e6, 1.0) if name else 1.0
 
 
-def falcon_row(f: Fields, row: Family) -> Family:
-    """Falcon's norms: one for attention and one for the MLP, or one for both where these are parallel."""
-    new = f.truth("new_decoder_architecture")
-    norms = f.whole("num_ln_in_parallel_attn", 1, 2, 2 if new else 1)
-    if row.parallel and new and norms == 2:
-        return row.but(names={"attn_in": "ln_attn", "mlp_in": "ln_mlp"})
-    return row.but(names={"mlp_in": None}) if row.parallel else row
-
-
 def expert_layers(f: Fields, r: Routing, count: int) -> tuple[bool, ...]:
     """Which layers have experts."""
     layers = range(count)
     if types := f.value("mlp_layer_types", list):
-        if len(types) != len(layers) or set(types) - {"dense", "sparse"}:
+        if len(types) != count or set(types) - {"dense", "sparse"}:
             raise ValueError(f"config.json: mlp_layer_types is {types!r:.80}; it must say dense or sparse by layer")
         return tuple(kind == "sparse" for kind in types)
     if r.layers == "first_k_dense_replace":
@@ -435,7 +408,7 @@ def expert_layers(f: Fields, r: Routing, count: int) -> tuple[bool, ...]:
         step = f.whole("interleave_moe_layer_step", 1, 1024, 1)
         listed = f.value("moe_layers", list)
         return tuple(i in listed if listed is not None else (i + 1) % step == 0 for i in layers)
-    return (True,) * len(layers)
+    return (True,) * count
 
 
 def activation(f: Fields, row: Family) -> str:

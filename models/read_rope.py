@@ -41,18 +41,15 @@ def read_ropes(reader: ConfigReader) -> tuple[tuple[Rope, ...], tuple[int, ...]]
         none if not has else local if window else full
         for window, has in zip(windows, reader.rope_layers(), strict=True)
     ]
-    ropes: list[Rope] = []
-    for rope in found:
-        if rope not in ropes:
-            ropes.append(rope)
-    return tuple(ropes), tuple(ropes.index(rope) for rope in found)
+    ropes = [rope for i, rope in enumerate(found) if rope not in found[:i]]
+    return tuple(ropes), tuple(map(ropes.index, found))
 
 
 def read_rope(
     reader: ConfigReader, says: dict[str, Any], theta_field: str = "rope_theta", head_dim: int | None = None
 ) -> Rope:
     """A kind of RoPE, as its own parameters say, and where these are silent the whole config.json."""
-    f, scaling = reader.fields, dict[str, Any]()
+    f = reader.fields
     theta = number("rope_theta", says.get("rope_theta"), 2, 1e15, f.number(theta_field, 2, 1e15, 10000))
     dim = rotary_dim(reader, says, head_dim or reader.head_dim)
     trained = f.whole("max_position_embeddings", 2, MAX_CONTEXT)
@@ -64,16 +61,16 @@ def read_rope(
     if kind == "default":
         return Rope(theta, dim, {})
     if kind == "proportional":  # frequencies are those of the whole head, of which the last ones are 0
-        scaling = {"rope_type": kind, "factor": number("factor", says.get("factor"), 1e-3, 1e6, 1.0)}
-        return Rope(theta, head_dim or reader.head_dim, scaling | {"rotated": dim})
+        factor = number("factor", says.get("factor"), 1e-3, 1e6, 1.0)
+        return Rope(theta, head_dim or reader.head_dim, {"rope_type": kind, "factor": factor, "rotated": dim})
     longest = trained
     if kind in ("yarn", "longrope", "llama3"):
         above = f.get("original_max_position_embeddings")
         name = "original_max_position_embeddings"
         trained = whole(name, says.get(name) if above is None else above, 2, MAX_CONTEXT, longest)
-    factor = longest / trained if kind in ("yarn", "longrope") else None
-    scaling = {"rope_type": kind, "original_max_position_embeddings": trained}
-    scaling["factor"] = number("factor", says.get("factor"), 1e-3, 1e6, factor)
+    grown = longest / trained if kind in ("yarn", "longrope") else None
+    scaling: dict[str, Any] = {"rope_type": kind, "original_max_position_embeddings": trained}
+    scaling["factor"] = number("factor", says.get("factor"), 1e-3, 1e6, grown)
     for name, low in (("beta_fast", 1e-3), ("beta_slow", 1e-3), ("attention_factor", 1e-3), ("mscale", 0),
                       ("mscale_all_dim", 0)):  # fmt: skip
         if says.get(name) is not None:
@@ -81,7 +78,7 @@ def read_rope(
     if kind == "dynamic" and says.get("alpha"):  # HunYuan's: as if theta were larger, at any length
         theta *= number("alpha", says["alpha"], 1e-3, 1e9) ** (dim / (dim - 2))
         return Rope(theta, dim, {})
-    if reader.row.qk_norm == "unit" and f.truth(reader.row.has_qk_norm):
+    if reader.row.qk_norm == "unit":
         scaling["attention_factor"] = 1.0  # the norm, which here is taken before, would undo any other
     if kind == "yarn":
         scaling["truncate"] = typed("truncate", says.get("truncate"), bool) is not False
@@ -105,8 +102,8 @@ def read_rope(
 def rotary_dim(reader: ConfigReader, says: dict[str, Any], head_dim: int) -> int:
     """How many elements of a head are rotated."""
     f = reader.fields
-    if reader.row.latent:
-        return f.whole("qk_rope_head_dim", 2, 1024, 64)
+    if reader.latent:
+        return reader.latent.rope_dim
     share = number(
         "partial_rotary_factor", says.get("partial_rotary_factor"), 0, 1,
         f.number("partial_rotary_factor", 0, 1, f.whole("rotary_dim", 0, head_dim, head_dim) / head_dim),

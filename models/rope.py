@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -57,18 +56,14 @@ def rope_frequencies(rope: Rope, length: int) -> tuple[torch.Tensor, float]:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
         blend = ((torch.arange(dim // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
-        return (1 - blend) * frequencies + blend * frequencies / factor, yarn_scale(factor, s)
+        scale = s.get("attention_factor")
+        if scale is None:  # what keeps attention over the longer context as sharp
+            mscale, of_all = s.get("mscale"), s.get("mscale_all_dim")
+            scale = yarn_mscale(factor, mscale if mscale and of_all else 1.0)
+            scale /= yarn_mscale(factor, of_all) if mscale and of_all else 1.0
+        return (1 - blend) * frequencies + blend * frequencies / factor, scale
     if kind == "longrope":  # Ding et al., 2024: each frequency has a factor that was found by search
         factors = s["long_factor"] if length > trained else s["short_factor"]
         scale = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
         return frequencies / torch.tensor(factors, dtype=torch.float32), s.get("attention_factor") or scale
     return frequencies, 1.0
-
-
-def yarn_scale(factor: float, scaling: dict[str, Any]) -> float:
-    """What YaRN multiplies q and k by, so that attention over the longer context stays as sharp."""
-    if scaling.get("attention_factor") is not None:
-        return scaling["attention_factor"]
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return yarn_mscale(factor, scaling["mscale"]) / yarn_mscale(factor, scaling["mscale_all_dim"])
-    return yarn_mscale(factor, 1.0)

@@ -5,12 +5,11 @@ One word for each weight says how the ranks divide it; see `Shares.share`.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from layers import Slot, StackedSlot
 from model_config import ModelConfig
 from parallel import Group
 
@@ -32,17 +31,14 @@ class Part(NamedTuple):
     instead_of: tuple[str, ...] = ()  # names of other tensors that are not needed where this one is there
 
 
+Slots = dict[str, Part]  # by names of tensors
+
+
 class Shares:
-    """The shares of one rank.
+    """The shares of one rank of a `group`, which holds `vocab_size` rows of the tables together."""
 
-    Args:
-        config: of the model. group: the ranks, this one among them.
-        num_heads, num_kv_heads: that this rank holds.
-    """
-
-    def __init__(self, config: ModelConfig, group: Group, num_heads: int, num_kv_heads: int):
-        self.config, self.group = config, group
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+    def __init__(self, vocab_size: int, group: Group):
+        self.vocab_size, self.group = vocab_size, group
 
     def share(self, word: str, n: int, copies: int = 1) -> tuple[int, int, int]:
         """Of a dimension of which this rank holds `n`: its whole length, and where this rank's share begins and ends.
@@ -59,84 +55,81 @@ class Shares:
             "col": (n * size, n * rank),  # outputs, by whole heads
             "row": (n * size, n * rank),  # inputs
             "kv": (n * size // copies, n * (rank // copies)),  # as "col"
-            "vocab": (self.config.vocab_size, n * rank),
+            "vocab": (self.vocab_size, n * rank),
         }[word]
         return length, min(begin, length), min(begin + n, length)
 
-    def part(self, slot: Slot) -> Part:
-        """What this rank takes of the tensor that fills a slot, whose words say how the ranks divide it."""
-        if not slot.targets:
-            return Part(slot.shape, ())
-        if slot.layout in ("heads", "groups"):
-            return self.fused_part(slot)
-        if slot.heads:
-            return self.part_by_heads(slot)
-        pieces, offset, shape = [], 0, list(slot.targets[0].shape)
-        for target, word in zip(slot.targets, slot.words, strict=True):
+    def part(
+        self,
+        targets: Sequence[torch.Tensor],
+        words: Sequence[str],
+        copies: int = 1,
+        same: bool = False,
+        transposed: bool = False,
+    ) -> Part:
+        """What this rank takes of a tensor that fills some weights, one after the other along its outputs.
+
+        Args:
+            words: how the ranks divide each; see `share`, also for `copies`.
+            same: each takes the same part.
+            transposed: the tensor is stored as [inputs, outputs].
+        """
+        pieces, offset, shape = [], 0, list(targets[0].shape)
+        for target, word in zip(targets, words, strict=True):
             dim = 1 if word == "row" else 0
-            length, begin, end = self.share(word, target.shape[dim], slot.copies)
-            offset = 0 if slot.layout == "same" else offset
+            length, begin, end = self.share(word, target.shape[dim], copies)
+            offset = 0 if same else offset
             index: list[slice | int] = [slice(None)] * target.ndim
             index[dim] = slice(offset + begin, offset + end)
             pieces.append(Piece(target.narrow(dim, 0, end - begin), tuple(index)))
             offset += length
             shape[dim] = offset
-        if slot.transposed:
+        if transposed:
             shape.reverse()
-        return Part(tuple(shape), tuple(pieces), transposed=slot.transposed)
+        return Part(tuple(shape), tuple(pieces), transposed=transposed)
 
-    def fused_part(self, slot: Slot) -> Part:
-        """As `part`, of q, k and v that lie by heads [H, 3, D] or by groups of heads with one key [KV, G + 2, D]."""
-        c, rest = self.config, tuple(slot.targets[0].shape[1:])
-        _, q_begin, q_end = self.share("col", self.num_heads)
-        _, kv_begin, kv_end = self.share("kv", self.num_kv_heads, slot.copies)
-        per_key = c.num_heads // c.num_kv_heads
-        indices: list[tuple[slice | int, ...]]
-        if slot.layout == "heads":
-            view = c.num_heads, 3, c.head_dim, *rest
-            indices = [(slice(q_begin, q_end), j) for j in range(3)]
-            shapes = [(self.num_heads, c.head_dim, *rest)] * 3
-        else:
-            view = c.num_kv_heads, per_key + 2, c.head_dim, *rest
-            first = q_begin % per_key if self.num_heads < per_key else 0
-            among = slice(first, first + min(self.num_heads, per_key))
-            keys = slice(kv_begin, kv_end)
-            indices = [(keys, among), (keys, per_key), (keys, per_key + 1)]
-            shapes = [(self.num_kv_heads, among.stop - first, c.head_dim, *rest)]
-            shapes += [(self.num_kv_heads, c.head_dim, *rest)] * 2
-        pieces = [
-            Piece(target.view(shape), index) for target, shape, index in zip(slot.targets, shapes, indices, strict=True)
-        ]
-        return Part((math.prod(view[:3]), *rest), tuple(pieces), view)
+    def parts(self, weights: Mapping[str, tuple[object, str]]) -> Slots:
+        """As `part`, of each weight that is there, by the name of its tensor and with its word."""
+        found = {name: (weight, word) for name, (weight, word) in weights.items() if isinstance(weight, torch.Tensor)}
+        return {name: self.part((weight,), (word,)) for name, (weight, word) in found.items()}
 
-    def part_by_heads(self, slot: Slot) -> Part:
-        """As `part`, of a tensor [all heads, rows of the first target, rows of the second, .., inputs]."""
-        heads, rest = slot.heads, slot.targets[0].shape[1:]
-        length, begin, end = self.share("col", heads)
+    def by_heads(self, targets: Sequence[torch.Tensor], words: Sequence[str], heads: int, copies: int = 1) -> Part:
+        """As `part`, of a tensor [all heads, rows of the first target, rows of the second, .., inputs], where this rank
+        has so many `heads`. Ranks that hold the same head divide its "col" rows."""
+        rest = targets[0].shape[1:]
+        length, begin, end = self.share("kv", heads, copies)
         pieces, offset = [], 0
-        for target in slot.targets:
-            rows = len(target) // heads
-            at = slice(begin, end), slice(offset, offset + rows)
-            pieces.append(Piece(target.view(heads, rows, *rest), at))
-            offset += rows
+        for target, word in zip(targets, words, strict=True):
+            rows, parts = len(target) // heads, copies if word == "col" else 1
+            first = offset + rows * (self.group.rank % parts)
+            pieces.append(Piece(target.view(heads, rows, *rest), (slice(begin, end), slice(first, first + rows))))
+            offset += rows * parts
         return Part((length * offset, *rest), tuple(pieces), (length, offset, *rest))
 
-    def stacked_part(self, slot: StackedSlot) -> Part:
-        """As `part`, of a tensor for all experts."""
-        parts, halves, pieces = len(slot.words), slot.target.chunk(len(slot.words), dim=1), []
-        dim = 1 if slot.words[0] == "row" else 0  # of an expert's own tensor
-        length, begin, end = self.share(slot.words[0], halves[0].shape[dim + 1])
-        for e in range(len(slot.target)):
+    def stacked(
+        self, target: torch.Tensor, first: int, total: int, words: Sequence[str], transposed: bool, interleaved: bool
+    ) -> Part:
+        """As `part`, of a tensor for all experts that fills [experts of this rank, outputs, inputs].
+
+        Args:
+            first: this rank's first expert, of `total`.
+            words: of the equal parts of its outputs: gate and up, or one.
+            interleaved: the rows of gate and up alternate.
+        """
+        parts, halves, pieces = len(words), target.chunk(len(words), dim=1), []
+        dim = 1 if words[0] == "row" else 0  # of an expert's own tensor
+        length, begin, end = self.share(words[0], halves[0].shape[dim + 1])
+        for e in range(len(target)):
             for j, half in enumerate(halves):
-                index: list[slice | int] = [slot.first + e, *[slice(None)] * (half.ndim - 1)]
+                index: list[slice | int] = [first + e, *[slice(None)] * (half.ndim - 1)]
                 alternating = slice(parts * begin + j, parts * (end - 1) + j + 1, parts)
-                index[dim + 1] = alternating if slot.interleaved else slice(j * length + begin, j * length + end)
+                index[dim + 1] = alternating if interleaved else slice(j * length + begin, j * length + end)
                 pieces.append(Piece(half[e].narrow(dim, 0, end - begin), tuple(index)))
-        shape = [slot.total, *slot.target.shape[1:]]
+        shape = [total, *target.shape[1:]]
         shape[dim + 1] = length * parts
-        if slot.transposed:
+        if transposed:
             shape[1:] = shape[:0:-1]
-        return Part(tuple(shape), tuple(pieces), transposed=slot.transposed, instead_of=slot.instead_of)
+        return Part(tuple(shape), tuple(pieces), transposed=transposed)
 
 
 def check_division(config: ModelConfig, group: Group) -> None:

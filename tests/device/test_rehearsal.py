@@ -116,7 +116,6 @@ READING = {"as_tensor", "cpu", "item", "new_tensor", "nonzero", "tensor", "tolis
 ALLOWED = {
     "batch_state.__init__": {"tolist"},
     "batch_state.advance": {"mask", "tolist"},
-    "models.latent_attention.rows_of": {"tensor"},
     "models.layer_inputs.__init__": {"tensor"},
     "model.__init__": {"tensor"},
     "parallel._reduce": {"tensor"},

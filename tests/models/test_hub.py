@@ -22,7 +22,7 @@ from engine import LLM, SamplingParams
 from hub_server import TOKEN, Hub, Repo
 from model_config import ModelConfig
 from models.hub import INDEX, check_id, find_model
-from models.pooling import settle
+from models.pooling import settle_task
 from served import ROOT, alive, eventually, serving
 
 QUESTION = [{"role": "user", "content": "What is 23 + 58?"}]
@@ -247,7 +247,7 @@ def test_a_plan_and_made_up_weights_need_no_weights(hub: Hub, capsys: pytest.Cap
 
 def test_an_embedder_is_known_by_its_files(hub: Hub) -> None:
     found = find_model(EngineConfig("manta/embedder"), weights=False)
-    settled, _ = settle(found, ModelConfig.from_folder(found.folder))
+    settled, _ = settle_task(found, ModelConfig.from_folder(found.folder))
     assert (settled.task, settled.pooling_type) == ("embed", "mean")
 
 

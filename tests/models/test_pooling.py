@@ -26,7 +26,7 @@ from device.memory import fit_pool, largest_step
 from device.startup import print_plan, start_worker
 from engine import LLM, PoolingParams, SamplingParams
 from model_config import ModelConfig
-from models.pooling import settle
+from models.pooling import settle_task
 from observe.journal import Journal, replay
 from plan import EngineCoreRequest, StepResult
 from processes.client import MPClient
@@ -157,23 +157,23 @@ def test_a_folder_of_sentence_transformers_says_what_it_is(tmp_path, pooling, mo
     shutil.copy(Path(DEMO) / "config.json", tmp_path)
     sentence_transformer(tmp_path, pooling, *modules)
     model_config = ModelConfig.from_folder(str(tmp_path))
-    config, settled = settle(EngineConfig(str(tmp_path)), model_config)
+    config, settled = settle_task(EngineConfig(str(tmp_path)), model_config)
     assert (config.task, config.pooling_type, settled.normalize) == ("embed", kind, normalize)
-    assert settle(config, settled) == (config, settled)
-    assert settle(EngineConfig(str(tmp_path), task="generate"), model_config)[0].pools is False
-    assert settle(EngineConfig(str(tmp_path), pooling_type="cls"), model_config)[0].pooling_type == "cls"
+    assert settle_task(config, settled) == (config, settled)
+    assert settle_task(EngineConfig(str(tmp_path), task="generate"), model_config)[0].pools is False
+    assert settle_task(EngineConfig(str(tmp_path), pooling_type="cls"), model_config)[0].pooling_type == "cls"
     assert config.max_model_len is None
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 99}')
-    assert settle(EngineConfig(str(tmp_path)), model_config)[0].max_model_len == 99
+    assert settle_task(EngineConfig(str(tmp_path)), model_config)[0].max_model_len == 99
     (tmp_path / "sentence_bert_config.json").write_text('{"transformer_task": "feature-extraction"}')
     for length, most in ((98, 98), (10**30, model_config.max_position), (1e30, model_config.max_position)):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": length}))
-        assert settle(EngineConfig(str(tmp_path)), model_config)[0].max_model_len == most
-    assert settle(EngineConfig(str(tmp_path), max_model_len=97), model_config)[0].max_model_len == 97
+        assert settle_task(EngineConfig(str(tmp_path)), model_config)[0].max_model_len == most
+    assert settle_task(EngineConfig(str(tmp_path), max_model_len=97), model_config)[0].max_model_len == 97
     for length in (1, True, "98", 9.5):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": length}))
         with pytest.raises(ValueError, match=r"tokenizer_config\.json: model_max_length is .*; it must be a whole"):
-            settle(EngineConfig(str(tmp_path)), model_config)
+            settle_task(EngineConfig(str(tmp_path)), model_config)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_what_a_folder_may_not_ask_for(tmp_path, pooling, modules, message):
     if modules is None:
         (tmp_path / "modules.json").write_text('["x"]')
     with pytest.raises(ValueError, match=message):
-        settle(EngineConfig(str(tmp_path)), ModelConfig.from_folder(str(tmp_path)))
+        settle_task(EngineConfig(str(tmp_path)), ModelConfig.from_folder(str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_what_a_model_cannot_do(tmp_path, architecture, more, fields, message):
     raw = shape() | {"architectures": [architecture], "model_type": "qwen3"} | more
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match=message):
-        settle(EngineConfig(str(tmp_path), **fields), ModelConfig.from_folder(str(tmp_path)))
+        settle_task(EngineConfig(str(tmp_path), **fields), ModelConfig.from_folder(str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -508,7 +508,7 @@ def test_warm_up_covers_random_traffic(tmp_path, kernel_device, fields):
 
 def test_a_plan_has_no_room_for_what_is_not_done(checkpoints, capsys):
     plain = EngineConfig(str(checkpoints / "qwen3"), task="embed", device="cpu", max_num_seqs=8, block_size=16)
-    config, model_config = settle(plain, ModelConfig.from_folder(plain.model))
+    config, model_config = settle_task(plain, ModelConfig.from_folder(plain.model))
     assert largest_step(config, 40_000) == 40_000 and largest_step(config, 100) == 800
     worker = start_worker(plain, ModelConfig.from_folder(plain.model))
     facts, memory = worker.facts(), worker.facts()["memory"]
