@@ -110,20 +110,7 @@ def conv_silu(
     num_decodes: int,
     longest: int,
 ) -> torch.Tensor:
-    """y[t] = silu(sum_j weight[:, j] x[t - K + 1 + j]), j < K; the state becomes the last K - 1 inputs of each row.
-
-    Inputs before a row's first token come from its state, the latest last.
-
-    Args:
-        x: [T, C], any float dtype; its rows may lie apart. weight: [C, K].
-        state: [N, C, K - 1] float32, changed in place.
-        slots: [B] int32, rows of the state; -1 for a padding row, which changes no state, and whose y is undefined.
-        starts: [B + 1] int32. seq_lens: [B] int32, tokens of context, including these.
-        num_decodes: rows of one token, which come first. longest: the most tokens of a row.
-
-    Returns:
-        y [T, C] in x's dtype, rounded once from float32.
-    """
+    """See `reference.conv_silu`."""
     (tokens, channels), (rows, taps) = x.shape, (len(slots), weight.shape[1])
     assert x.stride(1) == 1 and weight.is_contiguous() and len(starts) == rows + 1 and len(seq_lens) == rows
     assert state.dtype == torch.float32 and state[0].is_contiguous() and state.shape[1:] == (channels, taps - 1)
@@ -352,22 +339,10 @@ def delta_rule(
     key_heads: int,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """S <- g S; S <- S + k (beta (v - S^T k))^T; o = S^T q: for each token of a row in turn, and each value head.
+    """See `reference.delta_rule`. Here dk is at most 256.
 
-    q and k are divided by sqrt(sum of squares + 1e-6), and q by sqrt(dk), too. beta = sigmoid(b), and
-    g = exp(-exp(decay) softplus(a + dt_bias)). A key head serves Hv / Hk value heads that follow each other.
-
-    Rows of one token, and with `batch_invariant` all rows, go token by token. For the others there are T Hv times two
-    rows of 64 numbers in qkv's dtype, and four in float32.
-
-    Args:
-        qkv: [T, 2 Hk dk + Hv dv], any float dtype; its rows may lie apart, and so may those of b and a.
-        b, a: [T, Hv], any float dtype. decay, dt_bias: [Hv] float32. key_heads: Hk.
-        state: [N, Hv, dk, dv] float32, changed in place; dk is at most 256. For the rows see `conv_silu`.
-        batch_invariant: a token's bits must not depend on which other tokens its row has in this step.
-
-    Returns:
-        o [T, Hv, dv] in qkv's dtype. Rows of several tokens multiply matrices of qkv's dtype, and sum in float32.
+    Rows of one token, and with `batch_invariant` all rows, go token by token. The others multiply matrices of qkv's
+    dtype, and sum in float32. For them there are T Hv times two rows of 64 numbers in qkv's dtype, and four in float32.
     """
     (tokens, width), (_, heads, dk, dv), rows = qkv.shape, state.shape, len(slots)
     assert qkv.stride(1) == b.stride(1) == a.stride(1) == 1 and width == 2 * key_heads * dk + heads * dv and dk <= 256
@@ -421,14 +396,7 @@ def gated_norm_kernel(
 
 
 def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """y[t, h] = weight * o[t, h] * rsqrt(mean(o[t, h]^2) + eps) * silu(z[t, h]).
-
-    Args:
-        o: [T, H, D], any float dtype. z: [T, H D], whose rows may lie apart. weight: [D], any float dtype.
-
-    Returns:
-        y [T, H D] in o's dtype, rounded once from float32.
-    """
+    """See `reference.gated_norm`."""
     tokens, heads, size = o.shape
     assert o.is_contiguous() and z.shape == (tokens, heads * size) and z.stride(1) == 1 and len(weight) == size
 
@@ -453,7 +421,7 @@ def sigmoid_mul_kernel(x, gate, y, x_stride, gate_stride, SIZE: tl.constexpr, BL
 
 
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """y = x * sigmoid(gate) for x and gate [T, N], whose rows may lie apart; y in x's dtype, rounded once."""
+    """See `reference.sigmoid_mul`."""
     tokens, size = x.shape
     assert gate.shape == x.shape and x.stride(1) == gate.stride(1) == 1
 

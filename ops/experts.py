@@ -98,20 +98,7 @@ def route(
     scale: float = 1.0,
     slots: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """w = scale * s[ids], s = scoring(logits), ids = the k experts of the largest s + bias.
-
-    The router of a mixture of experts; see `reference.route` for groups.
-
-    Args:
-        logits: [T, E], any float dtype. k: experts of a token. scoring: softmax or sigmoid.
-        bias: [E] float32, which helps to choose and does not change the weights; or None.
-        groups: number of groups, equal parts of the experts in their order. top_groups: in [1, groups].
-        renormalize: divide each weight by the token's sum of weights, before `scale`.
-        slots: [T] int32, -1 for a padding row, whose ids are -1: no expert; None: there are no padding rows.
-
-    Returns:
-        weights [T, k] float32; ids [T, k] int32, the best first. The lowest id comes first among equals.
-    """
+    """See `reference.route`."""
     tokens, experts = logits.shape
     assert logits.is_contiguous() and scoring in ("softmax", "sigmoid") and 1 <= k <= experts
     assert bias is None or (bias.shape == (experts,) and bias.dtype == torch.float32)
@@ -179,15 +166,7 @@ def plan_experts(
     weigh_inputs: bool = False,
     batch_invariant: bool = False,
 ) -> ExpertPlan:
-    """What `expert_gate_up` and `expert_down` derive from the router's choice: once for both, with no look at the host.
-
-    Args:
-        weights: [T, k] float32 and ids: [T, k] int32, as `route` gives them.
-        num_experts: E, experts of this rank. first: the id of the first of them. Other ranks have the other experts,
-            and nobody has expert -1.
-        weigh_inputs: a weight multiplies the expert's input (Llama 4), not its output.
-        batch_invariant: a token's bits must not depend on the other tokens. Then the tiles have one size.
-    """
+    """See `reference.plan_experts`. With `batch_invariant` the tiles have one size."""
     pairs = ids.numel()
     assert weights.shape == ids.shape and weights.is_contiguous() and ids.is_contiguous() and ids.dtype == torch.int32
 
@@ -282,17 +261,7 @@ def _tile(rows: int, dtype: torch.dtype, products: int) -> tuple[int, int, int, 
 def expert_gate_up(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: ExpertPlan, activation: str
 ) -> torch.Tensor:
-    """h[t k + j] = act(gate, up), (gate | up) = w x[t] W_e^T + b_e, for choice j of token t: expert e, weight w.
-
-    silu: silu(gate) up. gelu_tanh: gelu(gate) up, see `act_mul`. swigluoai: (up + 1) g sigmoid(1.702 g), g = min(gate,
-    7), with up first clamped to [-7, 7] (gpt-oss). Without `weigh_inputs` w is 1.
-
-    Args:
-        x: [T, H], any float dtype. weight: [E, 2 I, H]: an expert's gate, then its up. bias: [E, 2 I] or None.
-
-    Returns:
-        h [T k, I] in x's dtype, rounded once from float32. Rows whose expert is not this rank's are undefined.
-    """
+    """See `reference.expert_gate_up`."""
     (experts, double, inputs), (tokens, k) = weight.shape, plan.ids.shape
     assert x.shape == (tokens, inputs) and x.is_contiguous() and weight.is_contiguous() and weight.dtype == x.dtype
     assert plan.starts.shape == (experts + 1,) and activation in ("silu", "gelu_tanh", "swigluoai")
@@ -361,17 +330,7 @@ def expert_sum_kernel(
 
 
 def expert_down(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: ExpertPlan) -> torch.Tensor:
-    """y[t] = sum_j w (h[t k + j] W_e^T + b_e) over the choices j of token t: expert e, weight w.
-
-    With `weigh_inputs` w is 1. No float is added atomically: the choices' results are written, and added in their
-    order.
-
-    Args:
-        h: [T k, I], of `expert_gate_up`. weight: [E, H, I]. bias: [E, H] or None.
-
-    Returns:
-        y [T, H] in h's dtype, rounded once from float32. Choices whose expert is not this rank's are left out.
-    """
+    """See `reference.expert_down`. No float is added atomically: the choices' results are written, and added in their order."""
     (experts, hidden, size), (tokens, k) = weight.shape, plan.ids.shape
     assert h.shape == (tokens * k, size) and h.is_contiguous() and weight.is_contiguous() and weight.dtype == h.dtype
     assert plan.starts.shape == (experts + 1,)

@@ -77,14 +77,7 @@ def latent_store(
     kv: torch.Tensor,
     interleaved: bool = False,
 ) -> None:
-    """The pool gets (rms_norm(c) | rope(k')) for each token's latent (c | k').
-
-    Args:
-        latent: [T, R + P]. weight: [R].
-        rotation: [T, 2, P] float32; for it and `interleaved` see `qk_norm_rope_store`.
-        slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
-        kv: [num_blocks, 1, 1, block_size, R + P], a layer of the pool, written in place.
-    """
+    """See `reference.latent_store`."""
     (tokens, width), rank, rope = latent.shape, len(weight), rotation.shape[2]
     assert latent.is_contiguous() and rotation.is_contiguous() and width == rank + rope == kv.shape[4]
     assert kv.shape[1:3] == (1, 1) and kv[0].is_contiguous() and kv.dtype == latent.dtype and rope % 2 == 0
@@ -116,12 +109,7 @@ def rope_last_kernel(
 def rope_last(
     x: torch.Tensor, rotation: torch.Tensor, interleaved: bool = False, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """out[t, h, -P:] = rope(x[t, h, -P:]), and all else in `out` stays as it is.
-
-    Args:
-        x: [T, H, D]. rotation: [T, 2, P] float32; for it and `interleaved` see `qk_norm_rope_store`.
-        out: [T, H, E] of x's dtype; None: x itself.
-    """
+    """See `reference.rope_last`."""
     out, (tokens, heads, size), rope = x if out is None else out, x.shape, rotation.shape[2]
     assert x.is_contiguous() and out.is_contiguous() and rotation.is_contiguous() and out.dtype == x.dtype
     assert out.shape[:2] == x.shape[:2] and rope % 2 == 0 and rope <= min(size, out.shape[2])
@@ -167,16 +155,7 @@ def head_linear_kernel(
 
 
 def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """y[t, h] = weight[h] x[t, h].
-
-    A token's result depends on nothing but the token: not on T, nor on its place among the others.
-
-    Args:
-        x: [T, H, K]. weight: [H, N, K], with any strides.
-
-    Returns:
-        y [T, H, N] in x's dtype, rounded once from float32.
-    """
+    """See `reference.head_linear`. A token's result depends on nothing but the token: not on T, nor on its place."""
     (tokens, heads, inputs), outputs = x.shape, weight.shape[1]
     assert x.is_contiguous() and weight.shape == (heads, outputs, inputs) and weight.dtype == x.dtype
 
@@ -352,16 +331,7 @@ def _programs(device: torch.device, tiles: int, block_q: int) -> int:
 
 
 def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: float, rank: int) -> torch.Tensor:
-    """out[t, h] = softmax(scale * q[t, h] C^T) C[:, :R] over the latents C of t's row up to t itself, few a row.
-
-    Args:
-        q: [B * tokens, H, R + P], (W_UK[h]^T q | rope(q')): the last `tokens` of each row's context.
-        kv: [num_blocks, 1, 1, block_size, R + P], a layer of the pool, which has the latents of these tokens already.
-        plan: of `plan_decode` for these rows, without a window. rank: R.
-
-    Returns:
-        out [B * tokens, H, R] in q's dtype; zeros for padding rows.
-    """
+    """See `reference.latent_decode`."""
     batch, (count, heads, width), block_size = len(plan.slots), q.shape, kv.shape[3]
     assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and kv.shape[4] == width > rank
     assert kv.shape[1:3] == (1, 1) and count == batch * plan.tokens and scale > 0
@@ -445,16 +415,7 @@ def latent_prefill(
     scale: float,
     rank: int,
 ) -> torch.Tensor:
-    """out[t, h] = softmax(scale * q[t, h] C^T) C[:, :R] over the latents C of t's sequence up to t itself (causal).
-
-    Args:
-        q: [T, H, R + P], as in `latent_decode`; for the rows see `attention_prefill`.
-        kv: [num_blocks, 1, 1, block_size, R + P], a layer of the pool, which has the latents of these tokens already.
-        rank: R.
-
-    Returns:
-        out [T, H, R] in q's dtype; zeros for padding rows.
-    """
+    """See `reference.latent_prefill`."""
     (tokens, heads, width), block_size = q.shape, kv.shape[3]
     assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and block_tables.stride(1) == 1
     assert kv.shape[1:3] == (1, 1) and kv.shape[4] == width > rank and scale > 0

@@ -212,16 +212,7 @@ def _counters(device: torch.device) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """y = x W^T + bias.
-
-    A row's result depends on nothing but the row: not on T, nor on its place among the others.
-
-    Args:
-        x: [T, K], any float dtype. weight: [N, K]. bias: [N] or None.
-
-    Returns:
-        y [T, N] in x's dtype, rounded once from float32.
-    """
+    """See `reference.linear`. A row's result depends on nothing but the row: not on T, nor on its place among the others."""
     (tokens, inputs), outputs = x.shape, len(weight)
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == inputs and weight.dtype == x.dtype
     assert bias is None or bias.shape == (outputs,)
