@@ -1,16 +1,11 @@
-"""The Triton kernels and their launchers; `reference.py` states the same ops in plain torch.
+"""The Triton kernels and their launchers; `reference.py` states the same ops in plain torch, and tells their arguments.
 
 Each op is a kernel, whose docstring opens with its formula and shapes, and a launcher in three parts: check, allocate,
 launch. Inside kernels a prefix tells what a name is: i_ an index, o_ offsets, m_ a mask, p_ pointers, b_ a block of
-values. Kernels run on CUDA, and on the CPU under TRITON_INTERPRET=1. Those of matrix products are in ops/matmul.py,
-those of experts in ops/experts.py, those of latent attention in ops/latent.py, those of delta-rule layers in
-ops/delta.py, and those of sampling in ops/sampling.py.
+values. Kernels run on CUDA, and on the CPU under TRITON_INTERPRET=1. The folder ops/ has more of them, which this file
+passes on: of matrix products, experts, latent attention, delta-rule layers and sampling.
 
-Shapes: a step has B rows (sequences) and T tokens, and R of its rows sample. The batch state has S slots. A sequence
-has at most M blocks. H are query heads, KV key/value heads, G = H / KV, D is head_dim, V the vocabulary. A slot of -1
-marks a padding row, which changes nothing. The pool of keys and values is
-[num_blocks, num_layers, 2, KV, block_size, D], and `kv` is one layer of it, pool[:, layer]. `keys_of` says how keys lie
-in their block.
+Shapes are named as in reference.py, and G = H / KV.
 
 A kernel is compiled for a model's shape, never for a step's: the sizes of a step only size the grid, and arrays of
 integers that callers slice at any offset are not specialized on alignment.
@@ -18,33 +13,17 @@ integers that callers slice at any offset are not specialized on alignment.
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from ops.delta import conv_silu as conv_silu  # ops like those below
-from ops.delta import delta_rule as delta_rule
-from ops.delta import gated_norm as gated_norm
-from ops.delta import sigmoid_mul as sigmoid_mul
-from ops.experts import expert_down as expert_down
-from ops.experts import expert_gate_up as expert_gate_up
-from ops.experts import plan_experts as plan_experts
-from ops.experts import route as route
+from ops.attention import DECODE_PARTIALS, DECODE_ROWS, DecodePlan, _combine, _programs, _tile_rows
+from ops.delta import conv_silu, delta_rule, gated_norm, sigmoid_mul  # noqa: F401 (ops like those below)
+from ops.experts import expert_down, expert_gate_up, plan_experts, route  # noqa: F401
 from ops.latent import _decode_tile as _latent_tile
-from ops.latent import head_linear as head_linear
-from ops.latent import latent_decode as latent_decode
-from ops.latent import latent_prefill as latent_prefill
-from ops.latent import latent_store as latent_store
-from ops.latent import rope_last as rope_last
-from ops.matmul import DECODE_PARTIALS, LOG2E, MOST_REGISTERS, NO_ID, Chip, _cast, _chip, _combine, _dot, _tile_rows
-from ops.matmul import linear as linear
-from ops.sampling import Adjust
-from ops.sampling import logprobs as logprobs
-from ops.sampling import mask_words as mask_words
-from ops.sampling import sample as sample
+from ops.latent import head_linear, latent_decode, latent_prefill, latent_store, rope_last  # noqa: F401
+from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, Chip, _cast, _chip, _dot, linear  # noqa: F401
+from ops.sampling import Adjust, logprobs, mask_words, sample  # noqa: F401
 
 __version__ = "0.1.0"
 
@@ -52,9 +31,7 @@ BACKEND = "triton"  # what the option of this name calls these ops
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")  # of an MLP with a gate
 
 PREFILL_ROWS = 128  # rows of a query tile: two warp groups of 64, the least for which sm_90 issues wgmma
-PROCESSORS = 132  # assumed where there is no GPU to ask
 DECODE_PROGRAMS = 2  # of attention_decode per processor that has room: while one starts a row, the other keeps loading
-DECODE_ROWS = 512  # rows whose items are counted, or searched, at a time: with 1024 the counting kernel spills
 MOVE_BYTES = 8192  # of a block that a program moves at a time: four accesses of 16 bytes for each of its threads
 # PCIe 5 needs some 110 KB in flight between device and host. 16 programs of 256 threads with 64 bytes each hold twice
 # that, which should keep the bus busy, and most processors stay free for the next step. It has not been measured.
@@ -546,19 +523,6 @@ def attention_decode_kernel(
         i_item, i_b = i_next, i_b + (i_next == i_to).to(tl.int32)
 
 
-class DecodePlan(NamedTuple):
-    """A step's decode work as `plan_decode` derives it: the kernel's inputs, and the list of items to share out."""
-
-    block_tables: torch.Tensor
-    slots: torch.Tensor
-    seq_lens: torch.Tensor
-    window: int
-    tokens: int
-    chunked: bool
-    items: torch.Tensor  # [B + 1] int32: where each row's items begin in the list of all rows' items
-    arrived: torch.Tensor  # [KV, B] int32: how many pieces of each row are stored; planning sets it to 0
-
-
 def _decode_tile(head_dim: int, rows: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """BLOCK_Q, BLOCK_N, BLOCK_D and warps of attention_decode_kernel, where a row has `rows` queries for a KV head."""
     block_q, block_d = max(16, triton.next_power_of_2(rows)), max(16, triton.next_power_of_2(head_dim))
@@ -566,15 +530,6 @@ def _decode_tile(head_dim: int, rows: int, dtype: torch.dtype) -> tuple[int, int
     many = block_q * block_d >= (8192 if dtype.itemsize == 2 else 2048) and (block_q > 16 or dtype.itemsize == 4)
     block_n = min(128, 8192 // block_d) if dtype.itemsize == 2 and not many else min(32, 4096 // block_d)
     return block_q, max(16, block_n), block_d, 8 if many else 4
-
-
-@functools.cache
-def _decode_programs(device: torch.device, kv_heads: int) -> int:
-    """Programs of attention_decode for each KV head: as many as run at once. The batch does not matter."""
-    cuda = device.type == "cuda"
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else PROCESSORS
-    each = DECODE_PROGRAMS if _chip(device).roomy else 1
-    return max(1, each * processors // kv_heads)
 
 
 def plan_decode(
@@ -621,7 +576,7 @@ def attention_decode(
     assert len(q) == batch * tokens and (sinks is None or sinks.shape == (heads,)) and scale > 0 and soft_cap >= 0
     assert slopes is None or (slopes.shape == (heads,) and slopes.dtype == torch.float32)
 
-    rows, programs = heads // kv_heads * tokens, _decode_programs(q.device, kv_heads)
+    rows, programs = heads // kv_heads * tokens, _programs(q.device, DECODE_PROGRAMS, kv_heads)
     block_q, block_n, block_d, warps = _decode_tile(head_dim, rows, q.dtype)
     out = torch.empty_like(q)
     partial = torch.empty(programs, 2, kv_heads, rows, head_dim, dtype=torch.float32, device=q.device)

@@ -15,10 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.matmul import _cast, _dot
-
-LOG2E = tl.constexpr(1.4426950408889634)
-NO_ID = tl.constexpr(2**31 - 1)
+from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, _cast, _dot
 
 EXPERT_ROWS = 16  # rows of a tile while few pairs meet an expert: the least that the matrix unit takes
 MANY_ROWS = 128  # with more than EXPERT_ROWS pairs for each expert: two warp groups of 64, as sm_90's wgmma wants
@@ -26,7 +23,6 @@ FIXED_ROWS = 64  # for batch invariance, where a tile must serve one token and t
 PAIRS = 2048  # pairs that plan_experts looks at at a time
 SUMS = 1024  # elements of a token that expert_sum adds up at a time
 SHARERS = 8  # tiles of rows that read the same weights shortly after each other, so that these are still in the L2
-EXPERT_REGISTERS = 255  # of a program of 4 or 8 warps; left alone, ptxas may allow fewer and spill
 
 
 @triton.jit(do_not_specialize=["scale"])
@@ -275,7 +271,7 @@ def expert_gate_up(
     expert_gate_up_kernel[(plan.tiles() * columns,)](
         x, weight, bias, plan.weights, plan.starts, plan.order, h, plan.tiles(),
         experts, inputs, double // 2, k, activation, plan.weigh_inputs, *block, triton.next_power_of_2(experts),
-        SHARERS, num_warps=warps, num_stages=stages, maxnreg=EXPERT_REGISTERS,
+        SHARERS, num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return h
 
@@ -330,7 +326,7 @@ def expert_sum_kernel(
 
 
 def expert_down(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: ExpertPlan) -> torch.Tensor:
-    """See `reference.expert_down`. No float is added atomically: the choices' results are written, and added in their order."""
+    """See `reference.expert_down`. The choices' results are added in their order, none of them atomically."""
     (experts, hidden, size), (tokens, k) = weight.shape, plan.ids.shape
     assert h.shape == (tokens * k, size) and h.is_contiguous() and weight.is_contiguous() and weight.dtype == h.dtype
     assert plan.starts.shape == (experts + 1,)
@@ -345,7 +341,7 @@ def expert_down(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     expert_down_kernel[(plan.tiles() * columns,)](
         h, weight, bias, plan.weights, plan.starts, plan.order, parts, plan.tiles(),
         experts, hidden, size, not plan.weigh_inputs, *block, triton.next_power_of_2(experts), SHARERS,
-        num_warps=warps, num_stages=stages, maxnreg=EXPERT_REGISTERS,
+        num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     expert_sum_kernel[(tokens, triton.cdiv(hidden, SUMS))](
         parts, plan.ids, y, plan.first, experts, k, hidden, SUMS, num_warps=4

@@ -9,17 +9,13 @@ block_size, R + P]. The latent of a token is the key of all H heads, and its fir
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple, Protocol
-
 import torch
 import triton
 import triton.language as tl
 
-from ops.matmul import DECODE_PARTIALS, LOG2E, MOST_REGISTERS, NO_ID, Chip, _cast, _chip, _combine, _dot, _tile_rows
+from ops.attention import DECODE_PARTIALS, DECODE_ROWS, DecodePlan, _combine, _programs, _tile_rows
+from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, _cast, _chip, _dot
 
-PROCESSORS = 132  # assumed where there is no GPU to ask
-DECODE_ROWS = 512  # rows whose items are searched at a time
 WIDE_ROWS = 64  # queries of a tile, at most: wgmma takes no fewer, and 64 x 512 sums fill half of all registers
 PRODUCT_ROWS = 64  # rows of a tile of head_linear
 
@@ -277,34 +273,11 @@ def latent_decode_kernel(
         i_item, i_b = i_next, i_b + (i_next == i_to).to(tl.int32)
 
 
-class DecodePlan(Protocol):
-    """What `latent_decode` reads of a `kernels.DecodePlan`, which tells what each is."""
+def _decode_tile(rows: int, dtype: torch.dtype, block_size: int, device: torch.device) -> tuple[int, int, int, int]:
+    """How many tiles share `rows` queries, and BLOCK_Q, BLOCK_N and warps of latent_decode_kernel.
 
-    @property
-    def block_tables(self) -> torch.Tensor: ...
-    @property
-    def slots(self) -> torch.Tensor: ...
-    @property
-    def seq_lens(self) -> torch.Tensor: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def items(self) -> torch.Tensor: ...
-    @property
-    def arrived(self) -> torch.Tensor: ...
-
-
-class Tile(NamedTuple):
-    """How latent_decode is launched for the queries of a sequence that share their keys."""
-
-    tiles: int  # that the queries are divided among
-    block_q: int
-    block_n: int
-    warps: int
-
-
-def _decode_tile(rows: int, dtype: torch.dtype, block_size: int, device: torch.device) -> Tile:
-    """The tile for `rows` queries, which no register spills with, and whose two stages fit into shared memory."""
+    No register spills, and the two stages fit into shared memory.
+    """
     chip = _chip(device)
     most = 16 if dtype == torch.float32 else WIDE_ROWS if chip.arch == 90 else WIDE_ROWS // 2
     count = next(count for count in range(triton.cdiv(rows, most), rows + 1) if rows % count == 0)
@@ -313,21 +286,7 @@ def _decode_tile(rows: int, dtype: torch.dtype, block_size: int, device: torch.d
     # But a tile of four blocks would spill.
     wide = block_q == 32 and chip.wgmma and block_size > 16
     block_n = 16 if dtype == torch.float32 else 64 if wide else 32
-    return Tile(count, block_q, block_n, 8 if block_q > 16 else 4)
-
-
-def _stages(chip: Chip) -> int:
-    """Stages of a loop over keys. Half of them load the block table, which latents wait for."""
-    return 5 if chip.roomy else 3
-
-
-@functools.cache
-def _programs(device: torch.device, tiles: int, block_q: int) -> int:
-    """Programs of latent_decode for each tile: as many as run at once."""
-    cuda = device.type == "cuda"
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else PROCESSORS
-    each = 2 if block_q == 16 and _chip(device).roomy else 1
-    return max(1, each * processors // tiles)
+    return count, block_q, block_n, 8 if block_q > 16 else 4
 
 
 def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: float, rank: int) -> torch.Tensor:
@@ -337,7 +296,7 @@ def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: fl
     assert kv.shape[1:3] == (1, 1) and count == batch * plan.tokens and scale > 0
 
     tiles, block_q, block_n, warps = _decode_tile(heads * plan.tokens, q.dtype, block_size, q.device)
-    rows, programs = heads * plan.tokens // tiles, _programs(q.device, tiles, block_q)
+    rows, programs = heads * plan.tokens // tiles, _programs(q.device, 2 if block_q == 16 else 1, tiles)
     out = torch.empty(count, heads, rank, dtype=q.dtype, device=q.device)
     partial = torch.empty(programs, 2, tiles, rows, rank, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(programs, 2, tiles, rows, dtype=torch.float32, device=q.device)
@@ -352,7 +311,7 @@ def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: fl
         batch, plan.block_tables.stride(0), kv.stride(0), scale * LOG2E.value, heads, rank, width - rank, block_size,
         plan.tokens, tiles, least, block_q, block_n, block_r, block_p, DECODE_ROWS,
         max(1, DECODE_PARTIALS // (at_once * block_r)), at_once, num_warps=warps,
-        num_stages=_stages(_chip(q.device)), maxnreg=MOST_REGISTERS,
+        num_stages=5 if _chip(q.device).roomy else 3, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return out
 
@@ -430,6 +389,6 @@ def latent_prefill(
     latent_prefill_kernel[(triton.cdiv(max_query_len * heads, block_m), len(slots))](
         q, kv, block_tables, slots, seq_lens, query_starts, out, block_tables.stride(0), kv.stride(0),
         scale * LOG2E.value, heads, rank, width - rank, block_size, block_m, block_n, block_r, block_p,
-        num_warps=warps, num_stages=3 if chip.wgmma else _stages(chip),
+        num_warps=warps, num_stages=5 if chip.roomy and not chip.wgmma else 3,
     )  # fmt: skip
     return out

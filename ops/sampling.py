@@ -360,20 +360,14 @@ def sample_pick_kernel(
 
 
 class Adjust(NamedTuple):
-    """What `sample` changes in the logits x [V] of each of S slots, in this order, which is vLLM's.
+    """See `reference.Adjust`."""
 
-    x = -inf where the bitmask does not allow the token; x += bias; x = x / repetition if x > 0 else x * repetition,
-    where the prompt or the output has the token; x -= frequency * times in the output; x -= presence, if the output has
-    it at all.
-    """
-
-    # [S] int32, what the slot needs: 1 for penalties + 2 for biases + 4 for the bitmask + 8 for `mask_words` before it
     kinds: torch.Tensor
-    penalties: torch.Tensor  # [S, 3] float32: repetition, frequency, presence
-    token_counts: torch.Tensor  # [S, V] int32: 2 * times in the output + 1 if in the prompt
-    bias_ids: torch.Tensor  # [S, 1024] int32, distinct and ascending, then 2^31 - 1
-    biases: torch.Tensor  # [S, 1024] float32
-    bitmask: torch.Tensor  # [S, ceil(V / 32)] int32 as xgrammar's: bit v % 32 of word v // 32 allows token v
+    penalties: torch.Tensor
+    token_counts: torch.Tensor
+    bias_ids: torch.Tensor
+    biases: torch.Tensor
+    bitmask: torch.Tensor
 
 
 @triton.jit(do_not_specialize=["ids_stride", "bits_stride"], do_not_specialize_on_alignment=["slots"])

@@ -119,11 +119,9 @@ def folder(tmp_path: Path):
 @pytest.fixture
 def make(folder, monkeypatch):
     """Makes a worker on a tiny dummy with kernels.py, as the first of `size` ranks; the others are not there."""
-    kernels = pytest.importorskip("kernels")
-    latent = pytest.importorskip("ops.latent")
-    for cached in (kernels._decode_programs, latent._programs):
-        cached.cache_clear()
-    for module in (kernels, latent, memory):
+    attention = pytest.importorskip("ops.attention")
+    attention._programs.cache_clear()
+    for module in (attention, memory):
         monkeypatch.setattr(module, "PROCESSORS", 2)
     monkeypatch.setattr(warmup, "run_prompts", lambda start, worker: 1.0)
     for name in ("all_reduce", "all_gather"):
@@ -141,8 +139,7 @@ def make(folder, monkeypatch):
         return made
 
     yield make_startup
-    for cached in (kernels._decode_programs, latent._programs):
-        cached.cache_clear()
+    attention._programs.cache_clear()
 
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
@@ -381,10 +378,11 @@ def test_products_of_our_own_have_room_for_their_parts(make):
 
 
 def test_the_plan_knows_the_kernels_constants():
-    kernels, matmul, sampling, delta = map(pytest.importorskip, ("kernels", "ops.matmul", "ops.sampling", "ops.delta"))
+    kernels, *others = map(pytest.importorskip, ("kernels", "ops.attention", "ops.matmul", "ops.sampling", "ops.delta"))
+    attention, matmul, sampling, delta = others
     assert (sampling.SAMPLE_CHUNK, sampling.SAMPLE_BUFFER, sampling.SAMPLE_GROUP) == (4096, 16384, 64)
     assert (matmul.LINEAR_ROWS, 2 * matmul.LINEAR_PROGRAMS * 128) == (64, 2**15)
-    assert delta.CHUNK == memory.CHUNK and kernels.DECODE_PROGRAMS == 2 and kernels.PROCESSORS <= memory.PROCESSORS
+    assert delta.CHUNK == memory.CHUNK and kernels.DECODE_PROGRAMS == 2 and attention.PROCESSORS <= memory.PROCESSORS
 
 
 @pytest.mark.interpreted

@@ -18,6 +18,7 @@ from cpu import ops as cpu_ops
 pytest.importorskip("triton")
 
 import kernels
+from ops import attention as attention_ops
 from ops import latent
 
 few = settings(
@@ -30,8 +31,8 @@ BACKENDS = [reference, cpu_ops, kernels]
 
 @pytest.fixture(params=BACKENDS, ids=lambda ops: ops.__name__)
 def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(latent, "PROCESSORS", 6)
-    latent._programs.cache_clear()
+    monkeypatch.setattr(attention_ops, "PROCESSORS", 6)
+    attention_ops._programs.cache_clear()
     return request.param
 
 
