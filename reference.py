@@ -46,14 +46,7 @@ def layer_norm(
     eps: float,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y = weight * c * rsqrt(mean(c^2) + eps) + bias, c = h - mean(h), with h as in `rms_norm`.
-
-    Args:
-        x: [T, size], any float dtype. weight, bias: [size], any float dtype; no bias is 0. residual: [T, size] or None.
-
-    Returns:
-        y [T, size] in x's dtype, rounded once from float32.
-    """
+    """y = weight * c * rsqrt(mean(c^2) + eps) + bias, c = h - mean(h), with h and tensors as in `rms_norm`."""
     h = (x if residual is None else residual.add_(x)).float()
     y = rms_norm(h - h.mean(-1, keepdim=True), weight, eps)
     return (y if bias is None else y + bias.float()).to(x.dtype)
@@ -62,7 +55,7 @@ def layer_norm(
 def keys_of(kv: torch.Tensor) -> torch.Tensor:
     """keys[b, h, i] = the key of head h at place i of block b: [num_blocks, KV, block_size, D], a view of a layer.
 
-    Another backend may lay the keys of a block out in another order; this function is where it says so.
+    A backend may lay the keys of a block out in another order.
     """
     return kv[:, 0]
 
@@ -239,14 +232,13 @@ def plan_experts(
     weigh_inputs: bool = False,
     batch_invariant: bool = False,
 ) -> ExpertPlan:
-    """What `expert_gate_up` and `expert_down` derive from the router's choice: once for both, with no look at the host.
+    """What `expert_gate_up` and `expert_down` derive from the router's choice, once for both.
 
     Args:
         weights: [T, k] float32 and ids: [T, k] int32, as `route` gives them.
-        num_experts: E, experts of this rank. first: the id of the first of them. Other ranks have the other experts,
-            and nobody has expert -1.
+        num_experts: E, experts of this rank. first: the id of the first of them. Nobody has expert -1.
         weigh_inputs: a weight multiplies the expert's input (Llama 4), not its output.
-        batch_invariant: a token's bits must not depend on the other tokens. A fast backend then has one size of tile.
+        batch_invariant: a token's bits must not depend on the other tokens.
     """
     here = (ids >= first) & (ids < first + num_experts)
     return ExpertPlan(weights, torch.where(here, ids - first, -1), weigh_inputs)
@@ -276,7 +268,7 @@ def expert_gate_up(
             gate = gate.clamp(max=7)
             y = (up.clamp(-7, 7) + 1) * gate * (1.702 * gate).sigmoid()
         else:
-            y = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+            y = act(gate, activation) * up
         h[pairs] = y.to(x.dtype)
     return h
 
@@ -331,8 +323,8 @@ def plan_decode(
     The specification derives nothing. A fast backend makes its work list here.
 
     Args:
-        kv: any layer of the pool. block_tables: [S, M] int32, indexed by slots [B] int32.
-        seq_lens: [B] int32, tokens of context, including the row's own `tokens`. num_heads: H.
+        kv: any layer of the pool. block_tables: [S, M] int32, indexed by slots [B] int32. num_heads: H.
+        seq_lens: [B] int32, tokens of context, which the row's `tokens` queries end.
         window: 0 for all keys, else a token sees only the last `window` keys up to itself. Blocks before the window of
             a row's first token are not looked at, because they may have been given back.
         chunked: token t sees the keys from t // window * window on instead, up to itself (Llama 4).
@@ -392,11 +384,7 @@ def attention_prefill(
         kv: a layer of the pool. block_tables: [S, M] int32, indexed by slots [B] int32.
         seq_lens: [B] int32, tokens of context including these, whose K and V are in the pool already.
         query_starts: [B + 1] int32. max_query_len: most tokens of a row; sizes the grid of the kernel.
-        window: 0 for all keys, else token t sees only the last `window` keys up to itself.
-        soft_cap: c tanh(s / c) takes the place of each score s = scale * q K^T; 0 for none.
-        sinks: [H] float, for each head one more score, of a key whose value is 0.
-        slopes: [H] float32, added to each score before the cap: slope * (key - query), in positions (ALiBi); or None.
-        chunked: token t sees the keys from t // window * window on instead, up to itself (Llama 4).
+        window, chunked: see `plan_decode`. soft_cap, sinks, slopes: see `attention_decode`.
 
     Returns:
         out [T, H, D] in q's dtype; zeros for padding rows.
@@ -531,13 +519,7 @@ def latent_prefill(
 ) -> torch.Tensor:
     """out[t, h] = softmax(scale * q[t, h] C^T) C[:, :R] over the latents C of t's sequence up to t itself (causal).
 
-    Args:
-        q: [T, H, R + P], as in `latent_decode`; for the rows see `attention_prefill`.
-        kv: [num_blocks, 1, 1, block_size, R + P], a layer of the pool, which has the latents of these tokens already.
-        rank: R.
-
-    Returns:
-        out [T, H, R] in q's dtype; zeros for padding rows.
+    For q, kv, rank and out see `latent_decode`, for the rows `attention_prefill`.
     """
     rows = block_tables, slots, seq_lens, query_starts, max_query_len
     return attention_prefill(q, kv, *rows, scale, 0)[..., :rank]
@@ -831,9 +813,8 @@ def pool(hidden: torch.Tensor, starts: torch.Tensor, kind: str) -> torch.Tensor:
 def apply_writes(state: torch.Tensor, staged: torch.Tensor, count: int) -> None:
     """state[at : at + n] = values[begin : begin + n] for each (at, begin, n) of writes [count, 3] int64.
 
-    `state` [N] int32 holds all tensors of the batch state, so one launch makes all changes of a plan. `staged`
-    [6 count + V] int32 comes in one copy from the host, and has first the writes, then V values. No two writes may
-    overlap.
+    `state` [N] int32 holds all tensors of the batch state. `staged` [6 count + V] int32 comes in one copy from the
+    host: first the writes, then V values. No two writes may overlap.
     """
     writes, values = staged[: 6 * count].view(torch.int64).view(-1, 3), staged[6 * count :]
     for at, begin, n in writes.tolist():

@@ -1,7 +1,7 @@
-"""Gated delta-rule layers on a CPU. `cpu_ops` passes these ops on; for what they compute see reference.py.
+"""Gated delta-rule layers on a CPU. cpu/ops.py passes these ops on; for what they compute see reference.py.
 
 A state is large: 2 MiB for each layer of Qwen3-Next. So none is copied: each is changed in its place, row by row, while
-it is in the cache. Longer rows go in parts of 64 tokens, in the chunked form that `delta.delta_chunk_kernel` tells of.
+it is in the cache. Longer rows go in parts of 64 tokens, in the chunked form of `ops.delta.delta_chunk_kernel`.
 """
 
 from __future__ import annotations

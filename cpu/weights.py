@@ -1,6 +1,6 @@
-"""What a CPU has, and what makes torch fast on it: weights packed once, memory that stays mapped, threads.
+"""Weights as a CPU multiplies them fastest: each is packed once, in a layout for rows that come one by one or together.
 
-All of it is optional: where a CPU, a libc or a torch does not have it, plain torch serves, only slower.
+Where a CPU or a torch has no product for a layout, plain torch serves, only slower.
 """
 
 from __future__ import annotations
@@ -40,23 +40,16 @@ def fuses_attention(dtype: torch.dtype) -> bool:
 
 
 class DirectWrites(Writes):
-    """Stands in for `Writes` where the batch state lies in the host's memory: it writes at once, and keeps nothing.
-
-    Args:
-        words: [N] int32, the batch state.
-    """
+    """Stands in for `Writes` where the batch state, words [N] int32, lies in the host's memory: it writes at once."""
 
     def __init__(self, words: torch.Tensor):
-        super().__init__()  # it gathers nothing
+        super().__init__()  # which stays empty
         self.bytes = memoryview(words.numpy().view(np.uint8))  # type: ignore[arg-type]
 
     def add(self, at: int, values: Any) -> None:
         """Write `values`, an array of 4 bytes each, from word `at` on."""
         data = memoryview(values).cast("B")
         self.bytes[4 * at : 4 * at + len(data)] = data
-
-    def clear(self) -> None:
-        """Nothing is left to forget."""
 
 
 class PackedLinear:
@@ -117,9 +110,6 @@ class PanelLinear:
     rows ahead, and so reads memory faster than a matrix product does. FEW rows or more are multiplied panel by panel.
     For PROMPT rows or more the panels are laid side by side first, because one large product then saves more than that
     copy costs.
-
-    Args:
-        weight: a plain tensor.
     """
 
     def __init__(self, weight: torch.Tensor):
@@ -182,14 +172,14 @@ class CompressedLinear:
 
     Args:
         weight: a plain tensor.
-        several: multiplies several rows; it is called with them and `bias=`.
+        several: what multiplies several rows: the plain tensor, or a packed weight.
         multiplied: its `run` is `multiply` as C++; while that is None, `several` takes single rows, too.
 
     Raises:
         ValueError: the weight is not bfloat16, its inputs are no multiple of 8, or too many of them would be listed.
     """
 
-    def __init__(self, weight: torch.Tensor, several: Callable[..., torch.Tensor], multiplied: Any):
+    def __init__(self, weight: torch.Tensor, several: torch.Tensor | PackedLinear, multiplied: Any):
         (self.outputs, inputs), self.several, self.multiplied = weight.shape, several, multiplied
         if weight.dtype != torch.bfloat16 or inputs % 8:
             raise ValueError(f"weight is {weight.dtype} of {inputs} inputs; it must be bfloat16 of a multiple of 8")
@@ -219,7 +209,7 @@ class CompressedLinear:
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] W^T + bias, [T, out]."""
         if x.shape[0] != 1 or not self.multiplied.run:
-            return self.several(x, bias=bias)
+            return F.linear(x, self.several, bias) if torch.is_tensor(self.several) else self.several(x, bias)
         y = self.multiplied.run([(x * self.up).view(-1, 8), self.words, self.scale, self.places, self.others])[0]
         if y.shape[1] > self.outputs:
             y = y[:, : self.outputs]
@@ -281,9 +271,9 @@ class GreedyHead:
 
 
 def greedy_head(weight: torch.Tensor) -> GreedyHead | None:
-    """A `GreedyHead` where it pays: for a plain bfloat16 weight of SMALL bytes or more.
+    """A `GreedyHead` where it pays: for a plain bfloat16 weight of SMALL bytes or more, if torch has FBGEMM.
 
-    torch must have FBGEMM, because without it rows of bytes are summed in plain loops.
+    Without it rows of bytes are summed in plain loops.
     """
     fast = "fbgemm" in torch.backends.quantized.supported_engines
     return GreedyHead(weight) if fast and weight.dtype == torch.bfloat16 and weight.nbytes >= SMALL else None
@@ -361,11 +351,10 @@ def prepare(model: Any, rows: str, files: list[str], multiplied: Any = None) -> 
 
 
 def map_embedding(model: Any, files: list[str]) -> None:
-    """Let a model look embeddings up in the mapped checkpoint, not in a copy.
+    """Let a model look embeddings up in the mapped checkpoint. So only the rows that are used are in memory.
 
-    So the system's cache holds those rows that are used, and not the whole table. This is done only where the head no
-    longer shares the table, and where the checkpoint has the whole table in the model's dtype, or the model is in
-    float32, which holds any other.
+    The head must not share the table any more, and the checkpoint must have the whole table in the model's dtype, or
+    the model be in float32, which holds any other.
     """
     if model.head is model.embedding or model.group.size > 1:
         return
@@ -393,27 +382,21 @@ def pack(
             return HalfLinear(weight)
     if rows == "one":
         return PanelLinear(weight)
-    several: torch.Tensor | PackedLinear
-    try:
+    several: torch.Tensor | PackedLinear = weight
+    with contextlib.suppress(RuntimeError, AttributeError):
         several = PackedLinear(weight)
-    except (RuntimeError, AttributeError):
-        several = weight
     with contextlib.suppress(ValueError):
         if rows == "both":
-            plain = functools.partial(F.linear, weight=weight)
-            return CompressedLinear(weight, several if isinstance(several, PackedLinear) else plain, multiplied)
+            return CompressedLinear(weight, several, multiplied)
     return several
 
 
 class PackedExperts:
     """The weights [E, out, in] of a layer's experts, each in the layout that `pack` gives it.
 
-    The layout for one row pays while a step brings an expert up to two rows, as some sequences that decode do. There is
-    no compressed layout beside it, because experts are most of a model's bytes, and two layouts would double them.
-
-    Args:
-        weight: a plain tensor.
-        rows: see `pack`; "both" counts as "several".
+    The layout for one row pays while a step brings an expert up to two rows, as some sequences that decode do. For
+    `rows` see `pack`; "both" counts as "several", because experts are most of a model's bytes, and a second layout
+    would double them.
     """
 
     def __init__(self, weight: torch.Tensor, rows: str):
