@@ -531,36 +531,28 @@ def latent_prefill(
 # q, k and v go through a causal convolution over the last K tokens, whose inputs are kept, too.
 #
 # A state lies in a row of a pool, which is the one of the sequence's batch slot; `state` is a part of the pool, and
-# its rows may lie apart. Row b of a step owns tokens starts[b] to starts[b + 1]. The first `num_decodes` rows have one
-# token each. A row whose context begins with its own tokens begins with zeros, whatever its state is.
+# its rows may lie apart. A row whose context begins with its own tokens begins with zeros, whatever its state is.
+
+# slots [B] int32: rows of the state; -1 for a padding row, which changes no state, and whose results are undefined.
+# starts [B + 1] int32: row b of a step owns tokens starts[b] to starts[b + 1].
+# seq_lens [B] int32: tokens of context, including these. How many rows of one token come first. The most of a row.
+DeltaRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]
 
 
-def conv_silu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    seq_lens: torch.Tensor,
-    num_decodes: int,
-    longest: int,
-) -> torch.Tensor:
+def conv_silu(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, rows: DeltaRows) -> torch.Tensor:
     """y[t] = silu(sum_j weight[:, j] x[t - K + 1 + j]), j < K; the state becomes the last K - 1 inputs of each row.
 
     Inputs before a row's first token come from its state, the latest last.
 
     Args:
         x: [T, C], any float dtype; its rows may lie apart. weight: [C, K].
-        state: [N, C, K - 1] float32, changed in place.
-        slots: [B] int32, rows of the state; -1 for a padding row, which changes no state, and whose y is undefined.
-        starts: [B + 1] int32. seq_lens: [B] int32, tokens of context, including these.
-        num_decodes: rows of one token, which come first. longest: the most tokens of a row.
+        state: [N, C, K - 1] float32, changed in place. rows: see `DeltaRows`.
 
     Returns:
         y [T, C] in x's dtype, rounded once from float32.
     """
     y = x.new_zeros(x.shape)
-    for slot, tokens, before in _rows(state, slots, starts, seq_lens):
+    for slot, tokens, before in _live(state, rows):
         inputs = torch.cat((before, x[tokens].float().T), 1)
         y[tokens] = F.silu((inputs.unfold(1, weight.shape[1], 1) * weight.float()[:, None]).sum(-1)).T.to(x.dtype)
         state[slot] = inputs[:, -state.shape[2] :]
@@ -574,11 +566,7 @@ def delta_rule(
     decay: torch.Tensor,
     dt_bias: torch.Tensor,
     state: torch.Tensor,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    seq_lens: torch.Tensor,
-    num_decodes: int,
-    longest: int,
+    rows: DeltaRows,
     key_heads: int,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
@@ -590,7 +578,7 @@ def delta_rule(
     Args:
         qkv: [T, 2 Hk dk + Hv dv], any float dtype; its rows may lie apart, and so may those of b and a.
         b, a: [T, Hv], any float dtype. decay, dt_bias: [Hv] float32. key_heads: Hk.
-        state: [N, Hv, dk, dv] float32, changed in place. For the rows see `conv_silu`.
+        state: [N, Hv, dk, dv] float32, changed in place. rows: see `DeltaRows`.
         batch_invariant: a token's bits must not depend on which other tokens its row has in this step.
 
     Returns:
@@ -603,7 +591,7 @@ def delta_rule(
     q, v = q * dk**-0.5, v.unflatten(1, (heads, dv))
     beta, g = b.float().sigmoid(), (-decay.exp() * F.softplus(a.float() + dt_bias)).exp()
     o = torch.zeros_like(v)
-    for slot, tokens, s in _rows(state, slots, starts, seq_lens):
+    for slot, tokens, s in _live(state, rows):
         for t in range(tokens.start, tokens.stop):
             s = s * g[t, :, None, None]
             change = beta[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", s, k[t]))
@@ -613,10 +601,9 @@ def delta_rule(
     return o.to(qkv.dtype)
 
 
-def _rows(
-    state: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor
-) -> Iterator[tuple[int, slice, torch.Tensor]]:
+def _live(state: torch.Tensor, rows: DeltaRows) -> Iterator[tuple[int, slice, torch.Tensor]]:
     """The slot of each row that has tokens, these tokens, and the row's state before them."""
+    slots, starts, seq_lens, _, _ = rows
     begins = starts.tolist()
     for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
         begin, end = begins[row : row + 2]

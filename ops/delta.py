@@ -23,6 +23,8 @@ STATE_COLUMNS = 32  # of a state, in a program: each of 128 programs holds 16 Ki
 CONV_TOKENS, CONV_CHANNELS = 16, 128  # of a tile of the convolution
 MAP_VALUES = 1024  # numbers of a program of gated_norm and of sigmoid_mul
 
+DeltaRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]  # as `reference.DeltaRows` tells
+
 
 # ------------------------------------------------------------------------------------------------------- convolution
 
@@ -100,19 +102,11 @@ def conv_state_kernel(
     _keep(p_x, p_state, o_c, i_count, x_stride, i_first, C, K, BLOCK_K)
 
 
-def conv_silu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    seq_lens: torch.Tensor,
-    num_decodes: int,
-    longest: int,
-) -> torch.Tensor:
+def conv_silu(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, rows: DeltaRows) -> torch.Tensor:
     """See `reference.conv_silu`."""
-    (tokens, channels), (rows, taps) = x.shape, (len(slots), weight.shape[1])
-    assert x.stride(1) == 1 and weight.is_contiguous() and len(starts) == rows + 1 and len(seq_lens) == rows
+    slots, starts, seq_lens, num_decodes, longest = rows
+    (tokens, channels), taps, count = x.shape, weight.shape[1], len(slots)
+    assert x.stride(1) == 1 and weight.is_contiguous() and len(starts) == count + 1 and len(seq_lens) == count
     assert state.dtype == torch.float32 and state[0].is_contiguous() and state.shape[1:] == (channels, taps - 1)
 
     y = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
@@ -123,13 +117,13 @@ def conv_silu(
         conv_silu_kernel[(columns, 1, num_decodes)](
             x, weight, state, *find, y, 0, *strides, channels, taps, True, 1, CONV_CHANNELS, block_k
         )
-    if rows > num_decodes:
+    if count > num_decodes:
         tiles = triton.cdiv(longest, CONV_TOKENS)
-        conv_silu_kernel[(columns, tiles, rows - num_decodes)](
+        conv_silu_kernel[(columns, tiles, count - num_decodes)](
             x, weight, state, *find, y, num_decodes, *strides, channels, taps, False,
             CONV_TOKENS, CONV_CHANNELS, block_k,
         )  # fmt: skip
-        conv_state_kernel[(columns, rows - num_decodes)](
+        conv_state_kernel[(columns, count - num_decodes)](
             x, state, *find, num_decodes, *strides, channels, taps, CONV_CHANNELS, block_k
         )
     return y
@@ -331,11 +325,7 @@ def delta_rule(
     decay: torch.Tensor,
     dt_bias: torch.Tensor,
     state: torch.Tensor,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    seq_lens: torch.Tensor,
-    num_decodes: int,
-    longest: int,
+    rows: DeltaRows,
     key_heads: int,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
@@ -344,12 +334,13 @@ def delta_rule(
     Rows of one token, and with `batch_invariant` all rows, go token by token. The others multiply matrices of qkv's
     dtype, and sum in float32. For them there are T Hv times two rows of 64 numbers in qkv's dtype, and four in float32.
     """
-    (tokens, width), (_, heads, dk, dv), rows = qkv.shape, state.shape, len(slots)
+    slots, starts, seq_lens, num_decodes, longest = rows
+    (tokens, width), (_, heads, dk, dv), count = qkv.shape, state.shape, len(slots)
     assert qkv.stride(1) == b.stride(1) == a.stride(1) == 1 and width == 2 * key_heads * dk + heads * dv and dk <= 256
     assert state.dtype == torch.float32 and state[0].is_contiguous() and heads % key_heads == 0
-    assert len(starts) == rows + 1 and len(seq_lens) == rows and b.shape == a.shape == (tokens, heads)
+    assert len(starts) == count + 1 and len(seq_lens) == count and b.shape == a.shape == (tokens, heads)
 
-    steps = num_decodes if qkv.dtype in CHUNKED and not batch_invariant else rows
+    steps = num_decodes if qkv.dtype in CHUNKED and not batch_invariant else count
     o = torch.empty(tokens, heads, dv, dtype=qkv.dtype, device=qkv.device)
 
     find, strides = (slots, starts, seq_lens), (qkv.stride(0), b.stride(0), a.stride(0))
@@ -360,16 +351,16 @@ def delta_rule(
             qkv, b, a, decay, dt_bias, state, *find, o, *strides, state.stride(0), dk**-0.5,
             key_heads, heads, dk, dv, block_k, block_v,
         )  # fmt: skip
-    if rows > steps:
+    if count > steps:
         inverse = torch.empty(tokens, heads, CHUNK, dtype=qkv.dtype, device=qkv.device)
         scores = torch.empty(tokens, heads, CHUNK, dtype=qkv.dtype, device=qkv.device)
         factors = torch.empty(tokens, heads, 4, dtype=torch.float32, device=qkv.device)
-        delta_chunk_kernel[(triton.cdiv(longest, CHUNK), heads, rows - steps)](
+        delta_chunk_kernel[(triton.cdiv(longest, CHUNK), heads, count - steps)](
             qkv, b, a, decay, dt_bias, slots, starts, inverse, scores, factors, steps, *strides, dk**-0.5,
             key_heads, heads, dk, CHUNK, min(block_k, KEY_PART), num_warps=8,
         )  # fmt: skip
         stages = 1 if block_k > 128 else 3 if _chip(qkv.device).roomy else 2
-        delta_scan_kernel[(columns, heads, rows - steps)](
+        delta_scan_kernel[(columns, heads, count - steps)](
             qkv, state, *find, inverse, scores, factors, o, steps, qkv.stride(0), state.stride(0),
             key_heads, heads, dk, dv, CHUNK, block_k, block_v, num_warps=8, num_stages=stages,
         )  # fmt: skip

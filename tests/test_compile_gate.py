@@ -289,10 +289,10 @@ def delta_launches(s: Delta) -> Iterator[Callable[[Any], object]]:
     gates, scalars, matrix = torch.zeros(2, 2 * s.heads, dtype=s.dtype), torch.zeros(s.heads), s.heads * s.dk * s.dv
     pool = torch.zeros(1, matrix + width * (taps - 1))
     state, inputs = pool[:, :matrix].view(1, s.heads, s.dk, s.dv), pool[:, matrix:].view(1, width, taps - 1)
-    weight, rows = torch.zeros(width, taps, dtype=s.dtype), (ints[:2], ints[:3], ints[:2])
-    yield lambda ops: ops.conv_silu(x, weight, inputs, *rows, 1, 2)
+    weight, rows = torch.zeros(width, taps, dtype=s.dtype), (ints[:2], ints[:3], ints[:2], 1, 2)
+    yield lambda ops: ops.conv_silu(x, weight, inputs, rows)
     made = torch.zeros(2, width, dtype=s.dtype), gates[:, : s.heads], gates[:, s.heads :], scalars, scalars, state
-    yield lambda ops: ops.delta_rule(*made, *rows, 1, 2, s.key_heads)
+    yield lambda ops: ops.delta_rule(*made, rows, s.key_heads)
     yield lambda ops: ops.gated_norm(torch.zeros(2, s.heads, s.dv, dtype=s.dtype), z, torch.zeros(s.dv), 1e-6)
     yield kernel_of("sigmoid_mul", *torch.zeros(2, 2 * s.hidden, dtype=s.dtype).chunk(2, dim=1))
 
