@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.attention import DECODE_PARTIALS, DECODE_ROWS, DecodePlan, _combine, _programs, _tile_rows
+from ops.attention import DECODE_PARTIALS, DECODE_ROWS, DecodePlan, PrefillRows, _combine, _programs, _tile_rows
 from ops.delta import conv_silu, delta_rule, gated_norm, sigmoid_mul  # noqa: F401 (ops like those below)
 from ops.experts import expert_down, expert_gate_up, plan_experts, route  # noqa: F401
 from ops.latent import _decode_tile as _latent_tile
@@ -688,11 +688,7 @@ def _prefill_tile(head_dim: int, group: int, dtype: torch.dtype, chip: Chip) -> 
 def attention_prefill(
     q: torch.Tensor,
     kv: torch.Tensor,
-    block_tables: torch.Tensor,
-    slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_starts: torch.Tensor,
-    max_query_len: int,
+    rows: PrefillRows,
     scale: float,
     window: int,
     soft_cap: float = 0.0,
@@ -701,6 +697,7 @@ def attention_prefill(
     chunked: bool = False,
 ) -> torch.Tensor:
     """See `reference.attention_prefill`."""
+    block_tables, slots, seq_lens, query_starts, max_query_len = rows
     _, heads, head_dim = q.shape
     kv_heads, block_size = kv.shape[2:4]
     assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and block_tables.stride(1) == 1

@@ -267,7 +267,7 @@ class Attention:
                 batch.query_starts,
                 batch.max_query_len,
             )
-            parts.append(self.ops.attention_prefill(rest, kv, *rows, c.scale, window, *more, None, chunked))
+            parts.append(self.ops.attention_prefill(rest, kv, rows, c.scale, window, *more, None, chunked))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 

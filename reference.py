@@ -362,14 +362,16 @@ def attention_decode(
     return out.flatten(0, 1)
 
 
+# Rows of many tokens. block_tables [S, M] int32, indexed by slots [B] int32. seq_lens [B] int32: tokens of context,
+# including these, whose K and V are in the pool already. query_starts [B + 1] int32: row b owns tokens query_starts[b]
+# to query_starts[b + 1], the last of its context. The most tokens of a row, which sizes the grid of a kernel.
+PrefillRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
+
+
 def attention_prefill(
     q: torch.Tensor,
     kv: torch.Tensor,
-    block_tables: torch.Tensor,
-    slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_starts: torch.Tensor,
-    max_query_len: int,
+    rows: PrefillRows,
     scale: float,
     window: int,
     soft_cap: float = 0.0,
@@ -380,16 +382,14 @@ def attention_prefill(
     """out[t, h] = softmax(scale * q[t, h] K^T) V over the keys of t's sequence up to t itself (causal).
 
     Args:
-        q: [T, H, D]: row b owns tokens query_starts[b] to query_starts[b + 1], the last of its context.
-        kv: a layer of the pool. block_tables: [S, M] int32, indexed by slots [B] int32.
-        seq_lens: [B] int32, tokens of context including these, whose K and V are in the pool already.
-        query_starts: [B + 1] int32. max_query_len: most tokens of a row; sizes the grid of the kernel.
+        q: [T, H, D]. kv: a layer of the pool. rows: see `PrefillRows`.
         window, chunked: see `plan_decode`. soft_cap, sinks, slopes: see `attention_decode`.
 
     Returns:
         out [T, H, D] in q's dtype; zeros for padding rows.
     """
     out, options = torch.zeros_like(q), (scale, window, soft_cap, sinks, slopes, chunked)
+    block_tables, slots, seq_lens, query_starts, _ = rows
     starts = query_starts.tolist()
     for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
         tokens = slice(starts[row], starts[row + 1])
@@ -506,23 +506,12 @@ def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: fl
     return attention_decode(q, kv, plan, scale)[..., :rank]
 
 
-def latent_prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    block_tables: torch.Tensor,
-    slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_starts: torch.Tensor,
-    max_query_len: int,
-    scale: float,
-    rank: int,
-) -> torch.Tensor:
+def latent_prefill(q: torch.Tensor, kv: torch.Tensor, rows: PrefillRows, scale: float, rank: int) -> torch.Tensor:
     """out[t, h] = softmax(scale * q[t, h] C^T) C[:, :R] over the latents C of t's sequence up to t itself (causal).
 
-    For q, kv, rank and out see `latent_decode`, for the rows `attention_prefill`.
+    For q, kv, rank and out see `latent_decode`, for rows `PrefillRows`.
     """
-    rows = block_tables, slots, seq_lens, query_starts, max_query_len
-    return attention_prefill(q, kv, *rows, scale, 0)[..., :rank]
+    return attention_prefill(q, kv, rows, scale, 0)[..., :rank]
 
 
 # A gated delta-rule layer (Gated DeltaNet, Yang et al., 2024; Qwen3-Next) has no keys and values of old tokens. Each

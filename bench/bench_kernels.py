@@ -390,10 +390,10 @@ def prefill_cases(s: Shape, batches: Any = PREFILLS) -> Iterator[Case]:
             picked, *pieces = (ints(values, device) for values in some_queries(rows))
 
             def run(ops: ModuleType) -> torch.Tensor:
-                return ops.attention_prefill(q, kv, tables, slots, lens, starts, max(counts), scale, 0)
+                return ops.attention_prefill(q, kv, (tables, slots, lens, starts, max(counts)), scale, 0)
 
             def part(ops: ModuleType) -> torch.Tensor:
-                return ops.attention_prefill(q[picked], kv, tables, *pieces, CHECKED, scale, 0)
+                return ops.attention_prefill(q[picked], kv, (tables, *pieces, CHECKED), scale, 0)
 
             libraries: dict[str, Run] = {}
             if device == "cuda" and len(set(zip(lengths, counts, strict=True))) == 1:

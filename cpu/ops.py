@@ -26,6 +26,7 @@ from cpu.sampling import Adjust, logprobs, sample  # noqa: F401
 from cpu.weights import fuses_attention
 from reference import DecodePlan as LatentPlan
 from reference import (  # noqa: F401
+    PrefillRows,
     _first_keys,
     act,
     apply_writes,
@@ -325,11 +326,7 @@ def attention_decode(
 def attention_prefill(
     q: torch.Tensor,
     kv: torch.Tensor,
-    block_tables: torch.Tensor,
-    slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_starts: torch.Tensor,
-    max_query_len: int,
+    rows: PrefillRows,
     scale: float,
     window: int,
     soft_cap: float = 0.0,
@@ -342,6 +339,7 @@ def attention_prefill(
     A part is some queries of a row with the keys up to them, so that later keys are not looked at.
     """
     fused = not soft_cap and sinks is None and slopes is None and fuses_attention(q.dtype)
+    block_tables, slots, seq_lens, query_starts, _ = rows
     block_size = kv.shape[3]
     out, starts = torch.zeros_like(q), query_starts.tolist()
     for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
@@ -383,21 +381,12 @@ def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: LatentPlan, scale: fl
     """See `reference.latent_decode`."""
     tokens = q.shape[0] // len(plan.slots)
     starts = torch.arange(0, q.shape[0] + 1, tokens)
-    return latent_prefill(q, kv, plan.block_tables, plan.slots, plan.seq_lens, starts, tokens, scale, rank)
+    return latent_prefill(q, kv, (plan.block_tables, plan.slots, plan.seq_lens, starts, tokens), scale, rank)
 
 
-def latent_prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    block_tables: torch.Tensor,
-    slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_starts: torch.Tensor,
-    max_query_len: int,
-    scale: float,
-    rank: int,
-) -> torch.Tensor:
+def latent_prefill(q: torch.Tensor, kv: torch.Tensor, rows: PrefillRows, scale: float, rank: int) -> torch.Tensor:
     """See `reference.latent_prefill`. It takes some tokens of a row at a time, with the latents up to them."""
+    block_tables, slots, seq_lens, query_starts, _ = rows
     (_, heads, width), size = q.shape, kv.shape[3]
     out, starts = q.new_zeros(q.shape[0], heads, rank), query_starts.tolist()
     for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):

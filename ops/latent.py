@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.attention import DECODE_PARTIALS, DECODE_ROWS, DecodePlan, _combine, _programs, _tile_rows
+from ops.attention import DECODE_PARTIALS, DECODE_ROWS, DecodePlan, PrefillRows, _combine, _programs, _tile_rows
 from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, _cast, _chip, _dot
 
 WIDE_ROWS = 64  # queries of a tile, at most: wgmma takes no fewer, and 64 x 512 sums fill half of all registers
@@ -363,18 +363,9 @@ def latent_prefill_kernel(
     tl.store(out + o_row * R + o_r[None, :], _cast(b_acc, out.dtype.element_ty), mask=m_m[:, None] & m_r[None, :])
 
 
-def latent_prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    block_tables: torch.Tensor,
-    slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_starts: torch.Tensor,
-    max_query_len: int,
-    scale: float,
-    rank: int,
-) -> torch.Tensor:
+def latent_prefill(q: torch.Tensor, kv: torch.Tensor, rows: PrefillRows, scale: float, rank: int) -> torch.Tensor:
     """See `reference.latent_prefill`."""
+    block_tables, slots, seq_lens, query_starts, max_query_len = rows
     (tokens, heads, width), block_size = q.shape, kv.shape[3]
     assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and block_tables.stride(1) == 1
     assert kv.shape[1:3] == (1, 1) and kv.shape[4] == width > rank and scale > 0

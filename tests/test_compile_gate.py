@@ -188,7 +188,7 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
     yield lambda ops: oracles.decode(ops, guesses, kv, tables, ints[:2], ints[:2], scale, *more)
     if s.tokens > 1:
         return
-    yield lambda ops: ops.attention_prefill(q, kv, tables, ints[:1], ints[:1], ints[:2], 2, scale, *more)
+    yield lambda ops: ops.attention_prefill(q, kv, (tables, ints[:1], ints[:1], ints[:2], 2), scale, *more)
     if attention_only:
         return
     x, weight = torch.zeros(2, s.hidden, dtype=dtype), torch.zeros(s.hidden, dtype=dtype)
@@ -266,7 +266,7 @@ def latents(s: Shape, tables: torch.Tensor, ints: torch.Tensor) -> Iterator[Call
     yield decode
     if s.tokens > 1:
         return
-    yield lambda ops: ops.latent_prefill(q, kv, tables, ints[:1], ints[:1], ints[:2], 2, scale, s.rank)
+    yield lambda ops: ops.latent_prefill(q, kv, (tables, ints[:1], ints[:1], ints[:2], 2), scale, s.rank)
     rotation, weight = torch.zeros(2, 2, rope), torch.zeros(s.rank, dtype=dtype)
     latent, plain = torch.zeros(2, s.rank + rope, dtype=dtype), torch.zeros(2, s.heads, 128 + rope, dtype=dtype)
     for interleaved in (False, True):
@@ -278,7 +278,7 @@ def latents(s: Shape, tables: torch.Tensor, ints: torch.Tensor) -> Iterator[Call
     if dtype == torch.float32:
         return
     pages = torch.zeros(4, 2, s.heads, 64, 128 + rope, dtype=dtype)
-    yield lambda ops: ops.attention_prefill(plain, pages, tables, ints[:1], ints[:1], ints[:2], 2, scale, 0)
+    yield lambda ops: ops.attention_prefill(plain, pages, (tables, ints[:1], ints[:1], ints[:2], 2), scale, 0)
 
 
 def delta_launches(s: Delta) -> Iterator[Callable[[Any], object]]:

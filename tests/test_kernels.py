@@ -40,8 +40,9 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
 def call(ops: ModuleType, op: str) -> Callable[..., Any]:
-    """ops.<op>; attention_decode makes its own plan."""
-    return functools.partial(oracles.decode, ops) if op == "attention_decode" else getattr(ops, op)
+    """ops.<op>; attention_decode makes its own plan, and attention_prefill its rows."""
+    made = {"attention_decode": oracles.decode, "attention_prefill": oracles.prefill}
+    return functools.partial(made[op], ops) if op in made else getattr(ops, op)
 
 
 def run(op: str, device: str, *args: Any) -> Any:
@@ -578,7 +579,7 @@ def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None
         q = torch.randn(rows, 4, 32, dtype=torch.bfloat16).cuda()
         oracles.decode(kernels, q, kv, tables, slots, lens, 0.2, 0)
         oracles.decode(kernels, q.repeat(2, 1, 1), kv, tables, slots, lens, 0.2, 0)
-        kernels.attention_prefill(q, kv, tables, slots, lens, starts, 1, 0.2, 0)
+        kernels.attention_prefill(q, kv, (tables, slots, lens, starts, 1), 0.2, 0)
         kernels.prepare_inputs(tables, torch.zeros_like(tables[:, 0]), tables[None], slots, starts, rows, 16)
         kernels.linear(q.flatten(1), torch.randn(512, 128, dtype=torch.bfloat16).cuda())
         blocks = torch.randn(8, 2, 2, 64).cuda()
