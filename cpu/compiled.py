@@ -368,13 +368,13 @@ def multiply_job() -> Job:
 class Compiled:
     """A function of this module, made into C++ for the settings and the sizes that it is called with.
 
-    The settings, the types of the tensors and their shapes but for the first dimension must determine all shapes.
+    The settings, the types of the tensors and their shapes but for the first dimension must determine all shapes. For
+    MANY rows the function is compiled again with threads, because starting threads for a few rows takes longer than the
+    work.
 
     Args:
-        builder: makes the C++.
         name: of the function. It takes settings, which become constants, and contiguous tensors.
-        batched: this many of the tensors, the first ones, have a row for each token of a step. For MANY rows the
-            function is compiled again with threads, because starting threads for a few rows takes longer than the work.
+        batched: this many of the tensors, the first ones, have a row for each token of a step.
     """
 
     def __init__(self, builder: Builder, name: str, batched: int):

@@ -73,9 +73,9 @@ class PackedLinear:
 class HalfLinear:
     """A float32 weight [out, in] in float16, which FBGEMM multiplies by float32 rows: half the bytes to read and keep.
 
-    It is for CPUs that compute in float32 because they have no instructions for less. A checkpoint in 16 bits loses
-    nothing: a power of two brings the largest element near float16's largest one, and only elements less than 2^-32 of
-    it are rounded, by less than 2^-40 of it. FBGEMM is also faster than oneDNN, at any number of rows.
+    It is for CPUs that have no instructions for less than float32. A checkpoint in 16 bits loses nothing: a power of
+    two brings the largest element near float16's largest one, and only elements less than 2^-32 of it are rounded, by
+    less than 2^-40 of it. FBGEMM is also faster than oneDNN, at any number of rows.
 
     Raises:
         ValueError: the weight has elements that are not floats of 16 bits.
@@ -144,9 +144,9 @@ class PanelLinear:
 
 @functools.cache
 def panel_rows(panels: int, inputs: int, times: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """For embedding_bag: the row of each input, panel by panel [panels * inputs], and where each panel begins [panels].
+    """For embedding_bag: the row of each input, in the order of `halves`, panel by panel, and where each panel begins.
 
-    A panel is read at its beginning and at its middle in turn; see `halves`. Each panel comes `times` times.
+    Each panel comes `times` times.
     """
     rows = torch.arange(panels * inputs, dtype=torch.int32).view(panels, inputs)
     rows = rows.view(panels, 2 - inputs % 2, -1).mT.flatten(1).repeat_interleave(times, 0)
@@ -167,11 +167,10 @@ class CompressedLinear:
     The product of one row takes as long as reading the weight, and this layout has three quarters of the bytes. The
     elements of a matrix differ by few powers of two (DFloat11, Zhang et al., 2025, uses that by Huffman codes): nearly
     all of them have one of 15 consecutive exponents, for which four bits do instead of eight. Of eight elements, six
-    lie in three words, and each leaves four bits free. The other two lie in these 24 bits. Shifts and masks make floats
-    of all eight. The few elements with other exponents are listed by output.
+    lie in three words, and each leaves four bits free, which the other two take. The few elements with other exponents
+    are listed by output.
 
     Args:
-        weight: a plain tensor.
         several: what multiplies several rows: the plain tensor, or a packed weight.
         multiplied: its `run` is `multiply` as C++; while that is None, `several` takes single rows, too.
 
@@ -219,13 +218,10 @@ class CompressedLinear:
 class GreedyHead:
     """Finds the largest output of a head, argmax_i x w_i, from one byte per element, for greedy rows one by one.
 
-    Such a row needs no other logit. A step of one row takes as long as reading the weights, and a small model's head is
-    a quarter of them. Rounded to bytes, the weight gives y_i = x v_i. As |x w_i - y_i| <= |x| |w_i - v_i| (Cauchy and
-    Schwarz), the largest output is one of those with y_i + |x| e_i >= max(y - |x| e), where e_i is the largest error in
-    the panel of output i. These few outputs are computed from the weight itself.
-
-    Args:
-        weight: [out, in] bfloat16, a plain tensor. Only a few of its rows stay in use, so it may be a mapped file.
+    A step of one row takes as long as reading the weights, and a small model's head is a quarter of them. Rounded to
+    bytes, the weight [out, in] bfloat16 gives y_i = x v_i. As |x w_i - y_i| <= |x| |w_i - v_i| (Cauchy and Schwarz),
+    the largest output is one of those with y_i + |x| e_i >= max(y - |x| e), where e_i is the largest error in the panel
+    of output i. These few outputs are computed from the weight itself, which may be a mapped file.
     """
 
     def __init__(self, weight: torch.Tensor):
@@ -244,10 +240,9 @@ class GreedyHead:
         self.table, self.errors = torch.cat(tables), torch.stack(errors)
 
     def find(self, hidden: torch.Tensor, state: Any, slots: torch.Tensor) -> torch.Tensor | None:
-        """The token [1] of a single greedy row that wants nothing but its token; None where its logits are needed.
+        """The token [1] of hidden [R, in], if it is a single greedy row that wants nothing else; None for any other.
 
-        Args:
-            hidden: [R, in]. state: the `BatchState`. slots: [R] int32.
+        state: the `BatchState`. slots: [R] int32.
         """
         if len(slots) != 1 or (slot := int(slots)) < 0:
             return None
@@ -282,8 +277,7 @@ def greedy_head(weight: torch.Tensor) -> GreedyHead | None:
 def compress(weight: torch.Tensor, low: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The words [out / LANES, in / 8, 3, LANES] int32 of a `CompressedLinear`, and the weight without what they hold.
 
-    They hold the elements with exponents from low + 1 to low + 15, and store the exponent minus low. Other elements are
-    read as 0. The bits of eight elements in a row:
+    They hold exponents from low + 1 to low + 15, minus low. Other elements are read as 0. The bits of eight elements:
 
         bit    31     30 to 27       26 to 23    22 to 16    15     14 to 11           10 to 7     6 to 0
         a      sign   exponent of    exponent    fraction    sign   upper fraction     exponent    fraction
@@ -373,9 +367,8 @@ def pack(
 ) -> torch.Tensor | HalfLinear | PanelLinear | PackedLinear | CompressedLinear:
     """`weight` in the layout for `rows`: "one" at a time, "several", or "both", which is two layouts.
 
-    In float32 one layout is the best for all of them, if the weight is one of 16 bits. A plain weight takes the place
-    of a packed one where this CPU or torch has no product for it. With "both" the layout for one row is a compressed
-    one, which is left out where the weight cannot be compressed.
+    In float32 one layout is the best for all of them, if the weight is one of 16 bits. With "both" the layout for one
+    row is a compressed one. A layout is left out where this CPU, torch or weight does not allow it.
     """
     if weight.dtype == torch.float32:
         with contextlib.suppress(ValueError, RuntimeError, AttributeError):
