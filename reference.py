@@ -29,11 +29,7 @@ FLOAT_MAX = torch.finfo(torch.float32).max
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     """y = weight * h * rsqrt(mean(h^2) + eps), with h = x, or h = residual + x, which replaces residual in place.
 
-    Args:
-        x: [T, size], any float dtype. weight: [size], any float dtype. residual: [T, size] or None.
-
-    Returns:
-        y [T, size] in x's dtype, rounded once from float32.
+    x [T, size], weight [size] and residual [T, size] are of any float dtype; y is rounded once from float32 to x's.
     """
     h = (x if residual is None else residual.add_(x)).float()
     return (h * (h.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()).to(x.dtype)
@@ -160,14 +156,7 @@ def act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None) ->
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """y = x W^T + bias.
-
-    Args:
-        x: [T, K], any float dtype. weight: [N, K]. bias: [N] or None.
-
-    Returns:
-        y [T, N] in x's dtype.
-    """
+    """y = x W^T + bias, for x [T, K] of any float dtype, weight [N, K] and bias [N]; y [T, N] in x's dtype."""
     return F.linear(x, weight, bias)
 
 
@@ -252,11 +241,8 @@ def expert_gate_up(
     silu: silu(gate) up. gelu_tanh: gelu(gate) up, see `act_mul`. swigluoai: (up + 1) g sigmoid(1.702 g), g = min(gate,
     7), with up first clamped to [-7, 7] (gpt-oss). Without `weigh_inputs` w is 1.
 
-    Args:
-        x: [T, H], any float dtype. weight: [E, 2 I, H]: an expert's gate, then its up. bias: [E, 2 I] or None.
-
-    Returns:
-        h [T k, I] in x's dtype, rounded once from float32. Rows whose expert is not this rank's are undefined.
+    x: [T, H], any float dtype. weight: [E, 2 I, H]: an expert's gate, then its up. bias: [E, 2 I] or None.
+    h: [T k, I] in x's dtype, rounded once from float32. Rows whose expert is not this rank's are undefined.
     """
     h = x.new_zeros(plan.ids.numel(), weight.shape[1] // 2)
     for expert, pairs in _meetings(plan):
@@ -276,13 +262,10 @@ def expert_gate_up(
 def expert_down(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: ExpertPlan) -> torch.Tensor:
     """y[t] = sum_j w (h[t k + j] W_e^T + b_e) over the choices j of token t: expert e, weight w.
 
-    With `weigh_inputs` w is 1.
+    With `weigh_inputs` w is 1. Choices whose expert is not this rank's are left out.
 
-    Args:
-        h: [T k, I], of `expert_gate_up`. weight: [E, H, I]. bias: [E, H] or None.
-
-    Returns:
-        y [T, H] in h's dtype, rounded once from float32. Choices whose expert is not this rank's are left out.
+    h: [T k, I], of `expert_gate_up`. weight: [E, H, I]. bias: [E, H] or None.
+    y: [T, H] in h's dtype, rounded once from float32.
     """
     parts = torch.zeros(len(h), weight.shape[1], device=h.device)
     for expert, pairs in _meetings(plan):
@@ -354,12 +337,9 @@ def attention_decode(
     Returns:
         out [B * tokens, H, D] in q's dtype; zeros for padding rows.
     """
-    rows = q.unflatten(0, (len(plan.slots), -1))
-    out, options = torch.zeros_like(rows), (scale, plan.window, soft_cap, sinks, slopes, plan.chunked)
-    for row, (slot, length) in enumerate(zip(plan.slots.tolist(), plan.seq_lens.tolist(), strict=True)):
-        if slot >= 0:
-            out[row] = _attend(rows[row], kv, plan.block_tables[slot], length, *options)
-    return out.flatten(0, 1)
+    tokens = len(q) // len(plan.slots)
+    rows = plan.block_tables, plan.slots, plan.seq_lens, torch.arange(0, len(q) + 1, tokens), tokens
+    return attention_prefill(q, kv, rows, scale, plan.window, soft_cap, sinks, slopes, plan.chunked)
 
 
 # Rows of many tokens. block_tables [S, M] int32, indexed by slots [B] int32. seq_lens [B] int32: tokens of context,
@@ -454,9 +434,8 @@ def latent_store(
     """The pool gets (rms_norm(c) | rope(k')) for each token's latent (c | k').
 
     Args:
-        latent: [T, R + P]; not modified. weight: [R].
-        rotation: [T, 2, P] float32; for it and `interleaved` see `qk_norm_rope_store`.
-        slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
+        latent: [T, R + P]; not modified. weight: [R]. rotation: [T, 2, P] float32.
+        slot_mapping, interleaved: see `qk_norm_rope_store`.
         kv: [num_blocks, 1, 1, block_size, R + P], a layer of the pool, written in place.
     """
     c, k = latent.split((len(weight), rotation.shape[2]), dim=1)
@@ -469,11 +448,9 @@ def latent_store(
 def rope_last(
     x: torch.Tensor, rotation: torch.Tensor, interleaved: bool = False, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """out[t, h, -P:] = rope(x[t, h, -P:]), and all else in `out` stays as it is.
+    """out[t, h, -P:] = rope(x[t, h, -P:]), and all else in `out` stays as it is; see `qk_norm_rope_store`.
 
-    Args:
-        x: [T, H, D]. rotation: [T, 2, P] float32; for it and `interleaved` see `qk_norm_rope_store`.
-        out: [T, H, E] of x's dtype; None: x itself.
+    x: [T, H, D]. rotation: [T, 2, P] float32. out: [T, H, E] of x's dtype; None: x itself.
     """
     out, size = x if out is None else out, rotation.shape[2]
     out[..., -size:] = _rope(x[..., -size:].float(), rotation, interleaved).to(x.dtype)
@@ -481,14 +458,7 @@ def rope_last(
 
 
 def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """y[t, h] = weight[h] x[t, h].
-
-    Args:
-        x: [T, H, K]. weight: [H, N, K], with any strides.
-
-    Returns:
-        y [T, H, N] in x's dtype.
-    """
+    """y[t, h] = weight[h] x[t, h], for x [T, H, K] and weight [H, N, K] of any strides; y [T, H, N] in x's dtype."""
     return torch.einsum("thk,hnk->thn", x, weight)
 
 
@@ -533,12 +503,8 @@ def conv_silu(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, rows: 
 
     Inputs before a row's first token come from its state, the latest last.
 
-    Args:
-        x: [T, C], any float dtype; its rows may lie apart. weight: [C, K].
-        state: [N, C, K - 1] float32, changed in place. rows: see `DeltaRows`.
-
-    Returns:
-        y [T, C] in x's dtype, rounded once from float32.
+    x: [T, C], any float dtype; its rows may lie apart. weight: [C, K]. state: [N, C, K - 1] float32, changed in place.
+    y: [T, C] in x's dtype, rounded once from float32.
     """
     y = x.new_zeros(x.shape)
     for slot, tokens, before in _live(state, rows):
@@ -603,11 +569,8 @@ def _live(state: torch.Tensor, rows: DeltaRows) -> Iterator[tuple[int, slice, to
 def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """y[t, h] = weight * o[t, h] * rsqrt(mean(o[t, h]^2) + eps) * silu(z[t, h]).
 
-    Args:
-        o: [T, H, D], any float dtype. z: [T, H D], whose rows may lie apart. weight: [D], any float dtype.
-
-    Returns:
-        y [T, H D] in o's dtype, rounded once from float32.
+    o [T, H, D], z [T, H D], whose rows may lie apart, and weight [D] are of any float dtype; y [T, H D] is rounded once
+    from float32 to o's.
     """
     return (rms_norm(o.float(), weight, eps) * F.silu(z.float().view_as(o))).flatten(1).to(o.dtype)
 
@@ -774,12 +737,8 @@ def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Ten
 def pool(hidden: torch.Tensor, starts: torch.Tensor, kind: str) -> torch.Tensor:
     """y[b] = sum_t w[t] hidden[t] over the tokens t of row b: of the last or the first (`cls`) alone, or their mean.
 
-    Args:
-        hidden: [T, size], any float dtype. starts: [B + 1] int32, where each row's tokens begin; each has some.
-        kind: last, cls or mean.
-
-    Returns:
-        y [B, size] float32.
+    hidden: [T, size], any float dtype. starts: [B + 1] int32, where each row's tokens begin; each has some. kind: last,
+    cls or mean. y [B, size] float32.
     """
     if kind == "mean":
         return torch.stack([rows.float().mean(0) for rows in hidden.split(starts.diff().tolist())])

@@ -110,12 +110,7 @@ def headers() -> Path:
 
 
 def check_owner(path: Path) -> None:
-    """See that nobody but this user can have written a file or a folder.
-
-    Raises:
-        OSError: it cannot be looked at.
-        ValueError: somebody else could.
-    """
+    """A ValueError if somebody else can have written a file or a folder, an OSError if it cannot be looked at."""
     found, me = path.stat(), os.geteuid()
     if found.st_uid != me:
         raise ValueError(f"{path} belongs to user {found.st_uid}; it must belong to {me}, who runs this")
@@ -124,7 +119,7 @@ def check_owner(path: Path) -> None:
 
 
 def open_folders() -> None:
-    """Make the folders if they are missing, and see that they are this user's alone; for errors see `check_owner`."""
+    """Make the folders if they are missing. For errors, where they are not this user's alone, see `check_owner`."""
     for path in (folder().parent, folder(), headers()):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_owner(path)

@@ -1,7 +1,5 @@
 """Mixtures of experts: Triton kernels and their launchers, written as kernels.py says; `kernels` passes them on as ops.
 
-Shapes: T tokens with k choices each, which makes T k pairs; E experts on this rank; H hidden, I intermediate.
-
 A pair is the number t k + j of choice j of token t. The pairs are sorted by expert, and an expert's pairs are cut into
 tiles of BLOCK_M. How many tiles there are is known on the device alone. A grid has as many as there can be, and the
 programs of those that are missing return at once. So nothing waits for the host, and a CUDA graph can hold it all.

@@ -2,9 +2,8 @@
 
 `kernels` passes them on as ops. reference.py tells what latents are.
 
-Shapes: a latent has R + P numbers, which are c and k'. R is large (512) and P is small (64), and R + P is no power of
-two, so everywhere the two parts are loaded apart. `kv` is one layer of a pool of latents, [num_blocks, 1, 1,
-block_size, R + P]. The latent of a token is the key of all H heads, and its first R numbers are the value of all.
+A latent has R + P numbers, which are c and k'. R is large (512) and P is small (64), and R + P is no power of two, so
+everywhere the two parts are loaded apart. It is the key of all H heads, and its first R numbers are the value of all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Matrix products: Triton kernels and their launchers, written as kernels.py says; `kernels` passes them on as ops.
 
 The little functions and the constants that all kernels use stand here, too.
-
-Shapes: x has T rows (tokens) of K inputs, a weight is [N, K].
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Sampling and log-probabilities: Triton kernels and their launchers, written as kernels.py says, which passes them on.
-
-Shapes: a step has R rows that sample, the batch state has S slots, V is the vocabulary. A slot of -1 marks a padding
-row, which changes nothing.
-"""
+"""Sampling and log-probabilities: Triton kernels and launchers, as kernels.py says, which passes them on."""
 
 from __future__ import annotations
 
