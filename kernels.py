@@ -25,7 +25,7 @@ from ops.latent import head_linear, latent_decode, latent_prefill, latent_store,
 from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, Chip, _cast, _chip, _dot, linear  # noqa: F401
 from ops.sampling import Adjust, logprobs, mask_words, sample  # noqa: F401
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # for transformers, which asks any module called `kernels` for its version
 
 BACKEND = "triton"  # what the option of this name calls these ops
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")  # of an MLP with a gate

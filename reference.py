@@ -342,9 +342,9 @@ def attention_decode(
     return attention_prefill(q, kv, rows, scale, plan.window, soft_cap, sinks, slopes, plan.chunked)
 
 
-# Rows of many tokens. block_tables [S, M] int32, indexed by slots [B] int32. seq_lens [B] int32: tokens of context,
-# including these, whose K and V are in the pool already. query_starts [B + 1] int32: row b owns tokens query_starts[b]
-# to query_starts[b + 1], the last of its context. The most tokens of a row, which sizes the grid of a kernel.
+# block_tables [S, M] int32, indexed by slots [B] int32. seq_lens [B] int32: tokens of context, including a row's own,
+# whose K and V are in the pool already. query_starts [B + 1] int32: row b owns tokens query_starts[b] to
+# query_starts[b + 1], the last of its context. Then the most tokens of a row, which sizes the grid of a kernel.
 PrefillRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
 
 
@@ -493,8 +493,8 @@ def latent_prefill(q: torch.Tensor, kv: torch.Tensor, rows: PrefillRows, scale: 
 # its rows may lie apart. A row whose context begins with its own tokens begins with zeros, whatever its state is.
 
 # slots [B] int32: rows of the state; -1 for a padding row, which changes no state, and whose results are undefined.
-# starts [B + 1] int32: row b of a step owns tokens starts[b] to starts[b + 1].
-# seq_lens [B] int32: tokens of context, including these. How many rows of one token come first. The most of a row.
+# starts [B + 1] int32: row b of a step owns tokens starts[b] to starts[b + 1]. seq_lens [B] int32: tokens of context,
+# including these. Then the number of rows of one token, which come first, and the most tokens of a row.
 DeltaRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]
 
 

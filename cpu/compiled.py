@@ -119,11 +119,10 @@ def check_owner(path: Path) -> None:
 
 
 def open_folders() -> None:
-    """Make the folders if they are missing. For errors, where they are not this user's alone, see `check_owner`."""
+    """Make the folders if they are missing. If they are not this user's alone, see `check_owner` for the error."""
     for path in (folder().parent, folder(), headers()):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_owner(path)
-        path.chmod(0o700)  # others could read it, if an older version has made it
 
 
 def locked(path: str | Path, timeout: float = -1) -> contextlib.AbstractContextManager[Any]:
