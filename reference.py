@@ -368,13 +368,28 @@ def attention_prefill(
     Returns:
         out [T, H, D] in q's dtype; zeros for padding rows.
     """
-    out, options = torch.zeros_like(q), (scale, window, soft_cap, sinks, slopes, chunked)
     block_tables, slots, seq_lens, query_starts, _ = rows
+    out, heads, (kv_heads, block_size) = torch.zeros_like(q), q.shape[1], kv.shape[2:4]
     starts = query_starts.tolist()
     for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
-        tokens = slice(starts[row], starts[row + 1])
-        if slot >= 0:
-            out[tokens] = _attend(q[tokens], kv, block_tables[slot], length, *options)
+        tokens, n = slice(starts[row], starts[row + 1]), starts[row + 1] - starts[row]
+        if slot < 0 or n == 0:
+            continue
+        query = torch.arange(length - n, length, device=q.device)[:, None]
+        first = _first_keys(query, window, chunked)
+        key = torch.arange(int(first[0]), length, device=q.device)
+        context = kv[block_tables[slot, key // block_size].long(), :, :, key % block_size]  # [keys, 2 or 1, KV, D]
+        k, v = context.float().repeat_interleave(heads // kv_heads, dim=2)[:, (0, -1)].unbind(1)
+        scores = scale * torch.einsum("nhd,lhd->hnl", q[tokens].float(), k)
+        if slopes is not None:
+            scores = scores + slopes[:, None, None] * (key - query)
+        if soft_cap:
+            scores = soft_cap * (scores / soft_cap).tanh()
+        scores = scores.masked_fill((key > query) | (key < first), -math.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float()[:, None, None].expand(heads, n, 1)), -1)
+        p = scores.softmax(-1)[..., : len(key)]  # a sink takes its part of the mass and brings no value
+        out[tokens] = torch.einsum("hnl,lhd->nhd", p, v).to(q.dtype)
     return out
 
 
@@ -383,37 +398,6 @@ def _first_keys(query: torch.Tensor, window: int, chunked: bool) -> torch.Tensor
     if chunked:
         return query // window * window
     return (query + 1 - window).clamp(min=0) if window else torch.zeros_like(query)
-
-
-def _attend(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    table: torch.Tensor,
-    length: int,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    sinks: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    chunked: bool,
-) -> torch.Tensor:
-    """Attention [n, H, D] of q [n, H, D], the last n of `length` tokens whose keys and values `table` [M] finds."""
-    (n, heads, _), (kv_heads, block_size) = q.shape, kv.shape[2:4]
-    query = torch.arange(length - n, length, device=q.device)[:, None]
-    first = _first_keys(query, window, chunked)
-    key = torch.arange(int(first[0]) if n else length, length, device=q.device)
-    context = kv[table[key // block_size].long(), :, :, key % block_size]  # [keys, 2 or 1, KV, D]
-    k, v = context.float().repeat_interleave(heads // kv_heads, dim=2)[:, (0, -1)].unbind(1)
-    scores = scale * torch.einsum("nhd,lhd->hnl", q.float(), k)
-    if slopes is not None:
-        scores = scores + slopes[:, None, None] * (key - query)
-    if soft_cap:
-        scores = soft_cap * (scores / soft_cap).tanh()
-    scores = scores.masked_fill((key > query) | (key < first), -math.inf)
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.float()[:, None, None].expand(heads, n, 1)), -1)
-    p = scores.softmax(-1)[..., : len(key)]  # a sink takes its part of the mass and brings no value
-    return torch.einsum("hnl,lhd->nhd", p, v).to(q.dtype)
 
 
 # Multi-head latent attention (DeepSeek-V2, 2024) caches a latent c of R numbers a token, and a key k' of P numbers that
