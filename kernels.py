@@ -1,16 +1,11 @@
-"""The Triton kernels and their launchers; `reference.py` states the same ops in plain torch.
+"""The Triton kernels and their launchers; `reference.py` states the same ops in plain torch, and tells their arguments.
 
 Each op is a kernel, whose docstring opens with its formula and shapes, and a launcher in three parts: check, allocate,
 launch. Inside kernels a prefix tells what a name is: i_ an index, o_ offsets, m_ a mask, p_ pointers, b_ a block of
-values. Kernels run on CUDA, and on the CPU under TRITON_INTERPRET=1. Those of matrix products are in ops/matmul.py,
-those of experts in ops/experts.py, those of latent attention in ops/latent.py, those of delta-rule layers in
-ops/delta.py, and those of sampling in ops/sampling.py.
+values. Kernels run on CUDA, and on the CPU under TRITON_INTERPRET=1. The folder ops/ has more of them, which this file
+passes on: of matrix products, experts, latent attention, delta-rule layers and sampling.
 
-Shapes: a step has B rows (sequences) and T tokens, and R of its rows sample. The batch state has S slots. A sequence
-has at most M blocks. H are query heads, KV key/value heads, G = H / KV, D is head_dim, V the vocabulary. A slot of -1
-marks a padding row, which changes nothing. The pool of keys and values is
-[num_blocks, num_layers, 2, KV, block_size, D], and `kv` is one layer of it, pool[:, layer]. `keys_of` says how keys lie
-in their block.
+Shapes are named as in reference.py, and G = H / KV.
 
 A kernel is compiled for a model's shape, never for a step's: the sizes of a step only size the grid, and arrays of
 integers that callers slice at any offset are not specialized on alignment.
@@ -18,43 +13,25 @@ integers that callers slice at any offset are not specialized on alignment.
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from ops.delta import conv_silu as conv_silu  # ops like those below
-from ops.delta import delta_rule as delta_rule
-from ops.delta import gated_norm as gated_norm
-from ops.delta import sigmoid_mul as sigmoid_mul
-from ops.experts import expert_down as expert_down
-from ops.experts import expert_gate_up as expert_gate_up
-from ops.experts import plan_experts as plan_experts
-from ops.experts import route as route
+from ops.attention import DECODE_PARTIALS, DECODE_ROWS, DecodePlan, PrefillRows, _combine, _programs, _tile_rows
+from ops.delta import conv_silu, delta_rule, gated_norm, sigmoid_mul  # noqa: F401 (ops like those below)
+from ops.experts import expert_down, expert_gate_up, plan_experts, route  # noqa: F401
 from ops.latent import _decode_tile as _latent_tile
-from ops.latent import head_linear as head_linear
-from ops.latent import latent_decode as latent_decode
-from ops.latent import latent_prefill as latent_prefill
-from ops.latent import latent_store as latent_store
-from ops.latent import rope_last as rope_last
-from ops.matmul import DECODE_PARTIALS, LOG2E, MOST_REGISTERS, NO_ID, Chip, _cast, _chip, _combine, _dot, _tile_rows
-from ops.matmul import linear as linear
-from ops.sampling import Adjust
-from ops.sampling import logprobs as logprobs
-from ops.sampling import mask_words as mask_words
-from ops.sampling import sample as sample
+from ops.latent import head_linear, latent_decode, latent_prefill, latent_store, rope_last  # noqa: F401
+from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, Chip, _cast, _chip, _dot, linear  # noqa: F401
+from ops.sampling import Adjust, logprobs, mask_words, sample  # noqa: F401
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # for transformers, which asks any module called `kernels` for its version
 
 BACKEND = "triton"  # what the option of this name calls these ops
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")  # of an MLP with a gate
 
 PREFILL_ROWS = 128  # rows of a query tile: two warp groups of 64, the least for which sm_90 issues wgmma
-PROCESSORS = 132  # assumed where there is no GPU to ask
 DECODE_PROGRAMS = 2  # of attention_decode per processor that has room: while one starts a row, the other keeps loading
-DECODE_ROWS = 512  # rows whose items are counted, or searched, at a time: with 1024 the counting kernel spills
 MOVE_BYTES = 8192  # of a block that a program moves at a time: four accesses of 16 bytes for each of its threads
 # PCIe 5 needs some 110 KB in flight between device and host. 16 programs of 256 threads with 64 bytes each hold twice
 # that, which should keep the bus busy, and most processors stay free for the next step. It has not been measured.
@@ -93,14 +70,7 @@ def norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """y = weight * h * rsqrt(mean(h^2) + eps), with h = x, or h = residual + x, which replaces residual in place.
-
-    Args:
-        x: [T, size], any float dtype. weight: [size], any float dtype. residual: [T, size] or None.
-
-    Returns:
-        y [T, size] in x's dtype, rounded once from float32.
-    """
+    """See `reference.rms_norm`."""
     return _norm(x, weight, None, eps, residual, centered=False)
 
 
@@ -111,14 +81,7 @@ def layer_norm(
     eps: float,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y = weight * c * rsqrt(mean(c^2) + eps) + bias, c = h - mean(h), with h as in `rms_norm`.
-
-    Args:
-        x: [T, size], any float dtype. weight, bias: [size], any float dtype; no bias is 0. residual: [T, size] or None.
-
-    Returns:
-        y [T, size] in x's dtype, rounded once from float32.
-    """
+    """See `reference.layer_norm`."""
     return _norm(x, weight, bias, eps, residual, centered=True)
 
 
@@ -236,10 +199,7 @@ def qk_norm_rope_store_kernel(
 
 
 def keys_of(kv: torch.Tensor) -> torch.Tensor:
-    """keys[b, h, i] = the key of head h at place i of block b: [num_blocks, KV, block_size, D], a view of a layer.
-
-    Each module decides how keys lie in a block. Here a tile of keys is loaded 128 bits at a time along D.
-    """
+    """See `reference.keys_of`. Here a tile of keys is loaded 128 bits at a time along D."""
     return kv[:, 0]
 
 
@@ -257,26 +217,7 @@ def qk_norm_rope_store(
     scales: torch.Tensor | None = None,
     v_norm: bool = False,
 ) -> torch.Tensor:
-    """q = rope(norm(q)), and the pool gets k = rope(norm(k)) and v: with rope(x)[i] = x[i] cos - x[i + r/2] sin and
-    rope(x)[i + r/2] = x[i + r/2] cos + x[i] sin for i < r/2, in float32, rounded once.
-
-    With `interleaved`, a pair is x[2i] and x[2i + 1], not x[i] and x[i + r/2], and so are the columns of `rotation`.
-
-    Args:
-        qkv: [T, (H + 2 KV) D]. It may be overwritten: q may be a part of it.
-        q_weight, k_weight: [D], or [H, D] and [KV, D] for weights of each head, any float dtype; both None: no norm.
-        rotation: [T, 2, r] float32, (cos | cos) and (-sin | sin); r <= D, and elements from r on are not rotated.
-        slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
-        kv: [num_blocks, 2, KV, block_size, D], a layer of the pool, written in place. With 0 for KV there is q alone.
-        norm: "rms", x rsqrt(mean(x^2) + eps) w of each head x, or "layer", which subtracts the head's mean first.
-        norm_last: norm(rope(x)) takes the place of rope(norm(x)), as in HunYuan and Llama 4.
-        scales: [T, 2] float32, from `square_sums`: all heads of q and of k are multiplied by these in place of their
-            own rsqrt, as in OLMo 2, where norm(x) is over all heads together.
-        v_norm: the pool gets v rsqrt(mean(v^2) + eps) of each head v, as in Gemma 4. It needs weights and norm "rms".
-
-    Returns:
-        q [T, H, D] in qkv's dtype.
-    """
+    """See `reference.qk_norm_rope_store`."""
     _, _, kv_heads, block_size, head_dim = kv.shape
     tokens, rotary = len(qkv), rotation.shape[2]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
@@ -323,11 +264,7 @@ def square_sums_kernel(qkv, y, Q: tl.constexpr, K: tl.constexpr, STRIDE: tl.cons
 
 
 def square_sums(qkv: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Tensor:
-    """y[t] = (sum(q^2), sum(k^2)) over all heads of qkv [T, (H + 2 KV) D]; y [T, 2] float32.
-
-    `qk_norm_rope_store` takes rsqrt(y / number + eps) as its `scales`, after the ranks that share the heads have added
-    up their y.
-    """
+    """See `reference.square_sums`."""
     (tokens, width), keys = qkv.shape, kv_heads * head_dim
     assert qkv.is_contiguous() and width > 2 * keys
 
@@ -385,7 +322,7 @@ def act_kernel(
 
 
 def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """y = act(gate) * up for x [T, 2F] = (gate | up); y [T, F], rounded once; act is one of `act` but for xielu."""
+    """See `reference.act_mul`."""
     tokens, size = x.shape[0], x.shape[1] // 2
     assert x.is_contiguous() and x.shape[1] % 2 == 0 and activation in ACTIVATIONS
 
@@ -397,12 +334,7 @@ def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None) -> torch.Tensor:
-    """y = act(x) for x [T, F], rounded once.
-
-    silu(z) = z / (1 + exp(-z)); gelu(z) = z (1 + erf(z / sqrt(2))) / 2; relu(z) = max(z, 0); relu2(z) = relu(z)^2;
-    gelu_tanh(z) = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2; and with (p, n) = `params` [2] float32
-    xielu(z) = z / 2 + p z^2 for z > 0, z / 2 + n (exp(min(z, -1e-6)) - 1 - z) otherwise (Huang and Schlag, 2024).
-    """
+    """See `reference.act`."""
     tokens, size = x.shape
     assert x.is_contiguous() and activation in (*ACTIVATIONS, "xielu")
     assert (params is not None) == (activation == "xielu") and (params is None or params.dtype == torch.float32)
@@ -591,19 +523,6 @@ def attention_decode_kernel(
         i_item, i_b = i_next, i_b + (i_next == i_to).to(tl.int32)
 
 
-class DecodePlan(NamedTuple):
-    """A step's decode work as `plan_decode` derives it: the kernel's inputs, and the list of items to share out."""
-
-    block_tables: torch.Tensor
-    slots: torch.Tensor
-    seq_lens: torch.Tensor
-    window: int
-    tokens: int
-    chunked: bool
-    items: torch.Tensor  # [B + 1] int32: where each row's items begin in the list of all rows' items
-    arrived: torch.Tensor  # [KV, B] int32: how many pieces of each row are stored; planning sets it to 0
-
-
 def _decode_tile(head_dim: int, rows: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """BLOCK_Q, BLOCK_N, BLOCK_D and warps of attention_decode_kernel, where a row has `rows` queries for a KV head."""
     block_q, block_d = max(16, triton.next_power_of_2(rows)), max(16, triton.next_power_of_2(head_dim))
@@ -611,15 +530,6 @@ def _decode_tile(head_dim: int, rows: int, dtype: torch.dtype) -> tuple[int, int
     many = block_q * block_d >= (8192 if dtype.itemsize == 2 else 2048) and (block_q > 16 or dtype.itemsize == 4)
     block_n = min(128, 8192 // block_d) if dtype.itemsize == 2 and not many else min(32, 4096 // block_d)
     return block_q, max(16, block_n), block_d, 8 if many else 4
-
-
-@functools.cache
-def _decode_programs(device: torch.device, kv_heads: int) -> int:
-    """Programs of attention_decode for each KV head: as many as run at once. The batch does not matter."""
-    cuda = device.type == "cuda"
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else PROCESSORS
-    each = DECODE_PROGRAMS if _chip(device).roomy else 1
-    return max(1, each * processors // kv_heads)
 
 
 def plan_decode(
@@ -632,17 +542,7 @@ def plan_decode(
     tokens: int = 1,
     chunked: bool = False,
 ) -> DecodePlan:
-    """What `attention_decode` derives from tables and lengths: once a step, for all layers with one window.
-
-    This is how the work is shared out among the kernel's programs.
-
-    Args:
-        kv: any layer of the pool. block_tables: [S, M] int32, indexed by slots [B] int32.
-        seq_lens: [B] int32, tokens of context including the row's own `tokens` ones. num_heads: H.
-        window: 0 for all keys, otherwise only the last `window` keys count. Blocks before these are not looked at.
-        tokens: queries of each row, which are the last tokens of its context.
-        chunked: token t sees the keys from t // window * window on instead, up to itself (Llama 4).
-    """
+    """See `reference.plan_decode`. Here it is how the work is shared out among the programs of `attention_decode`."""
     batch, (kv_heads, block_size, head_dim) = len(slots), kv.shape[2:]
     assert num_heads % kv_heads == 0 and block_tables.stride(1) == 1 and len(seq_lens) == batch
     assert window >= int(chunked)
@@ -669,26 +569,14 @@ def attention_decode(
     sinks: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out[t, h] = softmax(scale * q[t, h] K^T) V over the context of t's row up to t itself, few tokens per row.
-
-    Args:
-        q: [B * tokens, H, D], the last `tokens` of each row's context.
-        kv: a layer of the pool, which has the K and V of these tokens already.
-        plan: of `plan_decode` for these rows.
-        soft_cap: c, where each score s = scale * q K^T becomes c tanh(s / c); 0 for none.
-        sinks: [H] float, one more score for each head, of a key whose value is 0.
-        slopes: [H] float32, added to each score before the cap: slope * (key - query), in positions (ALiBi); or None.
-
-    Returns:
-        out [B * tokens, H, D] in q's dtype; zeros for padding rows.
-    """
+    """See `reference.attention_decode`."""
     block_tables, slots, seq_lens, window, tokens, chunked, items, arrived = plan
     batch, (_, heads, head_dim), (kv_heads, block_size) = len(slots), q.shape, kv.shape[2:4]
     assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and kv.shape[4] == head_dim
     assert len(q) == batch * tokens and (sinks is None or sinks.shape == (heads,)) and scale > 0 and soft_cap >= 0
     assert slopes is None or (slopes.shape == (heads,) and slopes.dtype == torch.float32)
 
-    rows, programs = heads // kv_heads * tokens, _decode_programs(q.device, kv_heads)
+    rows, programs = heads // kv_heads * tokens, _programs(q.device, DECODE_PROGRAMS, kv_heads)
     block_q, block_n, block_d, warps = _decode_tile(head_dim, rows, q.dtype)
     out = torch.empty_like(q)
     partial = torch.empty(programs, 2, kv_heads, rows, head_dim, dtype=torch.float32, device=q.device)
@@ -800,11 +688,7 @@ def _prefill_tile(head_dim: int, group: int, dtype: torch.dtype, chip: Chip) -> 
 def attention_prefill(
     q: torch.Tensor,
     kv: torch.Tensor,
-    block_tables: torch.Tensor,
-    slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_starts: torch.Tensor,
-    max_query_len: int,
+    rows: PrefillRows,
     scale: float,
     window: int,
     soft_cap: float = 0.0,
@@ -812,22 +696,8 @@ def attention_prefill(
     slopes: torch.Tensor | None = None,
     chunked: bool = False,
 ) -> torch.Tensor:
-    """out[t, h] = softmax(scale * q[t, h] K^T) V over the keys of t's sequence up to t itself (causal).
-
-    Args:
-        q: [T, H, D]: row b owns tokens query_starts[b] to query_starts[b + 1], the last of its context.
-        kv: a layer of the pool. block_tables: [S, M] int32, indexed by slots [B] int32.
-        seq_lens: [B] int32, tokens of context including these, whose K and V are in the pool already.
-        query_starts: [B + 1] int32. max_query_len: most tokens of a row; sizes the grid.
-        window: 0 for all keys, otherwise token t sees only the last `window` keys up to itself.
-        soft_cap: c, where each score s = scale * q K^T becomes c tanh(s / c); 0 for none.
-        sinks: [H] float, one more score for each head, of a key whose value is 0.
-        slopes: [H] float32, added to each score before the cap: slope * (key - query), in positions (ALiBi); or None.
-        chunked: token t sees the keys from t // window * window on instead, up to itself (Llama 4).
-
-    Returns:
-        out [T, H, D] in q's dtype; zeros for padding rows.
-    """
+    """See `reference.attention_prefill`."""
+    block_tables, slots, seq_lens, query_starts, max_query_len = rows
     _, heads, head_dim = q.shape
     kv_heads, block_size = kv.shape[2:4]
     assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and block_tables.stride(1) == 1
@@ -877,15 +747,7 @@ def pool_kernel(
 
 
 def pool(hidden: torch.Tensor, starts: torch.Tensor, kind: str) -> torch.Tensor:
-    """y[b] = sum_t w[t] hidden[t] over the tokens t of row b: of the last or the first (`cls`) alone, or their mean.
-
-    Args:
-        hidden: [T, size], any float dtype. starts: [B + 1] int32, where each row's tokens begin; each has some.
-        kind: last, cls or mean.
-
-    Returns:
-        y [B, size] float32.
-    """
+    """See `reference.pool`."""
     size, rows = hidden.shape[1], len(starts) - 1
     assert hidden.is_contiguous() and starts.dtype == torch.int32 and kind in ("last", "cls", "mean")
 
@@ -910,11 +772,7 @@ def apply_writes_kernel(state, writes, values, BLOCK: tl.constexpr):
 
 
 def apply_writes(state: torch.Tensor, staged: torch.Tensor, count: int) -> None:
-    """state[at : at + n] = values[begin : begin + n] for each (at, begin, n) of writes [count, 3] int64.
-
-    All tensors of the batch state are parts of `state` [N] int32, so one launch writes all of a plan's differences.
-    `staged` [6 count + V] int32 comes in one copy: the writes, and then V values. No two writes may overlap.
-    """
+    """See `reference.apply_writes`."""
     assert state.dtype == staged.dtype == torch.int32 and staged.is_contiguous()
 
     writes, values = staged[: 6 * count].view(torch.int64), staged[6 * count :]
@@ -969,16 +827,7 @@ def prepare_inputs(
     num_tokens: int,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """position = num_computed[slot] + j for token j of its row; id = token_ids[slot, position]; and where its K/V go.
-
-    Args:
-        token_ids: [S, max_model_len + 1] int32, every token that is known of each slot. num_computed: [S] int32.
-        block_tables: [K, S, M] int32. slots: [B] int32. query_starts: [B + 1] int32. num_tokens: T.
-
-    Returns:
-        input_ids [T] int64, positions [T] int32, slot_mapping [K, T] int64, seq_lens [B] int32. Tokens of padding rows
-        and after the last row have id 0, position 0 and slot_mapping -1; padding rows have seq_len 0.
-    """
+    """See `reference.prepare_inputs`."""
     rows = len(slots)
     assert len(query_starts) == rows + 1 and token_ids.stride(1) == 1 and block_tables.stride(2) == 1
 
@@ -1039,19 +888,7 @@ def post_update(
     stop_bits: torch.Tensor,
     adjust: Adjust | None = None,
 ) -> torch.Tensor:
-    """num_computed[slot] += tokens of its row; token_ids[slot, num_known[slot]++] = the token of a row that sampled.
-
-    Args:
-        token_ids: [S, max_model_len + 1] int32. num_known, num_computed: [S] int32. All three are changed in place.
-        slots: [B] int32, each slot at most once. query_starts: [B + 1] int32.
-        sample_index: [B] int32, where in `sampled` [R] int64 the row's token is, or -1 for none.
-        stop_bits: [S, ceil(vocab / 32)] int32. Bit token % 32 of word token // 32 says that it ends the sequence.
-        adjust: where its slots have penalties, their count of the token goes up by 2; None: no slot has penalties.
-
-    Returns:
-        news [2, R] int32, for the host: the tokens, and 1 for those that end their sequence, otherwise 0. An entry of
-        `sampled` that no row refers to leaves its column undefined.
-    """
+    """See `reference.post_update`."""
     rows = len(slots)
     assert len(query_starts) == rows + 1 and len(sample_index) == rows and token_ids.stride(1) == 1
     assert stop_bits.stride(1) == 1
@@ -1082,7 +919,7 @@ def move_blocks_kernel(source, target, pairs, num_pairs, SIZE: tl.constexpr, BLO
 
 
 def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
-    """pool[dst] = pool[src] for each (src, dst) of pairs [N, 2] int64; no block may be both a source and a target."""
+    """See `reference.copy_blocks`."""
     assert pool.is_contiguous() and pairs.is_contiguous() and pairs.dtype == torch.int64
 
     size, block = pool[0].numel(), MOVE_BYTES // pool.element_size()
@@ -1090,10 +927,10 @@ def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
 
 
 def swap_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
-    """target[dst] = source[src] for each (src, dst) of pairs [N, 2] int64, between two pools of equal blocks.
+    """See `reference.swap_blocks`.
 
-    One of them lies in pinned host memory, which the device reads and writes in place. So all layers of all blocks move
-    in one launch, without a copy call for each. Few programs do it, so that the next step finds room beside them.
+    The device reads and writes the pinned host memory in place. So all layers of all blocks move in one launch, without
+    a copy call for each. Few programs do it, so that the next step finds room beside them.
     """
     assert source.is_contiguous() and target.is_contiguous() and source.shape[1:] == target.shape[1:]
     assert pairs.is_contiguous() and pairs.dtype == torch.int64 and source.dtype == target.dtype

@@ -246,9 +246,15 @@ class Attention(Owner):
         if n > 0:
             parts.append(self.ops.attention_decode(few, kv, step.plans[self.kind], c.scale, c.soft_cap, self.sinks))
         if rest is not None:
-            rows = batch.block_tables[self.kind], batch.slots[n:], batch.seq_lens[n:], batch.query_starts
-            more = batch.max_query_len, c.scale, window, c.soft_cap, self.sinks, None, chunked
-            parts.append(self.ops.attention_prefill(rest, kv, *rows, *more))
+            rows = (
+                batch.block_tables[self.kind],
+                batch.slots[n:],
+                batch.seq_lens[n:],
+                batch.query_starts,
+                batch.max_query_len,
+            )
+            more = c.scale, window, c.soft_cap, self.sinks, None, chunked
+            parts.append(self.ops.attention_prefill(rest, kv, rows, *more))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 

@@ -29,11 +29,7 @@ FLOAT_MAX = torch.finfo(torch.float32).max
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     """y = weight * h * rsqrt(mean(h^2) + eps), with h = x, or h = residual + x, which replaces residual in place.
 
-    Args:
-        x: [T, size], any float dtype. weight: [size], any float dtype. residual: [T, size] or None.
-
-    Returns:
-        y [T, size] in x's dtype, rounded once from float32.
+    x [T, size], weight [size] and residual [T, size] are of any float dtype; y is rounded once from float32 to x's.
     """
     h = (x if residual is None else residual.add_(x)).float()
     return (h * (h.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()).to(x.dtype)
@@ -46,14 +42,7 @@ def layer_norm(
     eps: float,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y = weight * c * rsqrt(mean(c^2) + eps) + bias, c = h - mean(h), with h as in `rms_norm`.
-
-    Args:
-        x: [T, size], any float dtype. weight, bias: [size], any float dtype; no bias is 0. residual: [T, size] or None.
-
-    Returns:
-        y [T, size] in x's dtype, rounded once from float32.
-    """
+    """y = weight * c * rsqrt(mean(c^2) + eps) + bias, c = h - mean(h), with h and tensors as in `rms_norm`."""
     h = (x if residual is None else residual.add_(x)).float()
     y = rms_norm(h - h.mean(-1, keepdim=True), weight, eps)
     return (y if bias is None else y + bias.float()).to(x.dtype)
@@ -62,7 +51,7 @@ def layer_norm(
 def keys_of(kv: torch.Tensor) -> torch.Tensor:
     """keys[b, h, i] = the key of head h at place i of block b: [num_blocks, KV, block_size, D], a view of a layer.
 
-    Another backend may lay the keys of a block out in another order; this function is where it says so.
+    A backend may lay the keys of a block out in another order.
     """
     return kv[:, 0]
 
@@ -167,14 +156,7 @@ def act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None) ->
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """y = x W^T + bias.
-
-    Args:
-        x: [T, K], any float dtype. weight: [N, K]. bias: [N] or None.
-
-    Returns:
-        y [T, N] in x's dtype.
-    """
+    """y = x W^T + bias, for x [T, K] of any float dtype, weight [N, K] and bias [N]; y [T, N] in x's dtype."""
     return F.linear(x, weight, bias)
 
 
@@ -239,14 +221,13 @@ def plan_experts(
     weigh_inputs: bool = False,
     batch_invariant: bool = False,
 ) -> ExpertPlan:
-    """What `expert_gate_up` and `expert_down` derive from the router's choice: once for both, with no look at the host.
+    """What `expert_gate_up` and `expert_down` derive from the router's choice, once for both.
 
     Args:
         weights: [T, k] float32 and ids: [T, k] int32, as `route` gives them.
-        num_experts: E, experts of this rank. first: the id of the first of them. Other ranks have the other experts,
-            and nobody has expert -1.
+        num_experts: E, experts of this rank. first: the id of the first of them. Nobody has expert -1.
         weigh_inputs: a weight multiplies the expert's input (Llama 4), not its output.
-        batch_invariant: a token's bits must not depend on the other tokens. A fast backend then has one size of tile.
+        batch_invariant: a token's bits must not depend on the other tokens.
     """
     here = (ids >= first) & (ids < first + num_experts)
     return ExpertPlan(weights, torch.where(here, ids - first, -1), weigh_inputs)
@@ -260,11 +241,8 @@ def expert_gate_up(
     silu: silu(gate) up. gelu_tanh: gelu(gate) up, see `act_mul`. swigluoai: (up + 1) g sigmoid(1.702 g), g = min(gate,
     7), with up first clamped to [-7, 7] (gpt-oss). Without `weigh_inputs` w is 1.
 
-    Args:
-        x: [T, H], any float dtype. weight: [E, 2 I, H]: an expert's gate, then its up. bias: [E, 2 I] or None.
-
-    Returns:
-        h [T k, I] in x's dtype, rounded once from float32. Rows whose expert is not this rank's are undefined.
+    x: [T, H], any float dtype. weight: [E, 2 I, H]: an expert's gate, then its up. bias: [E, 2 I] or None.
+    h: [T k, I] in x's dtype, rounded once from float32. Rows whose expert is not this rank's are undefined.
     """
     h = x.new_zeros(plan.ids.numel(), weight.shape[1] // 2)
     for expert, pairs in _meetings(plan):
@@ -276,7 +254,7 @@ def expert_gate_up(
             gate = gate.clamp(max=7)
             y = (up.clamp(-7, 7) + 1) * gate * (1.702 * gate).sigmoid()
         else:
-            y = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+            y = act(gate, activation) * up
         h[pairs] = y.to(x.dtype)
     return h
 
@@ -284,13 +262,10 @@ def expert_gate_up(
 def expert_down(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: ExpertPlan) -> torch.Tensor:
     """y[t] = sum_j w (h[t k + j] W_e^T + b_e) over the choices j of token t: expert e, weight w.
 
-    With `weigh_inputs` w is 1.
+    With `weigh_inputs` w is 1. Choices whose expert is not this rank's are left out.
 
-    Args:
-        h: [T k, I], of `expert_gate_up`. weight: [E, H, I]. bias: [E, H] or None.
-
-    Returns:
-        y [T, H] in h's dtype, rounded once from float32. Choices whose expert is not this rank's are left out.
+    h: [T k, I], of `expert_gate_up`. weight: [E, H, I]. bias: [E, H] or None.
+    y: [T, H] in h's dtype, rounded once from float32.
     """
     parts = torch.zeros(len(h), weight.shape[1], device=h.device)
     for expert, pairs in _meetings(plan):
@@ -331,8 +306,8 @@ def plan_decode(
     The specification derives nothing. A fast backend makes its work list here.
 
     Args:
-        kv: any layer of the pool. block_tables: [S, M] int32, indexed by slots [B] int32.
-        seq_lens: [B] int32, tokens of context, including the row's own `tokens`. num_heads: H.
+        kv: any layer of the pool. block_tables: [S, M] int32, indexed by slots [B] int32. num_heads: H.
+        seq_lens: [B] int32, tokens of context, which the row's `tokens` queries end.
         window: 0 for all keys, else a token sees only the last `window` keys up to itself. Blocks before the window of
             a row's first token are not looked at, because they may have been given back.
         chunked: token t sees the keys from t // window * window on instead, up to itself (Llama 4).
@@ -362,22 +337,21 @@ def attention_decode(
     Returns:
         out [B * tokens, H, D] in q's dtype; zeros for padding rows.
     """
-    rows = q.unflatten(0, (len(plan.slots), -1))
-    out, options = torch.zeros_like(rows), (scale, plan.window, soft_cap, sinks, slopes, plan.chunked)
-    for row, (slot, length) in enumerate(zip(plan.slots.tolist(), plan.seq_lens.tolist(), strict=True)):
-        if slot >= 0:
-            out[row] = _attend(rows[row], kv, plan.block_tables[slot], length, *options)
-    return out.flatten(0, 1)
+    tokens = len(q) // len(plan.slots)
+    rows = plan.block_tables, plan.slots, plan.seq_lens, torch.arange(0, len(q) + 1, tokens), tokens
+    return attention_prefill(q, kv, rows, scale, plan.window, soft_cap, sinks, slopes, plan.chunked)
+
+
+# block_tables [S, M] int32, indexed by slots [B] int32. seq_lens [B] int32: tokens of context, including a row's own,
+# whose K and V are in the pool already. query_starts [B + 1] int32: row b owns tokens query_starts[b] to
+# query_starts[b + 1], the last of its context. Then the most tokens of a row, which sizes the grid of a kernel.
+PrefillRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]
 
 
 def attention_prefill(
     q: torch.Tensor,
     kv: torch.Tensor,
-    block_tables: torch.Tensor,
-    slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_starts: torch.Tensor,
-    max_query_len: int,
+    rows: PrefillRows,
     scale: float,
     window: int,
     soft_cap: float = 0.0,
@@ -388,25 +362,34 @@ def attention_prefill(
     """out[t, h] = softmax(scale * q[t, h] K^T) V over the keys of t's sequence up to t itself (causal).
 
     Args:
-        q: [T, H, D]: row b owns tokens query_starts[b] to query_starts[b + 1], the last of its context.
-        kv: a layer of the pool. block_tables: [S, M] int32, indexed by slots [B] int32.
-        seq_lens: [B] int32, tokens of context including these, whose K and V are in the pool already.
-        query_starts: [B + 1] int32. max_query_len: most tokens of a row; sizes the grid of the kernel.
-        window: 0 for all keys, else token t sees only the last `window` keys up to itself.
-        soft_cap: c tanh(s / c) takes the place of each score s = scale * q K^T; 0 for none.
-        sinks: [H] float, for each head one more score, of a key whose value is 0.
-        slopes: [H] float32, added to each score before the cap: slope * (key - query), in positions (ALiBi); or None.
-        chunked: token t sees the keys from t // window * window on instead, up to itself (Llama 4).
+        q: [T, H, D]. kv: a layer of the pool. rows: see `PrefillRows`.
+        window, chunked: see `plan_decode`. soft_cap, sinks, slopes: see `attention_decode`.
 
     Returns:
         out [T, H, D] in q's dtype; zeros for padding rows.
     """
-    out, options = torch.zeros_like(q), (scale, window, soft_cap, sinks, slopes, chunked)
+    block_tables, slots, seq_lens, query_starts, _ = rows
+    out, heads, (kv_heads, block_size) = torch.zeros_like(q), q.shape[1], kv.shape[2:4]
     starts = query_starts.tolist()
     for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
-        tokens = slice(starts[row], starts[row + 1])
-        if slot >= 0:
-            out[tokens] = _attend(q[tokens], kv, block_tables[slot], length, *options)
+        tokens, n = slice(starts[row], starts[row + 1]), starts[row + 1] - starts[row]
+        if slot < 0 or n == 0:
+            continue
+        query = torch.arange(length - n, length, device=q.device)[:, None]
+        first = _first_keys(query, window, chunked)
+        key = torch.arange(int(first[0]), length, device=q.device)
+        context = kv[block_tables[slot, key // block_size].long(), :, :, key % block_size]  # [keys, 2 or 1, KV, D]
+        k, v = context.float().repeat_interleave(heads // kv_heads, dim=2)[:, (0, -1)].unbind(1)
+        scores = scale * torch.einsum("nhd,lhd->hnl", q[tokens].float(), k)
+        if slopes is not None:
+            scores = scores + slopes[:, None, None] * (key - query)
+        if soft_cap:
+            scores = soft_cap * (scores / soft_cap).tanh()
+        scores = scores.masked_fill((key > query) | (key < first), -math.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float()[:, None, None].expand(heads, n, 1)), -1)
+        p = scores.softmax(-1)[..., : len(key)]  # a sink takes its part of the mass and brings no value
+        out[tokens] = torch.einsum("hnl,lhd->nhd", p, v).to(q.dtype)
     return out
 
 
@@ -415,37 +398,6 @@ def _first_keys(query: torch.Tensor, window: int, chunked: bool) -> torch.Tensor
     if chunked:
         return query // window * window
     return (query + 1 - window).clamp(min=0) if window else torch.zeros_like(query)
-
-
-def _attend(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    table: torch.Tensor,
-    length: int,
-    scale: float,
-    window: int,
-    soft_cap: float,
-    sinks: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    chunked: bool,
-) -> torch.Tensor:
-    """Attention [n, H, D] of q [n, H, D], the last n of `length` tokens whose keys and values `table` [M] finds."""
-    (n, heads, _), (kv_heads, block_size) = q.shape, kv.shape[2:4]
-    query = torch.arange(length - n, length, device=q.device)[:, None]
-    first = _first_keys(query, window, chunked)
-    key = torch.arange(int(first[0]) if n else length, length, device=q.device)
-    context = kv[table[key // block_size].long(), :, :, key % block_size]  # [keys, 2 or 1, KV, D]
-    k, v = context.float().repeat_interleave(heads // kv_heads, dim=2)[:, (0, -1)].unbind(1)
-    scores = scale * torch.einsum("nhd,lhd->hnl", q.float(), k)
-    if slopes is not None:
-        scores = scores + slopes[:, None, None] * (key - query)
-    if soft_cap:
-        scores = soft_cap * (scores / soft_cap).tanh()
-    scores = scores.masked_fill((key > query) | (key < first), -math.inf)
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.float()[:, None, None].expand(heads, n, 1)), -1)
-    p = scores.softmax(-1)[..., : len(key)]  # a sink takes its part of the mass and brings no value
-    return torch.einsum("hnl,lhd->nhd", p, v).to(q.dtype)
 
 
 # Multi-head latent attention (DeepSeek-V2, 2024) caches a latent c of R numbers a token, and a key k' of P numbers that
@@ -466,9 +418,8 @@ def latent_store(
     """The pool gets (rms_norm(c) | rope(k')) for each token's latent (c | k').
 
     Args:
-        latent: [T, R + P]; not modified. weight: [R].
-        rotation: [T, 2, P] float32; for it and `interleaved` see `qk_norm_rope_store`.
-        slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
+        latent: [T, R + P]; not modified. weight: [R]. rotation: [T, 2, P] float32.
+        slot_mapping, interleaved: see `qk_norm_rope_store`.
         kv: [num_blocks, 1, 1, block_size, R + P], a layer of the pool, written in place.
     """
     c, k = latent.split((len(weight), rotation.shape[2]), dim=1)
@@ -481,11 +432,9 @@ def latent_store(
 def rope_last(
     x: torch.Tensor, rotation: torch.Tensor, interleaved: bool = False, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """out[t, h, -P:] = rope(x[t, h, -P:]), and all else in `out` stays as it is.
+    """out[t, h, -P:] = rope(x[t, h, -P:]), and all else in `out` stays as it is; see `qk_norm_rope_store`.
 
-    Args:
-        x: [T, H, D]. rotation: [T, 2, P] float32; for it and `interleaved` see `qk_norm_rope_store`.
-        out: [T, H, E] of x's dtype; None: x itself.
+    x: [T, H, D]. rotation: [T, 2, P] float32. out: [T, H, E] of x's dtype; None: x itself.
     """
     out, size = x if out is None else out, rotation.shape[2]
     out[..., -size:] = _rope(x[..., -size:].float(), rotation, interleaved).to(x.dtype)
@@ -493,14 +442,7 @@ def rope_last(
 
 
 def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """y[t, h] = weight[h] x[t, h].
-
-    Args:
-        x: [T, H, K]. weight: [H, N, K], with any strides.
-
-    Returns:
-        y [T, H, N] in x's dtype.
-    """
+    """y[t, h] = weight[h] x[t, h], for x [T, H, K] and weight [H, N, K] of any strides; y [T, H, N] in x's dtype."""
     return torch.einsum("thk,hnk->thn", x, weight)
 
 
@@ -518,29 +460,12 @@ def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: fl
     return attention_decode(q, kv, plan, scale)[..., :rank]
 
 
-def latent_prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    block_tables: torch.Tensor,
-    slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_starts: torch.Tensor,
-    max_query_len: int,
-    scale: float,
-    rank: int,
-) -> torch.Tensor:
+def latent_prefill(q: torch.Tensor, kv: torch.Tensor, rows: PrefillRows, scale: float, rank: int) -> torch.Tensor:
     """out[t, h] = softmax(scale * q[t, h] C^T) C[:, :R] over the latents C of t's sequence up to t itself (causal).
 
-    Args:
-        q: [T, H, R + P], as in `latent_decode`; for the rows see `attention_prefill`.
-        kv: [num_blocks, 1, 1, block_size, R + P], a layer of the pool, which has the latents of these tokens already.
-        rank: R.
-
-    Returns:
-        out [T, H, R] in q's dtype; zeros for padding rows.
+    For q, kv, rank and out see `latent_decode`, for rows `PrefillRows`.
     """
-    rows = block_tables, slots, seq_lens, query_starts, max_query_len
-    return attention_prefill(q, kv, *rows, scale, 0)[..., :rank]
+    return attention_prefill(q, kv, rows, scale, 0)[..., :rank]
 
 
 # A gated delta-rule layer (Gated DeltaNet, Yang et al., 2024; Qwen3-Next) has no keys and values of old tokens. Each
@@ -549,36 +474,24 @@ def latent_prefill(
 # q, k and v go through a causal convolution over the last K tokens, whose inputs are kept, too.
 #
 # A state lies in a row of a pool, which is the one of the sequence's batch slot; `state` is a part of the pool, and
-# its rows may lie apart. Row b of a step owns tokens starts[b] to starts[b + 1]. The first `num_decodes` rows have one
-# token each. A row whose context begins with its own tokens begins with zeros, whatever its state is.
+# its rows may lie apart. A row whose context begins with its own tokens begins with zeros, whatever its state is.
+
+# slots [B] int32: rows of the state; -1 for a padding row, which changes no state, and whose results are undefined.
+# starts [B + 1] int32: row b of a step owns tokens starts[b] to starts[b + 1]. seq_lens [B] int32: tokens of context,
+# including these. Then the number of rows of one token, which come first, and the most tokens of a row.
+DeltaRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]
 
 
-def conv_silu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    seq_lens: torch.Tensor,
-    num_decodes: int,
-    longest: int,
-) -> torch.Tensor:
+def conv_silu(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, rows: DeltaRows) -> torch.Tensor:
     """y[t] = silu(sum_j weight[:, j] x[t - K + 1 + j]), j < K; the state becomes the last K - 1 inputs of each row.
 
     Inputs before a row's first token come from its state, the latest last.
 
-    Args:
-        x: [T, C], any float dtype; its rows may lie apart. weight: [C, K].
-        state: [N, C, K - 1] float32, changed in place.
-        slots: [B] int32, rows of the state; -1 for a padding row, which changes no state, and whose y is undefined.
-        starts: [B + 1] int32. seq_lens: [B] int32, tokens of context, including these.
-        num_decodes: rows of one token, which come first. longest: the most tokens of a row.
-
-    Returns:
-        y [T, C] in x's dtype, rounded once from float32.
+    x: [T, C], any float dtype; its rows may lie apart. weight: [C, K]. state: [N, C, K - 1] float32, changed in place.
+    y: [T, C] in x's dtype, rounded once from float32.
     """
     y = x.new_zeros(x.shape)
-    for slot, tokens, before in _rows(state, slots, starts, seq_lens):
+    for slot, tokens, before in _live(state, rows):
         inputs = torch.cat((before, x[tokens].float().T), 1)
         y[tokens] = F.silu((inputs.unfold(1, weight.shape[1], 1) * weight.float()[:, None]).sum(-1)).T.to(x.dtype)
         state[slot] = inputs[:, -state.shape[2] :]
@@ -592,11 +505,7 @@ def delta_rule(
     decay: torch.Tensor,
     dt_bias: torch.Tensor,
     state: torch.Tensor,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    seq_lens: torch.Tensor,
-    num_decodes: int,
-    longest: int,
+    rows: DeltaRows,
     key_heads: int,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
@@ -608,7 +517,7 @@ def delta_rule(
     Args:
         qkv: [T, 2 Hk dk + Hv dv], any float dtype; its rows may lie apart, and so may those of b and a.
         b, a: [T, Hv], any float dtype. decay, dt_bias: [Hv] float32. key_heads: Hk.
-        state: [N, Hv, dk, dv] float32, changed in place. For the rows see `conv_silu`.
+        state: [N, Hv, dk, dv] float32, changed in place. rows: see `DeltaRows`.
         batch_invariant: a token's bits must not depend on which other tokens its row has in this step.
 
     Returns:
@@ -621,7 +530,7 @@ def delta_rule(
     q, v = q * dk**-0.5, v.unflatten(1, (heads, dv))
     beta, g = b.float().sigmoid(), (-decay.exp() * F.softplus(a.float() + dt_bias)).exp()
     o = torch.zeros_like(v)
-    for slot, tokens, s in _rows(state, slots, starts, seq_lens):
+    for slot, tokens, s in _live(state, rows):
         for t in range(tokens.start, tokens.stop):
             s = s * g[t, :, None, None]
             change = beta[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", s, k[t]))
@@ -631,10 +540,9 @@ def delta_rule(
     return o.to(qkv.dtype)
 
 
-def _rows(
-    state: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor
-) -> Iterator[tuple[int, slice, torch.Tensor]]:
+def _live(state: torch.Tensor, rows: DeltaRows) -> Iterator[tuple[int, slice, torch.Tensor]]:
     """The slot of each row that has tokens, these tokens, and the row's state before them."""
+    slots, starts, seq_lens, _, _ = rows
     begins = starts.tolist()
     for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
         begin, end = begins[row : row + 2]
@@ -645,11 +553,8 @@ def _rows(
 def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """y[t, h] = weight * o[t, h] * rsqrt(mean(o[t, h]^2) + eps) * silu(z[t, h]).
 
-    Args:
-        o: [T, H, D], any float dtype. z: [T, H D], whose rows may lie apart. weight: [D], any float dtype.
-
-    Returns:
-        y [T, H D] in o's dtype, rounded once from float32.
+    o [T, H, D], z [T, H D], whose rows may lie apart, and weight [D] are of any float dtype; y [T, H D] is rounded once
+    from float32 to o's.
     """
     return (rms_norm(o.float(), weight, eps) * F.silu(z.float().view_as(o))).flatten(1).to(o.dtype)
 
@@ -816,12 +721,8 @@ def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Ten
 def pool(hidden: torch.Tensor, starts: torch.Tensor, kind: str) -> torch.Tensor:
     """y[b] = sum_t w[t] hidden[t] over the tokens t of row b: of the last or the first (`cls`) alone, or their mean.
 
-    Args:
-        hidden: [T, size], any float dtype. starts: [B + 1] int32, where each row's tokens begin; each has some.
-        kind: last, cls or mean.
-
-    Returns:
-        y [B, size] float32.
+    hidden: [T, size], any float dtype. starts: [B + 1] int32, where each row's tokens begin; each has some. kind: last,
+    cls or mean. y [B, size] float32.
     """
     if kind == "mean":
         return torch.stack([rows.float().mean(0) for rows in hidden.split(starts.diff().tolist())])
@@ -831,9 +732,8 @@ def pool(hidden: torch.Tensor, starts: torch.Tensor, kind: str) -> torch.Tensor:
 def apply_writes(state: torch.Tensor, staged: torch.Tensor, count: int) -> None:
     """state[at : at + n] = values[begin : begin + n] for each (at, begin, n) of writes [count, 3] int64.
 
-    `state` [N] int32 holds all tensors of the batch state, so one launch makes all changes of a plan. `staged`
-    [6 count + V] int32 comes in one copy from the host, and has first the writes, then V values. No two writes may
-    overlap.
+    `state` [N] int32 holds all tensors of the batch state. `staged` [6 count + V] int32 comes in one copy from the
+    host: first the writes, then V values. No two writes may overlap.
     """
     writes, values = staged[: 6 * count].view(torch.int64).view(-1, 3), staged[6 * count :]
     for at, begin, n in writes.tolist():

@@ -245,13 +245,13 @@ def delta_cases(s: Delta) -> Iterator[Case]:
         def conv(device: str, t: int = t, rows: int = rows, step: Any = step) -> Inputs:
             x, weight = draw(device, t, s.channels), draw(device, s.channels, s.taps)
             state, of = draw(device, rows, s.channels, s.taps - 1).float(), step(device)
-            return Inputs(lambda ops: ops.conv_silu(x, weight, state, *of), (state,))
+            return Inputs(lambda ops: ops.conv_silu(x, weight, state, of), (state,))
 
         def rule(device: str, t: int = t, rows: int = rows, step: Any = step) -> Inputs:
             qkv, b, a = draw(device, t, s.channels), draw(device, t, s.heads), draw(device, t, s.heads)
             decay, bias = draw(device, 2, s.heads).float()
             state, of = draw(device, rows, s.heads, s.size, s.size).float(), step(device)
-            return Inputs(lambda ops: ops.delta_rule(qkv, b, a, decay, bias, state, *of, s.key_heads), (state,))
+            return Inputs(lambda ops: ops.delta_rule(qkv, b, a, decay, bias, state, of, s.key_heads), (state,))
 
         def norm(device: str, t: int = t) -> Inputs:
             o, z, weight = draw(device, t, s.heads, s.size), draw(device, t, values), draw(device, s.size)
@@ -390,10 +390,10 @@ def prefill_cases(s: Shape, batches: Any = PREFILLS) -> Iterator[Case]:
             picked, *pieces = (ints(values, device) for values in some_queries(rows))
 
             def run(ops: ModuleType) -> torch.Tensor:
-                return ops.attention_prefill(q, kv, tables, slots, lens, starts, max(counts), scale, 0)
+                return ops.attention_prefill(q, kv, (tables, slots, lens, starts, max(counts)), scale, 0)
 
             def part(ops: ModuleType) -> torch.Tensor:
-                return ops.attention_prefill(q[picked], kv, tables, *pieces, CHECKED, scale, 0)
+                return ops.attention_prefill(q[picked], kv, (tables, *pieces, CHECKED), scale, 0)
 
             libraries: dict[str, Run] = {}
             if device == "cuda" and len(set(zip(lengths, counts, strict=True))) == 1:

@@ -459,7 +459,6 @@ def sweep() -> Iterator[Row]:
         taken: Row = {}
         for value in values:
             choose(value)
-            kernels._decode_programs.cache_clear()  # it has read DECODE_PROGRAMS
             if has_gpu():
                 sets: list[Callable[[], Any]] = [functools.partial(case.make("cuda").run, kernels) for _ in range(2)]
                 taken[str(value)] = round(bench_kernels.seconds(sets) * 1e6, 1)

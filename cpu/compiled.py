@@ -2,11 +2,11 @@
 
     Builder     has C++ made, in processes of their own, while torch's operators serve, and keeps it in a `folder`
     Compiled    a function of this module as C++, once that is there
-    compile_ops `cpu_ops` with the C++ in their place
+    compile_ops cpu/ops.py with the C++ in the place of some ops
 
-The C++ passes over the data once or twice, where torch's operators do so up to 20 times. For few rows, most of the
-operators' time is that of calling them. torch.compile would check its guards in every call, which takes longer than the
-work on a few rows; what AOTInductor makes checks nothing. It takes seconds for each function.
+The C++ passes over the data once or twice, where torch's operators do so up to 20 times. torch.compile would check its
+guards in every call, which takes longer than the work on a few rows. AOTInductor's C++ checks nothing. It takes seconds
+to make for each function.
 
 A library runs with this user's rights as soon as it is opened. So it is kept where only this user can write, and its
 name has the hash of its bytes, which is compared before it is opened: a file that was cut would end the process.
@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib
 import os
 import pickle
 import shutil
@@ -28,6 +27,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
@@ -86,25 +86,16 @@ class Job(NamedTuple):
         if not (path := self.path()):
             raise FileNotFoundError(f"there is no C++ of {self.name} in {folder()}")
         check_owner(path)
-        if digest(path.read_bytes()) != path.stem.rpartition("-")[2]:
+        if hashlib.sha256(path.read_bytes()).hexdigest() != path.stem.rpartition("-")[2]:
             raise ValueError(f"{path} is not as it was written")
         return torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1).run
 
 
-def digest(data: bytes) -> str:
-    """The hash by which a kept file is checked."""
-    return hashlib.sha256(data).hexdigest()
-
-
+@dataclass
 class Late:
-    """C++ that is there or will be.
+    """C++ that is there or will be."""
 
-    Attributes:
-        run: the C++; None until it is there.
-    """
-
-    def __init__(self) -> None:
-        self.run: Runner | None = None
+    run: Runner | None = None  # None until it is there
 
 
 def folder() -> Path:
@@ -119,12 +110,7 @@ def headers() -> Path:
 
 
 def check_owner(path: Path) -> None:
-    """See that nobody but this user can have written a file or a folder.
-
-    Raises:
-        OSError: it cannot be looked at.
-        ValueError: somebody else could.
-    """
+    """A ValueError if somebody else can have written a file or a folder, an OSError if it cannot be looked at."""
     found, me = path.stat(), os.geteuid()
     if found.st_uid != me:
         raise ValueError(f"{path} belongs to user {found.st_uid}; it must belong to {me}, who runs this")
@@ -133,21 +119,15 @@ def check_owner(path: Path) -> None:
 
 
 def open_folders() -> None:
-    """Make the folders if they are missing, and see that they are this user's alone.
-
-    Raises:
-        OSError: they cannot be made.
-        ValueError: see `check_owner`.
-    """
+    """Make the folders if they are missing. If they are not this user's alone, see `check_owner` for the error."""
     for path in (folder().parent, folder(), headers()):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_owner(path)
-        path.chmod(0o700)  # others could read it, if an older version has made it
 
 
 def locked(path: str | Path, timeout: float = -1) -> contextlib.AbstractContextManager[Any]:
     """A lock among processes; waits `timeout` seconds at most, and below 0 for ever."""
-    from filelock import FileLock  # torch needs this package itself; here, because only compiling needs it
+    from filelock import FileLock  # which torch requires; here, because only compiling needs it
 
     return FileLock(path, timeout=timeout)
 
@@ -171,22 +151,8 @@ def sweep() -> None:
 
 
 def has_compiler() -> bool:
-    """Whether there is a C++ compiler that Inductor finds."""
-    with tempfile.TemporaryDirectory() as path:
-        # Inductor makes this folder as soon as it is imported, and would leave its own in the temporary folder.
-        before = os.environ.get(INDUCTOR_FOLDER)
-        os.environ[INDUCTOR_FOLDER] = path
-        from torch._inductor.cpp_builder import get_cpp_compiler  # here, because it takes long
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler:
-            return False
-        finally:
-            del os.environ[INDUCTOR_FOLDER]
-            os.environ.update({} if before is None else {INDUCTOR_FOLDER: before})
-    return True
+    """Whether the C++ compiler is there that Inductor looks for."""
+    return shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")) is not None
 
 
 class Builder:
@@ -195,18 +161,14 @@ class Builder:
     Args:
         jobs: how many processes at a time.
         idle: these take only what other processes leave of the cores.
-
-    Attributes:
-        failed: why something could not be compiled; empty if all could.
-        usable: whether the folders are; if not, nothing is compiled, nor is anything opened.
-        rows: steps of so many tokens ask for all that there is to compile.
     """
 
-    rows = (1, MANY)
+    rows = (1, MANY)  # steps of so many tokens ask for all that there is to compile
 
     def __init__(self, jobs: int, idle: bool = False):
         self.room, self.idle = threading.Semaphore(jobs), idle
-        self.failed, self.usable = "", True
+        self.failed = ""  # why something could not be compiled
+        self.usable = True  # whether the folders are; if not, nothing is compiled or opened
         self.threads: list[threading.Thread] = []
         try:
             open_folders()
@@ -249,14 +211,9 @@ class Builder:
                 self._give_up(f"{job.name}: {error}")
 
     def _run(self, job: Job) -> None:
-        """Run the process of a job.
-
-        Raises:
-            OSError: there is no room for it.
-            RuntimeError: it fails; the last line that it has said.
-        """
+        """Run the process of a job. If it fails, a RuntimeError has the last line that it has said."""
         with workplace() as path:
-            theirs = {INDUCTOR_FOLDER: f"{path}/inductor", "TMPDIR": str(headers())}  # see `use_workplace`
+            theirs = {INDUCTOR_FOLDER: f"{path}/inductor", "TMPDIR": str(headers())}  # see `main`
             process = run_file(
                 __file__, environment=theirs, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )
@@ -304,23 +261,12 @@ def compile_job(job: Job) -> None:
 
 
 def keep(job: Job, library: bytes) -> None:
-    """Write a library to its place, so that it appears whole, and stays so where the machine loses its power."""
+    """Write a library to its place, where it appears whole. `Job.load` would notice that the disk has lost a part."""
     with workplace() as path:
-        with open(f"{path}/library", "xb") as file:
-            file.write(library)
-            os.fchmod(file.fileno(), 0o600)  # whatever the umask is
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(file.name, folder() / f"{job.key()}-{digest(library)}.so")
-
-
-def use_workplace(path: str) -> None:
-    """Have all temporary files of this process and of the compilers that it runs lie in this folder.
-
-    Inductor's compiled headers alone stay where the temporary folder was before. They take most of the time.
-    """
-    importlib.import_module("torch._inductor.codecache")  # which settles the folder of headers
-    os.environ["TMPDIR"] = tempfile.tempdir = path
+        file = Path(path) / "library"
+        file.write_bytes(library)
+        file.chmod(0o600)  # whatever the umask is
+        file.replace(folder() / f"{job.key()}-{hashlib.sha256(library).hexdigest()}.so")
 
 
 def end_with_parent() -> None:
@@ -331,7 +277,10 @@ def end_with_parent() -> None:
 
 
 def main() -> None:
-    """What the process runs."""
+    """What the process runs. Its temporary files, and its compilers', lie in the workplace.
+
+    Inductor's compiled headers alone stay where the temporary folder was before. They take most of the time.
+    """
     job, idle, path = pickle.load(sys.stdin.buffer)
     os.setpgrp()  # not a session of its own, because Linux shares the cores among sessions evenly (autogroup)
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -339,14 +288,16 @@ def main() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     elif idle:
         os.nice(19)
-    use_workplace(path)
+    import torch._inductor.codecache  # noqa: F401 (which settles the folder of headers)
+
+    os.environ["TMPDIR"] = tempfile.tempdir = path
     compile_job(job)
 
 
 # --- what C++ is made of ---
 
 
-# Norms and RoPE are plain formulas here, because what saves operators in `cpu_ops` would become slow loops.
+# Norms and RoPE are plain formulas here, because what saves operators in cpu/ops.py would become slow loops.
 
 
 def scaled(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -411,13 +362,13 @@ def multiply_job() -> Job:
 class Compiled:
     """A function of this module, made into C++ for the settings and the sizes that it is called with.
 
-    The settings, the types of the tensors and their shapes but for the first dimension must determine all shapes.
+    The settings, the types of the tensors and their shapes but for the first dimension must determine all shapes. For
+    MANY rows the function is compiled again with threads, because starting threads for a few rows takes longer than the
+    work.
 
     Args:
-        builder: makes the C++.
         name: of the function. It takes settings, which become constants, and contiguous tensors.
-        batched: this many of the tensors, the first ones, have a row for each token of a step. For MANY rows the
-            function is compiled again with threads, because starting threads for a few rows takes longer than the work.
+        batched: this many of the tensors, the first ones, have a row for each token of a step.
     """
 
     def __init__(self, builder: Builder, name: str, batched: int):
@@ -447,7 +398,7 @@ class Compiled:
 
 
 def compile_ops(builder: Builder) -> ModuleType:
-    """`cpu_ops` with C++ in the place of five of them, as soon as the builder has made it."""
+    """cpu/ops.py with C++ in the place of five of its ops, as soon as the builder has made it."""
     norms, activations = Compiled(builder, "norm", 2), Compiled(builder, "activate", 1)
     ropes, scaled_ropes = Compiled(builder, "rope", 2), Compiled(builder, "rope", 3)
 

@@ -1,7 +1,7 @@
-"""Gated delta-rule layers on a CPU. `cpu_ops` passes these ops on; for what they compute see reference.py.
+"""Gated delta-rule layers on a CPU. cpu/ops.py passes these ops on; for what they compute see reference.py.
 
 A state is large: 2 MiB for each layer of Qwen3-Next. So none is copied: each is changed in its place, row by row, while
-it is in the cache. Longer rows go in parts of 64 tokens, in the chunked form that `delta.delta_chunk_kernel` tells of.
+it is in the cache. Longer rows go in parts of 64 tokens, in the chunked form of `ops.delta.delta_chunk_kernel`.
 """
 
 from __future__ import annotations
@@ -12,22 +12,15 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from reference import DeltaRows
+
 CHUNK = 64  # tokens of a row that are taken at a time
 
 
-def conv_silu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    seq_lens: torch.Tensor,
-    num_decodes: int,
-    longest: int,
-) -> torch.Tensor:
+def conv_silu(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, rows: DeltaRows) -> torch.Tensor:
     """See `reference.conv_silu`."""
     y, taps = x.new_empty(x.shape), weight.float().T.contiguous()
-    owners, tokens, longer = _split(state, slots, starts, seq_lens, num_decodes)
+    owners, tokens, longer = _split(state, rows)
     if len(tokens):
         before, new = state.index_select(0, owners), x.index_select(0, tokens).float()
         out = new * taps[-1]
@@ -46,13 +39,12 @@ def conv_silu(
     return y
 
 
-def _split(
-    state: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor, num_decodes: int
-) -> tuple[torch.Tensor, torch.Tensor, Iterator[tuple[int, int, int]]]:
+def _split(state: torch.Tensor, rows: DeltaRows) -> tuple[torch.Tensor, torch.Tensor, Iterator[tuple[int, int, int]]]:
     """(slots [D] and tokens [D], both int64, of rows of one token; (slot, begin, end) of each part of longer rows).
 
     The states of rows whose context begins with these tokens become zeros.
     """
+    slots, starts, seq_lens, num_decodes, _ = rows
     counts, begins = starts.diff(), starts.tolist()
     for slot in slots[(slots >= 0) & (counts > 0) & (seq_lens == counts)].tolist():
         state[slot].zero_()
@@ -82,11 +74,7 @@ def delta_rule(
     decay: torch.Tensor,
     dt_bias: torch.Tensor,
     state: torch.Tensor,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    seq_lens: torch.Tensor,
-    num_decodes: int,
-    longest: int,
+    rows: DeltaRows,
     key_heads: int,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
@@ -103,7 +91,7 @@ def delta_rule(
         return Inputs(qk * factors, v.unflatten(1, (heads, dv)), b.float().sigmoid(), log_g)
 
     o = qkv.new_empty(len(qkv), heads, dv)
-    owners, tokens, longer = _split(state, slots, starts, seq_lens, num_decodes)
+    owners, tokens, longer = _split(state, rows)
     if len(tokens):
         steps = inputs(*(x.index_select(0, tokens) for x in (qkv, b, a)))
         o.index_copy_(0, tokens, _step([state[slot] for slot in owners.tolist()], steps).to(o.dtype))

@@ -1,7 +1,7 @@
-"""Mixtures of experts as a CPU runs them: the names and signatures of `reference.py`; `cpu_ops` passes them on.
+"""Mixtures of experts as a CPU runs them: the names and signatures of `reference.py`; cpu/ops.py passes them on.
 
-A step reads the weights of those experts that some token meets, and of no others. Each of them is one product of its
-tokens' rows. All else is done for all experts together, because in a small step the number of calls takes time.
+A step reads the weights of the experts that some token meets: each is one product of its tokens' rows. All else is
+done for all experts together, because in a small step the number of calls takes time.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ def settle(threads: int | None, spare: bool = False, ranks: int = 1) -> None:
     stays free. In a small model two threads wait for each other at every product, and lose more to a third process
     than the second thread brings.
 
-    By default glibc maps every large tensor afresh and unmaps it after use. Then the system zeroes each of a step's
-    intermediates page by page, which can take longer than computing them.
+    By default glibc maps every large tensor afresh, and the system zeroes it page by page, which can take longer than
+    computing it.
     """
     cores = available_cores()
     torch.set_num_threads(threads or max(1, (cores - spare) // ranks))
@@ -119,8 +119,8 @@ def _untouched(size: int) -> np.ndarray:
 def pinned(size: int) -> torch.Tensor | None:
     """Zero bytes [size] that a GPU reads and writes in place; None if the system does not let us pin as many.
 
-    Their pages are registered with CUDA as they are, and given back when no tensor refers to them any more. torch's own
-    allocator rounds sizes up to a power of two, and keeps memory for later that is free.
+    CUDA gives their pages back when no tensor refers to them any more. torch's own allocator rounds sizes up to a power
+    of two, and keeps what is free.
     """
     memory, cudart = _untouched(size), torch.cuda.cudart()
     address = memory.ctypes.data

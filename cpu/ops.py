@@ -1,14 +1,13 @@
 """The ops as a CPU runs them: `reference.py`'s names and signatures, in torch as fast as a CPU goes.
 
-In a small step the number of calls is what takes time, so an op here makes few and cheap ones. That is why
+In a small step the number of calls takes the time, so an op here makes few and cheap ones. That is why
 `split_with_sizes` and `shape[0]` stand where `split` and `len` would do: these two are functions in Python. A plain
-number as an operand costs more than a tensor that is kept (`_constants`). Where a step's rows and places are counted,
-NumPy works on the tensors' memory: its calls take a microsecond, torch's take three to ten.
+number as an operand costs more than a tensor that is kept (`_constants`). NumPy counts a step's rows and places in the
+tensors' memory: its calls take a microsecond, torch's take three to ten.
 
-Attention is a weighted sum of a table's rows, which is what `embedding_bag` computes: it fetches rows ahead, and no key
-or value is copied. Latents are copied out of their pages once for all heads: then a row's scores are one matrix
-product, and its outputs another one. The ops that are not defined here are the specification's own, which are fast
-enough.
+Attention is a weighted sum of a table's rows, which `embedding_bag` computes: it fetches rows ahead, and no key or
+value is copied. Latents are copied out of their pages once for all heads: then a row's scores are one matrix product,
+and its outputs another. Some ops are the specification's own, which are fast enough.
 """
 
 from __future__ import annotations
@@ -21,12 +20,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from cpu.delta import conv_silu, delta_rule, gated_norm, sigmoid_mul
-from cpu.experts import expert_down, expert_gate_up, plan_experts
-from cpu.sampling import Adjust, logprobs, sample
+from cpu.delta import conv_silu, delta_rule, gated_norm, sigmoid_mul  # noqa: F401 (ops like those below)
+from cpu.experts import expert_down, expert_gate_up, plan_experts  # noqa: F401
+from cpu.sampling import Adjust, logprobs, sample  # noqa: F401
 from cpu.weights import fuses_attention
 from reference import DecodePlan as LatentPlan
-from reference import (
+from reference import (  # noqa: F401
+    PrefillRows,
     _first_keys,
     act,
     apply_writes,
@@ -40,14 +40,6 @@ from reference import (
     square_sums,
     swap_blocks,
 )
-
-__all__ = [
-    "Adjust", "DecodePlan", "act", "act_mul", "apply_writes", "attention_decode", "attention_prefill", "conv_silu",
-    "copy_blocks", "delta_rule", "expert_down", "expert_gate_up", "gated_norm", "head_linear", "keys_of",
-    "latent_decode", "latent_prefill", "latent_store", "layer_norm", "linear", "logprobs", "mask_words", "plan_decode",
-    "plan_experts", "pool", "post_update", "prepare_inputs", "qk_norm_rope_store", "rms_norm", "rope_last", "route",
-    "sample", "sigmoid_mul", "square_sums", "swap_blocks",
-]  # fmt: skip
 
 BACKEND = "cpu"  # what the option of this name calls these ops
 SPAN_TOKENS = 1 << 13  # tokens of context that attention_decode takes at a time, so that their scores stay in the cache
@@ -334,11 +326,7 @@ def attention_decode(
 def attention_prefill(
     q: torch.Tensor,
     kv: torch.Tensor,
-    block_tables: torch.Tensor,
-    slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_starts: torch.Tensor,
-    max_query_len: int,
+    rows: PrefillRows,
     scale: float,
     window: int,
     soft_cap: float = 0.0,
@@ -351,6 +339,7 @@ def attention_prefill(
     A part is some queries of a row with the keys up to them, so that later keys are not looked at.
     """
     fused = not soft_cap and sinks is None and slopes is None and fuses_attention(q.dtype)
+    block_tables, slots, seq_lens, query_starts, _ = rows
     block_size = kv.shape[3]
     out, starts = torch.zeros_like(q), query_starts.tolist()
     for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
@@ -392,21 +381,12 @@ def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: LatentPlan, scale: fl
     """See `reference.latent_decode`."""
     tokens = q.shape[0] // len(plan.slots)
     starts = torch.arange(0, q.shape[0] + 1, tokens)
-    return latent_prefill(q, kv, plan.block_tables, plan.slots, plan.seq_lens, starts, tokens, scale, rank)
+    return latent_prefill(q, kv, (plan.block_tables, plan.slots, plan.seq_lens, starts, tokens), scale, rank)
 
 
-def latent_prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    block_tables: torch.Tensor,
-    slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_starts: torch.Tensor,
-    max_query_len: int,
-    scale: float,
-    rank: int,
-) -> torch.Tensor:
+def latent_prefill(q: torch.Tensor, kv: torch.Tensor, rows: PrefillRows, scale: float, rank: int) -> torch.Tensor:
     """See `reference.latent_prefill`. It takes some tokens of a row at a time, with the latents up to them."""
+    block_tables, slots, seq_lens, query_starts, _ = rows
     (_, heads, width), size = q.shape, kv.shape[3]
     out, starts = q.new_zeros(q.shape[0], heads, rank), query_starts.tolist()
     for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):

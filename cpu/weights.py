@@ -1,6 +1,6 @@
-"""What a CPU has, and what makes torch fast on it: weights packed once, memory that stays mapped, threads.
+"""Weights as a CPU multiplies them fastest: each is packed once, in a layout for rows that come one by one or together.
 
-All of it is optional: where a CPU, a libc or a torch does not have it, plain torch serves, only slower.
+Where a CPU or a torch has no product for a layout, plain torch serves, only slower.
 """
 
 from __future__ import annotations
@@ -40,23 +40,16 @@ def fuses_attention(dtype: torch.dtype) -> bool:
 
 
 class DirectWrites(Writes):
-    """Stands in for `Writes` where the batch state lies in the host's memory: it writes at once, and keeps nothing.
-
-    Args:
-        words: [N] int32, the batch state.
-    """
+    """Stands in for `Writes` where the batch state, words [N] int32, lies in the host's memory: it writes at once."""
 
     def __init__(self, words: torch.Tensor):
-        super().__init__()  # it gathers nothing
+        super().__init__()  # which stays empty
         self.bytes = memoryview(words.numpy().view(np.uint8))  # type: ignore[arg-type]
 
     def add(self, at: int, values: Any) -> None:
         """Write `values`, an array of 4 bytes each, from word `at` on."""
         data = memoryview(values).cast("B")
         self.bytes[4 * at : 4 * at + len(data)] = data
-
-    def clear(self) -> None:
-        """Nothing is left to forget."""
 
 
 class PackedLinear:
@@ -80,9 +73,9 @@ class PackedLinear:
 class HalfLinear:
     """A float32 weight [out, in] in float16, which FBGEMM multiplies by float32 rows: half the bytes to read and keep.
 
-    It is for CPUs that compute in float32 because they have no instructions for less. A checkpoint in 16 bits loses
-    nothing: a power of two brings the largest element near float16's largest one, and only elements less than 2^-32 of
-    it are rounded, by less than 2^-40 of it. FBGEMM is also faster than oneDNN, at any number of rows.
+    It is for CPUs that have no instructions for less than float32. A checkpoint in 16 bits loses nothing: a power of
+    two brings the largest element near float16's largest one, and only elements less than 2^-32 of it are rounded, by
+    less than 2^-40 of it. FBGEMM is also faster than oneDNN, at any number of rows.
 
     Raises:
         ValueError: the weight has elements that are not floats of 16 bits.
@@ -117,9 +110,6 @@ class PanelLinear:
     rows ahead, and so reads memory faster than a matrix product does. FEW rows or more are multiplied panel by panel.
     For PROMPT rows or more the panels are laid side by side first, because one large product then saves more than that
     copy costs.
-
-    Args:
-        weight: a plain tensor.
     """
 
     def __init__(self, weight: torch.Tensor):
@@ -154,9 +144,9 @@ class PanelLinear:
 
 @functools.cache
 def panel_rows(panels: int, inputs: int, times: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """For embedding_bag: the row of each input, panel by panel [panels * inputs], and where each panel begins [panels].
+    """For embedding_bag: the row of each input, in the order of `halves`, panel by panel, and where each panel begins.
 
-    A panel is read at its beginning and at its middle in turn; see `halves`. Each panel comes `times` times.
+    Each panel comes `times` times.
     """
     rows = torch.arange(panels * inputs, dtype=torch.int32).view(panels, inputs)
     rows = rows.view(panels, 2 - inputs % 2, -1).mT.flatten(1).repeat_interleave(times, 0)
@@ -177,19 +167,18 @@ class CompressedLinear:
     The product of one row takes as long as reading the weight, and this layout has three quarters of the bytes. The
     elements of a matrix differ by few powers of two (DFloat11, Zhang et al., 2025, uses that by Huffman codes): nearly
     all of them have one of 15 consecutive exponents, for which four bits do instead of eight. Of eight elements, six
-    lie in three words, and each leaves four bits free. The other two lie in these 24 bits. Shifts and masks make floats
-    of all eight. The few elements with other exponents are listed by output.
+    lie in three words, and each leaves four bits free, which the other two take. The few elements with other exponents
+    are listed by output.
 
     Args:
-        weight: a plain tensor.
-        several: multiplies several rows; it is called with them and `bias=`.
+        several: what multiplies several rows: the plain tensor, or a packed weight.
         multiplied: its `run` is `multiply` as C++; while that is None, `several` takes single rows, too.
 
     Raises:
         ValueError: the weight is not bfloat16, its inputs are no multiple of 8, or too many of them would be listed.
     """
 
-    def __init__(self, weight: torch.Tensor, several: Callable[..., torch.Tensor], multiplied: Any):
+    def __init__(self, weight: torch.Tensor, several: torch.Tensor | PackedLinear, multiplied: Any):
         (self.outputs, inputs), self.several, self.multiplied = weight.shape, several, multiplied
         if weight.dtype != torch.bfloat16 or inputs % 8:
             raise ValueError(f"weight is {weight.dtype} of {inputs} inputs; it must be bfloat16 of a multiple of 8")
@@ -219,7 +208,7 @@ class CompressedLinear:
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] W^T + bias, [T, out]."""
         if x.shape[0] != 1 or not self.multiplied.run:
-            return self.several(x, bias=bias)
+            return F.linear(x, self.several, bias) if torch.is_tensor(self.several) else self.several(x, bias)
         y = self.multiplied.run([(x * self.up).view(-1, 8), self.words, self.scale, self.places, self.others])[0]
         if y.shape[1] > self.outputs:
             y = y[:, : self.outputs]
@@ -229,13 +218,10 @@ class CompressedLinear:
 class GreedyHead:
     """Finds the largest output of a head, argmax_i x w_i, from one byte per element, for greedy rows one by one.
 
-    Such a row needs no other logit. A step of one row takes as long as reading the weights, and a small model's head is
-    a quarter of them. Rounded to bytes, the weight gives y_i = x v_i. As |x w_i - y_i| <= |x| |w_i - v_i| (Cauchy and
-    Schwarz), the largest output is one of those with y_i + |x| e_i >= max(y - |x| e), where e_i is the largest error in
-    the panel of output i. These few outputs are computed from the weight itself.
-
-    Args:
-        weight: [out, in] bfloat16, a plain tensor. Only a few of its rows stay in use, so it may be a mapped file.
+    A step of one row takes as long as reading the weights, and a small model's head is a quarter of them. Rounded to
+    bytes, the weight [out, in] bfloat16 gives y_i = x v_i. As |x w_i - y_i| <= |x| |w_i - v_i| (Cauchy and Schwarz),
+    the largest output is one of those with y_i + |x| e_i >= max(y - |x| e), where e_i is the largest error in the panel
+    of output i. These few outputs are computed from the weight itself, which may be a mapped file.
     """
 
     def __init__(self, weight: torch.Tensor):
@@ -254,10 +240,9 @@ class GreedyHead:
         self.table, self.errors = torch.cat(tables), torch.stack(errors)
 
     def find(self, hidden: torch.Tensor, state: Any, slots: torch.Tensor) -> torch.Tensor | None:
-        """The token [1] of a single greedy row that wants nothing but its token; None where its logits are needed.
+        """The token [1] of hidden [R, in], if it is a single greedy row that wants nothing else; None for any other.
 
-        Args:
-            hidden: [R, in]. state: the `BatchState`. slots: [R] int32.
+        state: the `BatchState`. slots: [R] int32.
         """
         if len(slots) != 1 or (slot := int(slots)) < 0:
             return None
@@ -281,9 +266,9 @@ class GreedyHead:
 
 
 def greedy_head(weight: torch.Tensor) -> GreedyHead | None:
-    """A `GreedyHead` where it pays: for a plain bfloat16 weight of SMALL bytes or more.
+    """A `GreedyHead` where it pays: for a plain bfloat16 weight of SMALL bytes or more, if torch has FBGEMM.
 
-    torch must have FBGEMM, because without it rows of bytes are summed in plain loops.
+    Without it rows of bytes are summed in plain loops.
     """
     fast = "fbgemm" in torch.backends.quantized.supported_engines
     return GreedyHead(weight) if fast and weight.dtype == torch.bfloat16 and weight.nbytes >= SMALL else None
@@ -292,8 +277,7 @@ def greedy_head(weight: torch.Tensor) -> GreedyHead | None:
 def compress(weight: torch.Tensor, low: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The words [out / LANES, in / 8, 3, LANES] int32 of a `CompressedLinear`, and the weight without what they hold.
 
-    They hold the elements with exponents from low + 1 to low + 15, and store the exponent minus low. Other elements are
-    read as 0. The bits of eight elements in a row:
+    They hold exponents from low + 1 to low + 15, minus low. Other elements are read as 0. The bits of eight elements:
 
         bit    31     30 to 27       26 to 23    22 to 16    15     14 to 11           10 to 7     6 to 0
         a      sign   exponent of    exponent    fraction    sign   upper fraction     exponent    fraction
@@ -361,11 +345,10 @@ def prepare(model: Any, rows: str, files: list[str], multiplied: Any = None) -> 
 
 
 def map_embedding(model: Any, files: list[str]) -> None:
-    """Let a model look embeddings up in the mapped checkpoint, not in a copy.
+    """Let a model look embeddings up in the mapped checkpoint. So only the rows that are used are in memory.
 
-    So the system's cache holds those rows that are used, and not the whole table. This is done only where the head no
-    longer shares the table, and where the checkpoint has the whole table in the model's dtype, or the model is in
-    float32, which holds any other.
+    The head must not share the table any more, and the checkpoint must have the whole table in the model's dtype, or
+    the model be in float32, which holds any other.
     """
     if model.head is model.embedding or model.group.size > 1:
         return
@@ -384,36 +367,29 @@ def pack(
 ) -> torch.Tensor | HalfLinear | PanelLinear | PackedLinear | CompressedLinear:
     """`weight` in the layout for `rows`: "one" at a time, "several", or "both", which is two layouts.
 
-    In float32 one layout is the best for all of them, if the weight is one of 16 bits. A plain weight takes the place
-    of a packed one where this CPU or torch has no product for it. With "both" the layout for one row is a compressed
-    one, which is left out where the weight cannot be compressed.
+    In float32 one layout is the best for all of them, if the weight is one of 16 bits. With "both" the layout for one
+    row is a compressed one. A layout is left out where this CPU, torch or weight does not allow it.
     """
     if weight.dtype == torch.float32:
         with contextlib.suppress(ValueError, RuntimeError, AttributeError):
             return HalfLinear(weight)
     if rows == "one":
         return PanelLinear(weight)
-    several: torch.Tensor | PackedLinear
-    try:
+    several: torch.Tensor | PackedLinear = weight
+    with contextlib.suppress(RuntimeError, AttributeError):
         several = PackedLinear(weight)
-    except (RuntimeError, AttributeError):
-        several = weight
     with contextlib.suppress(ValueError):
         if rows == "both":
-            plain = functools.partial(F.linear, weight=weight)
-            return CompressedLinear(weight, several if isinstance(several, PackedLinear) else plain, multiplied)
+            return CompressedLinear(weight, several, multiplied)
     return several
 
 
 class PackedExperts:
     """The weights [E, out, in] of a layer's experts, each in the layout that `pack` gives it.
 
-    The layout for one row pays while a step brings an expert up to two rows, as some sequences that decode do. There is
-    no compressed layout beside it, because experts are most of a model's bytes, and two layouts would double them.
-
-    Args:
-        weight: a plain tensor.
-        rows: see `pack`; "both" counts as "several".
+    The layout for one row pays while a step brings an expert up to two rows, as some sequences that decode do. For
+    `rows` see `pack`; "both" counts as "several", because experts are most of a model's bytes, and a second layout
+    would double them.
     """
 
     def __init__(self, weight: torch.Tensor, rows: str):

@@ -75,9 +75,9 @@ class DeltaNet(Owner):
         # Where all rows have one token, padding rows may be among them, whichever kernel of attention has them.
         decodes = len(batch.slots) if batch.max_query_len == 1 else batch.num_decodes
         rows = batch.slots, batch.starts, batch.seq_lens, decodes, batch.max_query_len
-        qkv = ops.conv_silu(qkv, self.conv, inputs, *rows)
+        qkv = ops.conv_silu(qkv, self.conv, inputs, rows)
         y = ops.delta_rule(
-            qkv, b, a, self.decay, self.dt_bias, matrices, *rows, self.delta.key_heads, self.batch_invariant
+            qkv, b, a, self.decay, self.dt_bias, matrices, rows, self.delta.key_heads, self.batch_invariant
         )
         return linear(ops.gated_norm(y, z, self.norm, self.eps), self.o)
 

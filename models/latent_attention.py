@@ -141,7 +141,7 @@ class LatentAttention(Attention):
                 heads = slice(begin, begin + size)
                 absorbed = self.absorb(q[n:, heads].contiguous(), rotation[n:], heads)
                 more = self.config.scale, self.latent.kv_rank
-                self.expand(self.ops.latent_prefill(absorbed, kv, *rows, *more), heads, out[n:])
+                self.expand(self.ops.latent_prefill(absorbed, kv, rows, *more), heads, out[n:])
         elif n < len(q):
             self.ops.rope_last(q[n:], rotation[n:], interleaved)
             if step.rows is None:
@@ -209,9 +209,7 @@ class LatentAttention(Attention):
             keys[..., :nope] = made[..., :nope]
             keys[..., nope:] = latents[:, None, :, rank:]
             pages[:, 1, ..., : self.latent.v_dim] = made[..., nope:]  # what is beside a value is never looked at
-            found = self.ops.attention_prefill(
-                q[:, heads].contiguous(), pages, rows.tables, rows.slots, seq_lens, rows.starts, rows.longest,
-                c.scale, 0,
-            )  # fmt: skip
+            of = rows.tables, rows.slots, seq_lens, rows.starts, rows.longest
+            found = self.ops.attention_prefill(q[:, heads].contiguous(), pages, of, c.scale, 0)
             out[:, heads] = found[..., : self.latent.v_dim]
             del made, pages, keys, found

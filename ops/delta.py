@@ -23,6 +23,8 @@ STATE_COLUMNS = 32  # of a state, in a program: each of 128 programs holds 16 Ki
 CONV_TOKENS, CONV_CHANNELS = 16, 128  # of a tile of the convolution
 MAP_VALUES = 1024  # numbers of a program of gated_norm and of sigmoid_mul
 
+DeltaRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]  # as `reference.DeltaRows` tells
+
 
 # ------------------------------------------------------------------------------------------------------- convolution
 
@@ -100,32 +102,11 @@ def conv_state_kernel(
     _keep(p_x, p_state, o_c, i_count, x_stride, i_first, C, K, BLOCK_K)
 
 
-def conv_silu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    seq_lens: torch.Tensor,
-    num_decodes: int,
-    longest: int,
-) -> torch.Tensor:
-    """y[t] = silu(sum_j weight[:, j] x[t - K + 1 + j]), j < K; the state becomes the last K - 1 inputs of each row.
-
-    Inputs before a row's first token come from its state, the latest last.
-
-    Args:
-        x: [T, C], any float dtype; its rows may lie apart. weight: [C, K].
-        state: [N, C, K - 1] float32, changed in place.
-        slots: [B] int32, rows of the state; -1 for a padding row, which changes no state, and whose y is undefined.
-        starts: [B + 1] int32. seq_lens: [B] int32, tokens of context, including these.
-        num_decodes: rows of one token, which come first. longest: the most tokens of a row.
-
-    Returns:
-        y [T, C] in x's dtype, rounded once from float32.
-    """
-    (tokens, channels), (rows, taps) = x.shape, (len(slots), weight.shape[1])
-    assert x.stride(1) == 1 and weight.is_contiguous() and len(starts) == rows + 1 and len(seq_lens) == rows
+def conv_silu(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, rows: DeltaRows) -> torch.Tensor:
+    """See `reference.conv_silu`."""
+    slots, starts, seq_lens, num_decodes, longest = rows
+    (tokens, channels), taps, count = x.shape, weight.shape[1], len(slots)
+    assert x.stride(1) == 1 and weight.is_contiguous() and len(starts) == count + 1 and len(seq_lens) == count
     assert state.dtype == torch.float32 and state[0].is_contiguous() and state.shape[1:] == (channels, taps - 1)
 
     y = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
@@ -136,13 +117,13 @@ def conv_silu(
         conv_silu_kernel[(columns, 1, num_decodes)](
             x, weight, state, *find, y, 0, *strides, channels, taps, True, 1, CONV_CHANNELS, block_k
         )
-    if rows > num_decodes:
+    if count > num_decodes:
         tiles = triton.cdiv(longest, CONV_TOKENS)
-        conv_silu_kernel[(columns, tiles, rows - num_decodes)](
+        conv_silu_kernel[(columns, tiles, count - num_decodes)](
             x, weight, state, *find, y, num_decodes, *strides, channels, taps, False,
             CONV_TOKENS, CONV_CHANNELS, block_k,
         )  # fmt: skip
-        conv_state_kernel[(columns, rows - num_decodes)](
+        conv_state_kernel[(columns, count - num_decodes)](
             x, state, *find, num_decodes, *strides, channels, taps, CONV_CHANNELS, block_k
         )
     return y
@@ -344,37 +325,22 @@ def delta_rule(
     decay: torch.Tensor,
     dt_bias: torch.Tensor,
     state: torch.Tensor,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    seq_lens: torch.Tensor,
-    num_decodes: int,
-    longest: int,
+    rows: DeltaRows,
     key_heads: int,
     batch_invariant: bool = False,
 ) -> torch.Tensor:
-    """S <- g S; S <- S + k (beta (v - S^T k))^T; o = S^T q: for each token of a row in turn, and each value head.
+    """See `reference.delta_rule`. Here dk is at most 256.
 
-    q and k are divided by sqrt(sum of squares + 1e-6), and q by sqrt(dk), too. beta = sigmoid(b), and
-    g = exp(-exp(decay) softplus(a + dt_bias)). A key head serves Hv / Hk value heads that follow each other.
-
-    Rows of one token, and with `batch_invariant` all rows, go token by token. For the others there are T Hv times two
-    rows of 64 numbers in qkv's dtype, and four in float32.
-
-    Args:
-        qkv: [T, 2 Hk dk + Hv dv], any float dtype; its rows may lie apart, and so may those of b and a.
-        b, a: [T, Hv], any float dtype. decay, dt_bias: [Hv] float32. key_heads: Hk.
-        state: [N, Hv, dk, dv] float32, changed in place; dk is at most 256. For the rows see `conv_silu`.
-        batch_invariant: a token's bits must not depend on which other tokens its row has in this step.
-
-    Returns:
-        o [T, Hv, dv] in qkv's dtype. Rows of several tokens multiply matrices of qkv's dtype, and sum in float32.
+    Rows of one token, and with `batch_invariant` all rows, go token by token. The others multiply matrices of qkv's
+    dtype, and sum in float32. For them there are T Hv times two rows of 64 numbers in qkv's dtype, and four in float32.
     """
-    (tokens, width), (_, heads, dk, dv), rows = qkv.shape, state.shape, len(slots)
+    slots, starts, seq_lens, num_decodes, longest = rows
+    (tokens, width), (_, heads, dk, dv), count = qkv.shape, state.shape, len(slots)
     assert qkv.stride(1) == b.stride(1) == a.stride(1) == 1 and width == 2 * key_heads * dk + heads * dv and dk <= 256
     assert state.dtype == torch.float32 and state[0].is_contiguous() and heads % key_heads == 0
-    assert len(starts) == rows + 1 and len(seq_lens) == rows and b.shape == a.shape == (tokens, heads)
+    assert len(starts) == count + 1 and len(seq_lens) == count and b.shape == a.shape == (tokens, heads)
 
-    steps = num_decodes if qkv.dtype in CHUNKED and not batch_invariant else rows
+    steps = num_decodes if qkv.dtype in CHUNKED and not batch_invariant else count
     o = torch.empty(tokens, heads, dv, dtype=qkv.dtype, device=qkv.device)
 
     find, strides = (slots, starts, seq_lens), (qkv.stride(0), b.stride(0), a.stride(0))
@@ -385,16 +351,16 @@ def delta_rule(
             qkv, b, a, decay, dt_bias, state, *find, o, *strides, state.stride(0), dk**-0.5,
             key_heads, heads, dk, dv, block_k, block_v,
         )  # fmt: skip
-    if rows > steps:
+    if count > steps:
         inverse = torch.empty(tokens, heads, CHUNK, dtype=qkv.dtype, device=qkv.device)
         scores = torch.empty(tokens, heads, CHUNK, dtype=qkv.dtype, device=qkv.device)
         factors = torch.empty(tokens, heads, 4, dtype=torch.float32, device=qkv.device)
-        delta_chunk_kernel[(triton.cdiv(longest, CHUNK), heads, rows - steps)](
+        delta_chunk_kernel[(triton.cdiv(longest, CHUNK), heads, count - steps)](
             qkv, b, a, decay, dt_bias, slots, starts, inverse, scores, factors, steps, *strides, dk**-0.5,
             key_heads, heads, dk, CHUNK, min(block_k, KEY_PART), num_warps=8,
         )  # fmt: skip
         stages = 1 if block_k > 128 else 3 if _chip(qkv.device).roomy else 2
-        delta_scan_kernel[(columns, heads, rows - steps)](
+        delta_scan_kernel[(columns, heads, count - steps)](
             qkv, state, *find, inverse, scores, factors, o, steps, qkv.stride(0), state.stride(0),
             key_heads, heads, dk, dv, CHUNK, block_k, block_v, num_warps=8, num_stages=stages,
         )  # fmt: skip
@@ -421,14 +387,7 @@ def gated_norm_kernel(
 
 
 def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """y[t, h] = weight * o[t, h] * rsqrt(mean(o[t, h]^2) + eps) * silu(z[t, h]).
-
-    Args:
-        o: [T, H, D], any float dtype. z: [T, H D], whose rows may lie apart. weight: [D], any float dtype.
-
-    Returns:
-        y [T, H D] in o's dtype, rounded once from float32.
-    """
+    """See `reference.gated_norm`."""
     tokens, heads, size = o.shape
     assert o.is_contiguous() and z.shape == (tokens, heads * size) and z.stride(1) == 1 and len(weight) == size
 
@@ -453,7 +412,7 @@ def sigmoid_mul_kernel(x, gate, y, x_stride, gate_stride, SIZE: tl.constexpr, BL
 
 
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """y = x * sigmoid(gate) for x and gate [T, N], whose rows may lie apart; y in x's dtype, rounded once."""
+    """See `reference.sigmoid_mul`."""
     tokens, size = x.shape
     assert gate.shape == x.shape and x.stride(1) == gate.stride(1) == 1
 

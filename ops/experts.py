@@ -1,7 +1,5 @@
 """Mixtures of experts: Triton kernels and their launchers, written as kernels.py says; `kernels` passes them on as ops.
 
-Shapes: T tokens with k choices each, which makes T k pairs; E experts on this rank; H hidden, I intermediate.
-
 A pair is the number t k + j of choice j of token t. The pairs are sorted by expert, and an expert's pairs are cut into
 tiles of BLOCK_M. How many tiles there are is known on the device alone. A grid has as many as there can be, and the
 programs of those that are missing return at once. So nothing waits for the host, and a CUDA graph can hold it all.
@@ -15,10 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.matmul import _cast, _dot
-
-LOG2E = tl.constexpr(1.4426950408889634)
-NO_ID = tl.constexpr(2**31 - 1)
+from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, _cast, _dot
 
 EXPERT_ROWS = 16  # rows of a tile while few pairs meet an expert: the least that the matrix unit takes
 MANY_ROWS = 128  # with more than EXPERT_ROWS pairs for each expert: two warp groups of 64, as sm_90's wgmma wants
@@ -26,7 +21,6 @@ FIXED_ROWS = 64  # for batch invariance, where a tile must serve one token and t
 PAIRS = 2048  # pairs that plan_experts looks at at a time
 SUMS = 1024  # elements of a token that expert_sum adds up at a time
 SHARERS = 8  # tiles of rows that read the same weights shortly after each other, so that these are still in the L2
-EXPERT_REGISTERS = 255  # of a program of 4 or 8 warps; left alone, ptxas may allow fewer and spill
 
 
 @triton.jit(do_not_specialize=["scale"])
@@ -98,20 +92,7 @@ def route(
     scale: float = 1.0,
     slots: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """w = scale * s[ids], s = scoring(logits), ids = the k experts of the largest s + bias.
-
-    The router of a mixture of experts; see `reference.route` for groups.
-
-    Args:
-        logits: [T, E], any float dtype. k: experts of a token. scoring: softmax or sigmoid.
-        bias: [E] float32, which helps to choose and does not change the weights; or None.
-        groups: number of groups, equal parts of the experts in their order. top_groups: in [1, groups].
-        renormalize: divide each weight by the token's sum of weights, before `scale`.
-        slots: [T] int32, -1 for a padding row, whose ids are -1: no expert; None: there are no padding rows.
-
-    Returns:
-        weights [T, k] float32; ids [T, k] int32, the best first. The lowest id comes first among equals.
-    """
+    """See `reference.route`."""
     tokens, experts = logits.shape
     assert logits.is_contiguous() and scoring in ("softmax", "sigmoid") and 1 <= k <= experts
     assert bias is None or (bias.shape == (experts,) and bias.dtype == torch.float32)
@@ -179,15 +160,7 @@ def plan_experts(
     weigh_inputs: bool = False,
     batch_invariant: bool = False,
 ) -> ExpertPlan:
-    """What `expert_gate_up` and `expert_down` derive from the router's choice: once for both, with no look at the host.
-
-    Args:
-        weights: [T, k] float32 and ids: [T, k] int32, as `route` gives them.
-        num_experts: E, experts of this rank. first: the id of the first of them. Other ranks have the other experts,
-            and nobody has expert -1.
-        weigh_inputs: a weight multiplies the expert's input (Llama 4), not its output.
-        batch_invariant: a token's bits must not depend on the other tokens. Then the tiles have one size.
-    """
+    """See `reference.plan_experts`. With `batch_invariant` the tiles have one size."""
     pairs = ids.numel()
     assert weights.shape == ids.shape and weights.is_contiguous() and ids.is_contiguous() and ids.dtype == torch.int32
 
@@ -282,17 +255,7 @@ def _tile(rows: int, dtype: torch.dtype, products: int) -> tuple[int, int, int, 
 def expert_gate_up(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: ExpertPlan, activation: str
 ) -> torch.Tensor:
-    """h[t k + j] = act(gate, up), (gate | up) = w x[t] W_e^T + b_e, for choice j of token t: expert e, weight w.
-
-    silu: silu(gate) up. gelu_tanh: gelu(gate) up, see `act_mul`. swigluoai: (up + 1) g sigmoid(1.702 g), g = min(gate,
-    7), with up first clamped to [-7, 7] (gpt-oss). Without `weigh_inputs` w is 1.
-
-    Args:
-        x: [T, H], any float dtype. weight: [E, 2 I, H]: an expert's gate, then its up. bias: [E, 2 I] or None.
-
-    Returns:
-        h [T k, I] in x's dtype, rounded once from float32. Rows whose expert is not this rank's are undefined.
-    """
+    """See `reference.expert_gate_up`."""
     (experts, double, inputs), (tokens, k) = weight.shape, plan.ids.shape
     assert x.shape == (tokens, inputs) and x.is_contiguous() and weight.is_contiguous() and weight.dtype == x.dtype
     assert plan.starts.shape == (experts + 1,) and activation in ("silu", "gelu_tanh", "swigluoai")
@@ -306,7 +269,7 @@ def expert_gate_up(
     expert_gate_up_kernel[(plan.tiles() * columns,)](
         x, weight, bias, plan.weights, plan.starts, plan.order, h, plan.tiles(),
         experts, inputs, double // 2, k, activation, plan.weigh_inputs, *block, triton.next_power_of_2(experts),
-        SHARERS, num_warps=warps, num_stages=stages, maxnreg=EXPERT_REGISTERS,
+        SHARERS, num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return h
 
@@ -361,17 +324,7 @@ def expert_sum_kernel(
 
 
 def expert_down(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: ExpertPlan) -> torch.Tensor:
-    """y[t] = sum_j w (h[t k + j] W_e^T + b_e) over the choices j of token t: expert e, weight w.
-
-    With `weigh_inputs` w is 1. No float is added atomically: the choices' results are written, and added in their
-    order.
-
-    Args:
-        h: [T k, I], of `expert_gate_up`. weight: [E, H, I]. bias: [E, H] or None.
-
-    Returns:
-        y [T, H] in h's dtype, rounded once from float32. Choices whose expert is not this rank's are left out.
-    """
+    """See `reference.expert_down`. The choices' results are added in their order, none of them atomically."""
     (experts, hidden, size), (tokens, k) = weight.shape, plan.ids.shape
     assert h.shape == (tokens * k, size) and h.is_contiguous() and weight.is_contiguous() and weight.dtype == h.dtype
     assert plan.starts.shape == (experts + 1,)
@@ -386,7 +339,7 @@ def expert_down(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     expert_down_kernel[(plan.tiles() * columns,)](
         h, weight, bias, plan.weights, plan.starts, plan.order, parts, plan.tiles(),
         experts, hidden, size, not plan.weigh_inputs, *block, triton.next_power_of_2(experts), SHARERS,
-        num_warps=warps, num_stages=stages, maxnreg=EXPERT_REGISTERS,
+        num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     expert_sum_kernel[(tokens, triton.cdiv(hidden, SUMS))](
         parts, plan.ids, y, plan.first, experts, k, hidden, SUMS, num_warps=4

@@ -2,24 +2,19 @@
 
 `kernels` passes them on as ops. reference.py tells what latents are.
 
-Shapes: a latent has R + P numbers, which are c and k'. R is large (512) and P is small (64), and R + P is no power of
-two, so everywhere the two parts are loaded apart. `kv` is one layer of a pool of latents, [num_blocks, 1, 1,
-block_size, R + P]. The latent of a token is the key of all H heads, and its first R numbers are the value of all.
+A latent has R + P numbers, which are c and k'. R is large (512) and P is small (64), and R + P is no power of two, so
+everywhere the two parts are loaded apart. It is the key of all H heads, and its first R numbers are the value of all.
 """
 
 from __future__ import annotations
-
-import functools
-from typing import NamedTuple, Protocol
 
 import torch
 import triton
 import triton.language as tl
 
-from ops.matmul import DECODE_PARTIALS, LOG2E, MOST_REGISTERS, NO_ID, Chip, _cast, _chip, _combine, _dot, _tile_rows
+from ops.attention import DECODE_PARTIALS, DECODE_ROWS, DecodePlan, PrefillRows, _combine, _programs, _tile_rows
+from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, _cast, _chip, _dot
 
-PROCESSORS = 132  # assumed where there is no GPU to ask
-DECODE_ROWS = 512  # rows whose items are searched at a time
 WIDE_ROWS = 64  # queries of a tile, at most: wgmma takes no fewer, and 64 x 512 sums fill half of all registers
 PRODUCT_ROWS = 64  # rows of a tile of head_linear
 
@@ -77,14 +72,7 @@ def latent_store(
     kv: torch.Tensor,
     interleaved: bool = False,
 ) -> None:
-    """The pool gets (rms_norm(c) | rope(k')) for each token's latent (c | k').
-
-    Args:
-        latent: [T, R + P]. weight: [R].
-        rotation: [T, 2, P] float32; for it and `interleaved` see `qk_norm_rope_store`.
-        slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
-        kv: [num_blocks, 1, 1, block_size, R + P], a layer of the pool, written in place.
-    """
+    """See `reference.latent_store`."""
     (tokens, width), rank, rope = latent.shape, len(weight), rotation.shape[2]
     assert latent.is_contiguous() and rotation.is_contiguous() and width == rank + rope == kv.shape[4]
     assert kv.shape[1:3] == (1, 1) and kv[0].is_contiguous() and kv.dtype == latent.dtype and rope % 2 == 0
@@ -116,12 +104,7 @@ def rope_last_kernel(
 def rope_last(
     x: torch.Tensor, rotation: torch.Tensor, interleaved: bool = False, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """out[t, h, -P:] = rope(x[t, h, -P:]), and all else in `out` stays as it is.
-
-    Args:
-        x: [T, H, D]. rotation: [T, 2, P] float32; for it and `interleaved` see `qk_norm_rope_store`.
-        out: [T, H, E] of x's dtype; None: x itself.
-    """
+    """See `reference.rope_last`."""
     out, (tokens, heads, size), rope = x if out is None else out, x.shape, rotation.shape[2]
     assert x.is_contiguous() and out.is_contiguous() and rotation.is_contiguous() and out.dtype == x.dtype
     assert out.shape[:2] == x.shape[:2] and rope % 2 == 0 and rope <= min(size, out.shape[2])
@@ -167,16 +150,7 @@ def head_linear_kernel(
 
 
 def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """y[t, h] = weight[h] x[t, h].
-
-    A token's result depends on nothing but the token: not on T, nor on its place among the others.
-
-    Args:
-        x: [T, H, K]. weight: [H, N, K], with any strides.
-
-    Returns:
-        y [T, H, N] in x's dtype, rounded once from float32.
-    """
+    """See `reference.head_linear`. A token's result depends on nothing but the token: not on T, nor on its place."""
     (tokens, heads, inputs), outputs = x.shape, weight.shape[1]
     assert x.is_contiguous() and weight.shape == (heads, outputs, inputs) and weight.dtype == x.dtype
 
@@ -298,34 +272,11 @@ def latent_decode_kernel(
         i_item, i_b = i_next, i_b + (i_next == i_to).to(tl.int32)
 
 
-class DecodePlan(Protocol):
-    """What `latent_decode` reads of a `kernels.DecodePlan`, which tells what each is."""
+def _decode_tile(rows: int, dtype: torch.dtype, block_size: int, device: torch.device) -> tuple[int, int, int, int]:
+    """How many tiles share `rows` queries, and BLOCK_Q, BLOCK_N and warps of latent_decode_kernel.
 
-    @property
-    def block_tables(self) -> torch.Tensor: ...
-    @property
-    def slots(self) -> torch.Tensor: ...
-    @property
-    def seq_lens(self) -> torch.Tensor: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def items(self) -> torch.Tensor: ...
-    @property
-    def arrived(self) -> torch.Tensor: ...
-
-
-class Tile(NamedTuple):
-    """How latent_decode is launched for the queries of a sequence that share their keys."""
-
-    tiles: int  # that the queries are divided among
-    block_q: int
-    block_n: int
-    warps: int
-
-
-def _decode_tile(rows: int, dtype: torch.dtype, block_size: int, device: torch.device) -> Tile:
-    """The tile for `rows` queries, which no register spills with, and whose two stages fit into shared memory."""
+    No register spills, and the two stages fit into shared memory.
+    """
     chip = _chip(device)
     most = 16 if dtype == torch.float32 else WIDE_ROWS if chip.arch == 90 else WIDE_ROWS // 2
     count = next(count for count in range(triton.cdiv(rows, most), rows + 1) if rows % count == 0)
@@ -334,40 +285,17 @@ def _decode_tile(rows: int, dtype: torch.dtype, block_size: int, device: torch.d
     # But a tile of four blocks would spill.
     wide = block_q == 32 and chip.wgmma and block_size > 16
     block_n = 16 if dtype == torch.float32 else 64 if wide else 32
-    return Tile(count, block_q, block_n, 8 if block_q > 16 else 4)
-
-
-def _stages(chip: Chip) -> int:
-    """Stages of a loop over keys. Half of them load the block table, which latents wait for."""
-    return 5 if chip.roomy else 3
-
-
-@functools.cache
-def _programs(device: torch.device, tiles: int, block_q: int) -> int:
-    """Programs of latent_decode for each tile: as many as run at once."""
-    cuda = device.type == "cuda"
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else PROCESSORS
-    each = 2 if block_q == 16 and _chip(device).roomy else 1
-    return max(1, each * processors // tiles)
+    return count, block_q, block_n, 8 if block_q > 16 else 4
 
 
 def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: float, rank: int) -> torch.Tensor:
-    """out[t, h] = softmax(scale * q[t, h] C^T) C[:, :R] over the latents C of t's row up to t itself, few a row.
-
-    Args:
-        q: [B * tokens, H, R + P], (W_UK[h]^T q | rope(q')): the last `tokens` of each row's context.
-        kv: [num_blocks, 1, 1, block_size, R + P], a layer of the pool, which has the latents of these tokens already.
-        plan: of `plan_decode` for these rows, without a window. rank: R.
-
-    Returns:
-        out [B * tokens, H, R] in q's dtype; zeros for padding rows.
-    """
+    """See `reference.latent_decode`."""
     batch, (count, heads, width), block_size = len(plan.slots), q.shape, kv.shape[3]
     assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and kv.shape[4] == width > rank
     assert kv.shape[1:3] == (1, 1) and count == batch * plan.tokens and scale > 0
 
     tiles, block_q, block_n, warps = _decode_tile(heads * plan.tokens, q.dtype, block_size, q.device)
-    rows, programs = heads * plan.tokens // tiles, _programs(q.device, tiles, block_q)
+    rows, programs = heads * plan.tokens // tiles, _programs(q.device, 2 if block_q == 16 else 1, tiles)
     out = torch.empty(count, heads, rank, dtype=q.dtype, device=q.device)
     partial = torch.empty(programs, 2, tiles, rows, rank, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(programs, 2, tiles, rows, dtype=torch.float32, device=q.device)
@@ -382,7 +310,7 @@ def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: fl
         batch, plan.block_tables.stride(0), kv.stride(0), scale * LOG2E.value, heads, rank, width - rank, block_size,
         plan.tokens, tiles, least, block_q, block_n, block_r, block_p, DECODE_ROWS,
         max(1, DECODE_PARTIALS // (at_once * block_r)), at_once, num_warps=warps,
-        num_stages=_stages(_chip(q.device)), maxnreg=MOST_REGISTERS,
+        num_stages=5 if _chip(q.device).roomy else 3, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return out
 
@@ -434,27 +362,9 @@ def latent_prefill_kernel(
     tl.store(out + o_row * R + o_r[None, :], _cast(b_acc, out.dtype.element_ty), mask=m_m[:, None] & m_r[None, :])
 
 
-def latent_prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    block_tables: torch.Tensor,
-    slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_starts: torch.Tensor,
-    max_query_len: int,
-    scale: float,
-    rank: int,
-) -> torch.Tensor:
-    """out[t, h] = softmax(scale * q[t, h] C^T) C[:, :R] over the latents C of t's sequence up to t itself (causal).
-
-    Args:
-        q: [T, H, R + P], as in `latent_decode`; for the rows see `attention_prefill`.
-        kv: [num_blocks, 1, 1, block_size, R + P], a layer of the pool, which has the latents of these tokens already.
-        rank: R.
-
-    Returns:
-        out [T, H, R] in q's dtype; zeros for padding rows.
-    """
+def latent_prefill(q: torch.Tensor, kv: torch.Tensor, rows: PrefillRows, scale: float, rank: int) -> torch.Tensor:
+    """See `reference.latent_prefill`."""
+    block_tables, slots, seq_lens, query_starts, max_query_len = rows
     (tokens, heads, width), block_size = q.shape, kv.shape[3]
     assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and block_tables.stride(1) == 1
     assert kv.shape[1:3] == (1, 1) and kv.shape[4] == width > rank and scale > 0
@@ -469,6 +379,6 @@ def latent_prefill(
     latent_prefill_kernel[(triton.cdiv(max_query_len * heads, block_m), len(slots))](
         q, kv, block_tables, slots, seq_lens, query_starts, out, block_tables.stride(0), kv.stride(0),
         scale * LOG2E.value, heads, rank, width - rank, block_size, block_m, block_n, block_r, block_p,
-        num_warps=warps, num_stages=3 if chip.wgmma else _stages(chip),
+        num_warps=warps, num_stages=5 if chip.roomy and not chip.wgmma else 3,
     )  # fmt: skip
     return out

@@ -1,9 +1,6 @@
 """Matrix products: Triton kernels and their launchers, written as kernels.py says; `kernels` passes them on as ops.
 
-The little functions and the constants that all kernels use stand here, too, because the other files of kernels take
-what they need from this one.
-
-Shapes: x has T rows (tokens) of K inputs, a weight is [N, K].
+The little functions and the constants that all kernels use stand here, too.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 NO_ID = tl.constexpr(2**31 - 1)
 
 ARCH = 90  # assumed where there is no GPU to ask: the compute capability of an H100
-DECODE_PARTIALS = 4096  # values of partial results that are added up at a time: all at once would spill registers
 LINEAR_ROWS = 64  # rows of a tile: the least for which sm_90 issues wgmma; nothing is fetched for padding rows
 LINEAR_PROGRAMS = 128  # programs to aim for, so that enough bytes of weights are in flight to fill the memory bus
 MOST_REGISTERS = 255  # of a thread in a program of 4 or 8 warps; left alone, ptxas allows fewer for some, and spills
@@ -75,63 +71,6 @@ def _dot(a, b, acc):
     if INTERPRET:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
-def _tile_rows(kv, p_table, i_n, i_end, kv_stride, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pointers [BLOCK_N] to the SIZE numbers of each token from i_n on in the paged `kv`. BLOCK_N divides i_n.
-
-    The tile lies in one block or has several, whose ids are loaded one by one, where they have a token before i_end.
-    Triton 3.6 would copy a vector of ids once for each thread.
-    """
-    o_n = tl.arange(0, BLOCK_N)
-    if BLOCK_SIZE % BLOCK_N == 0:
-        i_block = tl.load(p_table + i_n // BLOCK_SIZE).to(tl.int64)
-        p_rows = kv + i_block * kv_stride + (i_n % BLOCK_SIZE + o_n) * SIZE
-    else:
-        tl.static_assert(BLOCK_N % BLOCK_SIZE == 0)
-        b_block = tl.zeros([BLOCK_N], tl.int64)
-        for i_part in tl.static_range(BLOCK_N // BLOCK_SIZE):
-            i_block = tl.load(p_table + i_n // BLOCK_SIZE + i_part, mask=i_n + i_part * BLOCK_SIZE < i_end, other=0)
-            b_block = tl.where(o_n // BLOCK_SIZE == i_part, i_block.to(tl.int64), b_block)
-        p_rows = kv + b_block * kv_stride + (o_n % BLOCK_SIZE) * SIZE
-    return p_rows
-
-
-@triton.jit
-def _combine(
-    out, partial, partial_lse, i_kv, i_first, pieces,
-    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """out[r] = sum_j w_j partial_j[r] / sum_j w_j, w_j = 2^(lse_j[r] - max lse[r]), over the pieces j of one row.
-
-    It adds BLOCK_P pieces at a time for BLOCK_R of the row's ROWS queries, and loads the next ones meanwhile. The first
-    piece is program i_first's last one (place 1), the others are the first ones of the programs after it (place 0).
-    """
-    G: tl.constexpr = H // KV
-    o_p = tl.arange(0, BLOCK_P)
-    o_d = tl.arange(0, BLOCK_D)
-    for i_r in tl.range(0, ROWS, BLOCK_R, num_stages=1):
-        o_r = i_r + tl.arange(0, BLOCK_R)
-        b_acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-        b_max = tl.full([BLOCK_R], -FLOAT_MAX, tl.float32)
-        b_sum = tl.zeros([BLOCK_R], tl.float32)
-        for i_p in tl.range(0, pieces, BLOCK_P, num_stages=4):
-            o_piece = (i_first.to(tl.int64) + i_p + o_p) * 2 + (i_p + o_p == 0)
-            o_row = ((o_piece * KV + i_kv) * ROWS)[:, None] + o_r[None, :]
-            m_row = (i_p + o_p < pieces)[:, None] & (o_r < ROWS)[None, :]
-            m_part = m_row[:, :, None] & (o_d < D)[None, None, :]
-            b_part = tl.load(partial + (o_row * D)[:, :, None] + o_d[None, None, :], mask=m_part, other=0.0)
-            b_lse = tl.load(partial_lse + o_row, mask=m_row, other=float("-inf"))
-            b_new = tl.maximum(b_max, tl.max(b_lse, 0))
-            b_scale, b_w = tl.exp2(b_max - b_new), tl.exp2(b_lse - b_new[None, :])
-            b_acc = b_acc * b_scale[:, None] + tl.sum(b_part * b_w[:, :, None], 0)
-            b_sum = b_sum * b_scale + tl.sum(b_w, 0)
-            b_max = b_new
-        b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
-        o_x = (((o_r // G) * H + i_kv * G + o_r % G) * D)[:, None] + o_d[None, :]
-        tl.store(out + o_x, _cast(b_out, out.dtype.element_ty), mask=(o_r < ROWS)[:, None] & (o_d < D)[None, :])
 
 
 @triton.jit
@@ -212,16 +151,7 @@ def _counters(device: torch.device) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """y = x W^T + bias.
-
-    A row's result depends on nothing but the row: not on T, nor on its place among the others.
-
-    Args:
-        x: [T, K], any float dtype. weight: [N, K]. bias: [N] or None.
-
-    Returns:
-        y [T, N] in x's dtype, rounded once from float32.
-    """
+    """See `reference.linear`. A row's result depends on nothing but the row: not on T, nor on its place."""
     (tokens, inputs), outputs = x.shape, len(weight)
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == inputs and weight.dtype == x.dtype
     assert bias is None or bias.shape == (outputs,)

@@ -1,8 +1,4 @@
-"""Sampling and log-probabilities: Triton kernels and their launchers, written as kernels.py says, which passes them on.
-
-Shapes: a step has R rows that sample, the batch state has S slots, V is the vocabulary. A slot of -1 marks a padding
-row, which changes nothing.
-"""
+"""Sampling and log-probabilities: Triton kernels and launchers, as kernels.py says, which passes them on."""
 
 from __future__ import annotations
 
@@ -360,20 +356,14 @@ def sample_pick_kernel(
 
 
 class Adjust(NamedTuple):
-    """What `sample` changes in the logits x [V] of each of S slots, in this order, which is vLLM's.
+    """See `reference.Adjust`."""
 
-    x = -inf where the bitmask does not allow the token; x += bias; x = x / repetition if x > 0 else x * repetition,
-    where the prompt or the output has the token; x -= frequency * times in the output; x -= presence, if the output has
-    it at all.
-    """
-
-    # [S] int32, what the slot needs: 1 for penalties + 2 for biases + 4 for the bitmask + 8 for `mask_words` before it
     kinds: torch.Tensor
-    penalties: torch.Tensor  # [S, 3] float32: repetition, frequency, presence
-    token_counts: torch.Tensor  # [S, V] int32: 2 * times in the output + 1 if in the prompt
-    bias_ids: torch.Tensor  # [S, 1024] int32, distinct and ascending, then 2^31 - 1
-    biases: torch.Tensor  # [S, 1024] float32
-    bitmask: torch.Tensor  # [S, ceil(V / 32)] int32 as xgrammar's: bit v % 32 of word v // 32 allows token v
+    penalties: torch.Tensor
+    token_counts: torch.Tensor
+    bias_ids: torch.Tensor
+    biases: torch.Tensor
+    bitmask: torch.Tensor
 
 
 @triton.jit(do_not_specialize=["ids_stride", "bits_stride"], do_not_specialize_on_alignment=["slots"])
@@ -419,16 +409,7 @@ def mask_words(
     bad_words: torch.Tensor,
     adjust: Adjust,
 ) -> None:
-    """Bit v of bitmask[slot] = 0 if, for a bad word w that ends in v, the output ends with w's other tokens; else 1.
-
-    It is done for every v that ends a word of a slot with bad words (8 in its `kinds`). All else in the bitmask stays.
-
-    Args:
-        slots: [R] int32, of rows that are about to sample. token_ids: [S, max_model_len + 1] int32.
-        num_known, num_prompt: [S] int32. The output is token_ids[slot, num_prompt : num_known].
-        bad_words: [S, W, L] int32. A word's tokens are the last of its L; before them, and where no word is, stands -1.
-        adjust: its kinds are read, and its bitmask is changed in place.
-    """
+    """See `reference.mask_words`."""
     rows, (_, words, length) = len(slots), bad_words.shape
     assert bad_words.is_contiguous() and token_ids.stride(1) == 1 and adjust.bitmask.stride(1) == 1
     assert words & (words - 1) == 0 and length & (length - 1) == 0
@@ -450,22 +431,7 @@ def sample(
     num_known: torch.Tensor,
     adjust: Adjust | None = None,
 ) -> torch.Tensor:
-    """id = min {i: sum_{j <= i, x_j >= t} p_j > u * sum_{x_j >= t} p_j}, p = softmax(x / temperature).
-
-    x are the logits, adjusted where `adjust` says so. t = max(t_k, t_p, t_m): t_k is the top_k-th largest x, t_p is the
-    largest threshold that leaves at least top_p of the mass of {x >= t_k}, and t_m = max x + temperature * log(min_p).
-    Equal logits stay or go together. u is the Philox number tl.rand(seed, num_known), so a token depends on its row,
-    its seed and its position alone.
-
-    Args:
-        logits: [R, V] float; not modified. slots: [R] int32.
-        temperature, top_p, min_p: [S] float32; temperature 0 takes the largest x, the lowest id among equals.
-        top_k: [S] int32, off where <= 0. seeds: [S] int64. num_known: [S] int32.
-        adjust: how the logits become x; None: they are x, in every row.
-
-    Returns:
-        ids [R] int64; 0 for padding rows and for rows without a finite logit.
-    """
+    """See `reference.sample`."""
     rows, vocab = logits.shape
     assert logits.is_contiguous() and vocab < NO_ID.value and seeds.dtype == torch.int64
     assert adjust is None or (all(x.is_contiguous() for x in adjust) and adjust.token_counts.shape[1] == vocab)
@@ -539,16 +505,7 @@ def logprobs_kernel(
 
 
 def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
-    """logprob = x - lse, lse = log(sum(exp(x))), x a row of logits: at the row's id, and at its k largest.
-
-    Args:
-        logits: [R, V] float; not modified. ids: [R] int64. k: from 0 to V.
-
-    Returns:
-        values [R] float32 and ranks [R] int32 of `ids`, 1 being the likeliest, and equals having the same; top_ids
-        [R, k] int64, the likeliest first, and among equals the lowest id first; and top_values [R, k] float32. Values
-        are rounded once from float32 x and lse, so an id has one. A row without a finite logit has -inf everywhere.
-    """
+    """See `reference.logprobs`."""
     rows, vocab = logits.shape
     assert logits.is_contiguous() and vocab < NO_ID.value and ids.dtype == torch.int64 and 0 <= k <= vocab
 

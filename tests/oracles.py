@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -212,6 +212,11 @@ def decode(
     """attention_decode of the module `ops` with a plan of its own. q tells how many tokens a row has."""
     plan = ops.plan_decode(kv, tables, slots, lens, q.shape[1], window, len(q) // len(slots), chunked)
     return ops.attention_decode(q, kv, plan, scale, soft_cap, sinks, slopes)
+
+
+def prefill(ops: ModuleType, q: torch.Tensor, kv: torch.Tensor, *args: Any) -> torch.Tensor:
+    """attention_prefill of the module `ops` for rows whose five parts come first among the arguments."""
+    return ops.attention_prefill(q, kv, args[:5], *args[5:])
 
 
 def product(

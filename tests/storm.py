@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -46,7 +47,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the engine's files lie 
 
 import hostile
 from config import DEMO
-from cpu.compiled import digest
 from cpu.compiled import folder as compiled_folder
 from engine import LLM, SamplingParams
 from sequence import derived_seed
@@ -370,7 +370,7 @@ class Storm:
             self.hurt(*found, signal.SIGKILL)
         await self.recover(COMPILING)
         for path in compiled_folder().glob(f"{library.stem.rpartition('-')[0]}-*.so"):
-            if digest(path.read_bytes()) != path.stem.rpartition("-")[2]:
+            if hashlib.sha256(path.read_bytes()).hexdigest() != path.stem.rpartition("-")[2]:
                 raise Broken(f"a worker runs, and {path} is not as it was written")
 
     async def big_body(self) -> None:

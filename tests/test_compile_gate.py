@@ -188,7 +188,7 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
     yield lambda ops: oracles.decode(ops, guesses, kv, tables, ints[:2], ints[:2], scale, *more)
     if s.tokens > 1:
         return
-    yield lambda ops: ops.attention_prefill(q, kv, tables, ints[:1], ints[:1], ints[:2], 2, scale, *more)
+    yield lambda ops: ops.attention_prefill(q, kv, (tables, ints[:1], ints[:1], ints[:2], 2), scale, *more)
     if attention_only:
         return
     x, weight = torch.zeros(2, s.hidden, dtype=dtype), torch.zeros(s.hidden, dtype=dtype)
@@ -266,7 +266,7 @@ def latents(s: Shape, tables: torch.Tensor, ints: torch.Tensor) -> Iterator[Call
     yield decode
     if s.tokens > 1:
         return
-    yield lambda ops: ops.latent_prefill(q, kv, tables, ints[:1], ints[:1], ints[:2], 2, scale, s.rank)
+    yield lambda ops: ops.latent_prefill(q, kv, (tables, ints[:1], ints[:1], ints[:2], 2), scale, s.rank)
     rotation, weight = torch.zeros(2, 2, rope), torch.zeros(s.rank, dtype=dtype)
     latent, plain = torch.zeros(2, s.rank + rope, dtype=dtype), torch.zeros(2, s.heads, 128 + rope, dtype=dtype)
     for interleaved in (False, True):
@@ -278,7 +278,7 @@ def latents(s: Shape, tables: torch.Tensor, ints: torch.Tensor) -> Iterator[Call
     if dtype == torch.float32:
         return
     pages = torch.zeros(4, 2, s.heads, 64, 128 + rope, dtype=dtype)
-    yield lambda ops: ops.attention_prefill(plain, pages, tables, ints[:1], ints[:1], ints[:2], 2, scale, 0)
+    yield lambda ops: ops.attention_prefill(plain, pages, (tables, ints[:1], ints[:1], ints[:2], 2), scale, 0)
 
 
 def delta_launches(s: Delta) -> Iterator[Callable[[Any], object]]:
@@ -289,10 +289,10 @@ def delta_launches(s: Delta) -> Iterator[Callable[[Any], object]]:
     gates, scalars, matrix = torch.zeros(2, 2 * s.heads, dtype=s.dtype), torch.zeros(s.heads), s.heads * s.dk * s.dv
     pool = torch.zeros(1, matrix + width * (taps - 1))
     state, inputs = pool[:, :matrix].view(1, s.heads, s.dk, s.dv), pool[:, matrix:].view(1, width, taps - 1)
-    weight, rows = torch.zeros(width, taps, dtype=s.dtype), (ints[:2], ints[:3], ints[:2])
-    yield lambda ops: ops.conv_silu(x, weight, inputs, *rows, 1, 2)
+    weight, rows = torch.zeros(width, taps, dtype=s.dtype), (ints[:2], ints[:3], ints[:2], 1, 2)
+    yield lambda ops: ops.conv_silu(x, weight, inputs, rows)
     made = torch.zeros(2, width, dtype=s.dtype), gates[:, : s.heads], gates[:, s.heads :], scalars, scalars, state
-    yield lambda ops: ops.delta_rule(*made, *rows, 1, 2, s.key_heads)
+    yield lambda ops: ops.delta_rule(*made, rows, s.key_heads)
     yield lambda ops: ops.gated_norm(torch.zeros(2, s.heads, s.dv, dtype=s.dtype), z, torch.zeros(s.dv), 1e-6)
     yield kernel_of("sigmoid_mul", *torch.zeros(2, 2 * s.hidden, dtype=s.dtype).chunk(2, dim=1))
 

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 import kernels
-from ops import latent, matmul
+from ops import attention, matmul
 
 MANY = 20 if torch.cuda.is_available() else 10  # examples; interpreted, each takes long
 few = settings(
@@ -40,8 +40,9 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
 def call(ops: ModuleType, op: str) -> Callable[..., Any]:
-    """ops.<op>; attention_decode makes its own plan."""
-    return functools.partial(oracles.decode, ops) if op == "attention_decode" else getattr(ops, op)
+    """ops.<op>; attention_decode makes its own plan, and attention_prefill its rows."""
+    made = {"attention_decode": oracles.decode, "attention_prefill": oracles.prefill}
+    return functools.partial(made[op], ops) if op in made else getattr(ops, op)
 
 
 def run(op: str, device: str, *args: Any) -> Any:
@@ -65,8 +66,7 @@ def test_twins_have_the_same_signatures() -> None:
         if name.startswith("_") or name == "uniform" or op.__module__ != "reference":  # NamedTuple is a function, too
             continue
         assert inspect.signature(op) == inspect.signature(getattr(kernels, name)), name
-        formulas = [inspect.getdoc(twin).splitlines()[0] for twin in (op, getattr(kernels, name))]
-        assert formulas[0] == formulas[1], name
+        assert inspect.getdoc(getattr(kernels, name)).startswith(f"See `reference.{name}`."), name
 
 
 @triton.jit
@@ -269,7 +269,7 @@ def test_attention_decode(
     options = (soft_cap, sinks, torch.rand(heads) if with_slopes else None, chunked)
     args = (q, paged.kv, paged.tables, slots.to(torch.int32), lens, scale, window, *options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_decode_programs", lambda device, kv_heads: programs)
+        patch.setattr(kernels, "_programs", lambda *_: programs)
         patch.setattr(kernels, "DECODE_ROWS", 2)
         patch.setattr(kernels, "DECODE_PARTIALS", 256)
         got = run("attention_decode", device, *args).unflatten(0, (-1, tokens))
@@ -369,10 +369,9 @@ def test_a_prompt_has_the_same_bits_in_any_chunks(device: str, options: tuple) -
 @pytest.mark.parametrize("arch, each", [(90, 2), (86, 1)])
 def test_as_many_programs_of_decode_as_run_at_once(monkeypatch: pytest.MonkeyPatch, arch: int, each: int) -> None:
     monkeypatch.setattr(matmul, "ARCH", arch)
-    for module, count in ((kernels, kernels._decode_programs), (latent, latent._programs)):
-        count.cache_clear()
-        assert count(torch.device("cpu"), *([3] if module is kernels else [3, 16])) == each * module.PROCESSORS // 3
-        count.cache_clear()
+    attention._programs.cache_clear()
+    assert attention._programs(torch.device("cpu"), 2, 3) == each * attention.PROCESSORS // 3
+    attention._programs.cache_clear()
 
 
 @pytest.mark.gpu
@@ -580,7 +579,7 @@ def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None
         q = torch.randn(rows, 4, 32, dtype=torch.bfloat16).cuda()
         oracles.decode(kernels, q, kv, tables, slots, lens, 0.2, 0)
         oracles.decode(kernels, q.repeat(2, 1, 1), kv, tables, slots, lens, 0.2, 0)
-        kernels.attention_prefill(q, kv, tables, slots, lens, starts, 1, 0.2, 0)
+        kernels.attention_prefill(q, kv, (tables, slots, lens, starts, 1), 0.2, 0)
         kernels.prepare_inputs(tables, torch.zeros_like(tables[:, 0]), tables[None], slots, starts, rows, 16)
         kernels.linear(q.flatten(1), torch.randn(512, 128, dtype=torch.bfloat16).cuda())
         blocks = torch.randn(8, 2, 2, 64).cuda()

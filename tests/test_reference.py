@@ -240,7 +240,7 @@ def test_attention_prefill(
     q = torch.randn(int(starts[-1]), heads, d).to(dtype)
     most, sinks = max(*counts, 2), torch.randn(heads) * 2 if with_sinks else None
     options = (window, soft_cap, sinks, torch.rand(heads) if with_slopes else None, chunked)
-    got = ops.attention_prefill(q, paged.kv, paged.tables, slots, lens, starts, most, scale, *options)
+    got = ops.attention_prefill(q, paged.kv, (paged.tables, slots, lens, starts, most), scale, *options)
     assert torch.equal(got[-2:], torch.zeros(2, heads, d, dtype=dtype))
     for b, n in enumerate(counts):
         if n:

@@ -64,7 +64,7 @@ def test_attention_prefill_in_several_parts(
     paged = oracles.paged(cpu_ops, [60, 90, 31], 2, 16, 16, torch.float32)
     q, starts = torch.randn(114, 4, 16), ints(0, 23, 83, 114)  # the last row is a whole prompt
     options = (0.25, window, soft_cap, torch.randn(4) if soft_cap else None, *more)
-    args = (q, paged.kv, paged.tables, ints(0, 1, 2), ints(60, 90, 31), starts, 60, *options)
+    args = (q, paged.kv, (paged.tables, ints(0, 1, 2), ints(60, 90, 31), starts, 60), *options)
     wholes = [
         oracles.attention(q[a:b], c, *options) for a, b, c in zip(starts, starts[1:], paged.context, strict=False)
     ]
@@ -88,5 +88,5 @@ def test_products_of_attention_over_prompts_have_few_sizes(monkeypatch: pytest.M
     paged, q = oracles.paged(cpu_ops, [120], 2, 16, 16, torch.float32), torch.randn(120, 4, 16)
     with Sizes():
         for n in range(61, 121):
-            cpu_ops.attention_prefill(q[:n], paged.kv, paged.tables, ints(0), ints(n), ints(0, n), n, 0.25, 0)
+            cpu_ops.attention_prefill(q[:n], paged.kv, (paged.tables, ints(0), ints(n), ints(0, n), n), 0.25, 0)
     assert 0 < len(sizes) < 20

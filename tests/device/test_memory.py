@@ -88,12 +88,9 @@ def folder(tmp_path: Path):
 @pytest.fixture
 def make(folder, monkeypatch):
     """Makes a worker on a tiny dummy with kernels.py, as the first of `size` ranks; the others are not there."""
-    kernels = pytest.importorskip("kernels")
-    latent = pytest.importorskip("ops.latent")
-    for cached in (kernels._decode_programs, latent._programs):
-        cached.cache_clear()
-    for module in (kernels, latent):
-        monkeypatch.setattr(module, "PROCESSORS", 2)
+    attention = pytest.importorskip("ops.attention")
+    attention._programs.cache_clear()
+    monkeypatch.setattr(attention, "PROCESSORS", 2)
     monkeypatch.setattr(warmup, "run_prompts", lambda start, worker: 1.0)
     for name in ("all_reduce", "all_gather"):
         monkeypatch.setattr(parallel.dist, name, lambda *args, group=None: None)
@@ -110,8 +107,7 @@ def make(folder, monkeypatch):
         return made
 
     yield make_startup
-    for cached in (kernels._decode_programs, latent._programs):
-        cached.cache_clear()
+    attention._programs.cache_clear()
 
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 64}

@@ -109,8 +109,8 @@ def test_a_family_is_rehearsed_without_a_look_at_the_host(tmp_path: Path, steps:
 # arrays of numpy, copies from pinned memory, or takes a step's results.
 FORWARD = (
     "batch_state", "kernels", "layers", "model", "models.delta_net", "models.expert_layers", "models.expert_ranks",
-    "models.latent_attention", "models.layer_inputs", "models.logprobs", "models.pooled", "ops.delta", "ops.experts",
-    "ops.latent", "ops.matmul", "ops.sampling", "parallel", "worker",
+    "models.latent_attention", "models.layer_inputs", "models.logprobs", "models.pooled", "ops.attention", "ops.delta",
+    "ops.experts", "ops.latent", "ops.matmul", "ops.sampling", "parallel", "worker",
 )  # fmt: skip
 READING = {"as_tensor", "cpu", "item", "new_tensor", "nonzero", "tensor", "tolist"}
 ALLOWED = {

@@ -119,7 +119,7 @@ def check_conv_silu(
     pool, state = new_state(rows, channels, taps - 1)
     given = pool.to(place, copy=True)
     view = given[:, 3:-4].view(state.shape)
-    got = ops.conv_silu(apart(x, place), weight.to(place), view, *rows.to(place)).cpu()
+    got = ops.conv_silu(apart(x, place), weight.to(place), view, rows.to(place)).cpu()
     states = {}
     for slot, tokens, fresh in rows.live():
         before = torch.zeros_like(state[slot]) if fresh else state[slot]
@@ -190,7 +190,7 @@ def check_delta_rule(
     given = pool.to(place, copy=True)
     view, inputs = given[:, 3:-4].view(state.shape), (apart(x, place) for x in layer[:3])
     scalars = layer.decay.to(place), layer.dt_bias.to(place)
-    got = ops.delta_rule(*inputs, *scalars, view, *rows.to(place), sizes[0], batch_invariant).cpu()
+    got = ops.delta_rule(*inputs, *scalars, view, rows.to(place), sizes[0], batch_invariant).cpu()
     assert got.shape == (len(layer.qkv), sizes[1], sizes[3]) and got.dtype == dtype
     states = {}
     for slot, tokens, fresh in rows.live():
@@ -223,8 +223,8 @@ def test_with_batch_invariant_a_token_has_the_same_bits_in_any_chunk(device: str
             begin += n
             ints = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0], [0, n], [begin]))
             rows = *ints, int(n == 1), n
-            qkv = kernels.conv_silu(part.qkv, weight.to(device), inputs, *rows)
-            parts.append(kernels.delta_rule(qkv, *part[1:], matrices, *rows, sizes[0], True))
+            qkv = kernels.conv_silu(part.qkv, weight.to(device), inputs, rows)
+            parts.append(kernels.delta_rule(qkv, *part[1:], matrices, rows, sizes[0], True))
         return [torch.cat(parts), matrices, inputs]
 
     assert channels == layer.qkv.shape[1]

@@ -18,6 +18,7 @@ from cpu import ops as cpu_ops
 pytest.importorskip("triton")
 
 import kernels
+from ops import attention as attention_ops
 from ops import latent
 
 few = settings(
@@ -30,8 +31,8 @@ BACKENDS = [reference, cpu_ops, kernels]
 
 @pytest.fixture(params=BACKENDS, ids=lambda ops: ops.__name__)
 def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(latent, "PROCESSORS", 6)
-    latent._programs.cache_clear()
+    monkeypatch.setattr(attention_ops, "PROCESSORS", 6)
+    attention_ops._programs.cache_clear()
     return request.param
 
 
@@ -200,8 +201,8 @@ def check_latent_prefill(
     starts = ints(0, *np.cumsum([*counts, 2]).tolist())
     slots, lens = ints(*range(len(rows)), -1), ints(*lengths, 0)
     q = torch.randn(int(starts[-1]), heads, rank + rope).to(dtype)
-    tensors = (x.to(place) for x in (q, pages.kv, pages.tables, slots, lens, starts))
-    got = ops.latent_prefill(*tensors, max(*counts, 2), scale, rank).cpu()
+    found, kv, *where = (x.to(place) for x in (q, pages.kv, pages.tables, slots, lens, starts))
+    got = ops.latent_prefill(found, kv, (*where, max(*counts, 2)), scale, rank).cpu()
     assert torch.equal(got[-2:], torch.zeros(2, heads, rank, dtype=dtype))
     for b, n in enumerate(counts):
         if n:

@@ -1,0 +1,96 @@
+"""What the kernels of attention share, in kernels.py and latent.py: pages, and how decode work is shared out."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ops.matmul import FLOAT_MAX, _cast, _chip
+
+PROCESSORS = 132  # assumed where there is no GPU to ask
+DECODE_ROWS = 512  # rows whose items are counted, or searched, at a time: with 1024 the counting kernel spills
+DECODE_PARTIALS = 4096  # values of partial results that are added up at a time: all at once would spill registers
+
+PrefillRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]  # see reference.py
+
+
+class DecodePlan(NamedTuple):
+    """A step's decode work as `plan_decode` derives it: the kernel's inputs, and the list of items to share out."""
+
+    block_tables: torch.Tensor
+    slots: torch.Tensor
+    seq_lens: torch.Tensor
+    window: int
+    tokens: int
+    chunked: bool
+    items: torch.Tensor  # [B + 1] int32: where each row's items begin in the list of all rows' items
+    arrived: torch.Tensor  # [KV, B] int32: how many pieces of each row are stored; planning sets it to 0
+
+
+@functools.cache
+def _programs(device: torch.device, each: int, parts: int) -> int:
+    """Programs of a decode kernel for each of `parts`: `each` per processor with room, whatever the batch is."""
+    cuda = device.type == "cuda"
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else PROCESSORS
+    return max(1, (each if _chip(device).roomy else 1) * processors // parts)
+
+
+@triton.jit
+def _tile_rows(kv, p_table, i_n, i_end, kv_stride, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pointers [BLOCK_N] to the SIZE numbers of each token from i_n on in the paged `kv`. BLOCK_N divides i_n.
+
+    The tile lies in one block or has several, whose ids are loaded one by one, where they have a token before i_end.
+    Triton 3.6 would copy a vector of ids once for each thread.
+    """
+    o_n = tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        i_block = tl.load(p_table + i_n // BLOCK_SIZE).to(tl.int64)
+        p_rows = kv + i_block * kv_stride + (i_n % BLOCK_SIZE + o_n) * SIZE
+    else:
+        tl.static_assert(BLOCK_N % BLOCK_SIZE == 0)
+        b_block = tl.zeros([BLOCK_N], tl.int64)
+        for i_part in tl.static_range(BLOCK_N // BLOCK_SIZE):
+            i_block = tl.load(p_table + i_n // BLOCK_SIZE + i_part, mask=i_n + i_part * BLOCK_SIZE < i_end, other=0)
+            b_block = tl.where(o_n // BLOCK_SIZE == i_part, i_block.to(tl.int64), b_block)
+        p_rows = kv + b_block * kv_stride + (o_n % BLOCK_SIZE) * SIZE
+    return p_rows
+
+
+@triton.jit
+def _combine(
+    out, partial, partial_lse, i_kv, i_first, pieces,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out[r] = sum_j w_j partial_j[r] / sum_j w_j, w_j = 2^(lse_j[r] - max lse[r]), over the pieces j of one row.
+
+    It adds BLOCK_P pieces at a time for BLOCK_R of the row's ROWS queries, and loads the next ones meanwhile. The first
+    piece is program i_first's last one (place 1), the others are the first ones of the programs after it (place 0).
+    """
+    G: tl.constexpr = H // KV
+    o_p = tl.arange(0, BLOCK_P)
+    o_d = tl.arange(0, BLOCK_D)
+    for i_r in tl.range(0, ROWS, BLOCK_R, num_stages=1):
+        o_r = i_r + tl.arange(0, BLOCK_R)
+        b_acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+        b_max = tl.full([BLOCK_R], -FLOAT_MAX, tl.float32)
+        b_sum = tl.zeros([BLOCK_R], tl.float32)
+        for i_p in tl.range(0, pieces, BLOCK_P, num_stages=4):
+            o_piece = (i_first.to(tl.int64) + i_p + o_p) * 2 + (i_p + o_p == 0)
+            o_row = ((o_piece * KV + i_kv) * ROWS)[:, None] + o_r[None, :]
+            m_row = (i_p + o_p < pieces)[:, None] & (o_r < ROWS)[None, :]
+            m_part = m_row[:, :, None] & (o_d < D)[None, None, :]
+            b_part = tl.load(partial + (o_row * D)[:, :, None] + o_d[None, None, :], mask=m_part, other=0.0)
+            b_lse = tl.load(partial_lse + o_row, mask=m_row, other=float("-inf"))
+            b_new = tl.maximum(b_max, tl.max(b_lse, 0))
+            b_scale, b_w = tl.exp2(b_max - b_new), tl.exp2(b_lse - b_new[None, :])
+            b_acc = b_acc * b_scale[:, None] + tl.sum(b_part * b_w[:, :, None], 0)
+            b_sum = b_sum * b_scale + tl.sum(b_w, 0)
+            b_max = b_new
+        b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+        o_x = (((o_r // G) * H + i_kv * G + o_r % G) * D)[:, None] + o_d[None, :]
+        tl.store(out + o_x, _cast(b_out, out.dtype.element_ty), mask=(o_r < ROWS)[:, None] & (o_d < D)[None, :])
