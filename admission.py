@@ -21,7 +21,6 @@ from kv_cache import BlockSpaceManager, Entry
 from plan import NewRow, StepPlan
 from scheduling.beam import blocks_to_fork
 from scheduling.fair import Fair
-from scheduling.fcfs import Fcfs
 from scheduling.policy import GroupQueue, Policy
 from scheduling.priority import Priority
 from scheduling.reserve import Reserve
@@ -31,8 +30,8 @@ from scheduling.trial import Trial
 from sequence import Request, SchedulingBudget, Sequence, SequenceGroup, Status, by_column
 
 POLICIES: dict[str, type[Policy]] = {  # by the names of `EngineConfig.scheduling_policy`
-    "auto": Fcfs,
-    "fcfs": Fcfs,
+    "auto": Policy,
+    "fcfs": Policy,
     "priority": Priority,
     "fair": Fair,
 }

@@ -49,7 +49,7 @@ from scheduling.lanes import Lane, Lanes
 from scheduling.limits import RequestLimits
 from scheduling.reports import Reports
 from scheduling.states import StateManager
-from scheduling.timeline import WaitClock
+from scheduling.timeline import Timeline, WaitClock
 from sequence import Flight, Request, SchedulingBudget, Sequence, SequenceGroup, Status
 
 
@@ -124,10 +124,8 @@ class Scheduler:
         self.requests[request.request_id] = request
         self.policy.arrived(request)
         for index in range(1 if params.use_beam_search else params.num_samples):
-            group = SequenceGroup(request, index, self.waits)
-            group.key = (self.policy.rank(request), self.arrivals, index)
-            group.limit, group.width = limit, width
-            group.seed = request.seed_of(index, self.config.seed)
+            key, seed = (self.policy.rank(request), self.arrivals, index), request.seed_of(index, self.config.seed)
+            group = SequenceGroup(request, index, Timeline(self.waits), key, limit, width, seed)
             if params.use_beam_search:
                 group.beams = self.beams.search(group)
             request.groups.append(group)

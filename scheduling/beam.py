@@ -248,7 +248,7 @@ class Beams:
                 group.births.append((child, parent, length))
             else:
                 seqs[c.parent] = parent
-                parent.tokens, parent.logprob = tokens, c.logprob
+                parent.delivered, parent.logprob = tokens, c.logprob
                 parent.stale = c.token != sampled
         self.admission.leave([seq for i, (seq, _, _) in enumerate(rows) if i not in seqs])
         group.seqs = list(seqs.values())
