@@ -172,6 +172,7 @@ class EngineCore:
                     continue
                 del self.compiling[request.request_id]
                 if not request.grammar.done():
+                    self.grammars.leave(request)
                     raise late()
                 for observer in self.observers:
                     observer.tick()
@@ -198,7 +199,7 @@ class EngineCore:
         """Drop a request, or one of its samples; see `Scheduler.abort`."""
         if index is None:
             if waits := self.compiling.pop(request_id, None):
-                self.grammars.leave(waits[0], (request for request, _ in self.compiling.values()))
+                self.grammars.leave(waits[0])
             self.held.pop(request_id, None)
         self.scheduler.abort(request_id, index, reason)
         for observer in self.observers:
