@@ -176,7 +176,9 @@ class Admission:
                 continue
             seq = group.seqs[0]
             # The classic order cuts no prompt. One that is to be pooled may have a step of its own, however long it is.
-            room = math.inf if self.config.pools and budget.tokens == self.config.token_budget else budget.tokens
+            room = (
+                math.inf if self.config.makes_vectors and budget.tokens == self.config.token_budget else budget.tokens
+            )
             if not self.config.enable_chunked_prefill and len(seq.tokens) - seq.num_computed > room:
                 self.held_up = (group.name, "tokens")
                 return
@@ -200,7 +202,7 @@ class Admission:
         Only groups of a worse class make way for one that waits, and before them the prompts that are kept for such
         groups. A group whose prompt is pooled does not, because it is done with the step that it runs in.
         """
-        if not self.waiting or not running or self.config.pools:
+        if not self.waiting or not running or self.config.makes_vectors:
             return []
         group, slots = self.waiting.first(), len(self.free_slots)
         victims: list[SequenceGroup] = []

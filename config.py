@@ -212,12 +212,12 @@ class EngineConfig(ClusterOptions):
 
     @property
     def token_budget(self) -> int:
-        """Tokens in one step at most. On a GPU `memory.settle_tokens` must have been called."""
+        """Tokens in one step at most; on a GPU `device.memory.settle_tokens` comes first."""
         return self.max_num_batched_tokens or max(STEP_TOKENS, self.max_num_seqs)
 
     @property
-    def pools(self) -> bool:
-        """Whether prompts are turned into vectors, and nothing is sampled. `pooling.settle` must have been called."""
+    def makes_vectors(self) -> bool:
+        """Whether prompts are turned into vectors, and nothing is sampled; `models.pooling.settle` comes first."""
         return self.task in ("embed", "score", "classify")
 
     def __post_init__(self) -> None:

@@ -121,7 +121,7 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
     activations, logits = step_bytes(config, model, largest_step(config, max_model_len))
     sampling, logprobs = rows * sample_bytes(c.vocab_size), workspace(rows, c.vocab_size)
     decode = step_bytes(config, model, rows, True)
-    if config.pools:  # nothing is sampled
+    if config.makes_vectors:  # nothing is sampled
         sampling = logprobs = 0
     if not model.group.pipeline.last:  # nor are there logits
         logits = sampling = logprobs = 0
@@ -230,7 +230,7 @@ def shares_experts(group: Group) -> bool:
 
 def captures_graphs(config: EngineConfig) -> bool:
     """Whether decode steps on a GPU are CUDA graphs. `reference.py` reads the device's numbers, which no graph can."""
-    return config.backend != "reference" and not (config.enforce_eager or config.sanitize_kv or config.pools)
+    return config.backend != "reference" and not (config.enforce_eager or config.sanitize_kv or config.makes_vectors)
 
 
 def piece_sizes(config: EngineConfig, model: Transformer) -> list[int]:
@@ -270,7 +270,7 @@ def count_bytes(owners: Iterable[object]) -> int:
 
 def largest_step(config: EngineConfig, max_model_len: int) -> int:
     """How many tokens the largest step has. A prompt that is pooled may have a step of its own."""
-    most = max(config.token_budget, max_model_len) if config.pools else config.token_budget
+    most = max(config.token_budget, max_model_len) if config.makes_vectors else config.token_budget
     return min(most, config.max_num_seqs * max_model_len)
 
 
@@ -321,7 +321,7 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int, decode: bo
     # without the padding of the vocabulary. Later, the logits of rows that ask for log-probabilities are copied.
     gathered = (3 * group + 1) * -(-c.vocab_size // group) if group > 1 else c.vocab_size
     hidden = inputs + item * (t * h + r * h)
-    if config.pools:  # the pooled states in float32, and what a classification head makes of them
+    if config.makes_vectors:  # the pooled states in float32, and what a classification head makes of them
         return max(2 * inputs, layers, inputs + item * t * h + 4 * r * (h + len(c.labels))) + parts, 0
     return max(2 * inputs, layers, hidden + item * r * gathered) + parts, hidden + item * r * 2 * c.vocab_size + parts
 
@@ -406,7 +406,7 @@ def fit_pool(config: EngineConfig, windows: Sequence[int], fits: int, max_model_
     """
     size, ahead, per_seq = config.block_size, config.num_lookahead_slots, blocks_per_seq(config, windows, max_model_len)
     useful = per_seq * config.max_num_seqs
-    if config.pools:  # two steps may be in flight, whose rows end in blocks that are not full
+    if config.makes_vectors:  # two steps may be in flight, whose rows end in blocks that are not full
         step = max(per_seq, len(windows) * config.token_budget // size)
         useful = min(useful, 2 * step + len(windows) * config.max_num_seqs * (1 + ahead))
     count = config.num_gpu_blocks_override or min(fits, useful)
@@ -446,7 +446,7 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         count = plan.states // (4 * model.state_size) - rows
         size = f"{4 * model.state_size / MIB:,.1f} MiB each"
         yield line("recurrent states", plan.states, f"{rows:,} of sequences and {count:,} of cached prefixes, {size}")
-    if config.pools:
+    if config.makes_vectors:
         yield line("largest step", plan.step, f"of {largest_step(config, max_model_len):,} tokens")
     else:
         more = "the larger of activations, and logits with the larger of their workspaces"
@@ -495,7 +495,7 @@ def plan_stage(
     with torch.device("meta"):  # for tensors that are made without a device
         group = Group(0, config.tensor_parallel_size, experts=ExpertGroup.of(config), pipeline=pipeline)
         model = Transformer(model_config, ops, "meta", dtype, max_model_len, group)
-    vocab_size, columns = 0 if config.pools else model_config.vocab_size, table_columns(config, max_model_len)
+    vocab_size, columns = 0 if config.makes_vectors else model_config.vocab_size, table_columns(config, max_model_len)
     sizes = config.max_num_seqs, max_model_len, columns, config.block_size, vocab_size
     plan = plan_memory(config, model, BatchState(*sizes, "meta", len(model.layout.windows)), total > 0)
     if total:

@@ -179,7 +179,7 @@ class Start:
         config, model = self.config, self.model
         if self.ops.BACKEND == "cpu":
             rows = "both" if config.compile else "one" if config.max_num_seqs == 1 else "several"
-            rows = "several" if config.pools else rows  # a prompt's tokens are the rows of a product
+            rows = "several" if config.makes_vectors else rows  # a prompt's tokens are the rows of a product
             multiplied = None
             if self.builder and rows == "both" and model.dtype == torch.bfloat16:
                 multiplied = self.builder.ask(multiply_job())
@@ -213,7 +213,7 @@ class Start:
 
     def new_state(self, slots: int, device: str = "") -> BatchState:
         """The batch state of `slots` sequences, on this worker's device or on another one."""
-        c, vocab_size = self.config, 0 if self.config.pools else self.model_config.vocab_size
+        c, vocab_size = self.config, 0 if self.config.makes_vectors else self.model_config.vocab_size
         columns, kinds = table_columns(c, self.max_model_len), len(self.model.layout.windows)
         device = device or self.device
         writes = cpu_weights.DirectWrites if device == "cpu" else None

@@ -42,7 +42,7 @@ def rehearse(start: Start) -> None:
         twin = Worker(config, model, pool, pool, states, states, state, gatherer, Pooler.of(config, model))
         with start.guard.rehearse(threads=max(1, machine.available_cores() // start.sharers)):
             ops.apply_writes(twin.state.words, staged, 1)
-            if config.pools:
+            if config.makes_vectors:
                 for count, length in (warm_up_prompts(start), (1, 1)):
                     shape = twin.shape_of(np.full(count, length), np.ones(count, dtype=bool))
                     twin.forward(shape, incoming=twin.receive(shape, StepPlan(0)))
@@ -91,7 +91,7 @@ def warm_up(start: Start, worker: Worker) -> tuple[float, float, float]:
 def run_prompts(start: Start, worker: Worker) -> float:
     """Run prompts and decodes, with and without all that a row may ask for; returns seconds per prompt token."""
     count, length = warm_up_prompts(start)
-    if start.config.pools:
+    if start.config.makes_vectors:
         return run_pooled(start, worker, count, length)
     blocks = some_blocks(start, length + 1)
     asked: list[dict[str, Any]] = [{"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}]

@@ -363,11 +363,6 @@ def submit(pool: ThreadPoolExecutor, task: Callable[..., Any], *args: Any) -> Fu
         threading.stack_size(usual)
 
 
-def late() -> ValueError:
-    """The error of a request whose grammar is not there in time."""
-    return ValueError(f"structured_outputs took more than {COMPILE_TIMEOUT:g} s to compile")
-
-
 def size_of(entry: tuple[StructuredOutputsParams, Future[Grammar]]) -> int:
     """The bytes of an entry of the cache."""
     wanted, future = entry

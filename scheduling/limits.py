@@ -32,7 +32,7 @@ class RequestLimits:
         vocab_size: int,
         eos_token_ids: Ints[int],
     ):
-        if not (config.enable_chunked_prefill or config.pools) and config.token_budget < max_model_len:
+        if not (config.enable_chunked_prefill or config.makes_vectors) and config.token_budget < max_model_len:
             raise ValueError(
                 f"max_num_batched_tokens is {config.token_budget}; without chunked prefill it must be at "
                 f"least max_model_len, {max_model_len}"

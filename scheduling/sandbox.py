@@ -263,7 +263,7 @@ def sandbox_main() -> None:
 
 
 def watch(tokenizer: Any, words: int, client: socket.socket) -> None:
-    """In a fork: have another one compile a client's grammar, and tell how that has ended. It ends if the client does."""
+    """In a fork: have another one compile a client's grammar, unless the client hangs up, and tell how it has ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     end_with_parent(signal.SIGKILL)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library writes there how it dies
