@@ -132,14 +132,15 @@ class Admission:
         group = self.first()
         if group is None or len(self.free_slots) < group.width:
             return None
+        length = len(group.seqs[0].tokens)
         if group.status is Status.WAITING:
             entry, births = self._entry(group, plan)
             need, known = self.space.price(entry) + births, entry.cached
         else:
-            need, known = self.space.entry(len(group.seqs[0].tokens)), group.seqs[0].num_computed
+            need, known = sum(self.space.goals(length, self.space.chunk)), group.seqs[0].num_computed
         if need + self._kept(group, self.reserve.growth([*running, group])) > self.blocks.num_free:
             return None
-        return group, len(group.seqs[0].tokens) - known
+        return group, length - known
 
     # --- who comes in -----------------------------------------------------------------------------------------------
 
@@ -327,11 +328,6 @@ class Admission:
         seq.lost = 0
 
     # --- the way out ------------------------------------------------------------------------------------------------
-
-    def finished(self, group: SequenceGroup, now: float) -> None:
-        """A group has ended, and has left its request's groups."""
-        self.samples.ended(group, now)
-        self.policy.ended(group)
 
     def preempt(self, group: SequenceGroup, plan: StepPlan, cause: Request) -> None:
         """Take a running group's blocks and slots away, for `cause` to have them.

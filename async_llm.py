@@ -17,9 +17,9 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from config import EngineConfig
@@ -33,6 +33,7 @@ from processes.client import (
     GONE,
     SILENT,
     BackgroundResources,
+    EngineCoreClient,
     EngineDeadError,
     MPClient,
     Stream,
@@ -64,8 +65,21 @@ class AsyncStream(Stream):
             self.loop.call_soon_threadsafe(self.arrived.set)
 
 
+def in_thread(method: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """A method of `AsyncMPClient` that calls its client's blocking one in another thread."""
+
+    @wraps(method)
+    async def call(self: AsyncMPClient, *args: Any, **kwargs: Any) -> Any:
+        return await asyncio.to_thread(getattr(self.engine, method.__name__), *args, **kwargs)
+
+    return call
+
+
 class AsyncMPClient:
     """`EngineCoreClient` for asyncio, of an engine process, which it starts and replaces. It waits until that is ready.
+
+    Its methods are the ones of that name there. A stream is an `AsyncStream`. `shutdown` is no coroutine, because it
+    may be called when no loop runs any more.
 
     Raises:
         EngineDeadError: the engine does not start; it has said why on stderr.
@@ -108,14 +122,12 @@ class AsyncMPClient:
         self.engine.add_request(request, stream)
 
     async def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
-        """See `EngineCoreClient`; the stream is an `AsyncStream`."""
         target = stream or AsyncStream()
         target.clients.add(self)
         await asyncio.wrap_future(self._submit(self._add, request, target))
         return target
 
     async def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
-        """See `EngineCoreClient`; the stream is an `AsyncStream`."""
         assert isinstance(stream, AsyncStream)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
@@ -131,34 +143,16 @@ class AsyncMPClient:
             self._submit(self.engine.abort, request_id, index, reason)
 
     async def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        """See `EngineCoreClient`."""
         if not self.resources.ended.is_set():
             await asyncio.wrap_future(self._submit(self.engine.abort, request_id, index, reason))
 
-    async def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
-        """See `EngineCoreClient`."""
-        return await asyncio.to_thread(self.engine.utility, method, *args, timeout=timeout)
-
-    async def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        """See `EngineCoreClient`."""
-        return await asyncio.to_thread(self.engine.utility_on_all, method, *args, timeout=timeout)
-
-    async def collective_rpc(
-        self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
-    ) -> list[Any]:
-        """See `EngineCoreClient`."""
-        return await asyncio.to_thread(self.engine.collective_rpc, method, timeout, args, kwargs)
-
-    async def dp_engines_running(self) -> bool:
-        """See `EngineCoreClient`."""
-        return await asyncio.to_thread(self.engine.dp_engines_running)
-
-    async def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
-        """See `EngineCoreClient`; here there is always one engine."""
-        self.engine.scale_elastic_ep(new_data_parallel_size)
+    utility = in_thread(EngineCoreClient.utility)
+    utility_on_all = in_thread(EngineCoreClient.utility_on_all)
+    collective_rpc = in_thread(EngineCoreClient.collective_rpc)
+    dp_engines_running = in_thread(EngineCoreClient.dp_engines_running)
+    scale_elastic_ep = in_thread(EngineCoreClient.scale_elastic_ep)
 
     def shutdown(self) -> None:
-        """See `EngineCoreClient`. It is no coroutine, because it may be called when no loop runs any more."""
         self.resources()
 
 

@@ -233,10 +233,6 @@ class BlockSpaceManager:
         part = whole if reach >= tokens else self.device.blocks_for(reach)
         return [part if window else whole for window in self.windows]
 
-    def entry(self, tokens: int) -> int:
-        """Blocks that a sequence of `tokens` uncached tokens takes when it is let in."""
-        return sum(self.goals(tokens, self.chunk))
-
     def lacks(self, seq: Sequence, tokens: int, reach: int) -> int:
         """Blocks that a sequence's tables are short of `goals`."""
         goals = self.goals(tokens, reach)

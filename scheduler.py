@@ -167,7 +167,8 @@ class Scheduler:
         request.finished_reports.append(group.report())
         request.groups.remove(group)
         self.stats.finished(group, now)
-        self.admission.finished(group, now)
+        self.admission.samples.ended(group, now)
+        self.policy.ended(group)
         if not request.groups:
             del self.requests[request.request_id]
             self.admission.trial.suspects.pop(request, None)
@@ -447,7 +448,8 @@ class Scheduler:
         seqs = [seq for flight in self.in_flight for seq in flight.seqs]
         plans = [flight.plan for flight in self.in_flight]
         self.in_flight.clear()
-        self.lanes.forget()
+        for lane in self.lanes:
+            lane.flying = 0
         if cause and (blamed := self.admission.trial.blame(lost, cause, seqs, self.requests.values())):
             guilty, error = blamed
             self.abort(guilty.request_id, reason="error")

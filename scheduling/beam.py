@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ints
+from dataclasses import dataclass, field
 from heapq import merge
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -44,33 +45,21 @@ class Answer(NamedTuple):
     stopped: bool  # by its last token, and not by its length
 
 
+@dataclass(slots=True)
 class BeamSearch:
-    """The state of one search.
+    """The state of one search."""
 
-    Args:
-        width: beams that are kept.
-        max_tokens: length at which a beam ends in any case.
-        stop_ids: tokens that end a beam.
-        length_penalty: above 0 favours longer answers.
-        early_stopping: True, False or "never"; see `SamplingParams`.
-    """
+    width: int  # beams that are kept
+    max_tokens: int  # length at which a beam ends in any case
+    stop_ids: frozenset[int]
+    length_penalty: float  # above 0 favours longer answers
+    early_stopping: bool | Literal["never"]  # see `SamplingParams`
+    answers: list[Answer] = field(default_factory=list)  # the best first
 
-    __slots__ = ("answers", "early_stopping", "length_penalty", "max_tokens", "num_candidates", "stop_ids", "width")
-
-    def __init__(
-        self,
-        width: int,
-        max_tokens: int,
-        stop_ids: frozenset[int],
-        length_penalty: float,
-        early_stopping: bool | Literal["never"],
-    ):
-        self.width, self.max_tokens = width, max_tokens
-        self.stop_ids = stop_ids
-        self.length_penalty, self.early_stopping = length_penalty, early_stopping
-        # Enough that `width` beams go on even if every beam's likeliest continuations are the tokens that end it.
-        self.num_candidates = max(2, 1 + len(stop_ids)) * width
-        self.answers: list[Answer] = []  # the best first
+    @property
+    def num_candidates(self) -> int:
+        """Enough that `width` beams go on even if every beam's likeliest continuations are the tokens that end it."""
+        return max(2, 1 + len(self.stop_ids)) * self.width
 
     def advance(
         self,
@@ -131,13 +120,7 @@ def blocks_to_fork(space: BlockSpaceManager, births: Iterable[Birth]) -> int:
 
 
 class Beams:
-    """What the scheduler does for groups of beams: all beams of a group compute their next tokens in the same step.
-
-    Args:
-        space, admission: the scheduler's.
-        make_room: preempts until so many blocks are free; returns whether the group still runs.
-        finish: ends a group, for a reason.
-    """
+    """What the scheduler does for groups of beams: all beams of a group compute their next tokens in the same step."""
 
     def __init__(
         self,

@@ -97,7 +97,6 @@ class Fair(Policy):
         return victim.request.client != group.request.client and victim.key[0] > group.key[0] + self.quantum
 
     def arrived(self, request: Request) -> None:
-        """See `Policy`."""
         if (client := self.clients.get(request.client)) is None:
             self.num_seen += 1
             client = self.clients[request.client] = Client(self.num_seen)
@@ -229,7 +228,6 @@ class Fair(Policy):
         return {"fairness": facts}
 
     def check_integrity(self, requests: Collection[Request]) -> None:
-        """See `Policy`."""
         assert self.num_active == len({request.client for request in requests})
         for name, client in self.clients.items():
             groups = [group for request in requests if request.client == name for group in request.groups]

@@ -42,12 +42,12 @@ ALL = 0xFFFFFFFF  # a word of a mask
 
 
 class Constraint:
-    """What may come next in one sequence: what `mask` [words] uint32 says, in the order of `Adjust.bitmask`.
+    """What may come next in one sequence: `mask` [words] uint32, in the order of `Adjust.bitmask`.
 
     Args:
         params: of the request.
-        grammar: what it asks for; None if only its reasoning is bounded.
-        stops: words of the tokens that end the sequence, as of `plan.bit_words`.
+        grammar: None if only its reasoning is bounded.
+        stops: tokens that end the sequence, as `plan.bit_words`.
         words: of a mask.
     """
 
@@ -140,9 +140,6 @@ class Turns:
     """Has grammars compiled, one at a time for each client. The client whose turn is longest ago comes next.
 
     So a client that sends many grammars, or slow ones, holds up only its own.
-
-    Args:
-        compile: compiles one.
     """
 
     def __init__(self, compile: Callable[[StructuredOutputsParams, Future[Grammar]], Grammar]):
@@ -204,13 +201,7 @@ class Turns:
 
 
 class Grammars:
-    """Compiles the grammars of an engine's requests, and makes the masks of its steps.
-
-    Args:
-        folder: of the model, which has the vocabulary.
-        vocab_size: of the model.
-        eos_token_ids: of the model.
-    """
+    """Compiles the grammars of an engine's requests, and makes the masks of its steps."""
 
     def __init__(self, folder: str, vocab_size: int, eos_token_ids: Ints[int]):
         self.words = -(-vocab_size // 32)
@@ -223,7 +214,7 @@ class Grammars:
         self.cache: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()
 
     def prepare(self) -> None:
-        """Begin to read the model's vocabulary, so that the first grammar need not wait for it."""
+        """Begin to read the model's vocabulary, before the first grammar needs it."""
         submit(self.others.threads, self._open)
         submit(self.others.threads, self.sandbox.start)
 
@@ -235,7 +226,7 @@ class Grammars:
             return self.tokenizer
 
     def compile(self, wanted: StructuredOutputsParams, client: str = "") -> Future[Grammar]:
-        """The compiled grammar, as soon as it is there. Its error is a ValueError that says what cannot be done.
+        """The compiled grammar, or a ValueError that says what is wrong with it.
 
         Raises:
             ValueError: it is too long.

@@ -139,13 +139,10 @@ class Sandbox:
 
     It reads the vocabulary once, and forks for each grammar, so that other grammars do not suffer. It starts when it is
     first needed, ends with this process, however that ends, and is replaced if it died.
-
-    Args:
-        vocabulary: the arguments of `open_vocabulary`.
     """
 
     def __init__(self, *vocabulary: Any):
-        self.vocabulary, self.lock = vocabulary, threading.RLock()
+        self.vocabulary, self.lock = vocabulary, threading.RLock()  # of `open_vocabulary`
         self.limits = Limits()
         self.held: Held = []
         self.close = weakref.finalize(self, end_process, self.held, self.lock)
@@ -164,19 +161,13 @@ class Sandbox:
             end_process(self.held, self.lock)
             address, listener = socket.socketpair()
             with listener:
-                vocabulary = json.dumps(self.vocabulary)
-                process = run_file(
-                    __file__, vocabulary, stdin=listener, stdout=subprocess.DEVNULL, start_new_session=True
-                )
+                options = {"stdin": listener, "stdout": subprocess.DEVNULL, "start_new_session": True}
+                process = run_file(__file__, json.dumps(self.vocabulary), **options)
             self.held.append((process, address))
             return self.held[0]
 
     def check(self, wanted: StructuredOutputsParams, future: Future[Grammar]) -> tuple[str, int]:
-        """The text of a grammar, and the bytes that it takes compiled.
-
-        Args:
-            wanted: the grammar.
-            future: waits for it. If that is cancelled, the fork ends.
+        """The text of a grammar, and the bytes that it takes compiled; if `future` is cancelled, the fork ends.
 
         Raises:
             Refused: it cannot be compiled.
