@@ -58,15 +58,12 @@ LARGE_VOCABULARY = 2**15  # tokens; llguidance takes seconds to read so many
 def client_facts(config: EngineConfig, model_config: ModelConfig, of_workers: dict[str, Any]) -> dict[str, Any]:
     """What clients want to know of an engine: what its workers have measured, and what its options say."""
     tokens = step_tokens(config, of_workers["max_num_batched_tokens"], of_workers["step_seconds"])
+    options = ("model", "scheduling_policy", "max_logprobs", "data_parallel_size", "torch_profiler_dir")
     return of_workers | {
         "max_num_batched_tokens": tokens,
-        "model": config.model,
         "architecture": model_config.architecture,
         "default_sampling": default_sampling(config),
-        "scheduling_policy": config.scheduling_policy,
-        "max_logprobs": config.max_logprobs,
-        "data_parallel_size": config.data_parallel_size,
-        "torch_profiler_dir": config.torch_profiler_dir,
+        **{name: getattr(config, name) for name in options},
         **facts(config, model_config),
     }
 
@@ -139,8 +136,7 @@ class EngineCore:
             return
         queued = Request(r.request_id, r.prompt_token_ids, r.params, r.salt, r.priority, r.client, r.pooling)
         queued.delay = time.monotonic() - r.arrival_time
-        for observer in self.observers:
-            observer.tick()
+        self._observe("tick")
         try:
             check_pooling(r.pooling, r.params, self.config, self.model_config)
             if r.params.structured_outputs is not None:
@@ -160,8 +156,7 @@ class EngineCore:
         if request.params.constrained:
             self.grammars.check(request)
         self.scheduler.add(request)
-        for observer in self.observers:
-            observer.added(request)
+        self._observe("added", request)
 
     @undisturbed()
     def admit(self) -> None:
@@ -172,15 +167,11 @@ class EngineCore:
             except ValueError as error:
                 self._end(request_id, str(error))
         for request, until in [*self.compiling.values()]:
-            if not (ready := request.grammar.done()) and time.monotonic() <= until:
+            if not request.grammar.done() and time.monotonic() <= until:
                 continue
             del self.compiling[request.request_id]
+            self._observe("tick")
             try:
-                if not ready:
-                    self.grammars.leave(request)
-                    raise ValueError(f"structured_outputs took more than {COMPILE_TIMEOUT:g} s to compile")
-                for observer in self.observers:
-                    observer.tick()
                 self._queue(request)
             except ValueError as error:
                 self.scheduler.stats.refused()
@@ -207,8 +198,7 @@ class EngineCore:
                 self.grammars.leave(waits[0])
             self.held.pop(request_id, None)
         self.scheduler.abort(request_id, index, reason)
-        for observer in self.observers:
-            observer.aborted(request_id, index, reason)
+        self._observe("aborted", request_id, index, reason)
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
@@ -238,8 +228,7 @@ class EngineCore:
             ConnectionError: one is gone, and something else has to start it again; see `executors/torchrun.py`.
         """
         self.workers.check_whole()
-        for observer in self.observers:
-            observer.tick()
+        self._observe("tick")
         if self.held or self.compiling:
             self.admit()
         restarts = self.workers.num_restarts
@@ -267,8 +256,7 @@ class EngineCore:
         with self.span("schedule"):
             self.plans.append(self.scheduler.schedule())
             failed = self.grammars.fill(self.plans[-1], self.scheduler.in_flight[-1].others)
-        for observer in self.observers:
-            observer.planned(self.plans[-1], self.scheduler)
+        self._observe("planned", self.plans[-1], self.scheduler)
         if failed:
             self._give_up(failed)
 
@@ -284,8 +272,7 @@ class EngineCore:
             self.scheduler.late = ()
             return
         self.scheduler.late, failed = self.grammars.look(groups)
-        for observer in self.observers:
-            observer.late(self.scheduler.late)
+        self._observe("late", self.scheduler.late)
         if failed:
             self._give_up(failed)
 
@@ -307,8 +294,7 @@ class EngineCore:
                 if result.error:
                     self._start_over(False, result.error)
                     return
-                for observer in self.observers:
-                    observer.landed(result)
+                self._observe("landed", result)
                 with self.span("update", plan):
                     self.news.add(self.scheduler.update(plan, result))
         except WorkerError as error:
@@ -317,22 +303,24 @@ class EngineCore:
             self._start_over(False, None)
             raise
 
+    def _observe(self, event: str, *args: Any) -> None:
+        """Call a method of all observers; see `observe/observer.py`."""
+        for observer in self.observers:
+            getattr(observer, event)(*args)
+
     @contextlib.contextmanager
     def span(self, name: str, plan: StepPlan | None = None) -> Iterator[None]:
         """Measure a phase of a step, for metrics and observers."""
         begun = time.monotonic()
-        for observer in self.observers:
-            observer.phase_began()
+        self._observe("phase_began")
         yield
-        for observer in self.observers:
-            observer.phase_ended(name, plan)
+        self._observe("phase_ended", name, plan)
         self.scheduler.stats.phases[name].observe(time.monotonic() - begun)
 
     @undisturbed()
     def _start_over(self, lost: bool, cause: str | None) -> int:
         """Give up the steps that run, and compute the tokens of all requests again; returns how many go on."""
-        for observer in self.observers:
-            observer.started_over(lost, cause)
+        self._observe("started_over", lost, cause)
         self.executor.forget()
         self.plans.clear()
         self.news.outputs += self.scheduler.start_over(lost, cause)
@@ -378,8 +366,7 @@ class EngineCore:
         """End the workers."""
         self.grammars.close()
         self.executor.close()
-        for observer in self.observers:
-            observer.close()
+        self._observe("close")
 
     def metrics(self) -> dict[str, Any]:
         """What is counted, by the names of `observe.metrics.SERIES`."""
@@ -399,8 +386,7 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.scheduler.reset_prefix_cache()
-        for observer in self.observers:
-            observer.reset_prefix_cache()
+        self._observe("reset_prefix_cache")
 
     def check_integrity(self) -> None:
         """Assert that the scheduler's and the block manager's books agree."""

@@ -112,21 +112,13 @@ class LLMEngine:
 
     @property
     def client(self) -> InprocClient | FleetClient:
-        """The engine's client.
-
-        Raises:
-            ValueError: the engine is closed.
-        """
+        """The engine's client; raises a ValueError if the engine is closed."""
         if self._client is None:
             raise ValueError("this engine is closed; it can do nothing more")
         return self._client
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer.
-
-        Raises:
-            ValueError: there is none, or the engine is closed.
-        """
+        """The model's tokenizer; raises a ValueError if there is none, or the engine is closed."""
         assert self.client
         if isinstance(self.tokenizer, NoTokenizer):
             raise ValueError("this engine has no tokenizer (skip_tokenizer_init)")

@@ -233,10 +233,13 @@ class BlockSpaceManager:
         part = whole if reach >= tokens else self.device.blocks_for(reach)
         return [part if window else whole for window in self.windows]
 
+    def missing(self, tables: list[list[int]], tokens: int, reach: int) -> list[int]:
+        """Blocks that each of these tables is short of `goals`."""
+        return [max(0, goal - len(table)) for goal, table in zip(self.goals(tokens, reach), tables, strict=True)]
+
     def lacks(self, seq: Sequence, tokens: int, reach: int) -> int:
         """Blocks that a sequence's tables are short of `goals`."""
-        goals = self.goals(tokens, reach)
-        return sum(max(0, goal - len(table)) for goal, table in zip(goals, seq.tables, strict=True))
+        return sum(self.missing(seq.tables, tokens, reach))
 
     def most(self, tokens: int, spread: int = 0, width: int = 1, shared: int = 0) -> int:
         """Blocks that `width` sequences hold at most, until each of them has computed `tokens` tokens.
@@ -270,9 +273,7 @@ class BlockSpaceManager:
             for kind, table in enumerate(tables):
                 if table[-1] >= 0 and self.device.ref_counts[table[-1]] > 0:
                     sources[kind] = table.pop()
-        goals = self.goals(len(seq.tokens), cached + most)
-        missing = [max(0, goal - len(table)) for goal, table in zip(goals, tables, strict=True)]
-        return Entry(cached, tables, sources, fetched, missing)
+        return Entry(cached, tables, sources, fetched, self.missing(tables, len(seq.tokens), cached + most))
 
     def price(self, entry: Entry) -> int:
         """Free blocks that an entry takes: those to be allocated, and cached ones that nobody has now."""
@@ -385,10 +386,9 @@ class BlockSpaceManager:
 
     def grow(self, seq: Sequence, tokens: int, reach: int) -> list[list[int]]:
         """Give a sequence the blocks that it `lacks`, which are free; returns them, by kind."""
-        grown = []
-        for goal, table in zip(self.goals(tokens, reach), seq.tables, strict=True):
-            grown.append(self.device.allocate(max(0, goal - len(table))))
-            table += grown[-1]
+        grown = [self.device.allocate(count) for count in self.missing(seq.tables, tokens, reach)]
+        for table, blocks in zip(seq.tables, grown, strict=True):
+            table += blocks
         return grown
 
     def publish(self, seq: Sequence, computed: int) -> None:

@@ -353,7 +353,6 @@ class Scheduler:
         num_decodes, stopped = len(flight.decodes.seqs), frozenset(result.stopped)
         news = self._take_decodes(flight, result.token_ids[:num_decodes], stopped)
         beams: dict[str, list[tuple[Sequence, int, Logprobs]]] = {}
-        pooled: list[EngineOutput] = []
         for i, (seq, _, computed) in enumerate(flight.others, num_decodes):
             request = seq.group.request
             if request.groups and (scores := request.take_scores(computed, result.scores.get(i, []))):
@@ -364,8 +363,9 @@ class Scheduler:
                 self.space.publish(seq, computed)
             if i in result.pooled:
                 self._finish(seq.group, "stop")
-                pooled.append(EngineOutput(request.request_id, [], "stop", finished=True, pooled=result.pooled[i]))
-                pooled[-1].time_in_queue = request.time_in_queue
+                output = EngineOutput(request.request_id, [], "stop", finished=True, pooled=result.pooled[i])
+                output.time_in_queue = request.time_in_queue
+                news.outputs.append(output)
             if (token := result.token_ids[i]) < 0:  # more of its prompt is to come, or nothing
                 continue
             self.stats.sampled(seq.group)
@@ -379,7 +379,6 @@ class Scheduler:
             if seq.batch is None and seq.group.lane is flight.lane and seq.only_decodes:
                 flight.lane.decodes.join(seq)
         self.counters["generation_tokens_total"] += sum(len(o.token_ids) for o in news.outputs) + len(news.token_ids)
-        news.outputs += pooled
         for rows in beams.values():
             news.outputs += self.beams.advance(rows)
         for lane in self.lanes:  # a group may have come to another one meanwhile, see `Lanes.surplus`

@@ -265,11 +265,10 @@ class Grammars:
         return compile_text(self._open(), text_of(wanted), self.words, LEAST_SIZE + CHAR_SIZE * wanted.size)
 
     def check(self, request: Request) -> None:
-        """Check that a request, whose grammar has been compiled, leaves a first token.
-
-        Raises:
-            ValueError: it does not, or the grammar could not be compiled.
-        """
+        """Raises ValueError: a request's grammar could not be compiled, took too long, or leaves no first token."""
+        if request.grammar and not request.grammar.done():
+            self.leave(request)
+            raise ValueError(f"structured_outputs took more than {COMPILE_TIMEOUT:g} s to compile")
         if error := self._constraint(request).error:
             raise ValueError(error)
 
@@ -316,16 +315,10 @@ class Grammars:
         return constraint.work
 
     def fill(self, plan: StepPlan, rows: Iterable[tuple[Sequence, int, int]]) -> dict[Request, str]:
-        """Give a plan the masks of its constrained rows that sample.
+        """Give a plan the masks of its constrained rows that sample, of its `Flight.others`.
 
-        A sequence that was preempted may have none yet; that mask is waited for, at most MASK_TIMEOUT.
-
-        Args:
-            plan: the plan.
-            rows: its `Flight.others`.
-
-        Returns:
-            why requests cannot go on at all. The caller must abort them, because their rows may sample any token.
+        A sequence that was preempted may have none yet; that mask is waited for, at most MASK_TIMEOUT. Returns why
+        requests cannot go on at all. The caller must abort them, because their rows may sample any token.
         """
         seqs = [seq for seq, _, computed in rows if samples(seq, computed)]
         if behind := [work for seq in seqs if (work := self._work(seq))]:
