@@ -246,8 +246,11 @@ class Admission:
 
         If it is `alone`, with nothing running, the prompt blocks that are kept for samples make room for it.
         """
-        find_blocks = self._admit if group.status is Status.WAITING else self._swap_in
-        if not find_blocks(group, plan, most, kept):
+        if group.status is Status.WAITING:
+            fits = self._admit(group, plan, most, kept)
+        elif fits := self.swap.back(group.seqs, most, kept, plan):
+            group.timeline.enter("running", self.now)
+        if not fits:
             if not alone:
                 return False
             assert self.samples.holders, f"request {group.name} fits the empty pool"
@@ -276,13 +279,6 @@ class Admission:
         if request.score is not None and self.config.enable_prefix_caching:
             group.timeline.note(prefix_cache="not read: prompt_logprobs")
         self.samples.admitted(group)
-        return True
-
-    def _swap_in(self, group: SequenceGroup, plan: StepPlan, most: int, kept: int) -> bool:
-        """Bring a swapped group's blocks back, if device blocks can be had."""
-        if not self.swap.back(group.seqs, most, kept, plan):
-            return False
-        group.timeline.enter("running", self.now)
         return True
 
     def enter(self, seq: Sequence, plan: StepPlan) -> None:

@@ -444,7 +444,8 @@ class BlockSpaceManager:
         """Forget all cached prefixes, on the device and in host memory."""
         self.device.reset_prefix_cache()
         self.host.reset_prefix_cache()
-        self._forget_states()
+        if self.states:
+            self.states.snapshots.reset_prefix_cache()
 
     def forget_moves(self, plans: Ints[StepPlan]) -> None:
         """Let nobody find what these plans were to move, nor any snapshot: a step may have failed before its moves."""
@@ -453,8 +454,5 @@ class BlockSpaceManager:
                 for _, block in moves:
                     if (digest := pool.hashes[block]) is not None:
                         pool.forget(digest)
-        self._forget_states()
-
-    def _forget_states(self) -> None:
         if self.states:
             self.states.snapshots.reset_prefix_cache()

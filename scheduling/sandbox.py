@@ -193,13 +193,9 @@ class Sandbox:
             sock.settimeout(START_TIMEOUT)
             future.add_done_callback(lambda _: hang_up(sock))
             sock.sendall(json.dumps([dataclasses.asdict(wanted), self.limits]).encode() + b"\n")
-            said: dict[str, Any] = {}
-            while "exit" not in said:
-                if not (line := file.readline()):
-                    raise ConnectionError("the process has ended")
-                said |= json.loads(line)
-        if said["exit"]:
-            raise Refused(reason(said["exit"], self.limits))
+            if not (line := file.readline()):
+                raise ConnectionError("the process has ended")
+        said = json.loads(line)
         if "error" in said:
             raise Refused(said["error"])
         return said["text"], said["size"]
@@ -254,21 +250,27 @@ def sandbox_main() -> None:
 
 
 def watch(tokenizer: Any, words: int, client: socket.socket) -> None:
-    """In a fork: have another one compile a client's grammar, unless the client hangs up, and tell how it has ended."""
+    """In a fork: have another one compile a client's grammar, unless the client hangs up, and tell if that has died."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     end_with_parent(signal.SIGKILL)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library writes there how it dies
     with client.makefile("rb") as lines:
-        asked, limits = json.loads(lines.readline())
-    wanted = StructuredOutputsParams(**asked)
+        asked, sizes = json.loads(lines.readline())
+    wanted, limits = StructuredOutputsParams(**asked), Limits(*sizes)
     process = multiprocessing.get_context("fork").Process(
-        target=attempt, args=(tokenizer, words, client, wanted, Limits(*limits))
+        target=attempt, args=(tokenizer, words, client, wanted, limits)
     )
     process.start()
     if client in multiprocessing.connection.wait([process.sentinel, client]):  # it has hung up
         process.kill()
     process.join()
-    client.sendall(json.dumps({"exit": process.exitcode}).encode() + b"\n")
+    if process.exitcode:
+        tell(client, error=reason(process.exitcode, limits))
+
+
+def tell(client: socket.socket, **said: Any) -> None:
+    """Answer a client."""
+    client.sendall(json.dumps(said).encode() + b"\n")
 
 
 def attempt(tokenizer: Any, words: int, client: socket.socket, wanted: StructuredOutputsParams, limits: Limits) -> None:
@@ -285,7 +287,6 @@ def attempt(tokenizer: Any, words: int, client: socket.socket, wanted: Structure
         with contextlib.suppress(AttributeError, OSError, ValueError):  # this system lacks it, or a lower one holds
             number = getattr(resource, f"RLIMIT_{name}")
             resource.setrlimit(number, (most, resource.getrlimit(number)[1]))
-    said: dict[str, Any] = {}
 
     def run() -> None:
         try:
@@ -293,17 +294,16 @@ def attempt(tokenizer: Any, words: int, client: socket.socket, wanted: Structure
             text = text_of(wanted)
             grammar = compile_text(tokenizer, text, words, 0)
             grammar.matcher.deep_copy()
-            said.update(text=text, size=max(own_memory() - before, LEAST_SIZE))
+            tell(client, text=text, size=max(own_memory() - before, LEAST_SIZE))
         except MemoryError:
-            said["error"] = reason(-signal.SIGABRT, limits)
+            tell(client, error=reason(-signal.SIGABRT, limits))
         except Refused as error:
-            said["error"] = str(error)
+            tell(client, error=str(error))
 
     threading.stack_size(limits.stack)
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    client.sendall(json.dumps(said).encode() + b"\n")
 
 
 def own_memory() -> int:

@@ -49,13 +49,6 @@ class Trial:
         if not lost:
             live = [seq.group for seq in seqs if seq.slot >= 0]
             return (max(live, key=lambda group: group.key[1]).request, cause) if live else None
-        if (guilty := self.died(seqs, requests)) is None:
-            return None
-        deaths = self.suspects[guilty].deaths
-        return guilty, f"{cause}; {deaths} steps that this request ran in have ended so, and in the last it was alone"
-
-    def died(self, seqs: Ints[Sequence], requests: Collection[Request]) -> Request | None:
-        """Workers have died in steps of `seqs`; returns the guilty request, once that is certain."""
         ran: defaultdict[Request, dict[SequenceGroup, int]] = defaultdict(dict)
         for seq in seqs:  # a preempted one has forgotten how far the steps would have brought it
             goal = seq.num_computed if seq.slot >= 0 else seq.num_tokens
@@ -70,8 +63,9 @@ class Trial:
                     suspicion.goals[group] = max(goal, suspicion.goals.get(group, 0))
         if again:
             self.pool = again
-        alone = again[0] if again and len(ran) == 1 else None
-        return alone if alone and self.suspects[alone].deaths >= MIN_DEATHS else None
+        if not again or len(ran) > 1 or (deaths := self.suspects[again[0]].deaths) < MIN_DEATHS:
+            return None
+        return again[0], f"{cause}; {deaths} steps that this request ran in have ended so, and in the last it was alone"
 
     def landed(self, in_flight: Iterable[Flight]) -> None:
         """A step has landed: clear requests that have got past the crash, without the steps in flight."""
