@@ -40,6 +40,7 @@ from sequence import Sequence, by_column, chain
 if TYPE_CHECKING:
     from scheduling.states import StateManager
 
+WATERMARK = 0.01  # share of a pool that admission leaves free, for running sequences to grow before one is preempted
 COPIES = 8  # cached blocks that a step may copy to the host, beside as many as its tokens fill
 
 
@@ -58,7 +59,6 @@ class BlockManager:
         num_blocks: size of the pool.
         block_size: tokens in a block.
         enable_prefix_caching: let freed blocks be found again by the hash of what they hold.
-        watermark: share of the pool that admission leaves free, for running sequences to grow before one is preempted.
         num_lookahead_slots: slots that a sequence owns ahead of its tokens.
         keep_evicted: note in `evicted` which cached blocks are about to be overwritten, for a second tier to keep.
     """
@@ -68,7 +68,6 @@ class BlockManager:
         num_blocks: int,
         block_size: int,
         enable_prefix_caching: bool = True,
-        watermark: float = 0.01,
         num_lookahead_slots: int = 0,
         keep_evicted: bool = False,
     ):
@@ -77,7 +76,7 @@ class BlockManager:
         self.keep_evicted = keep_evicted
         self.evicted: list[tuple[int, bytes]] = []  # (block, hash of what it held); who reads it empties it
         self.freed: list[tuple[int, bool]] = []  # (block, whether it can be found): for `WatchedBlockManager`
-        self.watermark_blocks = int(watermark * num_blocks)
+        self.watermark_blocks = int(WATERMARK * num_blocks)
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks  # of each block that can be found
         self.block_of: dict[bytes, int] = {}  # the inverse
