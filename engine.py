@@ -80,7 +80,7 @@ def new_client(config: EngineConfig) -> InprocClient | FleetClient:
     if sys.platform == "win32" or config.distributed_executor_backend == "external_launcher":
         where = "on Windows" if sys.platform == "win32" else "with distributed_executor_backend 'external_launcher'"
         raise ValueError(f"{OWN_PROCESS} is 1, or data_parallel_size above 1; {where} they must be 0 and 1")
-    # here, because it needs gunicorn, which a script with one engine does not
+    # here, because a script with one engine does without it
     from processes.fleet import FleetClient
 
     return FleetClient(config)

@@ -94,13 +94,6 @@ class BeamSearch:
         going = going[: self.width]
         return going if going and not self._over(going[0].logprob, length) else []
 
-    def shortage(self, most: int) -> str:
-        """Why a search that is over has fewer than `most` answers; empty: it has as many."""
-        count = len(self.answers)
-        if count >= most:
-            return ""
-        return f"n is {most}, but the request's other fields allow only {count} answers; it must be at most {count}"
-
     def _over(self, best: float, length: int) -> bool:
         """Whether no running beam, of log-probability `best` at most, is expected among the answers."""
         if len(self.answers) < self.width:
@@ -232,10 +225,12 @@ class Beams:
     def _answers(self, group: SequenceGroup, beams: BeamSearch) -> list[EngineOutput]:
         """The answers of a search that is over, the best first; or the error that there are too few."""
         request, outputs = group.request, []
-        if error := beams.shortage(request.params.n):
+        n, count = request.params.n, len(beams.answers)
+        if count < n:
+            error = f"n is {n}, but the request's other fields allow only {count} answers; it must be at most {count}"
             self.finish(group, "error")
             return [EngineOutput(request.request_id, [], "error", error=error, finished=True)]
-        for index, answer in enumerate(beams.answers[: request.params.n]):
+        for index, answer in enumerate(beams.answers[:n]):
             output = EngineOutput(request.request_id, answer.tokens, "stop" if answer.stopped else "length")
             output.stop_reason = answer.tokens[-1] if answer.tokens[-1] in request.params.stop_token_ids else None
             output.num_cached_tokens, output.index = request.num_cached, index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 MAX_CHUNKS = 64  # of a prompt that are listed one by one: enough for 128k tokens in steps of 2,048
@@ -34,16 +35,14 @@ class WaitClock:
         return self.sums | {self.reason: self.sums.get(self.reason, 0.0) + now - self.since}
 
 
+@dataclass(slots=True)
 class Timeline:
     """The stays of a group, for `/explain`: held, waiting, running, swapped. Each ends when the next begins."""
 
-    __slots__ = ("begun", "clock", "stays", "sums")
-
-    def __init__(self, clock: WaitClock):
-        self.clock = clock
-        self.begun = 0.0  # the latest stay
-        self.sums: dict[str, float] | None = None  # the clock's, at that time
-        self.stays: list[dict[str, Any]] = []
+    clock: WaitClock
+    begun: float = 0.0  # when the latest stay began
+    sums: dict[str, float] | None = None  # the clock's, at that time
+    stays: list[dict[str, Any]] = field(default_factory=list)
 
     def enter(self, state: str, now: float, waits: bool = False, **facts: Any) -> None:
         """A stay begins at `now`; if the group `waits`, it says what for."""
