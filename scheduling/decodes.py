@@ -60,7 +60,8 @@ class DecodeBatch:
         seq.computed_before += self.steps
         seq.batch = None
         own = self._own()
-        for column in (own.seqs, own.rows, own.names):
+        columns: tuple[list, ...] = own.seqs, own.rows, own.names
+        for column in columns:
             last = column.pop()
             if seq.place < len(column):
                 column[seq.place] = last

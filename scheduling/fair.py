@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Any
 
 from config import EngineConfig
@@ -85,13 +85,6 @@ class Fair(Policy):
         self.virtual_time = self.rest = 0  # in tokens, and what a step's tokens left when they were divided
         self.idle: list[tuple[int, str]] = []  # (counter, name) of clients to forget once the time has passed it
 
-    def __iter__(self) -> Iterator[SequenceGroup]:
-        for key, group in self.heap:
-            if group.charged_prompt and group.status is self.status and group.key == key:
-                yield group
-        for client in self.clients.values():
-            yield from client.backlog
-
     def yields(self, victim: SequenceGroup, group: SequenceGroup) -> bool:
         """Whether another client's `victim` has had more than `group`, by more than a step's tokens."""
         return victim.request.client != group.request.client and victim.key[0] > group.key[0] + self.quantum
@@ -118,16 +111,13 @@ class Fair(Policy):
         if group.charged_prompt:
             super().push(group)
             return
-        group.status = self.status
-        self.size += 1
         client = self.clients[group.request.client]
         if (first := client.first) is None:
             client.counter = max(client.counter, self.virtual_time)
         elif arrival(group) < arrival(first):  # a sample that was held is to stand in line instead
-            first.key = (UNPLACED, *first.key[1:])
-            self.heap = [entry for entry in self.heap if entry[1] is not first]  # few: one of each client, or preempted
-            heapify(self.heap)
+            self._move(first, UNPLACED)
         group.key = (UNPLACED, *arrival(group))
+        super().push(group)
         insort(client.backlog, group, key=arrival)
         self._place(client)
 
@@ -151,8 +141,12 @@ class Fair(Policy):
     def _place(self, client: Client) -> None:
         """Have the first of a client stand where its counter says, unless it stands further forward."""
         if (first := client.first) and client.counter < first.key[0]:
-            first.key = (client.counter, *first.key[1:])
-            heappush(self.heap, (first.key, first))
+            self._move(first, client.counter)
+
+    def _move(self, group: SequenceGroup, rank: int) -> None:
+        self._remove(group)
+        group.key = (rank, *arrival(group))
+        super().push(group)
 
     def admitted(self, group: SequenceGroup, prompt: int, output: int) -> None:
         """See `Policy`; when it is let in first, its client is charged with all that it may come to have."""

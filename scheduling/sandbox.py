@@ -161,7 +161,7 @@ class Sandbox:
             end_process(self.held, self.lock)
             address, listener = socket.socketpair()
             with listener:
-                options = {"stdin": listener, "stdout": subprocess.DEVNULL, "start_new_session": True}
+                options: dict[str, Any] = {"stdin": listener, "stdout": subprocess.DEVNULL, "start_new_session": True}
                 process = run_file(__file__, json.dumps(self.vocabulary), **options)
             self.held.append((process, address))
             return self.held[0]
