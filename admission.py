@@ -1,17 +1,15 @@
-"""Who is let in, with which blocks and slots, and who gives them back: the scheduler's door.
+"""The scheduler's door: who is let in, with which blocks and slots, and who gives them back.
 
-A group that runs has a block table for each of its sequences and slots in the workers' batch state. It gets both in
-`let_in`, and gives them back in `release`. `preempt` takes them from it for somebody else's sake, and puts it back into
-a queue.
+A running group has block tables and slots of the workers' batch state. It gets both in `let_in` and gives them back in
+`release`. `preempt` takes them for another request, and puts the group back into a queue.
 
-All queues have one order, and nobody overtakes the first in it. Three things decide whether the first comes in: a free
-slot for each sequence that it may come to have, tokens left of the step's budget, and blocks: those of its tokens, and
-a reserve for the growth of all who run (`Reserve`).
+All queues have one order, and nobody overtakes the first in it. It comes in when there is a free slot for each sequence
+that it may come to have, some of the step's tokens, and blocks: for its tokens, and a reserve for the growth of all
+that run (`scheduling/reserve.py`).
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Ints
@@ -21,7 +19,6 @@ from kv_cache import BlockSpaceManager, Entry
 from plan import NewRow, StepPlan
 from scheduling.beam import blocks_to_fork
 from scheduling.fair import Fair
-from scheduling.fcfs import Fcfs
 from scheduling.policy import GroupQueue, Policy
 from scheduling.priority import Priority
 from scheduling.reserve import Reserve
@@ -31,21 +28,19 @@ from scheduling.trial import Trial
 from sequence import Request, SchedulingBudget, Sequence, SequenceGroup, Status, by_column
 
 POLICIES: dict[str, type[Policy]] = {  # by the names of `EngineConfig.scheduling_policy`
-    "auto": Fcfs,
-    "fcfs": Fcfs,
+    "auto": Policy,
+    "fcfs": Policy,
     "priority": Priority,
     "fair": Fair,
 }
 
 
 class Admission:
-    """The queues before the door, the free slots behind it, and what is needed to decide who comes in.
+    """The queues before the door and the free slots behind it.
 
     Args:
-        config: budgets, order, policy and mode of preemption.
+        config, vocab_size, swap_cost: see `Scheduler`.
         space: the block tables of all sequences.
-        vocab_size: token ids are below it.
-        swap_cost: tokens whose computing takes as long as moving one block to the host and back.
         counters: the scheduler's, by name, which this adds to.
     """
 
@@ -60,9 +55,9 @@ class Admission:
         self.config, self.counters = config, counters
         self.vocab_size = vocab_size
         self.space, self.blocks = space, space.device
-        self.waiting = self.policy = POLICIES[config.scheduling_policy](config)
+        self.waiting = self.policy = POLICIES[config.scheduling_policy](config)  # one object: a policy is a queue
         self.swapped = GroupQueue(Status.SWAPPED)
-        self.aside, self.trial = GroupQueue(Status.ASIDE), Trial()  # those who wait for the end of a trial
+        self.aside, self.trial = GroupQueue(Status.ASIDE), Trial()  # groups that wait for the end of a trial
         self.samples, self.reserve = Samples(space, self.wait), Reserve(config, space)
         self.swap = Swap(config, space, swap_cost)
         self.free_slots = list(range(config.max_num_seqs))[::-1]
@@ -70,16 +65,16 @@ class Admission:
         self.begin_step(0.0)
 
     def begin_step(self, now: float) -> None:
-        """A step is planned at `now`, in seconds."""
+        """Forget the last step's decisions."""
         self.now = now
         self.preempted: list[tuple[str, str, str]] = []  # in this step: (group, how, for which request)
         self.held_up: tuple[str, ...] = ()  # (group, why) that could not be let in, with all behind it
-        self.urgent: SequenceGroup | None = None  # about to be let in, before others that run with a worse priority
+        self.urgent: SequenceGroup | None = None  # about to be let in, before running groups of a worse class
 
     # --- the queues -------------------------------------------------------------------------------------------------
 
     def wait(self, group: SequenceGroup, now: float) -> None:
-        """Put a group into the queue of those who wait."""
+        """Have a group wait."""
         group.timeline.enter("waiting", now, waits=True)
         self._queue(group)
 
@@ -88,13 +83,13 @@ class Admission:
         (self.waiting if not alone or group.request in alone else self.aside).push(group)
 
     def start_turn(self) -> None:
-        """Nothing runs or is swapped, and who may run in a trial is chosen anew: the others who wait step aside."""
+        """Choose anew who may run in a trial, while nothing runs or is swapped: the others who wait step aside."""
         self.trial.turn()
         for group in [queue.pop(Status.HELD) for queue in (self.waiting, self.aside) for _ in range(len(queue))]:
             self._queue(group)
 
     def withdraw(self, group: SequenceGroup) -> None:
-        """Take a group that does not run out of its queue, for good."""
+        """Take a group that does not run out of its queue for good."""
         if group.status is Status.SWAPPED:
             self.swapped.abort(group)
             self.swap.drop(group.seqs)
@@ -104,7 +99,7 @@ class Admission:
             (self.waiting if group.status is Status.WAITING else self.aside).abort(group)
 
     def drop_swapped(self, now: float) -> None:
-        """Groups that were swapped compute their tokens again."""
+        """Have swapped groups compute their tokens again."""
         while self.swapped:
             group = self.swapped.pop(Status.WAITING)
             self.swap.drop(group.seqs)
@@ -113,7 +108,7 @@ class Admission:
             self.wait(group, now)
 
     def forget_moves(self, plans: Ints[StepPlan], now: float) -> None:
-        """Nobody knows which of these plans' moves were made, so nothing that they were to move is trusted."""
+        """Trust nothing that these plans were to move, because nobody knows which moves were made."""
         self.space.forget_moves(plans)
         written = {host for plan in plans for _, host in plan.swap_out}  # most of them copies of the prefix cache
         held = (block for group in self.swapped for seq in group.seqs for block in by_column(seq.host_tables))
@@ -121,87 +116,87 @@ class Admission:
             self.drop_swapped(now)
 
     def lose_pools(self, now: float) -> None:
-        """What was in the KV cache and in host memory is gone."""
+        """The contents of the KV cache and of host memory are gone."""
         self.drop_swapped(now)
         self.samples.drop()
         self.space.reset_prefix_cache()
-        self.released = []  # new workers know of none of these
+        self.released = []  # new workers know none of these
 
     def first(self) -> SequenceGroup | None:
-        """The group that comes in next, of all that wait or are swapped; None if there is none."""
-        waiting = self.waiting.first() if self.waiting else None
-        swapped = self.swapped.first() if self.swapped else None
-        if waiting and swapped:
-            return min(waiting, swapped, key=lambda group: group.key)
-        return waiting or swapped
+        """The group that comes in next; None if no group waits or is swapped."""
+        firsts = [queue.first() for queue in (self.waiting, self.swapped) if queue]
+        return min(firsts, key=lambda group: group.key, default=None)
 
     def entrant(self, plan: StepPlan, running: Ints[SequenceGroup]) -> tuple[SequenceGroup, int] | None:
-        """Who comes in next, and the tokens that it has yet to compute; None if there is no room for it."""
+        """The group that comes in next, and the tokens that it has yet to compute; None if there is no room for it."""
         group = self.first()
         if group is None or len(self.free_slots) < group.width:
             return None
-        need, known = self.space.entry(len(group.seqs[0].tokens)), group.seqs[0].num_computed
+        length = len(group.seqs[0].tokens)
         if group.status is Status.WAITING:
             entry, births = self._entry(group, plan)
             need, known = self.space.price(entry) + births, entry.cached
+        else:
+            need, known = sum(self.space.goals(length, self.space.chunk)), group.seqs[0].num_computed
         if need + self._kept(group, self.reserve.growth([*running, group])) > self.blocks.num_free:
             return None
-        return group, len(group.seqs[0].tokens) - known
+        return group, length - known
 
     # --- who comes in -----------------------------------------------------------------------------------------------
 
     def let_in(
         self, plan: StepPlan, budget: SchedulingBudget, running: Ints[SequenceGroup], statuses: Collection[Status]
     ) -> Iterator[SequenceGroup]:
-        """Let groups in, first in order first, until one does not fit or is of another status: nobody overtakes it.
+        """Let groups in, in order, until one does not fit or is of another status: nobody overtakes it.
 
-        Each group is yielded with its blocks and slots. Before the next one is looked at, the caller is to put it into
-        `running` and to take its tokens from `budget`.
+        Each group is yielded with its blocks and slots. The caller puts it into `running` and takes its tokens from
+        `budget` before it asks for the next one.
         """
         growth: float | None = None
         while (group := self.first()) and group.status in statuses:
             if self.now > group.timeline.begun:
                 self.policy.passed_over(group, running)
-            if budget.tokens <= 0 or budget.seqs <= 0:
-                short = "step" if budget.tokens > 0 else "tokens"  # the next step may be another lane's
-                self.held_up = (group.name, short if self.free_slots else "slots")
-                return
-            if any(name == group.name for name, _, _ in self.preempted):  # by this very plan, to make way
-                self.held_up = (group.name, "step")
-                return
-            if len(self.free_slots) < group.width:
-                self.held_up = (group.name, "slots")
+            if why := self._obstacle(group, budget):
+                self.held_up = (group.name, why)
                 return
             if group.status is Status.WAITING and self.samples.follows(group, plan):
                 self.samples.hold(self.waiting.pop(Status.HELD), self.now)
                 continue
-            seq = group.seqs[0]
-            # The classic order cuts no prompt. One that is to be pooled may have a step of its own, however long it is.
-            room = math.inf if self.config.pools and budget.tokens == self.config.token_budget else budget.tokens
-            if not self.config.enable_chunked_prefill and len(seq.tokens) - seq.num_computed > room:
+            length, chunked = len(group.seqs[0].tokens), self.config.enable_chunked_prefill
+            # A prompt that becomes a vector may have a step of its own, however long it is.
+            whole = self.config.makes_vectors and budget.tokens == self.config.token_budget
+            if not (chunked or whole) and length - group.seqs[0].num_computed > budget.tokens:
                 self.held_up = (group.name, "tokens")
                 return
             growth = self.reserve.growth(running) if growth is None else growth
             growth += self.reserve.growth([group])
             kept = self._kept(group, growth) if running else 0  # with nothing running the group may fill the pool
-            most = budget.tokens if self.config.enable_chunked_prefill else len(seq.tokens)  # that it computes at first
-            if not self._find_room(group, plan, most, kept, alone=not running):
+            if not self._find_room(group, plan, budget.tokens if chunked else length, kept, alone=not running):
                 self.held_up = (group.name, "blocks")
                 return
             queue = self.waiting if group.status is Status.WAITING else self.swapped
             yield queue.pop(Status.RUNNING)
 
+    def _obstacle(self, group: SequenceGroup, budget: SchedulingBudget) -> str:
+        """Why a group cannot come in, whatever blocks are free; empty: it can."""
+        if budget.tokens <= 0 or budget.seqs <= 0:
+            short = "step" if budget.tokens > 0 else "tokens"  # the next step may be another lane's
+            return short if self.free_slots else "slots"
+        if any(name == group.name for name, _, _ in self.preempted):  # by this very plan, to make way
+            return "step"
+        return "slots" if len(self.free_slots) < group.width else ""
+
     def _kept(self, group: SequenceGroup, growth: float) -> int:
-        """Blocks that must be left free when `group` is let in, where the others are expected to grow by `growth`."""
+        """Blocks that must be left free when `group` is let in and groups are expected to grow by `growth`."""
         return self.blocks.watermark_blocks + (0 if group is self.urgent else int(growth))
 
     def make_way(self, running: Ints[SequenceGroup], plan: StepPlan) -> list[SequenceGroup]:
-        """The running groups to preempt, the last first, so that the first in line comes in; none if that is no help.
+        """The running groups to preempt, the last first, for the first in line to come in; none if that does not help.
 
-        Only groups of a worse class make way for one that waits, and before them the prompts that are kept for such
-        groups. A group whose prompt is pooled does not, because it is done with the step that it runs in.
+        Only groups of a worse class make way, and before them the prompts that are kept for samples of such groups.
+        Prompts that become vectors do not, because they end with the step that they run in.
         """
-        if not self.waiting or not running or self.config.pools:
+        if not self.waiting or not running or self.config.makes_vectors:
             return []
         group, slots = self.waiting.first(), len(self.free_slots)
         victims: list[SequenceGroup] = []
@@ -215,7 +210,7 @@ class Admission:
         shared, dropped = set(entry.shared), Counter[int]()  # dropped: references to each block
 
         def drop(tables: Iterable[list[int]]) -> int:
-            """How many blocks lose their last reference with these tables, but for those that the group shares."""
+            """How many blocks that the group does not share lose their last reference with these tables."""
             blocks = [block for table in tables for block in table if block >= 0]
             dropped.update(blocks)
             counts = self.blocks.ref_counts
@@ -237,22 +232,25 @@ class Admission:
         return victims
 
     def _entry(self, group: SequenceGroup, plan: StepPlan, most: int | None = None) -> tuple[Entry, int]:
-        """What a waiting group's first sequence would be let in with, and the blocks that its beams take besides.
+        """What a waiting group's first sequence would be let in with, and the blocks that its other beams take.
 
         The step computes `most` tokens of it at most, by default as many as a step has.
         """
         entry = self.space.find(group.seqs[0], self.samples.prompt_tables(group, plan), most or self.space.chunk)
         return entry, blocks_to_fork(self.space, group.births)
 
-    # --- what who comes in gets -------------------------------------------------------------------------------------
+    # --- what a group gets ------------------------------------------------------------------------------------------
 
     def _find_room(self, group: SequenceGroup, plan: StepPlan, most: int, kept: int, alone: bool) -> bool:
-        """Give a group its slots, and blocks to compute `most` tokens, if these can be had with `kept` more left free.
+        """Give a group its slots, and blocks to compute `most` tokens, if `kept` blocks more are left free.
 
-        Where it is `alone`, with nothing running, the prompt blocks that are kept for samples make room for it.
+        If it is `alone`, with nothing running, the prompt blocks that are kept for samples make room for it.
         """
-        find_blocks = self._admit if group.status is Status.WAITING else self._swap_in
-        if not find_blocks(group, plan, most, kept):
+        if group.status is Status.WAITING:
+            fits = self._admit(group, plan, most, kept)
+        elif fits := self.swap.back(group.seqs, most, kept, plan):
+            group.timeline.enter("running", self.now)
+        if not fits:
             if not alone:
                 return False
             assert self.samples.holders, f"request {group.name} fits the empty pool"
@@ -266,7 +264,7 @@ class Admission:
         return True
 
     def _admit(self, group: SequenceGroup, plan: StepPlan, most: int, kept: int) -> bool:
-        """Give a waiting group its first sequence's blocks, if they can be had."""
+        """Give a waiting group's first sequence its blocks, if they can be had."""
         request, seq = group.request, group.seqs[0]
         entry, births = self._entry(group, plan, most)
         if not self.space.admit(seq, entry, births, kept, plan):
@@ -283,13 +281,6 @@ class Admission:
         self.samples.admitted(group)
         return True
 
-    def _swap_in(self, group: SequenceGroup, plan: StepPlan, most: int, kept: int) -> bool:
-        """Bring a swapped group's blocks back, if device blocks can be had."""
-        if not self.swap.back(group.seqs, most, kept, plan):
-            return False
-        group.timeline.enter("running", self.now)
-        return True
-
     def enter(self, seq: Sequence, plan: StepPlan) -> None:
         """Put a sequence into a slot that its group has to spare, or anew into the slot that it has."""
         group, request = seq.group, seq.group.request
@@ -299,7 +290,7 @@ class Admission:
         else:
             seq.slot = group.spare_slots.pop()
         seq.stale = False
-        free = not params.constrained  # else the masks of its steps say it all
+        free = not params.constrained  # else its steps' masks heed all that
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         plan.new.append(
             NewRow(
@@ -334,18 +325,12 @@ class Admission:
 
     # --- the way out ------------------------------------------------------------------------------------------------
 
-    def finished(self, group: SequenceGroup, now: float) -> None:
-        """A group of a request has ended, and is none of its groups any more."""
-        self.samples.ended(group, now)
-        self.policy.ended(group)
-
     def preempt(self, group: SequenceGroup, plan: StepPlan, cause: Request) -> None:
         """Take a running group's blocks and slots away, for `cause` to have them.
 
-        By swap, its blocks move to host memory. By recompute they are freed: it will compute its tokens again, or find
-        them in the prefix cache.
+        By swap, its blocks move to host memory. By recompute they are freed, and it computes its tokens again.
         """
-        # Whether states have seen tokens of which the next ones are to be sampled again: they cannot go back.
+        # Whether recurrent states have seen more tokens than stay, so that they are of no use.
         ahead = self.space.states is not None and any(seq.num_computed >= seq.num_tokens for seq in group.seqs)
         for seq in group.seqs:  # what a step in flight is about to sample is dropped, and sampled again
             self.stop_decoding(seq)
@@ -371,7 +356,7 @@ class Admission:
             self.recompute(group, self.now)
 
     def recompute(self, group: SequenceGroup, now: float) -> None:
-        """Send a running group back to those who wait, with its tokens and nothing else."""
+        """Have a running group wait again, with its tokens and nothing else."""
         self.release(group)
         group.forget_computed()
         self.wait(group, now)
@@ -383,7 +368,7 @@ class Admission:
         group.spare_slots = []
 
     def leave(self, seqs: Ints[Sequence]) -> None:
-        """Take the blocks and slots of sequences, the slots for their groups to spare."""
+        """Take the blocks and slots of sequences; the slots become their groups' spare ones."""
         for seq in seqs:
             self.stop_decoding(seq)
             self.blocks.free(by_column(seq.tables))
@@ -394,7 +379,7 @@ class Admission:
                 seq.slot = -1
 
     def stop_decoding(self, seq: Sequence) -> None:
-        """Take a sequence out of the batch of decodes, if it is in it; what it has filled can be found from now on."""
+        """Take a sequence out of its batch of decodes, if it is in one, and publish the blocks that it has filled."""
         if seq.batch is not None:
             seq.batch.leave(seq)
             self.space.publish(seq, len(seq.tokens) - 1)

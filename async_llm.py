@@ -7,9 +7,8 @@
         print(output.outputs[0].text)
     llm.shutdown()
 
-Its `AsyncMPClient` has an engine in a process of its own. The reader's thread there hands each output to the event
-loop of the task that waits for it. What may block, tokenizing and writing to the engine's socket, is done in other
-threads, so that the loop never waits for the engine.
+The engine has a process of its own. A thread reads from it and hands each output to the event loop of the task that
+waits for it. Other threads tokenize and write to the engine's socket, so the loop never waits for the engine.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial, wraps
+from typing import Any
 
 from config import EngineConfig
 from model_config import ModelConfig
@@ -34,6 +33,7 @@ from processes.client import (
     GONE,
     SILENT,
     BackgroundResources,
+    EngineCoreClient,
     EngineDeadError,
     MPClient,
     Stream,
@@ -51,39 +51,6 @@ __all__ = ["AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "EngineArgs", "Engin
 EngineArgs = AsyncEngineArgs = EngineConfig  # vLLM's names for it
 
 
-class AsyncEngineCoreClient(Protocol):
-    """`EngineCoreClient` for asyncio; each method is the one of that name there."""
-
-    def shutdown(self) -> None:
-        """See `EngineCoreClient.shutdown`. It is no coroutine, because it may be called when no loop runs any more."""
-
-    async def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
-        """See `EngineCoreClient.add_request`."""
-
-    async def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
-        """See `EngineCoreClient.get_output`."""
-
-    async def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        """See `EngineCoreClient.abort`."""
-
-    async def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
-        """See `EngineCoreClient.utility`."""
-
-    async def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        """See `EngineCoreClient.utility_on_all`."""
-
-    async def collective_rpc(
-        self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
-    ) -> list[Any]:
-        """See `EngineCoreClient.collective_rpc`."""
-
-    async def dp_engines_running(self) -> bool:
-        """See `EngineCoreClient.dp_engines_running`."""
-
-    async def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
-        """See `EngineCoreClient.scale_elastic_ep`."""
-
-
 class AsyncStream(Stream):
     """A stream that a task of the running event loop reads."""
 
@@ -92,17 +59,27 @@ class AsyncStream(Stream):
         self.loop, self.arrived = asyncio.get_running_loop(), asyncio.Event()
 
     def put(self, item: EngineOutput | Exception) -> None:
-        """Append what `get` will return, or raise; any thread may call this."""
+        """See `Stream`; any thread may call this."""
         super().put(item)
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits any more
             self.loop.call_soon_threadsafe(self.arrived.set)
 
 
-class AsyncMPClient:
-    """An `AsyncEngineCoreClient` of an engine process, which it starts and replaces. It waits until that is ready.
+def in_thread(method: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """A method of `AsyncMPClient` that calls its client's blocking one in another thread."""
 
-    Args:
-        config: the engine's options.
+    @wraps(method)
+    async def call(self: AsyncMPClient, *args: Any, **kwargs: Any) -> Any:
+        return await asyncio.to_thread(getattr(self.engine, method.__name__), *args, **kwargs)
+
+    return call
+
+
+class AsyncMPClient:
+    """`EngineCoreClient` for asyncio, of an engine process, which it starts and replaces. It waits until that is ready.
+
+    Its methods are the ones of that name there. A stream is an `AsyncStream`. `shutdown` is no coroutine, because it
+    may be called when no loop runs any more.
 
     Raises:
         EngineDeadError: the engine does not start; it has said why on stderr.
@@ -126,16 +103,16 @@ class AsyncMPClient:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the engine has measured and chosen."""
+        """See `core.client_facts`."""
         return self.process.facts
 
     @property
     def trouble(self) -> str | None:
-        """Why the engine cannot run requests now; None: it can."""
+        """See `MPClient.trouble`."""
         return self.engine.trouble
 
     def _submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Have the thread call it that writes to the engine."""
+        """Call it in the thread that writes to the engine."""
         self.resources.check()
         return self.sender.submit(call, *args)
 
@@ -145,14 +122,12 @@ class AsyncMPClient:
         self.engine.add_request(request, stream)
 
     async def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
-        """See `AsyncEngineCoreClient`; the stream is an `AsyncStream`."""
         target = stream or AsyncStream()
         target.clients.add(self)
         await asyncio.wrap_future(self._submit(self._add, request, target))
         return target
 
     async def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
-        """See `AsyncEngineCoreClient`; the stream is an `AsyncStream`."""
         assert isinstance(stream, AsyncStream)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
@@ -163,54 +138,29 @@ class AsyncMPClient:
         return stream.get(0)
 
     def abort_soon(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        """Do what `abort` does, for those who cannot wait for it."""
+        """`abort` for callers that cannot wait for it."""
         with contextlib.suppress(ValueError, RuntimeError):  # this is shut down
             self._submit(self.engine.abort, request_id, index, reason)
 
     async def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        """See `AsyncEngineCoreClient`."""
         if not self.resources.ended.is_set():
             await asyncio.wrap_future(self._submit(self.engine.abort, request_id, index, reason))
 
-    async def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
-        """See `AsyncEngineCoreClient`."""
-        return await asyncio.to_thread(self.engine.utility, method, *args, timeout=timeout)
-
-    async def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        """See `AsyncEngineCoreClient`."""
-        return await asyncio.to_thread(self.engine.utility_on_all, method, *args, timeout=timeout)
-
-    async def collective_rpc(
-        self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
-    ) -> list[Any]:
-        """See `AsyncEngineCoreClient`."""
-        return await asyncio.to_thread(self.engine.collective_rpc, method, timeout, args, kwargs)
-
-    async def dp_engines_running(self) -> bool:
-        """See `AsyncEngineCoreClient`."""
-        return await asyncio.to_thread(self.engine.dp_engines_running)
-
-    async def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
-        """See `AsyncEngineCoreClient`; here there is always one engine."""
-        self.engine.scale_elastic_ep(new_data_parallel_size)
+    utility = in_thread(EngineCoreClient.utility)
+    utility_on_all = in_thread(EngineCoreClient.utility_on_all)
+    collective_rpc = in_thread(EngineCoreClient.collective_rpc)
+    dp_engines_running = in_thread(EngineCoreClient.dp_engines_running)
+    scale_elastic_ep = in_thread(EngineCoreClient.scale_elastic_ep)
 
     def shutdown(self) -> None:
-        """See `AsyncEngineCoreClient`."""
         self.resources()
-
-
-if TYPE_CHECKING:
-    _: type[AsyncEngineCoreClient] = AsyncMPClient
 
 
 class AsyncLLM:
     """A model in a process of its own, for asyncio. This waits until the engine is ready.
 
-    An engine that has died is replaced; its requests end with an `EngineDeadError`, and so do those that come before
-    its successor is ready.
-
-    Args:
-        config: the engine's options.
+    An engine that has died is replaced. Its requests end with an `EngineDeadError`, as do those that come before its
+    successor is ready.
 
     Raises:
         ValueError: the options or the model are not usable.
@@ -228,7 +178,7 @@ class AsyncLLM:
         config = find_model(config)
         ModelConfig.from_folder(config.folder)  # here, because a message of the engine process would only be printed
         self.config, self.tokenizer = config, open_tokenizer(config.folder, config.skip_tokenizer_init)
-        self.live: dict[str, tuple[str, AsyncStream]] = {}  # by the caller's name of a request: the engine's, and news
+        self.live: dict[str, tuple[str, AsyncStream]] = {}  # by the caller's name of a request: the engine's, its news
         self.numbers = itertools.count()
         self.client = AsyncMPClient(dataclasses.replace(config, runs_functions=True))
         self.inputs = InputProcessor(self.tokenizer, self.client.facts)
@@ -243,14 +193,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """All answers so far, each time that there is more of them; the last output is `finished`.
 
-        Where the caller leaves the loop, or its task is cancelled, the request is aborted. A request that the engine
-        had to give up after it had begun is finished, too, and says why in `error`.
-
-        Args:
-            prompt: a text, a list of token ids, or a dict; see `LLM.generate`.
-            sampling_params: how its answers are drawn.
-            request_id: names it among those that run.
-            priority: the lowest goes first; other than 0 only with the policy `priority`.
+        If the caller leaves the loop, or its task is cancelled, the request is aborted. If the engine gives the request
+        up after it has begun, the last output says why in `error`. For the arguments see `LLMEngine.add_request`.
 
         Raises:
             ValueError: the request can never run, its id is in use, or this is shut down.
@@ -261,7 +205,7 @@ class AsyncLLM:
             raise ValueError(f"request_id is {request_id!r:.80}; it must be a string")
         if request_id in self.live:
             raise ValueError(f"request id {request_id!r:.80} is in use by a request in flight")
-        name = f"{request_id}-{next(self.numbers)}"  # so that what comes late for an earlier one cannot reach this one
+        name = f"{request_id}-{next(self.numbers)}"  # so that late outputs of an earlier request do not reach this one
         stream, finished = AsyncStream(), False
         self.live[request_id] = name, stream
         try:
@@ -296,37 +240,32 @@ class AsyncLLM:
                 stream.put(EngineOutput(name, [], "abort", finished=True))
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer.
-
-        Raises:
-            ValueError: there is none, or this is shut down.
-        """
+        """See `LLMEngine.get_tokenizer`."""
         self._check_open()
         if isinstance(self.tokenizer, NoTokenizer):
             raise ValueError("this engine has no tokenizer (skip_tokenizer_init)")
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The model's own, by its generation_config.json."""
+        """See `LLM.get_default_sampling_params`."""
         self._check_open()
         return SamplingParams(**self.client.facts["default_sampling"])
 
     async def _utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> Any:
-        """What a utility returns on the engine."""
         self._check_open()
         (value,) = (await self.client.utility(method, *args, timeout=timeout)).values()
         return value
 
     async def get_metrics(self) -> dict[str, Any]:
-        """What the engine counts; see `LLM.get_metrics`."""
+        """See `LLM.get_metrics`."""
         return await self._utility("metrics")
 
     async def do_log_stats(self) -> None:
-        """Have the engine log what it has done since the last time, at the level info."""
+        """See `LLMEngine.do_log_stats`."""
         await self._utility("do_log_stats")
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; returns True."""
+        """See `LLM.reset_prefix_cache`."""
         await self._utility("reset_prefix_cache")
         return True
 
@@ -338,32 +277,32 @@ class AsyncLLM:
         return await self.client.collective_rpc(method, timeout, args, kwargs)
 
     async def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`; see `Workers.sleep`. Requests wait until then."""
+        """See `Workers.sleep`. Requests wait until `wake_up`."""
         await self._utility("sleep", level, timeout=None)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the memory of "weights", "kv_cache" or (None) both again; see `Workers.wake_up`."""
+        """See `LLM.wake_up`."""
         await self._utility("wake_up", tags, timeout=None)
 
     async def is_sleeping(self) -> bool:
-        """Whether weights or KV cache sleep."""
+        """See `LLM.is_sleeping`."""
         return await self._utility("is_sleeping")
 
     async def update_weights(self, folder: str | None = None, tensors: Mapping[str, Any] | None = None) -> int:
-        """See `LLM.update_weights`. Requests that have come run to their end first, and what comes meanwhile waits."""
+        """See `LLM.update_weights`. Requests that have come run to their end first, and new ones wait."""
         with source_of(folder, tensors) as source:
             return await self._utility("update_weights", *source, timeout=None)
 
     async def get_weights_version(self) -> int:
-        """How often weights were updated; 0: they are those of the start."""
+        """See `LLM.weights_version`."""
         return await self._utility("get_weights_version")
 
     async def start_profile(self) -> None:
-        """Record what the engine and its workers do; see `Profiles.start_profile`."""
+        """See `Profiles.start_profile`."""
         await self._utility("start_profile", timeout=None)
 
     async def stop_profile(self) -> list[str]:
-        """End that; returns the names of the files in `torch_profiler_dir`."""
+        """See `LLM.stop_profile`."""
         return await self._utility("stop_profile", timeout=None)
 
     @property
@@ -382,7 +321,7 @@ class AsyncLLM:
         return EngineDeadError(self.client.trouble or GONE)
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError: no request goes on now; so it is, too, while dead workers are replaced."""
+        """Raises EngineDeadError: no request goes on now, be it that dead workers are replaced."""
         if self.errored or self.client.trouble:
             raise self.dead_error
 

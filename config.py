@@ -1,4 +1,4 @@
-"""What is fixed at start: engine and server options, and the model's shape; and files that only diagnose.
+"""The engine's options, and how processes start and read JSON.
 
 Standard library only: every process reads this file, and most of them never import torch.
 """
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NoReturn
 
 from processes.options import ClusterOptions, check_fields, option
 
@@ -212,12 +212,12 @@ class EngineConfig(ClusterOptions):
 
     @property
     def token_budget(self) -> int:
-        """Tokens in one step at most. On a GPU `memory.settle_tokens` must have been called."""
+        """Tokens in one step at most; on a GPU `device.memory.settle_tokens` comes first."""
         return self.max_num_batched_tokens or max(STEP_TOKENS, self.max_num_seqs)
 
     @property
-    def pools(self) -> bool:
-        """Whether prompts are turned into vectors, and nothing is sampled; after `pooling.settle_task` alone."""
+    def makes_vectors(self) -> bool:
+        """Whether prompts are turned into vectors, and nothing is sampled; `models.pooling.settle_task` comes first."""
         return self.task in ("embed", "score", "classify")
 
     def __post_init__(self) -> None:
@@ -230,51 +230,38 @@ class EngineConfig(ClusterOptions):
                 f"max_num_batched_tokens is {self.token_budget}; it must be at least max_num_seqs, {self.max_num_seqs}"
             )
         if self.num_state_snapshots and not self.enable_prefix_caching:
-            raise ValueError(
-                f"num_state_snapshots is {self.num_state_snapshots}; without prefix caching it must be 0 or left out"
-            )
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if self.distributed_executor_backend == "uni" and (size := getattr(self, name)) > 1:
-                raise ValueError(
-                    f"{name} is {size}; with distributed_executor_backend 'uni', which has one worker, it must be 1"
-                )
+            self._refuse("num_state_snapshots", "without prefix caching it must be 0 or left out")
+        if self.distributed_executor_backend == "uni":
+            for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+                if getattr(self, name) > 1:
+                    self._refuse(name, "with distributed_executor_backend 'uni', which has one worker, it must be 1")
         self._check_stages()
         if self.batch_invariant and self.tensor_parallel_size > 1:  # which rank adds first depends on a message's size
-            raise ValueError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}; with batch_invariant, which a sum over ranks is "
-                "not, it must be 1"
-            )
+            self._refuse("tensor_parallel_size", "with batch_invariant, which a sum over ranks is not, it must be 1")
         if self.enable_expert_parallel and self.max_engines > 1:
+            several = "with enable_expert_parallel and several engines"
             if self.distributed_executor_backend not in ("auto", "mp"):
-                raise ValueError(
-                    f"distributed_executor_backend is {self.distributed_executor_backend!r}; with "
-                    "enable_expert_parallel and several engines, whose workers must be replaced together, it must be "
-                    "'auto' or 'mp'"
-                )
+                why = f"{several}, whose workers must be replaced together, it must be 'auto' or 'mp'"
+                self._refuse("distributed_executor_backend", why)
             if self.batch_invariant:  # on a CPU it runs token by token, and then engines would not keep step
-                raise ValueError(
-                    "batch_invariant is True; with enable_expert_parallel and several engines it must be False"
-                )
+                self._refuse("batch_invariant", f"{several} it must be False")
         self.check_hosts()
         if self.scheduler_delay_factor and self.enable_chunked_prefill:  # it would do nothing
-            raise ValueError(
-                f"scheduler_delay_factor is {self.scheduler_delay_factor}; it must be 0 with chunked prefill"
-            )
+            self._refuse("scheduler_delay_factor", "it must be 0 with chunked prefill")
+
+    def _refuse(self, name: str, why: str) -> NoReturn:
+        raise ValueError(f"{name} is {getattr(self, name)!r}; {why}")
 
     def _check_stages(self) -> None:
         stages, listed = self.pipeline_parallel_size, self.pipeline_layer_partition
         if stages > self.max_num_seqs:
-            raise ValueError(
-                f"pipeline_parallel_size is {stages}; it must be at most max_num_seqs, {self.max_num_seqs}, because "
-                "each stage works for other sequences"
-            )
+            why = f"it must be at most max_num_seqs, {self.max_num_seqs}, because each stage works for other sequences"
+            self._refuse("pipeline_parallel_size", why)
         if stages > 1 and self.enable_expert_parallel and self.max_engines > 1:
-            raise ValueError(
-                f"pipeline_parallel_size is {stages}; with enable_expert_parallel and several engines, which meet in "
-                "every step, it must be 1"
-            )
+            why = "with enable_expert_parallel and several engines, which meet in every step, it must be 1"
+            self._refuse("pipeline_parallel_size", why)
         if listed is not None and not re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", listed, re.ASCII):
-            raise ValueError(f"pipeline_layer_partition is {listed!r}; it must be counts of layers, like 12,16")
+            self._refuse("pipeline_layer_partition", "it must be counts of layers, like 12,16")
         if listed is not None and (count := len(listed.split(","))) != stages:
             raise ValueError(
                 f"pipeline_layer_partition is {listed!r}, {count} counts; there must be one for each stage, and "
@@ -283,12 +270,12 @@ class EngineConfig(ClusterOptions):
 
 
 def weights_in(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of an engine's options, or facts, by which another engine has the same weights."""
+    """The options or facts by which another engine loads the same weights."""
     return {name: options[name] for name in ("weights", "weights_stamp", "weights_version")}
 
 
 def stamp_of(source: str) -> str:
-    """Stands for the state of the safetensors in a folder, or of one such file: names, sizes and times.
+    """A hash of the names, sizes and times of the safetensors in a folder, or of one such file.
 
     Raises:
         ValueError: there are none.
@@ -307,15 +294,9 @@ def stamp_of(source: str) -> str:
 def run_file(
     path: str, *args: str, environment: Mapping[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Run one of our own files as a program.
+    """Run one of our own files as a program, with `environment` beside this process's, and `options` of `Popen`.
 
     It finds the modules that this process finds, and not those beside the file: installed, they have other names.
-
-    Args:
-        path: of the file.
-        args: of its command line.
-        environment: variables that it has beside this process's.
-        options: of `Popen`.
     """
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environment or {})}
     return subprocess.Popen([sys.executable, "-P", os.path.abspath(path), *args], env=variables, **options)

@@ -1,7 +1,7 @@
 """The engine's one loop: `EngineCore` owns the scheduler and the executor.
 
-Each `step()` plans, runs and reports. `device/workers.py` replaces dead workers, and changes their weights. `engine.py`
-runs the loop in the caller's process, and `processes/engine_process.py` in a process of its own.
+Each `step()` plans, runs and reports. `device/workers.py` replaces dead workers and changes their weights. `engine.py`
+runs the loop in the caller's process, `processes/engine_process.py` in a process of its own.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ring import undisturbed
 from sampling_params import default_sampling
 from scheduler import Scheduler
 from scheduling.fair import step_tokens
-from scheduling.grammar import COMPILE_TIMEOUT, Grammars, awaits_token, late
+from scheduling.grammar import COMPILE_TIMEOUT, Grammars, awaits_token
 from sequence import Request
 
-UTILITIES = {  # what clients may call, and whose method it is: the core's own, or one of its parts'
+UTILITIES = {  # what clients may call by name, and which method of the core or its parts that is
     "metrics": "metrics",
     "explain": "scheduler.reports.explain",
     "explain_prompts": "recorder.explain_prompts",
@@ -51,31 +51,28 @@ UTILITIES = {  # what clients may call, and whose method it is: the core's own, 
     "stop_profile": "profiles.stop_profile",
     "has_work": "has_work",
 }
-GLANCE = 0.01  # seconds between two looks at grammars that are being compiled, where nothing else is to do
+GLANCE = 0.01  # seconds between two looks at grammars that are being compiled, with nothing else to do
 LARGE_VOCABULARY = 2**15  # tokens; llguidance takes seconds to read so many
 
 
 def client_facts(config: EngineConfig, model_config: ModelConfig, of_workers: dict[str, Any]) -> dict[str, Any]:
-    """What clients want to know of an engine: what its workers have measured and chosen, and what its options say."""
+    """What clients want to know of an engine: what its workers have measured, and what its options say."""
     tokens = step_tokens(config, of_workers["max_num_batched_tokens"], of_workers["step_seconds"])
+    options = ("model", "scheduling_policy", "max_logprobs", "data_parallel_size", "torch_profiler_dir")
     return of_workers | {
         "max_num_batched_tokens": tokens,
-        "model": config.model,
         "architecture": model_config.architecture,
         "default_sampling": default_sampling(config),
-        "scheduling_policy": config.scheduling_policy,
-        "max_logprobs": config.max_logprobs,
-        "data_parallel_size": config.data_parallel_size,
-        "torch_profiler_dir": config.torch_profiler_dir,
+        **{name: getattr(config, name) for name in options},
         **task_facts(config, model_config),
     }
 
 
 def scheduler_sizes(config: EngineConfig, model_config: ModelConfig, known: dict[str, Any]) -> dict[str, Any]:
-    """The scheduler's arguments that follow from the model, and from the facts that are known of its workers."""
+    """The scheduler's arguments that follow from the model and from its workers' facts."""
     names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "windows", "swap_cost")
     sizes = {name: known[name] for name in names}
-    sizes["eos_token_ids"] = () if config.pools else model_config.eos_token_ids
+    sizes["eos_token_ids"] = () if config.makes_vectors else model_config.eos_token_ids
     states = known.get("states")
     sizes["states"] = StateRoom(**states) if states else None
     return sizes
@@ -99,11 +96,11 @@ class EngineCore:
         check_reloadable(config)
         vocab_size = self.model_config.vocab_size
         self.grammars = Grammars(config.folder, vocab_size, self.model_config.eos_token_ids)
-        if config.beside_server and vocab_size >= LARGE_VOCABULARY and not config.pools:
+        if config.beside_server and vocab_size >= LARGE_VOCABULARY and not config.makes_vectors:
             self.grammars.prepare()  # while the workers start
         self.executor = new_executor(config, self.model_config, peers)
         self.facts = client_facts(config, self.model_config, self.executor.facts())
-        self.config = config = dataclasses.replace(config, max_num_batched_tokens=self.facts["max_num_batched_tokens"])
+        config = dataclasses.replace(config, max_num_batched_tokens=self.facts["max_num_batched_tokens"])
         self.workers = Workers(self.executor, config, self.facts, self._start_over)
         sizes = scheduler_sizes(config, self.model_config, self.facts)
         self.scheduler = Scheduler(config, **sizes)
@@ -112,16 +109,21 @@ class EngineCore:
         self.stat_logger = StatLogger(self.metrics)
         self.plans: deque[StepPlan] = deque()  # of the steps that run, or are next to
         overlap = self.executor.overlaps if config.async_scheduling is None else config.async_scheduling
-        self.ahead = 2 if overlap else 1  # how many of them there are of a lane at most,
-        self.depth = config.pipeline_parallel_size - 1 + self.ahead  # and in all
+        self.ahead = 2 if overlap else 1  # the most plans of a lane,
+        self.depth = config.pipeline_parallel_size - 1 + self.ahead  # and of all
         self.compiling: dict[str, tuple[Request, float]] = {}  # requests that wait for their grammars, and until when
         self.held: dict[str, EngineCoreRequest] = {}  # requests that wait for new weights
-        self.holding = False  # whether others would have to, because weights are about to be updated
+        self.holding = False  # whether new requests have to, because weights are about to be updated
         self.news = Outputs()  # see `tell`
         self.on_weights: Callable[[dict[str, Any]], None] = lambda options: None  # called with a successor's options
 
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's options; `Workers.load_weights` changes those about weights."""
+        return self.workers.config
+
     def add(self, request: EngineCoreRequest, at_once: bool = False) -> None:
-        """Queue a request; with `at_once`, wait for its grammar, so that what is wrong with that is known now.
+        """Queue a request; with `at_once`, wait for its grammar, so that errors in it are known now.
 
         Raises:
             ValueError: it can never run; see `Scheduler.add` and `check_pooling`.
@@ -134,8 +136,7 @@ class EngineCore:
             return
         queued = Request(r.request_id, r.prompt_token_ids, r.params, r.salt, r.priority, r.client, r.pooling)
         queued.delay = time.monotonic() - r.arrival_time
-        for observer in self.observers:
-            observer.tick()
+        self._observe("tick")
         try:
             check_pooling(r.pooling, r.params, self.config, self.model_config)
             if r.params.structured_outputs is not None:
@@ -155,42 +156,38 @@ class EngineCore:
         if request.params.constrained:
             self.grammars.check(request)
         self.scheduler.add(request)
-        for observer in self.observers:
-            observer.added(request)
+        self._observe("added", request)
 
     @undisturbed()
     def admit(self) -> None:
-        """Queue requests that have waited for grammars or weights; `tell` has the news of those that are refused."""
+        """Queue requests that have waited for grammars or weights; `tell` has the errors of refused ones."""
         for request_id in [] if self.holding else list(self.held):
             try:
                 self.add(self.held.pop(request_id))
             except ValueError as error:
                 self._end(request_id, str(error))
         for request, until in [*self.compiling.values()]:
+            if not request.grammar.done() and time.monotonic() <= until:
+                continue
+            del self.compiling[request.request_id]
+            self._observe("tick")
             try:
-                if not (request.grammar.done() or time.monotonic() > until):
-                    continue
-                del self.compiling[request.request_id]
-                if not request.grammar.done():
-                    raise late()
-                for observer in self.observers:
-                    observer.tick()
                 self._queue(request)
             except ValueError as error:
                 self.scheduler.stats.refused()
                 self._end(request.request_id, str(error))
 
     def _end(self, request_id: str, error: str, engine_fault: bool = False) -> None:
-        """A request ends with an error, which its client will be told."""
+        """Tell a request's client that it has ended with an error."""
         news = EngineOutput(request_id, [], "error", error=error, finished=True, engine_fault=engine_fault)
         self.news.outputs.append(news)
 
     def tell(self) -> Outputs:
-        """All that the caller has yet to be told."""
+        """The news since the last call."""
         news, self.news = self.news, Outputs()
-        if self.config.weights_version:  # one version holds for a whole answer: weights never change within one
+        if version := self.config.weights_version:  # weights never change within an answer
             for output in news.outputs:
-                output.weights_version = self.config.weights_version
+                output.weights_version = version
         return news
 
     @undisturbed()
@@ -198,11 +195,10 @@ class EngineCore:
         """Drop a request, or one of its samples; see `Scheduler.abort`."""
         if index is None:
             if waits := self.compiling.pop(request_id, None):
-                self.grammars.leave(waits[0], (request for request, _ in self.compiling.values()))
+                self.grammars.leave(waits[0])
             self.held.pop(request_id, None)
         self.scheduler.abort(request_id, index, reason)
-        for observer in self.observers:
-            observer.aborted(request_id, index, reason)
+        self._observe("aborted", request_id, index, reason)
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
@@ -213,28 +209,26 @@ class EngineCore:
         return not self.workers.asleep and self.scheduler.has_work()
 
     def step(self, start: bool | None = None) -> Outputs:
-        """`advance`, and return what that has brought."""
+        """`advance` and `tell`."""
         self.advance(start)
         return self.tell()
 
     def advance(self, start: bool | None = None) -> None:
         """Take the result of the oldest step that runs, and start the next; `tell` has what the result brought.
 
-        So whatever the caller does with that happens while the workers run, if they are processes; with asynchronous
-        scheduling the planning does too, because another step has been handed to them by then. There is no news
-        where a second step must be started first, or the workers had to be started anew.
+        So the caller handles the news while the workers run, if they are processes. With asynchronous scheduling the
+        planning overlaps with them, too. There is no news if a second step must be started first, or the workers were
+        started anew.
 
         Args:
-            start: whether to start a step, unless the workers are started anew; None starts one if there is anything
-                to run.
+            start: whether to start a step, unless the workers are started anew; None: if there is anything to run.
 
         Raises:
             WorkerError: they do not start any more.
             ConnectionError: one is gone, and something else has to start it again; see `executors/torchrun.py`.
         """
         self.workers.check_whole()
-        for observer in self.observers:
-            observer.tick()
+        self._observe("tick")
         if self.held or self.compiling:
             self.admit()
         restarts = self.workers.num_restarts
@@ -262,31 +256,29 @@ class EngineCore:
         with self.span("schedule"):
             self.plans.append(self.scheduler.schedule())
             failed = self.grammars.fill(self.plans[-1], self.scheduler.in_flight[-1].others)
-        for observer in self.observers:
-            observer.planned(self.plans[-1])
+        self._observe("planned", self.plans[-1])
         if failed:
             self._give_up(failed)
 
     def _may_plan_ahead(self) -> bool:
-        """Whether the next step can do without the tokens that those in flight bring, for most of those who run."""
+        """Whether most groups of the next step can do without the tokens that steps in flight bring."""
         lane = self.scheduler.next_lane()
         waiting = sum(awaits_token(group.seqs[0]) for group in lane.others if group.request.params.constrained)
         return lane.flying < self.ahead and 2 * waiting <= len(lane.decodes) + len(lane.others)
 
     def _make_masks(self) -> None:
-        """Have masks made for the next step, and end requests that cannot go on."""
+        """Make masks for the next step, and end requests that cannot go on."""
         if not (groups := [group for group in self.scheduler.others if group.request.params.constrained]):
             self.scheduler.late = ()
             return
         self.scheduler.late, failed = self.grammars.look(groups)
-        for observer in self.observers:
-            observer.late(self.scheduler.late)
+        self._observe("late", self.scheduler.late)
         if failed:
             self._give_up(failed)
 
     @undisturbed()
     def _give_up(self, failed: dict[Request, str], engine_fault: bool = False) -> None:
-        """End requests that cannot go on, each for its reason."""
+        """End requests, each for its reason."""
         for request, why in failed.items():
             self.abort(request.request_id, reason="error")
             self._end(request.request_id, why, engine_fault)
@@ -302,8 +294,7 @@ class EngineCore:
                 if result.error:
                     self._start_over(False, result.error)
                     return
-                for observer in self.observers:
-                    observer.landed(result)
+                self._observe("landed", result)
                 with self.span("update", plan):
                     self.news.add(self.scheduler.update(plan, result))
         except WorkerError as error:
@@ -312,33 +303,35 @@ class EngineCore:
             self._start_over(False, None)
             raise
 
+    def _observe(self, event: str, *args: Any) -> None:
+        """Call a method of all observers; see `observe/observer.py`."""
+        for observer in self.observers:
+            getattr(observer, event)(*args)
+
     @contextlib.contextmanager
     def span(self, name: str, plan: StepPlan | None = None) -> Iterator[None]:
-        """A phase of this thread, whose time is counted, and told to observers."""
+        """Measure a phase of a step, for metrics and observers."""
         begun = time.monotonic()
-        for observer in self.observers:
-            observer.phase_began()
+        self._observe("phase_began")
         yield
-        for observer in self.observers:
-            observer.phase_ended(name, plan)
+        self._observe("phase_ended", name, plan)
         self.scheduler.stats.phases[name].observe(time.monotonic() - begun)
 
     @undisturbed()
     def _start_over(self, lost: bool, cause: str | None) -> int:
-        """Give up the steps that run; the tokens of all requests are computed again. Returns how many go on."""
-        for observer in self.observers:
-            observer.started_over(lost, cause)
+        """Give up the steps that run, and compute the tokens of all requests again; returns how many go on."""
+        self._observe("started_over", lost, cause)
         self.executor.forget()
         self.plans.clear()
         self.news.outputs += self.scheduler.start_over(lost, cause)
         return len(self.scheduler.requests)
 
     def busy(self) -> bool:
-        """Whether requests are still to run to their end before weights may be updated."""
+        """Whether requests have yet to end before weights may be updated."""
         return not self.workers.asleep and bool(self.plans or self.compiling or self.scheduler.has_work())
 
     def update_weights(self, source: str, lasting: bool = True) -> int:
-        """Replace the weights, of all ranks; returns their version, which is how often that was done.
+        """Replace the weights of all ranks; returns their version, which is how often that was done.
 
         No request may run, see `busy`. Prefixes are forgotten. Weights that sleep are awake afterwards.
 
@@ -347,13 +340,11 @@ class EngineCore:
             lasting: whether it stays, so that new workers can load it.
 
         Raises:
-            ValueError: see `Workers.check_update`, and nothing has changed; or the source turned out to be bad while it
-                was loaded, and the old weights are there again.
-            WorkerError: the old ones were dropped or came as tensors, and are lost with that. The engine is of no use.
+            ValueError: see `Workers.check_update`; or loading has failed. The old weights are there.
+            WorkerError: loading has failed, and the old ones are lost with that. The engine is of no use.
         """
         begun = [request for request in self.scheduler.requests.values() if request.has_begun]
         options = self.workers.load_weights(source, lasting)
-        self.config = self.workers.config
         why = "the weights were updated while the engine slept, and this answer had begun with the old ones"
         self._give_up(dict.fromkeys(begun, why), engine_fault=True)
         self.reset_prefix_cache()
@@ -362,10 +353,10 @@ class EngineCore:
         return self.config.weights_version
 
     def utility(self, method: str, *args: Any) -> Any:
-        """What one of `UTILITIES` returns: the methods that clients may call by name.
+        """What one of `UTILITIES` returns.
 
         Raises:
-            ValueError: there is none of that name. Whatever else the method raises.
+            ValueError: there is none of that name; or whatever the method raises.
         """
         if method not in UTILITIES:
             raise ValueError(f"no utility {method!r}; there are {', '.join(UTILITIES)}")
@@ -375,11 +366,10 @@ class EngineCore:
         """End the workers."""
         self.grammars.close()
         self.executor.close()
-        for observer in self.observers:
-            observer.close()
+        self._observe("close")
 
     def metrics(self) -> dict[str, Any]:
-        """What is counted, by the names of `metrics.SERIES`."""
+        """What is counted, by the names of `observe.metrics.SERIES`."""
         cache = {
             "block_size": self.config.block_size,
             "cache_dtype": self.facts["dtype"],
@@ -396,8 +386,7 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.scheduler.reset_prefix_cache()
-        for observer in self.observers:
-            observer.reset_prefix_cache()
+        self._observe("reset_prefix_cache")
 
     def check_integrity(self) -> None:
         """Assert that the scheduler's and the block manager's books agree."""

@@ -1,10 +1,4 @@
-"""The engine for scripts, in the caller's own process; or one or several in processes of their own.
-
-    LLM             `LLM("demo").generate("To be, or not")`
-    LLMEngine       for callers that run its loop themselves
-
-For the server the core has a process of its own: `processes/engine_process.py`.
-"""
+"""The engine for scripts: `LLM("demo").generate("To be, or not")`, and `LLMEngine` for those with their own loop."""
 
 from __future__ import annotations
 
@@ -62,10 +56,7 @@ Options = ParamSpec("Options")
 def with_options(
     config: Callable[Options, EngineConfig],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Options], None]]:
-    """Let an `__init__` show the parameters of `config` to editors, type checkers, `help` and `inspect`.
-
-    So the options are written down once.
-    """
+    """Let an `__init__` show the parameters of `config` to editors, type checkers, `help` and `inspect`."""
 
     def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, Options], None]:
         own, options = inspect.signature(init).parameters["self"], inspect.signature(config).parameters.values()
@@ -76,7 +67,7 @@ def with_options(
 
 
 def new_client(config: EngineConfig) -> InprocClient | FleetClient:
-    """A client of a new engine in this process, or of one or several that have processes of their own; see `LLM`.
+    """A client of a new engine in this process, or of engines in processes of their own; see `LLM`.
 
     Raises:
         ValueError: MANTA_ENABLE_V1_MULTIPROCESSING is neither 0 nor 1, or does not go with this system or the options;
@@ -89,18 +80,14 @@ def new_client(config: EngineConfig) -> InprocClient | FleetClient:
     if sys.platform == "win32" or config.distributed_executor_backend == "external_launcher":
         where = "on Windows" if sys.platform == "win32" else "with distributed_executor_backend 'external_launcher'"
         raise ValueError(f"{OWN_PROCESS} is 1, or data_parallel_size above 1; {where} they must be 0 and 1")
-    from processes.fleet import (
-        FleetClient,  # here, because it needs gunicorn, which one engine in a script does without
-    )
+    # here, because a script with one engine does without it
+    from processes.fleet import FleetClient
 
     return FleetClient(config)
 
 
 class LLMEngine:
-    """A model for those who run its loop themselves.
-
-    Args:
-        config: the engine's options.
+    """A model for scripts that run its loop themselves.
 
     Raises:
         ValueError: the options or the model are not usable.
@@ -115,7 +102,7 @@ class LLMEngine:
         self._client: InprocClient | FleetClient | None = new_client(config)
         self.inputs = InputProcessor(self.tokenizer, self.client.facts)
         self.live: dict[str, Choices] = {}
-        self.grown: dict[str, Choices] = {}  # of which there is more to tell
+        self.grown: dict[str, Choices] = {}  # those with news
         self.stream = Stream()
 
     @classmethod
@@ -125,21 +112,13 @@ class LLMEngine:
 
     @property
     def client(self) -> InprocClient | FleetClient:
-        """The engine's client.
-
-        Raises:
-            ValueError: the engine is closed.
-        """
+        """The engine's client; raises a ValueError if the engine is closed."""
         if self._client is None:
             raise ValueError("this engine is closed; it can do nothing more")
         return self._client
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer.
-
-        Raises:
-            ValueError: there is none, or the engine is closed.
-        """
+        """The model's tokenizer; raises a ValueError if there is none, or the engine is closed."""
         assert self.client
         if isinstance(self.tokenizer, NoTokenizer):
             raise ValueError("this engine has no tokenizer (skip_tokenizer_init)")
@@ -164,25 +143,24 @@ class LLMEngine:
         self.live[request_id] = choices
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """Give up a request, or several; `step` returns nothing more of them. An unknown id has just finished."""
+        """Give up a request, or several; `step` returns no more of them. An unknown id has just finished."""
         for name in [request_id] if isinstance(request_id, str) else request_id:
             if self.live.pop(name, None):
                 self.client.abort(name)
 
     def step(self) -> list[RequestOutput]:
-        """Run a step; returns of each request that it brought forward all its answers so far.
+        """Run a step; returns all answers so far of each request with news.
 
-        A request that the engine had to give up is finished, too, and says why in `error`. While the engine sleeps
-        nothing comes.
+        A request that the engine had to give up is finished and says why in `error`.
 
         Raises:
-            EngineDeadError: an engine had a process of its own, which has died. All requests are given up.
+            EngineDeadError: the engine's own process has died. All requests are given up.
         """
         patience = 0 if isinstance(self.client, InprocClient) or not self.live else PATIENCE
         try:
             with contextlib.suppress(queue.Empty):
                 first = self.client.get_output(self.stream, patience)
-                with undisturbed():  # what has been taken is told, if not by this call, then by the next one
+                with undisturbed():  # if not this call, the next one returns what was taken
                     self._follow(first)
                     while not self.stream.empty():
                         self._follow(self.client.get_output(self.stream))
@@ -194,11 +172,10 @@ class LLMEngine:
         return [choices.output() for choices in grown.values()]
 
     def _follow(self, output: EngineOutput) -> None:
-        """Take the news of a request, which the next return of `step` tells."""
         if choices := self.live.get(output.request_id):
             choices.follow(output, self.client.abort)
             self.grown[output.request_id] = choices
-            if choices.finished:  # perhaps by a stop string, of which the engine hears now
+            if choices.finished:  # perhaps by a stop string
                 del self.live[output.request_id]
 
     def has_unfinished_requests(self) -> bool:
@@ -206,15 +183,15 @@ class LLMEngine:
         return bool(self.live or self.grown)
 
     def get_num_unfinished_requests(self) -> int:
-        """How many requests there are."""
+        """How many requests have not finished."""
         return len(self.live)
 
     def do_log_stats(self) -> None:
-        """Log what the engine has done since the last time, at the level info."""
+        """Log the engine's throughput since the last time, at the level info."""
         self.client.utility("do_log_stats")
 
     def close(self) -> None:
-        """End the engine, with all that runs, and free its memory. A request or a step is a ValueError from then on."""
+        """End the engine, with all that runs, and free its memory. All else raises a ValueError from then on."""
         if self._client:
             self._client.shutdown()
             self._client = None
@@ -224,11 +201,11 @@ class LLMEngine:
 class LLM(PoolingFaces):
     """A model for scripts. `with LLM(...) as llm:` closes it at the end.
 
-    The engine runs in this process, while somebody waits for it. With MANTA_ENABLE_V1_MULTIPROCESSING=1 in the
-    environment it has a process of its own, and so has each of several engines. One that dies is replaced; what ran
-    there raises an `EngineDeadError`.
+    The engine runs in this process, while a method waits for it. With MANTA_ENABLE_V1_MULTIPROCESSING=1 in the
+    environment it has a process of its own, as each of several engines has. If one dies, it is replaced, and methods
+    that waited for it raise an `EngineDeadError`.
 
-    In a script that torchrun or Slurm's `srun` starts on every rank, with
+    If torchrun or Slurm's `srun` starts the script on every rank, with
     `distributed_executor_backend="external_launcher"`, only rank 0 returns from here. The other ranks do what rank 0
     says until its script has ended.
 
@@ -238,7 +215,7 @@ class LLM(PoolingFaces):
 
     Raises:
         ValueError: a field is unknown or out of range, or the model cannot be loaded.
-        SystemExit: on such ranks above 0, when rank 0 has ended. Where it was lost, the process ends with 1.
+        SystemExit: on ranks above 0, when rank 0 has ended; with code 1 if it was lost.
     """
 
     llm_engine: LLMEngine
@@ -261,16 +238,12 @@ class LLM(PoolingFaces):
 
     @property
     def client(self) -> InprocClient | FleetClient:
-        """The engine's client.
-
-        Raises:
-            ValueError: this is closed.
-        """
+        """See `LLMEngine.client`."""
         return self.llm_engine.client
 
     @property
     def core(self) -> EngineCore:
-        """The engine; raises as `client` does, and a ValueError if it is, or they are, in other processes."""
+        """The engine; raises a ValueError if this is closed, or engines are in other processes."""
         if not isinstance(client := self.client, InprocClient):
             raise ValueError("this LLM's engines are in other processes, so it has no `core`")
         return client.core
@@ -282,46 +255,41 @@ class LLM(PoolingFaces):
         self.close()
 
     def close(self) -> None:
-        """End the engine and free its memory. From then on every other method raises a ValueError that says so."""
+        """See `LLMEngine.close`."""
         self.llm_engine.close()
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; raises as `LLMEngine.get_tokenizer` does."""
+        """See `LLMEngine.get_tokenizer`."""
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` and `chat` take where they are given none: the model's own, by its generation_config.json."""
+        """The default of `generate` and `chat`: the model's own, from its generation_config.json."""
         return SamplingParams(**self.client.facts["default_sampling"])
 
     def get_metrics(self) -> dict[Any, Any]:
-        """What the engine counts, by vLLM's names without the prefix; counters end in `_total`.
+        """What the engine counts, by vLLM's names without the prefix; of several engines, a dict of that by rank.
 
         A histogram is a dict of its buckets' `bounds`, the `counts` of each bucket alone, and the `sum` of all values.
-        Of several engines, it is what each counts, by its rank.
         """
         found = self.client.utility("metrics")
         return found[0] if self.config.data_parallel_size == 1 else found
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; returns True, because nothing runs here that could keep them."""
+        """Forget all cached prefixes; returns True, as vLLM does if nothing runs."""
         self.client.utility("reset_prefix_cache")
         return True
 
     def collective_rpc(
-        self,
-        method: Method,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Kwargs = None,
+        self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
         """What a method of `Worker` returns on each device, or a function that is called with the worker.
 
         Args:
-            method: its name, or the function. Other processes must be able to import the function: one that is in the
-                script itself or in another function cannot go to an engine that has a process of its own.
-            timeout: seconds that it may take. Where the worker is in this process, it runs to its end all the same.
-            args, kwargs: what else it is called with. To an engine of another process go only numbers, texts, bytes,
-                lists and dicts, and only these come back from any other process.
+            method: its name, or the function. An engine in another process must be able to import it, so it cannot be
+                in the script itself or in another function.
+            timeout: seconds that it may take. A worker in this process runs to the end all the same.
+            args, kwargs: what else it is called with. Only numbers, texts, bytes, lists and dicts go to an engine in
+                another process, and only these come back from a worker in another one.
 
         Raises:
             ValueError: there is no such method, it failed, or it cannot be sent.
@@ -330,7 +298,7 @@ class LLM(PoolingFaces):
         return self.client.collective_rpc(method, timeout, args, kwargs)
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`; see `Workers.sleep`. Until then `generate` raises a ValueError."""
+        """See `Workers.sleep`. `generate` raises a ValueError until `wake_up`."""
         self.client.utility_on_all("sleep", level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
@@ -349,7 +317,7 @@ class LLM(PoolingFaces):
             tensors: all of the checkpoint's tensors by their names, instead of a folder.
 
         Raises:
-            ValueError: see `EngineCore.update_weights` and `hub.source_of`.
+            ValueError: see `EngineCore.update_weights` and `models.hub.source_of`.
         """
         if tensors is not None and self.config.local_engines < self.config.data_parallel_size:
             raise ValueError("tensors is given; for engines on other hosts it must be a folder that they can read")
@@ -363,11 +331,11 @@ class LLM(PoolingFaces):
         return max(self.client.utility("get_weights_version").values())
 
     def start_profile(self) -> None:
-        """Record what the engine and its workers do; see `Profiles.start_profile`."""
+        """See `Profiles.start_profile`."""
         self.client.utility_on_all("start_profile")
 
     def stop_profile(self) -> list[str]:
-        """End that; returns the names of the files in `torch_profiler_dir`."""
+        """End `start_profile`; returns the names of its files in `torch_profiler_dir`."""
         return list(itertools.chain(*self.client.utility_on_all("stop_profile").values()))
 
     def generate(
@@ -407,7 +375,7 @@ class LLM(PoolingFaces):
                 client.add_request(request, stream)
                 live[request.request_id] = choices
             self._run(live, stream, use_tqdm)
-        finally:  # after a bad prompt or Ctrl-C nothing may be left for the next call
+        finally:  # after a bad prompt or Ctrl-C nothing is left for the next call
             drop(client, live)
         return [choices.output() for _, choices in made]
 
@@ -449,11 +417,11 @@ class LLM(PoolingFaces):
         """The `beam_width` best answers to each prompt, by log-probability / length^penalty, the best first.
 
         As in vLLM, `tokens` and `text` have the prompt before the answer, and special tokens are in the text. The
-        length is that of the answer, as in transformers; see `scheduling/beam.py`.
+        length is the answer's, as in transformers; see `scheduling/beam.py`.
 
         Raises:
-            ValueError: as for `generate`.
-            RuntimeError: the engine had to give a prompt up, and why.
+            ValueError: see `generate`.
+            RuntimeError: the engine had to give a prompt up.
         """
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params is {params!r:.80}; it must be BeamSearchParams")
@@ -461,23 +429,20 @@ class LLM(PoolingFaces):
         return [beams_of(output, params, self.tokenizer) for output in outputs]
 
     def _run(self, live: dict[str, Choices], stream: Stream, use_tqdm: bool) -> None:
-        begun, prefilled, decoded = time.monotonic(), 0, 0
+        start, prefilled, decoded = time.monotonic(), 0, 0
         with tqdm(total=len(live), desc="Generating", unit="request", disable=not use_tqdm) as bar:
             while live:
                 output = self.client.get_output(stream)
                 request = live[output.request_id]
-                check_accepted(output, begun=request.metrics.first_token_time is not None)
-                if output.finish_reason == "error":
-                    request.fail(output.error)
-                    del live[output.request_id]
-                    continue
-                if request.metrics.first_token_time is None and (output.token_ids or output.finished):
+                begun = request.metrics.first_token_time is not None
+                check_accepted(output, begun)
+                if not begun and (output.token_ids or output.finished):
                     prefilled += len(request.prompt_token_ids)
                 decoded += len(output.token_ids)
-                request.push(output, self.client.abort)
+                request.follow(output, self.client.abort)
                 if request.finished:
                     del live[output.request_id]
-                    seconds = time.monotonic() - begun
+                    seconds = time.monotonic() - start
                     rates = f"prefill {prefilled / seconds:,.0f} tok/s, decode {decoded / seconds:,.0f} tok/s"
                     bar.set_postfix_str(rates, refresh=False)
                     bar.update()

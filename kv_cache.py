@@ -1,9 +1,8 @@
 """Which blocks of the paged KV cache hold what: who owns them, what can be found again, and what is reused first.
 
 Blocks are integers here; the tensors behind them live in the worker. `BlockManager` keeps the books of one pool, the
-device's or the host's; `BlockSpaceManager` lets the two work together for the tables of sequences: sharing, copy on
-write, and host memory as the prefix cache's second tier. `Beams` fork what they share, and `Swap` moves whole sequences
-to the host. `StateManager` keeps the books of recurrent states.
+device's or the host's. `BlockSpaceManager` uses both for the tables of sequences: sharing, copy on write, and host
+memory as the prefix cache's second tier.
 
 A block is in one of three states:
 
@@ -12,19 +11,15 @@ A block is in one of three states:
     free     ref_count = 0 and no hash
 
 Layers that see different windows of the latest tokens are different kinds, and a sequence has a block table for each
-kind (`models/kv_layout.py`). All kinds take their blocks from the same pool. A table holds -1 where the window has
-passed and the block was given back.
+kind (`models/kv_layout.py`). All kinds share one pool. A table holds -1 where the window has passed and the block was
+given back.
 
-What a block holds depends on its kind, so it is found by the chained hash together with the kind. A cached beginning of
-p tokens is a hit if each kind's blocks that a token at p sees are found: all of them for layers that see all tokens,
-and those of the last window for others. When a sequence is done, its last windows stay findable along with the whole of
-it. Blocks that a window has passed earlier were freed earlier, so they are reused earlier. Until then they make
-shorter beginnings a hit, too.
+A block is found by its chained hash together with its kind. A cached beginning of p tokens is a hit if each kind's
+blocks that a token at p sees are found: all of them, or the last window's. In a model with recurrent layers, a state
+that has seen just that beginning must be found, too.
 
-Where a model has recurrent layers, a cached beginning is a hit only if a state that has seen just that is found, too.
-
-Every operation is O(1) a block. The idea of paging is vLLM's (Kwon et al., 2023); finding shared prefixes by chained
-hashes of full blocks is vLLM's automatic prefix caching.
+Every operation is O(1) a block. Paging is vLLM's idea (Kwon et al., 2023), as is finding shared prefixes by chained
+hashes of full blocks.
 """
 
 from __future__ import annotations
@@ -45,6 +40,7 @@ from sequence import Sequence, by_column, chain
 if TYPE_CHECKING:
     from scheduling.states import StateManager
 
+WATERMARK = 0.01  # share of a pool that admission leaves free, for running sequences to grow before one is preempted
 COPIES = 8  # cached blocks that a step may copy to the host, beside as many as its tokens fill
 
 
@@ -57,14 +53,12 @@ class AllocStatus(enum.Enum):
 
 
 class BlockManager:
-    """Hands out the blocks of one pool: the device's, or the host's for what the device has no room for.
+    """Hands out the blocks of one pool, the device's or the host's.
 
     Args:
         num_blocks: size of the pool.
         block_size: tokens in a block.
         enable_prefix_caching: let freed blocks be found again by the hash of what they hold.
-        watermark: share of the pool that admission leaves free, so that those admitted can grow for a while before
-            one of them must be preempted.
         num_lookahead_slots: slots that a sequence owns ahead of its tokens.
         keep_evicted: note in `evicted` which cached blocks are about to be overwritten, for a second tier to keep.
     """
@@ -74,7 +68,6 @@ class BlockManager:
         num_blocks: int,
         block_size: int,
         enable_prefix_caching: bool = True,
-        watermark: float = 0.01,
         num_lookahead_slots: int = 0,
         keep_evicted: bool = False,
     ):
@@ -83,7 +76,7 @@ class BlockManager:
         self.keep_evicted = keep_evicted
         self.evicted: list[tuple[int, bytes]] = []  # (block, hash of what it held); who reads it empties it
         self.freed: list[tuple[int, bool]] = []  # (block, whether it can be found): for `WatchedBlockManager`
-        self.watermark_blocks = int(watermark * num_blocks)
+        self.watermark_blocks = int(WATERMARK * num_blocks)
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks  # of each block that can be found
         self.block_of: dict[bytes, int] = {}  # the inverse
@@ -143,13 +136,13 @@ class BlockManager:
                     self.idle.move_to_end(block, last=False)
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Let `block`, whose tokens have all been computed, be found by `digest`, unless another block already is."""
+        """Let `block`, whose tokens are all computed, be found by `digest`, unless another block already is."""
         if self.enable_prefix_caching and self.hashes[block] is None and digest not in self.block_of:
             self.hashes[block], self.findable[block] = digest, 1
             self.block_of[digest] = block
 
     def forget(self, digest: bytes) -> None:
-        """Let the block that is found by `digest`, if any is, be found no more; once it is idle it is reused first."""
+        """Let no block be found by `digest` any more; the one that was is reused first once it is idle."""
         if (block := self.block_of.pop(digest, None)) is not None:
             self.hashes[block], self.findable[block] = None, 0
             if block in self.idle:
@@ -192,20 +185,17 @@ class BlockSpaceManager:
     """The device's blocks, the host's, and the tables of all sequences.
 
     Every move of a block's content goes into the step's plan. The workers make the moves in this order: out to the
-    host, in from it, copies on the device, and then the step's tokens. So within one plan a block may be filled by a
-    later kind of move than the one that read it, and by no earlier one: what must not be overwritten yet stays pinned
-    until the plan is made. Plans run one after the other, so a block that is given up while a step reads it may be
-    handed out at once: the next plan comes later.
+    host, in from it, copies on the device, and then the step's tokens. So within one plan only a later kind of move may
+    fill a block that another has read: what must not be overwritten yet stays pinned until the plan is made. Plans run
+    one after the other, so a block that is given up while a step reads it may be handed out at once.
 
     A kind that sees all tokens gets the blocks of a whole prompt when the sequence is let in. One with a window gets
     them step by step, as the window gives others back.
 
     Args:
         config: block size, prefix caching, look-ahead, and tokens of a step.
-        num_blocks: size of the KV pool.
-        num_host_blocks: size of the host pool, for swapped sequences and cached prefixes that the device drops.
-        windows: of each kind of layers, see `KVLayout`; blocks behind a window are given back.
-        states: the recurrent states of sequences, where the model has some.
+        num_blocks, num_host_blocks, windows: see `Scheduler`.
+        states: the recurrent states of sequences, if the model has some.
         manager: of the device's blocks.
     """
 
@@ -237,28 +227,23 @@ class BlockSpaceManager:
     # --- how many blocks --------------------------------------------------------------------------------------------
 
     def goals(self, tokens: int, reach: int) -> list[int]:
-        """Blocks of each kind's table for `tokens` tokens, of which the next step computes those below `reach`."""
+        """Blocks of each kind's table for `tokens` tokens, those below `reach` computed by the next step."""
         whole = self.device.blocks_for(tokens)
         part = whole if reach >= tokens else self.device.blocks_for(reach)
         return [part if window else whole for window in self.windows]
 
-    def entry(self, tokens: int) -> int:
-        """Blocks that a sequence of `tokens` tokens takes when it is let in, if nothing of it is cached."""
-        return sum(self.goals(tokens, self.chunk))
+    def missing(self, tables: list[list[int]], tokens: int, reach: int) -> list[int]:
+        """Blocks that each of these tables is short of `goals`."""
+        return [max(0, goal - len(table)) for goal, table in zip(self.goals(tokens, reach), tables, strict=True)]
 
     def lacks(self, seq: Sequence, tokens: int, reach: int) -> int:
         """Blocks that a sequence's tables are short of `goals`."""
-        goals = self.goals(tokens, reach)
-        return sum(max(0, goal - len(table)) for goal, table in zip(goals, seq.tables, strict=True))
+        return sum(self.missing(seq.tables, tokens, reach))
 
     def most(self, tokens: int, spread: int = 0, width: int = 1, shared: int = 0) -> int:
         """Blocks that `width` sequences hold at most, until each of them has computed `tokens` tokens.
 
-        Args:
-            tokens: of each.
-            spread: the last of the tokens, in which they may differ; no window passes these while one computes them.
-            width: how many there are.
-            shared: the first of the tokens, which they share.
+        They share the first `shared` tokens. They differ in the last `spread` ones, which no window passes meanwhile.
         """
         size, full = self.block_size, shared // self.block_size
         together = full + width * (self.device.blocks_for(tokens) - full)
@@ -270,9 +255,9 @@ class BlockSpaceManager:
     def find(self, seq: Sequence, prompt_tables: list[list[int]], most: int) -> Entry:
         """What a sequence would be let in with, if its next step computes `most` tokens at most.
 
-        What has been computed before is shared by reference: blocks of the prefix cache, which may come back from host
-        memory, or `prompt_tables`, in which another sample has computed their prompt, if these hold more. The prompt's
-        tokens that have yet to be scored are computed again, because the cache has no hidden states.
+        It shares blocks of the prefix cache, which may come back from host memory, or `prompt_tables`, in which another
+        sample has computed the prompt, if these hold more. Prompt tokens that have yet to be scored are computed again,
+        because the cache has no hidden states.
         """
         last = len(seq.tokens) - 1  # must be computed in any case: its hidden state yields the next token
         if seq.group.request.score is not None:
@@ -287,9 +272,7 @@ class BlockSpaceManager:
             for kind, table in enumerate(tables):
                 if table[-1] >= 0 and self.device.ref_counts[table[-1]] > 0:
                     sources[kind] = table.pop()
-        goals = self.goals(len(seq.tokens), cached + most)
-        missing = [max(0, goal - len(table)) for goal, table in zip(goals, tables, strict=True)]
-        return Entry(cached, tables, sources, fetched, missing)
+        return Entry(cached, tables, sources, fetched, self.missing(tables, len(seq.tokens), cached + most))
 
     def price(self, entry: Entry) -> int:
         """Free blocks that an entry takes: those to be allocated, and cached ones that nobody has now."""
@@ -297,7 +280,7 @@ class BlockSpaceManager:
         return sum(entry.missing) + len(entry.fetched) + revived
 
     def admit(self, seq: Sequence, entry: Entry, extra: int, kept: int, plan: StepPlan) -> bool:
-        """Let a sequence in with `entry`, which was found just now, if `extra` and `kept` blocks more are left free."""
+        """Let a sequence in with `entry`, found just now, if `extra` and `kept` blocks more are left free."""
         device, tables = self.device, entry.tables
         if device.can_allocate(self.price(entry) + extra, kept) is not AllocStatus.OK:
             return False
@@ -322,8 +305,8 @@ class BlockSpaceManager:
         """The longest cached beginning of a sequence, of `last` tokens at most.
 
         Returns:
-            Its length, the device's blocks that hold what is seen of it, -1 for those in host memory, and these by
-            column and kind.
+            Its length; by kind, the device's blocks that hold what is seen of it, -1 for those in host memory; and
+            these by column and kind.
         """
         tables: list[list[int]] = [[] for _ in self.windows]
         fetched: dict[tuple[int, int], int] = {}
@@ -333,7 +316,7 @@ class BlockSpaceManager:
         device, host = self.device.block_of, self.host.block_of
         size, states = self.block_size, self.states
         branch = min((shared for _, _, shared in seq.group.births), default=last + 1)
-        if states:  # who branches off does so from the state at that very place, which is yet to come
+        if states:  # a beam branches off from the state at that very place, which is yet to come
             last = min(last, branch - 1) // size * size
         hashes = seq.hashes[: -(-last // size)]
         most = len(hashes)
@@ -343,10 +326,10 @@ class BlockSpaceManager:
                 most = next((i for i, key in enumerate(keys) if key not in device and key not in host), most)
         if states:
             most = states.longest(hashes, most)
-        # Of a window only the last blocks count. Where one is missing, the hit can only end before it. Beams that will
+        # Only the last blocks of a window count. If one is missing, the hit can only end before it. Beams that will
         # branch off see a window of their own, from the first token on that they do not share.
         begins = [0] * len(tables)
-        known, kind = [most] * len(tables), 0  # of each kind: from here up to `most` all blocks are found
+        known, kind = [most] * len(tables), 0  # by kind: from here up to `most` all blocks are found
         while kind < len(tables):
             if window := self.windows[kind]:
                 begins[kind] = max(0, min(most * size, last, branch) - window + 1) // size
@@ -369,20 +352,20 @@ class BlockSpaceManager:
         return min(most * size, last), tables, fetched
 
     def finds_prompt(self, seq: Sequence) -> bool:
-        """Whether, in a model with states, the prefix cache has as much of a sample's prompt as it will ever have."""
+        """Whether a model has states, and the prefix cache all of a sample's prompt that it can have."""
         if self.states is None:
             return False
         last = seq.group.request.num_prompt - 1
         return not self.states.keeps or self._find(seq, last)[0] == last // self.block_size * self.block_size
 
     def cut(self, seq: Sequence, count: int) -> int:
-        """How many of `count` tokens a sequence computes in a step that may be cut; see `StateManager.cut`."""
+        """See `StateManager.cut`."""
         return self.states.cut(seq, count) if self.states else count
 
     def can_branch(self, prompt_tables: list[list[int]], length: int) -> bool:
         """Whether a sample can go on from the `length` tokens in `prompt_tables`: no window has passed what it sees.
 
-        A recurrent state has gone on itself. There it is the prefix cache that has what samples share.
+        A recurrent state has gone on itself, so samples share what the prefix cache has.
         """
         kinds = zip(self.windows, prompt_tables, strict=True)
         return not self.states and all(
@@ -390,7 +373,7 @@ class BlockSpaceManager:
         )
 
     def pass_windows(self, seq: Sequence) -> None:
-        """Give back the blocks that no layer sees any more, neither the sequence's own nor of who is to branch off."""
+        """Give back the blocks that no layer sees any more, for the sequence or the beams that will branch off it."""
         computed = min([seq.num_computed, *(shared for _, _, shared in seq.group.births)])
         for window, table in zip(self.windows, seq.tables, strict=True):
             passed = i = (computed - window) // self.block_size if window else 0
@@ -402,10 +385,9 @@ class BlockSpaceManager:
 
     def grow(self, seq: Sequence, tokens: int, reach: int) -> list[list[int]]:
         """Give a sequence the blocks that it `lacks`, which are free; returns them, by kind."""
-        grown = []
-        for goal, table in zip(self.goals(tokens, reach), seq.tables, strict=True):
-            grown.append(self.device.allocate(max(0, goal - len(table))))
-            table += grown[-1]
+        grown = [self.device.allocate(count) for count in self.missing(seq.tables, tokens, reach)]
+        for table, blocks in zip(seq.tables, grown, strict=True):
+            table += blocks
         return grown
 
     def publish(self, seq: Sequence, computed: int) -> None:
@@ -423,7 +405,7 @@ class BlockSpaceManager:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def planned(self, plan: StepPlan) -> None:
-        """The plan is made: keep cached blocks in host memory, as far as there is room, and free what was pinned."""
+        """The plan is made: copy cached blocks to host memory, as far as there is room, and free what was pinned."""
         plan.freed, self.device.freed = self.device.freed, []  # of what is pinned the next plan tells
         self.host.free(self._keep(plan) + self.host_pinned)
         self.device.free(self.pinned)
@@ -432,11 +414,11 @@ class BlockSpaceManager:
             self.states.planned()
 
     def _keep(self, plan: StepPlan) -> list[int]:
-        """Copy cached blocks to the host: what the plan overwrites, and what later plans will overwrite next.
+        """Copy cached blocks to the host: those that the plan overwrites, and those that later plans will overwrite.
 
-        The latter may be copied while the step runs. A step copies no more blocks than its tokens fill and `COPIES`.
+        The latter may be copied while the step runs. A step copies at most the blocks that its tokens fill and COPIES.
         It copies none once a host pool's worth was copied since a prompt last asked for a block that the device had
-        dropped, because then a hit is not likely. Returns the host's blocks, which are to be freed.
+        dropped, because then a hit is not likely. Returns the host's blocks, for the caller to free.
         """
         device, host = self.device, self.host
         most = min(COPIES + sum(count for _, count in plan.rows) // self.block_size, self.copies_left, host.num_free)
@@ -461,20 +443,15 @@ class BlockSpaceManager:
         """Forget all cached prefixes, on the device and in host memory."""
         self.device.reset_prefix_cache()
         self.host.reset_prefix_cache()
-        self._forget_states()
+        if self.states:
+            self.states.snapshots.reset_prefix_cache()
 
     def forget_moves(self, plans: Ints[StepPlan]) -> None:
-        """Let nobody find what these plans were to bring to the host, or back: a step may have failed before its moves.
-
-        The same goes for all snapshots of states. A step may have changed the state that one was to be taken of.
-        """
+        """Let nobody find what these plans were to move, nor any snapshot: a step may have failed before its moves."""
         for plan in plans:
             for pool, moves in ((self.host, plan.swap_out), (self.device, plan.swap_in)):
                 for _, block in moves:
                     if (digest := pool.hashes[block]) is not None:
                         pool.forget(digest)
-        self._forget_states()
-
-    def _forget_states(self) -> None:
         if self.states:
             self.states.snapshots.reset_prefix_cache()

@@ -1,7 +1,6 @@
 """Every record that travels: plans and results between the scheduler and the workers, messages between processes.
 
-A plan carries differences, not batches: the workers keep the state of every sequence that runs. `ring.py` has the
-`Codec` that turns the messages into bytes.
+A plan carries differences, not batches: the workers keep the state of every running sequence.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ class NewRow:
     allowed: dict[int, int] | None = None  # no others are drawn
     stops: dict[int, int] = field(default_factory=dict)  # these end it
     min_tokens: int = 0  # samples to come before one of these may be drawn
-    bad_words: list[list[int]] = field(default_factory=list)  # the last token of none is drawn after the others of it
+    bad_words: list[list[int]] = field(default_factory=list)  # the last token of each is not drawn after its others
     pooling: PoolingParams | None = None  # what is made of the hidden states; None: the next token
     constrained: bool = False  # each step in which it samples brings a mask, which heeds `allowed` and the like, too
-    masked_logprobs: bool = False  # its log-probabilities are those among the tokens that the mask allows
+    masked_logprobs: bool = False  # its log-probabilities are among the tokens that the mask allows
 
 
 def bit_words(token_ids: Iterable[int]) -> dict[int, int]:
-    """Bit `token % 32` of word `token // 32` for each token: the words that are not 0."""
+    """A set of tokens as bit `token % 32` of word `token // 32`: the words that are not 0."""
     words: dict[int, int] = {}
     for token in token_ids:
         words[token // 32] = words.get(token // 32, 0) | 1 << token % 32
@@ -74,24 +73,21 @@ class StepPlan:
     ahead: int = 0  # the step leaves the last so many of these device blocks alone: they may move while it runs
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
-    # Recurrent states to move likewise, where the model has some: rows of the state pools, see `StateRoom`.
+    # Recurrent states to move in the same way, if the model has some: rows of the state pools, see `StateRoom`.
     state_out: list[tuple[int, int]] = field(default_factory=list)  # (slot, host row)
     state_in: list[tuple[int, int]] = field(default_factory=list)  # (host row, slot)
     # (from, to): of a snapshot to a slot, of a slot to a snapshot, or of a beam's slot to another's. No row is in both.
     state_copies: list[tuple[int, int]] = field(default_factory=list)
-    # Of each constrained row that samples: its slot, and which tokens may be drawn, as a row of `ops.Adjust.bitmask`
+    # For each constrained row that samples: its slot, and the tokens that may be drawn, as a row of `Adjust.bitmask`
     masks: list[tuple[int, bytes]] = field(default_factory=list)
     # For the KV sanitizer: (block that has lost its last reference or its content, whether the cache keeps the content)
     freed: list[tuple[int, bool]] = field(default_factory=list)
 
 
 class StateRoom(NamedTuple):
-    """How many recurrent states of sequences there is room for.
+    """Room for recurrent states. The device has a row for each slot, and then the rows of the snapshots."""
 
-    The device has a row for each slot, where the sequence's state lies, and after these the rows of the snapshots.
-    """
-
-    snapshots: int  # states that the prefix cache may keep
+    snapshots: int  # states that the prefix cache may keep on the device
     host: int  # rows in host memory, for the states of swapped sequences
     blocks: float  # the size of a state, in KV blocks
 
@@ -108,21 +104,20 @@ class Logprobs:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step brought: for each of the plan's rows the sampled token, or -1 where the row did not sample."""
+    """What a step brought."""
 
     step: int
-    token_ids: list[int]
+    token_ids: list[int]  # the sampled token of each of the plan's rows; -1: the row did not sample
     stopped: list[int] = field(default_factory=list)  # indices of the rows whose token ends the sequence
     logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by index of the row, where asked for
-    scores: dict[int, list[Logprobs]] = field(default_factory=dict)  # likewise, of each token that `NewRow.score` names
+    scores: dict[int, list[Logprobs]] = field(default_factory=dict)  # the same for tokens that `NewRow.score` names
     pooled: dict[int, bytes] = field(default_factory=dict)  # by index of the row: the vector, in float32
     error: str | None = None  # why the step failed; then there are no tokens
     phases: list[tuple[str, str, float, float]] = field(default_factory=list)  # for `--trace`: lane, name, begin, end
 
 
 def joined(results: list[StepResult], stage_size: int) -> StepResult:
-    """All ranks' results as one: the last stage's tokens, all stages' phases. All ranks of a stage have the same, but
-    where one has failed, its result is that of all."""
+    """All ranks' results as one: an error if there is one, else the last stage's tokens and all stages' phases."""
     if failed := [result for result in results if result.error]:
         return failed[0]
     result, stages = results[-stage_size], results[::stage_size]
@@ -155,10 +150,10 @@ class EngineOutput:
 
 @dataclass(slots=True)
 class Outputs:
-    """One step's news: of most answers that go on there is nothing to say but the next token."""
+    """One step's news; most answers that go on have nothing but a next token."""
 
     outputs: list[EngineOutput] = field(default_factory=list)
-    names: list[tuple[str, int]] = field(default_factory=list)  # (request id, index) of answers of which that is all,
+    names: list[tuple[str, int]] = field(default_factory=list)  # (request id, index) of these,
     token_ids: list[int] = field(default_factory=list)  # and the token of each
 
     def __bool__(self) -> bool:
@@ -196,7 +191,7 @@ class EngineCoreRequest:
 
 @dataclass(slots=True)
 class Abort:
-    """Client to engine: the request is no longer wanted, or one of its samples."""
+    """Client to engine: a request, or one of its samples, is no longer wanted."""
 
     request_id: str
     index: int | None = None
@@ -205,7 +200,7 @@ class Abort:
 
 @dataclass(slots=True)
 class Call:
-    """Client to engine, or engine to worker: a utility call, which the `Reply` of the same id answers."""
+    """Client to engine, or engine to worker: a utility call; the `Reply` has the same id."""
 
     call_id: int
     method: str
@@ -232,44 +227,37 @@ class Call:
             ) from None
 
     def run(self, worker: Any) -> Any:
-        """What it returns when it is called with this worker.
+        """Make the call with this worker; returns what it returns.
 
         Raises:
-            ValueError: see `_of`; nothing has run.
-            CallError: whatever else has been raised.
+            ValueError: nothing has run: the worker has no such method, or it takes other arguments.
+            CallError: whatever else has been raised. (A function that cannot be imported raises an ImportError.)
         """
-        call = self._of(worker)
+        if self.function:
+            function, args, kwargs = pickle.loads(self.function)
+            call = partial(function, worker, *args, **kwargs)
+        else:
+            method = None if self.method.startswith("_") else getattr(worker, self.method, None)
+            if not callable(method):
+                raise ValueError(f"the worker has no method {self.method!r:.200}")
+            try:
+                inspect.signature(method).bind(*self.args, **self.kwargs)
+            except TypeError as error:
+                raise ValueError(f"{self.method} cannot be called with these args and kwargs: {error}") from None
+            call = partial(method, *self.args, **self.kwargs)
         try:
             return call()
         except Exception as error:
             said = str(error) if isinstance(error, ValueError) else repr(error)
             raise CallError(f"{self.method or 'the function'} has failed: {said}") from error
 
-    def _of(self, worker: Any) -> Callable[[], Any]:
-        """What makes the call.
-
-        Raises:
-            ValueError: the worker has no such method, or it takes other arguments. Or the function cannot be imported.
-        """
-        if self.function:
-            function, args, kwargs = pickle.loads(self.function)
-            return partial(function, worker, *args, **kwargs)
-        method = None if self.method.startswith("_") else getattr(worker, self.method, None)
-        if not callable(method):
-            raise ValueError(f"the worker has no method {self.method!r:.200}")
-        try:
-            inspect.signature(method).bind(*self.args, **self.kwargs)
-        except TypeError as error:
-            raise ValueError(f"{self.method} cannot be called with these args and kwargs: {error}") from None
-        return partial(method, *self.args, **self.kwargs)
-
 
 class CallError(ValueError):
-    """A call of a worker has failed in its midst, so nobody knows what the worker is like now."""
+    """A call has failed in its midst, so the worker's state is unknown."""
 
 
 def reference_to(function: Callable[..., Any]) -> str:
-    """`module:name` of a function, by which another program finds it. (On sockets nothing is pickled.)
+    """`module:name` of a function, because nothing is pickled on sockets.
 
     Raises:
         ValueError: another program does not find it.

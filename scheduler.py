@@ -9,21 +9,20 @@ budget until `num_computed` has caught up, and then the model's last hidden stat
               |        |  '---- swapped     preempted by swap: its blocks wait in host memory
               '--------'                    preempted by recompute: its blocks are freed, its tokens kept
 
-All three queues have one order: by class, then by arrival. The class is the same for all under `fcfs`, the priority
-under `priority`, and what the client has had under `fair` (see `Fair`). The first goes first, and the last that
-runs is the first to be preempted. So nobody is passed by a later request of its class, and the first in order computes
-at least a token in every step: a request ends at most as many steps after its arrival as it and those before it have
-tokens. (Samples of one request branch off when their prompt is computed. Whoever came in by then may run on first,
-`max_num_seqs` sequences at most. The classic order may put as many steps of prompts before each of decodes. Under
-`fair` the first in order may have to wait for those who run and are behind it by no more than a step's tokens.)
-Who is let in, and what it needs for that, is decided in `Admission`. Beams and the classic order are in `scheduling/`.
+All three queues have one order: by class, then by arrival. The policy says what the class is: the same for all, the
+request's priority, or what its client has had. The first goes first, and the last that runs is the first to be
+preempted. So no later request of a class passes an earlier one, and the first in order computes at least a token in
+every step: a request ends at most as many steps after its arrival as it and those before it have tokens.
+(Exceptions: samples branch off when their prompt is computed, and sequences that came in by then may run on first. The
+classic order may put `max_num_seqs` steps of prompts before each step of decodes. Under `fair` the first in order may
+wait for running groups that are behind it by at most a step's tokens.)
 
 `schedule()` makes a `StepPlan` of differences for the workers; `update()` takes their `StepResult`. The next plan may
-be made before the result of the last one is in: it must know that a token will come (`num_known`), not which. Where
-that turns out to be a sequence's last, the plan has run a row too many, whose token is dropped.
+be made before the last result is in: it must know that a token will come (`num_known`), not which. If that token ends
+its sequence, the plan has run a row too many, whose token is dropped.
 
-Sequences that decode are a batch of their own (`DecodeBatch`): a step looks at those of them that need a block, or end.
-Where the model is divided in pipeline stages, those who run are divided among as many lanes, whose steps take turns.
+`Admission` decides who is let in. Sequences that decode are a batch of their own (`scheduling/decodes.py`), and a model
+in pipeline stages has as many lanes (`scheduling/lanes.py`), whose steps take turns.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from scheduling.lanes import Lane, Lanes
 from scheduling.limits import RequestLimits
 from scheduling.reports import Reports
 from scheduling.states import StateManager
-from scheduling.timeline import WaitClock
+from scheduling.timeline import Timeline, WaitClock
 from sequence import Flight, Request, SchedulingBudget, Sequence, SequenceGroup, Status
 
 
@@ -63,9 +62,9 @@ class Scheduler:
         vocab_size: token ids of a prompt must be below it.
         eos_token_ids: tokens that end a request which does not `ignore_eos`.
         num_host_blocks: size of the host pool, for preemption by swap and for cached prefixes that the device drops.
-        windows: of each kind of layers, see `KVLayout`: blocks are given back behind the tokens that its layers see.
+        windows: of each kind of layers, see `KVLayout`.
         swap_cost: tokens whose computing takes as long as moving one block to the host and back.
-        states: room for the recurrent states of sequences, where the model has such states.
+        states: room for the recurrent states of sequences, if the model has such states.
         clock: in seconds; only the classic order's delay and what `explain` reports depend on it.
 
     Raises:
@@ -95,7 +94,7 @@ class Scheduler:
         self.blocks = self.space.device
         self.limits = RequestLimits(config, self.space, max_model_len, vocab_size, eos_token_ids)
         self.admission = Admission(config, self.space, vocab_size, swap_cost, self.counters)
-        self.policy = self.waiting = self.admission.policy
+        self.policy = self.waiting = self.admission.policy  # one object
         self.swapped = self.admission.swapped
         self.classic = None if config.enable_chunked_prefill else ClassicOrder(self, config.scheduler_delay_factor)
         self.beams = Beams(self.space, self.admission, self._make_room, self._finish)
@@ -105,7 +104,7 @@ class Scheduler:
         self.in_flight: deque[Flight] = deque()
         self.arrivals = self.step = 0
         self.waits = WaitClock()
-        self.late: Collection[SequenceGroup] = ()  # of those that run: what they may go on with is not known yet
+        self.late: Collection[SequenceGroup] = ()  # running groups whose next mask is not there yet
         self.reports = Reports(self)
 
     # --- requests come and go ---------------------------------------------------------------------------------------
@@ -124,10 +123,8 @@ class Scheduler:
         self.requests[request.request_id] = request
         self.policy.arrived(request)
         for index in range(1 if params.use_beam_search else params.num_samples):
-            group = SequenceGroup(request, index, self.waits)
-            group.key = (self.policy.rank(request), self.arrivals, index)
-            group.limit, group.width = limit, width
-            group.seed = request.seed_of(index, self.config.seed)
+            key, seed = (self.policy.rank(request), self.arrivals, index), request.seed_of(index, self.config.seed)
+            group = SequenceGroup(request, index, Timeline(self.waits), key, limit, width, seed)
             if params.use_beam_search:
                 group.beams = self.beams.search(group)
             request.groups.append(group)
@@ -139,9 +136,9 @@ class Scheduler:
         self.counters["prompt_tokens_total"] += request.num_prompt
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        """Drop a request, or one of its samples, wherever it is; an unknown id is one that has just finished.
+        """Drop a request, or one of its samples; an unknown id has just finished.
 
-        The reason is what it counts as: "stop" where its text has come to a stop string, or "error".
+        The reason is what it counts as: "abort", "stop" after a stop string, or "error".
         """
         if (request := self.requests.get(request_id)) is None:
             return
@@ -170,7 +167,8 @@ class Scheduler:
         request.finished_reports.append(group.report())
         request.groups.remove(group)
         self.stats.finished(group, now)
-        self.admission.finished(group, now)
+        self.admission.samples.ended(group, now)
+        self.policy.ended(group)
         if not request.groups:
             del self.requests[request.request_id]
             self.admission.trial.suspects.pop(request, None)
@@ -178,7 +176,7 @@ class Scheduler:
 
     @property
     def others(self) -> list[SequenceGroup]:
-        """All groups that run and at whom each step of their lane must look."""
+        """The running groups that each step of their lane looks at."""
         return [group for lane in self.lanes for group in lane.others]
 
     # --- planning ---------------------------------------------------------------------------------------------------
@@ -188,7 +186,7 @@ class Scheduler:
         now, plan = self.clock(), StepPlan(self.step)
         self.admission.begin_step(now)
         if self.admission.trial.settled and not any(earlier.seqs for earlier in self.in_flight):
-            self._stop_running(now)  # all queue anew, so that whoever may run now comes in in order
+            self._stop_running(now)  # all queue anew, so that they come in in order
             self.admission.drop_swapped(now)
             self.admission.start_turn()
         lane, most = self.lanes.take_turn(len(self.waiting) + len(self.swapped))
@@ -218,29 +216,29 @@ class Scheduler:
         return plan
 
     def next_lane(self) -> Lane:
-        """The lane that the next step is of."""
+        """The lane of the next step."""
         return self.lanes.next(len(self.waiting) + len(self.swapped))
 
     def schedule_mixed(self, flight: Flight) -> str:
         """The default: decodes first, then prompts, cut where the budget ends (Sarathi-Serve, Agrawal et al., 2024).
 
-        Returns why whoever still waits does so, where admission has no better reason; see `WaitClock`.
+        Returns why groups still wait, if admission has no better reason; see `WaitClock`.
         """
         self.make_way(flight)
-        # After a preemption nobody is let in: it would be who was preempted, into the blocks it has just given up.
+        # After a preemption nobody is let in: the preempted group would get back the blocks it has just given up.
         if self.schedule_running(flight):
             return "blocks"
         self.let_in(flight, Status.WAITING, Status.SWAPPED)
         return "order"
 
     def make_way(self, flight: Flight) -> None:
-        """Preempt who stands in the way of the first in line, and has a lower priority."""
+        """Preempt groups of a worse class that stand in the way of the first in line."""
         for victim in self.admission.make_way(self.running, flight.plan):
             assert self.admission.urgent and victim is self.running[-1]
             self._preempt_last(flight.plan, self.admission.urgent.request)
 
     def _preempt_last(self, plan: StepPlan, cause: Request) -> SequenceGroup:
-        """Preempt the last of those who run, for `cause` to have its room; returns who that was."""
+        """Preempt the last running group, to make room for `cause`; returns it."""
         victim = self.running[-1]
         for flight in self.in_flight:  # it may run again before they land
             flight.dropped.update(victim.seqs)
@@ -256,7 +254,7 @@ class Scheduler:
         return True
 
     def let_in(self, flight: Flight, *statuses: Status) -> None:
-        """Give their first tokens to groups that are let in, of those that have one of `statuses`."""
+        """Let in groups that have one of `statuses`, and give them their first tokens."""
         chunked = self.config.enable_chunked_prefill
         for group in self.admission.let_in(flight.plan, flight.budget, self.running, statuses):
             insort(self.running, group, key=lambda group: group.key)
@@ -269,16 +267,18 @@ class Scheduler:
                 flight.take(seq, self.space.cut(seq, min(count, flight.budget.tokens) if chunked else count))
 
     def schedule_running(self, flight: Flight) -> bool:
-        """Give every running sequence its next tokens, preempting from the back where blocks run out.
+        """Give every running sequence its next tokens, preempting from the back if blocks run out.
 
-        Of the decodes only those are looked at that need a block, or end. Returns whether a group was preempted.
+        Returns whether a group was preempted.
         """
         lane, decodes = flight.lane, flight.lane.decodes
         before = len(self.admission.preempted)
         to_come = lane.width  # sequences, or the slots kept for them
         due = [seq.group for seq in decodes.pop_due()]
-        entrant = partial(self.admission.entrant, flight.plan, self.running)
-        shares = self.policy.shares(flight, to_come, entrant) if lane.others else {}
+        shares = {}
+        if lane.others:
+            entrant = partial(self.admission.entrant, flight.plan, self.running)
+            shares = self.policy.shares(flight, to_come, entrant)
         for group in sorted(lane.others + due, key=lambda group: group.key):
             if group.status is not Status.RUNNING or group in self.late:
                 continue
@@ -300,10 +300,9 @@ class Scheduler:
         return len(self.admission.preempted) > before
 
     def _most_tokens(self, group: SequenceGroup, left: int, shares: dict[str, int]) -> int:
-        """Tokens that a running group may compute, of those that are left when all after it have one each.
+        """Tokens that a running group may compute, of the `left` ones that no group after it needs to decode.
 
-        So no prompt holds up decodes, nor the prompt of somebody of a better priority who is about to be let in. Nor
-        does a client's prompt take more than what is left of its share, if the prompts of several share the step.
+        Its prompt leaves room for one of a better class that is about to be let in, and for other clients' shares.
         """
         if (share := shares.get(group.request.client)) is not None:
             return min(left, max(group.width, share))
@@ -313,9 +312,9 @@ class Scheduler:
         return left
 
     def _schedule_sequence(self, group: SequenceGroup, flight: Flight, most: int) -> bool:
-        """Give a group of one sequence its next tokens, `most` at most, and the blocks that it needs for them.
+        """Give a group of one sequence its next tokens, `most` at most, and blocks for them.
 
-        Returns whether the group still runs; for want of blocks it may have been preempted itself.
+        Returns whether the group still runs; without enough blocks it may have been preempted itself.
         """
         seq = group.seqs[0]
         if seq.num_known >= group.limit:  # its last token is on its way
@@ -354,7 +353,6 @@ class Scheduler:
         num_decodes, stopped = len(flight.decodes.seqs), frozenset(result.stopped)
         news = self._take_decodes(flight, result.token_ids[:num_decodes], stopped)
         beams: dict[str, list[tuple[Sequence, int, Logprobs]]] = {}
-        pooled: list[EngineOutput] = []
         for i, (seq, _, computed) in enumerate(flight.others, num_decodes):
             request = seq.group.request
             if request.groups and (scores := request.take_scores(computed, result.scores.get(i, []))):
@@ -365,8 +363,9 @@ class Scheduler:
                 self.space.publish(seq, computed)
             if i in result.pooled:
                 self._finish(seq.group, "stop")
-                pooled.append(EngineOutput(request.request_id, [], "stop", finished=True, pooled=result.pooled[i]))
-                pooled[-1].time_in_queue = request.time_in_queue
+                output = EngineOutput(request.request_id, [], "stop", finished=True, pooled=result.pooled[i])
+                output.time_in_queue = request.time_in_queue
+                news.outputs.append(output)
             if (token := result.token_ids[i]) < 0:  # more of its prompt is to come, or nothing
                 continue
             self.stats.sampled(seq.group)
@@ -380,7 +379,6 @@ class Scheduler:
             if seq.batch is None and seq.group.lane is flight.lane and seq.only_decodes:
                 flight.lane.decodes.join(seq)
         self.counters["generation_tokens_total"] += sum(len(o.token_ids) for o in news.outputs) + len(news.token_ids)
-        news.outputs += pooled
         for rows in beams.values():
             news.outputs += self.beams.advance(rows)
         for lane in self.lanes:  # a group may have come to another one meanwhile, see `Lanes.surplus`
@@ -395,7 +393,7 @@ class Scheduler:
         return news
 
     def _take_decodes(self, flight: Flight, token_ids: list[int], stopped: frozenset[int]) -> Outputs:
-        """Give the decodes of a step their tokens; returns the news. `stopped` are the indices of rows that end."""
+        """Give the decodes of a step their tokens, of which those at `stopped` end; returns the news."""
         if not (seqs := flight.decodes.seqs):
             return Outputs()
         ends = [seqs[i] for i in sorted(stopped) if i < len(seqs) and flight.brings(seqs[i])]
@@ -416,7 +414,7 @@ class Scheduler:
         return Outputs(outputs, names, token_ids)
 
     def _output_of(self, seq: Sequence, stopped: bool, logprobs: Logprobs | None = None) -> EngineOutput:
-        """The news of a sequence that has got another token, which may be its last."""
+        """The news of a sequence that has got another token; ends it if that is the last one."""
         group, token = seq.group, seq.tokens[-1]
         request = group.request
         output = EngineOutput(request.request_id, [token], num_cached_tokens=request.num_cached, index=group.index)
@@ -439,17 +437,18 @@ class Scheduler:
         return output
 
     def start_over(self, lost: bool, cause: str | None = None) -> list[EngineOutput]:
-        """The steps in flight will bring no results: every sequence computes its tokens again, and gets the same.
+        """The steps in flight will bring no results: every sequence computes its tokens again.
 
         Args:
-            lost: the workers have died, and what was in the KV cache and in host memory is gone, too.
-            cause: what happened, if the steps' requests may be to blame: `Trial.blame` says who is ended for it.
+            lost: the workers have died, and the contents of the KV cache and of host memory are gone, too.
+            cause: what happened, if the steps' requests may be to blame; see `Trial.blame`.
         """
         outputs, now = list[EngineOutput](), self.clock()
         seqs = [seq for flight in self.in_flight for seq in flight.seqs]
         plans = [flight.plan for flight in self.in_flight]
         self.in_flight.clear()
-        self.lanes.forget()
+        for lane in self.lanes:
+            lane.flying = 0
         if cause and (blamed := self.admission.trial.blame(lost, cause, seqs, self.requests.values())):
             guilty, error = blamed
             self.abort(guilty.request_id, reason="error")
@@ -463,7 +462,7 @@ class Scheduler:
         return outputs
 
     def _stop_running(self, now: float) -> None:
-        """All who run compute their tokens again; no step may be in flight."""
+        """Have all running groups compute their tokens again; no step may be in flight."""
         running, self.running = self.running, []
         for lane in self.lanes:
             lane.others = []

@@ -1,17 +1,13 @@
-"""What is scheduled: a `Request` is one or more `SequenceGroup`s, and each of these one or more `Sequence`s.
+"""The records of what runs: a client's `Request`, its `SequenceGroup`s, and their `Sequence`s.
 
-    Sequence        tokens, the blocks that hold their keys and values, and how far they have been computed
-    SequenceGroup   sequences that run, wait and move as one: a single sequence, or all the beams of a beam search
+    Sequence        tokens, the KV blocks that they own, and how many of them are computed
+    SequenceGroup   what is scheduled as one: a single sequence, or all the beams of a beam search
     Request         what a client asked for: one group, or one for each of `n` (or `best_of`) samples
+    Flight          a step from its plan to its result
 
-Samples are groups of their own, because nothing binds them together but their prompt: they enter one by one as room
-permits, and no request needs room for all its samples at once. Beams are one group, because the best continuations are
-chosen among all of them: they run in the same step or not at all, and so two searches that are half let in cannot block
-each other.
-
-A `Flight` is a step from its planning to its result, and `Timeline` remembers where a group's time went. Groups
-that run are in a lane (`scheduling/lanes.py`), their sequences in a batch once these only decode
-(`scheduling/decodes.py`). The queues of those who do not run are in `scheduling/policy.py`.
+Samples share nothing but their prompt, so each is a group of its own: they enter one by one, and no request needs room
+for all of them at once. Beams are chosen among each other, so they are one group and run in the same step or not at
+all. Two searches that are half let in therefore cannot block each other.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from plan import StepPlan
 from sampling_params import PoolingParams, SamplingParams
-from scheduling.timeline import Timeline, WaitClock
+from scheduling.timeline import Timeline
 
 if TYPE_CHECKING:
     from scheduling.beam import BeamSearch
@@ -34,8 +30,6 @@ if TYPE_CHECKING:
     from scheduling.lanes import Lane
 
 Key = tuple[int, int, int]  # (class, number of arrival, index): what the class is, the policy says
-
-MAX_IN_FLIGHT = 4  # steps that may be without a result at the same time; the engine has two
 
 
 class Status(enum.Enum):
@@ -62,47 +56,34 @@ def by_column(tables: Ints[Ints[int]]) -> list[int]:
     return [block for column in zip_longest(*tables, fillvalue=-1) for block in column]
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens; `num_computed` of them have their keys and values in `tables`, or will have when the latest plan has run.
+    """Tokens, of which `num_computed` have their keys and values in `tables`, or will have after the latest plan."""
 
-    Args:
-        group: the group that it is part of.
-        tokens: the prompt, and for a new beam its output so far.
-    """
-
-    __slots__ = (
-        "batch", "computed_before", "constraint", "delivered", "due", "group", "hashes", "host_state", "host_tables",
-        "kept_state", "logprob", "lost", "next_delivery", "num_published", "place", "slot", "stale", "tables",
-    )  # fmt: skip
-
-    def __init__(self, group: SequenceGroup, tokens: Ints[int]):
-        self.group = group
-        self.delivered = list(tokens)  # see `tokens`
-        self.batch: DecodeBatch | None = None  # that it decodes in, which fills in the three that follow
-        self.place = self.due = 0
-        self.next_delivery = 0
-        self.computed_before = 0  # `num_computed`, but for the steps of `batch`
-        self.num_published = 0  # columns of `tables` offered to the prefix cache
-        self.hashes: list[bytes] = []
-        self.tables: list[list[int]] = []  # for each kind of layers its blocks; -1 for those that a window has passed
-        self.host_tables: list[list[int]] = []  # of what was computed, while swapped
-        self.host_state = -1  # the row of its recurrent state there, if it has one
-        self.kept_state = b""  # by which hash the prefix cache has its latest state behind the prompt
-        self.slot = -1  # a row of the workers' batch state while running
-        self.lost = 0  # tokens that had been computed when it was preempted, to be computed again
-        self.stale = False  # the workers' last token of it is not the one that it goes on with
-        self.logprob = 0.0  # of its output, where that is asked for
-        self.constraint: Any = None  # a `grammar.Constraint`, where what may come next depends on what has come
+    group: SequenceGroup
+    delivered: list[int]  # see `tokens`
+    batch: DecodeBatch | None = None  # that it decodes in, which fills in the three that follow
+    place: int = 0
+    due: int = 0
+    next_delivery: int = 0
+    computed_before: int = 0  # `num_computed`, but for the steps of `batch`
+    num_published: int = 0  # columns of `tables` offered to the prefix cache
+    hashes: list[bytes] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)  # blocks for each kind of layers; -1: a window has passed it
+    host_tables: list[list[int]] = field(default_factory=list)  # of what was computed, while swapped
+    host_state: int = -1  # the row of its recurrent state in host memory
+    kept_state: bytes = b""  # by which hash the prefix cache has its latest state behind the prompt
+    slot: int = -1  # a row of the workers' batch state while running
+    lost: int = 0  # tokens that had been computed when it was preempted, to be computed again
+    stale: bool = False  # the workers' last token of it is not the one that it goes on with
+    logprob: float = 0.0  # of its output, where that is asked for
+    constraint: Any = None  # a `scheduling.grammar.Constraint`, where what may come next depends on what has come
 
     @property
     def tokens(self) -> list[int]:
         """Its prompt and its output so far. Where it is in a batch, `DecodeBatch.deliver` must have come first."""
         assert not self.num_undelivered
         return self.delivered
-
-    @tokens.setter
-    def tokens(self, tokens: list[int]) -> None:
-        self.delivered = tokens
 
     @property
     def num_undelivered(self) -> int:
@@ -137,41 +118,33 @@ class Sequence:
         return group.status is Status.RUNNING and self.num_known < group.limit and not alone
 
 
+@dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """Sequences that are scheduled as one.
+    """Sequences that are scheduled as one."""
 
-    Args:
-        request: whose answers they make.
-        index: which of its answers; a beam search has one group for all.
-        clock: of the scheduler's waiting.
-    """
+    request: Request
+    index: int  # which of the request's answers; a beam search has one group for all
+    timeline: Timeline
+    key: Key = (0, 0, 0)  # its place in every queue
+    limit: int = 0  # tokens at which its sequences end
+    width: int = 1  # sequences that it may come to have
+    seed: int = 0
+    status: Status = Status.HELD
+    seqs: list[Sequence] = field(default_factory=list)
+    spare_slots: list[int] = field(default_factory=list)  # for sequences to come, while running
+    lane: Lane | None = None  # while running
+    beams: BeamSearch | None = None
+    births: list[tuple[Sequence, Sequence, int]] = field(default_factory=list)  # (new beam, parent, shared tokens)
+    awaited: bool = False  # it computes the prompt that held samples of its request wait for
+    num_preemptions: int = 0
+    charged_prompt: int = 0  # tokens that its client was charged with under the policy `fair`,
+    charged_output: int = 0  # when it was first let in
+    finish_reason: str | None = None
+    first_token_at: float | None = None  # in the scheduler's seconds; kept by `EngineStats`, as is
+    token_at: float = 0.0  # when the latest came, unless the decodes have brought it
 
-    __slots__ = (
-        "awaited", "beams", "births", "charged_output", "charged_prompt", "finish_reason", "first_token_at", "index",
-        "key", "lane", "limit", "num_preemptions", "request", "seed", "seqs", "spare_slots", "status", "timeline",
-        "token_at", "width",
-    )  # fmt: skip
-
-    def __init__(self, request: Request, index: int, clock: WaitClock):
-        self.request, self.index = request, index
-        self.status = Status.HELD
-        self.key: Key = (0, 0, 0)  # its place in every queue
-        self.seqs = [Sequence(self, request.prompt)]
-        self.seed = 0
-        self.limit = 0  # tokens at which its sequences end
-        self.width = 1  # sequences that it may come to have
-        self.spare_slots: list[int] = []  # for them, while running
-        self.lane: Lane | None = None  # while running
-        self.beams: BeamSearch | None = None
-        self.births: list[tuple[Sequence, Sequence, int]] = []  # (new beam, its parent, tokens that they share)
-        self.awaited = False  # it computes the prompt that held samples of its request wait for
-        self.num_preemptions = 0
-        # Tokens that its client was charged with when it was first let in, under the policy `fair`
-        self.charged_prompt = self.charged_output = 0
-        self.finish_reason: str | None = None
-        self.timeline = Timeline(clock)
-        self.first_token_at: float | None = None  # when it came, in the scheduler's seconds; kept by `EngineStats`,
-        self.token_at = 0.0  # as is when the latest came, unless the decodes have brought it
+    def __post_init__(self) -> None:
+        self.seqs = [Sequence(self, [*self.request.prompt])]
 
     @property
     def name(self) -> str:
@@ -179,7 +152,7 @@ class SequenceGroup:
         return f"{self.request.request_id}#{self.index}" if self.index else self.request.request_id
 
     def num_logprobs(self, vocab_size: int) -> int:
-        """Of how many of the likeliest tokens its rows bring log-probabilities; see `NewRow.num_logprobs`."""
+        """`NewRow.num_logprobs` of its rows."""
         params = self.request.params
         if self.beams is not None:
             return min(self.beams.num_candidates, vocab_size)
@@ -188,7 +161,7 @@ class SequenceGroup:
         return 0 if params.num_samples > params.n else -1
 
     def forget_computed(self) -> None:
-        """All its tokens must be computed again: those of the first beam, off which the others branch again."""
+        """Have all its tokens computed again: the first beam's, then the others branch off it."""
         first, *others = [*self.seqs, *(child for child, _, _ in self.births)]
         for seq in (first, *others):
             seq.lost, seq.num_computed = seq.num_computed, 0
@@ -198,7 +171,7 @@ class SequenceGroup:
             self.births.append((seq, first, shared))
 
     def report(self) -> dict[str, Any]:
-        """What became of it, in JSON's types."""
+        """What became of it, for `/explain`."""
         count = self.seqs[0].num_tokens - self.request.num_prompt
         if self.beams and self.beams.answers and self.status is Status.FINISHED:
             count = len(self.beams.answers[0].tokens)
@@ -212,56 +185,37 @@ class SequenceGroup:
         }
 
 
+@dataclass(slots=True, eq=False)
 class Request:
-    """What a client asked for.
+    """What a client asked for; times are the scheduler's, in seconds."""
 
-    Args:
-        request_id: unique among the requests in flight.
-        prompt_token_ids: its prompt.
-        params: how its tokens are chosen and when it ends.
-        salt: prefixes are shared only among requests of equal salt.
-        priority: lower goes first, where the policy is `priority`.
-        client: whose request it is.
-        pooling: what is made of the prompt; None: an answer, as `params` say.
-    """
+    request_id: str  # unique among the requests in flight
+    prompt: Ints[int]
+    params: SamplingParams
+    salt: str = ""  # prefixes are shared only among requests of equal salt
+    priority: int = 0  # lower goes first, where the policy is `priority`
+    client: str = ""
+    pooling: PoolingParams | None = None  # what is made of the prompt; None: an answer, as `params` say
+    stop_ids: frozenset[int] = frozenset()
+    stops: dict[int, int] = field(default_factory=dict)  # the same as `bit_words`
+    allowed: dict[int, int] | None = None  # the tokens that may be drawn, as `bit_words`; None: all
+    grammar: Any = None  # a future `scheduling.sandbox.Grammar`, where its output is structured
+    arrival: float = 0.0
+    delay: float = 0.0  # between its client's sending it and `arrival`
+    first_token_at: float | None = None  # kept by `EngineStats`
+    time_in_queue: float | None = None  # until it was first admitted; None: it waits
+    num_cached: int = 0  # tokens of the prompt that the prefix cache had at first admission
+    groups: list[SequenceGroup] = field(default_factory=list)  # that have not finished
+    held: list[SequenceGroup] = field(default_factory=list)  # of these, the ones that wait for the leader
+    leader: SequenceGroup | None = None  # computes the prompt for all
+    prompt_tables: list[list[int]] = field(default_factory=list)  # kept while samples have yet to branch off the prompt
+    finished_reports: list[dict[str, Any]] = field(default_factory=list)  # of groups that have finished
+    num_prompt: int = field(init=False)
+    num_scored: int = field(init=False)  # tokens of the prompt whose log-probabilities have gone out, or are not wanted
 
-    __slots__ = (
-        "allowed", "arrival", "client", "delay", "finished_reports", "first_token_at", "grammar", "groups", "held",
-        "leader", "num_cached", "num_prompt", "num_scored", "params", "pooling", "priority", "prompt", "prompt_tables",
-        "request_id", "salt", "stop_ids", "stops", "time_in_queue",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Ints[int],
-        params: SamplingParams,
-        salt: str = "",
-        priority: int = 0,
-        client: str = "",
-        pooling: PoolingParams | None = None,
-    ):
-        self.request_id, self.params = request_id, params
-        self.salt, self.priority = salt, priority
-        self.client, self.pooling = client, pooling
-        self.prompt = list(prompt_token_ids)
+    def __post_init__(self) -> None:
         self.num_prompt = len(self.prompt)
-        self.stop_ids: frozenset[int] = frozenset()
-        self.stops: dict[int, int] = {}  # the same as `bit_words`
-        self.allowed: dict[int, int] | None = None  # likewise the tokens that may be drawn
-        self.grammar: Any = None  # a future `grammar.Grammar`, where its output is structured
-        self.arrival = 0.0  # at the scheduler, in its seconds,
-        self.delay = 0.0  # and how long that was after its client had sent it
-        self.first_token_at: float | None = None  # when its first token came; kept by `EngineStats`
-        self.time_in_queue: float | None = None  # seconds until it was first admitted; None: it waits
-        self.num_cached = 0  # tokens of the prompt that the prefix cache had at first admission
-        # Tokens of the prompt whose log-probabilities have gone out, or are not wanted; the first one has none.
-        self.num_scored = self.num_prompt if params.prompt_logprobs is None else 1
-        self.groups: list[SequenceGroup] = []  # that have not finished
-        self.held: list[SequenceGroup] = []  # of these, the ones that wait for the leader
-        self.leader: SequenceGroup | None = None  # computes the prompt for all
-        self.prompt_tables: list[list[int]] = []  # referred to as long as samples have yet to branch off the prompt
-        self.finished_reports: list[dict[str, Any]] = []  # of groups that have finished
+        self.num_scored = self.num_prompt if self.params.prompt_logprobs is None else 1  # the first token has none
 
     def seed_of(self, index: int, seed: int) -> int:
         """The seed of one of its answers, where the engine's is `seed`."""
@@ -270,21 +224,21 @@ class Request:
 
     @property
     def has_begun(self) -> bool:
-        """Whether something of its answer has come of the weights that are there now."""
+        """Whether a part of its answer was computed."""
         seqs = [seq for group in self.groups for seq in group.seqs]
         sampled = any(len(seq.tokens) > self.num_prompt for seq in seqs)
         return sampled or bool(self.finished_reports) or self.params.prompt_logprobs is not None
 
     @property
     def score(self) -> tuple[int, int, int] | None:
-        """Which tokens of the prompt have yet to be scored; see `NewRow.score`."""
+        """`NewRow.score` of the prompt's tokens that have yet to be scored."""
         k = self.params.prompt_logprobs
         return None if k is None or self.num_scored >= self.num_prompt else (k, self.num_scored, self.num_prompt)
 
     def take_scores(self, computed: int, scores: list[Any]) -> list[Any]:
-        """Those of `scores` that are new, of a row that has scored tokens up to the one after `computed` tokens.
+        """The new ones among `scores`, of a row that has scored tokens up to the one after `computed` tokens.
 
-        The others came from a row before, from which this one was preempted or another sample took over.
+        An earlier row has brought the others: before a preemption, or as another sample's.
         """
         end = min(computed + 1, self.num_prompt)
         assert end - len(scores) <= self.num_scored, "tokens between have not been scored"
@@ -292,7 +246,7 @@ class Request:
         return scores[len(scores) - (end - begin) :] if begin < end else []
 
     def report(self, now: float) -> dict[str, Any]:
-        """Where its time went until `now`, in JSON's types and seconds; its answers in order of their index."""
+        """Where its time went until `now`, for `/explain`."""
         for group in self.groups:
             group.timeline.leave(now)
         answers = [*self.finished_reports, *(group.report() for group in self.groups)]
@@ -311,35 +265,30 @@ class Request:
 
 @dataclass(slots=True)
 class DecodeRows:
-    """What a step says of its decodes, one entry each; a list that was handed out is not changed any more."""
+    """A step's decodes, an entry for each in every list. Lists that were handed out do not change any more."""
 
     seqs: list[Sequence] = field(default_factory=list)
     rows: list[tuple[int, int]] = field(default_factory=list)  # (slot, 1), for the plan
     names: list[tuple[str, int]] = field(default_factory=list)  # (request id, index of the answer), for the clients
     departures: int = 0  # that there had been when it was handed out
 
-    def lists(self) -> tuple[list, ...]:
-        """All of them."""
-        return self.seqs, self.rows, self.names
 
-
+@dataclass(slots=True)
 class SchedulingBudget:
-    """What is left of a step: tokens and sequences."""
+    """What is left of a step."""
 
-    __slots__ = ("seqs", "tokens")
-
-    def __init__(self, tokens: int, seqs: int):
-        self.tokens, self.seqs = tokens, seqs
+    tokens: int
+    seqs: int
 
     def take(self, tokens: int, seqs: int = 1) -> None:
-        """Some sequences compute some tokens in the step."""
+        """`seqs` sequences compute `tokens` tokens in the step."""
         self.tokens -= tokens
         self.seqs -= seqs
 
 
 @dataclass(slots=True)
 class Flight:
-    """A step from its planning to its result: what is left of its budget, and whose its rows are."""
+    """A step from its plan to its result: what is left of its budget, and whose its rows are."""
 
     plan: StepPlan
     lane: Lane
@@ -362,7 +311,7 @@ class Flight:
         return seq.slot >= 0 and seq not in self.dropped
 
     def take(self, seq: Sequence, count: int) -> None:
-        """`seq`, which is none of the decodes, computes `count` more tokens in this step."""
+        """`seq`, which is not among the decodes, computes `count` more tokens in this step."""
         if count > 1:
             seq.group.timeline.chunk(count)
         seq.num_computed += count

@@ -41,7 +41,7 @@ def new_state(
     config: EngineConfig, model: Transformer, max_model_len: int, slots: int, device: str, writes: Any = None
 ) -> BatchState:
     """The batch state of `slots` sequences. Nothing is sampled where prompts are pooled."""
-    vocab_size, kinds = 0 if config.pools else model.config.vocab_size, len(model.layout.windows)
+    vocab_size, kinds = 0 if config.makes_vectors else model.config.vocab_size, len(model.layout.windows)
     columns = table_columns(config, max_model_len)
     return BatchState(slots, max_model_len, columns, config.block_size, vocab_size, device, kinds, writes)
 

@@ -223,7 +223,7 @@ def shares_experts(group: Group) -> bool:
 
 def captures_graphs(config: EngineConfig) -> bool:
     """Whether decode steps on a GPU are CUDA graphs. `reference.py` reads the device's numbers, which no graph can."""
-    return config.backend != "reference" and not (config.enforce_eager or config.sanitize_kv or config.pools)
+    return config.backend != "reference" and not (config.enforce_eager or config.sanitize_kv or config.makes_vectors)
 
 
 def piece_sizes(config: EngineConfig, model: Transformer) -> list[int]:
@@ -264,7 +264,7 @@ def count_bytes(owners: Iterable[object]) -> int:
 
 def largest_step(config: EngineConfig, max_model_len: int) -> int:
     """How many tokens the largest step has. A prompt that is pooled may have a step of its own."""
-    most = max(config.token_budget, max_model_len) if config.pools else config.token_budget
+    most = max(config.token_budget, max_model_len) if config.makes_vectors else config.token_budget
     return min(most, config.max_num_seqs * max_model_len)
 
 
@@ -301,7 +301,7 @@ def fit_pool(config: EngineConfig, windows: Sequence[int], fits: int, max_model_
     """
     size, ahead, per_seq = config.block_size, config.num_lookahead_slots, blocks_per_seq(config, windows, max_model_len)
     useful = per_seq * config.max_num_seqs
-    if config.pools:  # two steps may be in flight, whose rows end in blocks that are not full
+    if config.makes_vectors:  # two steps may be in flight, whose rows end in blocks that are not full
         step = max(per_seq, len(windows) * config.token_budget // size)
         useful = min(useful, 2 * step + len(windows) * config.max_num_seqs * (1 + ahead))
     count = config.num_gpu_blocks_override or min(fits, useful)
@@ -341,7 +341,7 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         count = plan.states // (4 * model.state_size) - rows
         size = f"{4 * model.state_size / MIB:,.1f} MiB each"
         yield line("recurrent states", plan.states, f"{rows:,} of sequences and {count:,} of cached prefixes, {size}")
-    if plan.activations and config.pools:
+    if plan.activations and config.makes_vectors:
         yield line("largest step", plan.step, f"of {largest_step(config, max_model_len):,} tokens")
     elif plan.activations:
         more = "the larger of activations, and logits with the larger of their workspaces"

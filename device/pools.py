@@ -138,7 +138,7 @@ def profile(start: Start) -> int:
     """Run the largest step once, over a pool of one block; returns the most bytes that torch's allocator reserved
     for it. Those are more than its tensors have, because pieces between them stay free."""
     config, model = start.config, start.model
-    tokens = largest_step(config, start.max_model_len) if config.pools else config.token_budget
+    tokens = largest_step(config, start.max_model_len) if config.makes_vectors else config.token_budget
     length = min(tokens, start.max_model_len)
     count = min(tokens // length, config.max_num_seqs)
     pool = start.new_pool(1)
@@ -148,7 +148,7 @@ def profile(start: Start) -> int:
     held = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     worker.execute(StepPlan(0, rows=[(slot, length) for slot in range(count)], new=prompts(count, length, blocks)))
-    if config.pools or not start.group.pipeline.last:
+    if config.makes_vectors or not start.group.pipeline.last:
         return torch.cuda.max_memory_reserved() - held
     logits = some_logits(start)
     slots = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=start.device)

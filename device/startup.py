@@ -179,7 +179,7 @@ class Start:
         config, model = self.config, self.model
         if self.ops.BACKEND == "cpu":
             rows = "both" if config.compile else "one" if config.max_num_seqs == 1 else "several"
-            rows = "several" if config.pools else rows  # a prompt's tokens are the rows of a product
+            rows = "several" if config.makes_vectors else rows  # a prompt's tokens are the rows of a product
             multiplied = None
             if self.builder and rows == "both" and model.dtype == torch.bfloat16:
                 multiplied = self.builder.ask(multiply_job())

@@ -36,9 +36,9 @@ def rehearse(start: Start) -> None:
                     shape = dry.shape_of(np.full(count, length), np.ones(count, dtype=bool))
                     shape = shape._replace(adjusted=adjusted)
                     logits, news = dry.forward(shape, incoming=dry.receive(shape, StepPlan(0)))
-                    if last and not config.pools:
+                    if last and not config.makes_vectors:
                         ops.logprobs(logits, news[0].long(), int(adjusted))
-            if config.pools:
+            if config.makes_vectors:
                 return
             if last:
                 model.logits(torch.empty(config.max_num_seqs, model.config.hidden_size, dtype=model.dtype))
@@ -77,7 +77,7 @@ def warm_up(start: Start, worker: Worker) -> tuple[float, float, float]:
 def run_prompts(start: Start, worker: Worker) -> float:
     """Run prompts and decodes, with and without all that a row may ask for; returns seconds per prompt token."""
     count, length = warm_up_prompts(start)
-    if start.config.pools:
+    if start.config.makes_vectors:
         return run_pooled(start, worker, count, length)
     blocks = some_blocks(start, length + 1)
     asked: list[dict[str, Any]] = [{"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}]

@@ -30,7 +30,7 @@ class Pooler:
     @classmethod
     def of(cls, config: EngineConfig, model: Transformer) -> Pooler | None:
         """That of an engine with these options; None where prompts are not pooled."""
-        return cls(model.ops, model.config, config.pooling_type) if config.pools else None
+        return cls(model.ops, model.config, config.pooling_type) if config.makes_vectors else None
 
     def __call__(self, hidden: torch.Tensor, starts: torch.Tensor, head: torch.Tensor | None) -> torch.Tensor:
         """A vector for each prompt [B, hidden or labels] float32 of hidden states [T, hidden].

@@ -144,10 +144,10 @@ def check_pooling(
         ValueError: it is not, or its pooling parameters are out of range.
     """
     if pooling is None:
-        if config.pools:
+        if config.makes_vectors:
             raise ValueError(f"the request asks for generated text; the task of this engine is {config.task!r}")
         return
-    if not config.pools:
+    if not config.makes_vectors:
         raise ValueError(f"the request asks for what an embedder or a classifier gives; the task is {config.task!r}")
     if params != SamplingParams():
         raise ValueError(f"the request has sampling parameters; with the task {config.task!r} nothing is sampled")

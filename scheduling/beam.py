@@ -1,14 +1,12 @@
-"""Beam search: which beams go on, which have ended and when it is over (`BeamSearch`); what steps give them (`Beams`).
+"""Beam search: which beams go on and when it is over (`BeamSearch`), and what steps give them (`Beams`).
 
-The algorithm is that of transformers (`GenerationMixin._beam_search`), step for step, so that beams and scores can be
-compared: of all continuations of all beams the best `num_candidates` are looked at; of these, ones that end are kept as
-answers if they are among the best `width`, and the best `width` that do not end go on. An answer's score is the sum of
-its tokens' log-probabilities (the one that ended it included), divided by length^length_penalty.
+The algorithm is that of transformers (`GenerationMixin._beam_search`), so that beams and scores can be compared. It
+looks at the best `num_candidates` continuations of all beams. Those that end are kept as answers if they are among the
+best `width`, and the best `width` that do not end go on. An answer's score is the sum of its tokens' log-probabilities,
+the one that ended it included, divided by length^length_penalty.
 
-transformers always has `width` beams and `width` answers, and makes up missing ones of log-probability -1e9. Here there
-are just fewer, and at first one beam, the empty output. It makes a difference only where fewer than `width` tokens of
-the vocabulary do not end a beam: made-up beams may then end and count, too. In the end there are `width` answers here
-as well, if the request allows that many tokens.
+transformers makes up missing beams and answers, of log-probability -1e9. Here there are fewer, and at first one beam,
+the empty output. That matters only if fewer than `width` tokens do not end a beam, because made-up beams then count.
 """
 
 from __future__ import annotations
@@ -16,10 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ints
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import merge
 from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from plan import EngineOutput, Logprobs, StepPlan
 from sequence import Flight, Sequence, SequenceGroup
@@ -31,8 +29,7 @@ if TYPE_CHECKING:
 Birth = tuple[Sequence, Sequence, int]  # (new beam, its parent, tokens that they share)
 
 
-@dataclass(slots=True)
-class Continuation:
+class Continuation(NamedTuple):
     """A beam of the latest step with one more token."""
 
     parent: int  # which beam
@@ -40,8 +37,7 @@ class Continuation:
     logprob: float  # of the whole output
 
 
-@dataclass(slots=True)
-class Answer:
+class Answer(NamedTuple):
     """A beam that has ended."""
 
     score: float
@@ -49,33 +45,21 @@ class Answer:
     stopped: bool  # by its last token, and not by its length
 
 
+@dataclass(slots=True)
 class BeamSearch:
-    """The state of one search.
+    """The state of one search."""
 
-    Args:
-        width: beams that are kept.
-        max_tokens: length at which a beam ends in any case.
-        stop_ids: tokens that end a beam.
-        length_penalty: above 0 favours longer answers.
-        early_stopping: True, False or "never"; see `SamplingParams`.
-    """
+    width: int  # beams that are kept
+    max_tokens: int  # length at which a beam ends in any case
+    stop_ids: frozenset[int]
+    length_penalty: float  # above 0 favours longer answers
+    early_stopping: bool | Literal["never"]  # see `SamplingParams`
+    answers: list[Answer] = field(default_factory=list)  # the best first
 
-    __slots__ = ("answers", "early_stopping", "length_penalty", "max_tokens", "num_candidates", "stop_ids", "width")
-
-    def __init__(
-        self,
-        width: int,
-        max_tokens: int,
-        stop_ids: frozenset[int],
-        length_penalty: float,
-        early_stopping: bool | Literal["never"],
-    ):
-        self.width, self.max_tokens = width, max_tokens
-        self.stop_ids = stop_ids
-        self.length_penalty, self.early_stopping = length_penalty, early_stopping
-        # Enough that `width` beams go on even if every beam's likeliest continuations are the tokens that end it.
-        self.num_candidates = max(2, 1 + len(stop_ids)) * width
-        self.answers: list[Answer] = []  # the best first
+    @property
+    def num_candidates(self) -> int:
+        """Enough that `width` beams go on even if every beam's likeliest continuations are the tokens that end it."""
+        return max(2, 1 + len(self.stop_ids)) * self.width
 
     def advance(
         self,
@@ -86,9 +70,9 @@ class BeamSearch:
         """Take the next tokens of all beams; returns the beams that go on, the best first, or none: the search is over.
 
         Args:
-            outputs: of each beam the tokens since the prompt; all have the same length.
-            logprobs: of each beam the log-probability of these.
-            nexts: of each beam the `num_candidates` likeliest next tokens (all, if the vocabulary is smaller) and their
+            outputs: each beam's tokens since the prompt; all have the same length.
+            logprobs: each beam's log-probability.
+            nexts: each beam's `num_candidates` likeliest next tokens (all, if the vocabulary is smaller) and their
                 log-probabilities, the likeliest first. Those of minus infinity may not come.
         """
         length = len(outputs[0]) + 1
@@ -110,15 +94,8 @@ class BeamSearch:
         going = going[: self.width]
         return going if going and not self._over(going[0].logprob, length) else []
 
-    def shortage(self, most: int) -> str:
-        """Why a search that is over has fewer than `most` answers, which a request wants; empty: it has as many."""
-        count = len(self.answers)
-        if count >= most:
-            return ""
-        return f"n is {most}, but the request's other fields allow only {count} answers; it must be at most {count}"
-
     def _over(self, best: float, length: int) -> bool:
-        """Whether no beam that still runs, of log-probability `best` at most, is expected among the answers."""
+        """Whether no running beam, of log-probability `best` at most, is expected among the answers."""
         if len(self.answers) < self.width:
             return False
         if self.early_stopping is True:
@@ -136,14 +113,7 @@ def blocks_to_fork(space: BlockSpaceManager, births: Iterable[Birth]) -> int:
 
 
 class Beams:
-    """What the scheduler does for groups of beams: all beams of a group compute their next tokens in the same step.
-
-    Args:
-        space: the block tables of all sequences.
-        admission: who gives them their slots.
-        make_room: preempts until so many blocks are free; returns whether the group still runs.
-        finish: ends a group, for a reason.
-    """
+    """What the scheduler does for groups of beams: all beams of a group compute their next tokens in the same step."""
 
     def __init__(
         self,
@@ -164,15 +134,13 @@ class Beams:
     def schedule(self, group: SequenceGroup, flight: Flight, most: int, just_entered: bool = False) -> bool:
         """Give all beams of a group their next token in this step, or some of them what they lack before that.
 
-        New beams are born first, by reference to the blocks of their parents. After a preemption by recompute the first
-        beam computes its tokens, then the others branch off it and compute theirs.
-
-        Returns whether the group still runs; for want of blocks it may have been preempted itself.
+        New beams are born first, by reference to their parents' blocks. After a preemption by recompute the first beam
+        computes its tokens, then the others branch off it. For the return value see `Scheduler._schedule_sequence`.
         """
         plan, length = flight.plan, len(group.seqs[0].tokens)
-        # A block that this very plan copies something into cannot be copied from: who just entered is no parent yet.
+        # A block that this very plan copies into cannot be copied from, so a group that just entered has no births.
         births = [] if just_entered else self._due(group.births)
-        if self.space.windowed and not (just_entered or births):  # what this plan moves must stay
+        if self.space.windowed and not (just_entered or births):  # blocks that this plan moves must stay
             for seq in group.seqs:
                 self.space.pass_windows(seq)
         missing = blocks_to_fork(self.space, births)
@@ -189,7 +157,7 @@ class Beams:
                 plan.state_copies.append((parent.slot, child.slot))
             group.seqs.append(child)
         group.births = [birth for birth in group.births if birth not in births]
-        # A token for each is kept for who runs; who was just let in may find fewer left, and waits for the next step.
+        # A running group finds a token for each beam; one that was just let in may have to wait for the next step.
         together = not group.births and all(seq.num_computed == length - 1 for seq in group.seqs)
         together = together and most >= len(group.seqs)
         goal = length if together or len(group.seqs) + len(group.births) == 1 else length - 1
@@ -204,13 +172,13 @@ class Beams:
         return True
 
     def _due(self, births: list[Birth]) -> list[Birth]:
-        """Which of `births` come now: all, when every parent is so far; with states, each when its parent is there."""
+        """The `births` that come now: all, when every parent is so far; with states, each when its parent is there."""
         if self.space.states:
             return [birth for birth in births if birth[1].num_computed == birth[2]]
         return births if all(parent.num_computed >= shared for _, parent, shared in births) else []
 
     def _fork(self, child: Sequence, parent: Sequence, shared: int, plan: StepPlan) -> None:
-        """Give `child` its parent's first `shared` tokens by reference; the block that it goes on in is copied."""
+        """Give `child` its parent's first `shared` tokens by reference, and a copy of the block that it goes on in."""
         device, full = self.space.device, shared // self.space.block_size
         own = device.blocks_for(len(child.tokens)) - full
         child.tables, child.hashes = [table[:full] for table in parent.tables], parent.hashes[:full]
@@ -248,7 +216,7 @@ class Beams:
                 group.births.append((child, parent, length))
             else:
                 seqs[c.parent] = parent
-                parent.tokens, parent.logprob = tokens, c.logprob
+                parent.delivered, parent.logprob = tokens, c.logprob
                 parent.stale = c.token != sampled
         self.admission.leave([seq for i, (seq, _, _) in enumerate(rows) if i not in seqs])
         group.seqs = list(seqs.values())
@@ -257,10 +225,12 @@ class Beams:
     def _answers(self, group: SequenceGroup, beams: BeamSearch) -> list[EngineOutput]:
         """The answers of a search that is over, the best first; or the error that there are too few."""
         request, outputs = group.request, []
-        if error := beams.shortage(request.params.n):
+        n, count = request.params.n, len(beams.answers)
+        if count < n:
+            error = f"n is {n}, but the request's other fields allow only {count} answers; it must be at most {count}"
             self.finish(group, "error")
             return [EngineOutput(request.request_id, [], "error", error=error, finished=True)]
-        for index, answer in enumerate(beams.answers[: request.params.n]):
+        for index, answer in enumerate(beams.answers[:n]):
             output = EngineOutput(request.request_id, answer.tokens, "stop" if answer.stopped else "length")
             output.stop_reason = answer.tokens[-1] if answer.tokens[-1] in request.params.stop_token_ids else None
             output.num_cached_tokens, output.index = request.num_cached, index

@@ -11,16 +11,14 @@ if TYPE_CHECKING:
 
 
 class ClassicOrder:
-    """What `Scheduler.schedule_mixed` is without: prompts in steps of their own, then who runs, then who was swapped.
+    """Stands in for `Scheduler.schedule_mixed`: prompts in steps of their own, then running groups, then swapped ones.
 
-    Args:
-        scheduler: whose groups these are.
-        delay_factor: who waits does so for this times the latest step of prompts, so that more of them come together.
+    Prompts wait for `delay_factor` times the seconds of the latest step of prompts, so that more come together.
     """
 
     def __init__(self, scheduler: Scheduler, delay_factor: float):
         self.scheduler, self.delay_factor = scheduler, delay_factor
-        self.prefill_seconds = 0.0  # that the latest step of prompts took
+        self.prefill_seconds = 0.0  # of the latest step of prompts
 
     def schedule(self, flight: Flight) -> str:
         """Plan a step; returns what `Scheduler.schedule_mixed` does."""
@@ -38,17 +36,13 @@ class ClassicOrder:
         return "delay" if gathers else "order"
 
     def _must_gather(self, now: float) -> bool:
-        """Whether no prompts run yet, so that more of them come together in one step.
-
-        As in vLLM, whoever of all that wait came first waits `delay_factor` times as long as the latest step of prompts
-        took.
-        """
+        """Whether the first to have come has yet to wait; as in vLLM, that is not always the first in line."""
         if not self.delay_factor or not self.scheduler.waiting or not self.scheduler.running:
             return False
         earliest = min(group.request.arrival for group in self.scheduler.waiting)
         return now - earliest <= self.delay_factor * self.prefill_seconds
 
     def landed(self, flight: Flight, now: float) -> None:
-        """The result of a step is in."""
+        """Measure a step whose result is in."""
         if flight.is_prefill:
             self.prefill_seconds = now - flight.planned_at

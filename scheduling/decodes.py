@@ -1,4 +1,4 @@
-"""The sequences that only decode, as a batch of their own: a step looks at those that need a block, or end."""
+"""The sequences that only decode, as a batch of their own: a step looks only at those that need a block or end."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ from array import array
 from collections import defaultdict
 from itertools import compress
 
-from sequence import MAX_IN_FLIGHT, DecodeRows, Flight, Sequence
+from sequence import DecodeRows, Flight, Sequence
+
+MAX_IN_FLIGHT = 4  # steps that may be without a result at the same time
 
 
 class DecodeBatch:
     """The sequences that decode: one token in each step, planned without a look at each of them.
 
-    From one decode step to the next little changes: some sequences need another block, and some are about to end. When
-    that will be is known as soon as a sequence joins, for it computes one token a step. So there is a calendar of who
-    needs a look, and the others cost a step nothing. They share one count of steps, from which their `num_computed`
-    follows. What a plan says of them are lists that stay the same until somebody joins or leaves. The tokens that a
-    step brings are kept as it brought them, until a sequence's are delivered.
+    A sequence needs a look when its blocks are full or it is about to end. Both are known in advance, because it
+    computes one token a step: so there is a calendar, and the others cost a step nothing. All share one count of steps,
+    from which their `num_computed` follows. A plan's rows for them are lists that stay the same until somebody joins or
+    leaves. The tokens that a step brings are kept as they came, until a sequence's are delivered.
 
-    Sequences that compute prompts, beams, and those whose log-probabilities are wanted are not among them. To join and
-    to leave take the time of one sequence.
+    Prompts, beams, and sequences whose log-probabilities are wanted are not in it.
 
     Args:
         width: sequences that it has at most.
-        block_size: tokens of a KV block.
-        num_lookahead_slots: slots that a sequence owns ahead of its tokens.
+        block_size, num_lookahead_slots: see `EngineConfig`.
     """
 
     def __init__(self, width: int, block_size: int, num_lookahead_slots: int):
@@ -47,35 +46,38 @@ class DecodeBatch:
         seq.computed_before -= self.steps
         seq.batch, seq.place = self, len(self)
         seq.next_delivery = self.steps + 1
-        name = (seq.group.request.request_id, seq.group.index)
-        for column, entry in zip(self._own(), (seq, (seq.slot, 1), name), strict=True):
-            column.append(entry)
+        own = self._own()
+        own.seqs.append(seq)
+        own.rows.append((seq.slot, 1))
+        own.names.append((seq.group.request.request_id, seq.group.index))
         self.expect(seq)
 
     def leave(self, seq: Sequence) -> None:
-        """`seq` computes one no more, but for the steps already planned; the last of the batch takes its place."""
+        """`seq` is in no step after those already planned; the last of the batch takes its place."""
         self.calendar.get(seq.due, {}).pop(seq, None)
-        for moved in (seq, self.current.seqs[-1]):  # what was brought to their places so far is theirs
+        for moved in (seq, self.current.seqs[-1]):  # the tokens at their places so far are theirs
             self.deliver(moved)
         seq.computed_before += self.steps
         seq.batch = None
-        for column in self._own():
+        own = self._own()
+        columns: tuple[list, ...] = own.seqs, own.rows, own.names
+        for column in columns:
             last = column.pop()
             if seq.place < len(column):
                 column[seq.place] = last
         if seq.place < len(self):
-            self.current.seqs[seq.place].place = seq.place
-        self.current.departures += 1
+            own.seqs[seq.place].place = seq.place
+        own.departures += 1
 
-    def _own(self) -> tuple[list, ...]:
+    def _own(self) -> DecodeRows:
         """The current lists, to be changed: copies, if they were handed out."""
         if self.shared:
             c, self.shared = self.current, False
             self.current = DecodeRows(c.seqs.copy(), c.rows.copy(), c.names.copy(), c.departures)
-        return self.current.lists()
+        return self.current
 
     def expect(self, seq: Sequence) -> None:
-        """Put `seq` down for the step in which it needs its next block, or samples the last token that it may have."""
+        """Put `seq` down for the step in which it needs its next block, or samples its last token."""
         self.deliver(seq)  # before `kept` comes round
         computed = seq.num_computed
         slots = min(map(len, seq.tables)) * self.block_size - self.ahead
@@ -84,7 +86,7 @@ class DecodeBatch:
         self.calendar[seq.due][seq] = None
 
     def pop_due(self) -> list[Sequence]:
-        """Those that need a look in the step that is being planned, and are to be expected again after that."""
+        """Those that need a look in the step that is being planned; `expect` them again after that."""
         return list(self.calendar.pop(self.steps + 1, ()))
 
     def run(self) -> DecodeRows:
@@ -94,13 +96,10 @@ class DecodeBatch:
         return self.current
 
     def land(self, flight: Flight, token_ids: list[int]) -> tuple[list[tuple[str, int]], list[int]]:
-        """Take what a step has brought to the decodes that it ran; returns the names and tokens of those who live.
-
-        Steps land in order. A sequence that has left the batch meanwhile may still run, for its last token.
-        """
+        """Take a step's tokens, in the order of steps; returns names and tokens of the sequences that still run."""
         step, ran = flight.decode_step, flight.decodes
         names = ran.names
-        if ran.departures == self.current.departures:  # each has the place that it had
+        if ran.departures == self.current.departures:  # nobody has another place than then
             at = step % self.num_kept * self.width
             self.kept[at : at + len(token_ids)] = array("i", token_ids)
         else:

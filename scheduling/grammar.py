@@ -1,13 +1,12 @@
-"""Which tokens may come next, where an answer must be what its request says: JSON of a schema, one of some texts, ...
+"""Which tokens may come next in structured answers: JSON of a schema, one of some texts, ...
 
     Constraint   where one sequence is: in hidden reasoning, or how far in its grammar
     Grammars     compiles grammars and makes the masks of a step, in threads beside the engine's loop
 
-A grammar is first tried in another process (`scheduling/sandbox.py`), because it may be made to harm whoever compiles
-it.
+A grammar may harm the process that compiles it, so it is first tried in another one (`scheduling/sandbox.py`).
 
-A constraint follows from a sequence's output alone. So it need not know of preemption, chunks, swaps or a worker's
-death: whatever happened, it reads those tokens that it has not read.
+A constraint follows from a sequence's output alone, so preemption, chunks, swaps and dead workers do not matter to it:
+it reads the tokens that it has not read.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ MAX_CACHED = 2**28  # bytes of all that is kept
 COMPILE_TIMEOUT = 20.0  # seconds that a request waits for its grammar
 STACK = 2**24  # bytes of the stack of a thread that compiles, or makes masks: more than in the sandbox
 CHAR_SIZE = 2**9  # bytes that a small grammar takes for each character, beside LEAST_SIZE
-COMPILERS = 4  # threads that compile, each for another client
+COMPILERS = 4  # threads that compile what is not small, each for another client
 MASK_TIMEOUT = 2.0  # seconds that one mask may take
 PATIENCE = 0.005  # seconds that a step waits for masks; sequences whose masks come later are left out of it
 THREADS = 4  # at most
@@ -43,12 +42,12 @@ ALL = 0xFFFFFFFF  # a word of a mask
 
 
 class Constraint:
-    """What may come next in one sequence: what `mask` [words] uint32 says, in the order of `Adjust.bitmask`.
+    """What may come next in one sequence: `mask` [words] uint32, in the order of `Adjust.bitmask`.
 
     Args:
         params: of the request.
-        grammar: what it asks for; None if only its reasoning is bounded.
-        stops: words of the tokens that end the sequence, as of `plan.bit_words`.
+        grammar: None if only its reasoning is bounded.
+        stops: tokens that end the sequence, as `plan.bit_words`.
         words: of a mask.
     """
 
@@ -62,18 +61,18 @@ class Constraint:
         self.reasoning = bool(params.reasoning_end_ids) and not params.reasoning_start_ids
         self.num_reasoning = 0  # tokens of it
         self.error = ""  # why the sequence cannot go on
-        self.work: Future[None] | None = None  # that makes the next mask,
-        self.begun = 0.0  # and when it began, in seconds of `time.monotonic()`
+        self.work: Future[None] | None = None  # makes the next mask,
+        self.begun = 0.0  # since then, in seconds of `time.monotonic()`
         self.mask = self._mask([])
 
     @property
     def trouble(self) -> str:
-        """Why the sequence cannot go on; empty: it can, or its next mask is being made and may still come in time."""
+        """Why the sequence cannot go on; empty: it can, or its next mask may still come in time."""
         slow = self.work is not None and not self.work.done() and time.monotonic() >= self.begun + MASK_TIMEOUT
         return self.error or (f"the structured output takes more than {MASK_TIMEOUT:g} s for a token" if slow else "")
 
     def advance(self, output: Ints[int]) -> None:
-        """Read what is new of the `output`, which is all tokens since the prompt, and make the mask that follows it."""
+        """Read what is new of `output`, all tokens since the prompt, and make the mask that follows it."""
         start, end = self.params.reasoning_start_ids, self.params.reasoning_end_ids
         read = []  # tokens of the grammar
         for i in range(self.num_read, len(output)):
@@ -134,49 +133,47 @@ class Job(NamedTuple):
 
     wanted: StructuredOutputsParams
     future: Future[Grammar]
-    clients: dict[str, float]  # those who want it, and until when they wait
+    clients: list[str]  # of the requests that wait for it
 
 
 class Turns:
     """Has grammars compiled, one at a time for each client. The client whose turn is longest ago comes next.
 
-    So whoever sends many grammars, or slow ones, holds up its own alone.
-
-    Args:
-        compile: compiles one.
-        count: threads that do.
+    So a client that sends many grammars, or slow ones, holds up only its own.
     """
 
-    def __init__(self, compile: Callable[[StructuredOutputsParams, Future[Grammar]], Grammar], count: int):
+    def __init__(self, compile: Callable[[StructuredOutputsParams, Future[Grammar]], Grammar]):
         self.compile, self.lock = compile, threading.Lock()
-        self.threads = ThreadPoolExecutor(count, thread_name_prefix="grammar")
+        self.threads = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
         self.jobs: dict[StructuredOutputsParams, Job] = {}
         self.running: list[Job] = []
         self.busy: set[str] = set()  # clients for whom something is compiled
         self.latest: dict[str, float] = {}  # when the latest turn of a client ended
 
     def ask(self, wanted: StructuredOutputsParams, client: str, future: Future[Grammar] | None = None) -> None:
-        """A client waits for a grammar for a while, which is to be compiled into a future, unless that is under way."""
+        """A request of a client waits for a grammar: a new one, to be compiled into `future`, or one under way."""
         with self.lock:
             if future:
-                self.jobs[wanted] = Job(wanted, future, {})
+                self.jobs[wanted] = Job(wanted, future, [])
             if job := self._job(wanted):
-                job.clients[client] = time.monotonic() + COMPILE_TIMEOUT
+                job.clients.append(client)
                 submit(self.threads, self._compile_all)
 
     def leave(self, wanted: StructuredOutputsParams, client: str) -> None:
-        """A client waits for a grammar no more. Its compilation ends if nobody else does."""
+        """A request waits for its grammar no more. The compilation ends if none does."""
         with self.lock:
-            if (job := self._job(wanted)) and job.clients.pop(client, None) and not job.clients:
-                self.jobs.pop(wanted, None)
-                job.future.cancel()
+            if (job := self._job(wanted)) and client in job.clients:
+                job.clients.remove(client)
+                if not job.clients:
+                    self.jobs.pop(wanted, None)
+                    job.future.cancel()
 
     def _job(self, wanted: StructuredOutputsParams) -> Job | None:
         running = (job for job in self.running if job.wanted == wanted and not job.future.cancelled())
         return self.jobs.get(wanted) or next(running, None)
 
     def _compile_all(self) -> None:
-        """Compile until nothing is left that may be compiled now."""
+        """Compile all that may be compiled now."""
         while taken := self._take():
             job, client = taken
             with contextlib.suppress(InvalidStateError):  # it was cancelled
@@ -192,12 +189,8 @@ class Turns:
                     self.latest.clear()
 
     def _take(self) -> tuple[Job, str] | None:
-        """What is compiled next, and whose turn it is; None if all that is left has to wait for its client's turn."""
+        """The next job, and the client whose turn it is; None if each job left waits for its client's turn."""
         with self.lock:
-            now = time.monotonic()
-            for job in [job for job in self.jobs.values() if job.clients and now > max(job.clients.values())]:
-                del self.jobs[job.wanted]
-                job.future.set_exception(late())
             waiting = {client: job for job in reversed([*self.jobs.values()]) for client in job.clients}
             if not (free := waiting.keys() - self.busy):
                 return None
@@ -208,26 +201,20 @@ class Turns:
 
 
 class Grammars:
-    """Compiles the grammars of an engine's requests, and makes the masks of its steps.
-
-    Args:
-        folder: of the model, which has the vocabulary.
-        vocab_size: of the model.
-        eos_token_ids: of the model.
-    """
+    """Compiles the grammars of an engine's requests, and makes the masks of its steps."""
 
     def __init__(self, folder: str, vocab_size: int, eos_token_ids: Ints[int]):
         self.words = -(-vocab_size // 32)
         self.vocabulary, self.opening = (folder, vocab_size, [*eos_token_ids]), threading.Lock()
         self.tokenizer: Any = None
         self.sandbox = Sandbox(*self.vocabulary)
-        # Masks never wait behind grammars, which may take long.
+        # Masks never wait behind grammars, nor small grammars behind others, which may take long.
         self.threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="mask")
-        self.small, self.others = Turns(self._compile_small, 1), Turns(self._compile, COMPILERS)
+        self.small, self.others = ThreadPoolExecutor(1, thread_name_prefix="grammar"), Turns(self._compile)
         self.cache: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()
 
     def prepare(self) -> None:
-        """Begin to read the model's vocabulary, so that the first grammar need not wait for it."""
+        """Begin to read the model's vocabulary, before the first grammar needs it."""
         submit(self.others.threads, self._open)
         submit(self.others.threads, self.sandbox.start)
 
@@ -239,7 +226,7 @@ class Grammars:
             return self.tokenizer
 
     def compile(self, wanted: StructuredOutputsParams, client: str = "") -> Future[Grammar]:
-        """The compiled grammar, as soon as it is there. Its error is a ValueError that says what cannot be done.
+        """The compiled grammar, or a ValueError that says what is wrong with it.
 
         Raises:
             ValueError: it is too long.
@@ -251,23 +238,22 @@ class Grammars:
         if failed and now > getattr(failed, "until", 0.0):
             future = None
         if future is None:
-            future = self.cache[wanted] = Future()
-            self._turns(wanted).ask(wanted, client, future)
+            if is_small(wanted):
+                future = submit(self.small, self._compile_small, wanted)
+            else:
+                self.others.ask(wanted, client, future := Future())
+            self.cache[wanted] = future
             while len(self.cache) > 1 and sum(map(size_of, self.cache.items())) > MAX_CACHED:
                 self.cache.popitem(last=False)
         elif not future.done():
-            self._turns(wanted).ask(wanted, client)
+            self.others.ask(wanted, client)
         self.cache.move_to_end(wanted)
         return future
 
-    def leave(self, request: Request, others: Iterable[Request]) -> None:
-        """A request waits for its grammar no more; `others` do."""
-        wanted, client = request.params.structured_outputs, request.client
-        if wanted and not any(other.grammar is request.grammar and other.client == client for other in others):
-            self._turns(wanted).leave(wanted, client)
-
-    def _turns(self, wanted: StructuredOutputsParams) -> Turns:
-        return self.small if is_small(wanted) else self.others
+    def leave(self, request: Request) -> None:
+        """A request waits for its grammar no more."""
+        if wanted := request.params.structured_outputs:
+            self.others.leave(wanted, request.client)
 
     def _compile(self, wanted: StructuredOutputsParams, future: Future[Grammar]) -> Grammar:
         self.sandbox.start()  # it reads the vocabulary meanwhile
@@ -275,15 +261,14 @@ class Grammars:
         text, size = self.sandbox.check(wanted, future)
         return compile_text(tokenizer, text, self.words, size)
 
-    def _compile_small(self, wanted: StructuredOutputsParams, future: Future[Grammar]) -> Grammar:
+    def _compile_small(self, wanted: StructuredOutputsParams) -> Grammar:
         return compile_text(self._open(), text_of(wanted), self.words, LEAST_SIZE + CHAR_SIZE * wanted.size)
 
     def check(self, request: Request) -> None:
-        """Check that a request, whose grammar has been compiled, leaves a first token.
-
-        Raises:
-            ValueError: it does not, or the grammar could not be compiled.
-        """
+        """Raises ValueError: a request's grammar could not be compiled, took too long, or leaves no first token."""
+        if request.grammar and not request.grammar.done():
+            self.leave(request)
+            raise ValueError(f"structured_outputs took more than {COMPILE_TIMEOUT:g} s to compile")
         if error := self._constraint(request).error:
             raise ValueError(error)
 
@@ -294,14 +279,10 @@ class Grammars:
         return Constraint(request.params, grammar, request.stops, self.words)
 
     def look(self, groups: Iterable[SequenceGroup]) -> tuple[set[SequenceGroup], dict[Request, str]]:
-        """Have masks made of those who have got a token, and wait a little for them.
-
-        Args:
-            groups: that run, and whose requests are constrained.
+        """Have masks made for constrained groups that run, and wait a little for them.
 
         Returns:
-            the groups that have to wait, because a mask has yet to come, or the token that it depends on; and why
-            requests cannot go on at all.
+            the groups that lack a mask, or the token that it depends on; and why requests cannot go on at all.
         """
         late: set[SequenceGroup] = set()
         behind: dict[Future[None], SequenceGroup] = {}
@@ -315,7 +296,7 @@ class Grammars:
         return late, self._failed(seqs)
 
     def _failed(self, seqs: Iterable[Sequence]) -> dict[Request, str]:
-        """Why requests cannot go on, of those whose sequences cannot."""
+        """The requests whose sequences cannot go on, and why."""
         return {seq.group.request: why for seq in seqs if (why := self._of(seq).trouble)}
 
     def _of(self, seq: Sequence) -> Constraint:
@@ -324,7 +305,7 @@ class Grammars:
         return seq.constraint
 
     def _work(self, seq: Sequence) -> Future[None] | None:
-        """What is being done on the mask after a sequence's latest token; None if the mask is there."""
+        """The work on the mask after a sequence's latest token; None if the mask is there."""
         constraint, num_prompt = self._of(seq), seq.group.request.num_prompt
         if constraint.work is not None and constraint.work.done():
             constraint.work = None
@@ -334,17 +315,10 @@ class Grammars:
         return constraint.work
 
     def fill(self, plan: StepPlan, rows: Iterable[tuple[Sequence, int, int]]) -> dict[Request, str]:
-        """Give a plan the masks of its constrained rows that sample.
+        """Give a plan the masks of its constrained rows that sample, of its `Flight.others`.
 
-        Who was preempted while its mask was being made may have none yet. It is waited for, at most MASK_TIMEOUT.
-
-        Args:
-            plan: the plan.
-            rows: (sequence, tokens, tokens computed with these) of its rows, but for those of the batch of decodes.
-
-        Returns:
-            why requests cannot go on at all. Their rows get a mask that allows every token. The caller must abort
-            these requests, so that the token is dropped.
+        A sequence that was preempted may have none yet; that mask is waited for, at most MASK_TIMEOUT. Returns why
+        requests cannot go on at all. The caller must abort them, because their rows may sample any token.
         """
         seqs = [seq for seq, _, computed in rows if samples(seq, computed)]
         if behind := [work for seq in seqs if (work := self._work(seq))]:
@@ -359,23 +333,18 @@ class Grammars:
 
     def close(self) -> None:
         """Let the threads and the sandbox end."""
-        for pool in (self.threads, self.small.threads, self.others.threads):
+        for pool in (self.threads, self.small, self.others.threads):
             pool.shutdown(wait=False, cancel_futures=True)
         self.sandbox.close()
 
 
 def submit(pool: ThreadPoolExecutor, task: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Have a pool run a task, in a thread whose stack is large enough for what went through the sandbox."""
+    """Have a pool run a task in a thread with a large stack."""
     usual = threading.stack_size(STACK)
     try:
         return pool.submit(task, *args)
     finally:
         threading.stack_size(usual)
-
-
-def late() -> ValueError:
-    """The error of a request whose grammar is not there in time."""
-    return ValueError(f"structured_outputs took more than {COMPILE_TIMEOUT:g} s to compile")
 
 
 def size_of(entry: tuple[StructuredOutputsParams, Future[Grammar]]) -> int:
@@ -386,10 +355,10 @@ def size_of(entry: tuple[StructuredOutputsParams, Future[Grammar]]) -> int:
 
 
 def samples(seq: Sequence, computed: int) -> bool:
-    """Whether a row that brings a sequence to so many computed tokens draws a token by a mask."""
+    """Whether a row that brings a sequence to `computed` tokens draws a token by a mask."""
     return seq.group.request.params.constrained and computed == len(seq.tokens)
 
 
 def awaits_token(seq: Sequence) -> bool:
-    """Whether a step in flight brings a sequence's next token, on which depends what may follow it."""
+    """Whether the mask of a sequence's next token must wait for a step in flight, which brings the token before."""
     return seq.num_computed >= len(seq.tokens)

@@ -1,4 +1,4 @@
-"""Whether the scheduler's books agree with each other: queues, slots and blocks."""
+"""Checks that the scheduler's books agree with each other: queues, slots and blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_integrity(scheduler: Scheduler) -> None:
-    """Assert that all books agree; it takes the time of a look at every block and sequence."""
+    """Assert that all books agree, by a look at every block and sequence."""
     groups = [group for request in scheduler.requests.values() for group in request.groups]
     check_space(scheduler.space, scheduler.admission, groups)
     check_admission(scheduler.admission, scheduler, groups)
@@ -23,7 +23,7 @@ def check_integrity(scheduler: Scheduler) -> None:
 
 
 def check_space(space: BlockSpaceManager, admission: Admission, groups: list[SequenceGroup]) -> None:
-    """The books of all pools agree with the block tables, and host rows of states, of all that own some."""
+    """The books of all pools agree with the block tables, and with the host rows of states."""
     seqs = [seq for group in groups for seq in group.seqs]
     kept = [table for request in admission.samples.holders for table in request.prompt_tables]
     space.device.check_integrity([*kept, *(table for seq in seqs for table in seq.tables)])
@@ -61,7 +61,7 @@ def check_admission(admission: Admission, scheduler: Scheduler, groups: list[Seq
 
 
 def check_running(scheduler: Scheduler) -> None:
-    """Who runs is in order, and has blocks for what it has computed."""
+    """Running groups are in order, and have blocks for what they have computed."""
     keys, size = [group.key for group in scheduler.running], scheduler.config.block_size
     assert keys == sorted(keys)
     for group in scheduler.running:
@@ -75,7 +75,7 @@ def check_running(scheduler: Scheduler) -> None:
 
 
 def check_lanes(scheduler: Scheduler) -> None:
-    """What a batch of decodes says of its sequences is so."""
+    """The batches of decodes agree with their sequences."""
     for lane in scheduler.lanes:
         seqs, rows = lane.decodes.current.seqs, lane.decodes.current.rows
         assert [seq.place for seq in seqs] == list(range(len(seqs)))

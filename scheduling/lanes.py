@@ -1,9 +1,8 @@
-"""Who runs in the same steps: one lane for each pipeline stage."""
+"""Lanes: the groups that run in the same steps, one lane for each pipeline stage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from config import EngineConfig
 from scheduling.decodes import DecodeBatch
@@ -11,18 +10,16 @@ from sequence import Sequence, SequenceGroup, Status
 
 
 class Lane:
-    """The groups that run in the same steps: those whose sequence is one of the `decodes`, and the `others`, at whom
-    each step must look.
+    """Groups that run in the same steps: in the batch of `decodes`, or the `others`, which each step looks at.
 
-    Where the model's layers are divided in pipeline stages, there are as many lanes. Their steps take turns: while one
-    lane's step is in the first stage, the step of the lane before it is in the second. A sequence's next token needs
-    its last one, so it cannot be in two stages at a time. These are vLLM's virtual engines, but all lanes share the
-    queues and the blocks.
+    There are as many lanes as pipeline stages, and their steps take turns: while one lane's step is in the first stage,
+    that of the lane before it is in the second. A sequence cannot be in two stages at a time, because its next token
+    needs its last one. These are vLLM's virtual engines, but all lanes share the queues and the blocks.
     """
 
     def __init__(self, decodes: DecodeBatch):
         self.decodes, self.others = decodes, list[SequenceGroup]()
-        self.flying = 0  # steps of it that are in flight
+        self.flying = 0  # its steps in flight
 
     @property
     def width(self) -> int:
@@ -30,35 +27,31 @@ class Lane:
         return len(self.decodes) + sum(group.width for group in self.others if group.status is Status.RUNNING)
 
     def put(self, group: SequenceGroup) -> None:
-        """`group` runs in this lane's steps from now on. It is looked at in the next of them."""
+        """`group` runs in this lane's steps from now on."""
         group.lane = self
         self.others.append(group)
 
 
 class Lanes:
-    """All lanes of a scheduler.
-
-    Args:
-        config: how many there are, how many sequences run at once in all of them, and what a `DecodeBatch` needs.
-    """
+    """All lanes of a scheduler."""
 
     def __init__(self, config: EngineConfig):
         self.width = config.max_num_seqs
-        batch = partial(DecodeBatch, self.width, config.block_size, config.num_lookahead_slots)
-        self.all = [Lane(batch()) for _ in range(config.pipeline_parallel_size)]
+        sizes = self.width, config.block_size, config.num_lookahead_slots
+        self.all = [Lane(DecodeBatch(*sizes)) for _ in range(config.pipeline_parallel_size)]
         self.turn = 0  # of the lane whose step was planned last
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(self.all)
 
     def share(self, waiting: int) -> int:
-        """Sequences that may run in a step: of several lanes each shall have as many, where `waiting` may come in."""
+        """Sequences that may run in a step, so that all lanes come to have as many when `waiting` more come in."""
         if len(self.all) == 1:
             return self.width
         return -(-(sum(lane.width for lane in self.all) + waiting) // len(self.all))
 
     def next(self, waiting: int) -> Lane:
-        """The lane whose turn it is: of those that have something to run, one with the fewest steps in flight."""
+        """The lane whose turn it is: among those with something to run, one with the fewest steps in flight."""
         if len(self.all) == 1:
             return self.all[0]
         most = self.share(waiting) if waiting else 0
@@ -67,19 +60,14 @@ class Lanes:
         return min(with_work or in_turn, key=lambda lane: lane.flying)
 
     def take_turn(self, waiting: int) -> tuple[Lane, int]:
-        """The lane that a step is planned of now, and how many sequences may run in it."""
+        """The lane of the step that is planned now, and how many sequences may run in it."""
         lane = self.next(waiting)
         self.turn = self.all.index(lane)
         return lane, self.share(waiting)
 
     def surplus(self, lane: Lane) -> tuple[Sequence, Lane] | None:
-        """A sequence that decodes in `lane` and had better run in another one, which has fewer; None: there is none."""
+        """A sequence that decodes in `lane`, and a lane with fewer that it should move to; None: there is none."""
         if len(self.all) == 1 or not len(lane.decodes):
             return None
         other = min(self.all, key=lambda lane: lane.width)
         return (lane.decodes.current.seqs[-1], other) if other.width + 1 < lane.width else None
-
-    def forget(self) -> None:
-        """The steps in flight will not land."""
-        for lane in self.all:
-            lane.flying = 0

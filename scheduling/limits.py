@@ -1,4 +1,4 @@
-"""What a request may ask for: what can never run is refused at once."""
+"""Limits of requests: one that can never run is refused at once."""
 
 from __future__ import annotations
 
@@ -11,18 +11,7 @@ from sequence import Request
 
 
 class RequestLimits:
-    """The limits of a model and its pools, as far as requests run into them.
-
-    Args:
-        config: budgets and the engine's own limits.
-        space: the block tables of all sequences.
-        max_model_len: tokens that a sequence may have, prompt and output together.
-        vocab_size: token ids are below it.
-        eos_token_ids: tokens that end a request which does not `ignore_eos`.
-
-    Raises:
-        ValueError: without chunked prefill a prompt that is not pooled must fit a step, whose tokens are too few.
-    """
+    """The limits of a model and its pools; for the arguments and errors see `Scheduler`."""
 
     def __init__(
         self,
@@ -32,7 +21,7 @@ class RequestLimits:
         vocab_size: int,
         eos_token_ids: Ints[int],
     ):
-        if not (config.enable_chunked_prefill or config.pools) and config.token_budget < max_model_len:
+        if not (config.enable_chunked_prefill or config.makes_vectors) and config.token_budget < max_model_len:
             raise ValueError(
                 f"max_num_batched_tokens is {config.token_budget}; without chunked prefill it must be at "
                 f"least max_model_len, {max_model_len}"
@@ -48,9 +37,9 @@ class RequestLimits:
             Tokens at which its sequences end, and how many beams it has at most.
 
         Raises:
-            ValueError: the prompt is empty, has a token outside of the vocabulary (or the sampling parameters do),
-                leaves no room for output within `max_model_len`, or could outgrow the whole KV pool; a beam search is
-                too wide; or more log-probabilities are asked for than `max_logprobs`.
+            ValueError: the prompt is empty; a token is outside of the vocabulary; there is no room for output within
+                `max_model_len`; it could outgrow the whole KV pool; a beam search is too wide; or it asks for more
+                log-probabilities than `max_logprobs`.
         """
         params = request.params
         params.check_vocabulary(self.vocab_size, self.eos_token_ids)
@@ -62,7 +51,7 @@ class RequestLimits:
         limit = self._limit_of(request)
         width = params.num_sequences if params.use_beam_search else 1
         self._check_size(request, limit, width)
-        ended = params.structured_outputs is not None or not params.ignore_eos  # what is complete ends so, too
+        ended = params.structured_outputs is not None or not params.ignore_eos  # a complete structure ends in any case
         stop_ids = (*params.stop_token_ids, *(self.eos_token_ids if ended else ()))
         request.stop_ids = frozenset(token for token in stop_ids if token < self.vocab_size)
         request.stops = bit_words(request.stop_ids)
@@ -70,7 +59,7 @@ class RequestLimits:
         return limit, width
 
     def _limit_of(self, request: Request) -> int:
-        """Tokens at which a request's sequences end. Where there is no output, one token counts that never goes out."""
+        """Tokens at which a request's sequences end; without output, one more than the prompt, which never goes out."""
         params, num_prompt = request.params, request.num_prompt
         silent = request.pooling is not None or params.max_tokens == 0
         most = self.max_model_len - (not silent)
@@ -84,7 +73,7 @@ class RequestLimits:
         return min(num_prompt + (params.max_tokens or self.max_model_len), self.max_model_len)
 
     def _check_size(self, request: Request, limit: int, width: int) -> None:
-        """A request may grow to `limit` tokens in each of `width` beams: both must be possible."""
+        """Check that a request can grow to `limit` tokens in each of `width` beams."""
         if width > (most := min(self.config.max_num_seqs, self.vocab_size)):
             raise ValueError(
                 f"beam_width is {width}; it must be at most {most}, the lower of max_num_seqs and the vocabulary's size"

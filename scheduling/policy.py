@@ -1,88 +1,72 @@
-"""The groups that do not run, in the order in which they come in: `GroupQueue`, and for those who wait a `Policy`."""
+"""The queues of groups that do not run: `GroupQueue`, and `Policy` for those who wait."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Ints
-from heapq import heapify, heappop, heappush
 from typing import Any
 
 from config import EngineConfig
 from sequence import Flight, Key, Request, SequenceGroup, Status
 
-MOST_STALE = 16  # stale entries that a heap may keep before they are removed
+
+def place(group: SequenceGroup) -> Key:
+    """What queues are sorted by."""
+    return group.key
 
 
 class GroupQueue:
-    """Groups of one status, first to go first. O(log n) to push and pop.
-
-    An entry of the heap whose group was aborted, or has got another place since, is skipped when met. Once such entries
-    are the most, all of them are thrown out, so that what was aborted does not stay in memory.
-    """
+    """Groups of one status in a sorted list, first to go first. Each step looks at few, so it costs next to nothing."""
 
     def __init__(self, status: Status):
         self.status = status
-        self.heap: list[tuple[Key, SequenceGroup]] = []
-        self.size = 0
+        self.line: list[SequenceGroup] = []
 
     def __len__(self) -> int:
-        return self.size
+        return len(self.line)
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        return (group for _, group in self.heap if group.status is self.status)
+        return iter(self.line)
 
     def push(self, group: SequenceGroup) -> None:
         """Put `group` in its place."""
         group.status = self.status
-        heappush(self.heap, (group.key, group))
-        self.size += 1
+        insort(self.line, group, key=place)
 
     def first(self) -> SequenceGroup:
         """The group that goes next; the queue must not be empty."""
-        while not self._counts(*self.heap[0]):
-            heappop(self.heap)
-        return self.heap[0][1]
-
-    def _counts(self, key: Key, group: SequenceGroup) -> bool:
-        """Whether an entry of the heap says where its group is."""
-        return group.status is self.status and group.key == key
+        return self.line[0]
 
     def pop(self, status: Status) -> SequenceGroup:
-        """Take the group that goes next out of the queue, into `status`."""
-        group = self.first()
-        heappop(self.heap)
+        """Take out the group that goes next; it gets `status`."""
+        group = self.line.pop(0)
         group.status = status
-        self.size -= 1
-        if not self.size:  # else an old entry would be good again, should its group ever come back to the same place
-            self.heap.clear()
         return group
 
     def abort(self, group: SequenceGroup) -> None:
         """Take `group` out for good."""
         group.status = Status.FINISHED
-        self.size -= 1
-        if len(self.heap) > MOST_STALE + 2 * self.size:
-            self.heap = [entry for entry in self.heap if self._counts(*entry)]
-            heapify(self.heap)
+        self._remove(group)
+
+    def _remove(self, group: SequenceGroup) -> None:
+        del self.line[bisect_left(self.line, group.key, key=place)]
 
 
 class Policy(GroupQueue):
     """The groups that wait, in the order of a scheduling policy.
 
     All queues are in order of class, then of arrival, and a group may preempt those of a worse class. A policy says of
-    which class a request is. It may learn what becomes of requests, for classes that depend on what has been served:
-    the methods after `rank` do nothing here.
-
-    Args:
-        config: the engine's, for policies that depend on more of it.
+    which class a request is; here all are of one, so the first to come is the first to be served. The methods after
+    `yields` do nothing here: they tell a policy what becomes of requests.
     """
 
     def __init__(self, config: EngineConfig):
         super().__init__(Status.WAITING)
 
     def rank(self, request: Request) -> int:
-        """The class of a request that has come: the lowest goes first. It is the first part of its groups' keys."""
-        raise NotImplementedError
+        """The class of a request, the first part of its groups' keys: the lowest goes first."""
+        return 0
 
     def yields(self, victim: SequenceGroup, group: SequenceGroup) -> bool:
         """Whether `victim`, which runs, makes way for `group`, which waits."""
@@ -92,7 +76,7 @@ class Policy(GroupQueue):
         """`request` is about to queue."""
 
     def admitted(self, group: SequenceGroup, prompt: int, output: int) -> None:
-        """`group` is let in, maybe once more: it will compute `prompt` tokens and write `output` at most."""
+        """`group` is let in, perhaps once more: it will compute `prompt` tokens and write at most `output`."""
 
     def passed_over(self, group: SequenceGroup, running: Ints[SequenceGroup]) -> None:
         """`group`, the first in line, has waited for at least a step, in which `running` ran."""
@@ -103,24 +87,24 @@ class Policy(GroupQueue):
     def shares(
         self, flight: Flight, to_come: int, entrant: Callable[[], tuple[SequenceGroup, int] | None]
     ) -> dict[str, int]:
-        """The tokens that each client's prompts may have of a step's; clients that are not named take what they can.
+        """The most tokens of a step that each client's prompts may have; clients that are not named have no limit.
 
         Args:
             flight: the step.
-            to_come: tokens of it that are not divided, because each sequence of the lane is to have one.
+            to_come: its tokens that are kept for decodes.
             entrant: returns `Admission.entrant`.
         """
         return {}
 
     def ended(self, group: SequenceGroup) -> None:
-        """`group` has ended, and is none of its request's groups any more."""
+        """`group` has ended, and has left its request's groups."""
 
     def account(self, request: Request) -> dict[str, Any]:
-        """What `/explain` says of a request beside the rest."""
+        """The policy's own part of what `/explain` says of a request."""
         return {}
 
     def instead(self, request: Request, running: Ints[SequenceGroup]) -> dict[str, Any]:
-        """What `/explain` says of an answer that waits while `running` run, beside the rest."""
+        """The policy's own part of what `/explain` says of an answer that waits while `running` run."""
         return {}
 
     def check_integrity(self, requests: Collection[Request]) -> None:

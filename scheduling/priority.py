@@ -7,8 +7,8 @@ from sequence import Request
 
 
 class Priority(Policy):
-    """The lowest value first, as each request says it."""
+    """The lowest `Request.priority` first."""
 
     def rank(self, request: Request) -> int:
-        """What the request says."""
+        """What its client has given."""
         return request.priority

@@ -1,4 +1,4 @@
-"""What an operator sees of the scheduler: counters, and where the time of a request went."""
+"""What an operator sees of the scheduler: counters, and where a request's time went."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ MAX_REPORTS = 1000  # finished requests whose report is kept
 
 
 class Reports:
-    """Looks at a scheduler and changes nothing.
-
-    Args:
-        scheduler: whose requests these are.
-    """
+    """Looks at a scheduler and changes nothing."""
 
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
         self.finished: OrderedDict[str, dict[str, Any]] = OrderedDict()  # reports of requests, the latest last
 
     def metrics(self) -> dict[str, Any]:
-        """What is counted, by the names of `metrics.SERIES`."""
+        """What is counted, by the names of `observe.metrics.SERIES`."""
         scheduler, blocks = self.scheduler, self.scheduler.space.device
         waiting = {"capacity": len(scheduler.waiting), "deferred": len(scheduler.admission.aside)}
         return {
@@ -38,7 +34,7 @@ class Reports:
         }
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
-        """Where the time of a request went, in seconds; None for one that is unknown, or finished long ago."""
+        """Where a request's time went, in seconds; None if it is unknown, or finished long ago."""
         scheduler = self.scheduler
         if (request := scheduler.requests.get(request_id)) is None:
             return self.finished.get(request_id)

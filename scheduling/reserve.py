@@ -1,4 +1,4 @@
-"""How much of the KV pool admission keeps free, because those who run are going to grow."""
+"""How much of the KV pool admission keeps free, because running groups will grow."""
 
 from __future__ import annotations
 
@@ -12,21 +12,17 @@ from sequence import Sequence, SequenceGroup
 if TYPE_CHECKING:
     from kv_cache import BlockSpaceManager
 
-EXPECTED_TOKENS = 4096  # of output that are reckoned with at most, however many are allowed
+EXPECTED_TOKENS = 4096  # of output at most, however many are allowed
 FIRST_GUESS = 0.7  # of the share of its allowance that a request's output uses, before any has finished (as SGLang's)
-PREEMPTED, FINISHED = 0.2, 0.98  # what they do to the caution of admission: a preemption in 10 requests, about
+PREEMPTED, FINISHED = 0.2, 0.98  # change the caution of admission; in balance one request in 10 is preempted
 
 
 class Reserve:
-    """What groups are expected to need beyond what they have.
+    """The blocks that groups are expected to need beyond those they have.
 
     Without this reserve a burst of prompts fills the pool, all of them grow at once, and most are preempted, some many
-    times. How much of their allowance outputs use is learned as they end; what part of that growth is kept free rises
-    with each preemption and falls as requests end (SGLang's new_token_ratio is the model for it).
-
-    Args:
-        config: block size, and how much of the expected growth is kept free.
-        space: the block tables of all sequences.
+    times. As outputs end, it learns how much of their allowance they use. The part of that growth that is kept free
+    rises with each preemption and falls as requests end (after SGLang's new_token_ratio).
     """
 
     def __init__(self, config: EngineConfig, space: BlockSpaceManager):
@@ -36,7 +32,7 @@ class Reserve:
         self.caution = 1.0  # share of the growth so expected that is kept free
 
     def growth(self, groups: Iterable[SequenceGroup]) -> float:
-        """Blocks that `groups` are expected to need beyond those of their tokens, and that prompts have yet to take."""
+        """Blocks that `groups` are expected to need beyond those of their tokens, or that prompts have yet to take."""
         slots, to_come = 0.0, 0
         for group in groups:
             end = group.request.num_prompt + self.used_share * self.allowance(group)
@@ -45,12 +41,12 @@ class Reserve:
         return to_come + slots * self.caution * self.conservativeness / self.block_size
 
     def allowance(self, group: SequenceGroup) -> int:
-        """Tokens of output that are reckoned with for each sequence of a group."""
+        """The most output expected of each sequence of a group, in tokens."""
         return min(group.limit - group.request.num_prompt, EXPECTED_TOKENS)
 
     def learn(self, group: SequenceGroup) -> None:
-        """A group has all its tokens: they tell a little more of how much outputs grow."""
-        if group.request.params.max_tokens != 0:  # who asks for no tokens tells nothing of it
+        """Learn from a group that has all its tokens."""
+        if group.request.params.max_tokens != 0:
             used = min(1.0, (group.seqs[0].num_tokens - group.request.num_prompt) / self.allowance(group))
             self.used_share += (used - self.used_share) / 16
         self.caution *= FINISHED
@@ -60,13 +56,13 @@ class Reserve:
         self.caution = min(1.0, self.caution + PREEMPTED)
 
     def _slots(self, seq: Sequence, end: float) -> float:
-        """Slots in blocks that a sequence will hold beyond those of its known tokens when these have become `end`."""
+        """Slots of blocks that a sequence takes to grow from its known tokens to `end`."""
         known = seq.num_known
         end = max(known, end)
         return sum(min(end, window or end) - min(known, window or known) for window in self.space.windows)
 
     def _to_come(self, seq: Sequence) -> int:
-        """Blocks of the kinds with a window that the rest of a sequence's prompt will take."""
+        """Blocks that the rest of a sequence's prompt will take, of the kinds with a window."""
         known, computed = seq.num_known, seq.num_computed
         windows = self.space.windows
         if known - computed <= 1 or not self.space.windowed or not seq.tables:

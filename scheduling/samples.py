@@ -1,4 +1,4 @@
-"""The samples of a request share its prompt: who of them computes it, and how long its blocks are kept for the rest."""
+"""The samples of a request share its prompt: which one computes it, and how long its blocks are kept for the rest."""
 
 from __future__ import annotations
 
@@ -13,14 +13,10 @@ if TYPE_CHECKING:
 
 
 class Samples:
-    """Of the samples of a request only one, the leader, computes the prompt. The others are held until it has.
+    """One sample of a request, the leader, computes the prompt, and the others are held until it has.
 
-    Then they branch off: each takes the prompt's blocks by reference. A request keeps these until its last sample has
-    come in, or until somebody else needs them.
-
-    Args:
-        space: the block tables of all sequences.
-        wait: puts a group into the queue of those who wait, at a time.
+    Then they take the prompt's blocks by reference. The request keeps these until its last sample has come in, or until
+    another request needs them. `wait` is `Admission.wait`.
     """
 
     def __init__(self, space: BlockSpaceManager, wait: Callable[[SequenceGroup, float], None]):
@@ -28,13 +24,13 @@ class Samples:
         self.holders: list[Request] = []  # whose prompt blocks are kept for samples that have yet to branch off
 
     def hold(self, group: SequenceGroup, now: float) -> None:
-        """Let a sample wait for another one of its request, which computes the prompt for both."""
+        """Have a sample wait for its request's leader."""
         group.status = Status.HELD
         group.timeline.enter("held", now)
         group.request.held.append(group)
 
     def follows(self, group: SequenceGroup, plan: StepPlan) -> bool:
-        """Whether a sample waits until another one has computed their prompt; if not, it may have to do so itself."""
+        """Whether a sample must wait for its leader; if not, it may become the leader itself."""
         request = group.request
         if len(request.groups) == 1 or self.prompt_tables(group, plan):
             return False
@@ -48,7 +44,7 @@ class Samples:
         return False
 
     def prompt_tables(self, group: SequenceGroup, plan: StepPlan) -> list[list[int]]:
-        """The blocks of a sample's prompt, if its request keeps them or another of its samples runs on them."""
+        """The blocks of a sample's prompt, if its request keeps them or another sample runs on them."""
         request = group.request
         if request.prompt_tables or group is request.leader:
             return request.prompt_tables
@@ -57,13 +53,13 @@ class Samples:
             seq = other.seqs[0]
             if other.status is Status.RUNNING and other is not request.leader and seq.num_tokens > request.num_prompt:
                 tables, targets = [table[:count] for table in seq.tables], {target for _, target in plan.copies}
-                copied = any(table[-1] in targets for table in tables)  # only now: it cannot be copied on
+                copied = any(table[-1] in targets for table in tables)  # by this plan, so it cannot be copied again
                 if not copied and self.space.can_branch(tables, request.num_prompt):
                     return tables
         return []
 
     def prompt_done(self, group: SequenceGroup, now: float) -> None:
-        """A sample has computed the prompt: the others of its request may branch off."""
+        """A sample has computed the prompt, and the others may branch off."""
         request, group.awaited = group.request, False
         tables = [table[: self._num_prompt_blocks(request)] for table in group.seqs[0].tables]
         if self._has_more(request, group) and self.space.can_branch(tables, request.num_prompt):
@@ -73,7 +69,7 @@ class Samples:
         self._let_go(request, now)
 
     def admitted(self, group: SequenceGroup) -> None:
-        """A sample has come in. If it is the last of its request, the prompt's blocks are kept no longer."""
+        """A sample has come in; after the last one the prompt's blocks are kept no longer."""
         request = group.request
         if request.prompt_tables and not self._has_more(request, group):
             self.space.pinned += by_column(request.prompt_tables)
@@ -81,7 +77,7 @@ class Samples:
             self.holders.remove(request)
 
     def ended(self, group: SequenceGroup, now: float) -> None:
-        """A group of a request has ended, and is none of its groups any more."""
+        """A group has ended, and has left its request's groups."""
         request = group.request
         if group is request.leader:
             self._let_go(request, now)
@@ -89,32 +85,29 @@ class Samples:
             self.give_up(request)
 
     def drop(self, most: int | None = None) -> bool:
-        """Give up the prompt blocks of the latest `most` requests that keep some, or of all; returns if there were any.
-
-        Their samples compute the prompt again, or find it in the prefix cache.
-        """
+        """Give up the prompt blocks of the latest `most` requests that keep some, or of all; returns if any did."""
         latest = self.holders[::-1][:most]
         for request in latest:
             self.give_up(request)
         return bool(latest)
 
     def give_up(self, request: Request) -> None:
-        """Free the prompt blocks that a request keeps."""
+        """Free the prompt blocks that a request keeps; its samples compute the prompt again, or find it cached."""
         self.space.device.free(by_column(request.prompt_tables))
         request.prompt_tables = []
         self.holders.remove(request)
 
     def _num_prompt_blocks(self, request: Request) -> int:
-        """Blocks of a table that hold the prompt; in the last of them the output may begin."""
+        """Blocks of a table that hold the prompt; the output may begin in the last one."""
         return -(-request.num_prompt // self.space.block_size)
 
     def _has_more(self, request: Request, group: SequenceGroup) -> bool:
-        """Whether samples of the request other than `group` have yet to come in."""
+        """Whether samples other than `group` have yet to come in."""
         others = (other for other in request.groups if other is not group)
         return any(other.status in (Status.HELD, Status.WAITING) for other in others)
 
     def _let_go(self, request: Request, now: float) -> None:
-        """The held samples of a request need wait for its leader no longer."""
+        """Have a request's held samples queue."""
         if request.leader:
             request.leader.awaited = False
         request.leader = None

@@ -1,11 +1,11 @@
 """Grammars are compiled, and first tried in a process that may come to harm.
 
-    Grammar        what one or more requests ask for, compiled; `compile_text` does it
+    Grammar        a compiled grammar; `compile_text` makes it
     Sandbox        the process in which a grammar is tried first
-    sandbox_main   what it runs, which is this file
+    sandbox_main   what that process runs
 
 llguidance does the parsing: it compiles schemas, regular expressions and Lark to lexers and an Earley parser, and walks
-a tree of the vocabulary for the tokens that fit. All that takes long it does without the GIL.
+a tree of the vocabulary for the tokens that fit. What takes long in it runs without the GIL.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import multiprocessing
+import multiprocessing.connection
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -44,7 +43,7 @@ MAX_SAID = 300  # characters of an error
 
 
 class Grammar(NamedTuple):
-    """What requests ask for, compiled."""
+    """A compiled grammar."""
 
     matcher: Any  # an LLMatcher at the beginning; its copies are advanced
     first: np.ndarray  # [words] uint32: the mask there
@@ -69,7 +68,7 @@ class Refused(ValueError):
 
 
 def text_of(wanted: StructuredOutputsParams) -> str:
-    """The grammar for llguidance of what is asked for.
+    """What is asked for, as llguidance's grammar.
 
     Raises:
         Refused: it is malformed.
@@ -103,7 +102,7 @@ def compile_text(tokenizer: Any, text: str, words: int, size: int) -> Grammar:
 
 
 def open_vocabulary(folder: str, vocab_size: int, eos_token_ids: Ints[int]) -> Any:
-    """The LLTokenizer of a model's folder, as `Grammars` wants it.
+    """The LLTokenizer of a model's folder.
 
     Raises:
         ValueError: the model has no tokenizer, or names no token that ends an answer.
@@ -126,7 +125,7 @@ def mask_of(matcher: Any, words: int) -> np.ndarray:
 
 
 def brief(error: str) -> str:
-    """An error of the library in a line, which may quote a grammar at length."""
+    """An error of the library, which may quote a grammar at length, in a short line."""
     return " ".join(error.split())[:MAX_SAID]
 
 
@@ -138,21 +137,18 @@ Held = list[tuple[subprocess.Popen[bytes], socket.socket]]  # a process and its 
 class Sandbox:
     """A process that tries grammars: one may overflow the stack, take all memory, or never end.
 
-    It reads the vocabulary once, and forks for each grammar. Whatever happens to the fork costs nobody else anything.
-    It is started where it is first needed, ends when this process does, however that ends, and is replaced if it died.
-
-    Args:
-        vocabulary: the arguments of `open_vocabulary`.
+    It reads the vocabulary once, and forks for each grammar, so that other grammars do not suffer. It starts when it is
+    first needed, ends with this process, however that ends, and is replaced if it died.
     """
 
     def __init__(self, *vocabulary: Any):
-        self.vocabulary, self.lock = vocabulary, threading.Lock()
+        self.vocabulary, self.lock = vocabulary, threading.RLock()  # of `open_vocabulary`
         self.limits = Limits()
         self.held: Held = []
-        self.close = weakref.finalize(self, end_sandbox, self.held, self.lock)
+        self.close = weakref.finalize(self, end_process, self.held, self.lock)
 
     def start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """The process and its address. It is started unless it is there.
+        """The process and its address; it is started if it is not there.
 
         Raises:
             ValueError: this is closed.
@@ -162,27 +158,21 @@ class Sandbox:
                 raise ValueError("structured_outputs cannot be compiled: the engine has ended")
             if self.held and self.held[0][0].poll() is None:
                 return self.held[0]
-            end_process(self.held)
+            end_process(self.held, self.lock)
             address, listener = socket.socketpair()
             with listener:
-                vocabulary = json.dumps(self.vocabulary)
-                process = run_file(
-                    __file__, vocabulary, stdin=listener, stdout=subprocess.DEVNULL, start_new_session=True
-                )
+                options: dict[str, Any] = {"stdin": listener, "stdout": subprocess.DEVNULL, "start_new_session": True}
+                process = run_file(__file__, json.dumps(self.vocabulary), **options)
             self.held.append((process, address))
             return self.held[0]
 
     def check(self, wanted: StructuredOutputsParams, future: Future[Grammar]) -> tuple[str, int]:
-        """The text of a grammar that can be compiled, and how many bytes it takes then.
-
-        Args:
-            wanted: the grammar.
-            future: what waits for it. If that is cancelled, the fork ends.
+        """The text of a grammar, and the bytes that it takes compiled; if `future` is cancelled, the fork ends.
 
         Raises:
-            Refused: it cannot.
+            Refused: it cannot be compiled.
             CancelledError: nobody waits any more.
-            ValueError: there is no such process, which has said why on stderr.
+            ValueError: the process does not start; it has said why on stderr.
         """
         for _ in range(2):  # somebody may have killed it
             process, address = self.start()
@@ -203,41 +193,32 @@ class Sandbox:
             sock.settimeout(START_TIMEOUT)
             future.add_done_callback(lambda _: hang_up(sock))
             sock.sendall(json.dumps([dataclasses.asdict(wanted), self.limits]).encode() + b"\n")
-            said: dict[str, Any] = {}
-            while "exit" not in said:
-                if not (line := file.readline()):
-                    raise ConnectionError("the process has ended")
-                said |= json.loads(line)
-        if said["exit"]:
-            raise Refused(reason(said["exit"], self.limits))
+            if not (line := file.readline()):
+                raise ConnectionError("the process has ended")
+        said = json.loads(line)
         if "error" in said:
             raise Refused(said["error"])
         return said["text"], said["size"]
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Tell the other end of a socket, and whoever reads from this one, that there is nobody any more."""
+    """End what is read from both ends of a socket."""
     with contextlib.suppress(OSError):  # it is closed
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def end_sandbox(held: Held, lock: threading.Lock) -> None:
-    """End a sandbox's process, if there is one, once nobody is about to start another."""
+def end_process(held: Held, lock: threading.RLock) -> None:
+    """End a sandbox's process, if there is one; the list is empty afterwards."""
     with lock:
-        end_process(held)
-
-
-def end_process(held: Held) -> None:
-    """End a sandbox's process; the list is empty afterwards."""
-    while held:
-        process, address = held.pop()
-        address.close()
-        process.kill()
-        process.wait()
+        while held:
+            process, address = held.pop()
+            address.close()
+            process.kill()
+            process.wait()
 
 
 def reason(code: int, limits: Limits) -> str:
-    """Why a grammar is refused that has ended the process which compiled it, with this code."""
+    """Why a grammar is refused whose compilation has ended the process with this code."""
     number = -code
     if number in (signal.SIGSEGV, signal.SIGBUS):
         why = "its rules or parts lie in each other, or refer to each other, too deeply"
@@ -251,61 +232,61 @@ def reason(code: int, limits: Limits) -> str:
 
 
 def sandbox_main() -> None:
-    """What the sandbox's process runs, until no process is left that could send a grammar."""
+    """What the sandbox's process runs, until nobody is left who could send a grammar."""
     name_process("grammars")
     end_with_parent(signal.SIGKILL)
     folder, vocab_size, eos_token_ids = json.loads(sys.argv[1])
     tokenizer, words = open_vocabulary(folder, vocab_size, eos_token_ids), -(-vocab_size // 32)
     compile_text(tokenizer, text_of(StructuredOutputsParams(grammar='start: "a"')), words, 0)  # loads what forks need
-    listener, context = socket.socket(fileno=0), multiprocessing.get_context("fork")
-    forks: dict[int, tuple[Any, socket.socket]] = {}  # by what says that they end: each, and who waits for it
-    clients: dict[int, Any] = {}  # the forks by who waits for them
-    events = select.poll()
-    events.register(listener, select.POLLIN)
-    while True:
-        for ready, _ in events.poll():
-            if ready == listener.fileno():
-                _, fds, _, _ = socket.recv_fds(listener, 1, 1)
-                if not fds:
+    listener = socket.socket(fileno=0)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that forks leave nothing behind
+    while fds := socket.recv_fds(listener, 1, 1)[1]:
+        with socket.socket(fileno=fds[0]) as client:
+            if os.fork() == 0:
+                try:
+                    watch(tokenizer, words, client)
+                finally:
                     os._exit(0)
-                client = socket.socket(fileno=fds[0])
-                process = context.Process(target=attempt, args=(tokenizer, words, client))
-                process.start()
-                forks[process.sentinel], clients[client.fileno()] = (process, client), process
-                events.register(process.sentinel, select.POLLIN)
-                events.register(client, 0)  # which tells when it has hung up, and nothing else
-            elif ready in clients:
-                clients.pop(ready).kill()
-                events.unregister(ready)
-            elif ready in forks:
-                process, client = forks.pop(ready)
-                events.unregister(ready)
-                if clients.pop(client.fileno(), None):
-                    events.unregister(client)
-                process.join()
-                with client, contextlib.suppress(OSError):  # nobody waits any more
-                    client.sendall(json.dumps({"exit": process.exitcode}).encode() + b"\n")
 
 
-def attempt(tokenizer: Any, words: int, client: socket.socket) -> None:
-    """In a fork: compile the grammar that a client sends, within limits, and tell what came of it."""
-    import resource  # here, because Windows has none
-
+def watch(tokenizer: Any, words: int, client: socket.socket) -> None:
+    """In a fork: have another one compile a client's grammar, unless the client hangs up, and tell if that has died."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     end_with_parent(signal.SIGKILL)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library writes there how it dies
-    os.nice(NICE)
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory is short, this ends first
     with client.makefile("rb") as lines:
         asked, sizes = json.loads(lines.readline())
     wanted, limits = StructuredOutputsParams(**asked), Limits(*sizes)
+    process = multiprocessing.get_context("fork").Process(
+        target=attempt, args=(tokenizer, words, client, wanted, limits)
+    )
+    process.start()
+    if client in multiprocessing.connection.wait([process.sentinel, client]):  # it has hung up
+        process.kill()
+    process.join()
+    if process.exitcode:
+        tell(client, error=reason(process.exitcode, limits))
+
+
+def tell(client: socket.socket, **said: Any) -> None:
+    """Answer a client."""
+    client.sendall(json.dumps(said).encode() + b"\n")
+
+
+def attempt(tokenizer: Any, words: int, client: socket.socket, wanted: StructuredOutputsParams, limits: Limits) -> None:
+    """In a fork: compile a client's grammar within limits, and tell what came of it."""
+    import resource  # here, because Windows has none
+
+    end_with_parent(signal.SIGKILL)
+    os.nice(NICE)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory is short, this ends first
     signal.setitimer(signal.ITIMER_REAL, limits.time)
     space = psutil.Process().memory_info().vms + limits.memory
     for name, most in (("CORE", 0), ("CPU", limits.cpu_time), ("AS", space)):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # this system lacks it, or a lower one holds
             number = getattr(resource, f"RLIMIT_{name}")
             resource.setrlimit(number, (most, resource.getrlimit(number)[1]))
-    said: dict[str, Any] = {}
 
     def run() -> None:
         try:
@@ -313,17 +294,16 @@ def attempt(tokenizer: Any, words: int, client: socket.socket) -> None:
             text = text_of(wanted)
             grammar = compile_text(tokenizer, text, words, 0)
             grammar.matcher.deep_copy()
-            said.update(text=text, size=max(own_memory() - before, LEAST_SIZE))
+            tell(client, text=text, size=max(own_memory() - before, LEAST_SIZE))
         except MemoryError:
-            said["error"] = reason(-signal.SIGABRT, limits)
+            tell(client, error=reason(-signal.SIGABRT, limits))
         except Refused as error:
-            said["error"] = str(error)
+            tell(client, error=str(error))
 
     threading.stack_size(limits.stack)
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    client.sendall(json.dumps(said).encode() + b"\n")
 
 
 def own_memory() -> int:

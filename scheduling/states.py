@@ -13,20 +13,15 @@ from sequence import Sequence, chain
 class StateManager:
     """The rows of the state pools, for models with recurrent layers.
 
-    The state of a sequence that runs lies in the row of its slot, and has seen the tokens that are computed. Nothing
-    can be taken back from it. So the prefix cache keeps snapshots, in the rows after those of the slots: what a state
-    was at a border between two blocks, found by the chained hash of the tokens that it had seen. A step of a prompt
-    ends at such a border, where it can, and the next one begins with a copy of the state. The last border comes before
-    the prompt's last token, so that the same prompt finds its state. Sequences that decode come by borders themselves.
-    That steps end at borders is vLLM's way; which states are worth keeping, Marconi asks (Pan et al., 2024).
+    A running sequence's state lies in the row of its slot. It has seen all computed tokens, and none can be taken back.
+    So the prefix cache keeps snapshots, in the rows after those of the slots: states at borders between two blocks,
+    found by the chained hash of the tokens that they have seen. A prompt's step ends at such a border if it can, as in
+    vLLM, and the last border comes before the prompt's last token, so that the same prompt finds its state. Sequences
+    that decode pass borders anyway. Marconi (Pan et al., 2024) asks which states are worth keeping.
 
-    The workers make a plan's moves in this order: out to the host, in from it, and all copies on the device at once. So
-    a row is not both read and written by the copies of one plan: snapshots are found, and host rows reused, once the
+    The workers make a plan's moves in this order: out to the host, in from it, and all copies on the device at once.
+    So no row may be both read and written by one plan's copies: snapshots are found, and host rows reused, once the
     plan is made.
-
-    Args:
-        config: block size, slots, prefix caching, and whether prompts may be cut.
-        room: how many rows there are.
     """
 
     def __init__(self, config: EngineConfig, room: StateRoom):
@@ -41,16 +36,15 @@ class StateManager:
         self.host_pinned: list[int] = []  # and host rows
 
     def longest(self, hashes: Ints[bytes], most: int) -> int:
-        """Of the beginnings of `most` blocks at most, the longest one with a snapshot, in blocks."""
+        """The longest beginning with a snapshot, of `most` blocks at most."""
         while most and hashes[most - 1] not in self.snapshots.block_of:
             most -= 1
         return most
 
     def cut(self, seq: Sequence, count: int) -> int:
-        """Of `count` tokens that a sequence may compute, how many it does, to end where its state is wanted.
+        """Tokens that a sequence computes, at most `count`, to end where its state is wanted.
 
-        That is where a beam is to branch off it, and in a prompt at the last border there is. Beams keep nothing of
-        what they write.
+        That is where a beam branches off it, or the prompt's last border. Beams keep no states of their output.
         """
         begin, last = seq.num_computed, len(seq.tokens) - 1
         group = seq.group
@@ -61,9 +55,9 @@ class StateManager:
         return (border if self.cuts and begin < border and begin + 1 < end else end) - begin
 
     def keep(self, seq: Sequence, plan: StepPlan) -> None:
-        """Take a snapshot of a sequence's state, if it is at a border and there is none of these tokens.
+        """Take a snapshot of a sequence's state, if it is at a border and these tokens have none.
 
-        Of the borders in its output a sequence keeps the latest, so that a long one does not flush the cache.
+        Only the latest border in an output keeps one, so that a long output does not flush the cache.
         """
         count, pool = seq.num_computed, self.snapshots
         request = seq.group.request
@@ -85,7 +79,7 @@ class StateManager:
             self.taken.append((row, digest))
 
     def resume(self, seqs: Ints[Sequence], plan: StepPlan) -> None:
-        """Bring states into the slots that `seqs` have got: from host memory, or of what the prefix cache had."""
+        """Bring states into the slots that `seqs` have got: from host memory, or from snapshots."""
         for seq in seqs:
             if seq.host_state >= 0:
                 plan.state_in.append((seq.host_state, seq.slot))
@@ -109,7 +103,7 @@ class StateManager:
         seq.host_state = -1
 
     def planned(self) -> None:
-        """The plan is made: its snapshots can be found from now on."""
+        """The plan is made: let its snapshots be found."""
         for row, digest in self.taken:
             self.snapshots.publish(row, digest)
         self.snapshots.free([*self.pinned, *(row for row, _ in self.taken)])

@@ -1,4 +1,4 @@
-"""Preemption by swap: what a group has computed waits in host memory, in place of being computed again."""
+"""Preemption by swap: a group's blocks wait in host memory instead of being computed again."""
 
 from __future__ import annotations
 
@@ -11,16 +11,10 @@ from sequence import Sequence, SequenceGroup, by_column
 
 
 class Swap:
-    """Moves the blocks of sequences, and their recurrent states, to the host and back.
-
-    Args:
-        config: block size, and the mode of preemption.
-        space: the block tables of all sequences.
-        cost: tokens whose computing takes as long as moving one block to the host and back.
-    """
+    """Moves the blocks of sequences, and their recurrent states, to the host and back."""
 
     def __init__(self, config: EngineConfig, space: BlockSpaceManager, cost: float):
-        self.mode, self.cost = config.preemption_mode, cost
+        self.mode, self.cost = config.preemption_mode, cost  # see `swap_cost` of `Scheduler`
         self.block_size, self.space = config.block_size, space
         self.device, self.host = space.device, space.host
 
@@ -32,11 +26,10 @@ class Swap:
         return [list(dict.fromkeys(block for part in kind for block in part if block >= 0)) for kind in parts]
 
     def pays(self, group: SequenceGroup, held: list[list[int]], tokens: int) -> bool:
-        """Whether a group that holds these blocks of `tokens` tokens is to be preempted by swap, and can be.
+        """Whether a group that holds these blocks of `tokens` tokens is preempted by swap.
 
-        In mode `auto` beams are swapped, for that keeps what they share; and a single sequence, if moving its blocks
-        takes less time than computing anew what nobody else has, by the kind of layers that sees most. Each sequence's
-        state moves, too.
+        In mode `auto` beams are, because that keeps what they share. So is a single sequence if moving its blocks and
+        state takes less time than computing what nobody else has, by the kind of layers that sees most.
         """
         count, states = sum(map(len, held)), self.space.states
         if self.mode == "recompute" or not count or self.host.can_allocate(count, kept=0) is not AllocStatus.OK:
@@ -50,7 +43,7 @@ class Swap:
         return size * self.cost < min(tokens, alone)
 
     def out(self, seqs: Ints[Sequence], plan: StepPlan) -> None:
-        """Copy what `seqs` have computed to host memory, where the prefix cache can find it, too."""
+        """Copy the computed blocks of `seqs` to host memory, where the prefix cache can find them, too."""
         held = [block for block in by_column(self.held(seqs)) if block >= 0]
         moved = dict(zip(held, self.host.allocate(len(held)), strict=True))
         plan.swap_out += moved.items()
@@ -65,7 +58,7 @@ class Swap:
             self.space.states.swap_out(seqs, plan)
 
     def back(self, seqs: Ints[Sequence], most: int, kept: int, plan: StepPlan) -> bool:
-        """Bring back what `seqs` had computed, if blocks for their tokens can be had with `kept` more left free.
+        """Bring back the blocks of `seqs`, if there are enough for their tokens with `kept` more left free.
 
         The next step computes `most` tokens of each at most.
         """
@@ -88,7 +81,7 @@ class Swap:
         return True
 
     def drop(self, seqs: Ints[Sequence]) -> None:
-        """Give up what is in host memory of `seqs`."""
+        """Give up the host's blocks and states of `seqs`."""
         for seq in seqs:
             self.host.free(by_column(seq.host_tables))
             seq.host_tables = []
@@ -97,7 +90,7 @@ class Swap:
 
 
 def share_again(pool: BlockManager, tables: Ints[list[int]]) -> None:
-    """Add the references of blocks that stand in several tables and were allocated once."""
+    """Count the references of blocks that were allocated once and stand in several tables."""
     seen: set[int] = set()
     for table in tables:
         pool.share(block for block in table if block in seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 MAX_CHUNKS = 64  # of a prompt that are listed one by one: enough for 128k tokens in steps of 2,048
@@ -10,15 +11,14 @@ MAX_CHUNKS = 64  # of a prompt that are listed one by one: enough for 128k token
 class WaitClock:
     """Seconds that the queues stood still, by reason.
 
-    The scheduler does not look at all who wait in every step, so that a step costs the same however many do. Yet each
-    of them can learn what it waited for, because what holds up the first in line holds up everybody behind it: this
-    clock adds up the seconds that the line stood still for each reason, and a group that waits only remembers the sums
-    of when it began.
+    A step costs the same however many groups wait, because it does not look at all of them. Yet each can learn what it
+    waited for: what holds up the first in line holds up all behind it. So this clock sums the seconds that the line
+    stood still for each reason, and a group only remembers the sums at its beginning.
 
-    The reasons: `step` (just that the step in progress must end first), `slots` (`max_num_seqs` sequences run),
-    `tokens` (the step's budget is spent), `blocks` (the KV pool is full, or kept free for the growth of those that
-    run), `delay` (`scheduler_delay_factor`), `order` (in the classic order, others had to run first) and `trial`
-    (requests that may have killed workers run alone).
+    The reasons: `step` (the step in progress must end first), `slots` (`max_num_seqs` sequences run), `tokens` (the
+    step's budget is spent), `blocks` (the KV pool is full, or kept free for growth), `delay`
+    (`scheduler_delay_factor`), `order` (in the classic order, others had to run first) and `trial` (requests that may
+    have killed workers run alone).
     """
 
     def __init__(self) -> None:
@@ -35,28 +35,23 @@ class WaitClock:
         return self.sums | {self.reason: self.sums.get(self.reason, 0.0) + now - self.since}
 
 
+@dataclass(slots=True)
 class Timeline:
-    """The stays of a sequence group, one after the other: held, waiting, running, swapped. `/explain` shows them.
+    """The stays of a group, for `/explain`: held, waiting, running, swapped. Each ends when the next begins."""
 
-    One ends when the next begins, so their seconds add up to all the time that the group has spent in the engine.
-    """
-
-    __slots__ = ("begun", "clock", "stays", "sums")
-
-    def __init__(self, clock: WaitClock):
-        self.clock = clock
-        self.begun = 0.0  # the latest stay
-        self.sums: dict[str, float] | None = None  # the clock's, at that time
-        self.stays: list[dict[str, Any]] = []
+    clock: WaitClock
+    begun: float = 0.0  # when the latest stay began
+    sums: dict[str, float] | None = None  # the clock's, at that time
+    stays: list[dict[str, Any]] = field(default_factory=list)
 
     def enter(self, state: str, now: float, waits: bool = False, **facts: Any) -> None:
-        """The group is in `state` from `now` on; if it `waits`, the stay says what for."""
+        """A stay begins at `now`; if the group `waits`, it says what for."""
         self.leave(now)
         self.begun, self.sums = now, self.clock.read(now) if waits else None
         self.stays.append({"state": state} | facts)
 
     def leave(self, now: float) -> None:
-        """The latest stay ends, or has lasted until now."""
+        """The latest stay has lasted until now."""
         if self.stays:
             self.stays[-1]["seconds"] = now - self.begun
             if self.sums is not None:
@@ -64,11 +59,11 @@ class Timeline:
                 self.stays[-1]["waited_for"] = {reason: seconds for reason, seconds in waited.items() if seconds > 0}
 
     def note(self, **facts: Any) -> None:
-        """Something more about the latest stay."""
+        """Add facts to the latest stay."""
         self.stays[-1] |= facts
 
     def chunk(self, tokens: int) -> None:
-        """A step computes this many tokens at once: of the prompt, or of what must be computed again."""
+        """A step computes so many tokens at once."""
         stay = self.stays[-1]
         if len(chunks := stay.setdefault("chunks", [])) < MAX_CHUNKS:
             chunks.append(tokens)

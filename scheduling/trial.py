@@ -1,4 +1,4 @@
-"""Who is suspected of killing workers: groups that ran when one died run alone, until one is found out."""
+"""The search for a request that kills workers: suspects run alone, until one is found guilty."""
 
 from __future__ import annotations
 
@@ -14,57 +14,43 @@ MIN_DEATHS = 3  # before a request is held to be guilty: whoever kills workers b
 
 @dataclass(slots=True)
 class Suspicion:
-    """In how many steps that workers died in a request ran, and which tokens its groups have yet to get past again."""
+    """Counts the crashed steps that a request took part in."""
 
     deaths: int = 0
-    goals: dict[SequenceGroup, int] = field(default_factory=dict)
+    goals: dict[SequenceGroup, int] = field(default_factory=dict)  # tokens that its groups must get past to be cleared
 
 
 class Trial:
     """Which requests may have killed workers, and which of these run alone, to find the one that has.
 
-    Whoever ran in a step that workers died in is suspect until steps have landed that took it past there. After one
-    death all go on together, for it may have been anything. When suspects run in another such step, the half of them
-    that came last runs alone. If workers die again, the guilty one is in this half, else in the other: so the search
-    is halved until one request was alone in a step that workers died in. Whatever kills workers whenever it runs is
-    found after 2 + log2(suspects) deaths at most, or MIN_DEATHS, and who is innocent is only held up.
+    The requests of a crashed step are suspects until steps have landed that took them past it. After one crash all go
+    on together, for it may have been anything. When suspects crash again, the half of them that came last runs alone.
+    If that crashes, the guilty one is in this half, else in the other, and so on until a crashed step had one request.
+    A request that always kills workers is found after 2 + log2(suspects) deaths, or MIN_DEATHS if that is more, and
+    innocent ones are only held up.
     """
 
     def __init__(self) -> None:
         self.suspects: dict[Request, Suspicion] = {}
-        self.pool: list[Request] = []  # the guilty one is one of these, if anyone is; the first to come first
-        self.alone: list[Request] = []  # those of the pool who run, and nobody else; empty: all run
+        self.pool: list[Request] = []  # the guilty one is among these, if there is one; the first to come first
+        self.alone: list[Request] = []  # of the pool, the only ones that run; empty: all run
 
     def blame(
         self, lost: bool, cause: str, seqs: Ints[Sequence], requests: Collection[Request]
     ) -> tuple[Request, str] | None:
-        """Who is ended because steps of `seqs` have failed, and with which error; None: nobody is.
-
-        Where workers have died, that is the one that is guilty of it, once that is certain. Else a step did not fit,
-        and it is the latest to come.
+        """The request that is ended because steps have failed, and its error; None: none is.
 
         Args:
-            lost: the workers have died.
+            lost: the workers have died, and the guilty one is ended. Else a step did not fit, and the latest one is.
             cause: what happened.
-            seqs, requests: see `died`.
+            seqs: that the steps ran, also of requests that have ended or were preempted meanwhile.
+            requests: that have not ended, the first to come first.
         """
         if not lost:
             live = [seq.group for seq in seqs if seq.slot >= 0]
             return (max(live, key=lambda group: group.key[1]).request, cause) if live else None
-        if (guilty := self.died(seqs, requests)) is None:
-            return None
-        deaths = self.suspects[guilty].deaths
-        return guilty, f"{cause}; {deaths} steps that this request ran in have ended so, and in the last it was alone"
-
-    def died(self, seqs: Ints[Sequence], requests: Collection[Request]) -> Request | None:
-        """Workers have died in steps of `seqs`; returns the request that is guilty, once that is certain.
-
-        Args:
-            seqs: that the steps ran, those of requests that have ended or were preempted meanwhile among them.
-            requests: that have not ended, the first to come first.
-        """
         ran: defaultdict[Request, dict[SequenceGroup, int]] = defaultdict(dict)
-        for seq in seqs:  # who was preempted has forgotten how far the steps would have brought it
+        for seq in seqs:  # a preempted one has forgotten how far the steps would have brought it
             goal = seq.num_computed if seq.slot >= 0 else seq.num_tokens
             goals = ran[seq.group.request]
             goals[seq.group] = max(goal, goals.get(seq.group, 0))
@@ -77,11 +63,12 @@ class Trial:
                     suspicion.goals[group] = max(goal, suspicion.goals.get(group, 0))
         if again:
             self.pool = again
-        alone = again[0] if again and len(ran) == 1 else None
-        return alone if alone and self.suspects[alone].deaths >= MIN_DEATHS else None
+        if not again or len(ran) > 1 or (deaths := self.suspects[again[0]].deaths) < MIN_DEATHS:
+            return None
+        return again[0], f"{cause}; {deaths} steps that this request ran in have ended so, and in the last it was alone"
 
     def landed(self, in_flight: Iterable[Flight]) -> None:
-        """A step has landed: clear who has got past where workers died, but for what steps in flight are to bring."""
+        """A step has landed: clear requests that have got past the crash, without the steps in flight."""
         if not self.suspects:
             return
         flying = Counter[Sequence]()
@@ -97,7 +84,7 @@ class Trial:
 
     @property
     def settled(self) -> bool:
-        """Whether those who run alone are cleared, or gone, so that it is others' turn."""
+        """Whether the requests that run alone are cleared, or gone, so that it is others' turn."""
         return bool(self.alone) and self.suspects.keys().isdisjoint(self.alone)
 
     def turn(self) -> None:

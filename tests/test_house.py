@@ -54,7 +54,7 @@ STDLIB_ONLY = {
     "admission", "config", "kv_cache", "model_config", "models.config_fields", "models.families", "models.kv_layout",
     "models.pooling", "models.quantization", "models.read_config", "models.read_rope", "observe.freed_blocks",
     "observe.live", "observe.logs", "observe.metrics", "plan", "processes.options", "sampling_params", "scheduler",
-    "scheduling.beam", "scheduling.classic", "scheduling.decodes", "scheduling.fair", "scheduling.fcfs",
+    "scheduling.beam", "scheduling.classic", "scheduling.decodes", "scheduling.fair",
     "scheduling.integrity", "scheduling.lanes", "scheduling.limits", "scheduling.policy", "scheduling.priority",
     "scheduling.reports", "scheduling.reserve", "scheduling.samples", "scheduling.states", "scheduling.swap",
     "scheduling.timeline", "scheduling.trial", "sequence",

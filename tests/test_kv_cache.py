@@ -23,12 +23,12 @@ def test_blocks_for_rounds_up():
 
 
 def test_can_allocate_knows_now_later_and_never():
-    manager = BlockManager(100, 4, watermark=0.05)
+    manager = BlockManager(500, 4)
     manager.allocate(50)
-    assert manager.can_allocate(45) is AllocStatus.OK
-    assert manager.can_allocate(46) is AllocStatus.LATER  # would go below the watermark of 5
-    assert manager.can_allocate(46, kept=0) is AllocStatus.OK
-    assert manager.can_allocate(101) is AllocStatus.NEVER
+    assert manager.can_allocate(445) is AllocStatus.OK
+    assert manager.can_allocate(446) is AllocStatus.LATER  # would go below the watermark of 5
+    assert manager.can_allocate(446, kept=0) is AllocStatus.OK
+    assert manager.can_allocate(501) is AllocStatus.NEVER
 
 
 def test_chain_covers_everything_before_a_block():

@@ -160,7 +160,7 @@ def test_a_folder_of_sentence_transformers_says_what_it_is(tmp_path, pooling, mo
     config, settled = settle_task(EngineConfig(str(tmp_path)), model_config)
     assert (config.task, config.pooling_type, settled.normalize) == ("embed", kind, normalize)
     assert settle_task(config, settled) == (config, settled)
-    assert settle_task(EngineConfig(str(tmp_path), task="generate"), model_config)[0].pools is False
+    assert settle_task(EngineConfig(str(tmp_path), task="generate"), model_config)[0].makes_vectors is False
     assert settle_task(EngineConfig(str(tmp_path), pooling_type="cls"), model_config)[0].pooling_type == "cls"
     assert config.max_model_len is None
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 99}')

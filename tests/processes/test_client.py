@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from async_llm import AsyncEngineCoreClient, AsyncMPClient
+from async_llm import AsyncMPClient
 from engine import SamplingParams
 from plan import EngineCoreRequest, EngineOutput, Health, Outputs, Reply
 from processes import client as clients
@@ -460,23 +460,17 @@ def methods(cls: type) -> dict[str, inspect.Signature]:
     return {name: inspect.signature(function) for name, function in found if not name.startswith("_")}
 
 
-@pytest.mark.parametrize(
-    ("face", "implementations"),
-    [(EngineCoreClient, [MPClient, InprocClient, DPClient, FleetClient]), (AsyncEngineCoreClient, [AsyncMPClient])],
-    ids=["blocking", "async"],
-)
-def test_all_clients_have_one_face(face, implementations):
-    wanted = methods(face)
+def test_all_clients_have_one_face():
+    wanted = methods(EngineCoreClient)
     assert wanted.keys() == {
         "shutdown", "add_request", "get_output", "abort", "utility", "utility_on_all", "collective_rpc",
         "dp_engines_running", "scale_elastic_ep",
     }  # fmt: skip
-    for cls in implementations:
+    for cls in (MPClient, InprocClient, DPClient, FleetClient, AsyncMPClient):
         assert {name: each for name, each in methods(cls).items() if name in wanted} == wanted, cls
         for name in wanted:
-            is_coroutine = face is AsyncEngineCoreClient and name != "shutdown"
+            is_coroutine = cls is AsyncMPClient and name != "shutdown"
             assert inspect.iscoroutinefunction(getattr(cls, name)) == is_coroutine, (cls, name)
-    assert methods(AsyncEngineCoreClient) == methods(EngineCoreClient)
 
 
 def test_whether_an_engine_runs(served, llm):

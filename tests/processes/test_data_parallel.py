@@ -252,7 +252,7 @@ def test_engines_in_lockstep_step_together(make_llm, coordinator, monkeypatch):
     for rank in range(2):
         llm = make_llm(threads=1)
         fields = {"data_parallel_size": 2, "lockstep": True, "data_parallel_rank": rank}
-        llm.core.config = dataclasses.replace(llm.core.config, **fields)
+        llm.core.workers.config = dataclasses.replace(llm.core.config, **fields)
         wait_for_others(llm, exchange, monkeypatch)
         address, listener = socket.socketpair()
         server = (EngineServer, LateServer)[rank](llm.core, listener, coordinator)

@@ -82,11 +82,11 @@ def test_what_nobody_waits_for_any_more_is_not_compiled(own_grammars):
     )
     sandbox = psutil.Process(own_grammars.sandbox.start()[0].pid)
     eventually(sandbox.children, 30)
-    own_grammars.leave(first, [same, other, next_one])
-    own_grammars.leave(same, [other, next_one])
+    own_grammars.leave(first)
+    own_grammars.leave(same)
     assert not other.grammar.cancelled()
-    own_grammars.leave(next_one, [other])
-    own_grammars.leave(other, [])
+    own_grammars.leave(next_one)
+    own_grammars.leave(other)
     assert first.grammar.cancelled() and next_one.grammar.cancelled() and not own_grammars.others.jobs
     eventually(lambda: not sandbox.children(), 10)
     assert own_grammars.compile(StructuredOutputsParams(regex="mine"), "bad").result(30)  # the turn is free again

@@ -9,7 +9,7 @@ from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
 from plan import StateRoom, StepPlan
 from sampling_params import SamplingParams
 from scheduling.states import StateManager
-from scheduling.timeline import WaitClock
+from scheduling.timeline import Timeline, WaitClock
 from sequence import Request, Sequence, SequenceGroup, Status, chain
 
 
@@ -320,7 +320,7 @@ def test_a_state_is_kept_only_if_it_is_known_what_it_has_seen(depth):
 
 def sequence(tokens: list[int], computed: int, slot: int) -> Sequence:
     request = Request("a", tokens, SamplingParams(), salt="tenant")
-    seq = Sequence(SequenceGroup(request, 0, WaitClock()), tokens)
+    seq = Sequence(SequenceGroup(request, 0, Timeline(WaitClock())), tokens)
     seq.num_computed, seq.slot = computed, slot
     return seq
 
