@@ -98,8 +98,8 @@ def test_a_workers_death_is_noticed_by_the_clock_alone(mp_llm, answers, undistur
     before = mp_llm.core.metrics()["num_worker_restarts_total"]
     when(mp_llm, [3, 30], lambda: os.kill(worker(mp_llm), with_signal))
     first, trial, suspects = worker(mp_llm), mp_llm.core.scheduler.admission.trial, []
-    died = trial.died
-    monkeypatch.setattr(trial, "died", lambda seqs, requests: suspects.extend(seqs) or died(seqs, requests))
+    blame = trial.blame
+    monkeypatch.setattr(trial, "blame", lambda *of: suspects.extend(of[2]) or blame(*of))
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     mp_llm.core.check_integrity()
     assert mp_llm.core.metrics()["num_worker_restarts_total"] == before + 2 and not alive(first)
