@@ -193,7 +193,7 @@ class Admission:
         return self.blocks.watermark_blocks + (0 if group is self.urgent else int(growth))
 
     def make_way(self, running: Ints[SequenceGroup], plan: StepPlan) -> list[SequenceGroup]:
-        """The running groups to preempt, last first, so that the first in line fits; none if it would not fit even then.
+        """The running groups to preempt, last first, for the first in line to fit; none if it would not fit even then.
 
         Only groups of a worse class make way. Prompt blocks that are kept for samples of such groups are given up
         before. Prompts that become vectors never make way, because they end with the step that they run in.
@@ -292,7 +292,7 @@ class Admission:
         else:
             seq.slot = group.spare_slots.pop()
         seq.stale = False
-        unconstrained = not params.constrained  # else masks stand for what depends on this below
+        masked = params.constrained  # its masks stand for what is left out below
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         plan.new.append(
             NewRow(
@@ -311,13 +311,13 @@ class Admission:
                 penalties=penalties if penalties != (1.0, 0.0, 0.0) else None,
                 num_prompt=request.num_prompt,
                 logit_bias=params.logit_bias,
-                allowed=request.allowed if unconstrained else None,
+                allowed=None if masked else request.allowed,
                 stops=request.stops,
                 pooling=request.pooling,
-                min_tokens=max(0, params.min_tokens - (len(seq.tokens) - request.num_prompt)) if unconstrained else 0,
-                bad_words=[list(ids) for ids in params.bad_word_ids] if unconstrained else [],
-                constrained=not unconstrained,
-                masked_logprobs=not unconstrained and (params.masked_logprobs or group.beams is not None),
+                min_tokens=0 if masked else max(0, params.min_tokens - (len(seq.tokens) - request.num_prompt)),
+                bad_words=[] if masked else [list(ids) for ids in params.bad_word_ids],
+                constrained=masked,
+                masked_logprobs=masked and (params.masked_logprobs or group.beams is not None),
             )
         )
         if (again := seq.lost - seq.num_computed) > 0:
