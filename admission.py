@@ -196,7 +196,7 @@ class Admission:
         """The running groups to preempt, last first, for the first in line to fit; none if it would not fit even then.
 
         Only groups of a worse class make way. Prompt blocks that are kept for samples of such groups are given up
-        before. Prompts that become vectors never make way, because they end with the step that they run in.
+        first. Prompts that become vectors never make way, because they end with the step that they run in.
         """
         if not self.waiting or not running or self.config.makes_vectors:
             return []

@@ -115,7 +115,7 @@ class EngineCore:
         self.depth = config.pipeline_parallel_size - 1 + self.ahead
         self.compiling: dict[str, tuple[Request, float]] = {}  # requests that wait for their grammars, and until when
         self.held: dict[str, EngineCoreRequest] = {}  # requests that wait for new weights
-        self.holding = False  # whether new requests must, because an update of weights is about to begin
+        self.holding = False  # whether new requests must be held, because an update of weights is about to begin
         self.news = Outputs()  # what `tell` has not returned yet
         # Called after an update of weights, with the options that an engine in the place of this one must start with.
         self.on_weights: Callable[[dict[str, Any]], None] = lambda options: None

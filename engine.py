@@ -80,7 +80,7 @@ def new_client(config: EngineConfig) -> InprocClient | FleetClient:
     if sys.platform == "win32" or config.distributed_executor_backend == "external_launcher":
         where = "on Windows" if sys.platform == "win32" else "with distributed_executor_backend 'external_launcher'"
         raise ValueError(f"{OWN_PROCESS} is 1, or data_parallel_size above 1; {where} they must be 0 and 1")
-    # imported here, because a script with an engine in its own process does not need it
+    # imported here, because a script with the engine in this process does not need it
     from processes.fleet import FleetClient
 
     return FleetClient(config)

@@ -246,7 +246,7 @@ class Scheduler:
     def _preempt_last(self, plan: StepPlan, cause: Request) -> SequenceGroup:
         """Preempt the last running group, to make room for `cause`; returns it."""
         victim = self.running[-1]
-        for flight in self.in_flight:  # it may run again before they land, and they are not of that run
+        for flight in self.in_flight:  # it may run again before they land: they do not count then
             flight.dropped.update(victim.seqs)
         self._stop(victim)
         self.admission.preempt(victim, plan, cause)
@@ -279,7 +279,7 @@ class Scheduler:
         """
         lane, decodes = flight.lane, flight.lane.decodes
         before = len(self.admission.preempted)
-        to_come = lane.width  # sequences that come later in this step, a token for each is kept
+        to_come = lane.width  # one token is kept for each sequence that comes later in this step
         due = [seq.group for seq in decodes.pop_due()]
         shares = {}
         if lane.others:
@@ -297,7 +297,7 @@ class Scheduler:
             left = flight.budget.tokens
             most = self._most_tokens(group, left - to_come, shares)
             schedule = self._schedule_sequence if group.beams is None else self.beams.schedule
-            if not schedule(group, flight, most):  # it was preempted itself, and all after it before
+            if not schedule(group, flight, most):  # it was preempted, after all groups behind it
                 break
             if (taken := left - flight.budget.tokens) > 1 and group.request.client in shares:
                 shares[group.request.client] -= taken
