@@ -15,7 +15,9 @@ PARTS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {  # its files, 
         ["executors/*.py", "processes/ray_hosts.py"],
         {
             "core.py": {
-                "from executors.choose import new_executor\n": "from executor import new_local_executor as new_executor\n"
+                "from executors.choose import new_executor\n": (
+                    "from executor import new_local_executor as new_executor\n"
+                )
             },
             "processes/fleet.py": {
                 "from executors.torchrun import lead_or_follow\n": "",
