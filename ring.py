@@ -102,7 +102,7 @@ class RingTimeout(RuntimeError):
 
 
 class Watchdog:
-    """Measures how long another process's count of heartbeats stands still. It must look at least once a second.
+    """Measures how long another process's count of heartbeats stands still. Call `look` at least once a second.
 
     Only time in which this process runs counts: if both processes were stopped, or the whole machine, the other one
     is not to blame.
@@ -149,7 +149,7 @@ class RingBuffer:
         self.memory = mmap.mmap(self.fd, 0)
         self.words = memoryview(self.memory)[: self._words() * WORD].cast("Q")
         self.payloads = memoryview(self.memory)[self._words() * WORD :]
-        self.asleep = self.num_chunks * (2 + self.num_readers)  # index of the readers' words: the number of a reader's nap, or 0
+        self.asleep = self.num_chunks * (2 + self.num_readers)  # index of each reader's word: its nap's number, or 0
         self.pulse = self.asleep + self.num_readers  # index of the word in which the writer counts its heartbeats
         self.count = 0  # chunks written, or read, at this end
         self.naps = 0  # of this reader
@@ -195,7 +195,7 @@ class RingBuffer:
             self._put(message[begin : begin + self.chunk_bytes], length - begin, timeout, deadline, look)
 
     def _put(self, part: bytes, left: int, timeout: float, deadline: float, look: Callable[[], None]) -> None:
-        """Put the next part of a message into a chunk; `left` bytes of the message are still to come, with this part."""
+        """Put the next part of a message into a chunk; the message has `left` bytes still to come, with this part."""
         chunk = self.count % self.num_chunks
         at, begin = chunk * (2 + self.num_readers), chunk * self.chunk_bytes
         for reader in range(self.num_readers):

@@ -24,8 +24,8 @@ from cpu.delta import conv_silu, delta_rule, gated_norm, sigmoid_mul  # noqa: F4
 from cpu.experts import expert_down, expert_gate_up, plan_experts  # noqa: F401
 from cpu.sampling import Adjust, logprobs, sample  # noqa: F401
 from cpu.weights import fuses_attention
-from reference import DecodePlan as LatentPlan
 from reference import (  # noqa: F401
+    PENALTIES,
     PrefillRows,
     _first_keys,
     act,
@@ -40,6 +40,7 @@ from reference import (  # noqa: F401
     square_sums,
     swap_blocks,
 )
+from reference import DecodePlan as LatentPlan
 
 BACKEND = "cpu"  # what the option of this name calls these ops
 SPAN_TOKENS = 1 << 13  # tokens of context that attention_decode takes at a time, so that their scores stay in the cache
@@ -96,7 +97,7 @@ def post_update(
     token_ids.numpy()[slot, known[slot]] = tokens
     known[slot] += 1
     if adjust is not None:
-        adjust.token_counts.numpy()[slot, tokens] += 2 * (adjust.kinds.numpy()[slot] & 1)
+        adjust.token_counts.numpy()[slot, tokens] += 2 * (adjust.adjustments.numpy()[slot] & PENALTIES)
     news = np.empty((2, len(sampled)), dtype=np.int32)
     news[0, index] = tokens
     news[1, index] = stop_bits.numpy()[slot, tokens // 32] >> (tokens % 32) & 1
