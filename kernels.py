@@ -448,13 +448,13 @@ def attention_decode_kernel(
     """out[t, h] = softmax(scale q[t, h] K^T) V over the keys of t's row at most at t's position, in its window.
 
     q, out [B TOKENS, H, D]. docs/kernels.md has a picture. A row's keys are cut into items of BLOCK_N keys. The list of
-    all rows' items is cut into equal shares, and program p of P takes the p-th, row by row. The TOKENS * G queries of a row that share a KV
-    head are the rows of its matrix products.
+    all rows' items is cut into equal shares, and program p of P takes the p-th, row by row. The TOKENS * G queries of a
+    row that share a KV head are the rows of its matrix products.
 
     A row that lies in several shares is cut into pieces, one for each. A program has at most two such pieces, of its
-    first row and of its last: partial [P, 2, KV, TOKENS G, D] and partial_lse [P, 2, KV, TOKENS G] float32. `arrived` counts a
-    row's stored pieces, and the program that stores the last one adds them up. The count is never reset: every layer
-    adds the same number, so a multiple of it means the last piece, however often a CUDA graph is replayed.
+    first row and of its last: partial [P, 2, KV, TOKENS G, D] and partial_lse [P, 2, KV, TOKENS G] float32. `arrived`
+    counts a row's stored pieces, and the program that stores the last one adds them up. The count is never reset: every
+    layer adds the same number, so a multiple of it means the last piece, however often a CUDA graph is replayed.
     LeanAttention: Sanovar et al., 2024. Stream-K: Osama et al., 2023.
     """
     i_p, i_kv = tl.program_id(0), tl.program_id(1)
