@@ -125,7 +125,7 @@ def count_step(dry: Worker, counts: list[int]) -> tuple[int, int, int]:
 def distinct_layers(model: Transformer) -> range:
     """The first layers of a stage, until there is one of each kind: a step takes no more for all of them."""
     kinds = [
-        [(type(part), [x.shape for x in vars(part).values() if isinstance(x, torch.Tensor)]) for part in layer.parts()]
+        [(type(part), [x.shape for x in vars(part).values() if isinstance(x, torch.Tensor)]) for part in layer.owners()]
         for layer in model.layers[model.span.start : model.span.stop]
     ]
     return range(model.span.start, model.span.start + max(map(kinds.index, kinds)) + 1)
