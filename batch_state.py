@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from plan import NewRow, StepPlan, bit_words
-from reference import BAD_WORDS, BIAS, MASK, PENALTIES
+from plan import BAD_WORDS, BIAS, MASK, PENALTIES, NewRow, StepPlan, bit_words
 from sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 if TYPE_CHECKING:

@@ -158,7 +158,7 @@ class MpExecutor:
         self.codec = Codec()
         self.processes: list[Any] = []  # of multiprocessing, or with the same methods
         self.plans: Any = None  # a ring's writing end, or an object with the same methods
-        self.results: list[Any] = []  # each rank's ring, this being the reading end, or such an object
+        self.results: list[Any] = []  # the reading end of each rank's ring, or such an object
         self.held: list[Any] = []  # rings and other things to close when the processes have ended
         self.waiting: deque[int] = deque()  # steps without a result yet
         self.on_trouble: Callable[[str | None], None] = lambda trouble: None

@@ -184,7 +184,7 @@ class Transformer(Owner):
         return 0 if pipeline.first else incoming, 0 if pipeline.last else outgoing
 
     def serve(self) -> None:
-        """Take part in a step without own tokens, because other engines have tokens for this engine's experts."""
+        """Take part in a step in which only other engines have tokens, some of them for this engine's experts."""
         none = self.embedding.new_empty(0, self.config.hidden_size, dtype=self.dtype)
         for i in self.span:
             layer = self.layers[i]

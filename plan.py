@@ -19,6 +19,11 @@ from sampling_params import PoolingParams, SamplingParams
 Method = str | Callable[..., Any]  # the name of a method of `Worker`, or a function whose first argument is a worker
 Kwargs = Mapping[str, Any] | None  # of a method
 TAGS = WEIGHTS, KV_CACHE = "weights", "kv_cache"  # what sleeps, by vLLM's names
+# What changes a sequence's logits: bits of `Adjust.adjustments` in reference.py. Triton kernels have the numbers.
+PENALTIES = 1
+BIAS = 2
+MASK = 4
+BAD_WORDS = 8
 
 
 @dataclass(slots=True, kw_only=True)

@@ -21,14 +21,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from plan import BAD_WORDS, BIAS, MASK, PENALTIES
+
 BACKEND = "reference"  # what the option of this name calls these ops
 MASK32 = 0xFFFFFFFF
 FLOAT_MAX = torch.finfo(torch.float32).max
-# Bits of `Adjust.adjustments`. Triton kernels have the numbers.
-PENALTIES = 1
-BIAS = 2
-MASK = 4
-BAD_WORDS = 8
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
