@@ -1,11 +1,11 @@
-"""The scheduler's door: who is let in, with which blocks and slots, and who gives them back.
+"""The scheduler's door: which groups come in, with which blocks and slots, and which give them back.
 
 A running group has block tables and slots of the workers' batch state. It gets both in `let_in` and gives them back in
 `release`. `preempt` takes them for another request, and puts the group back into a queue.
 
-All queues have one order, and nobody overtakes the first in it. It comes in when there is a free slot for each sequence
-that it may come to have, some of the step's tokens, and blocks: for its tokens, and a reserve for the growth of all
-that run (`scheduling/reserve.py`).
+All queues have one order, and no group overtakes the first one. This comes in when there are slots for all sequences
+that it may come to have, some of the step's tokens, and enough blocks: for its own tokens, and a reserve into which all
+running groups can grow (`scheduling/reserve.py`).
 """
 
 from __future__ import annotations
@@ -57,8 +57,10 @@ class Admission:
         self.space, self.blocks = space, space.device
         self.waiting = self.policy = POLICIES[config.scheduling_policy](config)  # one object: a policy is a queue
         self.swapped = GroupQueue(Status.SWAPPED)
-        self.aside, self.trial = GroupQueue(Status.ASIDE), Trial()  # groups that wait for the end of a trial
-        self.samples, self.reserve = Samples(space, self.wait), Reserve(config, space)
+        self.trial = Trial()
+        self.aside = GroupQueue(Status.ASIDE)  # groups that wait while suspects of the trial run alone
+        self.samples = Samples(space, self.wait)
+        self.reserve = Reserve(config, space)
         self.swap = Swap(config, space, swap_cost)
         self.free_slots = list(range(config.max_num_seqs))[::-1]
         self.released: list[int] = []  # slots that the next plan gives up
@@ -68,8 +70,8 @@ class Admission:
         """Forget the last step's decisions."""
         self.now = now
         self.preempted: list[tuple[str, str, str]] = []  # in this step: (group, how, for which request)
-        self.held_up: tuple[str, ...] = ()  # (group, why) that could not be let in, with all behind it
-        self.urgent: SequenceGroup | None = None  # about to be let in, before running groups of a worse class
+        self.held_up: tuple[str, ...] = ()  # (group, why): the first that could not come in
+        self.urgent: SequenceGroup | None = None  # a waiting group for which others are preempted in this step
 
     # --- the queues -------------------------------------------------------------------------------------------------
 
@@ -83,13 +85,13 @@ class Admission:
         (self.waiting if not alone or group.request in alone else self.aside).push(group)
 
     def start_turn(self) -> None:
-        """Choose anew who may run in a trial, while nothing runs or is swapped: the others who wait step aside."""
+        """Choose which suspects run alone next; all other groups wait aside. Nothing may run or be swapped now."""
         self.trial.turn()
         for group in [queue.pop(Status.HELD) for queue in (self.waiting, self.aside) for _ in range(len(queue))]:
             self._queue(group)
 
     def withdraw(self, group: SequenceGroup) -> None:
-        """Take a group that does not run out of its queue for good."""
+        """Take a group, which does not run, out of its queue for good."""
         if group.status is Status.SWAPPED:
             self.swapped.abort(group)
             self.swap.drop(group.seqs)
@@ -120,7 +122,7 @@ class Admission:
         self.drop_swapped(now)
         self.samples.drop()
         self.space.reset_prefix_cache()
-        self.released = []  # new workers know none of these
+        self.released = []  # new workers have no slots to give up
 
     def first(self) -> SequenceGroup | None:
         """The group that comes in next; None if no group waits or is swapped."""
@@ -134,8 +136,8 @@ class Admission:
             return None
         length = len(group.seqs[0].tokens)
         if group.status is Status.WAITING:
-            entry, births = self._entry(group, plan)
-            need, known = self.space.price(entry) + births, entry.cached
+            entry, beam_blocks = self._entry(group, plan)
+            need, known = self.space.price(entry) + beam_blocks, entry.cached
         else:
             need, known = sum(self.space.goals(length, self.space.chunk)), group.seqs[0].num_computed
         if need + self._kept(group, self.reserve.growth([*running, group])) > self.blocks.num_free:
@@ -147,7 +149,7 @@ class Admission:
     def let_in(
         self, plan: StepPlan, budget: SchedulingBudget, running: Ints[SequenceGroup], statuses: Collection[Status]
     ) -> Iterator[SequenceGroup]:
-        """Let groups in, in order, until one does not fit or is of another status: nobody overtakes it.
+        """Let groups in, in order, until one does not fit or has another status: no group overtakes it.
 
         Each group is yielded with its blocks and slots. The caller puts it into `running` and takes its tokens from
         `budget` before it asks for the next one.
@@ -180,7 +182,7 @@ class Admission:
     def _obstacle(self, group: SequenceGroup, budget: SchedulingBudget) -> str:
         """Why a group cannot come in, whatever blocks are free; empty: it can."""
         if budget.tokens <= 0 or budget.seqs <= 0:
-            short = "step" if budget.tokens > 0 else "tokens"  # the next step may be another lane's
+            short = "step" if budget.tokens > 0 else "tokens"  # only this lane is full
             return short if self.free_slots else "slots"
         if any(name == group.name for name, _, _ in self.preempted):  # by this very plan, to make way
             return "step"
@@ -191,10 +193,10 @@ class Admission:
         return self.blocks.watermark_blocks + (0 if group is self.urgent else int(growth))
 
     def make_way(self, running: Ints[SequenceGroup], plan: StepPlan) -> list[SequenceGroup]:
-        """The running groups to preempt, the last first, for the first in line to come in; none if that does not help.
+        """The running groups to preempt, last first, for the first in line to fit; none if it would not fit even then.
 
-        Only groups of a worse class make way, and before them the prompts that are kept for samples of such groups.
-        Prompts that become vectors do not, because they end with the step that they run in.
+        Only groups of a worse class make way. Prompt blocks that are kept for samples of such groups are given up
+        first. Prompts that become vectors never make way, because they end with the step that they run in.
         """
         if not self.waiting or not running or self.config.makes_vectors:
             return []
@@ -205,8 +207,8 @@ class Admission:
         ]
         if group is not self.first() or not (holders or self.policy.yields(running[-1], group)):
             return []
-        entry, births = self._entry(group, plan)
-        left = self.blocks.num_free - self.blocks.watermark_blocks - self.space.price(entry) - births
+        entry, beam_blocks = self._entry(group, plan)
+        left = self.blocks.num_free - self.blocks.watermark_blocks - self.space.price(entry) - beam_blocks
         shared, dropped = set(entry.shared), Counter[int]()  # dropped: references to each block
 
         def drop(tables: Iterable[list[int]]) -> int:
@@ -232,9 +234,9 @@ class Admission:
         return victims
 
     def _entry(self, group: SequenceGroup, plan: StepPlan, most: int | None = None) -> tuple[Entry, int]:
-        """What a waiting group's first sequence would be let in with, and the blocks that its other beams take.
+        """How a waiting group's first sequence could come in, and how many blocks its other beams take.
 
-        The step computes `most` tokens of it at most, by default as many as a step has.
+        The step computes at most `most` of its tokens, by default as many as a step has.
         """
         entry = self.space.find(group.seqs[0], self.samples.prompt_tables(group, plan), most or self.space.chunk)
         return entry, blocks_to_fork(self.space, group.births)
@@ -242,7 +244,7 @@ class Admission:
     # --- what a group gets ------------------------------------------------------------------------------------------
 
     def _find_room(self, group: SequenceGroup, plan: StepPlan, most: int, kept: int, alone: bool) -> bool:
-        """Give a group its slots, and blocks to compute `most` tokens, if `kept` blocks more are left free.
+        """Give a group its slots, and blocks to compute `most` tokens, if `kept` more stay free.
 
         If it is `alone`, with nothing running, the prompt blocks that are kept for samples make room for it.
         """
@@ -266,8 +268,8 @@ class Admission:
     def _admit(self, group: SequenceGroup, plan: StepPlan, most: int, kept: int) -> bool:
         """Give a waiting group's first sequence its blocks, if they can be had."""
         request, seq = group.request, group.seqs[0]
-        entry, births = self._entry(group, plan, most)
-        if not self.space.admit(seq, entry, births, kept, plan):
+        entry, beam_blocks = self._entry(group, plan, most)
+        if not self.space.admit(seq, entry, beam_blocks, kept, plan):
             return False
         if request.time_in_queue is None:
             request.time_in_queue, request.num_cached = self.now - request.arrival, entry.cached
@@ -282,7 +284,7 @@ class Admission:
         return True
 
     def enter(self, seq: Sequence, plan: StepPlan) -> None:
-        """Put a sequence into a slot that its group has to spare, or anew into the slot that it has."""
+        """Put a sequence into a spare slot of its group; one that has a slot enters it again."""
         group, request = seq.group, seq.group.request
         params = request.params
         if seq.slot >= 0:
@@ -290,7 +292,7 @@ class Admission:
         else:
             seq.slot = group.spare_slots.pop()
         seq.stale = False
-        free = not params.constrained  # else its steps' masks heed all that
+        masked = params.constrained  # its masks stand for what is left out below
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         plan.new.append(
             NewRow(
@@ -309,13 +311,13 @@ class Admission:
                 penalties=penalties if penalties != (1.0, 0.0, 0.0) else None,
                 num_prompt=request.num_prompt,
                 logit_bias=params.logit_bias,
-                allowed=request.allowed if free else None,
+                allowed=None if masked else request.allowed,
                 stops=request.stops,
                 pooling=request.pooling,
-                min_tokens=max(0, params.min_tokens - (len(seq.tokens) - request.num_prompt)) if free else 0,
-                bad_words=[list(ids) for ids in params.bad_word_ids] if free else [],
-                constrained=not free,
-                masked_logprobs=not free and (params.masked_logprobs or group.beams is not None),
+                min_tokens=0 if masked else max(0, params.min_tokens - (len(seq.tokens) - request.num_prompt)),
+                bad_words=[] if masked else [list(ids) for ids in params.bad_word_ids],
+                constrained=masked,
+                masked_logprobs=masked and (params.masked_logprobs or group.beams is not None),
             )
         )
         if (again := seq.lost - seq.num_computed) > 0:
@@ -326,11 +328,11 @@ class Admission:
     # --- the way out ------------------------------------------------------------------------------------------------
 
     def preempt(self, group: SequenceGroup, plan: StepPlan, cause: Request) -> None:
-        """Take a running group's blocks and slots away, for `cause` to have them.
+        """Take a running group's blocks and slots away, so that `cause` can have them.
 
         By swap, its blocks move to host memory. By recompute they are freed, and it computes its tokens again.
         """
-        # Whether recurrent states have seen more tokens than stay, so that they are of no use.
+        # A recurrent state cannot go back: if it has seen the last token, which is computed again, it is of no use.
         ahead = self.space.states is not None and any(seq.num_computed >= seq.num_tokens for seq in group.seqs)
         for seq in group.seqs:  # what a step in flight is about to sample is dropped, and sampled again
             self.stop_decoding(seq)
@@ -356,7 +358,7 @@ class Admission:
             self.recompute(group, self.now)
 
     def recompute(self, group: SequenceGroup, now: float) -> None:
-        """Have a running group wait again, with its tokens and nothing else."""
+        """Have a running group wait again; it keeps its tokens, and computes them again."""
         self.release(group)
         group.forget_computed()
         self.wait(group, now)

@@ -32,7 +32,7 @@ from scheduling.fair import step_tokens
 from scheduling.grammar import COMPILE_TIMEOUT, Grammars, awaits_token
 from sequence import Request
 
-UTILITIES = {  # what clients may call by name, and which method of the core or its parts that is
+UTILITIES = {  # the methods that clients may call by name, and the path from the core to each
     "metrics": "metrics",
     "explain": "scheduler.reports.explain",
     "explain_prompts": "recorder.explain_prompts",
@@ -56,7 +56,7 @@ LARGE_VOCABULARY = 2**15  # tokens; llguidance takes seconds to read so many
 
 
 def client_facts(config: EngineConfig, model_config: ModelConfig, of_workers: dict[str, Any]) -> dict[str, Any]:
-    """What clients want to know of an engine: what its workers have measured, and what its options say."""
+    """What clients need to know about the engine: what its workers measured, and what follows from its options."""
     tokens = step_tokens(config, of_workers["max_num_batched_tokens"], of_workers["step_seconds"])
     options = ("model", "scheduling_policy", "max_logprobs", "data_parallel_size", "torch_profiler_dir")
     return of_workers | {
@@ -92,6 +92,7 @@ class EngineCore:
     """
 
     def __init__(self, config: EngineConfig, peers: Peers | None = None):
+        # Replace the task `auto` by the model's own, with the options that follow from it.
         config, self.model_config = settle_task(config, ModelConfig.from_folder(config.folder))
         check_reloadable(config)
         vocab_size = self.model_config.vocab_size
@@ -107,15 +108,17 @@ class EngineCore:
         self.recorder, self.observers = observers_of(config, sizes, self.scheduler)
         self.profiles = Profiles(config, self.workers.call, self.observers)
         self.stat_logger = StatLogger(self.metrics)
-        self.plans: deque[StepPlan] = deque()  # of the steps that run, or are next to
+        self.plans: deque[StepPlan] = deque()  # of the steps in flight, the oldest first
         overlap = self.executor.overlaps if config.async_scheduling is None else config.async_scheduling
-        self.ahead = 2 if overlap else 1  # the most plans of a lane,
-        self.depth = config.pipeline_parallel_size - 1 + self.ahead  # and of all
+        # The most steps in flight: of one lane (groups that run in the same steps; a lane for each stage), and of all.
+        self.ahead = 2 if overlap else 1
+        self.depth = config.pipeline_parallel_size - 1 + self.ahead
         self.compiling: dict[str, tuple[Request, float]] = {}  # requests that wait for their grammars, and until when
         self.held: dict[str, EngineCoreRequest] = {}  # requests that wait for new weights
-        self.holding = False  # whether new requests have to, because weights are about to be updated
-        self.news = Outputs()  # see `tell`
-        self.on_weights: Callable[[dict[str, Any]], None] = lambda options: None  # called with a successor's options
+        self.holding = False  # whether new requests must be held, because an update of weights is about to begin
+        self.news = Outputs()  # what `tell` has not returned yet
+        # Called after an update of weights, with the options that an engine in the place of this one must start with.
+        self.on_weights: Callable[[dict[str, Any]], None] = lambda options: None
 
     @property
     def config(self) -> EngineConfig:
@@ -123,7 +126,7 @@ class EngineCore:
         return self.workers.config
 
     def add(self, request: EngineCoreRequest, at_once: bool = False) -> None:
-        """Queue a request; with `at_once`, wait for its grammar, so that errors in it are known now.
+        """Queue a request; with `at_once`, wait until its grammar is compiled, so that a bad one raises here.
 
         Raises:
             ValueError: it can never run; see `Scheduler.add` and `check_pooling`.
@@ -151,8 +154,9 @@ class EngineCore:
             self.scheduler.stats.refused()
             raise
 
-    @undisturbed()
+    @undisturbed()  # Ctrl-C waits until the end
     def _queue(self, request: Request) -> None:
+        """Hand a request to the scheduler, once its grammar is ready."""
         if request.params.constrained:
             self.grammars.check(request)
         self.scheduler.add(request)
@@ -160,7 +164,7 @@ class EngineCore:
 
     @undisturbed()
     def admit(self) -> None:
-        """Queue requests that have waited for grammars or weights; `tell` has the errors of refused ones."""
+        """Queue the requests whose grammars or weights are ready now; `tell` has the errors of refused ones."""
         for request_id in [] if self.holding else list(self.held):
             try:
                 self.add(self.held.pop(request_id))
@@ -209,23 +213,23 @@ class EngineCore:
         return not self.workers.asleep and self.scheduler.has_work()
 
     def step(self, start: bool | None = None) -> Outputs:
-        """`advance` and `tell`."""
+        """Call `advance`, then `tell`."""
         self.advance(start)
         return self.tell()
 
     def advance(self, start: bool | None = None) -> None:
-        """Take the result of the oldest step that runs, and start the next; `tell` has what the result brought.
+        """Take the result of the oldest step in flight, and start the next step; `tell` has the news.
 
-        So the caller handles the news while the workers run, if they are processes. With asynchronous scheduling the
-        planning overlaps with them, too. There is no news if a second step must be started first, or the workers were
-        started anew.
+        Workers in other processes compute the new step while the caller handles the news. With asynchronous scheduling
+        they also compute a step while the next one is planned. A call brings no news if it takes no result, because
+        more steps may be in flight, or if the workers had to be started anew.
 
         Args:
             start: whether to start a step, unless the workers are started anew; None: if there is anything to run.
 
         Raises:
-            WorkerError: they do not start any more.
-            ConnectionError: one is gone, and something else has to start it again; see `executors/torchrun.py`.
+            WorkerError: the workers do not start any more.
+            ConnectionError: a worker is gone, and only its launcher can start it again; see `executors/torchrun.py`.
         """
         self.workers.check_whole()
         self._observe("tick")
@@ -233,11 +237,13 @@ class EngineCore:
             self.admit()
         restarts = self.workers.num_restarts
         more = self._may_run() if start is None else start
+        # Take a result if no more steps may be in flight, or if the next one cannot be planned without it.
         if len(self.plans) == self.depth or (self.plans and not (more and self._may_plan_ahead())):
             self._land()
         self._make_masks()
         if self.compiling and not (more or self.plans):
             wait([request.grammar for request, _ in self.compiling.values()], GLANCE, FIRST_COMPLETED)
+        # A restart has dropped the plans. A caller that gave `start` decides again before another step starts.
         more = self._may_run() if start is None else start and self.workers.num_restarts == restarts
         if more and (not self.plans or self.scheduler.next_lane().flying < self.ahead):
             try:
@@ -261,7 +267,7 @@ class EngineCore:
             self._give_up(failed)
 
     def _may_plan_ahead(self) -> bool:
-        """Whether most groups of the next step can do without the tokens that steps in flight bring."""
+        """Whether the next step may be planned now: at most half of its groups need a token in flight for a mask."""
         lane = self.scheduler.next_lane()
         waiting = sum(awaits_token(group.seqs[0]) for group in lane.others if group.request.params.constrained)
         return lane.flying < self.ahead and 2 * waiting <= len(lane.decodes) + len(lane.others)
@@ -278,15 +284,15 @@ class EngineCore:
 
     @undisturbed()
     def _give_up(self, failed: dict[Request, str], engine_fault: bool = False) -> None:
-        """End requests, each for its reason."""
+        """End requests, each with its error."""
         for request, why in failed.items():
             self.abort(request.request_id, reason="error")
             self._end(request.request_id, why, engine_fault)
 
     def _land(self) -> None:
-        """Wait for the result of the oldest step that runs."""
+        """Wait for the result of the oldest step in flight."""
         try:
-            plan = self.plans.popleft()  # first, because after an error nobody may wait for it again
+            plan = self.plans.popleft()  # first, because after an error its result must not be waited for again
             with self.span("wait", plan):
                 result = self.executor.result()
             with undisturbed():
@@ -299,12 +305,12 @@ class EngineCore:
                     self.news.add(self.scheduler.update(plan, result))
         except WorkerError as error:
             self.workers.replace(error)
-        except KeyboardInterrupt:  # the next step begins anew
+        except KeyboardInterrupt:  # all tokens are computed again
             self._start_over(False, None)
             raise
 
     def _observe(self, event: str, *args: Any) -> None:
-        """Call a method of all observers; see `observe/observer.py`."""
+        """Tell all observers (journal, live view, trace) what happens: call this method of theirs, see `Observer`."""
         for observer in self.observers:
             getattr(observer, event)(*args)
 
@@ -319,7 +325,7 @@ class EngineCore:
 
     @undisturbed()
     def _start_over(self, lost: bool, cause: str | None) -> int:
-        """Give up the steps that run, and compute the tokens of all requests again; returns how many go on."""
+        """Give up the steps in flight, see `Scheduler.start_over`; returns how many requests go on."""
         self._observe("started_over", lost, cause)
         self.executor.forget()
         self.plans.clear()
@@ -327,21 +333,21 @@ class EngineCore:
         return len(self.scheduler.requests)
 
     def busy(self) -> bool:
-        """Whether requests have yet to end before weights may be updated."""
+        """Whether requests must end before weights may be updated."""
         return not self.workers.asleep and bool(self.plans or self.compiling or self.scheduler.has_work())
 
     def update_weights(self, source: str, lasting: bool = True) -> int:
-        """Replace the weights of all ranks; returns their version, which is how often that was done.
+        """Replace the weights of all ranks; returns their version: how often that was done.
 
         No request may run, see `busy`. Prefixes are forgotten. Weights that sleep are awake afterwards.
 
         Args:
             source: a folder with safetensors, or one such file, of the model's own shapes.
-            lasting: whether it stays, so that new workers can load it.
+            lasting: whether the source stays, so that new workers can load it.
 
         Raises:
-            ValueError: see `Workers.check_update`; or loading has failed. The old weights are there.
-            WorkerError: loading has failed, and the old ones are lost with that. The engine is of no use.
+            ValueError: see `Workers.check_update`; or loading has failed. The old weights are still there.
+            WorkerError: loading has failed, and the old weights are lost. The engine is of no use.
         """
         begun = [request for request in self.scheduler.requests.values() if request.has_begun]
         options = self.workers.load_weights(source, lasting)
@@ -353,10 +359,10 @@ class EngineCore:
         return self.config.weights_version
 
     def utility(self, method: str, *args: Any) -> Any:
-        """What one of `UTILITIES` returns.
+        """Call one of `UTILITIES`; returns its result.
 
         Raises:
-            ValueError: there is none of that name; or whatever the method raises.
+            ValueError: none has that name. The method may raise errors of its own.
         """
         if method not in UTILITIES:
             raise ValueError(f"no utility {method!r}; there are {', '.join(UTILITIES)}")
@@ -369,7 +375,7 @@ class EngineCore:
         self._observe("close")
 
     def metrics(self) -> dict[str, Any]:
-        """What is counted, by the names of `observe.metrics.SERIES`."""
+        """The engine's metrics, by their names in `observe.metrics.SERIES`."""
         cache = {
             "block_size": self.config.block_size,
             "cache_dtype": self.facts["dtype"],

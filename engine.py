@@ -67,7 +67,7 @@ def with_options(
 
 
 def new_client(config: EngineConfig) -> InprocClient | FleetClient:
-    """A client of a new engine in this process, or of engines in processes of their own; see `LLM`.
+    """Start an engine in this process, or engines in processes of their own; returns a client of them. See `LLM`.
 
     Raises:
         ValueError: MANTA_ENABLE_V1_MULTIPROCESSING is neither 0 nor 1, or does not go with this system or the options;
@@ -80,7 +80,7 @@ def new_client(config: EngineConfig) -> InprocClient | FleetClient:
     if sys.platform == "win32" or config.distributed_executor_backend == "external_launcher":
         where = "on Windows" if sys.platform == "win32" else "with distributed_executor_backend 'external_launcher'"
         raise ValueError(f"{OWN_PROCESS} is 1, or data_parallel_size above 1; {where} they must be 0 and 1")
-    # here, because a script with one engine does without it
+    # imported here, because a script with the engine in this process does not need it
     from processes.fleet import FleetClient
 
     return FleetClient(config)
@@ -101,8 +101,8 @@ class LLMEngine:
         self.tokenizer = open_tokenizer(config.folder, config.skip_tokenizer_init)
         self._client: InprocClient | FleetClient | None = new_client(config)
         self.inputs = InputProcessor(self.tokenizer, self.client.facts)
-        self.live: dict[str, Choices] = {}
-        self.grown: dict[str, Choices] = {}  # those with news
+        self.live: dict[str, Choices] = {}  # unfinished requests, by id, with their answers so far
+        self.grown: dict[str, Choices] = {}  # requests with news that `step` has not returned yet
         self.stream = Stream()
 
     @classmethod
@@ -128,7 +128,7 @@ class LLMEngine:
         """Queue a request; `step` runs it.
 
         Args:
-            request_id: names it among those that are unfinished.
+            request_id: no other unfinished request may have it.
             prompt: a text, a list of token ids, or a dict; see `LLM.generate`.
             params: how its answers are drawn.
             priority: the lowest goes first; other than 0 only with the policy `priority`.
@@ -137,7 +137,7 @@ class LLMEngine:
             ValueError: it can never run, or the id is in use.
         """
         request, choices = self.inputs.request(request_id, prompt, params, priority)
-        if request_id in self.live:  # of several engines another one would take it
+        if request_id in self.live:  # with several engines, another one would take it
             raise ValueError(f"request id {request_id!r} is in use by a request in flight")
         self.client.add_request(request, self.stream)
         self.live[request_id] = choices
@@ -149,18 +149,19 @@ class LLMEngine:
                 self.client.abort(name)
 
     def step(self) -> list[RequestOutput]:
-        """Run a step; returns all answers so far of each request with news.
+        """Run a step; returns the answers so far of each request that it brought news of.
 
         A request that the engine had to give up is finished and says why in `error`.
 
         Raises:
             EngineDeadError: the engine's own process has died. All requests are given up.
         """
+        # An engine in this process runs the step within `get_output`. Engines elsewhere must be waited for.
         patience = 0 if isinstance(self.client, InprocClient) or not self.live else PATIENCE
         try:
             with contextlib.suppress(queue.Empty):
                 first = self.client.get_output(self.stream, patience)
-                with undisturbed():  # if not this call, the next one returns what was taken
+                with undisturbed():  # after Ctrl-C the next call returns what this one has taken
                     self._follow(first)
                     while not self.stream.empty():
                         self._follow(self.client.get_output(self.stream))
@@ -172,10 +173,11 @@ class LLMEngine:
         return [choices.output() for choices in grown.values()]
 
     def _follow(self, output: EngineOutput) -> None:
+        """Add a request's news to its answers, for `step` to return."""
         if choices := self.live.get(output.request_id):
             choices.follow(output, self.client.abort)
             self.grown[output.request_id] = choices
-            if choices.finished:  # perhaps by a stop string
+            if choices.finished:  # perhaps at a stop string: then `follow` has aborted it
                 del self.live[output.request_id]
 
     def has_unfinished_requests(self) -> bool:
@@ -201,9 +203,9 @@ class LLMEngine:
 class LLM(PoolingFaces):
     """A model for scripts. `with LLM(...) as llm:` closes it at the end.
 
-    The engine runs in this process, while a method waits for it. With MANTA_ENABLE_V1_MULTIPROCESSING=1 in the
-    environment it has a process of its own, as each of several engines has. If one dies, it is replaced, and methods
-    that waited for it raise an `EngineDeadError`.
+    The engine runs in this process, and only while a method such as `generate` waits for it. With
+    MANTA_ENABLE_V1_MULTIPROCESSING=1 in the environment it has a process of its own. Each of several engines always has
+    one. If an engine dies, it is replaced, and methods that waited for it raise an `EngineDeadError`.
 
     If torchrun or Slurm's `srun` starts the script on every rank, with
     `distributed_executor_backend="external_launcher"`, only rank 0 returns from here. The other ranks do what rank 0
@@ -229,7 +231,8 @@ class LLM(PoolingFaces):
         self.config = self.llm_engine.config
         self.tokenizer = self.llm_engine.tokenizer
         self.inputs = self.llm_engine.inputs
-        self.ids = itertools.filterfalse(self.llm_engine.live.__contains__, map(str, itertools.count()))  # unused ones
+        # An endless supply of request ids that are not in use.
+        self.ids = itertools.filterfalse(self.llm_engine.live.__contains__, map(str, itertools.count()))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> LLM:
@@ -267,7 +270,7 @@ class LLM(PoolingFaces):
         return SamplingParams(**self.client.facts["default_sampling"])
 
     def get_metrics(self) -> dict[Any, Any]:
-        """What the engine counts, by vLLM's names without the prefix; of several engines, a dict of that by rank.
+        """The engine's metrics, by vLLM's names without the prefix; with several engines, a dict of these by rank.
 
         A histogram is a dict of its buckets' `bounds`, the `counts` of each bucket alone, and the `sum` of all values.
         """
@@ -282,13 +285,13 @@ class LLM(PoolingFaces):
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """What a method of `Worker` returns on each device, or a function that is called with the worker.
+        """Call a method of `Worker`, or a function with the worker, on each device; returns the results.
 
         Args:
             method: its name, or the function. An engine in another process must be able to import it, so it cannot be
                 in the script itself or in another function.
-            timeout: seconds that it may take. A worker in this process runs to the end all the same.
-            args, kwargs: what else it is called with. Only numbers, texts, bytes, lists and dicts go to an engine in
+            timeout: seconds that the call may take. A worker in this process finishes it all the same.
+            args, kwargs: further arguments of the call. Only numbers, texts, bytes, lists and dicts go to an engine in
                 another process, and only these come back from a worker in another one.
 
         Raises:
@@ -375,7 +378,7 @@ class LLM(PoolingFaces):
                 client.add_request(request, stream)
                 live[request.request_id] = choices
             self._run(live, stream, use_tqdm)
-        finally:  # after a bad prompt or Ctrl-C nothing is left for the next call
+        finally:  # after a bad prompt or Ctrl-C no request is left over
             drop(client, live)
         return [choices.output() for _, choices in made]
 
@@ -396,7 +399,7 @@ class LLM(PoolingFaces):
             messages: the conversations. A content is a text or a list of `{"type": "text", "text": ...}`.
             sampling_params: see `generate`, as for `use_tqdm`.
             chat_template: source of the template that renders them; None takes the model's own.
-            chat_template_kwargs: further variables of the template; of the other arguments see `Tokenizer.render`.
+            chat_template_kwargs: further variables of the template. For the other arguments see `Tokenizer.render`.
 
         Raises:
             ValueError: a message is malformed, the template refuses a conversation, or a variable has a reserved name;
@@ -429,7 +432,9 @@ class LLM(PoolingFaces):
         return [beams_of(output, params, self.tokenizer) for output in outputs]
 
     def _run(self, live: dict[str, Choices], stream: Stream, use_tqdm: bool) -> None:
-        start, prefilled, decoded = time.monotonic(), 0, 0
+        """Take outputs until all requests of `live` have ended, and move the bar."""
+        start = time.monotonic()
+        prefilled, decoded = 0, 0
         with tqdm(total=len(live), desc="Generating", unit="request", disable=not use_tqdm) as bar:
             while live:
                 output = self.client.get_output(stream)

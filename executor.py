@@ -17,6 +17,7 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -539,3 +540,45 @@ def is_stopped(pid: int) -> bool:
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     return False
+
+
+def local_backend(config: EngineConfig) -> str:
+    """The executor that the options ask for, where `auto` is `mp` or `uni`.
+
+    Raises:
+        ValueError: this is Windows, where one worker is the most.
+    """
+    backend, size = config.distributed_executor_backend, config.world_size
+    if backend == "auto":  # a server has to outlive a worker's death; a script on one device needs no process
+        backend = "mp" if config.beside_server or size > 1 else "uni"
+    if backend != "uni" and sys.platform == "win32":
+        raise ValueError(
+            f"distributed_executor_backend is {backend!r} for {size} workers; on Windows it must be 'uni' for one, "
+            "because worker processes share descriptors and memory as Unix does"
+        )
+    return backend
+
+
+def new_local_executor(
+    config: EngineConfig, model_config: ModelConfig, peers: Peers | None = None
+) -> UniExecutor | MpExecutor:
+    """The executor of workers on this machine; see `executors/choose.py` for others. Raises what the executors do."""
+    if local_backend(config) == "mp":
+        return MpExecutor(config, model_config, peers)
+    return UniExecutor(config, model_config)
+
+
+def visible_gpus() -> list[str] | None:
+    """The GPUs that engines may use, as CUDA_VISIBLE_DEVICES names them, or else by the driver's numbers.
+
+    None: the driver's tool is missing. (torch would know, but takes seconds to load.)
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name not in ("", "-1")]
+    try:
+        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.split()

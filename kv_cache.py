@@ -14,9 +14,9 @@ Layers that see different windows of the latest tokens are different kinds, and 
 kind (`models/kv_layout.py`). All kinds share one pool. A table holds -1 where the window has passed and the block was
 given back.
 
-A block is found by its chained hash together with its kind. A cached beginning of p tokens is a hit if each kind's
-blocks that a token at p sees are found: all of them, or the last window's. In a model with recurrent layers, a state
-that has seen just that beginning must be found, too.
+A block is found by its chained hash together with its kind. A cached prefix of p tokens is a hit if every block that a
+token at position p sees is found: all blocks of a kind without a window, the last window's blocks of one with a window.
+In a model with recurrent layers, a state that has seen exactly this prefix must be found, too.
 
 Every operation is O(1) a block. Paging is vLLM's idea (Kwon et al., 2023), as is finding shared prefixes by chained
 hashes of full blocks.
@@ -59,7 +59,7 @@ class BlockManager:
         num_blocks: size of the pool.
         block_size: tokens in a block.
         enable_prefix_caching: let freed blocks be found again by the hash of what they hold.
-        num_lookahead_slots: slots that a sequence owns ahead of its tokens.
+        num_lookahead_slots: places for tokens that a sequence owns behind its own.
         keep_evicted: note in `evicted` which cached blocks are about to be overwritten, for a second tier to keep.
     """
 
@@ -74,7 +74,7 @@ class BlockManager:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching, self.num_lookahead_slots = enable_prefix_caching, num_lookahead_slots
         self.keep_evicted = keep_evicted
-        self.evicted: list[tuple[int, bytes]] = []  # (block, hash of what it held); who reads it empties it
+        self.evicted: list[tuple[int, bytes]] = []  # (block, hash of what it held); the reader empties the list
         self.freed: list[tuple[int, bool]] = []  # (block, whether it can be found): for `WatchedBlockManager`
         self.watermark_blocks = int(WATERMARK * num_blocks)
         self.ref_counts = [0] * num_blocks
@@ -167,13 +167,13 @@ class BlockManager:
 
 
 class Entry(NamedTuple):
-    """What a sequence is let in with."""
+    """How a sequence can be let in: what of it is cached, and which blocks it needs."""
 
     cached: int  # how many of its tokens are computed already
-    tables: list[list[int]]  # by kind, the device's blocks that hold what is seen of them; -1 where there is none
-    sources: list[int]  # by kind, the block that it goes on in and that is to be copied; -1: there is none
-    fetched: dict[tuple[int, int], int]  # by column and kind, the host's blocks that are to come back
-    missing: list[int]  # by kind, how many blocks its table is short of
+    tables: list[list[int]]  # by kind, the device's blocks of these tokens; -1: passed by a window, or on the host
+    sources: list[int]  # by kind, a block that it goes on in, but must copy first; -1: there is none
+    fetched: dict[tuple[int, int], int]  # by column and kind, blocks to bring back from the host
+    missing: list[int]  # by kind, how many further blocks its table needs
 
     @property
     def shared(self) -> list[int]:
@@ -185,9 +185,9 @@ class BlockSpaceManager:
     """The device's blocks, the host's, and the tables of all sequences.
 
     Every move of a block's content goes into the step's plan. The workers make the moves in this order: out to the
-    host, in from it, copies on the device, and then the step's tokens. So within one plan only a later kind of move may
-    fill a block that another has read: what must not be overwritten yet stays pinned until the plan is made. Plans run
-    one after the other, so a block that is given up while a step reads it may be handed out at once.
+    host, in from it, copies on the device, and then the step's tokens. So if one kind of move reads a block, only a
+    later kind may fill it in the same plan: blocks that must not be overwritten yet stay pinned until the plan is made.
+    Plans run in order, so a block that a step in flight still reads may be handed out at once: a later plan fills it.
 
     A kind that sees all tokens gets the blocks of a whole prompt when the sequence is let in. One with a window gets
     them step by step, as the window gives others back.
@@ -212,38 +212,41 @@ class BlockSpaceManager:
         # Tokens that a sequence computes in a step at most: without chunked prefill there is no limit to them.
         self.chunk = config.token_budget if config.enable_chunked_prefill else sys.maxsize
         self.windows, self.windowed = tuple(windows), any(windows)
-        self.marks = [bytes((kind,)) if kind else b"" for kind in range(len(windows))]  # in the keys of what they hold
+        self.marks = [bytes((kind,)) if kind else b"" for kind in range(len(windows))]  # a kind's part of its keys
         ahead, second_tier = config.num_lookahead_slots, num_host_blocks > 0
         self.device = manager(
             num_blocks, config.block_size, caching, num_lookahead_slots=ahead, keep_evicted=second_tier
         )
         self.host = BlockManager(num_host_blocks, config.block_size, caching)
         self.states = states
-        self.pinned: list[int] = []  # device blocks to free once the plan is made
-        self.host_pinned: list[int] = []  # and host blocks
-        self.copies_left = num_host_blocks  # copies to the host before a prompt must ask for a dropped block again
+        self.pinned: list[int] = []  # the device's blocks to free once the plan is made
+        self.host_pinned: list[int] = []  # and the host's
+        self.copies_left = num_host_blocks  # how many copies the host gets until a prompt asks for a dropped block
         self.lost: OrderedDict[bytes, None] = OrderedDict()  # the keys of blocks that were dropped without a copy
 
     # --- how many blocks --------------------------------------------------------------------------------------------
 
     def goals(self, tokens: int, reach: int) -> list[int]:
-        """Blocks of each kind's table for `tokens` tokens, those below `reach` computed by the next step."""
+        """Blocks that each kind's table needs for `tokens` tokens; with a window, only for the first `reach` of them.
+
+        `reach` is how many tokens are computed after the next step.
+        """
         whole = self.device.blocks_for(tokens)
         part = whole if reach >= tokens else self.device.blocks_for(reach)
         return [part if window else whole for window in self.windows]
 
     def missing(self, tables: list[list[int]], tokens: int, reach: int) -> list[int]:
-        """Blocks that each of these tables is short of `goals`."""
+        """Blocks that each of these tables lacks to reach `goals`."""
         return [max(0, goal - len(table)) for goal, table in zip(self.goals(tokens, reach), tables, strict=True)]
 
     def lacks(self, seq: Sequence, tokens: int, reach: int) -> int:
-        """Blocks that a sequence's tables are short of `goals`."""
+        """Blocks that a sequence's tables lack to reach `goals`."""
         return sum(self.missing(seq.tables, tokens, reach))
 
     def most(self, tokens: int, spread: int = 0, width: int = 1, shared: int = 0) -> int:
         """Blocks that `width` sequences hold at most, until each of them has computed `tokens` tokens.
 
-        They share the first `shared` tokens. They differ in the last `spread` ones, which no window passes meanwhile.
+        They share the first `shared` tokens. No window passes the last `spread` ones, in which they may differ.
         """
         size, full = self.block_size, shared // self.block_size
         together = full + width * (self.device.blocks_for(tokens) - full)
@@ -253,11 +256,11 @@ class BlockSpaceManager:
     # --- a sequence's way in ----------------------------------------------------------------------------------------
 
     def find(self, seq: Sequence, prompt_tables: list[list[int]], most: int) -> Entry:
-        """What a sequence would be let in with, if its next step computes `most` tokens at most.
+        """How a sequence could be let in, if its next step computes at most `most` tokens.
 
-        It shares blocks of the prefix cache, which may come back from host memory, or `prompt_tables`, in which another
-        sample has computed the prompt, if these hold more. Prompt tokens that have yet to be scored are computed again,
-        because the cache has no hidden states.
+        It shares blocks of the prefix cache, some of which may come back from host memory. If `prompt_tables`, in which
+        another sample has computed the prompt, hold more, it shares these. Prompt tokens that have yet to be scored are
+        computed again, because the cache has no hidden states.
         """
         last = len(seq.tokens) - 1  # must be computed in any case: its hidden state yields the next token
         if seq.group.request.score is not None:
@@ -280,7 +283,7 @@ class BlockSpaceManager:
         return sum(entry.missing) + len(entry.fetched) + revived
 
     def admit(self, seq: Sequence, entry: Entry, extra: int, kept: int, plan: StepPlan) -> bool:
-        """Let a sequence in with `entry`, found just now, if `extra` and `kept` blocks more are left free."""
+        """Let a sequence in with `entry`, found just now, if `extra` + `kept` more blocks stay free."""
         device, tables = self.device, entry.tables
         if device.can_allocate(self.price(entry) + extra, kept) is not AllocStatus.OK:
             return False
@@ -302,12 +305,7 @@ class BlockSpaceManager:
         return True
 
     def _find(self, seq: Sequence, last: int) -> tuple[int, list[list[int]], dict[tuple[int, int], int]]:
-        """The longest cached beginning of a sequence, of `last` tokens at most.
-
-        Returns:
-            Its length; by kind, the device's blocks that hold what is seen of it, -1 for those in host memory; and
-            these by column and kind.
-        """
+        """The longest cached prefix, of at most `last` tokens: `cached`, `tables` and `fetched` of an `Entry`."""
         tables: list[list[int]] = [[] for _ in self.windows]
         fetched: dict[tuple[int, int], int] = {}
         if not self.device.enable_prefix_caching:
@@ -316,7 +314,7 @@ class BlockSpaceManager:
         device, host = self.device.block_of, self.host.block_of
         size, states = self.block_size, self.states
         branch = min((shared for _, _, shared in seq.group.births), default=last + 1)
-        if states:  # a beam branches off from the state at that very place, which is yet to come
+        if states:  # a beam branches off from the state at exactly that token, which is yet to come
             last = min(last, branch - 1) // size * size
         hashes = seq.hashes[: -(-last // size)]
         most = len(hashes)
@@ -326,8 +324,8 @@ class BlockSpaceManager:
                 most = next((i for i, key in enumerate(keys) if key not in device and key not in host), most)
         if states:
             most = states.longest(hashes, most)
-        # Only the last blocks of a window count. If one is missing, the hit can only end before it. Beams that will
-        # branch off see a window of their own, from the first token on that they do not share.
+        # Only the last blocks of a window count. If one is missing, the hit must end before it, and all kinds must be
+        # checked again. Beams that will branch off see a window before the first token that they do not share.
         begins = [0] * len(tables)
         known, kind = [most] * len(tables), 0  # by kind: from here up to `most` all blocks are found
         while kind < len(tables):
@@ -352,7 +350,7 @@ class BlockSpaceManager:
         return min(most * size, last), tables, fetched
 
     def finds_prompt(self, seq: Sequence) -> bool:
-        """Whether a model has states, and the prefix cache all of a sample's prompt that it can have."""
+        """In a model with states: whether the prefix cache has all of a sample's prompt that it can have."""
         if self.states is None:
             return False
         last = seq.group.request.num_prompt - 1
@@ -365,7 +363,7 @@ class BlockSpaceManager:
     def can_branch(self, prompt_tables: list[list[int]], length: int) -> bool:
         """Whether a sample can go on from the `length` tokens in `prompt_tables`: no window has passed what it sees.
 
-        A recurrent state has gone on itself, so samples share what the prefix cache has.
+        A recurrent state cannot go back, so in a model with states samples share only what the prefix cache has.
         """
         kinds = zip(self.windows, prompt_tables, strict=True)
         return not self.states and all(
@@ -373,7 +371,7 @@ class BlockSpaceManager:
         )
 
     def pass_windows(self, seq: Sequence) -> None:
-        """Give back the blocks that no layer sees any more, for the sequence or the beams that will branch off it."""
+        """Give back blocks that neither the sequence nor a beam that will branch off it can still see."""
         computed = min([seq.num_computed, *(shared for _, _, shared in seq.group.births)])
         for window, table in zip(self.windows, seq.tables, strict=True):
             passed = i = (computed - window) // self.block_size if window else 0
@@ -384,7 +382,7 @@ class BlockSpaceManager:
                 table[i:passed] = [-1] * (passed - i)
 
     def grow(self, seq: Sequence, tokens: int, reach: int) -> list[list[int]]:
-        """Give a sequence the blocks that it `lacks`, which are free; returns them, by kind."""
+        """Give a sequence the blocks that it `lacks`; returns them by kind. So many must be free."""
         grown = [self.device.allocate(count) for count in self.missing(seq.tables, tokens, reach)]
         for table, blocks in zip(seq.tables, grown, strict=True):
             table += blocks
@@ -406,7 +404,7 @@ class BlockSpaceManager:
 
     def planned(self, plan: StepPlan) -> None:
         """The plan is made: copy cached blocks to host memory, as far as there is room, and free what was pinned."""
-        plan.freed, self.device.freed = self.device.freed, []  # of what is pinned the next plan tells
+        plan.freed, self.device.freed = self.device.freed, []  # what is pinned now comes with the next plan
         self.host.free(self._keep(plan) + self.host_pinned)
         self.device.free(self.pinned)
         self.pinned, self.host_pinned = [], []
@@ -414,11 +412,11 @@ class BlockSpaceManager:
             self.states.planned()
 
     def _keep(self, plan: StepPlan) -> list[int]:
-        """Copy cached blocks to the host: those that the plan overwrites, and those that later plans will overwrite.
+        """Copy cached blocks to the host: those that the plan overwrites, then those that come next in later plans.
 
-        The latter may be copied while the step runs. A step copies at most the blocks that its tokens fill and COPIES.
-        It copies none once a host pool's worth was copied since a prompt last asked for a block that the device had
-        dropped, because then a hit is not likely. Returns the host's blocks, for the caller to free.
+        The latter may be copied while the step runs. A step copies at most as many blocks as its tokens fill, and
+        COPIES more. It copies none once a host pool's worth was copied since a prompt last asked for a block that the
+        device had dropped, because then a hit is not likely. Returns the host's blocks, for the caller to free.
         """
         device, host = self.device, self.host
         most = min(COPIES + sum(count for _, count in plan.rows) // self.block_size, self.copies_left, host.num_free)

@@ -18,7 +18,8 @@ from sampling_params import PoolingParams, SamplingParams
 
 Method = str | Callable[..., Any]  # the name of a method of `Worker`, or a function whose first argument is a worker
 Kwargs = Mapping[str, Any] | None  # of a method
-TAGS = WEIGHTS, KV_CACHE = "weights", "kv_cache"  # what sleeps, by vLLM's names
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+TAGS = WEIGHTS, KV_CACHE  # what can sleep, by vLLM's names
 # What changes a sequence's logits: bits of `Adjust.adjustments` in reference.py. Triton kernels have the numbers.
 PENALTIES = 1
 BIAS = 2
@@ -46,14 +47,14 @@ class NewRow:
     penalties: tuple[float, float, float] | None = None  # repetition, frequency and presence; None: they change nothing
     num_prompt: int = 0  # how many of the tokens are the prompt, where there are penalties or bad words
     logit_bias: dict[int, float] | None = None
-    # Sets of tokens are bits, by word of 32, because many rows may have the same long list: see `bit_words`.
-    allowed: dict[int, int] | None = None  # no others are drawn
-    stops: dict[int, int] = field(default_factory=dict)  # these end it
-    min_tokens: int = 0  # samples to come before one of these may be drawn
-    bad_words: list[list[int]] = field(default_factory=list)  # the last token of each is not drawn after its others
+    # Sets of tokens are kept as bits (`bit_words`), because many rows may have the same long list.
+    allowed: dict[int, int] | None = None  # only these are drawn; None: any
+    stops: dict[int, int] = field(default_factory=dict)  # these end the sequence
+    min_tokens: int = 0  # how many tokens must be sampled before one of `stops` may be drawn
+    bad_words: list[list[int]] = field(default_factory=list)  # the last token of each is not drawn after the others
     pooling: PoolingParams | None = None  # what is made of the hidden states; None: the next token
-    constrained: bool = False  # each step in which it samples brings a mask, which heeds `allowed` and the like, too
-    masked_logprobs: bool = False  # its log-probabilities are among the tokens that the mask allows
+    constrained: bool = False  # each of its samples comes with a mask, which heeds `allowed` and the like, too
+    masked_logprobs: bool = False  # its log-probabilities are taken over the tokens that the mask allows
 
 
 def bit_words(token_ids: Iterable[int]) -> dict[int, int]:
@@ -75,13 +76,13 @@ class StepPlan:
     released: list[int] = field(default_factory=list)  # slots whose sequence has left; applied before `new`
     # Blocks to move before the step runs, in this order; a block that an earlier one frees, a later one may fill.
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
-    ahead: int = 0  # the step leaves the last so many of these device blocks alone: they may move while it runs
+    ahead: int = 0  # how many of the last `swap_out` moves may run beside the step, which leaves their blocks alone
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
     # Recurrent states to move in the same way, if the model has some: rows of the state pools, see `StateRoom`.
     state_out: list[tuple[int, int]] = field(default_factory=list)  # (slot, host row)
     state_in: list[tuple[int, int]] = field(default_factory=list)  # (host row, slot)
-    # (from, to): of a snapshot to a slot, of a slot to a snapshot, or of a beam's slot to another's. No row is in both.
+    # (from, to): snapshot to slot, slot to snapshot, or slot of one beam to slot of another. No row is in both columns.
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     # For each constrained row that samples: its slot, and the tokens that may be drawn, as a row of `Adjust.bitmask`
     masks: list[tuple[int, bytes]] = field(default_factory=list)
@@ -115,7 +116,7 @@ class StepResult:
     token_ids: list[int]  # the sampled token of each of the plan's rows; -1: the row did not sample
     stopped: list[int] = field(default_factory=list)  # indices of the rows whose token ends the sequence
     logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by index of the row, where asked for
-    scores: dict[int, list[Logprobs]] = field(default_factory=dict)  # the same for tokens that `NewRow.score` names
+    scores: dict[int, list[Logprobs]] = field(default_factory=dict)  # the same for the prompt tokens of `NewRow.score`
     pooled: dict[int, bytes] = field(default_factory=dict)  # by index of the row: the vector, in float32
     error: str | None = None  # why the step failed; then there are no tokens
     phases: list[tuple[str, str, float, float]] = field(default_factory=list)  # for `--trace`: lane, name, begin, end
@@ -145,7 +146,7 @@ class EngineOutput:
     index: int = 0  # which of the request's answers
     cumulative_logprob: float | None = None  # where answers are ranked: of all its tokens; of a beam its score
     finished: bool = False  # nothing more will come of the request
-    engine_fault: bool = False  # the error is none of the request's: it may be tried again
+    engine_fault: bool = False  # the engine is to blame, so the client may try again
     logprobs: list[Logprobs] | None = None  # of each of token_ids, where asked for
     prompt_logprobs: list[Logprobs] | None = None  # of the next tokens of the prompt, which come in parts, in order
     pooled: bytes | None = None  # of a pooling request: the vector, in float32
@@ -158,14 +159,14 @@ class Outputs:
     """One step's news; most answers that go on have nothing but a next token."""
 
     outputs: list[EngineOutput] = field(default_factory=list)
-    names: list[tuple[str, int]] = field(default_factory=list)  # (request id, index) of these,
+    names: list[tuple[str, int]] = field(default_factory=list)  # (request id, index) of answers with a token only,
     token_ids: list[int] = field(default_factory=list)  # and the token of each
 
     def __bool__(self) -> bool:
         return bool(self.outputs or self.names)
 
     def add(self, later: Outputs) -> None:
-        """Append what has come later."""
+        """Append later news."""
         self.outputs += later.outputs
         self.names += later.names
         self.token_ids += later.token_ids
@@ -258,7 +259,7 @@ class Call:
 
 
 class CallError(ValueError):
-    """A call has failed in its midst, so the worker's state is unknown."""
+    """A call failed after it had begun, so the worker may be half changed."""
 
 
 def reference_to(function: Callable[..., Any]) -> str:
@@ -313,9 +314,9 @@ Message = EngineCoreRequest | Abort | Call | Outputs | Reply | Health | StepPlan
 
 @dataclass(slots=True)
 class Met:
-    """Coordinator to engines that share experts: all of them wait, and their workers may meet at a place.
+    """Coordinator to engines that share experts: all of them wait, so start workers that connect at `place`.
 
-    Without a place: another engine has left, or waits, or there are to be fewer. So all have to break off, and wait.
+    Without a place, another engine has left, or waits, or there are to be fewer: break off, and wait for the next one.
     """
 
     place: str = ""  # see `ExpertGroup.connect`

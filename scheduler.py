@@ -9,20 +9,22 @@ budget until `num_computed` has caught up, and then the model's last hidden stat
               |        |  '---- swapped     preempted by swap: its blocks wait in host memory
               '--------'                    preempted by recompute: its blocks are freed, its tokens kept
 
-All three queues have one order: by class, then by arrival. The policy says what the class is: the same for all, the
-request's priority, or what its client has had. The first goes first, and the last that runs is the first to be
-preempted. So no later request of a class passes an earlier one, and the first in order computes at least a token in
-every step: a request ends at most as many steps after its arrival as it and those before it have tokens.
-(Exceptions: samples branch off when their prompt is computed, and sequences that came in by then may run on first. The
-classic order may put `max_num_seqs` steps of prompts before each step of decodes. Under `fair` the first in order may
-wait for running groups that are behind it by at most a step's tokens.)
+Waiting, running and swapped groups are in the same order: by class, then by arrival. The policy sets the class: `fcfs`
+gives all requests the same one, `priority` takes the request's priority, and `fair` the tokens that its client has had.
+The first in order goes first, and the last one that runs is preempted first. So no later request of a class passes an
+earlier one, and the first in order computes at least a token in every step. A request therefore ends at most as many
+steps after its arrival as it and the requests before it have tokens. There are three exceptions. Samples branch off
+when their prompt is computed, and sequences that came in by then may run on first. The classic order may put
+`max_num_seqs` steps of prompts before a step of decodes. Under `fair` the first in order may wait for running groups
+that are behind it by at most a step's tokens.
 
 `schedule()` makes a `StepPlan` of differences for the workers; `update()` takes their `StepResult`. The next plan may
 be made before the last result is in: it must know that a token will come (`num_known`), not which. If that token ends
 its sequence, the plan has run a row too many, whose token is dropped.
 
-`Admission` decides who is let in. Sequences that decode are a batch of their own (`scheduling/decodes.py`), and a model
-in pipeline stages has as many lanes (`scheduling/lanes.py`), whose steps take turns.
+`Admission` decides which groups are let in. Sequences that decode form a batch (`scheduling/decodes.py`), so a step
+handles one by one only those that need a block or end. Each group is in a lane, one for each pipeline stage, and the
+lanes' steps take turns (`scheduling/lanes.py`).
 """
 
 from __future__ import annotations
@@ -56,19 +58,19 @@ class Scheduler:
     """Decides, step by step, which sequences run and which blocks they own.
 
     Args:
-        config: budgets, order, policy and mode of preemption.
+        config: the engine's options.
         num_blocks: size of the KV pool.
         max_model_len: tokens that a sequence may have, prompt and output together.
         vocab_size: token ids of a prompt must be below it.
         eos_token_ids: tokens that end a request which does not `ignore_eos`.
         num_host_blocks: size of the host pool, for preemption by swap and for cached prefixes that the device drops.
-        windows: of each kind of layers, see `KVLayout`.
+        windows: for each kind of layers, how many of the latest tokens they see; 0: all. A block table is of one kind.
         swap_cost: tokens whose computing takes as long as moving one block to the host and back.
         states: room for the recurrent states of sequences, if the model has such states.
         clock: in seconds; only the classic order's delay and what `explain` reports depend on it.
 
     Raises:
-        ValueError: without chunked prefill a prompt that is not pooled must fit a step, whose tokens are too few.
+        ValueError: a step has fewer tokens than the longest prompt. Without chunked prefill it must fit, unless pooled.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class Scheduler:
         self.in_flight: deque[Flight] = deque()
         self.arrivals = self.step = 0
         self.waits = WaitClock()
-        self.late: Collection[SequenceGroup] = ()  # running groups whose next mask is not there yet
+        self.late: Collection[SequenceGroup] = ()  # running groups whose next mask is not ready: they sit out this step
         self.reports = Reports(self)
 
     # --- requests come and go ---------------------------------------------------------------------------------------
@@ -117,21 +119,23 @@ class Scheduler:
         """
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use by a request in flight")
-        params, (limit, width) = request.params, self.limits.settle(request)
+        params = request.params
+        limit, width = self.limits.settle(request)
         self.arrivals += 1
-        request.arrival = now = self.clock()
+        request.arrival = self.clock()
         self.requests[request.request_id] = request
         self.policy.arrived(request)
         for index in range(1 if params.use_beam_search else params.num_samples):
-            key, seed = (self.policy.rank(request), self.arrivals, index), request.seed_of(index, self.config.seed)
+            key = (self.policy.rank(request), self.arrivals, index)
+            seed = request.seed_of(index, self.config.seed)
             group = SequenceGroup(request, index, Timeline(self.waits), key, limit, width, seed)
             if params.use_beam_search:
                 group.beams = self.beams.search(group)
             request.groups.append(group)
-            if index:
-                self.admission.samples.hold(group, now)
+            if index:  # it waits until the first sample has computed the prompt
+                self.admission.samples.hold(group, request.arrival)
             else:
-                self.admission.wait(group, now)
+                self.admission.wait(group, request.arrival)
         request.leader = request.groups[0]
         self.counters["prompt_tokens_total"] += request.num_prompt
 
@@ -148,7 +152,7 @@ class Scheduler:
             self._finish(group, reason)
 
     def _stop(self, group: SequenceGroup) -> None:
-        """Take `group` out of those who run, and out of its lane."""
+        """Take `group` out of the running ones, and out of its lane."""
         self.running.remove(group)
         if group.seqs[0].batch is None:
             assert group.lane
@@ -159,6 +163,7 @@ class Scheduler:
         return bool(self.requests)
 
     def _finish(self, group: SequenceGroup, reason: str) -> None:
+        """End a group; free its blocks and slots, and forget its request with the last group."""
         request, now = group.request, self.clock()
         group.status, group.finish_reason = Status.FINISHED, reason
         if group.seqs[0].slot >= 0:
@@ -176,7 +181,7 @@ class Scheduler:
 
     @property
     def others(self) -> list[SequenceGroup]:
-        """The running groups that each step of their lane looks at."""
+        """The running groups outside the batches of decodes: each step of their lane handles them one by one."""
         return [group for lane in self.lanes for group in lane.others]
 
     # --- planning ---------------------------------------------------------------------------------------------------
@@ -185,17 +190,18 @@ class Scheduler:
         """Plan the next step: who runs, with how many tokens, and what moves in memory for it."""
         now, plan = self.clock(), StepPlan(self.step)
         self.admission.begin_step(now)
+        # After crashes, suspects run alone, in turns (`scheduling/trial.py`). Between turns nothing may be in flight.
         if self.admission.trial.settled and not any(earlier.seqs for earlier in self.in_flight):
-            self._stop_running(now)  # all queue anew, so that they come in in order
+            self._stop_running(now)  # all queue again, so that they come in in order
             self.admission.drop_swapped(now)
             self.admission.start_turn()
         lane, most = self.lanes.take_turn(len(self.waiting) + len(self.swapped))
         budget = SchedulingBudget(self.config.token_budget, most)
         flight = Flight(plan, lane, budget, now)
         if self.admission.trial.settled:
-            reason = "trial"
+            why_waiting = "trial"
         else:
-            reason = self.schedule_mixed(flight) if self.classic is None else self.classic.schedule(flight)
+            why_waiting = self.schedule_mixed(flight) if self.classic is None else self.classic.schedule(flight)
         flight.others.sort(key=lambda row: row[1] > 1)  # stable: rows of one token first, as the workers' kernels want
         plan.rows = flight.decodes.rows
         if flight.others:
@@ -203,10 +209,10 @@ class Scheduler:
         plan.released, self.admission.released = self.admission.released, []
         self.space.planned(plan)
         if self.admission.held_up:
-            reason = self.admission.held_up[1]
+            why_waiting = self.admission.held_up[1]
         if self.admission.aside:
-            reason = "trial"
-        self.waits.advance(now, reason if self.waiting or self.swapped or self.admission.aside else "step")
+            why_waiting = "trial"
+        self.waits.advance(now, why_waiting if self.waiting or self.swapped or self.admission.aside else "step")
         computed = self.config.token_budget - budget.tokens
         self.counters["num_computed_tokens_total"] += computed
         self.policy.advance(computed, len(flight.decodes.seqs))
@@ -222,7 +228,7 @@ class Scheduler:
     def schedule_mixed(self, flight: Flight) -> str:
         """The default: decodes first, then prompts, cut where the budget ends (Sarathi-Serve, Agrawal et al., 2024).
 
-        Returns why groups still wait, if admission has no better reason; see `WaitClock`.
+        Returns what the groups that still wait are waiting for, unless admission knows better; see `WaitClock`.
         """
         self.make_way(flight)
         # After a preemption nobody is let in: the preempted group would get back the blocks it has just given up.
@@ -232,7 +238,7 @@ class Scheduler:
         return "order"
 
     def make_way(self, flight: Flight) -> None:
-        """Preempt groups of a worse class that stand in the way of the first in line."""
+        """Preempt groups of a worse class, if the first in line needs their room."""
         for victim in self.admission.make_way(self.running, flight.plan):
             assert self.admission.urgent and victim is self.running[-1]
             self._preempt_last(flight.plan, self.admission.urgent.request)
@@ -240,7 +246,7 @@ class Scheduler:
     def _preempt_last(self, plan: StepPlan, cause: Request) -> SequenceGroup:
         """Preempt the last running group, to make room for `cause`; returns it."""
         victim = self.running[-1]
-        for flight in self.in_flight:  # it may run again before they land
+        for flight in self.in_flight:  # it may run again before they land: they do not count then
             flight.dropped.update(victim.seqs)
         self._stop(victim)
         self.admission.preempt(victim, plan, cause)
@@ -273,7 +279,7 @@ class Scheduler:
         """
         lane, decodes = flight.lane, flight.lane.decodes
         before = len(self.admission.preempted)
-        to_come = lane.width  # sequences, or the slots kept for them
+        to_come = lane.width  # one token is kept for each sequence that comes later in this step
         due = [seq.group for seq in decodes.pop_due()]
         shares = {}
         if lane.others:
@@ -283,7 +289,7 @@ class Scheduler:
             if group.status is not Status.RUNNING or group in self.late:
                 continue
             seq = group.seqs[0]
-            if seq.batch is not None and seq.num_known + 1 >= group.limit:  # its last token is about to be sampled
+            if seq.batch is not None and seq.num_known + 1 >= group.limit:  # this step samples its last token
                 self.admission.stop_decoding(seq)
                 lane.others.append(group)
             if seq.batch is None:
@@ -291,7 +297,7 @@ class Scheduler:
             left = flight.budget.tokens
             most = self._most_tokens(group, left - to_come, shares)
             schedule = self._schedule_sequence if group.beams is None else self.beams.schedule
-            if not schedule(group, flight, most):  # it was preempted itself, as all after it were
+            if not schedule(group, flight, most):  # it was preempted, after all groups behind it
                 break
             if (taken := left - flight.budget.tokens) > 1 and group.request.client in shares:
                 shares[group.request.client] -= taken
@@ -300,9 +306,9 @@ class Scheduler:
         return len(self.admission.preempted) > before
 
     def _most_tokens(self, group: SequenceGroup, left: int, shares: dict[str, int]) -> int:
-        """Tokens that a running group may compute, of the `left` ones that no group after it needs to decode.
+        """How many of `left` tokens a running group may compute; one for each sequence after it is kept already.
 
-        Its prompt leaves room for one of a better class that is about to be let in, and for other clients' shares.
+        It leaves room for the prompt of a better class that is about to be let in, and keeps to its client's share.
         """
         if (share := shares.get(group.request.client)) is not None:
             return min(left, max(group.width, share))
@@ -343,14 +349,15 @@ class Scheduler:
     # --- results ----------------------------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: StepResult) -> Outputs:
-        """Take the result of the oldest plan in flight; returns the news for the clients."""
+        """Take the result of the oldest plan in flight, whose first rows are the decodes; returns news for clients."""
         flight = self.in_flight.popleft()
         flight.lane.flying -= 1
         assert flight.plan is plan and plan.step == result.step and len(result.token_ids) == len(plan.rows)
         self.stats.landed(self.config.token_budget - flight.budget.tokens, flight.decodes, self.clock())
         if self.classic is not None:
             self.classic.landed(flight, self.clock())
-        num_decodes, stopped = len(flight.decodes.seqs), frozenset(result.stopped)
+        num_decodes = len(flight.decodes.seqs)
+        stopped = frozenset(result.stopped)
         news = self._take_decodes(flight, result.token_ids[:num_decodes], stopped)
         beams: dict[str, list[tuple[Sequence, int, Logprobs]]] = {}
         for i, (seq, _, computed) in enumerate(flight.others, num_decodes):
@@ -366,7 +373,7 @@ class Scheduler:
                 output = EngineOutput(request.request_id, [], "stop", finished=True, pooled=result.pooled[i])
                 output.time_in_queue = request.time_in_queue
                 news.outputs.append(output)
-            if (token := result.token_ids[i]) < 0:  # more of its prompt is to come, or nothing
+            if (token := result.token_ids[i]) < 0:  # the row did not sample
                 continue
             self.stats.sampled(seq.group)
             if seq.group.beams is not None:
@@ -381,7 +388,7 @@ class Scheduler:
         self.counters["generation_tokens_total"] += sum(len(o.token_ids) for o in news.outputs) + len(news.token_ids)
         for rows in beams.values():
             news.outputs += self.beams.advance(rows)
-        for lane in self.lanes:  # a group may have come to another one meanwhile, see `Lanes.surplus`
+        for lane in self.lanes:  # a group may have moved to another lane meanwhile, see `Lanes.surplus`
             lane.others = [g for g in lane.others if g.status is Status.RUNNING and g.seqs[0].batch is None]
         if beams or any(output.finish_reason for output in news.outputs):
             self.running = [group for group in self.running if group.status is Status.RUNNING]
@@ -393,7 +400,10 @@ class Scheduler:
         return news
 
     def _take_decodes(self, flight: Flight, token_ids: list[int], stopped: frozenset[int]) -> Outputs:
-        """Give the decodes of a step their tokens, of which those at `stopped` end; returns the news."""
+        """Give the decodes of a step their tokens, and end those at `stopped`; returns the news.
+
+        The batch keeps the tokens, and delivers a sequence's own when they are needed: for a full block, or the end.
+        """
         if not (seqs := flight.decodes.seqs):
             return Outputs()
         ends = [seqs[i] for i in sorted(stopped) if i < len(seqs) and flight.brings(seqs[i])]
@@ -414,7 +424,7 @@ class Scheduler:
         return Outputs(outputs, names, token_ids)
 
     def _output_of(self, seq: Sequence, stopped: bool, logprobs: Logprobs | None = None) -> EngineOutput:
-        """The news of a sequence that has got another token; ends it if that is the last one."""
+        """The news of a sequence that has got another token; ends the sequence if that is its last one."""
         group, token = seq.group, seq.tokens[-1]
         request = group.request
         output = EngineOutput(request.request_id, [token], num_cached_tokens=request.num_cached, index=group.index)
@@ -437,10 +447,10 @@ class Scheduler:
         return output
 
     def start_over(self, lost: bool, cause: str | None = None) -> list[EngineOutput]:
-        """The steps in flight will bring no results: every sequence computes its tokens again.
+        """Give up the steps in flight: every sequence computes its tokens again.
 
         Args:
-            lost: the workers have died, and the contents of the KV cache and of host memory are gone, too.
+            lost: the workers have died, and the contents of KV cache and host memory are gone.
             cause: what happened, if the steps' requests may be to blame; see `Trial.blame`.
         """
         outputs, now = list[EngineOutput](), self.clock()

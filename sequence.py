@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from scheduling.decodes import DecodeBatch
     from scheduling.lanes import Lane
 
-Key = tuple[int, int, int]  # (class, number of arrival, index): what the class is, the policy says
+Key = tuple[int, int, int]  # (class, which the policy sets; number of arrival; index)
 
 
 class Status(enum.Enum):
@@ -58,36 +58,45 @@ def by_column(tables: Ints[Ints[int]]) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens, of which `num_computed` have their keys and values in `tables`, or will have after the latest plan."""
+    """Tokens, of which `num_computed` have their keys and values in `tables`, or will have after the latest plan.
+
+    Its parts, and the names of the counts of tokens up to each bar:
+
+        prompt |  output delivered |  undelivered |  in flight |
+    num_prompt |    len(delivered) |   num_tokens |  num_known |
+
+    A batch of decodes keeps the undelivered tokens. Steps in flight will sample the last ones. `num_computed` is less
+    than `num_known`: by one while the sequence decodes, by more in the midst of a prompt.
+    """
 
     group: SequenceGroup
     delivered: list[int]  # see `tokens`
-    batch: DecodeBatch | None = None  # that it decodes in, which fills in the three that follow
-    place: int = 0
-    due: int = 0
-    next_delivery: int = 0
-    computed_before: int = 0  # `num_computed`, but for the steps of `batch`
+    batch: DecodeBatch | None = None  # in which it decodes; it sets the next three
+    place: int = 0  # among the rows of the batch
+    due: int = 0  # the step of the batch that must look at it
+    next_delivery: int = 0  # the step of the batch whose token is delivered next
+    computed_before: int = 0  # `num_computed` without the steps of `batch`
     num_published: int = 0  # columns of `tables` offered to the prefix cache
-    hashes: list[bytes] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)  # of its full blocks, see `chain`
     tables: list[list[int]] = field(default_factory=list)  # blocks for each kind of layers; -1: a window has passed it
-    host_tables: list[list[int]] = field(default_factory=list)  # of what was computed, while swapped
+    host_tables: list[list[int]] = field(default_factory=list)  # the same in host memory, while swapped
     host_state: int = -1  # the row of its recurrent state in host memory
-    kept_state: bytes = b""  # by which hash the prefix cache has its latest state behind the prompt
+    kept_state: bytes = b""  # hash of its latest state in the prefix cache, if that is behind the prompt
     slot: int = -1  # a row of the workers' batch state while running
     lost: int = 0  # tokens that had been computed when it was preempted, to be computed again
-    stale: bool = False  # the workers' last token of it is not the one that it goes on with
-    logprob: float = 0.0  # of its output, where that is asked for
-    constraint: Any = None  # a `scheduling.grammar.Constraint`, where what may come next depends on what has come
+    stale: bool = False  # beam search chose another last token than the workers have
+    logprob: float = 0.0  # of its output, where log-probabilities are asked for
+    constraint: Any = None  # a `scheduling.grammar.Constraint`, if it needs masks
 
     @property
     def tokens(self) -> list[int]:
-        """Its prompt and its output so far. Where it is in a batch, `DecodeBatch.deliver` must have come first."""
+        """Its prompt and its output so far. If it is in a batch, call `DecodeBatch.deliver` first."""
         assert not self.num_undelivered
         return self.delivered
 
     @property
     def num_undelivered(self) -> int:
-        """Tokens that steps have brought it and that its batch still keeps."""
+        """How many tokens that steps have brought it are still kept by its batch."""
         return 0 if self.batch is None else max(0, self.batch.latest + 1 - self.next_delivery)
 
     @property
@@ -97,7 +106,7 @@ class Sequence:
 
     @property
     def num_computed(self) -> int:
-        """Tokens computed once the latest plan has run."""
+        """How many tokens are computed once the latest plan has run."""
         return self.computed_before + (0 if self.batch is None else self.batch.steps)
 
     @num_computed.setter
@@ -107,15 +116,15 @@ class Sequence:
 
     @property
     def num_known(self) -> int:
-        """Its tokens, and those that steps in flight are about to sample: one after all that is computed."""
+        """Its tokens with those that steps in flight will sample: the last computed token yields one more."""
         return max(len(self.delivered), self.num_computed + 1)
 
     @property
     def only_decodes(self) -> bool:
-        """Whether it has sampled, will do nothing else in the next step, and has no more than its token to report."""
+        """Whether it may join the batch of decodes: it has more to sample, without masks and log-probabilities."""
         group, params = self.group, self.group.request.params
-        alone = params.num_samples > params.n or params.logprobs is not None or params.constrained
-        return group.status is Status.RUNNING and self.num_known < group.limit and not alone
+        looked_at = params.num_samples > params.n or params.logprobs is not None or params.constrained
+        return group.status is Status.RUNNING and self.num_known < group.limit and not looked_at
 
 
 @dataclass(slots=True, eq=False)
@@ -131,17 +140,17 @@ class SequenceGroup:
     seed: int = 0
     status: Status = Status.HELD
     seqs: list[Sequence] = field(default_factory=list)
-    spare_slots: list[int] = field(default_factory=list)  # for sequences to come, while running
+    spare_slots: list[int] = field(default_factory=list)  # for beams to come, while running
     lane: Lane | None = None  # while running
     beams: BeamSearch | None = None
     births: list[tuple[Sequence, Sequence, int]] = field(default_factory=list)  # (new beam, parent, shared tokens)
-    awaited: bool = False  # it computes the prompt that held samples of its request wait for
+    awaited: bool = False  # held samples of its request wait until it has computed the prompt
     num_preemptions: int = 0
-    charged_prompt: int = 0  # tokens that its client was charged with under the policy `fair`,
-    charged_output: int = 0  # when it was first let in
+    charged_prompt: int = 0  # tokens of the prompt that `fair` has charged its client with, at its first entry
+    charged_output: int = 0  # and of the output
     finish_reason: str | None = None
-    first_token_at: float | None = None  # in the scheduler's seconds; kept by `EngineStats`, as is
-    token_at: float = 0.0  # when the latest came, unless the decodes have brought it
+    first_token_at: float | None = None  # in the scheduler's seconds; `EngineStats` sets both times
+    token_at: float = 0.0  # of its latest token; not kept up to date while it is in a batch
 
     def __post_init__(self) -> None:
         self.seqs = [Sequence(self, [*self.request.prompt])]
@@ -161,7 +170,7 @@ class SequenceGroup:
         return 0 if params.num_samples > params.n else -1
 
     def forget_computed(self) -> None:
-        """Have all its tokens computed again: the first beam's, then the others branch off it."""
+        """Forget what is computed: the first beam computes its tokens again, then the others branch off it."""
         first, *others = [*self.seqs, *(child for child, _, _ in self.births)]
         for seq in (first, *others):
             seq.lost, seq.num_computed = seq.num_computed, 0
@@ -197,16 +206,16 @@ class Request:
     client: str = ""
     pooling: PoolingParams | None = None  # what is made of the prompt; None: an answer, as `params` say
     stop_ids: frozenset[int] = frozenset()
-    stops: dict[int, int] = field(default_factory=dict)  # the same as `bit_words`
+    stops: dict[int, int] = field(default_factory=dict)  # `stop_ids` as `bit_words`
     allowed: dict[int, int] | None = None  # the tokens that may be drawn, as `bit_words`; None: all
     grammar: Any = None  # a future `scheduling.sandbox.Grammar`, where its output is structured
     arrival: float = 0.0
-    delay: float = 0.0  # between its client's sending it and `arrival`
+    delay: float = 0.0  # from when its client sent it to `arrival`
     first_token_at: float | None = None  # kept by `EngineStats`
     time_in_queue: float | None = None  # until it was first admitted; None: it waits
     num_cached: int = 0  # tokens of the prompt that the prefix cache had at first admission
-    groups: list[SequenceGroup] = field(default_factory=list)  # that have not finished
-    held: list[SequenceGroup] = field(default_factory=list)  # of these, the ones that wait for the leader
+    groups: list[SequenceGroup] = field(default_factory=list)  # those that have not finished
+    held: list[SequenceGroup] = field(default_factory=list)  # the groups that wait for the leader
     leader: SequenceGroup | None = None  # computes the prompt for all
     prompt_tables: list[list[int]] = field(default_factory=list)  # kept while samples have yet to branch off the prompt
     finished_reports: list[dict[str, Any]] = field(default_factory=list)  # of groups that have finished
@@ -236,9 +245,9 @@ class Request:
         return None if k is None or self.num_scored >= self.num_prompt else (k, self.num_scored, self.num_prompt)
 
     def take_scores(self, computed: int, scores: list[Any]) -> list[Any]:
-        """The new ones among `scores`, of a row that has scored tokens up to the one after `computed` tokens.
+        """Those of `scores` that were not reported before; the row has scored up to the token after `computed` ones.
 
-        An earlier row has brought the others: before a preemption, or as another sample's.
+        The others were reported before a preemption, or by another sample.
         """
         end = min(computed + 1, self.num_prompt)
         assert end - len(scores) <= self.num_scored, "tokens between have not been scored"
@@ -265,12 +274,12 @@ class Request:
 
 @dataclass(slots=True)
 class DecodeRows:
-    """A step's decodes, an entry for each in every list. Lists that were handed out do not change any more."""
+    """A step's decodes: each has an entry in every list. Lists that were handed out to a plan never change."""
 
     seqs: list[Sequence] = field(default_factory=list)
     rows: list[tuple[int, int]] = field(default_factory=list)  # (slot, 1), for the plan
     names: list[tuple[str, int]] = field(default_factory=list)  # (request id, index of the answer), for the clients
-    departures: int = 0  # that there had been when it was handed out
+    departures: int = 0  # how many sequences had left the batch by then
 
 
 @dataclass(slots=True)
@@ -294,10 +303,10 @@ class Flight:
     lane: Lane
     budget: SchedulingBudget
     planned_at: float  # in the clock's seconds
-    decodes: DecodeRows = field(default_factory=DecodeRows)  # the first rows,
-    decode_step: int = 0  # and the step of their batch
-    others: list[tuple[Sequence, int, int]] = field(default_factory=list)  # (sequence, tokens, computed with these)
-    grown: list[Sequence] = field(default_factory=list)  # decodes that get a new block, the one before being full
+    decodes: DecodeRows = field(default_factory=DecodeRows)  # the plan's first rows
+    decode_step: int = 0  # `DecodeBatch.steps` with this one
+    others: list[tuple[Sequence, int, int]] = field(default_factory=list)  # (sequence, tokens, `num_computed` then)
+    grown: list[Sequence] = field(default_factory=list)  # decodes that get a new block, because their last is full
     is_prefill: bool = False  # a step of prompts alone, in the classic order
     dropped: set[Sequence] = field(default_factory=set)  # preempted since: what they sample is sampled again
 
@@ -307,7 +316,7 @@ class Flight:
         return [*self.decodes.seqs, *(seq for seq, _, _ in self.others)]
 
     def brings(self, seq: Sequence) -> bool:
-        """Whether `seq` gets what the step has sampled: it has not been aborted, preempted or ended meanwhile."""
+        """Whether `seq` gets what the step has sampled: it was not aborted, preempted or ended meanwhile."""
         return seq.slot >= 0 and seq not in self.dropped
 
     def take(self, seq: Sequence, count: int) -> None:

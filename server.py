@@ -2,11 +2,11 @@
 """The OpenAI-compatible server: `python server.py MODEL`.
 
     create_app  the Flask app: paths, keys and errors, and the page in `web/`
-    serve       engine process first, then gunicorn's gevent workers with the Flask app in them
+    serve       starts the engine's process, then gunicorn's gevent workers, which run the Flask app
     main        the command line: runs `serve` or another command
 
-Text is made and taken apart in these processes, off the engine's loop: `api/routes.py` has the routes. A client's
-mistake is found before the first byte of the reply, and answered with 400.
+Gunicorn's workers turn prompts into tokens and tokens into text, so the engine's loop does not have to. They find a
+client's mistake before the first byte of the reply, and answer it with 400. The routes are in `api/routes.py`.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ from tokenizer import Tokenizer
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
-# Routes that programs ask for all the time, and what the page is made of.
+# Endpoints that programs poll, and the page's own files: requests for them are logged at level DEBUG.
 QUIET = ("health", "metrics", "live", "page", "scaling")
 
 
 def face_with_errors() -> Face | None:
-    """The face that this request is to, by whatever method, if it has errors of its own."""
+    """The face (an API of `api/`) whose path this request asks for, if it has an error format of its own; else None."""
     path = request.path.rstrip("/")
     return next((face for face in FACES if face.error_body and path.endswith(face.paths)), None)
 
 
 def answer_face(api: Api, face: Face) -> Response:
-    """Answer this request, which is to a face: a body comes in, and JSON or events go out."""
+    """The Flask view of a face: read the body, and reply with JSON or with events."""
     body = body_of(api)
     sock, reply_to = request.environ.get("gunicorn.socket"), request.environ.get("manta.response")
     peer = Peer(sock, reply_to.probe if reply_to else None) if sock else None
@@ -87,7 +87,7 @@ def answer_face(api: Api, face: Face) -> Response:
 
 def add_routes(app: Flask, api: Api) -> None:
     """Say which function answers which path."""
-    views: dict[str, Callable[..., Response]] = {}  # several paths may have one
+    views: dict[str, Callable[..., Response]] = {}  # by endpoint; several paths may have the same
     for face in FACES:
         views[face.name] = partial(answer_face, api, face)
         for path in face.paths:
@@ -97,15 +97,16 @@ def add_routes(app: Flask, api: Api) -> None:
 
 
 def create_app(api: Api, spans: Spans | None = None, address: str | None = None) -> Flask:
-    """The Flask app around the routes of `api`, served at `address` (default: its host). `spans` hears of requests."""
-    app, config = Flask("manta", static_folder=None), api.config
-    app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes + 1  # a chunked body is cut there: one byte too many tells
+    """Make the Flask app for a server at `address` (default: its host). `spans` sends a span of each request."""
+    app = Flask("manta", static_folder=None)
+    config = api.config
+    app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes + 1  # a chunked body is cut there: the extra byte shows it
     app.url_map.merge_slashes = False  # a redirect to the right spelling would be an HTML page
     app.url_map.strict_slashes = False  # some clients ask for /v1/models/
     add_routes(app, api)
     guard(app, api, address or config.host)
     answer_errors(app, config)
-    tell_of_requests(app, config, spans)
+    log_requests(app, config, spans)
     app.extensions["spans"] = spans
     app.wsgi_app = with_response(app.wsgi_app)  # type: ignore[method-assign]
     if config.root_path:
@@ -114,11 +115,11 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
 
 
 def guard(app: Flask, api: Api, address: str) -> None:
-    """Say who may send a request to a server that listens on this address, and when."""
+    """Refuse requests without a key, from foreign pages, and while the server drains."""
     config, board = api.config, api.board
     keys = [key.encode() for key in config.api_key]
     metrics_keys = [config.metrics_key.encode()] if config.metrics_key else keys
-    local = not keys and is_loopback(address)  # who reaches it needs no key, and so may read everything
+    local = not keys and is_loopback(address)  # no key is needed there, so keep foreign web pages out
     hosts = (*config.allowed_hosts, config.host.lower())
 
     @app.before_request
@@ -149,8 +150,9 @@ def guard(app: Flask, api: Api, address: str) -> None:
 
 
 def answer_errors(app: Flask, config: ServerConfig) -> None:
-    """Say what becomes of an error, and of the body of the request."""
-    several, refusals = len(set(config.api_key)) > 1, Refusals()
+    """Turn errors into replies, and free the request's body."""
+    several_keys = len(set(config.api_key)) > 1
+    refusals = Refusals()
 
     @app.teardown_request
     def release_body(error: BaseException | None) -> None:
@@ -165,7 +167,7 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
         if isinstance(error, MethodNotAllowed):
             headers["Allow"] = ", ".join(sorted(error.valid_methods or ()))
         answer = api_error(error, config)
-        if several and answer.status < 500:
+        if several_keys and answer.status < 500:
             if "body" in g:
                 g.body.close()
             gevent.sleep(refusals.wait(g.client, time.monotonic() - g.begun))
@@ -176,8 +178,8 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
         return response
 
 
-def tell_of_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> None:
-    """Name each request, in its reply and in the log."""
+def log_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> None:
+    """Give each reply an X-Request-Id, and log the request once its reply has been sent."""
 
     @app.after_request
     def name_request(response: Response) -> Response:
@@ -186,17 +188,19 @@ def tell_of_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> N
         response.headers["X-Request-Id"] = name
         if face_with_errors():
             response.headers["Request-Id"] = name  # where Anthropic's SDK looks for it
-        place, status, begun = (request.method, request.root_path + request.path), response.status_code, g.begun
-        client, headers, caller, error = g.client, request.headers, g.get("caller"), g.get("error", "")
+        place = (request.method, request.root_path + request.path)
+        headers, status = request.headers, response.status_code
+        client, begun = g.client, g.begun
+        caller, error = g.get("caller"), g.get("error", "")
         level = logging.DEBUG if request.endpoint in QUIET else logging.INFO
 
-        def tell() -> None:
+        def log() -> None:
             job = caller.job if caller else None
             log_request(name, client, place, status, begun, job, error, level)
             if spans and job:
                 spans.add(job, headers, status, begun)
 
-        response.call_on_close(tell)  # and not now, when a stream has no end yet
+        response.call_on_close(log)  # not now, because a stream has only begun
         return allow_origin(response, config)
 
 
@@ -204,9 +208,9 @@ def tell_of_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> N
 
 
 def serve(argv: list[str]) -> None:
-    """Serve until SIGTERM or Ctrl-C. Exit code 2, after one line that says why, where it cannot start.
+    """Serve until SIGTERM or Ctrl-C. If it cannot start, it says why in one line, and the exit code is 2.
 
-    Where torchrun or `srun` has started this on every rank, rank 0 serves, and the others are done when it is.
+    If torchrun or `srun` has started this on every rank, rank 0 serves, and the other ranks end when it does.
     """
     parser = OptionParser(
         EngineConfig, ServerConfig, usage="[COMMAND] [MODEL] [option ...]", description="Run a model.",
@@ -233,7 +237,8 @@ def serve(argv: list[str]) -> None:
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
         listener = listen(config.host, config.port)
         address = listener.getsockname()[0]
-    names, board = config.served_model_name or (engine_config.model_name,), Board()
+    names = config.served_model_name or (engine_config.model_name,)
+    board = Board()  # what all API processes share: whether the server drains, and a number for each client
     with engines("server", engine_config, board, secret) as fleet:
 
         def make_app() -> Flask:

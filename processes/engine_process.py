@@ -17,8 +17,7 @@ from typing import Any
 
 from config import PROG, TENSORS, VERSION, EngineConfig, weights_in
 from core import GLANCE, EngineCore
-from executor import MpExecutor, WorkerError, end_with_parent, name_process
-from executors.choose import visible_gpus
+from executor import MpExecutor, WorkerError, end_with_parent, name_process, visible_gpus
 from observe.logs import console, logger, set_up, start_log
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Met, Outputs, Reply
 from processes.child import Child, FrameServer, ParentPipe

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from config import PROG, EngineConfig, stamp_of, weights_in
-from executors.choose import visible_gpus
+from executor import visible_gpus
 from executors.torchrun import lead_or_follow
 from model_config import ModelConfig
 from models.hub import find_model

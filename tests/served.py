@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 class Server:
     """`python [LAUNCHER ...] server.py` on a free port, its processes and its traces."""
 
-    def __init__(self, *flags: str, folder: Path, launcher: Sequence[str] = ()):
+    def __init__(self, *flags: str, folder: Path, launcher: Sequence[str] = (), root: Path = ROOT):
         self.log = folder / "log"
         self.tmp = Path(tempfile.mkdtemp())
         self.shm = set(os.listdir("/dev/shm"))
@@ -32,7 +32,7 @@ class Server:
         fixed = ("--port", "0", "--device", "cpu", "--dtype", "float32")
         command = [sys.executable, *launcher, "server.py", *fixed, *flags]
         with open(self.log, "w") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(command, cwd=root, env=environment, stderr=log, start_new_session=True)
         try:
             self.port = int(self._wait_for(r"http://127\.0\.0\.1:(\d+)"))
         except BaseException:
@@ -119,8 +119,8 @@ def eventually(condition: Any, seconds: float = 60) -> None:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *flags: str, launcher: Sequence[str] = ()) -> Iterator[Server]:
-    server = Server(*flags, folder=folder, launcher=launcher)
+def serving(folder: Path, *flags: str, launcher: Sequence[str] = (), root: Path = ROOT) -> Iterator[Server]:
+    server = Server(*flags, folder=folder, launcher=launcher, root=root)
     try:
         yield server
     finally:

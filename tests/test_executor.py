@@ -98,8 +98,8 @@ def test_a_workers_death_is_noticed_by_the_clock_alone(mp_llm, answers, undistur
     before = mp_llm.core.metrics()["num_worker_restarts_total"]
     when(mp_llm, [3, 30], lambda: os.kill(worker(mp_llm), with_signal))
     first, trial, suspects = worker(mp_llm), mp_llm.core.scheduler.admission.trial, []
-    died = trial.died
-    monkeypatch.setattr(trial, "died", lambda seqs, requests: suspects.extend(seqs) or died(seqs, requests))
+    blame = trial.blame
+    monkeypatch.setattr(trial, "blame", lambda *of: suspects.extend(of[2]) or blame(*of))
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     mp_llm.core.check_integrity()
     assert mp_llm.core.metrics()["num_worker_restarts_total"] == before + 2 and not alive(first)
@@ -473,7 +473,7 @@ def lose_peers(worker: Any) -> None:
 
 def test_no_request_is_to_blame_when_other_engines_are_gone(mp_llm, answers, undisturbed, monkeypatch, caplog):
     core, suspects = mp_llm.core, list[Any]()
-    monkeypatch.setattr(core.scheduler.admission.trial, "died", lambda seqs, requests: suspects.extend(seqs))
+    monkeypatch.setattr(core.scheduler.admission.trial, "blame", lambda *of: suspects.extend(of[2]))
     when(mp_llm, [3], lambda: mp_llm.collective_rpc(lose_peers, 60.0))
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     assert "engine 0 has lost the other engines: new workers after" in caplog.text and not suspects
@@ -561,7 +561,7 @@ def test_what_comes_after_a_call_that_was_given_up_waits_for_it(mp_llm, answers,
 @pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_worker_that_is_lost_in_a_call_that_was_given_up_is_replaced(mp_llm, answers, monkeypatch, with_signal):
     core, before, suspects = mp_llm.core, mp_llm.core.workers.num_restarts, []
-    monkeypatch.setattr(core.scheduler.admission.trial, "died", lambda seqs, requests: suspects.extend(seqs))
+    monkeypatch.setattr(core.scheduler.admission.trial, "blame", lambda *of: suspects.extend(of[2]))
     with pytest.raises(TimeoutError):
         mp_llm.collective_rpc(very_slow, timeout=0.1)
     os.kill(worker(mp_llm), with_signal)

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from config import EngineConfig
 from engine import LLM
-from executors.choose import visible_gpus
+from executor import visible_gpus
 from plan import EngineCoreRequest, Health, Met
 from processes.child import READY, Board
 from processes.client import EngineDeadError, MPClient, Stream

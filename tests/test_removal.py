@@ -1,0 +1,93 @@
+"""What is optional can be taken out by hand: without its files and its lines at the doors, the demo still serves."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from served import ROOT, serving
+
+KEPT = {"observe/__init__.py", "observe/logs.py", "observe/metrics.py"}  # what the log says, and what `/metrics` counts
+PARTS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {  # its files, and what becomes of lines at its doors
+    "executors": (
+        ["executors/*.py", "processes/ray_hosts.py"],
+        {
+            "core.py": {
+                "from executors.choose import new_executor\n": (
+                    "from executor import new_local_executor as new_executor\n"
+                )
+            },
+            "processes/fleet.py": {
+                "from executors.torchrun import lead_or_follow\n": "",
+                "from processes.ray_hosts import Launcher\n": "",
+            },
+        },
+    ),
+    "observe": (
+        ["observe/*.py"],
+        {
+            "core.py": {
+                "from observe.observers import observers_of\n": "",
+                "from observe.profiles import Profiles\n": "",
+                "        self.recorder, self.observers = observers_of(config, sizes, self.scheduler)\n": (
+                    "        self.observers = []\n"
+                ),
+                "        self.profiles = Profiles(config, self.workers.call, self.observers)\n": "",
+            },
+            "scheduler.py": {"from observe.freed_blocks import WatchedBlockManager\n": ""},
+            "worker.py": {
+                "from observe.phases import DeviceClock, Phases\n": "",
+                "from observe.sanitizer import KVSanitizer\n": "",
+            },
+        },
+    ),
+    "faces": (
+        ["api/terminal.py", "api/batch_file.py", "api/anthropic.py"],
+        {
+            "server.py": {
+                "from api import batch_file, terminal\n": "",
+                '    "chat": (terminal.chat, "talk with a model in the terminal"),\n': "",
+                '    "complete": (terminal.complete, "go on from a text"),\n': "",
+                '    "batch": (batch_file.main, "answer a file of requests"),\n': "",
+            },
+            "api/faces.py": {
+                "from api.anthropic import COUNT_TOKENS, MESSAGES\n": "",
+                "MESSAGES, COUNT_TOKENS, ": "",
+            },
+        },
+    ),
+}  # fmt: skip
+
+
+def take_out(part: str, tree: Path) -> None:
+    """Delete the files of a part, and change its lines at the doors, each of which must stand there just once."""
+    patterns, doors = PARTS[part]
+    for path in (path for pattern in patterns for path in tree.glob(pattern)):
+        if str(path.relative_to(tree)) not in KEPT:
+            path.unlink()
+    for file, lines in doors.items():
+        text = (tree / file).read_text()
+        for old, new in lines.items():
+            assert text.count(old) == 1, f"{file} does not have just once: {old}"
+            text = text.replace(old, new)
+        (tree / file).write_text(text)
+
+
+@pytest.mark.parametrize("parts", [list(PARTS), *(pytest.param([part], marks=pytest.mark.long) for part in PARTS)])
+def test_the_demo_serves_without(parts: list[str], tmp_path: Path):
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT / "demo", tree / "demo")
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("*/__init__.py"), ROOT / "web"):
+        if path.name == "__init__.py" or path.is_dir():
+            folder = path if path.is_dir() else path.parent
+            shutil.copytree(folder, tree / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, tree)
+    for part in parts:
+        take_out(part, tree)
+    with serving(tmp_path, root=tree) as server:
+        said = [{"role": "user", "content": "What is 23 + 58?"}]
+        answer = server.client().chat.completions.create(model="demo", messages=said, temperature=0)
+        assert "81" in answer.choices[0].message.content
