@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from plan import NewRow, StepPlan, bit_words
+from plan import BAD_WORDS, BIAS, MASK, PENALTIES, NewRow, StepPlan, bit_words
 from sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 if TYPE_CHECKING:
     from models.logprobs import Scoring
 
 NO_ID = 2**31 - 1
-ALIGNMENT = 4  # words: every part begins at a multiple of 16 bytes, which is what the kernels are compiled for
+ALIGNMENT = 4  # words: every part begins at a multiple of 16 bytes, because kernels are compiled for that
 FLOATS = ("temperature", "top_p", "min_p", "penalties", "biases")  # the parts that hold no integers
 
 
 class StepShape(NamedTuple):
-    """What the host must know of a step to launch it. The device finds all else in the batch state."""
+    """What the host must know about a step to launch it. The device finds all else in the batch state."""
 
     rows: int  # including padding rows, whose slot is -1
     tokens: int
@@ -57,21 +57,23 @@ class BatchState:
     All parts but the token counts lie in one tensor of 4-byte words, so that one copy and one kernel bring all that a
     plan changes (`Writes`). Each part has a fixed address, so that one CUDA graph serves every step of its shape.
 
-    Some of it is on the host. `to_compute` says how many of a slot's known tokens are still to be computed, which is
+    A few arrays are on the host. `to_compute` says how many of a slot's known tokens are still to be computed, which is
     always one while it decodes. So the worker knows which rows sample without asking the device. `num_logprobs`,
-    `masked_logprobs` and `scores` are needed on the host alone, and `adjusted` mirrors `kinds`. While `held` is not 0
-    in a slot, stop tokens may not be drawn there: it is one more than the samples for which this goes on, and
-    `held_rows` has what the slot entered with.
+    `masked_logprobs` and `scores` are needed on the host alone, and `adjusted` mirrors `adjustments`. `stops_barred`
+    counts down the samples for which min_tokens still bars a slot's stop tokens: it is one more than these, or 0 if
+    there is no bar. `barred_rows` has what such slots entered with.
 
     The token counts take 4 bytes for each slot and token of the vocabulary, with or without penalties, so that nothing
-    is allocated once requests come. On a CPU the system gives that memory as it is used.
+    is allocated once requests come. On a CPU the system gives that memory only when it is used.
 
     Args:
         slots: S, sequences that run at once, and rows of a step.
         max_model_len, max_blocks: tokens of each, and blocks of each of its tables.
-        block_size: tokens in a block. vocab_size: V. device: where it lies.
-        kinds: K, kinds of layers, each of which has a block table for every slot.
-        writes: makes what takes changes of the words, for a device where these need not be gathered.
+        block_size: tokens in a block.
+        vocab_size: V.
+        device: where the tensors lie.
+        kinds: K, kinds of layers. Each kind has a block table for every slot.
+        writes: makes a replacement of `Writes` for a CPU, where changes are written at once.
     """
 
     token_ids: torch.Tensor  # [S, max_model_len + 1] int32, all known tokens
@@ -83,19 +85,19 @@ class BatchState:
     min_p: torch.Tensor
     top_k: torch.Tensor  # [S] int32
     seeds: torch.Tensor  # [S] int64
-    kinds: torch.Tensor  # for this and the next four see `ops.Adjust`
+    adjustments: torch.Tensor  # for this and the next four see `ops.Adjust`
     penalties: torch.Tensor
     bias_ids: torch.Tensor
     biases: torch.Tensor
     bitmask: torch.Tensor
-    num_prompt: torch.Tensor  # [S] int32, of the known tokens; set only where there are bad words
-    bad_words: torch.Tensor  # [S, 128, 16] int32, see `ops.mask_words`; set only there, too
+    num_prompt: torch.Tensor  # [S] int32, of the known tokens; set only if there are bad words
+    bad_words: torch.Tensor  # [S, 128, 16] int32, see `ops.mask_words`; set only then
     stop_bits: torch.Tensor  # [S, V / 32] int32, bit token % 32 of word token // 32: the token ends the sequence
     slots: torch.Tensor  # [S] int32, the slot of each of the step's rows; -1 marks a padding row, which changes nothing
     query_starts: torch.Tensor  # [S + 1] int32, where each row's tokens begin
     sample_index: torch.Tensor  # [S] int32, each row's place among those that sample, or -1
     sampling: torch.Tensor  # [S] int32, the slots of the rows that sample; set only if some token does not sample
-    last: torch.Tensor  # [S] int32, the index of the last token of each of these rows; set only then, too
+    last: torch.Tensor  # [S] int32, the index of these rows' last tokens; set only then
 
     def __init__(
         self, slots: int, max_model_len: int, max_blocks: int, block_size: int, vocab_size: int, device: str,
@@ -115,36 +117,37 @@ class BatchState:
         sizes = [-(-math.prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes.values()]
         begins = np.cumsum([0, *sizes]).tolist()
         self.words = torch.zeros(begins.pop(), dtype=torch.int32, device=device)
-        self.places: dict[str, tuple[int, int]] = {}  # of each part: its first word, and the number of words of a slot
+        self.places: dict[str, tuple[int, int]] = {}  # of each part: its first word, and words per slot
         for (name, shape), begin in zip(shapes.items(), begins, strict=True):
             self.places[name] = begin, math.prod(shape[2:] if name == "block_tables" else shape[1:])
             part = self.words[begin : begin + math.prod(shape)].view(shape)
             setattr(self, name, part.view(torch.float32) if name in FLOATS else part)
         self.seeds = self.words[self.places["seeds"][0] :][: 2 * slots].view(torch.int64)
         self.token_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
-        self.to_compute, self.num_logprobs, self.adjusted, self.held = np.zeros((4, slots), dtype=np.int32)
-        self.held_rows: dict[int, NewRow] = {}
+        self.to_compute, self.num_logprobs, self.adjusted, self.stops_barred = np.zeros((4, slots), dtype=np.int32)
+        self.barred_rows: dict[int, NewRow] = {}
         self.masked_logprobs = np.zeros(slots, dtype=bool)  # see `NewRow`
-        self.scores: dict[int, tuple[int, int, int, int]] = {}  # of a slot: `NewRow.score`, and how many tokens it has
-        self.num_blocks = [[0] * kinds for _ in range(slots)]
+        self.scores: dict[int, tuple[int, int, int, int]] = {}  # by slot: `NewRow.score`, and its tokens
+        self.num_blocks = [[0] * kinds for _ in range(slots)]  # by slot and kind
         self.stops: list[dict[int, int]] = [{} for _ in range(slots)]  # of each slot: words of stop_bits that are not 0
         self.writes = writes(self.words) if writes else Writes()  # for `apply`
 
     def enter(self, plan: StepPlan) -> None:
         """Let sequences leave, enter and grow. Token counts change now; all else is noted, and `apply` brings it."""
-        kinds = dict.fromkeys(plan.released, 0)
+        adjustments = dict.fromkeys(plan.released, 0)
         for slot in plan.released:
             self.scores.pop(slot, None)
-            self.held[slot] = 0
-            self.held_rows.pop(slot, None)
+            self.stops_barred[slot] = 0
+            self.barred_rows.pop(slot, None)
         for row in plan.new:
             slot, length = row.slot, len(row.token_ids)
             self.to_compute[slot] = length - row.num_computed
-            self.scores.pop(slot, None)  # that of a step that another rank has refused
+            self.scores.pop(slot, None)  # left over if another rank has refused a step
             if row.score is not None:
                 self.scores[slot] = (*row.score, length)
-            self.num_logprobs[slot], self.num_blocks[slot] = row.num_logprobs, [0] * len(row.blocks)
+            self.num_logprobs[slot] = row.num_logprobs
             self.masked_logprobs[slot] = row.masked_logprobs
+            self.num_blocks[slot] = [0] * len(row.blocks)
             self._write("token_ids", slot, array("i", row.token_ids))
             for name, number in (("num_known", length), ("num_computed", row.num_computed), ("top_k", row.top_k)):
                 self._write(name, slot, array("i", (number,)))
@@ -152,20 +155,23 @@ class BatchState:
                 self._write(name, slot, array("f", (value,)))
             self._write("seeds", slot, array("q", (row.seed,)))
             self._grow(slot, row.blocks)
-            if row.stops != self.stops[slot]:  # mostly they are those of the slot's last row
+            if row.stops != self.stops[slot]:  # mostly they equal the last row's in this slot
                 self.stops[slot] = row.stops
                 self._write("stop_bits", slot, self._bits(row.stops))
-            kinds[slot] = self._enter_adjustments(row)
+            adjustments[slot] = self._enter_adjustments(row)
         for slot, blocks in plan.new_blocks:
             self._grow(slot, blocks)
         for slot, mask in plan.masks:
             self._write("bitmask", slot, np.frombuffer(mask, dtype=np.uint32))
-        for slot, kind in kinds.items():
-            self.adjusted[slot] = kind
-            self._write("kinds", slot, array("i", (kind,)))
+        for slot, bits in adjustments.items():
+            self._note(slot, bits)
+
+    def _note(self, slot: int, bits: int) -> None:
+        self.adjusted[slot] = bits
+        self._write("adjustments", slot, array("i", (bits,)))
 
     def _enter_adjustments(self, row: NewRow) -> int:
-        """Note what changes the logits of a new row; returns its `kinds`, see `ops.Adjust`."""
+        """Note what changes the logits of a new row; returns its `adjustments`, see `ops.Adjust`."""
         slot, bias = row.slot, row.logit_bias
         if row.penalties is not None:
             self._write("penalties", slot, array("f", row.penalties))
@@ -177,16 +183,16 @@ class BatchState:
             ordered = sorted(bias)
             self._write("bias_ids", slot, array("i", ordered + [NO_ID] * (MAX_LOGIT_BIAS - len(bias))))
             self._write("biases", slot, array("f", [bias[token] for token in ordered]))
-        self.held[slot] = row.min_tokens + 1 if row.min_tokens and row.stops else 0
-        if self.held[slot]:
-            self.held_rows[slot] = row
-        return (row.penalties is not None) + 2 * (bias is not None) + self._enter_mask(row)
+        self.stops_barred[slot] = row.min_tokens + 1 if row.min_tokens and row.stops else 0
+        if self.stops_barred[slot]:  # one more, because `advance` takes one off before each sample
+            self.barred_rows[slot] = row
+        return PENALTIES * (row.penalties is not None) | BIAS * (bias is not None) | self._enter_mask(row)
 
     def _enter_mask(self, row: NewRow) -> int:
-        """Note which tokens may be drawn in a row's slot from now on; returns that part of its `kinds`."""
+        """Note which tokens may be drawn in a row's slot from now on; returns the bits MASK and BAD_WORDS as needed."""
         if row.constrained:  # its steps bring their masks
-            return 4
-        barred = row.stops if self.held[row.slot] else {}
+            return MASK
+        barred = row.stops if self.stops_barred[row.slot] else {}
         if row.allowed is None and not barred and not row.bad_words:
             return 0
         bits = np.full(self.places["bitmask"][1], 0xFFFFFFFF, dtype=np.uint32)
@@ -197,13 +203,13 @@ class BatchState:
         # `mask_words` lets a word's last token be drawn where the word does not match, so no other rule may bar it.
         words = [word for word in row.bad_words if len(word) > 1 and int(bits[word[-1] // 32]) >> word[-1] % 32 & 1]
         if not words:
-            return 4
+            return MASK
         rows = np.full((2 * MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1, dtype=np.int32)
         for i, word in enumerate(words):
             rows[i, -len(word) :] = word
         self._write("bad_words", row.slot, rows)
         self._write("num_prompt", row.slot, array("i", (row.num_prompt,)))
-        return 4 + 8
+        return MASK | BAD_WORDS
 
     def _bits(self, words: dict[int, int]) -> np.ndarray:
         """A row of `bitmask` or `stop_bits` from its words that are not 0."""
@@ -262,27 +268,27 @@ class BatchState:
     def advance(self, rows: np.ndarray) -> np.ndarray:
         """Count the tokens of `rows` [B, 2] as computed; returns which rows [B] have caught up, and so sample.
 
-        Where a row has sampled as often as it must before a stop token may be drawn, this note is taken back.
+        When a row has sampled min_tokens times, its stop tokens are allowed again.
         """
-        slots, counts = rows[:, 0], rows[:, 1]
+        slots, counts = rows.T
         left = self.to_compute[slots] - counts
         assert (left >= 0).all(), "a row ran past its known tokens"
         samples = left == 0
         self.to_compute[slots] = left + samples
-        for slot in slots[samples & (self.held[slots] > 0)].tolist():
-            self.held[slot] -= 1
-            if not self.held[slot]:  # from this sample on
-                kind = self.adjusted[slot] & ~12 | self._enter_mask(self.held_rows.pop(slot))
-                self.adjusted[slot] = kind
-                self._write("kinds", slot, array("i", (kind,)))
+        for slot in slots[samples & (self.stops_barred[slots] > 0)].tolist():
+            self.stops_barred[slot] -= 1
+            if not self.stops_barred[slot]:  # from this sample on
+                others = self.adjusted[slot] & ~(MASK | BAD_WORDS)
+                self._note(slot, others | self._enter_mask(self.barred_rows.pop(slot)))
         return samples
 
     def adjust(self, ops: ModuleType) -> Any:
         """The `ops.Adjust` of all slots."""
-        return ops.Adjust(self.kinds, self.penalties, self.token_counts, self.bias_ids, self.biases, self.bitmask)
+        changes = self.penalties, self.token_counts, self.bias_ids, self.biases, self.bitmask
+        return ops.Adjust(self.adjustments, *changes)
 
     def bar(self, logits: torch.Tensor, rows: torch.Tensor, slots: np.ndarray) -> None:
-        """Bar from those `rows` [R] of logits whose `slots` [R] want it what may not be drawn there; in place."""
+        """Set logits of barred tokens to -inf in those `rows` [R] whose `slots` [R] ask for it (masked_logprobs)."""
         if len(masked := np.flatnonzero(self.masked_logprobs[slots])):
             rows = rows[to_device(masked, self.device)]
             words = self.bitmask[to_device(slots[masked], self.device)]
@@ -290,7 +296,7 @@ class BatchState:
             logits[rows] = logits[rows].masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -math.inf)
 
     def sample(self, ops: ModuleType, logits: torch.Tensor, slots: torch.Tensor, adjust: Any) -> torch.Tensor:
-        """The next token [R] of each of `slots` [R], from logits [R, vocab]; `adjust` is that of this step."""
+        """The next token [R] of each of `slots` [R], from logits [R, vocab]; `adjust` is this step's."""
         if adjust is not None:
             ops.mask_words(slots, self.token_ids, self.num_known, self.num_prompt, self.bad_words, adjust)
         return ops.sample(
@@ -319,9 +325,9 @@ class Rows:
     shape: StepShape
     sampling: np.ndarray  # [R] rows that sample,
     slots: np.ndarray  # and their slots
-    asked: np.ndarray  # [A] those of them whose log-probabilities are wanted
-    counts: list[int]  # [A] how many of the likeliest ids each of these wants
-    scoring: Scoring | None = None  # what is scored of their known tokens; None: nothing, as in every step of decodes
+    asked: np.ndarray  # [A] rows that sample and want log-probabilities,
+    counts: list[int]  # and how many of the likeliest ids each of these wants
+    scoring: Scoring | None = None  # known tokens to score; None: none, as in every step of decodes
 
     @property
     def decode(self) -> bool:

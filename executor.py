@@ -3,7 +3,7 @@
     UniExecutor         the one worker is an object in this process
     MpExecutor          a spawned process for each worker; plans go out by a ring, results come back by one ring each
 
-Those of several hosts are in `executors/`: torchrun's and Ray's.
+The executors for several hosts are in `executors/`: torchrun's and Ray's.
 
 `submit` and `result` are separate, so that an executor may run a step while the engine plans the next one. torch is
 imported where a worker is made. So an engine whose workers are processes never loads it, and starts again sooner.
@@ -40,7 +40,7 @@ from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog, meeting_
 TURN = 0.05  # seconds to wait for one rank's reply before looking at the next rank's
 STARTING = threading.Lock()  # held while a worker's process starts
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-SLOWEST = 20  # times the largest step of warm-up that a step may take: other lengths, a busy machine, a cold cache
+SLOWEST = 20  # a step may take this many times as long as warm-up's largest: busy machine, cold cache, other lengths
 MIN_STEP_TIMEOUT = 30.0  # seconds; a step of milliseconds may take this long once, on a machine that swaps
 KILL_TIMEOUT = 10  # seconds to wait for the end of a process that was killed
 
@@ -58,12 +58,12 @@ class BrokenOffError(BlamelessError):
 
 
 def step_timeout(config: EngineConfig, facts: dict[str, Any]) -> float:
-    """Seconds that a step may take: what was asked for, or else what follows from the largest step of warm-up."""
+    """Seconds that a step may take: the option, or else a multiple of what warm-up's largest step took."""
     return config.step_timeout or max(MIN_STEP_TIMEOUT, round(SLOWEST * facts["step_seconds"], 1))
 
 
 class UniExecutor:
-    """One worker in this process. `rendezvous` is where it meets others, if there are any; see `Group.connect`.
+    """One worker in this process. If there are other ranks, `Group.connect` connects it to them at `rendezvous`.
 
     Raises:
         ValueError: see `start_worker`.
@@ -137,8 +137,8 @@ class MpExecutor:
     """A process for each rank. If `peers` share the experts, its workers start when theirs do.
 
     Attributes:
-        on_trouble: called with a text while a worker gives no sign of life, or a call that was given up holds up what
-            comes after it, and with None when that is over.
+        on_trouble: called with a message when the engine is stuck, because a worker shows no heartbeat or a call that
+            was given up still runs; and with None when the engine goes on.
 
     Raises:
         ValueError: see `start_worker`; or this process only imports a script that another one runs.
@@ -154,12 +154,13 @@ class MpExecutor:
                 "another process has started this one, which imports your script: put what it does under "
                 "`if __name__ == '__main__':`"
             )
-        self.config, self.model_config, self.peers = config, model_config, peers
+        self.config, self.model_config = config, model_config
+        self.peers = peers
         self.codec = Codec()
         self.processes: list[Any] = []  # of multiprocessing, or with the same methods
-        self.plans: Any = None  # a ring's writing end, or what has its methods
-        self.results: list[Any] = []  # of each rank a ring's reading end, or what has its methods
-        self.held: list[Any] = []  # rings, and what else is to be closed when the processes have ended
+        self.plans: Any = None  # a ring's writing end, or an object with the same methods
+        self.results: list[Any] = []  # the reading end of each rank's ring, or such an object
+        self.held: list[Any] = []  # rings and other things to close when the processes have ended
         self.waiting: deque[int] = deque()  # steps without a result yet
         self.on_trouble: Callable[[str | None], None] = lambda trouble: None
         self.step_timeout = config.step_timeout or MIN_STEP_TIMEOUT  # until warm-up has told more
@@ -180,11 +181,15 @@ class MpExecutor:
                 raise WorkerError(str(error)) from None
             config = dataclasses.replace(config, expert_rendezvous=met.place, data_parallel_size=met.engines)
         self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that have come, by rank
-        self.call_id, self.replies = 0, dict[int, Reply]()  # the latest call, and who has answered it
-        self.owing: set[int] = set()  # ranks that have not answered a call that was given up
-        self.watchdogs, self.held_up = [Watchdog() for _ in range(size)], Watchdog()
-        self.next_look, self.trouble, self.ready = 0.0, "", False
-        self.whole = False  # whether all ranks have all of each message
+        self.call_id = 0  # of the latest call,
+        self.replies: dict[int, Reply] = {}  # and the answers to it, by rank
+        self.owing: set[int] = set()  # ranks that still run a call that was given up: its caller has timed out
+        self.watchdogs = [Watchdog() for _ in range(size)]
+        self.held_up = Watchdog()  # tells for how long such a call has held up the engine
+        self.next_look = 0.0
+        self.trouble = ""  # what `on_trouble` was last called with
+        self.ready = False  # all workers have started
+        self.whole = False  # not in a start, nor while a message is written: Ctrl-C may keep it from some ranks
         with contextlib.ExitStack() as until_ready:
             self._launch(config, size, until_ready)
             self.all_facts = self._replies(time.monotonic(), config.startup_timeout)
@@ -248,11 +253,13 @@ class MpExecutor:
                 runs an earlier call, which was given up; then this one is not sent.
             WorkerError: see `result`.
         """
-        call, begun = Call.of(self.call_id + 1, method, args, kwargs), time.monotonic()
+        call = Call.of(self.call_id + 1, method, args, kwargs)
+        begun = time.monotonic()
         self.catch_up(NEVER if timeout is None else timeout)
         if timeout is None:
             begun, timeout = time.monotonic(), self.step_timeout
-        self.call_id, self.replies = call.call_id, {}
+        self.call_id = call.call_id
+        self.replies = {}
         self._send(call)
         return self._replies(begun, timeout)
 
@@ -268,7 +275,7 @@ class MpExecutor:
                 raise TimeoutError(f"rank {rank} still runs an earlier call, so this one was not sent")
             self._take(rank, TURN)
             self._attend()
-            # A rank that waits for a message has replied. Ctrl-C may have come before the reply was kept.
+            # A rank that waits for its next message has finished the call, even if Ctrl-C lost its reply.
             self.owing -= {rank for rank in self.owing if self.plans.nap(rank) not in (0, naps[rank])}
 
     def check(self) -> None:
@@ -315,7 +322,7 @@ class MpExecutor:
                 raise self._stuck(rank, self.step_timeout)
 
     def _attend(self, idle: bool = False) -> None:
-        """Take what has come from the ranks, which may read nothing before that, and look at them; see `_look`."""
+        """Take what the ranks have sent, and `_look` at them. A rank reads nothing while it has no room to send."""
         for rank in range(len(self.results)):
             while self._take(rank, 0):
                 pass
@@ -324,9 +331,9 @@ class MpExecutor:
     def _look(self, idle: bool = False) -> None:
         """Look at the workers' heartbeats, if the last look is long enough ago.
 
-        An idle worker's heartbeat is its main thread's, which wakes up now and then. While a step or a call runs it is
-        another thread's, because these may be slow. While a worker starts, loading a library may hold up all its
-        threads, so that only the system can tell whether it is stopped.
+        An idle worker's main thread wakes up now and then, and counts these naps. While a step or a call runs, which
+        may be slow, another thread counts heartbeats. While a worker starts, loading a library may hold up all its
+        threads, so only the system can tell whether it is stopped.
 
         Raises:
             WorkerError: one has stood still for `step_timeout` seconds.
@@ -334,21 +341,23 @@ class MpExecutor:
         self._heed_peers()
         if time.monotonic() < self.next_look:
             return
-        self.next_look, trouble = time.monotonic() + BEAT, ""
-        for rank, (dog, process) in enumerate(zip(self.watchdogs, self.processes, strict=True)):
+        self.next_look = time.monotonic() + BEAT
+        trouble = ""
+        for rank, (watchdog, process) in enumerate(zip(self.watchdogs, self.processes, strict=True)):
             if self.ready:
-                naps = idle and rank not in self.owing
-                still = dog.look(self.plans.nap(rank) if naps else self.results[rank].beats)
+                waits = idle and rank not in self.owing
+                still = watchdog.look(self.plans.nap(rank) if waits else self.results[rank].beats)
             else:
-                still = dog.look(0 if self._is_stopped(process) else dog.beats + 1)
+                still = watchdog.look(0 if self._is_stopped(process) else watchdog.beats + 1)
             if still >= self.step_timeout:
                 raise self._stuck(rank, self.step_timeout)
             if still >= STALL and not trouble:
                 trouble = str(self._stuck(rank, STALL))
+        # This count stands still only while a call that was given up holds up the engine.
         held_up = self.held_up.look(0 if self.owing and not idle else self.held_up.beats + 1)
         if held_up >= STALL and not trouble:
             trouble = f"all requests wait until rank {min(self.owing)} has done a call that was given up"
-        if self.ready and bool(trouble) != bool(self.trouble):  # while they start, it is known that nothing runs
+        if self.ready and bool(trouble) != bool(self.trouble):  # nobody expects steps during a start
             self.trouble = trouble
             self.on_trouble(trouble or None)
 
@@ -420,7 +429,7 @@ class MpExecutor:
         return is_stopped(process.pid)
 
     def _error(self, rank: int, what: str, why: str = "", kind: type[WorkerError] = WorkerError) -> WorkerError:
-        """What has happened to a rank, and what it did. In a call that was given up no request is to blame."""
+        """An error that says what happened to a rank, and in which step. A call that was given up blames no request."""
         where = f" in step {self.waiting[0]}" if self.waiting else " while idle"
         if not self.ready:
             where = " while it starts"
@@ -431,7 +440,8 @@ class MpExecutor:
 
 def start_method() -> str:
     """How worker processes start: as MANTA_WORKER_MULTIPROC_METHOD says, but no process that has torch is forked."""
-    asked, allowed = os.environ.get("MANTA_WORKER_MULTIPROC_METHOD", "spawn"), multiprocessing.get_all_start_methods()
+    asked = os.environ.get("MANTA_WORKER_MULTIPROC_METHOD", "spawn")
+    allowed = multiprocessing.get_all_start_methods()
     if asked not in allowed:
         raise ValueError(f"MANTA_WORKER_MULTIPROC_METHOD is {asked!r}; it must be {' or '.join(allowed)}")
     if asked == "fork" and (torch := sys.modules.get("torch")):
@@ -447,9 +457,9 @@ def start_method() -> str:
 def start_alone(process: Any) -> None:
     """Start a worker's process without the caller's script.
 
-    multiprocessing has a new Python import the script first, and one without a `__main__` guard would make an `LLM`
-    again. A worker needs nothing of it (but see `import_script`). There is no option for this, so we take the script
-    out of the note that multiprocessing writes for this process.
+    multiprocessing makes a new Python import the script first, and a script without a `__main__` guard would then make
+    another `LLM`. A worker does not need the script (but see `import_script`). multiprocessing has no option for this,
+    so we take the script out of the note that it writes for the new process.
     """
     with STARTING:
         prepare = spawn.get_preparation_data
@@ -495,17 +505,17 @@ def worker_main(
     name_process(f"worker {rank}" + (f" of engine {config.data_parallel_rank}" if config.max_engines > 1 else ""))
     set_up(config.log_level, config.log_format)
     threading.Thread(target=leave_with_parent, daemon=True).start()
-    if config.beside_server:  # there its parent's thread is the main one; in a script it may end before the process
-        end_with_parent(signal.SIGKILL)  # for one that is stopped, and so runs no thread
+    if config.beside_server:  # whose main thread starts workers; a script's thread may end before the script
+        end_with_parent(signal.SIGKILL)  # also while it is stopped and runs no thread
     plans.be_reader(rank)
     results.be_writer()
     work(config, model_config, rank, rendezvous, plans, results, script)
 
 
 def name_process(name: str) -> None:
-    """Call this process so in the log, and in what `ps` shows, which loses the command line's keys by that."""
+    """Name this process in the log and in `ps`, which then no longer shows the keys in the command line."""
     multiprocessing.current_process().name = name
-    if sys.platform != "darwin":  # where it may crash what is forked afterwards
+    if sys.platform != "darwin":  # there it may crash processes that are forked later
         from setproctitle import setproctitle
 
         setproctitle(f"manta: {name}")

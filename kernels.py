@@ -1,4 +1,4 @@
-"""The Triton kernels and their launchers; `reference.py` states the same ops in plain torch, and tells their arguments.
+"""The Triton kernels and their launchers; `reference.py` has the same ops in plain torch, and explains their arguments.
 
 Each op is a kernel, whose docstring opens with its formula and shapes, and a launcher in three parts: check, allocate,
 launch. Inside kernels a prefix tells what a name is: i_ an index, o_ offsets, m_ a mask, p_ pointers, b_ a block of
@@ -31,10 +31,10 @@ BACKEND = "triton"  # what the option of this name calls these ops
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")  # of an MLP with a gate
 
 PREFILL_ROWS = 128  # rows of a query tile: two warp groups of 64, the least for which sm_90 issues wgmma
-DECODE_PROGRAMS = 2  # of attention_decode per processor that has room: while one starts a row, the other keeps loading
+DECODE_PROGRAMS = 2  # of attention_decode per processor (SM) with room: while one starts a row, the other keeps loading
 MOVE_BYTES = 8192  # of a block that a program moves at a time: four accesses of 16 bytes for each of its threads
 # PCIe 5 needs some 110 KB in flight between device and host. 16 programs of 256 threads with 64 bytes each hold twice
-# that, which should keep the bus busy, and most processors stay free for the next step. It has not been measured.
+# that and reach 52 GB/s; 8 to 64 are equally fast. Most processors stay free for the next step.
 SWAP_PROGRAMS = 16
 SWAP_BYTES = 16384
 POOL_ROWS, POOL_BLOCK = 16, 128  # tokens and elements of each that a program of `pool` holds at a time
@@ -111,7 +111,7 @@ def _head_weights(
     q_weight, k_weight, o_h, o_d,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """The norm's weights at o_d of heads o_h, [heads, o_d] or [1, o_d] float32: q's, and for other heads k's."""
+    """The norm's weights at o_d of heads o_h, [heads, o_d] or [1, o_d] float32: q's in the first H, k's in the rest."""
     m_q, m_d = (o_h < H)[:, None], (o_d < D)[None, :]
     if PER_HEAD:
         m_k = (o_h >= H)[:, None] & (o_h < H + KV)[:, None]
@@ -127,7 +127,7 @@ def _head_weights(
 def _center_and_scale(b_x, m_d, scales, i_token, o_h, eps, H: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr):
     """([heads, 1] mean, [heads, 1] factor) by which the norm makes (x - mean) * factor of heads b_x [heads, D].
 
-    The mean is 0 but for a layer norm. The factor is the token's own for q or k where there are `scales` [T, 2].
+    The mean is 0 except for a layer norm. With `scales` [T, 2] the factor is the token's own, for q or for k.
     """
     b_mean = tl.zeros([b_x.shape[0], 1], tl.float32)
     if NORM == "layer":
@@ -161,7 +161,7 @@ def qk_norm_rope_store_kernel(
     p_x = qkv + i_token.to(tl.int64) * ((H + 2 * KV) * D) + (o_h * D)[:, None]
     b_raw = tl.load(p_x + o_d[None, :], mask=m_x, other=0.0)
     b_x = b_raw.to(tl.float32)
-    if NORM != "" and not NORM_LAST:  # v is normed as well, and the result is only used with V_NORM
+    if NORM != "" and not NORM_LAST:  # norms v as well; its result is used with V_NORM only
         b_mean, b_scale = _center_and_scale(b_x, m_d, scales, i_token, o_h, eps, H, D, NORM)
         if V_NORM:
             b_raw = _cast(b_x * b_scale, q.dtype.element_ty)
@@ -447,14 +447,14 @@ def attention_decode_kernel(
 ):  # fmt: skip
     """out[t, h] = softmax(scale q[t, h] K^T) V over the keys of t's row at most at t's position, in its window.
 
-    q, out [B TOKENS, H, D]. The list of all rows' items, of BLOCK_N keys each, is cut into equal shares, and program p
-    of P takes the p-th share. It goes through its share row by row. The TOKENS * G queries of a row that share a KV
-    head are the rows of its matrix products.
+    q, out [B TOKENS, H, D]. docs/kernels.md has a picture. A row's keys are cut into items of BLOCK_N keys. The list of
+    all rows' items is cut into equal shares, and program p of P takes the p-th, row by row. The TOKENS * G queries of a
+    row that share a KV head are the rows of its matrix products.
 
-    Where shares cut a row, several programs have a piece of it. A program has at most two such pieces, of its first row
-    and of its last: partial [P, 2, KV, TOKENS G, D] and partial_lse [P, 2, KV, TOKENS G] float32. `arrived` counts a
-    row's stored pieces, and the program that stores the last one adds them up. The count is never reset: every layer
-    adds the same number, so a multiple of it means the last piece, however often a CUDA graph is replayed.
+    A row that lies in several shares is cut into pieces, one for each. A program has at most two such pieces, of its
+    first row and of its last: partial [P, 2, KV, TOKENS G, D] and partial_lse [P, 2, KV, TOKENS G] float32. `arrived`
+    counts a row's stored pieces, and the program that stores the last one adds them up. The count is never reset: every
+    layer adds the same number, so a multiple of it means the last piece, however often a CUDA graph is replayed.
     LeanAttention: Sanovar et al., 2024. Stream-K: Osama et al., 2023.
     """
     i_p, i_kv = tl.program_id(0), tl.program_id(1)
@@ -542,7 +542,7 @@ def plan_decode(
     tokens: int = 1,
     chunked: bool = False,
 ) -> DecodePlan:
-    """See `reference.plan_decode`. Here it is how the work is shared out among the programs of `attention_decode`."""
+    """See `reference.plan_decode`. This plan cuts the work into shares for the programs of `attention_decode`."""
     batch, (kv_heads, block_size, head_dim) = len(slots), kv.shape[2:]
     assert num_heads % kv_heads == 0 and block_tables.stride(1) == 1 and len(seq_lens) == batch
     assert window >= int(chunked)
@@ -848,7 +848,7 @@ def prepare_inputs(
     do_not_specialize_on_alignment=["slots", "query_starts", "sample_index", "sampled"],
 )
 def post_update_kernel(
-    token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled, stop_bits, news, kinds,
+    token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled, stop_bits, news, adjustments,
     token_counts, num_rows, num_sampled, ids_stride, bits_stride, counts_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """num_computed[slot] += tokens of the row; token_ids[slot, num_known[slot]++] = its token, where it sampled one.
@@ -871,8 +871,8 @@ def post_update_kernel(
     b_word = tl.load(stop_bits + b_slot * bits_stride + b_token // 32, mask=m_b, other=0)
     tl.store(news + b_index, b_token.to(tl.int32), mask=m_b)
     tl.store(news + num_sampled + b_index, b_word >> (b_token % 32).to(tl.int32) & 1, mask=m_b)
-    if kinds is not None:
-        m_b = m_b & (tl.load(kinds + b_slot, mask=m_b, other=0) & 1 != 0)
+    if adjustments is not None:
+        m_b = m_b & (tl.load(adjustments + b_slot, mask=m_b, other=0) & 1 != 0)  # PENALTIES
         p_count = token_counts + b_slot * counts_stride + b_token
         tl.store(p_count, tl.load(p_count, mask=m_b) + 2, mask=m_b)
 
@@ -895,10 +895,11 @@ def post_update(
 
     news = torch.empty(2, len(sampled), dtype=torch.int32, device=sampled.device)
 
-    kinds, counts = (None, None) if adjust is None else (adjust.kinds, adjust.token_counts)
+    adjustments, counts = (None, None) if adjust is None else (adjust.adjustments, adjust.token_counts)
     post_update_kernel[(triton.cdiv(rows, 128),)](
-        token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled, stop_bits, news, kinds, counts,
-        rows, len(sampled), token_ids.stride(0), stop_bits.stride(0), 0 if counts is None else counts.stride(0), 128,
+        token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled, stop_bits, news,
+        adjustments, counts, rows, len(sampled), token_ids.stride(0), stop_bits.stride(0),
+        0 if counts is None else counts.stride(0), 128,
     )  # fmt: skip
     return news
 

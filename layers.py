@@ -1,7 +1,7 @@
 """The parts of a decoder layer: norms, attention, and the MLP, which is dense or made of experts.
 
-Each part holds a rank's share of its weights, and says by `slots` what of a checkpoint fills them. Which parts a layer
-has, and how they depart from Llama's, is read from the row of its family.
+Each part holds a rank's share of its weights, and its `parts` says which tensors of a checkpoint fill them. The row of
+its family says which parts a layer has, and how they depart from Llama's.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 import torch.nn.functional as F
 
 from model_config import ModelConfig
-from models.shares import Part, Shares, Slots
+from models.shares import Part, Parts, Shares
 from parallel import Group
 
 Weight = torch.Tensor | Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-Cut = Callable[["Attention", torch.Tensor], torch.Tensor]  # what `attend` gives, for the layer and its queries
+Cut = Callable[["Attention", torch.Tensor], torch.Tensor]  # as `Attention.attend`, in steps captured in pieces
 
 
 @dataclass(slots=True)
 class Batch:
-    """The device inputs of one step; see `prepare_inputs` for the first four."""
+    """The device inputs of one step; see `prepare_inputs` for the first four. Layers of a kind share a block table."""
 
     input_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]
-    slot_mapping: torch.Tensor  # [K, T] where each token's keys and values go, for each kind of layers
+    slot_mapping: torch.Tensor  # [K, T] where each token's keys and values go, for each kind
     seq_lens: torch.Tensor  # [B] context of each row, this step's tokens included
     slots: torch.Tensor  # [B] row of the batch state
     block_tables: torch.Tensor  # [K, S, M] of all slots
@@ -49,12 +49,12 @@ class Step:
     """What attention needs beside its layer's weights, while a step runs."""
 
     batch: Batch
-    pool: list[tuple[torch.Tensor, ...]]  # what layers see of it, by their kind and their place in a page
+    pool: list[tuple[torch.Tensor, ...]]  # views of layers: pool[kind][place in a page]
     rotations: list[torch.Tensor]  # [T, 2, dim] for each kind of RoPE; see `rope_table`
     query_scales: list[torch.Tensor | None]  # [T, 1, 1] for each kind of RoPE
     plans: list[Any]  # of `plan_decode`, for each kind of layers
     states: list[tuple[torch.Tensor, torch.Tensor]]  # of each layer that has one; see `Transformer.states_of`
-    rows: list[Any] | None = None  # how latent attention goes through the longer rows, once a layer has asked
+    rows: list[Any] | None = None  # for latent attention: its plan of the longer rows, made by the first layer
     cut: Cut | None = None  # takes the place of each attention; see `PiecewiseGraphs`
 
 
@@ -62,11 +62,11 @@ New = Callable[..., torch.Tensor]  # new(*shape, dtype=None): memory for a weigh
 
 
 class Owner:
-    """An object with weights as attributes, of which these are the names of some."""
+    """An object that has weights as attributes. These tuples name attributes that a device or dtype treats apart."""
 
     matrices: tuple[str, ...] = ()  # what a device may pack
-    stacks: tuple[str, ...] = ()  # of all experts, which it may pack in another way
-    factors: tuple[str, ...] = ()  # what norms multiply by
+    stacks: tuple[str, ...] = ()  # of all experts; a device may pack them in another way
+    factors: tuple[str, ...] = ()  # weights of norms, which may stay in float32
     batch_invariant = False  # whether a row's results must not depend on other rows
 
     def owners(self) -> Iterator[Owner]:
@@ -99,8 +99,8 @@ class Norm(Owner):
             return self.ops.layer_norm(x, self.weight, self.bias, self.eps, residual)
         return self.ops.rms_norm(x, self.weight, self.eps, residual)
 
-    def slots(self, name: str, shares: Shares) -> Slots:
-        """What of the checkpoint fills it."""
+    def parts(self, name: str, shares: Shares) -> Parts:
+        """Which tensors of the checkpoint fill it."""
         return shares.parts({f"{name}.weight": (self.weight, "all"), f"{name}.bias": (self.bias, "all")})
 
     def finish(self) -> None:
@@ -116,15 +116,16 @@ class Attention(Owner):
     gate: Weight | None = None  # of the results
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
-    norm_sizes: torch.Tensor | None = None  # numbers of q and k that one norm adds up
+    norm_sizes: torch.Tensor | None = None  # how many elements of q, and of k, one norm adds up
 
     def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, heads: int, new: New):
-        row, (all_kv_heads, dim) = c.row, c.kv_shapes[i]
+        row = c.row
+        all_kv_heads, dim = c.kv_shapes[i]
         self.config, self.row, self.i = c, row, i
         self.ops, self.group = ops, group
-        # With fewer KV heads than ranks, neighbouring ranks hold the same one.
-        self.copies, self.all_kv_heads, self.dim = max(1, group.size // all_kv_heads), all_kv_heads, dim
-        self.stores = c.kv_sources[i] == i  # else there is q alone, and k and v are another layer's
+        self.all_kv_heads, self.dim = all_kv_heads, dim
+        self.copies = max(1, group.size // all_kv_heads)  # so many neighbouring ranks hold the same KV head
+        self.stores = c.kv_sources[i] == i  # False: it has q alone, and reads another layer's keys and values
         kv_heads = max(1, all_kv_heads // group.size) if self.stores else 0
         self.sizes = q_size, kv_size, _ = heads * dim, kv_heads * dim, kv_heads * dim
         self.heads, self.kv_heads = heads, kv_heads
@@ -132,10 +133,11 @@ class Attention(Owner):
         self.width = q_size  # of what `attend` returns
         self.kind, self.place = c.layout(group.size, group.pipeline.layers).places[i]
         self.qkv = new(q_size + 2 * kv_size, c.hidden_size)
+        self.o = new(c.hidden_size, q_size)
+        # All that follows only some families have; for the words of `qk_norm` see `Family`.
         self.qkv_bias = new(q_size + 2 * kv_size) if row.qkv_bias else None
         self.gate = new(q_size, c.hidden_size) if row.out_gate else None
         self.gate_bias = new(q_size) if row.out_gate and row.qkv_bias else None
-        self.o = new(c.hidden_size, q_size)
         self.o_bias = new(c.hidden_size) if row.o_bias else None
         dtype = torch.float32 if row.unit_offset else None
         wide = row.qk_norm in ("heads", "all")
@@ -148,13 +150,13 @@ class Attention(Owner):
         if row.qk_norm == "all":  # ranks that hold the same KV head all count it
             self.norm_sizes = new(2, dtype=torch.float32)
 
-    def slots(self, shares: Shares) -> Slots:
-        """What of the checkpoint fills it."""
+    def parts(self, shares: Shares) -> Parts:
+        """Which tensors of the checkpoint fill it."""
         row, wide = self.row, self.row.qk_norm in ("heads", "all")
-        slots: Slots = {}
+        result: Parts = {}
 
         def fill(name: str, targets: tuple[torch.Tensor, ...], *words: str, same: bool = False) -> None:
-            slots[name] = shares.part(targets, words, self.copies, same, row.transposed and targets[0].ndim == 2)
+            result[name] = shares.part(targets, words, self.copies, same, row.transposed and targets[0].ndim == 2)
 
         for ending, weight, gate in (("weight", self.qkv, self.gate), ("bias", self.qkv_bias, self.gate_bias)):
             if weight is None:
@@ -163,32 +165,32 @@ class Attention(Owner):
             if name := row.name("qkv"):
                 if row.qkv_groups:
                     found = shares.by_heads((q, k, v), ("col", "kv", "kv"), self.kv_heads, self.copies)
-                    slots[f"{name}.{ending}"] = found
+                    result[f"{name}.{ending}"] = found
                 else:
                     fill(f"{name}.{ending}", (q, k, v), "col", "kv", "kv")
                 continue
             if isinstance(gate, torch.Tensor):
-                slots[f"{row.name('q')}.{ending}"] = shares.by_heads((q, gate), ("col", "col"), self.heads)
+                result[f"{row.name('q')}.{ending}"] = shares.by_heads((q, gate), ("col", "col"), self.heads)
             else:
                 fill(f"{row.name('q')}.{ending}", (q,), "col")
-            if self.stores and row.tied_values and not self.config.windows[self.i]:
+            if self.stores and row.tied_values and not self.config.windows[self.i]:  # k's weights are v's, too
                 fill(f"{row.name('k')}.{ending}", (k, v), "kv", "kv", same=True)
             elif self.stores:
                 fill(f"{row.name('k')}.{ending}", (k,), "kv")
                 fill(f"{row.name('v')}.{ending}", (v,), "kv")
         fill(f"{row.name('o')}.weight", (self.o,), "row")
-        slots |= shares.parts({f"{row.name('o')}.bias": (self.o_bias, "first")})
+        result |= shares.parts({f"{row.name('o')}.bias": (self.o_bias, "first")})
         for part, norm, word in (("q_norm", self.q_norm, "col"), ("k_norm", self.k_norm, "kv")):
             if norm is None or row.qk_norm == "unit" or (part == "k_norm" and not self.stores):
                 continue
             if "{}" in (name := row.name(part)):
-                slots |= self.norms_by_head(name, norm, word, shares)
+                result |= self.norms_by_head(name, norm, word, shares)
             else:
                 fill(f"{name}.weight", (norm.flatten() if row.qk_norm == "all" else norm,), word if wide else "all")
-        return slots | shares.parts({row.name("sinks"): (self.sinks, "col")})
+        return result | shares.parts({row.name("sinks"): (self.sinks, "col")})
 
-    def norms_by_head(self, name: str, norm: torch.Tensor, word: str, shares: Shares) -> Slots:
-        """The slots of a norm of which each head has a tensor of its own."""
+    def norms_by_head(self, name: str, norm: torch.Tensor, word: str, shares: Shares) -> Parts:
+        """The parts of a norm that the checkpoint stores one head at a time."""
         c, group = self.config, self.group
         count = c.num_heads if word == "col" else c.num_kv_heads
         first = group.rank * count // group.size
@@ -231,7 +233,7 @@ class Attention(Owner):
         return q if growth is None else q * growth.to(q.dtype)
 
     def all_heads(self, qkv: torch.Tensor) -> torch.Tensor:
-        """What normalises q and k [T, 2] where all heads of all ranks are one vector."""
+        """1 / rms of q and of k [T, 2] over all heads of all ranks."""
         assert self.norm_sizes is not None
         sums = self.group.all_reduce(self.ops.square_sums(qkv, self.kv_heads, self.dim))
         return (sums / self.norm_sizes + self.config.norm_eps).rsqrt()
@@ -240,7 +242,8 @@ class Attention(Owner):
         """The heads' results [T, heads * dim]. Rows of one token and longer rows have different kernels."""
         batch, c, window = step.batch, self.config, self.config.windows[self.i]
         kv = step.pool[self.kind][self.place]
-        n, parts = batch.num_decodes, []
+        n = batch.num_decodes
+        parts = []
         chunked = self.row.chunked and window > 0
         few, rest = (q, None) if n == q.shape[0] else q.split_with_sizes((n, q.shape[0] - n))
         if n > 0:
@@ -273,10 +276,10 @@ class Mlp(Owner):
         self.down_bias = new(c.hidden_size) if row.mlp_bias else None
         self.act = new(2, dtype=torch.float32) if c.activation == "xielu" else None
 
-    def slots(self, shares: Shares) -> Slots:
-        """What of the checkpoint fills it."""
+    def parts(self, shares: Shares) -> Parts:
+        """Which tensors of the checkpoint fill it."""
         row = self.row
-        slots: Slots = {}
+        result: Parts = {}
 
         def name(part: str) -> str:
             return f"{self.root}.{row.name(part).rpartition('.')[2]}" if self.root else row.name(part)
@@ -290,16 +293,16 @@ class Mlp(Owner):
             transposed = row.transposed and ending == "weight"
             if row.gated and row.name("gate_up"):
                 both = shares.part(weight.chunk(2), ("col", "col"), transposed=transposed)
-                slots[f"{name('gate_up')}.{ending}"] = both
+                result[f"{name('gate_up')}.{ending}"] = both
             else:
                 parts = ("gate", "up") if row.gated else ("up",)
                 for part, target in zip(parts, weight.chunk(len(parts)), strict=True):
-                    slots[f"{name(part)}.{ending}"] = shares.part((target,), ("col",), transposed=transposed)
-            slots[f"{name('down')}.{ending}"] = shares.part((down,), (word,), transposed=transposed)
+                    result[f"{name(part)}.{ending}"] = shares.part((target,), ("col",), transposed=transposed)
+            result[f"{name('down')}.{ending}"] = shares.part((down,), (word,), transposed=transposed)
         if self.act is not None:
             at = row.name("act")
-            slots |= shares.parts({f"{at}.alpha_p": (self.act[:1], "all"), f"{at}.alpha_n": (self.act[1:], "all")})
-        return slots
+            result |= shares.parts({f"{at}.alpha_p": (self.act[:1], "all"), f"{at}.alpha_n": (self.act[1:], "all")})
+        return result
 
     def finish(self) -> None:
         """xIELU's parameters go through a softplus."""

@@ -1,8 +1,8 @@
 """One transformer, whose layers are put together as its family's row says.
 
 The compute-heavy steps are the `ops` that the worker hands in (Triton kernels, or their plain torch twins); matrix
-products are torch's. Each rank of a group holds a share of every weight. One word for each weight says which share; see
-`Shares.part`.
+products are torch's. Each rank of a group holds a share of every weight. A word for each weight says which share:
+"col", "row", "kv", "vocab", "all" or "first"; see `Shares.share`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from models.expert_layers import ExpertMlp, ExpertsBeside
 from models.latent_attention import LatentAttention
 from models.layer_inputs import LayerGate, LayerInputs
 from models.rope import query_scales, rope_table
-from models.shares import Part, Shares, Slots, check_division
+from models.shares import Part, Parts, Shares, check_division
 from parallel import Group
 
 NORMS = ("attn_in", "attn_out", "mlp_in", "mlp_out")  # of a layer
@@ -39,8 +39,8 @@ class Transformer(Owner):
         device: where the weights go.
         dtype: of weights and activations; norms, RoPE, softmax and logits are computed in float32.
         max_model_len: positions that RoPE is tabulated for.
-        group: the ranks that hold the weights, this process among them, and the stage that they are. What only other
-            stages have is there without memory, so that a checkpoint is checked whole on each rank.
+        group: the ranks that hold the weights of this stage, this process among them. Weights that only other stages
+            have exist as shapes (device `meta`), so that each rank checks the whole checkpoint.
 
     Raises:
         ValueError: the weights cannot be divided among the ranks.
@@ -54,37 +54,38 @@ class Transformer(Owner):
         self.ops, self.group = ops, group
         self.device, self.dtype = device, dtype
         self.max_model_len = max_model_len
-        pipeline, size = group.pipeline, config.hidden_size
-        self.span = range(config.num_layers) if pipeline.layers is None else pipeline.layers
+        pipeline = group.pipeline
+        size = config.hidden_size
+        self.span = range(config.num_layers) if pipeline.layers is None else pipeline.layers  # of this stage
         self.layout = config.layout(group.size, pipeline.layers)
         self.state_size = config.state_size(group.size, self.span)
         self.num_heads = config.num_heads // group.size
         vocab = -(-config.vocab_size // group.size)  # the last ranks may hold less
-        at_first, at_last = self.memory(pipeline.first), self.memory(pipeline.last)
+        new_first, new_last = self.memory(pipeline.first), self.memory(pipeline.last)
         tied = config.head == "logits" and config.tie_word_embeddings
-        self.embedding = (at_last if tied and pipeline.last else at_first)(vocab, size)
+        self.embedding = (new_last if tied and pipeline.last else new_first)(vocab, size)
         self.positions: torch.Tensor | None = None  # the table of learned positions
         if self.row.name("positions"):
-            self.positions = at_first(config.max_position + self.row.position_offset, size)
+            self.positions = new_first(config.max_position + self.row.position_offset, size)
         self.layers = [self.new_layer(i) for i in range(config.num_layers)]
-        self.layer_inputs = LayerInputs(config, ops, vocab, at_first) if config.layer_input_size else None
-        self.norm = Norm(config, ops, size, at_last)
+        self.layer_inputs = LayerInputs(config, ops, vocab, new_first) if config.layer_input_size else None
+        self.norm = Norm(config, ops, size, new_last)
         self.head: Weight | None = self.embedding if tied and pipeline.last else None
         if config.head == "logits" and not tied:
-            self.head = at_last(vocab, size)
+            self.head = new_last(vocab, size)
         has_bias = config.head == "logits" and self.row.head_bias
-        self.head_bias = at_last(vocab) if has_bias else None
+        self.head_bias = new_last(vocab) if has_bias else None
         # The classification head, the same on each rank.
-        self.score = at_last(len(config.labels), size, dtype=torch.float32) if config.head == "labels" else None
+        self.score = new_last(len(config.labels), size, dtype=torch.float32) if config.head == "labels" else None
         interleaved = bool(self.row.interleaved)
         self.rotations = [rope_table(rope, max_model_len, interleaved).to(device) for rope in config.ropes]
-        grown = [query_scales(rope, max_model_len) for rope in config.ropes]
-        self.query_scales = [None if scales is None else scales.to(device) for scales in grown]
+        tables = [query_scales(rope, max_model_len) for rope in config.ropes]
+        self.query_scales = [None if scales is None else scales.to(device) for scales in tables]
         # Rounded as a weight, because that is how the models were trained.
         self.embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype, device="cpu"))
 
     def memory(self, here: bool) -> New:
-        """What makes memory for weights, or only their shapes where another stage has them."""
+        """A function that makes memory for weights; only their shapes if they are not `here` but on another stage."""
         nothing = torch.empty((), device="meta")
         # Not every rank fills all of it (see "first" and "vocab" in `Shares.share`), and the rest must be zero.
         make = torch.empty if self.group.size == 1 else torch.zeros
@@ -121,18 +122,19 @@ class Transformer(Owner):
         incoming: torch.Tensor | None = None,
         cut: Cut | None = None,
     ) -> torch.Tensor:
-        """Run one step; keys and values of its tokens go into `pool` [blocks, numbers of a page], see `views`, and the
+        """Run one step. The keys and values of its tokens go into `pool` [blocks, elements of a page], see `views`. The
         `states` [rows, size] of its rows change, see `states_of`.
 
         Args:
-            incoming: what the stage before has made of the step's tokens, which changes; None on the first stage.
+            incoming: the previous stage's output, which changes; None on the first stage.
             cut: takes the place of each attention; see `PiecewiseGraphs`.
 
         Returns:
-            the hidden states [T, hidden] after the last norm. On a stage before the last it is what the next one takes:
-            the sums that layers add to [T, hidden], beside the inputs of the layers to come, where layers have some.
+            the hidden states [T, hidden] after the last norm. Before the last stage: the residual [T, hidden], and
+            beside it the inputs of later layers, if layers have inputs (Gemma 4).
         """
-        c, add_up, inputs = self.config, self.group.all_reduce, None
+        c, inputs = self.config, None
+        add_up = self.group.all_reduce
         step = self.new_step(batch, pool, states)
         step.cut = cut
         if incoming is None:
@@ -143,6 +145,7 @@ class Transformer(Owner):
             residual = incoming[:, : c.hidden_size].contiguous()
             if c.layer_input_size:
                 inputs = incoming[:, c.hidden_size :].unflatten(1, (-1, c.layer_input_size))
+        # Layers add to the residual. x is its norm, the input of attention and of the MLP; and then their output.
         x = self.enter(residual)
         for i in self.span:
             layer, following = self.layers[i], self.following(i)
@@ -165,15 +168,15 @@ class Transformer(Owner):
         return torch.cat((x, inputs[:, len(self.span) :].flatten(1)), 1)
 
     def following(self, i: int) -> Norm | None:
-        """The norm of the sums after layer i: that of the next layer, or the last one. Before another stage there is
-        none, because that stage begins with it."""
+        """The norm that follows layer i: the next layer's first, or the last norm. None at the end of a stage that has
+        a next one, because that one begins with it."""
         if i + 1 in self.span:
             return self.layers[i + 1].attn_in
         return self.norm if self.group.pipeline.last else None
 
     @property
     def passed_sizes(self) -> tuple[int, int]:
-        """Numbers of each token that come from the stage before, and that go to the next one; 0 where there is none."""
+        """Numbers per token that come from the stage before, and that go to the next one; 0 without such a stage."""
         c, pipeline = self.config, self.group.pipeline
         incoming, outgoing = (
             c.hidden_size + len(self.layers[begin:]) * c.layer_input_size for begin in (self.span.start, self.span.stop)
@@ -181,7 +184,7 @@ class Transformer(Owner):
         return 0 if pipeline.first else incoming, 0 if pipeline.last else outgoing
 
     def serve(self) -> None:
-        """Take part in a step for the sake of other engines, which have tokens for this engine's experts."""
+        """Take part in a step in which only other engines have tokens, some of them for this engine's experts."""
         none = self.embedding.new_empty(0, self.config.hidden_size, dtype=self.dtype)
         for i in self.span:
             layer = self.layers[i]
@@ -190,7 +193,7 @@ class Transformer(Owner):
                 experts.serve(none)
 
     def rehearse(self, rows: int, pool: torch.Tensor) -> None:
-        """Run all but attention's kernels on `rows` tokens that are zeros, without storing their keys and values."""
+        """For warm-up: run all kernels but attention's on `rows` tokens of zeros, without storing keys and values."""
         x = torch.zeros(rows, self.config.hidden_size, dtype=self.dtype, device=self.device)
         zeros = torch.zeros(rows, dtype=torch.int64)
         nowhere = torch.full((len(self.layout.windows), rows), -1)
@@ -216,11 +219,11 @@ class Transformer(Owner):
             for of, (table, w) in zip(layers, kinds, strict=False)
         ]
         rotations = [table[batch.positions] for table in self.rotations]
-        grown = [None if scales is None else scales[batch.positions] for scales in self.query_scales]
-        return Step(batch, layers, rotations, grown, plans, self.states_of(states))
+        scales = [None if table is None else table[batch.positions] for table in self.query_scales]
+        return Step(batch, layers, rotations, scales, plans, self.states_of(states))
 
     def states_of(self, states: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What each layer with a state sees of the pool of states [rows, size] float32, in the layers' order.
+        """The parts of the pool of states [rows, size] float32 that belong to each layer with a state, in order.
 
         These are the matrices [rows, Hv, dk, dv] of this rank's heads, and the latest inputs of the convolution,
         [rows, C, K - 1]. A row holds the matrices of all layers and then the inputs of all layers.
@@ -235,9 +238,9 @@ class Transformer(Owner):
         return list(zip(matrices.view(shape).unbind(1), inputs.unbind(1), strict=True))
 
     def views(self, pool: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-        """What layers see of the pool [blocks, numbers of a page], by their kind and their place in a page.
+        """Each layer's view of the pool [blocks, elements of a page]: views[kind][place in a page].
 
-        Each is [blocks, parts, heads, block_size, dim], where the parts are keys and values; see `ModelConfig.page`.
+        A view is [blocks, parts, heads, block_size, dim], where the parts are keys and values; see `ModelConfig.page`.
         A page has its layers one after the other.
         """
         layout = self.layout
@@ -251,12 +254,12 @@ class Transformer(Owner):
         return [view(layers, *shape) for layers, shape in zip(layout.layers, layout.shapes, strict=True)]
 
     def enter(self, residual: torch.Tensor) -> torch.Tensor:
-        """What this stage's first layer takes of the sums so far, which at the start are the embeddings."""
+        """The first norm of this stage, for the residual so far, which on the first stage is the embeddings."""
         norm = self.layers[self.span.start].attn_in
         return norm(residual) if norm else residual
 
     def add(self, y: torch.Tensor, residual: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        """Add y to the residual in place; returns its norm, or itself where there is none."""
+        """Add y to the residual in place; returns the norm of the residual, or the residual if there is no norm."""
         if self.config.residual_scale != 1:
             y *= self.config.residual_scale
         return norm(y, residual) if norm else residual.add_(y)
@@ -271,8 +274,8 @@ class Transformer(Owner):
         return x
 
     def look_up(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Rows [T, size] of a table that the ranks divide. A rank has zeros for ids that it does not hold, and the
-        ranks' are summed."""
+        """Rows [T, size] of a table that the ranks divide. A rank has zeros for ids that it does not hold, so the sum
+        over ranks has all rows."""
         if self.group.size == 1:
             return F.embedding(ids, table)
         local = ids - self.group.rank * len(table)
@@ -305,15 +308,16 @@ class Transformer(Owner):
             yield from self.layers[i].owners()
 
     def parameters(self) -> dict[str, Part]:
-        """What this rank takes of each tensor of a checkpoint, by names without the prefix of the model's body. Where
-        experts may come one by one or stacked, both are there, and the stacked tensor says which others it stands for.
+        """What this rank takes of each tensor of a checkpoint, by names without the prefix of the model's body. If
+        experts may come one by one or stacked, both are listed, and the stacked tensor names those that it stands for.
         """
-        name, head = self.row.name, None if self.config.tie_word_embeddings else self.head
+        name = self.row.name
+        head = None if self.config.tie_word_embeddings else self.head
         shares = Shares(self.config.vocab_size, self.group)
         found = shares.parts({f"{name('embed')}.weight": (self.embedding, "vocab")})
-        found |= self.norm.slots(name("norm"), shares)
+        found |= self.norm.parts(name("norm"), shares)
         if self.layer_inputs:
-            found |= self.layer_inputs.slots(shares)
+            found |= self.layer_inputs.parts(shares)
         found |= shares.parts({
             f"{name('positions')}.weight": (self.positions, "all"),
             f"{name('head')}.weight": (head, "vocab"),
@@ -322,7 +326,7 @@ class Transformer(Owner):
         })  # fmt: skip
         for i, layer in enumerate(self.layers):
             root = f"{name('layer')}.{i}."
-            for own, part in layer.slots(shares).items():
+            for own, part in layer.parts(shares).items():
                 found[root + own] = part._replace(instead_of=tuple(root + other for other in part.instead_of))
         for key, part in found.items():
             here = tuple(piece for piece in part.pieces if piece.target.is_meta == (self.device == "meta"))
@@ -334,7 +338,7 @@ class Transformer(Owner):
         return sum(math.prod(part.shape) for part in self.parameters().values() if not part.instead_of)
 
     def be_batch_invariant(self) -> None:
-        """Compute each row's products in the same way whatever rows are beside it; for the backend `kernels`."""
+        """Compute each row's products in the same way whatever rows are beside it; for the backend `triton`."""
         self.pack(lambda weight: lambda x, bias: self.ops.linear(x, weight, bias), None)
         for owner in self.owners():
             owner.batch_invariant = True
@@ -345,7 +349,7 @@ class Transformer(Owner):
                 owner.finish()
 
     def to_float(self) -> None:
-        """Keep what norms multiply by in float32."""
+        """Keep the weights of norms in float32."""
         for owner in self.owners():
             for name in owner.factors:
                 if (weight := getattr(owner, name)) is not None:
@@ -357,8 +361,8 @@ class Transformer(Owner):
         pack_experts: Callable[[torch.Tensor], Any] | None,
         threads: int = 1,
     ) -> None:
-        """Replace each matrix, and the weights of each layer's experts, by what these two make of them, `threads` of
-        them at a time. `parameters` no longer works then."""
+        """Replace each matrix by what `pack` makes of it, and each stack of experts by what `pack_experts` makes of it,
+        `threads` of them at a time. After that `parameters` no longer works."""
 
         def replace(place: tuple[Owner, str, Callable[[torch.Tensor], Any]]) -> None:
             owner, name, make = place
@@ -376,7 +380,7 @@ class Transformer(Owner):
 
 
 class Layer(Owner):
-    """A decoder layer: where its norms stand says how it adds attention and MLP to the hidden states."""
+    """A decoder layer. Families differ in where its norms stand, and in how attention and MLP are added."""
 
     def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, attention: Any, new: New):
         self.row, self.attention = c.row, attention
@@ -395,19 +399,19 @@ class Layer(Owner):
         self.gate = LayerGate(c, ops, new) if c.layer_input_size else None
         self.scale = new(1) if c.row.name("layer_scale") else None  # of the hidden states
 
-    def slots(self, shares: Shares) -> Slots:
-        """What of the checkpoint fills it, by names within the layer."""
-        slots = self.attention.slots(shares) | self.mlp.slots(shares)
+    def parts(self, shares: Shares) -> Parts:
+        """Which tensors of the checkpoint fill it, by names within the layer."""
+        result = self.attention.parts(shares) | self.mlp.parts(shares)
         for more in (self.beside, self.gate):
-            slots |= more.slots(shares) if more else {}
+            result |= more.parts(shares) if more else {}
         for part in NORMS:
             if norm := getattr(self, part):
-                slots |= norm.slots(self.row.name(part), shares)
-        return slots | shares.parts({self.row.name("layer_scale"): (self.scale, "all")})
+                result |= norm.parts(self.row.name(part), shares)
+        return result | shares.parts({self.row.name("layer_scale"): (self.scale, "all")})
 
     def end(self, residual: torch.Tensor, inputs: torch.Tensor | None, following: Norm | None) -> torch.Tensor:
-        """What follows attention and MLP where hidden states have a scale: the residual [T, hidden] is changed in
-        place, by the layer's `inputs` [T, size] among others. Returns its norm."""
+        """The end of a layer that scales the hidden states (Gemma 4): it adds the layer's gated `inputs` [T, size] to
+        the residual [T, hidden] and scales that, in place. Returns the norm of the residual."""
         if self.gate and inputs is not None:
             residual += self.gate(residual, inputs)
         assert self.scale is not None

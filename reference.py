@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from plan import BAD_WORDS, BIAS, MASK, PENALTIES
+
 BACKEND = "reference"  # what the option of this name calls these ops
 MASK32 = 0xFFFFFFFF
 FLOAT_MAX = torch.finfo(torch.float32).max
@@ -571,8 +573,8 @@ class Adjust(NamedTuple):
     prompt or the output has the token; x -= frequency * times in the output; x -= presence, if it is there at all.
     """
 
-    # [S] int32, what the slot needs: 1 for penalties + 2 for biases + 4 for the bitmask + 8 for `mask_words` before it
-    kinds: torch.Tensor
+    # [S] int32, bits of what the slot needs: PENALTIES, BIAS, MASK (the bitmask), BAD_WORDS (`mask_words` before it)
+    adjustments: torch.Tensor
     penalties: torch.Tensor  # [S, 3] float32: repetition, frequency, presence
     token_counts: torch.Tensor  # [S, V] int32: 2 * times in the output + 1 if in the prompt
     bias_ids: torch.Tensor  # [S, 1024] int32, distinct and ascending, then 2^31 - 1
@@ -586,13 +588,13 @@ class Adjust(NamedTuple):
 
     def apply(self, x: torch.Tensor, slot: int) -> None:
         """Adjust the logits x [V] float32 of a row in place, as `slot` says."""
-        kinds = int(self.kinds[slot])
-        if kinds & 4:
+        adjustments = int(self.adjustments[slot])
+        if adjustments & MASK:
             self.mask(x, slot)
-        if kinds & 2:
+        if adjustments & BIAS:
             given = self.bias_ids[slot] < len(x)
             x[self.bias_ids[slot][given].long()] += self.biases[slot][given]
-        if kinds & 1:
+        if adjustments & PENALTIES:
             (repetition, frequency, presence), counts = self.penalties[slot], self.token_counts[slot]
             x.copy_(torch.where(counts == 0, x, torch.where(x > 0, x / repetition, x * repetition)))
             times = counts >> 1
@@ -609,16 +611,16 @@ def mask_words(
 ) -> None:
     """Bit v of bitmask[slot] = 0 if, for a bad word w that ends in v, the output ends with w's other tokens; else 1.
 
-    It is done for every v that ends a word of a slot with bad words (8 in its `kinds`). All else in the bitmask stays.
+    It is done for every v that ends a word of a slot with BAD_WORDS in its adjustments. All else in the bitmask stays.
 
     Args:
         slots: [R] int32, of rows that are about to sample. token_ids: [S, max_model_len + 1] int32.
         num_known, num_prompt: [S] int32. The output is token_ids[slot, num_prompt : num_known].
         bad_words: [S, W, L] int32. A word's tokens are the last of its L; before them, and where no word is, stands -1.
-        adjust: its kinds are read, and its bitmask is changed in place.
+        adjust: its adjustments are read, and its bitmask is changed in place.
     """
     slots = slots[slots >= 0]
-    for slot in slots[adjust.kinds[slots] & 8 > 0].tolist():
+    for slot in slots[adjust.adjustments[slots] & BAD_WORDS > 0].tolist():
         words = bad_words[slot][bad_words[slot, :, -1] >= 0]
         places = num_known[slot] + torch.arange(1 - words.shape[1], 0, device=slots.device)
         output = torch.where(places >= num_prompt[slot], token_ids[slot, places.clamp(min=0)], -2)
@@ -659,7 +661,7 @@ def sample(
     slot, vocab = slots.long().clamp(min=0), logits.shape[1]
     x = logits.to(torch.float32, copy=True)
     if adjust is not None:
-        for row in adjust.kinds[slot].nonzero()[:, 0].tolist():
+        for row in adjust.adjustments[slot].nonzero()[:, 0].tolist():
             adjust.apply(x[row], int(slot[row]))
     greedy, heat = x.argmax(-1), temperature[slot][:, None]
     # The two clamps keep x - peak a number where a logit is infinite, and where every logit is -inf.
@@ -808,7 +810,7 @@ def post_update(
     token_ids[slot, num_known[slot].long()] = tokens.to(torch.int32)
     num_known[slot] += 1
     if adjust is not None:
-        adjust.token_counts[slot, tokens] += 2 * (adjust.kinds[slot] & 1)
+        adjust.token_counts[slot, tokens] += 2 * (adjust.adjustments[slot] & PENALTIES)
     news = torch.empty(2, len(sampled), dtype=torch.int32, device=sampled.device)
     news[0, index] = tokens.to(torch.int32)
     news[1, index] = stop_bits[slot, tokens // 32] >> (tokens % 32).to(torch.int32) & 1

@@ -9,16 +9,16 @@ Every reader gets every message, in order. A message that is longer than a chunk
 k-th that is written (from 1 on) goes into chunk k mod num_chunks. `written` becomes k when its payload is there, and a
 reader's word when that reader has taken it. The writer uses the chunk again once all readers have. So no word has two
 writers and there is no lock. The design is vLLM's `shm_broadcast`. The words are sequence numbers instead of flags, so
-that a message lost, repeated or overtaken cannot look like the next one. `length` is of the rest of the message, here
-and in the chunks that follow.
+that a message lost, repeated or overtaken cannot look like the next one. `length` is how
+many bytes of the message are left, with this chunk's.
 
 A reader spins for a moment, since a message mostly comes soon, and then sleeps until a socket, its bell, wakes it.
-Nothing here has a name in the file system, and so nothing is left there, whoever is killed.
+Nothing here has a name in the file system, so nothing is left there, whichever process is killed.
 
 Two more words tell that the other end lives, for a `Watchdog` to look at. The writer's process counts its heartbeats in
 one of them. Each reader counts its naps in another: it wakes up now and then while it waits.
 
-`executors/links.py` has the connections that take a ring's place to ranks on other machines.
+Ranks on other machines have a TCP connection each instead of a ring: `executors/links.py`.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from plan import Message
 
 CHUNK_BYTES = 1 << 18  # a plan is mostly a few KB; one with a prompt of 50,000 tokens may be larger
 NUM_CHUNKS = 8
-SPIN = 100e-6  # seconds; an immediate answer comes sooner, and waking up takes about half as long
+SPIN = 100e-6  # seconds before a reader sleeps; an immediate answer comes sooner, and waking up takes half as long
 NAP = 500e-6  # seconds between a writer's looks while there is no room
-BACKSTOP = 1.0  # seconds that a reader sleeps at most, should it ever miss the bell
+BACKSTOP = 1.0  # seconds that a reader sleeps at most, in case it ever misses the bell
 BEAT = 0.5  # seconds between two heartbeats, and between two looks at them
-STALL = 3.5  # seconds without a heartbeat after which a process is said to be stopped: 4.5 after it was, at most
+STALL = 3.5  # seconds without a heartbeat after which a process counts as stuck, at most 4.5 after it stopped
 GAP = 1.0  # seconds that one look at a heartbeat counts for, at most
 BROKEN_OFF = 60.0  # seconds after which a reader gives up the rest of a message that has begun
 WORD = 8  # bytes
 
 
 class Codec:
-    """Turns messages, of a union of classes, into bytes and back: msgpack, never pickle.
+    """Turns messages into bytes and back: msgpack, never pickle. `kinds` is the union of their classes.
 
     A message is written as the name of its class and its fields. Each decoding thread needs a codec of its own.
     """
@@ -74,26 +74,27 @@ class Codec:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ctrl-C waits until the end of this, so that it never leaves the books half written.
+    """Hold back Ctrl-C until the end of this, so that it never leaves what we keep half written.
 
-    It is entered several times a step, so it takes the functions below `signal`'s, which make no enums of handlers:
-    3 us instead of 22.
+    A step enters this several times. So it uses the module below `signal`, which makes no enums of handlers: 3 us
+    instead of 22.
     """
-    handler, held = _signal.getsignal(_signal.SIGINT), list[Any]()
+    handler = _signal.getsignal(_signal.SIGINT)
+    pending: list[Any] = []
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield  # no signal is handled in this thread, or none by Python
         return
-    _signal.signal(_signal.SIGINT, lambda *caught: held.append(caught))
+    _signal.signal(_signal.SIGINT, lambda *caught: pending.append(caught))
     try:
         yield
     finally:
         _signal.signal(_signal.SIGINT, handler)
-        if held:
-            handler(*held[0])
+        if pending:
+            handler(*pending[0])
 
 
 class RingTimeout(RuntimeError):
-    """A reader does not take messages, or the rest of one does not come; `reader` says which reader."""
+    """A reader takes no messages, or the rest of a message does not come; `reader` is that reader's number."""
 
     def __init__(self, reader: int, message: int, seconds: float):
         super().__init__(f"reader {reader} has not taken message {message} within {seconds:g} s")
@@ -101,17 +102,19 @@ class RingTimeout(RuntimeError):
 
 
 class Watchdog:
-    """How long another process's count of heartbeats stands still, if it is looked at every second or oftener.
+    """Measures how long another process's count of heartbeats stands still. Call `look` at least once a second.
 
-    Only time in which the observer runs is counted: if both processes were stopped, or the whole machine, the other one
+    Only time in which this process runs counts: if both processes were stopped, or the whole machine, the other one
     is not to blame.
     """
 
     def __init__(self) -> None:
-        self.beats, self.still, self.last = -1, 0.0, time.monotonic()
+        self.beats = -1  # the count at the last look
+        self.still = 0.0  # seconds
+        self.last = time.monotonic()
 
     def look(self, beats: int) -> float:
-        """Seconds for which the count has been what it is now."""
+        """Seconds for which the count has been `beats`, its present value."""
         now = time.monotonic()
         self.still = 0.0 if beats != self.beats else self.still + min(now - self.last, GAP)
         self.beats, self.last = beats, now
@@ -146,11 +149,11 @@ class RingBuffer:
         self.memory = mmap.mmap(self.fd, 0)
         self.words = memoryview(self.memory)[: self._words() * WORD].cast("Q")
         self.payloads = memoryview(self.memory)[self._words() * WORD :]
-        self.asleep = self.num_chunks * (2 + self.num_readers)  # index of a word for each reader: which nap, or 0
+        self.asleep = self.num_chunks * (2 + self.num_readers)  # index of each reader's word: its nap's number, or 0
         self.pulse = self.asleep + self.num_readers  # index of the word in which the writer counts its heartbeats
         self.count = 0  # chunks written, or read, at this end
         self.naps = 0  # of this reader
-        self.parts: list[bytes] = []  # of a message that has begun; Ctrl-C may break off reading it
+        self.parts: list[bytes] = []  # of a message, so far; they stay if Ctrl-C breaks off reading it
         self.fence = threading.Lock()
         for bell, _ in self.bells:
             bell.setblocking(False)
@@ -180,18 +183,19 @@ class RingBuffer:
     def write(self, message: bytes, timeout: float, look: Callable[[], None] = lambda: None) -> None:
         """Put a message in; waits while there is no room, and calls `look` every NAP while it does.
 
-        A reader that writes to this process reads nothing before that is taken, and `look` is there to take it.
+        `look` must take what readers write to this process: a reader that waits for room there reads nothing here.
 
         Raises:
-            RingTimeout: a reader has not made room within `timeout` seconds. Nobody gets the message, but readers may
-                have got the beginning of one that is larger than a chunk.
+            RingTimeout: a reader has not made room within `timeout` seconds. No reader gets the message; of one that
+                is larger than a chunk they may have the beginning.
         """
-        deadline, length = time.monotonic() + timeout, len(message)
+        deadline = time.monotonic() + timeout
+        length = len(message)
         for begin in range(0, length or 1, self.chunk_bytes):
             self._put(message[begin : begin + self.chunk_bytes], length - begin, timeout, deadline, look)
 
     def _put(self, part: bytes, left: int, timeout: float, deadline: float, look: Callable[[], None]) -> None:
-        """Put the next part of a message, of which so many bytes are left, into a chunk."""
+        """Put the next part of a message into a chunk; the message has `left` bytes still to come, with this part."""
         chunk = self.count % self.num_chunks
         at, begin = chunk * (2 + self.num_readers), chunk * self.chunk_bytes
         for reader in range(self.num_readers):
@@ -240,7 +244,7 @@ class RingBuffer:
         """The next message; None if none has begun within `timeout` seconds, or before a sentinel was readable.
 
         Raises:
-            RingTimeout: the rest of a message that has begun does not come, however short the timeout is.
+            RingTimeout: a message has begun, and its rest does not come within BROKEN_OFF seconds.
         """
         while self._wait(BROKEN_OFF if self.parts else timeout):
             self._order()  # the number was there before the payload is read
@@ -263,7 +267,8 @@ class RingBuffer:
 
     def _wait(self, timeout: float) -> bool:
         at = self.count % self.num_chunks * (2 + self.num_readers)
-        words, wanted, begun = self.words, self.count + 1, time.monotonic()
+        words, wanted = self.words, self.count + 1
+        begun = time.monotonic()
         while words[at] != wanted:
             if (waited := time.monotonic() - begun) > timeout:
                 return False

@@ -41,21 +41,21 @@ class LateCompile(RuntimeError):
 
 
 class Worker:
-    """Runs the model on one device, or this rank's share of it: all ranks get the same plans and give the same results.
+    """Runs the model, or this rank's share of it, on one device. All ranks get the same plans and have equal results.
 
     Args:
         config: the engine's options.
         model: the model, filled with weights.
-        pool: the KV pool [num_blocks, L, 2, KV, block_size, D] on the device, or one of latents, for L layers in a page
-            (see `KVLayout`).
+        pool: the KV pool [num_blocks, L, 2, KV, block_size, D] on the device, or one of latents. A page, which is what
+            a block holds, has L layers; see `KVLayout`.
         host_pool: blocks of the same shape in the host's memory.
-        states: recurrent states [rows, size] float32 on the device, those of the slots first; see `StepPlan`. Where no
-            layer has a state, the size is 0.
+        states: recurrent states [rows, size] float32 on the device, first one row for each slot; see `StepPlan`. The
+            size is 0 if no layer has a state.
         host_states: rows of the same size in the host's memory.
         state: what the device knows of the sequences that run.
         gatherer: gathers the log-probabilities that requests ask for.
-        pooler: makes vectors of prompts, where these are pooled and nothing is sampled.
-        greedy_head: finds greedy tokens on a CPU without computing all logits, where that pays.
+        pooler: makes one vector of each prompt, for models that pool prompts and sample nothing.
+        greedy_head: finds greedy tokens on a CPU without computing all logits, if that pays.
         watch: a context in which kernels are launched; see `CompileGuard`.
     """
 
@@ -85,20 +85,20 @@ class Worker:
         self.watch = watch
         self.info: dict[str, Any] = {}  # see `facts`
         self.rows: Rows | None = None  # the rows that the batch state holds
-        self.running: Rows | None = None  # those of this step once its `forward` has begun
-        self.phases: Phases | None = None  # of the step that is being launched; None without a trace
+        self.running: Rows | None = None  # this step's rows, from the moment its `forward` begins; for `make_up`
+        self.phases: Phases | None = None  # phases of the step that is being launched; None without a trace
         self.clock: DeviceClock | None = None  # on a GPU that traces
         self.trace(bool(config.trace))
-        self.graph_sizes: list[int] = []  # numbers of rows that decode steps are padded to; empty: they are not padded
-        # With each graph what its step passes on: the news, or before the last stage the hidden states.
+        self.graph_sizes: list[int] = []  # numbers of rows that decode steps are padded to; empty: no padding
+        # Each CUDA graph, and the tensor that it fills: the news, or before the last stage the hidden states.
         self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self.pieces: PiecewiseGraphs | None = None  # for small steps that no graph is for
-        self.incoming = torch.empty(0)  # where graphs read what comes from the stage before
-        self.copying: torch.cuda.Stream | None = None  # for copies beside a step
-        self.copied: torch.Tensor | None = None  # what these copies read, until the next step has waited for them
+        self.pieces: PiecewiseGraphs | None = None  # for small steps that have no graph
+        self.incoming = torch.empty(0)  # where graphs read the previous stage's output
+        self.copying: torch.cuda.Stream | None = None  # for copies that run beside a step
+        self.copied: torch.Tensor | None = None  # what these copies read; kept until the next step has waited for them
         self.sanitizer: KVSanitizer | None = None  # set after warm-up
         self.one_by_one = config.batch_invariant and self.ops.BACKEND != "triton"  # whether rows run alone
-        self.exchanges: list[tuple[torch.Size, torch.dtype]] = []  # what the ranks add up in each `Transformer.forward`
+        self.exchanges: list[tuple[torch.Size, torch.dtype]] = []  # of the all-reduces of a `forward`: a row's shape
 
     def facts(self) -> dict[str, Any]:
         """What the engine and the start log want to know; see `facts` in device/startup.py."""
@@ -109,13 +109,13 @@ class Worker:
         return self.pool[0].nbytes
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Apply the plan's differences and run its rows. If memory runs out, the result's `error` says so."""
+        """Apply the plan's differences and run its rows. If memory runs out, the result has an `error`."""
         return self.launch(plan).result()
 
     def sanitize(self) -> None:
         """Check every step from now on, if the options say so; the pools are empty.
 
-        Of several stages the first one does it. The others have the same tables, and do not know all tokens.
+        With pipeline stages only the first one checks: the others have the same tables, but not all token ids.
         """
         if self.config.sanitize_kv and self.pipeline.first:
             state, windows = self.state, self.model.layout.windows
@@ -136,7 +136,7 @@ class Worker:
             if not self.may_refuse():
                 raise
             error = str(failure).partition("\n")[0] or type(failure).__name__
-        if error:  # by now the step's tensors are gone
+        if error:  # outside of the except block, so that the failed step's tensors are freed
             if self.running and self.group.size > 1:
                 self.make_up(self.running)
             else:
@@ -146,7 +146,7 @@ class Worker:
         return launched
 
     def trace(self, on: bool) -> None:
-        """Whether from now on steps tell when their phases begin."""
+        """From now on note when the phases of each step begin, or stop that."""
         self.traces = on
         if on and self.device == "cuda":
             self.clock = self.clock or DeviceClock()
@@ -182,10 +182,10 @@ class Worker:
         return self.run_one_by_one(plan) if self.one_by_one else self.run_rows(plan)
 
     def agree(self, peers: ExpertGroup, plan: StepPlan) -> None:
-        """Agree with the engines that share the experts on how many tokens the messages of this step have.
+        """Agree with the engines that share the experts on the tokens of this step's messages: the most that one has.
 
-        Where all engines have decodes alone, it is a number for which each of them has a CUDA graph, as each says how
-        many rows its own decodes are padded to.
+        An engine that only decodes counts the rows that its CUDA graph pads them to. So where all engines only decode,
+        each has a graph of the size that they agree on.
         """
         sizes, tokens = self.graph_sizes, sum(count for _, count in plan.rows)
         if sizes and tokens and tokens == len(plan.rows):
@@ -196,7 +196,7 @@ class Worker:
         peers.bound = most
 
     def run_one_by_one(self, plan: StepPlan) -> Launched:
-        """Run the plan's rows one after the other, and token by token but where prompts are pooled.
+        """Run the plan's rows one after the other, and prompts token by token unless they are pooled.
 
         torch's operators round differently for other numbers of rows.
         """
@@ -219,7 +219,7 @@ class Worker:
     def run_rows(self, plan: StepPlan) -> Launched:
         """Bring to the device what the batch state has noted, and run the plan's rows, by a graph or by `forward`."""
         rows = self.rows
-        if not rows or not rows.decode or plan.rows != rows.planned or self.state.held.any():
+        if not rows or not rows.decode or plan.rows != rows.planned or self.state.stops_barred.any():
             rows = self.rows = self.enter_rows(plan)
         self.state.apply(self.ops)
         shape = rows.shape
@@ -251,9 +251,9 @@ class Worker:
     def may_refuse(self) -> bool:
         """Whether a step that has failed on this rank may be refused, and the worker goes on.
 
-        Engines that share the experts, and other stages, wait for the step's messages. Ranks of the same stage do, too,
-        but this one can make up for them, if `forward` has begun. The engine must hear of it, and of the ranks of an
-        external launcher it asks the first alone.
+        Engines that share the experts, and other stages, wait for the step's messages. So do ranks of the same stage,
+        but this one can make up for its messages, if `forward` has begun. And the engine must learn of the failure:
+        under an external launcher it hears rank 0 alone.
         """
         group = self.group
         if group.peers or self.pipeline.stages > 1:
@@ -264,7 +264,7 @@ class Worker:
     def make_up(self, rows: Rows) -> None:
         """Exchange zeros in what is left of a step that has failed on this rank, because the other ranks wait for it.
 
-        What they compute, and what this rank does not, is dropped: all sequences enter anew.
+        All ranks' results of the step are dropped, and all sequences enter anew.
         """
         group, shape, vocab = self.group, rows.shape, self.model.config.vocab_size
         done, width = len(group.exchanged), -(-vocab // group.size)
@@ -285,22 +285,22 @@ class Worker:
         return launched
 
     def receive(self, shape: StepShape, plan: StepPlan) -> torch.Tensor | None:
-        """What the stage before has made of the step's tokens. The first stage gets what earlier steps have sampled."""
-        pipeline, device = self.pipeline, self.device
+        """The previous stage's output for this step. The first stage has none; it receives tokens that were sampled."""
+        pipeline = self.pipeline
         self.mark("receive")
         if pipeline.first:
             self.catch_up(plan.rows)
             return None
-        x = pipeline.receive((shape.tokens, self.model.passed_sizes[0]), self.model.dtype, device)
+        x = pipeline.receive((shape.tokens, self.model.passed_sizes[0]), self.model.dtype, self.device)
         return self.incoming[: shape.tokens].copy_(x) if shape in self.graphs else x
 
     def catch_up(self, rows: list[tuple[int, int]] | None = None) -> None:
-        """On the first stage: receive what earlier steps have sampled for these `rows`, or all that is to come."""
+        """On the first stage: receive tokens that earlier steps have sampled for `rows`, or all that are to come."""
         receive = self.pipeline.receive
         self.sampled.take(rows, lambda count: receive((count,), torch.int32, self.device))
 
     def send(self, rows: Rows, result: torch.Tensor) -> None:
-        """Send on what this stage has made of a step. The last one sends what it has sampled back to the first."""
+        """Send a step's output to the next stage. The last stage sends the sampled tokens back to the first."""
         count = 0 if self.pooler else len(rows.sampling)
         if self.pipeline.first and count:
             self.sampled.expect(rows.slots, to_device(rows.slots, self.device))
@@ -311,7 +311,8 @@ class Worker:
 
     def enter_rows(self, plan: StepPlan) -> Rows:
         """Note the plan's rows in the batch state, and count their tokens as computed."""
-        state, rows = self.state, np.fromiter(chain.from_iterable(plan.rows), np.int32).reshape(-1, 2)
+        state = self.state
+        rows = np.fromiter(chain.from_iterable(plan.rows), np.int32).reshape(-1, 2)
         scoring = self.gatherer.scoring_of(state, plan.rows)
         samples = state.advance(rows)
         assert samples.all() or not self.pooler, "a prompt that is pooled runs whole"
@@ -325,22 +326,23 @@ class Worker:
     def shape_of(self, counts: np.ndarray, samples: np.ndarray) -> StepShape:
         """The shape of a step whose rows have `counts` [B] tokens and sample where `samples` [B] is true.
 
-        A step of decodes is padded to one of `graph_sizes`. The two attention kernels round differently, so where
-        results must not depend on the batch one of them gets all rows.
+        A step of decodes is padded to one of `graph_sizes`. The two attention kernels round differently, so with
+        `batch_invariant` and Triton's kernels, `attention_prefill` gets all rows.
         """
         rows, tokens, longest = len(counts), int(counts.sum()), int(counts.max())
-        if self.pooler:  # so that one kernel's rounding serves all
+        if self.pooler:  # no decodes either: one kernel rounds all prompts alike
             return StepShape(rows, tokens, 0, 0, longest, False)
-        adjusted, one = bool(self.state.adjusted.any()), self.config.batch_invariant and self.ops.BACKEND == "triton"
+        adjusted = bool(self.state.adjusted.any())
+        one_kernel = self.config.batch_invariant and self.ops.BACKEND == "triton"
         if tokens == rows and samples.all():
             peers = self.group.peers
             if peers and peers.bound in self.graph_sizes:  # the same graph on all engines: their messages are in it
                 rows = max(rows, peers.bound)
             rows = self.graph_sizes[bisect_left(self.graph_sizes, rows)] if self.graph_sizes else rows
-            return StepShape(rows, rows, 0 if one else rows, rows, 1, adjusted)
+            return StepShape(rows, rows, 0 if one_kernel else rows, rows, 1, adjusted)
         num_decodes = int((counts == 1).sum())
         assert (counts[:num_decodes] == 1).all(), "rows of one token come first"
-        return StepShape(rows, tokens, 0 if one else num_decodes, int(samples.sum()), longest, adjusted)
+        return StepShape(rows, tokens, 0 if one_kernel else num_decodes, int(samples.sum()), longest, adjusted)
 
     def forward(
         self,
@@ -352,28 +354,30 @@ class Worker:
         """Make the inputs, run the model, sample and update the state, for the rows that the batch state holds.
 
         Apart from the shape, everything is read from the device. So one CUDA graph serves every step of that shape.
-        The `plan` is for the sanitizer. What there is to score goes into `scoring`. `incoming` is of the stage before.
+        The `plan` is for the sanitizer and latent attention. Scores of prompt tokens go into `scoring`. `incoming` is
+        the previous stage's output.
 
         Returns:
-            logits [samples, vocab], and what `post_update` returns. Where prompts are pooled: twice what comes of it.
-            On a stage before the last: hidden states in place of logits, and news that say nothing.
+            logits [samples, vocab], and the news that `post_update` returns. With pooling: the vectors, twice. Before
+            the last stage: hidden states in place of logits, and news without meaning.
         """
         self.mark("prepare_inputs")
         self.group.exchanged.clear()
-        state, ops, n = self.state, self.ops, shape.num_decodes
+        state, ops = self.state, self.ops
+        n = shape.num_decodes
         slots, starts = state.slots[: shape.rows], state.query_starts[: shape.rows + 1]
         input_ids, positions, slot_mapping, seq_lens = ops.prepare_inputs(
             state.token_ids, state.num_computed, state.block_tables, slots, starts, shape.tokens, state.block_size
         )
         if self.sanitizer and plan:
             self.sanitizer.check(plan, input_ids, positions, slot_mapping, seq_lens)
-        longer = starts[n:] - n if 0 < n < shape.rows else starts[n:]
-        held = [(shape.max_query_len, -(-shape.max_query_len // state.block_size))] * (shape.rows - n)
+        query_starts = starts[n:] - n if 0 < n < shape.rows else starts[n:]
+        longer = [(shape.max_query_len, -(-shape.max_query_len // state.block_size))] * (shape.rows - n)
         if plan:
-            held = [(count, state.num_blocks[slot][0]) for slot, count in plan.rows[n:]]
+            longer = [(count, state.num_blocks[slot][0]) for slot, count in plan.rows[n:]]
         batch = Batch(
-            input_ids, positions, slot_mapping, seq_lens, slots, state.block_tables, n, starts, longer,
-            shape.max_query_len, held,
+            input_ids, positions, slot_mapping, seq_lens, slots, state.block_tables, n, starts, query_starts,
+            shape.max_query_len, longer,
         )  # fmt: skip
         self.mark("model")
         if self.pieces and shape.tokens <= self.pieces.sizes[-1]:
@@ -383,7 +387,7 @@ class Worker:
         self.exchanges = self.exchanges or [*self.group.exchanged]
         if self.sanitizer and plan:
             self.sanitizer.check_hidden(plan, hidden)
-        if not self.pipeline.last:  # the tokens that will be sampled count from now on
+        if not self.pipeline.last:  # count the tokens that the last stage will sample
             if self.pooler:
                 return hidden, hidden
             self.mark("post_update")
@@ -413,7 +417,7 @@ class Worker:
         return logits, self.post_update(shape, ids, adjust)
 
     def post_update(self, shape: StepShape, ids: torch.Tensor, adjust: Any = None) -> torch.Tensor:
-        """Write what the rows have sampled into the batch state; returns the news, see `ops.post_update`."""
+        """Write the sampled tokens into the batch state; returns the news, see `ops.post_update`."""
         state = self.state
         return self.ops.post_update(
             state.token_ids, state.num_known, state.num_computed, state.slots[: shape.rows],
@@ -447,11 +451,11 @@ class Worker:
 class Launched:
     """A step in the device's queue, and the tensors that will hold its results."""
 
-    unfinished: StepResult  # without what the device still computes
+    unfinished: StepResult  # what the host knows already
     rows: Rows | None = None
     news: torch.Tensor | None = None  # [2, R or more] of `ops.post_update`, on the host; complete after `done`
     logprobs: Gathered | None = None  # of `Rows.asked`; complete after `done`
-    finish: Callable[[np.ndarray], list[bytes]] | None = None  # where prompts are pooled: what their vectors become
+    finish: Callable[[np.ndarray], list[bytes]] | None = None  # with pooling: turns vectors into bytes
     done: torch.cuda.Event | None = None  # happens when the device has finished; None: it has
     phases: Phases | None = None  # None without a trace
 

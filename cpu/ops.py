@@ -24,6 +24,7 @@ from cpu.delta import conv_silu, delta_rule, gated_norm, sigmoid_mul  # noqa: F4
 from cpu.experts import expert_down, expert_gate_up, plan_experts  # noqa: F401
 from cpu.sampling import Adjust, logprobs, sample  # noqa: F401
 from cpu.weights import fuses_attention
+from plan import PENALTIES
 from reference import DecodePlan as LatentPlan
 from reference import (  # noqa: F401
     PrefillRows,
@@ -96,7 +97,7 @@ def post_update(
     token_ids.numpy()[slot, known[slot]] = tokens
     known[slot] += 1
     if adjust is not None:
-        adjust.token_counts.numpy()[slot, tokens] += 2 * (adjust.kinds.numpy()[slot] & 1)
+        adjust.token_counts.numpy()[slot, tokens] += 2 * (adjust.adjustments.numpy()[slot] & PENALTIES)
     news = np.empty((2, len(sampled)), dtype=np.int32)
     news[0, index] = tokens
     news[1, index] = stop_bits.numpy()[slot, tokens // 32] >> (tokens % 32) & 1

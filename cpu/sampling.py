@@ -43,7 +43,7 @@ def sample(
     slot = slots.long().clamp(min=0)
     if adjust is not None:
         logits = logits.to(torch.float32, copy=True)
-        for row in adjust.kinds[slot].nonzero()[:, 0].tolist():
+        for row in adjust.adjustments[slot].nonzero()[:, 0].tolist():
             adjust.apply(logits[row], int(slot[row]))
     heat = temperature[slot]
     if not heat.any():

@@ -246,7 +246,7 @@ class GreedyHead:
         """
         if len(slots) != 1 or (slot := int(slots)) < 0:
             return None
-        if state.temperature[slot] > 0 or state.kinds[slot] or state.num_logprobs[slot] >= 0:
+        if state.temperature[slot] > 0 or state.adjustments[slot] or state.num_logprobs[slot] >= 0:
             return None
         return self(hidden)
 

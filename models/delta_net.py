@@ -14,7 +14,7 @@ import torch
 
 from layers import New, Owner, Step, Weight, linear
 from model_config import ModelConfig
-from models.shares import Shares, Slots
+from models.shares import Parts, Shares
 
 
 class DeltaNet(Owner):
@@ -43,7 +43,7 @@ class DeltaNet(Owner):
         self.norm = new(delta.value_dim, dtype=torch.float32)  # not stored less 1, whatever the other norms are
         self.o: Weight = new(c.hidden_size, self.values)
 
-    def slots(self, shares: Shares) -> Slots:
+    def parts(self, shares: Shares) -> Parts:
         """What of the checkpoint fills it.
 
         Qwen3-Next has q, k, v and z in one tensor, and b and a in another one, both by heads of k. Qwen3.5 has q, k and
@@ -53,20 +53,20 @@ class DeltaNet(Owner):
         parts, convs = self.inputs.split(self.sizes), self.conv[:, None].split(self.sizes[:3])
         col, heads = ("col",), self.delta.key_heads
         if self.row.delta == "by_heads":
-            slots = {
+            result = {
                 "in_proj_qkvz.weight": shares.by_heads(parts[:4], 4 * col, heads),
                 "in_proj_ba.weight": shares.by_heads(parts[4:], 2 * col, heads),
             }
         else:
-            slots = {"in_proj_qkv.weight": shares.part(parts[:3], 3 * col)}
+            result = {"in_proj_qkv.weight": shares.part(parts[:3], 3 * col)}
             names = (f"in_proj_{name}.weight" for name in "zba")
-            slots |= shares.parts({name: (part, "col") for name, part in zip(names, parts[3:], strict=True)})
-        slots["conv1d.weight"] = shares.part(convs, 3 * col)
-        slots |= shares.parts({
+            result |= shares.parts({name: (part, "col") for name, part in zip(names, parts[3:], strict=True)})
+        result["conv1d.weight"] = shares.part(convs, 3 * col)
+        result |= shares.parts({
             "A_log": (self.decay, "col"), "dt_bias": (self.dt_bias, "col"), "norm.weight": (self.norm, "all"),
             "out_proj.weight": (self.o, "row"),
         })  # fmt: skip
-        return {f"{self.row.name('delta')}.{name}": slot for name, slot in slots.items()}
+        return {f"{self.row.name('delta')}.{name}": part for name, part in result.items()}
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]. States change."""

@@ -8,7 +8,7 @@ import torch
 
 from layers import Mlp, New, Norm, Owner, Step, linear
 from model_config import ModelConfig
-from models.shares import Part, Shares, Slots
+from models.shares import Part, Parts, Shares
 from parallel import Group
 
 
@@ -43,10 +43,10 @@ class ExpertMlp(Owner):
             self.shared = Mlp(c, ops, e.shared_size // group.size, new, row.name("shared"))
         self.shared_gate = new(1, c.hidden_size) if r.shared_gate else None
 
-    def slots(self, shares: Shares) -> Slots:
+    def parts(self, shares: Shares) -> Parts:
         """What of the checkpoint fills it: a tensor for each expert, or one for all."""
         name, r = self.row.name, self.r
-        slots = shares.parts({
+        result = shares.parts({
             f"{name('router')}.weight": (self.router, "all"),
             f"{name('router')}.bias": (self.router_bias, "all"),
             name("correction"): (self.correction, "all"),
@@ -60,25 +60,26 @@ class ExpertMlp(Owner):
             held, interleaved = (self.first, self.e.count), r.interleaved and len(parts) == 2
             singles = self.singles(weight, words[0], parts, shares)
             transposed = r.stacked == "transposed"
-            slots |= singles
+            result |= singles
             part = shares.stacked(weight, *held, words, transposed, interleaved)
-            slots[stack] = part._replace(instead_of=tuple(singles))
+            result[stack] = part._replace(instead_of=tuple(singles))
             if bias is not None:
-                slots[f"{stack}_bias"] = shares.stacked(bias, *held, bias_words, False, interleaved)
+                result[f"{stack}_bias"] = shares.stacked(bias, *held, bias_words, False, interleaved)
         if self.shared:
-            slots |= self.shared.slots(shares)
-        return slots | shares.parts({f"{name('shared_gate')}.weight": (self.shared_gate, "all")})
+            result |= self.shared.parts(shares)
+        return result | shares.parts({f"{name('shared_gate')}.weight": (self.shared_gate, "all")})
 
-    def singles(self, stack: torch.Tensor, word: str, parts: tuple[str, ...], shares: Shares) -> Slots:
-        """The slots of tensors with one matrix of one expert each, where the family has such: `parts` of `stack`."""
-        name, slots = self.row.name, Slots()
+    def singles(self, stack: torch.Tensor, word: str, parts: tuple[str, ...], shares: Shares) -> Parts:
+        """The parts of tensors with one matrix of one expert each, where the family has such: `parts` of `stack`."""
+        name = self.row.name
+        result: Parts = {}
         for part, matrices in zip(parts, stack.chunk(len(parts), 1), strict=True):
             for i in range(self.e.count if name("experts") else 0):
                 found = Part(matrices.shape[1:], ())  # another rank's
                 if self.first <= i < self.first + self.count:
                     found = shares.part((matrices[i - self.first],), (word,))
-                slots[f"{name('experts')}.{i}.{name(f'expert_{part}')}.weight"] = found
-        return slots
+                result[f"{name('experts')}.{i}.{name(f'expert_{part}')}.weight"] = found
+        return result
 
     def __call__(self, x: torch.Tensor, step: Step, seen: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden].
@@ -124,13 +125,13 @@ class ExpertsBeside(Owner):
         self.dense_out, self.experts_in, self.experts_out = (Norm(c, ops, c.hidden_size, new) for _ in range(3))
         self.experts = ExpertMlp(c, ops, group, new)
 
-    def slots(self, shares: Shares) -> Slots:
+    def parts(self, shares: Shares) -> Parts:
         """What of the checkpoint fills it, by names within the layer."""
         name = self.row.name
-        slots = self.experts.slots(shares) | shares.parts({name("router_scale"): (self.router_norm.weight, "all")})
+        result = self.experts.parts(shares) | shares.parts({name("router_scale"): (self.router_norm.weight, "all")})
         for part in ("dense_out", "experts_in", "experts_out"):
-            slots |= getattr(self, part).slots(name(part), shares)
-        return slots
+            result |= getattr(self, part).parts(name(part), shares)
+        return result
 
     def finish(self) -> None:
         """The router's norm gives a vector of length 1, and not one whose elements are about 1."""

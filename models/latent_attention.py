@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from batch_state import to_device
 from layers import Attention, New, Step, Weight, linear
 from model_config import ModelConfig
-from models.shares import Shares, Slots
+from models.shares import Parts, Shares
 
 NORM_EPS = 1e-6  # of the two latents' norms, whatever config.json says of the others
 WORKSPACE = 2**29  # bytes for keys and values in the plain form, unless those of one head take more
@@ -97,7 +97,7 @@ class LatentAttention(Attention):
         self.width = heads * latent.v_dim
         self.at_once = heads_at_once(heads, c, max_model_len, self.o.itemsize)
 
-    def slots(self, shares: Shares) -> Slots:
+    def parts(self, shares: Shares) -> Parts:
         """What of the checkpoint fills it."""
         root = self.row.name("o").rpartition(".")[0]
         names = {

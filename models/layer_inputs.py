@@ -8,7 +8,7 @@ import torch
 
 from layers import New, Norm, Owner, Weight, linear
 from model_config import ModelConfig
-from models.shares import Shares, Slots
+from models.shares import Parts, Shares
 
 
 class LayerInputs(Owner):
@@ -25,12 +25,12 @@ class LayerInputs(Owner):
         # Rounded as a weight, as `embed_scale` is.
         self.scale = float(torch.tensor(self.size**0.5, dtype=self.table.dtype, device="cpu"))
 
-    def slots(self, shares: Shares) -> Slots:
+    def parts(self, shares: Shares) -> Parts:
         """What of the checkpoint fills it."""
         name = self.row.name
         table, projection = f"{name('layer_embed')}.weight", f"{name('layer_projection')}.weight"
         weights = {table: (self.table, "vocab"), projection: (self.projection, "all")}
-        return shares.parts(weights) | self.norm.slots(name("layer_norm"), shares)
+        return shares.parts(weights) | self.norm.parts(name("layer_norm"), shares)
 
     def __call__(self, x: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         """[T, layers, size] for embeddings x [T, hidden] and what the table has of their tokens [T, layers * size]."""
@@ -50,12 +50,12 @@ class LayerGate(Owner):
         self.up: Weight = new(c.hidden_size, c.layer_input_size)
         self.norm = Norm(c, ops, c.hidden_size, new)
 
-    def slots(self, shares: Shares) -> Slots:
+    def parts(self, shares: Shares) -> Parts:
         """What of the checkpoint fills it, by names within the layer."""
         name = self.row.name
         gate, up = f"{name('layer_gate')}.weight", f"{name('layer_up')}.weight"
         weights = {gate: (self.gate, "all"), up: (self.up, "all")}
-        return shares.parts(weights) | self.norm.slots(name("layer_out"), shares)
+        return shares.parts(weights) | self.norm.parts(name("layer_out"), shares)
 
     def __call__(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """What is added to hidden states x [T, hidden] for the layer's inputs [T, size]."""

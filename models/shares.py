@@ -31,7 +31,7 @@ class Part(NamedTuple):
     instead_of: tuple[str, ...] = ()  # names of other tensors that are not needed where this one is there
 
 
-Slots = dict[str, Part]  # by names of tensors
+Parts = dict[str, Part]  # by names of tensors
 
 
 class Shares:
@@ -88,7 +88,7 @@ class Shares:
             shape.reverse()
         return Part(tuple(shape), tuple(pieces), transposed=transposed)
 
-    def parts(self, weights: Mapping[str, tuple[object, str]]) -> Slots:
+    def parts(self, weights: Mapping[str, tuple[object, str]]) -> Parts:
         """As `part`, of each weight that is there, by the name of its tensor and with its word."""
         found = {name: (weight, word) for name, (weight, word) in weights.items() if isinstance(weight, torch.Tensor)}
         return {name: self.part((weight,), (word,)) for name, (weight, word) in found.items()}

@@ -22,15 +22,15 @@ SAMPLE_BUFFER = 16384  # candidates of a row for which sampling has room in a bu
 
 
 @triton.jit
-def _row(i_r, i_slot, logits, kinds, penalties, token_counts, bias_ids, biases, bitmask, V: tl.constexpr):
+def _row(i_r, i_slot, logits, adjustments, penalties, token_counts, bias_ids, biases, bitmask, V: tl.constexpr):
     """The pointers and values that `_logits` needs to read row i_r."""
     p_logits = logits + i_r.to(tl.int64) * V
-    if kinds is None:
+    if adjustments is None:
         return (p_logits,)
     else:
         i_slot = i_slot.to(tl.int64)
         return (
-            p_logits, tl.load(kinds + i_slot), penalties + i_slot * 3, token_counts + i_slot * V,
+            p_logits, tl.load(adjustments + i_slot), penalties + i_slot * 3, token_counts + i_slot * V,
             bias_ids + i_slot * MAX_BIASES, biases + i_slot * MAX_BIASES, bitmask + i_slot * ((V + 31) // 32),
         )  # fmt: skip
 
@@ -40,17 +40,17 @@ def _logits(row, o_v, m_v):
     """x [..] float32: the row's logits at o_v, changed as `Adjust` says. It is -inf outside of m_v, and never +inf."""
     b_x = tl.load(row[0] + o_v, mask=m_v, other=float("-inf")).to(tl.float32)
     if len(row) > 1:
-        _, kinds, p_penalties, p_counts, p_bias_ids, p_biases, p_bitmask = row
-        if kinds & 4 != 0:
+        _, adjustments, p_penalties, p_counts, p_bias_ids, p_biases, p_bitmask = row
+        if adjustments & 4 != 0:  # MASK
             b_word = tl.load(p_bitmask + o_v // 32, mask=m_v, other=0)
             b_x = tl.where((b_word >> (o_v % 32)) & 1 != 0, b_x, float("-inf"))
-        if kinds & 2 != 0:  # the ids ascend, so only those between the first and the last of o_v are looked at
+        if adjustments & 2 != 0:  # BIAS: its ids ascend, so only those from the first to the last of o_v are read
             b_id = tl.load(p_bias_ids + tl.arange(0, MAX_BIASES))
             i_begin = tl.sum((b_id < tl.min(tl.where(m_v, o_v, NO_ID))).to(tl.int32), 0)
             i_end = tl.sum((b_id <= tl.max(tl.where(m_v, o_v, -1))).to(tl.int32), 0)
             for i in range(i_begin, i_end):
                 b_x += tl.where(o_v == tl.load(p_bias_ids + i), tl.load(p_biases + i), 0.0)
-        if kinds & 1 != 0:
+        if adjustments & 1 != 0:  # PENALTIES
             b_count = tl.load(p_counts + o_v, mask=m_v, other=0)
             repetition = tl.load(p_penalties)
             b_fair = tl.where(b_x > 0, tl.div_rn(b_x, repetition), b_x * repetition)
@@ -102,7 +102,7 @@ def _filters(p_top_k, p_top_p, p_min_p, i_slot, V: tl.constexpr):
 
 @triton.jit
 def sample_chunks_kernel(
-    logits, slots, temperature, top_k, top_p, min_p, kinds, penalties, token_counts, bias_ids, biases, bitmask,
+    logits, slots, temperature, top_k, top_p, min_p, adjustments, penalties, token_counts, bias_ids, biases, bitmask,
     chunk_max, chunk_sum, chunk_id, summary, V: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +120,7 @@ def sample_chunks_kernel(
     o_g = i_c * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
     o_l = tl.arange(0, GROUP)
     o_v = (o_g * GROUP)[:, None] + o_l[None, :]
-    row = _row(i_r, i_slot, logits, kinds, penalties, token_counts, bias_ids, biases, bitmask, V)
+    row = _row(i_r, i_slot, logits, adjustments, penalties, token_counts, bias_ids, biases, bitmask, V)
     b_x = _logits(row, o_v, o_v < V)
     b_top = tl.max(b_x, 1)
     b_at = tl.min(tl.where(b_x == b_top[:, None], o_l[None, :], GROUP), 1)
@@ -284,7 +284,7 @@ def _draw(row, p_values, n, held, b_mass, u, scale, peak, floor, CHUNK: tl.const
 @triton.jit
 def sample_pick_kernel(
     logits, slots, temperature, top_k, top_p, min_p, seeds, num_known,
-    kinds, penalties, token_counts, bias_ids, biases, bitmask,
+    adjustments, penalties, token_counts, bias_ids, biases, bitmask,
     chunk_max, chunk_sum, chunk_id, summary, groups, values, value_ids, ids,
     V: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_A: tl.constexpr, BUFFER: tl.constexpr, GATHER: tl.constexpr,
@@ -312,7 +312,7 @@ def sample_pick_kernel(
         b_id = tl.load(chunk_id + i_r * CHUNKS + o_c, mask=m_c & (b_max == peak), other=NO_ID)
         tl.store(ids + i_r, tl.minimum(tl.min(b_id, 0), V - 1).to(tl.int64))
         return
-    row = _row(i_r, i_slot, logits, kinds, penalties, token_counts, bias_ids, biases, bitmask, V)
+    row = _row(i_r, i_slot, logits, adjustments, penalties, token_counts, bias_ids, biases, bitmask, V)
     peak = tl.maximum(peak, -FLOAT_MAX)
     scale = _scale(heat)
     b_mass = tl.load(chunk_sum + i_r * CHUNKS + o_c, mask=m_c, other=0.0)
@@ -358,7 +358,7 @@ def sample_pick_kernel(
 class Adjust(NamedTuple):
     """See `reference.Adjust`."""
 
-    kinds: torch.Tensor
+    adjustments: torch.Tensor
     penalties: torch.Tensor
     token_counts: torch.Tensor
     bias_ids: torch.Tensor
@@ -368,7 +368,7 @@ class Adjust(NamedTuple):
 
 @triton.jit(do_not_specialize=["ids_stride", "bits_stride"], do_not_specialize_on_alignment=["slots"])
 def mask_words_kernel(
-    slots, token_ids, num_known, num_prompt, bad_words, kinds, bitmask, ids_stride, bits_stride,
+    slots, token_ids, num_known, num_prompt, bad_words, adjustments, bitmask, ids_stride, bits_stride,
     WORDS: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Bit v of bitmask[slot] = 0 if the output ends with w_1 .. w_(n-1) for a bad word w with w_n = v; else 1.
@@ -379,7 +379,7 @@ def mask_words_kernel(
     i_slot = tl.load(slots + tl.program_id(0)).to(tl.int64)
     if i_slot < 0:
         return
-    if tl.load(kinds + i_slot) & 8 == 0:
+    if tl.load(adjustments + i_slot) & 8 == 0:  # no BAD_WORDS
         return
     o_w, o_l, i_known = tl.arange(0, WORDS), tl.arange(0, LENGTH), tl.load(num_known + i_slot)
     p_words = bad_words + i_slot * (WORDS * LENGTH)
@@ -415,7 +415,7 @@ def mask_words(
     assert words & (words - 1) == 0 and length & (length - 1) == 0
 
     mask_words_kernel[(rows,)](
-        slots, token_ids, num_known, num_prompt, bad_words, adjust.kinds, adjust.bitmask, token_ids.stride(0),
+        slots, token_ids, num_known, num_prompt, bad_words, adjust.adjustments, adjust.bitmask, token_ids.stride(0),
         adjust.bitmask.stride(0), words, length, min(words, 32),
     )  # fmt: skip
 

@@ -434,10 +434,11 @@ def test_rows_keep_count_of_their_tokens(make):
     for token in (*row_ids[3:], *tokens):
         want[token] += 2
     assert torch.equal(state.token_counts[2], want) and not state.token_counts[3].any()
-    assert state.kinds.tolist() == [0, 0, 7, 0, 0, 0, 0, 0] and state.bias_ids[2, :3].tolist() == [4, 9, 2**31 - 1]
+    assert state.adjustments.tolist() == [0, 0, 7, 0, 0, 0, 0, 0]
+    assert state.bias_ids[2, :3].tolist() == [4, 9, 2**31 - 1]
     assert state.biases[2, :2].tolist() == [2.0, -3.0] and state.bitmask[2].tolist() == [1 - 2**31, 1, 0, 1]
     worker.step(StepPlan(2, rows=[(2, 2)], released=[2, 3], new=[row(2, [1, 2])]))
-    assert not state.kinds.any() and not state.adjusted.any()
+    assert not state.adjustments.any() and not state.adjusted.any()
 
 
 def test_a_step_that_fails_early_leaves_no_slot_half_told(make, monkeypatch):
@@ -453,9 +454,9 @@ def test_a_step_that_fails_early_leaves_no_slot_half_told(make, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(worker, "ops", SimpleNamespace(**vars(worker.ops) | {"copy_blocks": fail}))
         assert worker.step(StepPlan(0, rows=[(2, 2)], new=[changed], copies=[(0, 1)])).error
-    assert not worker.state.kinds.any()
+    assert not worker.state.adjustments.any()
     worker.step(StepPlan(1, rows=[(2, 2)], new=[changed]))
-    assert worker.state.kinds.tolist() == [0, 0, 2, 0, 0, 0, 0, 0] == worker.state.adjusted.tolist()
+    assert worker.state.adjustments.tolist() == [0, 0, 2, 0, 0, 0, 0, 0] == worker.state.adjusted.tolist()
     assert worker.state.stop_bits[2, :2].tolist() == [(1 << 5) - (1 << 31), 1] and not worker.state.writes.places
 
 

@@ -259,8 +259,8 @@ def test_a_worker_counts_down_and_then_bars_nothing(make, backend, allowed):  # 
     ids = [step.token_ids[1] for step in result]
     assert plain[0] not in ids[:2] and not result[0].stopped and not result[1].stopped
     state = worker.state
-    assert state.kinds[:2].tolist() == [4 * bool(allowed)] * 2 == state.adjusted[:2].tolist() and not state.held.any()
-    assert not state.held_rows and (not allowed or {*ids} <= {*allowed})
+    assert state.adjustments[:2].tolist() == [4 * bool(allowed)] * 2 == state.adjusted[:2].tolist()
+    assert not state.stops_barred.any() and not state.barred_rows and (not allowed or {*ids} <= {*allowed})
     if allowed:
         assert state.bitmask[0].tolist() == state.bitmask[1].tolist() != [0] * 4
     again = row(2, [1, 2, *ids[:2]])  # as after a preemption: nothing is left to wait for, and the same token comes
@@ -296,9 +296,9 @@ def test_a_slot_that_is_left_early_bars_nothing_for_the_next(make):  # noqa: F81
     held.stops, held.min_tokens = bit_words(want), 5
     assert worker.step(StepPlan(1, rows=[(0, 2)], new=[held], released=[0])).token_ids != want
     worker.step(StepPlan(2, released=[0]))
-    assert not worker.state.held.any() and not worker.state.held_rows
+    assert not worker.state.stops_barred.any() and not worker.state.barred_rows
     assert worker.step(StepPlan(3, rows=[(0, 2)], new=[row(0, [1, 2])])).token_ids == want
-    assert not worker.state.held.any() and not worker.state.held_rows and not worker.state.adjusted.any()
+    assert not worker.state.stops_barred.any() and not worker.state.barred_rows and not worker.state.adjusted.any()
 
 
 @pytest.mark.parametrize(
