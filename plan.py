@@ -20,11 +20,8 @@ Method = str | Callable[..., Any]  # the name of a method of `Worker`, or a func
 Kwargs = Mapping[str, Any] | None  # of a method
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = WEIGHTS, KV_CACHE  # what can sleep, by vLLM's names
-# What changes a sequence's logits: bits of `Adjust.adjustments` in reference.py. Triton kernels have the numbers.
-PENALTIES = 1
-BIAS = 2
-MASK = 4
-BAD_WORDS = 8
+# What changes a sequence's logits: bits of `Adjust.adjustments` in reference.py, whose ops import nothing of ours.
+PENALTIES, BIAS, MASK, BAD_WORDS = 1, 2, 4, 8
 
 
 @dataclass(slots=True, kw_only=True)

@@ -21,10 +21,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from plan import BAD_WORDS, BIAS, MASK, PENALTIES
-
 BACKEND = "reference"  # what the option of this name calls these ops
 MASK32 = 0xFFFFFFFF
+PENALTIES, BIAS, MASK, BAD_WORDS = 1, 2, 4, 8  # bits of `Adjust.adjustments`; plan.py has the same for the host
 FLOAT_MAX = torch.finfo(torch.float32).max
 
 

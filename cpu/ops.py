@@ -24,9 +24,8 @@ from cpu.delta import conv_silu, delta_rule, gated_norm, sigmoid_mul  # noqa: F4
 from cpu.experts import expert_down, expert_gate_up, plan_experts  # noqa: F401
 from cpu.sampling import Adjust, logprobs, sample  # noqa: F401
 from cpu.weights import fuses_attention
-from plan import PENALTIES
-from reference import DecodePlan as LatentPlan
 from reference import (  # noqa: F401
+    PENALTIES,
     PrefillRows,
     _first_keys,
     act,
@@ -41,6 +40,7 @@ from reference import (  # noqa: F401
     square_sums,
     swap_blocks,
 )
+from reference import DecodePlan as LatentPlan
 
 BACKEND = "cpu"  # what the option of this name calls these ops
 SPAN_TOKENS = 1 << 13  # tokens of context that attention_decode takes at a time, so that their scores stay in the cache

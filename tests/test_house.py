@@ -189,6 +189,10 @@ def test_every_backend_has_the_specifications_ops():
     assert used | {"keys_of"} == set(ops)
 
 
+def test_ops_import_nothing_of_ours_but_ops():
+    assert all(ours(tree) <= OPS for name, tree in FILES.items() if name in OPS and not name.startswith("cpu."))
+
+
 def test_only_startup_picks_the_ops():
     for name, tree in FILES.items():
         if name not in OPS | {"device.startup"}:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oracles
+import plan
 import reference
 from cpu import ops as cpu_ops
 from cpu import sampling as cpu_sampling
@@ -371,3 +372,8 @@ def test_swap_blocks(ops: ModuleType) -> None:
     pool, host = torch.randn(6, 3, 2, 2, 4, 8), torch.zeros(3, 3, 2, 2, 4, 8)
     ops.swap_blocks(pool, host, torch.tensor([[5, 0], [1, 2]]))
     assert torch.equal(host[0], pool[5]) and torch.equal(host[2], pool[1]) and not host[1].any()
+
+
+def test_the_host_and_the_specification_mean_the_same_bits():
+    names = ("PENALTIES", "BIAS", "MASK", "BAD_WORDS")
+    assert [getattr(plan, name) for name in names] == [getattr(reference, name) for name in names]
