@@ -191,15 +191,14 @@ def test_rows_that_want_none_decode_in_the_batch():
 def test_a_journal_with_scores_is_replayed(tmp_path):
     engine = Engine(num_blocks=16, max_model_len=48)
     sizes = {"num_blocks": 16, "max_model_len": 48, "vocab_size": VOCAB, "eos_token_ids": [EOS]}
-    journal = Journal(str(tmp_path / "journal"), engine.config, sizes)
-    engine.scheduler.clock = journal.clock
+    journal = Journal(str(tmp_path / "journal"), sizes, engine.scheduler)
     for i in range(5):
         journal.added(engine.add(str(i), prompt(24), max_tokens=9, prompt_logprobs=i % 3, logprobs=i).request)
     while engine.scheduler.has_work():
         journal.tick()
         plan = engine.scheduler.schedule()
         result = engine.worker.step(plan)
-        journal.planned(plan, engine.scheduler)
+        journal.planned(plan)
         journal.landed(result)
         engine.scheduler.update(plan, result)
     scheduler = replay((tmp_path / "journal").read_text().splitlines())
