@@ -324,9 +324,9 @@ def pick_ops(backend: str, device: str) -> ModuleType:
     if backend == "cpu":
         if device != "cpu":
             raise ValueError(f"backend is 'cpu'; the device is {device}, where it must be triton or reference")
-        import cpu.ops
+        from cpu import ops as cpu_ops
 
-        return cpu.ops
+        return cpu_ops
     import reference
 
     return reference
