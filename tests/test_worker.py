@@ -24,7 +24,6 @@ from batch_state import StepShape, Writes
 from config import EngineConfig
 from device import memory, pools, startup, warmup
 from device.compile_guard import CompileGuard
-from device.memory import captures_graphs
 from device.piecewise import PiecewiseGraphs
 from device.pools import pinned
 from device.startup import Start, start_worker
@@ -640,9 +639,9 @@ def test_the_host_pool_beside_a_gpu_leaves_the_host_memory(make, monkeypatch):
 
 
 def test_the_specification_runs_without_graphs():
-    assert captures_graphs(EngineConfig()) and captures_graphs(EngineConfig(backend="triton"))
+    assert memory.captures_graphs(EngineConfig()) and memory.captures_graphs(EngineConfig(backend="triton"))
     for fields in ({"backend": "reference"}, {"enforce_eager": True}, {"sanitize_kv": True}):
-        assert not captures_graphs(EngineConfig(**fields))
+        assert not memory.captures_graphs(EngineConfig(**fields))
 
 
 def test_the_last_phase_of_a_trace_has_happened_once_a_step_is_done(make, monkeypatch):
