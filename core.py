@@ -78,6 +78,19 @@ def scheduler_sizes(config: EngineConfig, model_config: ModelConfig, known: dict
     return sizes
 
 
+def failure(request_id: str, error: str, engine_fault: bool = False) -> EngineOutput:
+    """What tells a request's client that it has ended with an error."""
+    return EngineOutput(request_id, [], "error", error=error, finished=True, engine_fault=engine_fault)
+
+
+def may_plan_ahead(scheduler: Scheduler, ahead: int) -> bool:
+    """Whether the next step may be planned now: its lane has less than `ahead` in flight, and at most half of its
+    groups need a token of those for a mask."""
+    lane = scheduler.next_lane()
+    waiting = sum(awaits_token(group.seqs[0]) for group in lane.others if group.request.params.constrained)
+    return lane.flying < ahead and 2 * waiting <= len(lane.decodes) + len(lane.others)
+
+
 class EngineCore:
     """The scheduler and its executor.
 
@@ -169,7 +182,7 @@ class EngineCore:
             try:
                 self.add(self.held.pop(request_id))
             except ValueError as error:
-                self._end(request_id, str(error))
+                self.news.outputs.append(failure(request_id, str(error)))
         for request, until in [*self.compiling.values()]:
             if not request.grammar.done() and time.monotonic() <= until:
                 continue
@@ -179,12 +192,7 @@ class EngineCore:
                 self._queue(request)
             except ValueError as error:
                 self.scheduler.stats.refused()
-                self._end(request.request_id, str(error))
-
-    def _end(self, request_id: str, error: str, engine_fault: bool = False) -> None:
-        """Tell a request's client that it has ended with an error."""
-        news = EngineOutput(request_id, [], "error", error=error, finished=True, engine_fault=engine_fault)
-        self.news.outputs.append(news)
+                self.news.outputs.append(failure(request.request_id, str(error)))
 
     def tell(self) -> Outputs:
         """The news since the last call."""
@@ -238,7 +246,7 @@ class EngineCore:
         restarts = self.workers.num_restarts
         more = self._may_run() if start is None else start
         # Take a result if no more steps may be in flight, or if the next one cannot be planned without it.
-        if len(self.plans) == self.depth or (self.plans and not (more and self._may_plan_ahead())):
+        if len(self.plans) == self.depth or (self.plans and not (more and may_plan_ahead(self.scheduler, self.ahead))):
             self._land()
         self._make_masks()
         if self.compiling and not (more or self.plans):
@@ -266,12 +274,6 @@ class EngineCore:
         if failed:
             self._give_up(failed)
 
-    def _may_plan_ahead(self) -> bool:
-        """Whether the next step may be planned now: at most half of its groups need a token in flight for a mask."""
-        lane = self.scheduler.next_lane()
-        waiting = sum(awaits_token(group.seqs[0]) for group in lane.others if group.request.params.constrained)
-        return lane.flying < self.ahead and 2 * waiting <= len(lane.decodes) + len(lane.others)
-
     def _make_masks(self) -> None:
         """Make masks for the next step, and end requests that cannot go on."""
         if not (groups := [group for group in self.scheduler.others if group.request.params.constrained]):
@@ -287,7 +289,7 @@ class EngineCore:
         """End requests, each with its error."""
         for request, why in failed.items():
             self.abort(request.request_id, reason="error")
-            self._end(request.request_id, why, engine_fault)
+            self.news.outputs.append(failure(request.request_id, why, engine_fault))
 
     def _land(self) -> None:
         """Wait for the result of the oldest step in flight."""
