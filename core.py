@@ -24,7 +24,7 @@ from models.pooling import check_pooling, settle_task, task_facts
 from observe.logs import StatLogger, logger
 from observe.observers import observers_of
 from observe.profiles import Profiles
-from plan import EngineCoreRequest, EngineOutput, Outputs, StateRoom, StepPlan
+from plan import EngineCoreRequest, Outputs, StateRoom, StepPlan, error_output
 from ring import undisturbed
 from sampling_params import default_sampling
 from scheduler import Scheduler
@@ -76,11 +76,6 @@ def scheduler_sizes(config: EngineConfig, model_config: ModelConfig, known: dict
     states = known.get("states")
     sizes["states"] = StateRoom(**states) if states else None
     return sizes
-
-
-def failure(request_id: str, error: str, engine_fault: bool = False) -> EngineOutput:
-    """What tells a request's client that it has ended with an error."""
-    return EngineOutput(request_id, [], "error", error=error, finished=True, engine_fault=engine_fault)
 
 
 def may_plan_ahead(scheduler: Scheduler, ahead: int) -> bool:
@@ -182,7 +177,7 @@ class EngineCore:
             try:
                 self.add(self.held.pop(request_id))
             except ValueError as error:
-                self.news.outputs.append(failure(request_id, str(error)))
+                self.news.outputs.append(error_output(request_id, str(error)))
         for request, until in [*self.compiling.values()]:
             if not request.grammar.done() and time.monotonic() <= until:
                 continue
@@ -192,7 +187,7 @@ class EngineCore:
                 self._queue(request)
             except ValueError as error:
                 self.scheduler.stats.refused()
-                self.news.outputs.append(failure(request.request_id, str(error)))
+                self.news.outputs.append(error_output(request.request_id, str(error)))
 
     def tell(self) -> Outputs:
         """The news since the last call."""
@@ -289,7 +284,7 @@ class EngineCore:
         """End requests, each with its error."""
         for request, why in failed.items():
             self.abort(request.request_id, reason="error")
-            self.news.outputs.append(failure(request.request_id, why, engine_fault))
+            self.news.outputs.append(error_output(request.request_id, why, engine_fault))
 
     def _land(self) -> None:
         """Wait for the result of the oldest step in flight."""

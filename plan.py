@@ -151,6 +151,11 @@ class EngineOutput:
     weights_version: int = 0  # how often weights had been updated before its answer was computed
 
 
+def error_output(request_id: str, error: str, engine_fault: bool = False) -> EngineOutput:
+    """What tells a request's client that it has ended with an error."""
+    return EngineOutput(request_id, [], "error", error=error, finished=True, engine_fault=engine_fault)
+
+
 @dataclass(slots=True)
 class Outputs:
     """One step's news; most answers that go on have nothing but a next token."""

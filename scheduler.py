@@ -42,7 +42,7 @@ from config import EngineConfig
 from kv_cache import BlockManager, BlockSpaceManager
 from observe.freed_blocks import WatchedBlockManager
 from observe.metrics import EngineStats
-from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult
+from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, error_output
 from scheduling.beam import Beams
 from scheduling.classic import ClassicOrder
 from scheduling.integrity import check_integrity
@@ -462,7 +462,7 @@ class Scheduler:
         if cause and (blamed := self.admission.trial.blame(lost, cause, seqs, self.requests.values())):
             guilty, error = blamed
             self.abort(guilty.request_id, reason="error")
-            outputs = [EngineOutput(guilty.request_id, [], "error", error=error, finished=True, engine_fault=not lost)]
+            outputs = [error_output(guilty.request_id, error, engine_fault=not lost)]
         self._stop_running(now)
         if lost:
             self.admission.lose_pools(now)

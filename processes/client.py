@@ -35,6 +35,7 @@ from plan import (
     Method,
     Outputs,
     Reply,
+    error_output,
     reference_to,
 )
 from processes.connection import GRACE, Connection
@@ -295,7 +296,7 @@ class MPClient(EngineCoreClient):
         target = stream or Stream()
         target.clients.add(self)
         if self.suspects and (error := self.suspects.add(request)):
-            target.put(EngineOutput(request.request_id, [], "error", error=error, finished=True))
+            target.put(error_output(request.request_id, error))
             return target
         try:
             self._send(request, lambda: self.streams.update({request.request_id: target}))

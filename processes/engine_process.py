@@ -19,7 +19,7 @@ from config import PROG, TENSORS, VERSION, EngineConfig, weights_in
 from core import GLANCE, EngineCore
 from executor import MpExecutor, WorkerError, end_with_parent, name_process, visible_gpus
 from observe.logs import console, logger, set_up, start_log
-from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Met, Outputs, Reply
+from plan import Abort, Call, EngineCoreRequest, Health, Met, Outputs, Reply, error_output
 from processes.child import Child, FrameServer, ParentPipe
 from processes.client import AFTER_ALL
 from processes.connection import Connection
@@ -180,7 +180,7 @@ class EngineServer:
                 self.core.add(message)
                 self.owners[message.request_id] = client
             except ValueError as error:
-                refused = EngineOutput(message.request_id, [], "error", error=str(error), finished=True)
+                refused = error_output(message.request_id, str(error))
                 self.frames.send(client, Outputs([refused]))
         elif isinstance(message, Abort):
             if message.request_id in self.owners:

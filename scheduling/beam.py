@@ -19,7 +19,7 @@ from heapq import merge
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from plan import EngineOutput, Logprobs, StepPlan
+from plan import EngineOutput, Logprobs, StepPlan, error_output
 from sequence import Flight, Sequence, SequenceGroup
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class Beams:
         if count < n:
             error = f"n is {n}, but the request's other fields allow only {count} answers; it must be at most {count}"
             self.finish(group, "error")
-            return [EngineOutput(request.request_id, [], "error", error=error, finished=True)]
+            return [error_output(request.request_id, error)]
         for index, answer in enumerate(beams.answers[:n]):
             output = EngineOutput(request.request_id, answer.tokens, "stop" if answer.stopped else "length")
             output.stop_reason = answer.tokens[-1] if answer.tokens[-1] in request.params.stop_token_ids else None
