@@ -1,33 +1,40 @@
-"""Shared by all tests: where kernels run, and the bundled demo model."""
+"""Shared by all tests: which of them run, where kernels run, and the bundled demo model.
+
+There are three tiers. Without `-m`, what is marked `full` or `long` is left out; `-m full` and `-m long` run the tests
+that are so marked.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-from collections.abc import Generator, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from config import DEMO
-from cpu import machine
 from engine import LLM
+from executor import visible_gpus
 from sampling_params import SamplingParams
 from tasks import Tasks
 
-GPU = torch.cuda.is_available()
+# torch takes seconds to load. Many tests do without it, so here it is imported where it is used.
+if GPU := bool(visible_gpus()):
+    import torch
+
+    GPU = torch.cuda.is_available()
 # A process either compiles kernels or interprets them. Triton decides which when the tests import it.
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
-torch.set_num_threads(2)
-if "PYTEST_XDIST_WORKER" in os.environ:  # two processes with two threads each would mostly wait for each other
-    settle = machine.settle
-    machine.settle = lambda threads, *more: settle(threads or 1, *more)
-    torch.set_num_threads(1)
+# Two processes with two threads each would mostly wait for each other.
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+# What only requirements-full.txt brings, as Python imports it.
+ORACLES = {"axe_playwright_python", "build", "google", "opentelemetry", "playwright", "sentencepiece", "tiktoken"}
 # The files that take longest. Processes that share the tests begin with them, so that both end at about the same time.
 LONGEST = [
     "test_cpu_compiled.py", "test_executor.py", "test_engine.py", "test_memory.py", "test_survival.py",
@@ -48,28 +55,42 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the longest files, and leave out the campaigns and what a GPU's process may not run.
+    """Begin with the longest files, and leave out the other tiers and what a GPU's process may not run.
 
-    Campaigns run only where `-m` names `long`, so `-m gpu` takes none. Interpreted kernels need a process without a
-    GPU: test_gpu.py starts one for them.
+    A tier runs only where `-m` names it. `-m gpu` takes `full` along, because a GPU's time is dear, but no campaign.
+    Interpreted kernels need a process without a GPU: test_gpu.py starts one for them.
     """
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
-    apart = ["interpreted"] * GPU + ["long"] * ("long" not in config.option.markexpr)
+    asked = config.option.markexpr
+    apart = ["interpreted"] * GPU + ["long"] * ("long" not in asked)
+    apart += ["full"] * (not {"full", "gpu"} & set(re.findall(r"\w+", asked)))
     left = [item for item in items if any(map(item.get_closest_marker, apart))]
     items[:] = [item for item in items if item not in left]
     config.hook.pytest_deselected(items=left)
 
 
+def pytest_collection_finish() -> None:
+    """Let torch have `THREADS` threads, where a test has imported it."""
+    if torch := sys.modules.get("torch"):
+        from cpu import machine
+
+        settle = machine.settle
+        if THREADS == 1:
+            machine.settle = lambda threads, *more: settle(threads or 1, *more)
+        torch.set_num_threads(THREADS)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, Any]:
-    """Skip the files that need more than `LLM` does, on a machine that has no more, as one with a GPU may.
+    """Skip the files that need more than is installed, where that may be so.
 
-    With requirements.txt nothing is left out.
+    A machine with a GPU may have no more than `LLM` needs. The default run does without requirements-full.txt.
     """
-    report = yield
-    missing = re.search(r"ModuleNotFoundError: (.*)", str(report.longrepr)) if report.failed else None
-    if missing and not find_spec("flask"):
-        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: {missing[1]}")
+    report, pattern = (yield), r"ModuleNotFoundError: (No module named '(\w+).*)"
+    found = re.search(pattern, str(report.longrepr)) if report.failed else None
+    tier_lacks = found and found[2] in ORACLES and "full" not in collector.config.option.markexpr
+    if found and (tier_lacks or not find_spec("flask")):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: {found[1]}")
     return report
 
 
@@ -82,6 +103,9 @@ def kernel_device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def device(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """`kernel_device`, with torch.empty poisoned: it gives NaN (integers: -7), which shows a place nobody wrote."""
+    import numpy as np
+    import torch
+
     attention = pytest.importorskip("ops.attention")
     torch.manual_seed(0)
     monkeypatch.setattr(attention, "PROCESSORS", 6)  # few programs for the interpreter, and rows in several of them
@@ -97,13 +121,20 @@ def device(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
 
 
 @pytest.fixture(scope="session")
-def make_llm():
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all processes of a run share. What `checkpoints.once` makes there is made once a run."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def make_llm() -> Callable[..., LLM]:
     """Makes an `LLM` on the demo in float32, with other options where given."""
     return lambda **fields: LLM(DEMO, **({"dtype": "float32", "device": "cpu"} | fields))
 
 
 @pytest.fixture(scope="session")
-def llm(make_llm):
+def llm(make_llm: Callable[..., LLM]) -> LLM:
     return make_llm()
 
 
@@ -121,6 +152,15 @@ def http_client(engine: Any) -> Any:
     from scripted import client_of
 
     return client_of(engine)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A server of the demo, in processes of its own, that all tests share which change nothing of it."""
+    from served import serving  # here, because it brings the server's requirements
+
+    with serving(tmp_path_factory.mktemp("server"), "--body-timeout", "2", "--threads", "1") as running:
+        yield running
 
 
 @pytest.fixture(scope="session")
@@ -165,9 +205,11 @@ def products_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     Triton's interpreter multiplies by NumPy, and there the bits of a row's product can depend on the row's place. So
     here each row is multiplied by itself.
     """
+    import numpy as np
+
     matmul = np.matmul
 
-    def by_rows(a: np.ndarray, b: np.ndarray, **options: Any) -> np.ndarray:
+    def by_rows(a: Any, b: Any, **options: Any) -> Any:
         return matmul(a[..., None, :], b[..., None, :, :], **options)[..., 0, :]
 
     monkeypatch.setattr(np, "matmul", by_rows)
@@ -179,6 +221,8 @@ def few_programs() -> Iterator[None]:
 
     The interpreter computes in NumPy, which would warn of what lies in memory that nobody has written yet.
     """
+    import numpy as np
+
     kernels = pytest.importorskip("kernels")
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         if not GPU:

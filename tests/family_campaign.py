@@ -481,7 +481,7 @@ def with_table(page: str) -> str:
 
 def config_classes() -> list[str]:
     """The config class of each family."""
-    from test_families import CASES
+    from checkpoints import FAMILIES as CASES
 
     return sorted({case["config"] for case in CASES.values()})
 

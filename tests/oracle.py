@@ -7,9 +7,9 @@
 It runs in a process that cannot see this project, because transformers looks for a package called `kernels` and would
 find ours.
 
-For each case, `FOLDER/<name>` gets the checkpoint, and `oracle.safetensors` beside it. That file has the logits
-`logits{i}` and the greedy tokens `tokens{i}` of prompt i, or of the prompts that the case's `generated` names. By
-`margins{i}` each of these tokens is likelier than the next one.
+For each case, `FOLDER/<name>` gets a checkpoint, if it has none yet, and `oracle.safetensors` beside it. That file has
+the logits `logits{i}` and the greedy tokens `tokens{i}` of prompt i, or of the prompts that the case's `generated`
+names. By `margins{i}` each of these tokens is likelier than the next one.
 Entry j of the case's `beams` is a dict of arguments of `generate`: its answers to prompt i are `beams{j}.{i}`, one a
 row, filled up with -1, and their scores `scores{j}.{i}`.
 A case with a `head` is saved without one for logits: `AutoModel`, or `AutoModelForSequenceClassification`. Of it there
@@ -30,12 +30,10 @@ import transformers
 from safetensors.torch import save_file
 
 
-def make(name: str, case: dict, folder: Path) -> None:
+def make_checkpoint(name: str, case: dict, folder: Path, kind: type, more: dict) -> None:
     torch.manual_seed(len(name))
     config = getattr(transformers, case["config"])(**case["shape"])
     config.eos_token_id = None  # some classes replace it by their own, which is beyond a tiny vocabulary
-    more = {"experts_implementation": "eager"} if case.get("exact") else {}  # the others lack float64
-    kind = getattr(transformers, case.get("head", "AutoModelForCausalLM"))
     model = kind.from_config(config, attn_implementation="eager", **more).float()
     with torch.no_grad():  # wide enough that the logits differ clearly and every weight matters
         for name, parameter in model.named_parameters():
@@ -47,6 +45,13 @@ def make(name: str, case: dict, folder: Path) -> None:
                 buffer.normal_(0.8, 0.15)
     dtype = getattr(torch, case.get("dtype", "float32"))
     model.to(dtype).save_pretrained(folder, max_shard_size=case.get("shard", "1GB"))
+
+
+def make(name: str, case: dict, folder: Path) -> None:
+    more = {"experts_implementation": "eager"} if case.get("exact") else {}  # the others lack float64
+    kind = getattr(transformers, case.get("head", "AutoModelForCausalLM"))
+    if not (folder / "config.json").exists():
+        make_checkpoint(name, case, folder, kind, more)
     model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **more)
     if "head" in case:
         with torch.no_grad():

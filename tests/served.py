@@ -10,13 +10,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
-
-import openai
 
 ROOT = Path(__file__).parent.parent
 
@@ -39,7 +38,7 @@ class Server:
             self.process.kill()
             raise
         self.pids = self.family()
-        self.clients: list[openai.OpenAI] = []
+        self.clients: list[Any] = []
 
     def _wait_for(self, pattern: str) -> str:
         deadline = time.monotonic() + 60
@@ -58,7 +57,10 @@ class Server:
 
         return below(self.process.pid)
 
-    def client(self) -> openai.OpenAI:
+    def client(self) -> Any:
+        """An `openai.OpenAI`."""
+        import openai  # here, because it takes a second
+
         url = f"http://127.0.0.1:{self.port}/v1"
         self.clients.append(openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60))
         return self.clients[-1]
@@ -133,3 +135,51 @@ def serving(folder: Path, *flags: str, launcher: Sequence[str] = (), root: Path 
         except subprocess.TimeoutExpired:
             server.process.kill()
             raise
+
+
+STREAM = {"max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": True}
+
+
+class Reader(threading.Thread):
+    """A streamed request in a thread: its text as it grows, and how it ended."""
+
+    def __init__(self, server: Server, **fields: Any):
+        super().__init__(daemon=True)
+        self.text, self.error, self.ended = "", None, False
+        self.sock = server.connect("POST", "/v1/completions", STREAM | fields)
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError), self.sock.makefile("rb") as file:
+            for line in file:
+                if line == b"data: [DONE]\n":
+                    self.ended = True
+                    break
+                if line.startswith(b"data: "):
+                    event = json.loads(line[6:])
+                    self.error = event.get("error", self.error)
+                    for choice in event.get("choices", ()):
+                        self.text += choice["text"]
+        self.sock.close()
+
+
+def command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+def engine_of(server: Server) -> int:
+    return next(pid for pid in server.family() if "manta: engine" in command(pid))
+
+
+def worker_of(server: Server) -> int:
+    """The process that holds the model."""
+    return next(pid for pid in server.family() if "libtorch" in Path(f"/proc/{pid}/maps").read_text())
+
+
+def workers_of(server: Server) -> list[int]:
+    """The processes that hold the model, or are about to."""
+    return [pid for pid in server.family() if re.match(".*spawn_main|manta: worker", command(pid))]
+
+
+def api_of(server: Server) -> list[int]:
+    return [pid for pid in server.family() if "manta: api" in command(pid)]

@@ -16,6 +16,7 @@ import torch
 
 import reference
 from batch_state import BatchState
+from checkpoints import GEMMA4, shape
 from config import EngineConfig
 from device.loader import fill_dummy
 from device.memory import split_layers, stage_layers
@@ -26,7 +27,6 @@ from model_config import ModelConfig
 from models.kv_layout import layout_of, part_of
 from parallel import Group, Pipeline, Sampled
 from plan import StepPlan
-from test_families import GEMMA4, shape
 
 STORY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 PROMPTS = ["ROMEO:\n", "Enter the KING, with his lords and", "To be, or not to be, that is", "What is 23 + 58?"] * 2

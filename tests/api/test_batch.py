@@ -23,8 +23,7 @@ from plan import EngineCoreRequest
 from processes.child import Board
 from processes.client import EngineDeadError, Stream
 from scripted import BROKEN, CHAT, COMPLETIONS, FACTS, TEXT, TOKENIZER, ScriptedClient
-from served import ROOT, eventually
-from test_survival import alive, command
+from served import ROOT, alive, command, eventually
 
 
 def line(custom_id: Any, url: Any = COMPLETIONS, body: Any = None, **more: Any) -> dict[str, Any]:

@@ -29,9 +29,8 @@ from processes.child import Board
 from processes.client import EngineDeadError
 from ring import Codec
 from scripted import FACTS, TOKENIZER, ScriptedClient, refusal
-from served import Server, eventually, serving
+from served import Server, engine_of, eventually, serving
 from server import create_app
-from test_survival import engine_of
 
 
 class Watched(Engine):

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from batch_state import BatchState
+from checkpoints import FAMILIES as CASES
 from config import EngineConfig
 from device import warmup
 from device.compile_guard import CompileGuard
@@ -25,7 +26,6 @@ from device.startup import Start, start_worker
 from model_config import ModelConfig
 from models.families import FAMILIES
 from parallel import Sampled
-from test_families import CASES
 from worker import Worker
 
 kernels = pytest.importorskip("kernels")

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from bench_ray import actors, new_cluster, node_above, replace_node
+from checkpoints import Checkpoints
 from config import DEMO, VERSION, EngineConfig
 from core import EngineCore
 from engine import LLM
@@ -35,11 +36,10 @@ from executors.ray_executor import (
     variables,
 )
 from model_config import ModelConfig
+from oracle_checks import ask, known, make_core
 from ring import RingTimeout
-from served import alive, eventually, serving
+from served import Reader, alive, engine_of, eventually, serving
 from test_executor import MIXED, PROMPTS, tokens, when
-from test_families import ask, checkpoints, known, make_core  # noqa: F401
-from test_survival import Reader, engine_of
 
 needs_ray = pytest.mark.skipif(not find_spec("ray"), reason="Ray is missing: pip install -r requirements-ray.txt")
 STARVED = {"num_gpu_blocks_override": 24, "block_size": 8, "max_model_len": 128, "schedule_conservativeness": 0.0}
@@ -358,8 +358,9 @@ KINDS = ("qwen3", "gemma3", "deepseek-v3", "qwen3.5", "gpt-oss")  # plain, windo
 @needs_ray
 @pytest.mark.parametrize("name", [KINDS[0], *(pytest.param(name, marks=pytest.mark.long) for name in KINDS[1:])])
 @pytest.mark.parametrize("ranks, stages", [(1, 2), (2, 1), (2, 2)])
-def test_families_give_the_tokens_of_one_rank(cluster, checkpoints, name, ranks, stages):  # noqa: F811
+def test_families_give_the_tokens_of_one_rank(cluster, shared, name, ranks, stages):
     fields = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages, "threads": 3 - stages}
+    checkpoints = Checkpoints("families", shared)
     core = make_core(checkpoints / name, distributed_executor_backend="ray", **fields)
     ask(core, *(known(checkpoints, name, given, 20) for given in (0, 8)))
     assert len({process.place.node for process in core.executor.processes}) == 2

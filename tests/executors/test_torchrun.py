@@ -24,9 +24,8 @@ from executors import torchrun
 from executors.torchrun import first_node, launched_as
 from parallel import Group
 from scripted import CHAT
-from served import Server, eventually, serving
+from served import Reader, Server, command, engine_of, eventually, serving
 from test_executor import PROMPTS
-from test_survival import Reader, command, engine_of
 from test_worker import SHAPE
 
 ROOT = Path(__file__).parent.parent.parent

@@ -8,8 +8,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,8 @@ import pytest
 import torch
 
 import reference
+from checkpoints import FAMILIES as FAMILY_CASES
+from checkpoints import Checkpoints
 from config import EngineConfig
 from device.loader import fill_dummy, load_weights
 from device.memory import MemoryPlan, plan_stage
@@ -33,28 +33,19 @@ from processes.fleet import launch
 from processes.lockstep import Lockstep, Meetings, Waves
 from processes.messages import Meet, Wave, WaveReport
 from sampling_params import SamplingParams
-from served import eventually
-from test_families import CASES as FAMILY_CASES
+from served import command, eventually
 from test_parallel import answers, make_worker
-from test_survival import command
 from worker import Worker
 
+UNEVEN = "qwen3-moe-of-7"  # experts, which cannot be divided evenly
 NAMES = ("deepseek-v3", "gpt-oss", "llama4", "qwen3-moe")
 ONE: dict[str, Any] = {"threads": 1}  # more would wait for each other
 EP = ONE | {"enable_expert_parallel": True}
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of random checkpoints of families with experts; those of 7 experts cannot be divided evenly."""
-    folder = tmp_path_factory.mktemp("experts")
-    cases = {name: FAMILY_CASES[name] | {"new": 1, "prompts": []} for name in NAMES}
-    uneven = cases["qwen3-moe"]["shape"] | {"num_experts": 7}
-    cases["uneven"] = cases["qwen3-moe"] | {"shape": uneven}
-    (folder / "cases.json").write_text(json.dumps(cases))
-    oracle = Path(__file__).parent.with_name("oracle.py")
-    subprocess.run([sys.executable, "-I", oracle, folder / "cases.json", folder], check=True, cwd=folder)
-    return folder
+@pytest.fixture(scope="session")
+def checkpoints(shared: Path) -> Checkpoints:
+    return Checkpoints("families", shared)
 
 
 def build(folder: Path, group: Group) -> Transformer:
@@ -79,8 +70,8 @@ def test_padding_meets_no_expert() -> None:
 
 
 @pytest.mark.parametrize("dummy", [False, True], ids=["checkpoint", "dummy"])
-@pytest.mark.parametrize("name", [*NAMES, "uneven"])
-def test_ranks_hold_whole_experts_that_make_up_all(checkpoints: Path, name: str, dummy: bool) -> None:
+@pytest.mark.parametrize("name", [*NAMES, UNEVEN])
+def test_ranks_hold_whole_experts_that_make_up_all(checkpoints: Checkpoints, name: str, dummy: bool) -> None:
     def load(group: Group) -> Transformer:
         model = build(checkpoints / name, group)
         if dummy:
@@ -110,7 +101,7 @@ def test_ranks_hold_whole_experts_that_make_up_all(checkpoints: Path, name: str,
     ],
 )
 def test_what_cannot_be_shared_is_refused(
-    checkpoints: Path, tmp_path: Path, name: str, engines: tuple[int, ...], message: str
+    checkpoints: Checkpoints, tmp_path: Path, name: str, engines: tuple[int, ...], message: str
 ) -> None:
     folder = checkpoints / name
     if name == "dense":
@@ -121,7 +112,9 @@ def test_what_cannot_be_shared_is_refused(
         build(folder, Group(experts=ExpertGroup(0, 1, 0, *engines)))
 
 
-def test_memory_is_planned_for_the_experts_of_the_fewest_engines_and_the_tokens_of_the_most(checkpoints: Path) -> None:
+def test_memory_is_planned_for_the_experts_of_the_fewest_engines_and_the_tokens_of_the_most(
+    checkpoints: Checkpoints,
+) -> None:
     kernels = pytest.importorskip("kernels")
 
     def plan(**fields: Any) -> MemoryPlan:
@@ -152,7 +145,7 @@ def test_what_several_engines_cannot_do_is_refused_where_there_may_be_several(fi
 def run_rank(rank: int, size: int, folder: Path) -> None:
     """What each process of a single engine's ranks runs. It saves its findings in a file."""
     found = {}
-    for name in (*NAMES, "uneven"):
+    for name in (*NAMES, UNEVEN):
         fields: dict[str, Any] = {"tensor_parallel_size": size} | EP
         worker = make_worker(folder / name, rank, f"file://{folder}/{name}-{size}", **fields)
         found[name] = answers(worker)
@@ -161,12 +154,12 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoints: Path) -> dict[str, dict[str, Any]]:
+def alone(checkpoints: Checkpoints) -> dict[str, dict[str, Any]]:
     """What one rank of one engine answers."""
-    return {name: answers(make_worker(checkpoints / name, **ONE)) for name in (*NAMES, "uneven")}
+    return {name: answers(make_worker(checkpoints / name, **ONE)) for name in (*NAMES, UNEVEN)}
 
 
-def test_ranks_of_an_engine_give_what_one_gives(checkpoints: Path, alone: dict[str, dict[str, Any]]) -> None:
+def test_ranks_of_an_engine_give_what_one_gives(checkpoints: Checkpoints, alone: dict[str, dict[str, Any]]) -> None:
     torch.multiprocessing.spawn(run_rank, (2, checkpoints), nprocs=2)
     for rank in range(2):
         found = torch.load(checkpoints / f"2.{rank}.pt")
@@ -179,7 +172,7 @@ def test_ranks_of_an_engine_give_what_one_gives(checkpoints: Path, alone: dict[s
 def run_engine(place: int, ranks: int, folder: Path) -> None:
     """What each process of two engines runs: unequal loads, then one engine alone, and steps without any work."""
     found, (engine, rank) = {}, divmod(place, ranks)
-    for name in (*NAMES, "uneven"):
+    for name in (*NAMES, UNEVEN):
         fields: dict[str, Any] = {"tensor_parallel_size": ranks, "data_parallel_size": 2, "data_parallel_rank": engine}
         fields |= EP | {"expert_rendezvous": f"file://{folder}/{name}-all-{ranks}"}
         worker = make_worker(folder / name, rank, f"file://{folder}/{name}-{engine}-of-{ranks}", **fields)
@@ -222,7 +215,7 @@ def tokens_of(worker: Worker, lengths: list[int], before: list[StepPlan]) -> lis
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_engines_that_share_experts_give_what_one_gives(checkpoints: Path, ranks: int) -> None:
+def test_engines_that_share_experts_give_what_one_gives(checkpoints: Checkpoints, ranks: int) -> None:
     torch.multiprocessing.spawn(run_engine, (ranks, checkpoints), nprocs=2 * ranks)
     for place in range(2 * ranks):
         found = torch.load(checkpoints / f"2x{ranks}.{place}.pt")
@@ -379,7 +372,7 @@ LONG = pytest.mark.long
         *[pytest.param(name, 2, ["worker SIGKILL", "engine SIGKILL"], marks=LONG) for name in NAMES],
     ],
 )
-def test_engines_go_on_whoever_is_killed(checkpoints: Path, name: str, ranks: int, deaths: list[str]) -> None:
+def test_engines_go_on_whoever_is_killed(checkpoints: Checkpoints, name: str, ranks: int, deaths: list[str]) -> None:
     """Whether one engine is idle, a long prompt comes beside decodes, or an engine or a worker dies or stands still."""
     folder, prompts = checkpoints / name, [[(i * i + j) % 97 for i in range(n)] for j, n in enumerate((5, 90, 17))]
     llm = LLM(str(folder), dtype="float32", device="cpu", block_size=16, skip_tokenizer_init=True, **ONE)
@@ -418,7 +411,7 @@ def test_engines_go_on_whoever_is_killed(checkpoints: Path, name: str, ranks: in
         pytest.param([(3, ""), (2, "")], {"tensor_parallel_size": 2}, marks=LONG),
     ],
 )  # fmt: skip
-def test_engines_come_and_go(checkpoints: Path, changes: list[tuple[int, str]], fields: dict[str, Any]) -> None:
+def test_engines_come_and_go(checkpoints: Checkpoints, changes: list[tuple[int, str]], fields: dict[str, Any]) -> None:
     """The experts are divided among as many engines as there are, while requests run, and no answer changes.
 
     A change names who is killed in its midst. If engines are added then, their number may go back.

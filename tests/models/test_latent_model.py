@@ -2,79 +2,47 @@
 
 from __future__ import annotations
 
-import json
-import random
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import reference
+from checkpoints import LATENTS as CASES
+from checkpoints import Checkpoints
 from cpu import ops as cpu_ops
 from device.loader import load_weights
 from model import Batch, Transformer
 from model_config import ModelConfig
 from models import latent_attention
+from oracle_checks import check, make_worker
 from parallel import Group
 from plan import NewRow, StepPlan
-from test_model import check, make_worker
 from worker import Worker
-
-NEW = 64
-SHAPE = {
-    "vocab_size": 99, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 80,
-    "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1,
-    "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "num_key_value_heads": 4,
-    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
-}  # fmt: skip
-YARN = {
-    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0, "mscale": 0.7,
-    "mscale_all_dim": 1.0,
-}  # fmt: skip
-CASES: dict[str, dict[str, Any]] = {
-    "deepseek-v2": {"config": "DeepseekV2Config", "shape": SHAPE | {
-        "topk_method": "group_limited_greedy", "norm_topk_prob": False}},
-    "deepseek-v2-lite": {"config": "DeepseekV2Config", "shape": SHAPE | {
-        "topk_method": "greedy", "q_lora_rank": None, "rope_parameters": YARN | {"mscale": 1.0}, "v_head_dim": 24}},
-    "deepseek-v3": {"config": "DeepseekV3Config", "shape": SHAPE | {"rope_parameters": YARN}},
-    "deepseek-v3-halves-biases": {"config": "DeepseekV3Config", "shape": SHAPE | {
-        "rope_interleave": False, "attention_bias": True}},
-}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of random checkpoints and transformers' answers. One process makes all, because importing takes long."""
-    folder, rng = tmp_path_factory.mktemp("latent"), random.Random(0)
-    for case in CASES.values():
-        case |= {"new": NEW, "prompts": [[rng.randrange(99) for _ in range(n)] for n in (1, 7, 41)]}
-    (folder / "cases.json").write_text(json.dumps(CASES))
-    oracle = Path(__file__).parent.with_name("oracle.py")
-    subprocess.run([sys.executable, "-I", oracle, folder / "cases.json", folder], check=True, cwd=folder)
-    return folder
+def checkpoints(shared: Path) -> Checkpoints:
+    return Checkpoints("latents", shared)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_model_equals_transformers(checkpoints: Path, name: str) -> None:
+def test_model_equals_transformers(checkpoints: Checkpoints, name: str) -> None:
     worker = make_worker(checkpoints / name)
     assert worker.pool.shape[1] == 2 * 16 * 40  # layers, tokens of a block, and numbers of a latent
     check(worker, CASES[name], load_file(checkpoints / name / "oracle.safetensors"))
 
 
-def oracle(checkpoints: Path, name: str) -> dict[str, torch.Tensor]:
+def oracle(checkpoints: Checkpoints, name: str) -> dict[str, torch.Tensor]:
     return load_file(checkpoints / name / "oracle.safetensors")
 
 
-def test_the_specification_equals_transformers(checkpoints: Path) -> None:
+def test_the_specification_equals_transformers(checkpoints: Checkpoints) -> None:
     worker = make_worker(checkpoints / "deepseek-v3", backend="reference")
     assert run(worker, [(41, range(8), 0)]) == oracle(checkpoints, "deepseek-v3")["tokens2"].tolist()[:1]
 
@@ -96,7 +64,7 @@ def more(worker: Worker, step: int, first: list[int], count: int) -> list[int]:
     return first + [worker.step(StepPlan(step + i, rows=[(0, 1)])).token_ids[0] for i in range(count)]
 
 
-def test_chunks_prefixes_preemption_and_swaps_change_nothing(checkpoints: Path) -> None:
+def test_chunks_prefixes_preemption_and_swaps_change_nothing(checkpoints: Checkpoints) -> None:
     """As the scheduler would have it, with blocks of 16. What is given back holds NaN."""
     worker = make_worker(checkpoints / "deepseek-v3", preemption_mode="swap", swap_space=0.01)
     want = oracle(checkpoints, "deepseek-v3")["tokens2"].tolist()
@@ -164,7 +132,9 @@ def build(folder: Path, ops: ModuleType, invariant: bool = False) -> tuple[Trans
     ],
 )
 @pytest.mark.filterwarnings("ignore:invalid value")  # what lies beside a value in a page is undefined, and not used
-def test_kernels_equal_the_specification(checkpoints: Path, kernels: ModuleType, name: str, invariant: bool) -> None:
+def test_kernels_equal_the_specification(
+    checkpoints: Checkpoints, kernels: ModuleType, name: str, invariant: bool
+) -> None:
     """Prompts, then a decode beside a chunk and another prompt. Blocks that a row holds ahead change nothing."""
     tokens, found = prompt(name), []
     for ops in (reference, kernels):
@@ -180,7 +150,7 @@ def test_kernels_equal_the_specification(checkpoints: Path, kernels: ModuleType,
 
 @pytest.mark.interpreted
 @pytest.mark.usefixtures("products_by_rows")
-def test_a_batch_changes_no_bit_where_it_must_not(checkpoints: Path, kernels: ModuleType) -> None:
+def test_a_batch_changes_no_bit_where_it_must_not(checkpoints: Checkpoints, kernels: ModuleType) -> None:
     """A prompt at once, and in chunks and token by token beside another one."""
     tokens = prompt()[:21]
     with torch.no_grad():
@@ -193,7 +163,9 @@ def test_a_batch_changes_no_bit_where_it_must_not(checkpoints: Path, kernels: Mo
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_rows_and_heads_have_their_keys_made_some_at_a_time(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_and_heads_have_their_keys_made_some_at_a_time(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens, sizes = prompt(), []
     rows = [(0, tokens, 3), (0, tokens[:7], 2), (0, tokens[:30], 2)]
     with torch.no_grad():
@@ -242,7 +214,7 @@ class Rank(Group):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_divide_the_heads_and_share_the_latents(checkpoints: Path, name: str) -> None:
+def test_two_ranks_divide_the_heads_and_share_the_latents(checkpoints: Checkpoints, name: str) -> None:
     pair, folder, found = Pair(), str(checkpoints / name), {}
     config = ModelConfig.from_folder(folder)
     assert config.latent and config.page(2, 0) == config.page(1, 0) == (1, 1, 40)

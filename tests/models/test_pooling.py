@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import random
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 from collections import deque
 from pathlib import Path
@@ -19,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoints import POOLED as CASES
+from checkpoints import Checkpoints, pooled
 from config import DEMO, EngineConfig
 from core import EngineCore
 from device import warmup
@@ -35,43 +34,27 @@ from scheduler import Scheduler
 from sequence import Request
 from test_worker import SHAPE
 
-VOCAB = 1024  # of the demo's tokenizer
 RAW = PoolingParams(use_activation=False)
 
 
-def shape(hidden: int = 64, **more) -> dict:
-    return {"vocab_size": VOCAB, "hidden_size": hidden, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "num_hidden_layers": 2, "intermediate_size": hidden + 17, "max_position_embeddings": 256,
-            "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **more}  # fmt: skip
+class WithTokenizers(Checkpoints):
+    """Copies of the folders, with the demo's tokenizer."""
 
+    def __init__(self, shared: Path, copies: Path):
+        super().__init__("pooled", shared)
+        self.copies = copies
 
-CLASSIFIER = "AutoModelForSequenceClassification"
-CASES = {
-    "qwen3": {"config": "Qwen3Config", "shape": shape(head_dim=16), "head": "AutoModel"},
-    "llama": {"config": "LlamaConfig", "shape": shape(), "head": "AutoModel"},
-    "labels-1": {"config": "Qwen3Config", "shape": shape(head_dim=32, num_labels=1), "head": CLASSIFIER},
-    "labels-2": {"config": "Qwen2Config", "shape": shape(num_labels=2), "head": CLASSIFIER},
-    "labels-3": {"config": "LlamaConfig", "shape": shape(num_labels=3), "head": CLASSIFIER},
-    "multi": {
-        "config": "MistralConfig", "head": CLASSIFIER,
-        "shape": shape(num_labels=3, sliding_window=9, problem_type="multi_label_classification"),
-    },
-}  # fmt: skip
+    def __truediv__(self, name: str) -> Path:
+        if not (copy := self.copies / name).exists():
+            shutil.copytree(super().__truediv__(name), copy)
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(Path(DEMO) / file, copy)
+        return copy
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> Path:
-    """A folder of random checkpoints and what transformers makes of the prompts."""
-    folder, rng = tmp_path_factory.mktemp("pooled"), random.Random(0)
-    for case in CASES.values():
-        case["prompts"] = [[rng.randrange(VOCAB) for _ in range(n)] for n in (1, 7, 41, 100, 1, 64)]
-    (folder / "cases.json").write_text(json.dumps(CASES))
-    oracle = Path(__file__).parent.with_name("oracle.py")
-    subprocess.run([sys.executable, "-I", oracle, folder / "cases.json", folder], check=True, cwd=folder)
-    for name in CASES:
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(Path(DEMO) / file, folder / name)
-    return folder
+def checkpoints(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> WithTokenizers:
+    return WithTokenizers(shared, tmp_path_factory.mktemp("pooled"))
 
 
 def make(folder: Path, **fields) -> LLM:
@@ -208,7 +191,7 @@ def test_what_a_folder_may_not_ask_for(tmp_path, pooling, modules, message):
     ],
 )
 def test_what_a_model_cannot_do(tmp_path, architecture, more, fields, message):
-    raw = shape() | {"architectures": [architecture], "model_type": "qwen3"} | more
+    raw = pooled() | {"architectures": [architecture], "model_type": "qwen3"} | more
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ValueError, match=message):
         settle_task(EngineConfig(str(tmp_path), **fields), ModelConfig.from_folder(str(tmp_path)))
@@ -225,7 +208,7 @@ def test_what_a_model_cannot_do(tmp_path, architecture, more, fields, message):
     ],
 )
 def test_what_becomes_of_a_classifications_logits(tmp_path, more, activation):
-    raw = shape() | {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"} | more
+    raw = pooled() | {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"} | more
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert ModelConfig.from_folder(str(tmp_path)).label_activation == activation
 

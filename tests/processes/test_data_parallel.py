@@ -38,8 +38,7 @@ from processes.lockstep import WAVE_STEPS, Lockstep, Waves
 from processes.messages import Load, Loads, Subscribe, Wave, WaveReport
 from processes.routing import CLOSE, DPClient, Router
 from sampling_params import SamplingParams
-from served import Server, alive, eventually, serving
-from test_survival import Reader, command
+from served import Reader, Server, alive, command, eventually, serving
 
 
 def test_requests_take_turns_while_loads_are_equal():

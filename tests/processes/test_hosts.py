@@ -34,9 +34,8 @@ from processes.handshake import MAGIC, NONCE, Refused, admit, differences, prove
 from processes.headless import Node
 from processes.messages import Attach, Join, Load, Loads
 from ring import Codec
-from served import ROOT, Server, alive, eventually, serving
+from served import ROOT, Server, alive, command, eventually, serving
 from test_pipeline import MIXED, PROMPTS, STARVED
-from test_survival import command
 from test_torchrun import hosts as namespaces  # noqa: F401 (a fixture)
 from test_torchrun import ip
 

@@ -21,9 +21,7 @@ from safetensors.torch import load_file, save_file
 from config import DEMO
 from processes.child import MAX_FAILURES, Child
 from scripted import COMPLETIONS
-from served import ROOT, Server, alive, eventually, serving
-from test_survival import LONG as STREAM
-from test_survival import Reader, api_of, engine_of, worker_of
+from served import ROOT, STREAM, Reader, Server, alive, api_of, engine_of, eventually, serving, worker_of
 
 LONG = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 

@@ -18,10 +18,9 @@ from config import DEMO, EngineConfig
 from engine import LLM
 from processes.handshake import read_secret
 from sampling_params import SamplingParams
-from served import ROOT, Server, eventually, serving
+from served import ROOT, Reader, Server, eventually, serving
 from test_data_parallel import counts
 from test_ray import cluster, make_up_for, needs_ray  # noqa: F401
-from test_survival import Reader
 
 BACKEND = ("--data-parallel-backend", "ray")
 FLAGS = (*BACKEND, "--data-parallel-size", "3", "--threads", "1", "--data-parallel-rpc-port", "29651")

@@ -2,73 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from config import DEMO
 from scripted import COMPLETIONS
-from served import ROOT, Server, alive, eventually, serving
-
-LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": True}
-
-
-class Reader(threading.Thread):
-    """A streamed request in a thread: its text as it grows, and how it ended."""
-
-    def __init__(self, server: Server, **fields: Any):
-        super().__init__(daemon=True)
-        self.text, self.error, self.ended = "", None, False
-        self.sock = server.connect("POST", COMPLETIONS, LONG | fields)
-        self.start()
-
-    def run(self) -> None:
-        with contextlib.suppress(OSError), self.sock.makefile("rb") as file:
-            for line in file:
-                if line == b"data: [DONE]\n":
-                    self.ended = True
-                    break
-                if line.startswith(b"data: "):
-                    event = json.loads(line[6:])
-                    self.error = event.get("error", self.error)
-                    for choice in event.get("choices", ()):
-                        self.text += choice["text"]
-        self.sock.close()
-
-
-def command(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-
-
-def engine_of(server: Server) -> int:
-    return next(pid for pid in server.family() if "manta: engine" in command(pid))
-
-
-def worker_of(server: Server) -> int:
-    """The process that holds the model."""
-    return next(pid for pid in server.family() if "libtorch" in Path(f"/proc/{pid}/maps").read_text())
-
-
-def workers_of(server: Server) -> list[int]:
-    """The processes that hold the model, or are about to."""
-    return [pid for pid in server.family() if re.match(".*spawn_main|manta: worker", command(pid))]
-
-
-def api_of(server: Server) -> list[int]:
-    return [pid for pid in server.family() if "manta: api" in command(pid)]
+from served import (
+    ROOT,
+    STREAM,
+    Reader,
+    Server,
+    alive,
+    api_of,
+    engine_of,
+    eventually,
+    serving,
+    worker_of,
+    workers_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +203,7 @@ def test_draining_refuses_new_requests_by_503(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         eventually(lambda: server.get("/health")[0] == 503)
         assert "shutting down" in server.get("/health")[1]
-        late = server.connect("POST", COMPLETIONS, LONG | {"prompt": "a"})
+        late = server.connect("POST", COMPLETIONS, STREAM | {"prompt": "a"})
         assert b" 503 " in late.recv(1000).partition(b"\r\n")[0]
         late.close()
         assert not reader.ended

@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,12 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from checkpoints import BEAMS, Checkpoints
+from checkpoints import NEW_OF_BEAMS as NEW
+from checkpoints import SEARCHED as CASES
 from config import EngineConfig
 from engine import EngineCore
 from plan import EngineCoreRequest, EngineOutput
 from sampling_params import SamplingParams
 from scheduling.beam import BeamSearch
-from test_model import shape
 
 Model = Callable[[Sequence[int]], list[float]]  # output so far -> log-probability of each token
 
@@ -262,25 +261,6 @@ def test_nothing_but_stops():
 
 # --- the engine's beams against transformers' -----------------------------------------------------------------------
 
-NEW = 12
-BEAMS = [  # arguments of transformers' `generate`
-    {"num_beams": 2, "num_return_sequences": 2},
-    {"num_beams": 3, "num_return_sequences": 3, "eos_token_id": [7], "early_stopping": True},
-    {"num_beams": 4, "num_return_sequences": 2, "eos_token_id": [3, 11, 30], "length_penalty": 0.0},
-    {"num_beams": 4, "num_return_sequences": 4, "eos_token_id": [3, 11, 30], "length_penalty": 2.0,
-     "early_stopping": "never"},
-    {"num_beams": 3, "num_return_sequences": 1, "eos_token_id": list(range(5, 11)), "length_penalty": -1.0},
-    {"num_beams": 5, "num_return_sequences": 5, "eos_token_id": list(range(20, 35)), "early_stopping": "never"},
-    {"num_beams": 5, "num_return_sequences": 5, "eos_token_id": [12, 13], "max_new_tokens": 1},
-    {"num_beams": 1, "num_return_sequences": 1, "eos_token_id": list(range(5, 11)), "early_stopping": "never"},
-]  # fmt: skip
-CASES = {
-    "llama": {"config": "LlamaConfig", "shape": shape(61, 64, 4, 4)},
-    "mistral-window": {"config": "MistralConfig", "shape": shape(67, 64, 8, 2, head_dim=16, sliding_window=9)},
-    "qwen2-tied": {"config": "Qwen2Config", "shape": shape(53, 64, 4, 2, tie_word_embeddings=True)},
-    "qwen3-two-eos": {"config": "Qwen3Config", "shape": shape(71, 64, 8, 2, head_dim=32, eos_token_id=[5, 9])},
-}
-
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
@@ -291,18 +271,9 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> Path:
-    """Random checkpoints, and the beams that transformers finds in them."""
-    folder, rng = tmp_path_factory.mktemp("checkpoints"), random.Random(0)
-    for case in CASES.values():
-        vocab = case["shape"]["vocab_size"]
-        case |= {"new": NEW, "prompts": [[rng.randrange(vocab) for _ in range(n)] for n in (1, 7, 23)]}
-        case["beams"] = [{"max_new_tokens": NEW} | arguments for arguments in BEAMS]
-    (folder / "cases.json").write_text(json.dumps(CASES))
-    oracle = Path(__file__).parent.with_name("oracle.py")
-    subprocess.run([sys.executable, "-I", oracle, folder / "cases.json", folder], check=True, cwd=folder)
-    return folder
+@pytest.fixture(scope="session")
+def checkpoints(shared: Path) -> Checkpoints:
+    return Checkpoints("beams", shared)
 
 
 EAGER = {"schedule_conservativeness": 0.0}  # let in whoever fits now, so that many are preempted

@@ -1,0 +1,392 @@
+"""Random tiny checkpoints, and what transformers computes for them: the cases, and where their folders are.
+
+    python tests/checkpoints.py      makes the folders in data/ again, by transformers
+
+A case of `GROUPS` has the name of a config class of transformers, its fields, and what else oracle.py says. The cases
+of `KEPT`, at least one for each mechanism of a model, lie in data/, so that the default run needs no transformers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+DATA = TESTS / "data"
+NEW = 64  # tokens that transformers goes on with
+NEW_OF_BEAMS = 12
+
+# --- the families -----------------------------------------------------------------------------------------------------
+
+ABSENT = object()
+
+
+def shape(**more: Any) -> dict[str, Any]:
+    """A shape that suits most families: 4 heads of 16, two of which share a key. What is ABSENT is left out."""
+    found = {
+        "vocab_size": 99, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_hidden_layers": 2, "intermediate_size": 80, "max_position_embeddings": 256, "bos_token_id": None,
+        "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False, **more}  # fmt: skip
+    return {name: value for name, value in found.items() if value is not ABSENT}
+
+
+OWN_HEADS = {"num_key_value_heads": ABSENT}  # each head has keys of its own, and no field says so
+
+
+def case(config: str, **more: Any) -> dict[str, Any]:
+    return {"config": config, "shape": shape(**more)}
+
+
+HEAD16 = {"head_dim": 16}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24}
+ROUTED = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+LATENT = {
+    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+
+FALCON = {"num_key_value_heads": ABSENT, "intermediate_size": ABSENT}
+GEMMA4 = {
+    "head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 99,
+    "sliding_window": 9, "tie_word_embeddings": True,
+}  # fmt: skip
+
+DELTA = {
+    "head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "num_hidden_layers": 4,
+}  # fmt: skip
+SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 40}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "apertus": case("ApertusConfig", rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+    "arcee-biases": case("ArceeConfig", mlp_bias=True, attention_bias=True),
+    "cohere": case("CohereConfig", tie_word_embeddings=True, logit_scale=0.3),
+    "cohere-qk-norm": case("CohereConfig", tie_word_embeddings=True, use_qk_norm=True),
+    "cohere2": case(
+        "Cohere2Config", tie_word_embeddings=True, sliding_window=9, num_hidden_layers=4,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"]),
+    "deepseek-v2": case("DeepseekV2Config", **ROUTED | LATENT | {"n_group": 4, "topk_group": 2},
+                        topk_method="group_limited_greedy", norm_topk_prob=False),
+    "deepseek-v2-lite": case("DeepseekV2Config", **ROUTED | LATENT | {"q_lora_rank": None}, topk_method="greedy"),
+    "deepseek-v3": case("DeepseekV3Config", **ROUTED | LATENT | {"n_group": 4, "topk_group": 2},
+                        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}),
+    "ernie": case("Ernie4_5Config", head_dim=32, use_bias=False),
+    "exaone4": case(
+        "Exaone4Config", sliding_window=9, num_hidden_layers=4,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"]),
+    "exaone4-full": case("Exaone4Config", sliding_window=None, layer_types=["full_attention"] * 2),
+    "falcon-new": case(
+        "FalconConfig", **FALCON, new_decoder_architecture=True, num_kv_heads=2, bias=False, tie_word_embeddings=True),
+    "falcon-one-norm": case(
+        "FalconConfig", **FALCON, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, bias=True,
+        ffn_hidden_size=96, tie_word_embeddings=True),
+    "falcon-7b": case("FalconConfig", **FALCON, multi_query=True, parallel_attn=True, tie_word_embeddings=True),
+    "falcon-serial": case(
+        "FalconConfig", **FALCON, multi_query=False, parallel_attn=False, bias=True, tie_word_embeddings=True),
+    "gemma": case("GemmaConfig", **HEAD16, tie_word_embeddings=True),
+    "gemma2": case(
+        "Gemma2Config", **HEAD16, tie_word_embeddings=True, query_pre_attn_scalar=24, sliding_window=9,
+        attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+    "gemma3": case(
+        "Gemma3TextConfig", **HEAD16, tie_word_embeddings=True, query_pre_attn_scalar=24, sliding_window=9,
+        num_hidden_layers=6, rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "gemma4": case(
+        "Gemma4TextConfig", **GEMMA4, num_hidden_layers=6, num_global_key_value_heads=1, attention_k_eq_v=True,
+        final_logit_softcapping=3.0),
+    "gemma4-shared": case(
+        "Gemma4TextConfig", **GEMMA4 | {"hidden_size_per_layer_input": 8}, num_kv_shared_layers=2, num_hidden_layers=4,
+        use_double_wide_mlp=True, attention_bias=True, layer_types=["sliding_attention", "full_attention"] * 2),
+    "gemma4-experts": case(
+        "Gemma4TextConfig", **GEMMA4, enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=24,
+        num_global_key_value_heads=1, attention_k_eq_v=True, num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"]),
+    "glm": case("GlmConfig", **HEAD16, attention_bias=True),
+    "glm4": case("Glm4Config", **HEAD16, attention_bias=True),
+    "glm4-moe": case("Glm4MoeConfig", **HEAD16, **ROUTED, use_qk_norm=True, attention_bias=True),
+    "gpt2": case("GPT2Config", **OWN_HEADS, intermediate_size=ABSENT, tie_word_embeddings=True),
+    "gpt-neox": case("GPTNeoXConfig", **OWN_HEADS),
+    "gpt-neox-serial": case("GPTNeoXConfig", **OWN_HEADS, use_parallel_residual=False, attention_bias=False),
+    "gpt-oss": case("GptOssConfig", **HEAD16, **LOCAL_EXPERTS, sliding_window=9, rope_parameters=YARN | {
+        "truncate": False}),
+    "granite": case(
+        "GraniteConfig", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4,
+        logits_scaling=0.7),
+    "granite-moe": case(
+        "GraniteMoeConfig", **LOCAL_EXPERTS, embedding_multiplier=3.0, attention_multiplier=0.2,
+        residual_multiplier=0.4, logits_scaling=0.7),
+    "hunyuan": case("HunYuanDenseV1Config", **HEAD16),
+    "llama-biases": case("LlamaConfig", attention_bias=True, mlp_bias=True),
+    "llama4": case(
+        "Llama4TextConfig", **HEAD16, **LOCAL_EXPERTS | {"num_experts_per_tok": 1}, intermediate_size_mlp=80,
+        num_hidden_layers=4, attention_chunk_size=16, floor_scale=8, interleave_moe_layer_step=2),
+    "minimax-m2": case("MiniMaxM2Config", **HEAD16, **LOCAL_EXPERTS, rope_parameters={
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+    "ministral": case(
+        "MinistralConfig", **HEAD16, sliding_window=9, layer_types=["sliding_attention", "full_attention"]),
+    "ministral3": case("Ministral3Config", **HEAD16, rope_parameters=YARN | {
+        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}),
+    "mistral": case("MistralConfig", sliding_window=9),
+    "mixtral": case("MixtralConfig", **LOCAL_EXPERTS),
+    "nemotron": case("NemotronConfig", attention_bias=True, mlp_bias=True),
+    "olmo2": case("Olmo2Config"),
+    "olmo3": case(
+        "Olmo3Config", sliding_window=9, num_hidden_layers=4, rope_parameters={
+            "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "olmoe": case("OlmoeConfig", num_experts=8, num_experts_per_tok=3, intermediate_size=24),
+    "opt": case("OPTConfig", **OWN_HEADS, intermediate_size=ABSENT, ffn_dim=96, tie_word_embeddings=True),
+    "phi": case("PhiConfig"),
+    "phi3": case("Phi3Config", sliding_window=9),
+    "phi4-partial-longrope": case(
+        "Phi3Config", rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0],
+            "long_factor": [2.0 + i for i in range(6)], "partial_rotary_factor": 0.75},
+        original_max_position_embeddings=256),
+    "qwen2": case("Qwen2Config", use_sliding_window=True, sliding_window=8, max_window_layers=1, num_hidden_layers=3),
+    "qwen2-moe": case(
+        "Qwen2MoeConfig", **EXPERTS, shared_expert_intermediate_size=40, num_hidden_layers=4, mlp_only_layers=[1]),
+    "qwen3": case("Qwen3Config", head_dim=32),
+    "qwen3-moe": case("Qwen3MoeConfig", **HEAD16, **EXPERTS, norm_topk_prob=True, decoder_sparse_step=2),
+    "qwen3-next": case("Qwen3NextConfig", **DELTA, **SHARED_EXPERT),
+    "qwen3-next-quirks": case(
+        "Qwen3NextConfig", **DELTA | {"linear_num_value_heads": 6, "linear_conv_kernel_dim": 2}, **SHARED_EXPERT,
+        attention_bias=True, mlp_only_layers=[1], norm_topk_prob=False, rope_parameters={
+            "rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention"]),
+    "qwen3.5": case("Qwen3_5TextConfig", **DELTA),
+    "qwen3.5-quirks": case(
+        "Qwen3_5TextConfig", **DELTA | {"linear_num_value_heads": 2, "num_hidden_layers": 3}, attention_bias=True,
+        linear_conv_kernel_dim=5, tie_word_embeddings=True,
+        layer_types=["linear_attention", "full_attention", "linear_attention"]),
+    "qwen3.5-moe": case("Qwen3_5MoeTextConfig", **DELTA, **SHARED_EXPERT, intermediate_size=ABSENT),
+    "seed-oss": case("SeedOssConfig", **HEAD16, attention_bias=True, attention_out_bias=False),
+    "smollm3": case("SmolLM3Config", num_hidden_layers=4),
+    "stablelm": case("StableLmConfig", use_qkv_bias=True),
+    "stablelm-parallel-qk-norm": case("StableLmConfig", use_parallel_residual=True, qk_layernorm=True),
+    "starcoder2": case("Starcoder2Config", tie_word_embeddings=True, sliding_window=9),
+    "qwen3-moe-of-7": case("Qwen3MoeConfig", **HEAD16, **EXPERTS | {"num_experts": 7}, norm_topk_prob=True),
+}  # fmt: skip
+
+# --- positions, windows, files ----------------------------------------------------------------------------------------
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32, "rope_theta": 10000.0}  # fmt: skip
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 128, "rope_theta": 10000.0,
+        "short_factor": [1.0 + i / 9 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}  # fmt: skip
+
+
+def small(vocab: int, hidden: int, heads: int, kv_heads: int, layers: int = 2, **more: Any) -> dict[str, Any]:
+    return {"vocab_size": vocab, "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+            "num_hidden_layers": layers, "intermediate_size": hidden + 17, "max_position_embeddings": 256,
+            "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **more}  # fmt: skip
+
+
+LLAMAS: dict[str, dict[str, Any]] = {
+    "llama": {"config": "LlamaConfig", "shape": small(99, 64, 4, 4, tie_word_embeddings=False)},
+    "llama-gqa-llama3-rope-tied": {
+        "config": "LlamaConfig",
+        "shape": small(257, 96, 6, 2, head_dim=32, tie_word_embeddings=True, rope_parameters=LLAMA3),
+    },
+    "llama-mqa-bias-linear-rope": {
+        "config": "LlamaConfig",
+        "shape": small(151, 96, 4, 1, attention_bias=True,
+                       rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}),
+    },
+    "llama-yarn-gelu": {
+        "config": "LlamaConfig",
+        "shape": small(99, 64, 4, 2, rope_parameters=YARN, hidden_act="gelu_pytorch_tanh"), "tables": [300],
+    },
+    "qwen3-yarn-mscale": {
+        "config": "Qwen3Config", "shape": small(99, 64, 4, 2, head_dim=16, rope_parameters=YARN | {
+            "mscale": 1.3, "mscale_all_dim": 0.7, "beta_fast": 8, "beta_slow": 2, "truncate": False}),
+        "tables": [256],
+    },
+    "llama-yarn-attention-factor": {
+        "config": "LlamaConfig", "shape": small(99, 64, 4, 2, rope_parameters=YARN | {"attention_factor": 1.7}),
+        "tables": [256],
+    },
+    "llama-dynamic": {
+        "config": "LlamaConfig", "tables": [200, 400],
+        "shape": small(99, 64, 4, 2, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
+    },
+    "llama-longrope": {
+        "config": "LlamaConfig", "shape": small(99, 64, 4, 2, rope_parameters=LONG), "tables": [128, 129],
+    },
+    "ernie": {"config": "Ernie4_5Config", "shape": small(99, 64, 4, 2, head_dim=32, use_bias=False)},
+    "mistral-window": {"config": "MistralConfig", "shape": small(127, 64, 8, 2, sliding_window=9, head_dim=16)},
+    "mistral-no-window": {"config": "MistralConfig", "shape": small(64, 48, 3, 3, sliding_window=None)},
+    "qwen2-sharded-tied": {
+        "config": "Qwen2Config", "shape": small(211, 96, 6, 3, layers=3, tie_word_embeddings=True), "shard": "100KB",
+    },
+    "qwen2-window-from-layer-1": {
+        "config": "Qwen2Config",
+        "shape": small(101, 64, 4, 2, layers=3, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    },
+    "qwen3": {"config": "Qwen3Config", "shape": small(333, 64, 8, 2, head_dim=32, tie_word_embeddings=False)},
+    "qwen3-bfloat16-tied": {
+        "config": "Qwen3Config", "shape": small(130, 64, 5, 1, head_dim=64, tie_word_embeddings=True),
+        "dtype": "bfloat16",
+    },
+}  # fmt: skip
+
+# --- latent attention -------------------------------------------------------------------------------------------------
+
+LATENT_SHAPE = {
+    "vocab_size": 99, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 80,
+    "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1,
+    "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "num_key_value_heads": 4,
+    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+}  # fmt: skip
+LATENT_YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0, "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}  # fmt: skip
+LATENTS: dict[str, dict[str, Any]] = {
+    "deepseek-v2": {"config": "DeepseekV2Config", "shape": LATENT_SHAPE | {
+        "topk_method": "group_limited_greedy", "norm_topk_prob": False}},
+    "deepseek-v2-lite": {"config": "DeepseekV2Config", "shape": LATENT_SHAPE | {
+        "topk_method": "greedy", "q_lora_rank": None, "v_head_dim": 24,
+        "rope_parameters": LATENT_YARN | {"mscale": 1.0}}},
+    "deepseek-v3": {"config": "DeepseekV3Config", "shape": LATENT_SHAPE | {"rope_parameters": LATENT_YARN}},
+    "deepseek-v3-halves-biases": {"config": "DeepseekV3Config", "shape": LATENT_SHAPE | {
+        "rope_interleave": False, "attention_bias": True}},
+}  # fmt: skip
+
+# --- embeddings and classification ------------------------------------------------------------------------------------
+
+VOCAB = 1024  # of the demo's tokenizer
+
+
+def pooled(hidden: int = 64, **more: Any) -> dict[str, Any]:
+    return small(VOCAB, hidden, 4, 2, **more)
+
+
+CLASSIFIER = "AutoModelForSequenceClassification"
+POOLED: dict[str, dict[str, Any]] = {
+    "qwen3": {"config": "Qwen3Config", "shape": pooled(head_dim=16), "head": "AutoModel"},
+    "llama": {"config": "LlamaConfig", "shape": pooled(), "head": "AutoModel"},
+    "labels-1": {"config": "Qwen3Config", "shape": pooled(head_dim=32, num_labels=1), "head": CLASSIFIER},
+    "labels-2": {"config": "Qwen2Config", "shape": pooled(num_labels=2), "head": CLASSIFIER},
+    "labels-3": {"config": "LlamaConfig", "shape": pooled(num_labels=3), "head": CLASSIFIER},
+    "multi": {
+        "config": "MistralConfig", "head": CLASSIFIER,
+        "shape": pooled(num_labels=3, sliding_window=9, problem_type="multi_label_classification"),
+    },
+}  # fmt: skip
+
+# --- beams ------------------------------------------------------------------------------------------------------------
+
+BEAMS = [  # arguments of transformers' `generate`
+    {"num_beams": 2, "num_return_sequences": 2},
+    {"num_beams": 3, "num_return_sequences": 3, "eos_token_id": [7], "early_stopping": True},
+    {"num_beams": 4, "num_return_sequences": 2, "eos_token_id": [3, 11, 30], "length_penalty": 0.0},
+    {"num_beams": 4, "num_return_sequences": 4, "eos_token_id": [3, 11, 30], "length_penalty": 2.0,
+     "early_stopping": "never"},
+    {"num_beams": 3, "num_return_sequences": 1, "eos_token_id": list(range(5, 11)), "length_penalty": -1.0},
+    {"num_beams": 5, "num_return_sequences": 5, "eos_token_id": list(range(20, 35)), "early_stopping": "never"},
+    {"num_beams": 5, "num_return_sequences": 5, "eos_token_id": [12, 13], "max_new_tokens": 1},
+    {"num_beams": 1, "num_return_sequences": 1, "eos_token_id": list(range(5, 11)), "early_stopping": "never"},
+]  # fmt: skip
+SEARCHED: dict[str, dict[str, Any]] = {
+    "llama": {"config": "LlamaConfig", "shape": small(61, 64, 4, 4)},
+    "mistral-window": {"config": "MistralConfig", "shape": small(67, 64, 8, 2, head_dim=16, sliding_window=9)},
+    "qwen2-tied": {"config": "Qwen2Config", "shape": small(53, 64, 4, 2, tie_word_embeddings=True)},
+    "qwen3-two-eos": {"config": "Qwen3Config", "shape": small(71, 64, 8, 2, head_dim=32, eos_token_id=[5, 9])},
+}
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+GROUPS = {"families": FAMILIES, "llamas": LLAMAS, "latents": LATENTS, "pooled": POOLED, "beams": SEARCHED}
+KEPT = {
+    "families": (
+        "qwen3", "gemma3", "gpt-oss", "deepseek-v3", "qwen3-next", "llama4", "falcon-7b", "gemma4-shared"),
+    "llamas": ("llama-gqa-llama3-rope-tied", "llama-longrope", "qwen2-sharded-tied"),
+    "latents": ("deepseek-v3",),
+    "pooled": ("qwen3", "labels-3"),
+    "beams": ("llama",),
+}  # fmt: skip
+
+
+def ask() -> None:
+    """Add to each case what transformers is asked: prompts of tokens, how many tokens more, and beams."""
+    lengths = {"families": (7, 41), "pooled": (1, 7, 41, 100, 1, 64), "beams": (1, 7, 23)}
+    for group, cases in GROUPS.items():
+        rng, first = random.Random(0), int(group == "families")
+        for name, each in cases.items():
+            vocab = each["shape"]["vocab_size"]
+            each["prompts"] = [[rng.randrange(first, vocab) for _ in range(n)] for n in lengths.get(group, (1, 7, 41))]
+            if group == "families":
+                each["generated"] = [1]
+            if group == "beams":
+                each["beams"] = [{"max_new_tokens": NEW_OF_BEAMS} | arguments for arguments in BEAMS]
+            each["new"] = NEW_OF_BEAMS if group == "beams" else NEW
+            if name in KEPT[group]:
+                each["dtype"] = "bfloat16"  # which takes half the room
+
+
+ask()
+
+
+def ask_transformers(cases: dict[str, dict[str, Any]], folder: Path) -> None:
+    """Make a folder for each case. One process makes all, because importing transformers takes long."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    # -I: transformers looks for a package called `kernels`, and would find ours.
+    command = [sys.executable, "-I", TESTS / "oracle.py", folder / "cases.json", folder]
+    subprocess.run(command, check=True, cwd=folder)
+
+
+def once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """The folder that `make` fills. Of processes that share it, the first does it, and the others wait."""
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            make(folder)
+            (folder / "done").touch()
+    return folder
+
+
+class Checkpoints:
+    """`checkpoints / name` is the folder of a case: the checkpoint, and transformers' answers in oracle.safetensors.
+
+    It lies in data/ or, with all of its group, under `shared`, where the first test that asks has it made. Nobody
+    writes into it.
+    """
+
+    def __init__(self, group: str, shared: Path):
+        self.group, self.shared = group, shared
+
+    def __truediv__(self, name: str) -> Path:
+        return DATA / self.group / name if name in KEPT[self.group] else self.made() / name
+
+    def made(self) -> Path:
+        """The folder with all cases of the group as transformers has just made them."""
+        return once(self.shared / self.group, lambda folder: ask_transformers(GROUPS[self.group], folder))
+
+
+def main() -> None:
+    for group, names in KEPT.items():
+        shutil.rmtree(DATA / group, ignore_errors=True)
+        with tempfile.TemporaryDirectory() as folder:
+            ask_transformers({name: GROUPS[group][name] for name in names}, Path(folder))
+            for name in names:
+                shutil.copytree(Path(folder, name), DATA / group / name)
+
+
+if __name__ == "__main__":
+    main()
