@@ -1,4 +1,4 @@
-"""What tests have workers run. Each worker imports this file for it, so it imports little itself."""
+"""What tests have workers run. Each engine and worker imports this file for it, so it imports little itself."""
 
 from __future__ import annotations
 
@@ -50,3 +50,13 @@ def run_out_once(worker: Any) -> None:
 
     if worker.group.rank == 1:
         worker.group.all_reduce = scarce
+
+
+def describe(worker: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    return [worker.group.rank, list(args), kwargs]
+
+
+def a_tensor(worker: Any) -> Any:
+    import torch
+
+    return torch.zeros(1)
