@@ -203,9 +203,9 @@ def test_the_loop_sleeps_while_the_engine_computes(llm_async):
         select, woken = loop._selector.select, []
         os.kill(pid, signal.SIGSTOP)
         try:
-            await asyncio.sleep(0.2)  # what was on its way has come
+            await asyncio.sleep(0.1)  # what was on its way has come
             loop._selector.select = lambda timeout: woken.append(timeout) or select(timeout)
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.3)
         finally:
             os.kill(pid, signal.SIGCONT)
             loop._selector.select = select
@@ -217,6 +217,7 @@ def test_the_loop_sleeps_while_the_engine_computes(llm_async):
     assert asyncio.run(main()) <= 10
 
 
+@pytest.mark.full
 def test_a_dead_engine_ends_all_generators_and_is_replaced(llm_async):
     async def main():
         tasks = [(await begun(llm_async, f"r{i}"))[0] for i in range(2)]
@@ -259,6 +260,7 @@ def test_shutdown_ends_all(llm_async):  # the last of those that share the engin
         asyncio.run(llm_async.check_health())
 
 
+@pytest.mark.full
 def test_what_is_forgotten_ends_once_nobody_reads_from_it():
     threads, loop = set(threading.enumerate()), asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
@@ -281,7 +283,7 @@ def test_what_is_forgotten_ends_once_nobody_reads_from_it():
     eventually(lambda: not any(map(alive, pids)) and set(threading.enumerate()) <= threads)
 
 
-def test_an_engine_that_cannot_be_is_an_error(tmp_path):
+def test_options_for_which_there_is_no_engine_are_refused():
     for fields, message in (
         ({"data_parallel_size": 2}, "data_parallel_size is 2; for AsyncLLM it must be 1"),
         ({"distributed_executor_backend": "torchrun"}, "distributed_executor_backend is 'external_launcher'; for Asy"),
@@ -289,6 +291,10 @@ def test_an_engine_that_cannot_be_is_an_error(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             AsyncLLM(EngineArgs(**fields))
+
+
+@pytest.mark.full
+def test_an_engine_that_cannot_be_is_an_error(tmp_path):
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(f"{DEMO}/{name}", tmp_path)
     (tmp_path / "generation_config.json").write_text('{"temperature": -1}')

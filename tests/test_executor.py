@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,21 +22,38 @@ import executor as executor_module
 from config import EngineConfig
 from core import EngineCore
 from engine import LLM, SamplingParams
-from executor import MIN_STEP_TIMEOUT, SLOWEST, MpExecutor, UniExecutor, WorkerError, is_stopped, step_timeout
+from executor import (
+    MIN_STEP_TIMEOUT,
+    SLOWEST,
+    MpExecutor,
+    UniExecutor,
+    WorkerError,
+    is_stopped,
+    start_alone,
+    step_timeout,
+)
+from forked import forked_workers
 from observe.journal import replay
-from plan import EngineCoreRequest, Met, PeersGone, StepPlan
+from plan import EngineCoreRequest, Met, StepPlan
 from ring import Watchdog
 from served import alive, eventually
 from test_ring import SlowRing, TinyRing
 from test_worker import HYBRID, SHAPE
+from worker_functions import double_of, fail, itself, lose_peers, run_out_once, slow
 
 ROOT = Path(__file__).parent.parent
-STORY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+STORY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 PROMPTS = ["ROMEO:\n", "Enter the KING", "To be, or not to be", "What is 23 + 58?"]
 
 
 def tokens(outputs) -> list[list[list[int]]]:
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked() -> Iterator[None]:
+    with forked_workers():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +92,8 @@ def undisturbed(mp_llm, slow_llm):
     vars(slow_llm.core.executor).pop("submit", None)
 
 
-MIXED = [STORY, SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=40, ignore_eos=True),
-         SamplingParams(temperature=0, use_beam_search=True, n=2, max_tokens=20), STORY]  # fmt: skip
+MIXED = [STORY, SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=24, ignore_eos=True),
+         SamplingParams(temperature=0, use_beam_search=True, n=2, max_tokens=12), STORY]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +109,18 @@ def test_the_same_tokens_from_a_worker_process(mp_llm, answers):
     ]
 
 
-@pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+SIGNALS = pytest.mark.parametrize(
+    "with_signal",
+    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.full)],
+)
+
+
+@SIGNALS
 def test_a_workers_death_is_noticed_by_the_clock_alone(mp_llm, answers, undisturbed, monkeypatch, caplog, with_signal):
     said: list[str | None] = []
     mp_llm.core.workers.on_trouble = said.append
     before = mp_llm.core.metrics()["num_worker_restarts_total"]
-    when(mp_llm, [3, 30], lambda: os.kill(worker(mp_llm), with_signal))
+    when(mp_llm, [3, 20], lambda: os.kill(worker(mp_llm), with_signal))
     first, trial, suspects = worker(mp_llm), mp_llm.core.scheduler.admission.trial, []
     blame = trial.blame
     monkeypatch.setattr(trial, "blame", lambda *of: suspects.extend(of[2]) or blame(*of))
@@ -113,7 +137,9 @@ def test_a_workers_death_is_noticed_by_the_clock_alone(mp_llm, answers, undistur
     "fields",
     [
         pytest.param({}, marks=pytest.mark.long),
-        {"num_gpu_blocks_override": 24, "block_size": 32, "preemption_mode": "swap"},
+        pytest.param(
+            {"num_gpu_blocks_override": 24, "block_size": 32, "preemption_mode": "swap"}, marks=pytest.mark.full
+        ),
     ],
 )
 def test_the_same_tokens_whether_a_step_is_planned_ahead_or_not(mp_llm, make_llm, answers, fields):
@@ -163,30 +189,30 @@ def test_states_are_lost_with_a_worker_and_made_again(tmp_path):
     assert [(config.num_state_snapshots, config.num_host_states) for config in restarted] == [(4, 4)]
 
 
-@pytest.mark.parametrize("when_idle", [True, False], ids=["idle", "in a step"])
+@pytest.mark.parametrize("when_idle", [pytest.param(True, marks=pytest.mark.full), False], ids=["idle", "in a step"])
 def test_a_worker_that_is_stopped_is_noticed_and_may_go_on(slow_llm, answers, undisturbed, monkeypatch, when_idle):
     """Long before the limit of a step, and whether it runs one or not; once it goes on, nothing has happened."""
-    core, said = slow_llm.core, []
-    monkeypatch.setattr(core.executor, "on_trouble", said.append)
-    first = worker(slow_llm)
-    begun = [time.monotonic()]
+    monkeypatch.setattr(executor_module, "STALL", 2.0 if when_idle else 1.2)  # an idle worker wakes up once a second
+    core, said, first = slow_llm.core, [], worker(slow_llm)
 
-    def stop() -> None:
-        os.kill(first, signal.SIGSTOP)
-        begun[0] = time.monotonic()
-        threading.Timer(6, os.kill, (first, signal.SIGCONT)).start()
+    def hear(trouble: str | None) -> None:
+        said.append(trouble)
+        if trouble:
+            os.kill(first, signal.SIGCONT)
 
+    def all_is_well() -> bool:
+        core.workers.check()
+        return bool(said) and not said[-1]
+
+    monkeypatch.setattr(core.executor, "on_trouble", hear)
     if when_idle:
         core.workers.collective_rpc("block_bytes")
         core.executor.check()
-        stop()
+        os.kill(first, signal.SIGSTOP)
     else:
-        when(slow_llm, [5], stop)
+        when(slow_llm, [5], lambda: os.kill(first, signal.SIGSTOP))
         slow_llm.generate(PROMPTS, MIXED, use_tqdm=False)
-    while not said or said[-1]:
-        core.workers.check()
-        time.sleep(0.2)
-        assert time.monotonic() - begun[0] < 60
+    eventually(all_is_well)
     where = "while idle" if when_idle else "in step "
     assert len(said) == 2 and f"rank 0 is stopped {where}" in said[0]
     assert worker(slow_llm) == first and core.metrics()["num_worker_restarts_total"] == 0
@@ -272,7 +298,7 @@ def test_a_request_that_kills_every_worker_is_refused_and_the_others_go_on(mp_ll
     core.executor.submit = submit_and_kill
     outputs = mp_llm.generate(PROMPTS, [MIXED[0], MIXED[1], STORY, STORY], use_tqdm=False)
     assert [tokens(outputs)[i] for i in (0, 3)] == [answers[i] for i in (0, 3)]
-    assert len(outputs[2].outputs[0].token_ids) == 60 and outputs[1].outputs[0].finish_reason == "error"
+    assert len(outputs[2].outputs[0].token_ids) == STORY.max_tokens and outputs[1].outputs[0].finish_reason == "error"
     deaths = core.metrics()["num_worker_restarts_total"] - before
     assert 2 <= deaths <= 4 and "died (SIGKILL) in step" in outputs[1].error
     assert f"{deaths:.0f} steps that this request ran in have ended so" in outputs[1].error
@@ -310,10 +336,14 @@ def test_workers_that_never_come_up_end_the_engine_with_what_they_said(make_llm,
         count += 1
         if count == 3:
             raise ValueError("no memory for them")
-        start = threading.Timer(0.1 * count, lambda: os.kill(worker(llm), signal.SIGKILL))
-        start.start()
         restart(config)
 
+    def start_and_kill(process: Any) -> None:
+        start_alone(process)
+        os.kill(process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr("device.workers.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(executor_module, "start_alone", start_and_kill)
     monkeypatch.setattr(llm.core.executor, "restart", restart_and_die)
     when(llm, [3], lambda: os.kill(worker(llm), signal.SIGKILL))
     with pytest.raises(WorkerError, match=r"no memory for them; no step .* anew 3 times \(max_worker_restarts\)"):
@@ -344,21 +374,7 @@ def test_out_of_memory_costs_the_latest_request_alone(make_llm, answers, monkeyp
     llm.core.check_integrity()
 
 
-def run_out_once(worker: Any) -> None:
-    """The last rank's memory runs out in the midst of its fifth step from now."""
-    reduce, calls = worker.group.all_reduce, 0
-
-    def scarce(x: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 4 * (1 + 2 * worker.model.config.num_layers) + 3:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
-        return reduce(x)
-
-    if worker.group.rank == 1:
-        worker.group.all_reduce = scarce
-
-
+@pytest.mark.full
 def test_a_rank_that_runs_out_of_memory_costs_the_latest_request_alone(make_llm):
     llm = make_llm(distributed_executor_backend="mp", tensor_parallel_size=2, threads=1, step_timeout=20.0)
     want = tokens(llm.generate(PROMPTS, STORY, use_tqdm=False))
@@ -370,6 +386,7 @@ def test_a_rank_that_runs_out_of_memory_costs_the_latest_request_alone(make_llm)
     llm.core.close()
 
 
+@pytest.mark.full
 def test_plans_that_fit_no_chunk_of_the_ring_cost_no_worker(make_llm, answers, monkeypatch):
     """A long prompt's plan is too large for a chunk. Here chunks are small, and what does not fit comes slowly."""
     monkeypatch.setattr(executor_module, "RingBuffer", SlowRing)
@@ -462,15 +479,6 @@ def test_errors_of_the_worker_are_the_callers(make_llm, mp_llm):
         mp_llm.core.workers.collective_rpc("no_such_method")
 
 
-def lose_peers(worker: Any) -> None:
-    """The next step fails as if another engine were gone that has a part of the experts."""
-
-    def launch(plan: StepPlan) -> None:
-        raise PeersGone("engine 0 has lost the other engines")
-
-    worker.launch = launch
-
-
 def test_no_request_is_to_blame_when_other_engines_are_gone(mp_llm, answers, undisturbed, monkeypatch, caplog):
     core, suspects = mp_llm.core, list[Any]()
     monkeypatch.setattr(core.scheduler.admission.trial, "blame", lambda *of: suspects.extend(of[2]))
@@ -507,23 +515,13 @@ def test_engines_that_break_off_do_so_in_the_midst_of_steps_and_as_often_as_they
     assert not peers.broken
 
 
-def double_of(worker: Any, number: int, plus: int = 0) -> list[int]:
-    return [worker.group.rank, 2 * number + plus]
-
-
-def slow(worker: Any) -> str:
-    time.sleep(1)
-    return "late"
-
-
 def test_functions_and_timeouts_of_calls(llm, mp_llm):
     for each in (llm, mp_llm):
-        assert each.collective_rpc(double_of, 60.0, (4,), {"plus": 1}) == [[0, 9]]  # a process imports this file first
+        assert each.collective_rpc(double_of, 60.0, (4,), {"plus": 1}) == [[0, 9]]
         assert each.collective_rpc("facts", timeout=60.0)[0]["backend"] == "cpu"
-        with pytest.raises(
-            TimeoutError, match=r"timeout is 0\.5 s; the call took 1|rank 0 has not replied within 0\.5 s"
-        ):
-            each.collective_rpc(slow, timeout=0.5)
+        said = r"timeout is 0\.2 s; the call took 0\.[5-9]|rank 0 has not replied within 0\.2 s"
+        with pytest.raises(TimeoutError, match=said):
+            each.collective_rpc(slow, 0.2, (0.5,))
         assert each.collective_rpc(double_of, args=(1,)) == [[0, 2]]  # what came late is dropped
         assert tokens(each.generate(PROMPTS[:1], STORY, use_tqdm=False))[0][0]
     with pytest.raises(ValueError, match=r"method is <function .*<lambda>.*which worker processes cannot be sent"):
@@ -532,17 +530,14 @@ def test_functions_and_timeouts_of_calls(llm, mp_llm):
         mp_llm.collective_rpc(itself)
 
 
-def very_slow(worker: Any) -> None:
-    time.sleep(2.5)
-
-
+@pytest.mark.full
 def test_what_comes_after_a_call_that_was_given_up_waits_for_it(mp_llm, answers, monkeypatch):
     """Be it a step, or a method that would have the workers started anew if it were late."""
     core, busy = mp_llm.core, []
     first, before = worker(mp_llm), core.workers.num_restarts
     for act in ("look", "sleep"):
         with pytest.raises(TimeoutError, match=r"rank 0 has not replied within 0\.1 s"):
-            mp_llm.collective_rpc(very_slow, timeout=0.1)
+            mp_llm.collective_rpc(slow, 0.1, (2.5,))
         if act == "look":
             until = time.monotonic() + 2.2
             while time.monotonic() < until:  # as an idle engine does; longer than a step may take
@@ -558,24 +553,18 @@ def test_what_comes_after_a_call_that_was_given_up_waits_for_it(mp_llm, answers,
         assert worker(mp_llm) == first and core.workers.num_restarts == before
 
 
-@pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@SIGNALS
 def test_a_worker_that_is_lost_in_a_call_that_was_given_up_is_replaced(mp_llm, answers, monkeypatch, with_signal):
     core, before, suspects = mp_llm.core, mp_llm.core.workers.num_restarts, []
     monkeypatch.setattr(core.scheduler.admission.trial, "blame", lambda *of: suspects.extend(of[2]))
     with pytest.raises(TimeoutError):
-        mp_llm.collective_rpc(very_slow, timeout=0.1)
+        mp_llm.collective_rpc(slow, 0.1, (2.5,))
     os.kill(worker(mp_llm), with_signal)
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     assert core.workers.num_restarts == before + 1 and not suspects
 
 
-def fail(worker: Any, after: float) -> None:
-    time.sleep(after)
-    worker.model = None  # so it would answer no more
-    raise RuntimeError("half done")
-
-
-@pytest.mark.parametrize("after", [0.0, 0.4], ids=["in time", "given up"])
+@pytest.mark.parametrize("after", [0.0, pytest.param(0.4, marks=pytest.mark.full)], ids=["in time", "given up"])
 def test_a_worker_in_which_a_call_has_failed_is_replaced(mp_llm, answers, after):
     """However often: these starts do not count as ones that came to nothing."""
     core, before = mp_llm.core, mp_llm.core.workers.num_restarts
@@ -585,10 +574,6 @@ def test_a_worker_in_which_a_call_has_failed_is_replaced(mp_llm, answers, after)
     assert core.workers.in_a_row == 0 or after
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     assert core.workers.num_restarts == before + 1
-
-
-def itself(worker: Any) -> Any:
-    return worker
 
 
 def test_an_llm_that_is_gone_has_no_processes(make_llm):
@@ -602,6 +587,7 @@ def test_an_llm_that_is_gone_has_no_processes(make_llm):
     assert not alive(pid)
 
 
+@pytest.mark.full
 def test_an_idle_worker_process_takes_no_time(mp_llm):
     def seconds(pid: int) -> float:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

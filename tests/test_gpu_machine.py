@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,9 +25,9 @@ COLLECT = """
 import json, sys
 import pytest, torch
 
-torch.cuda.is_available = lambda: True  # which is all that the tests ask
-barred, *options = sys.argv[1:]
-sys.modules.update(dict.fromkeys(json.loads(barred)))
+torch.cuda.is_available = lambda: True  # which the tests ask where there may be a GPU
+barred, runs = map(json.loads, sys.argv[1:])
+sys.modules.update(dict.fromkeys(barred))
 
 class Told:
     def pytest_collection_finish(self, session):
@@ -33,23 +35,65 @@ class Told:
         found["long"] = [item.nodeid for item in session.items if item.get_closest_marker("long")]
         print("told", json.dumps(found))
 
-sys.exit(pytest.main(["--collect-only", "-p", "no:cacheprovider", "-p", "no:xdist", *options], [Told()]))
+for options in runs:
+    code = pytest.main(["--collect-only", "-p", "no:cacheprovider", "-p", "no:xdist", *options], [Told()])
+    assert code == 0, options
 """
+MARKED = """
+import pytest
+
+@pytest.mark.gpu
+def test_gpu(): pass
+
+@pytest.mark.gpu
+@pytest.mark.full
+def test_full_of_gpu(): pass
+
+@pytest.mark.gpu
+@pytest.mark.long
+def test_long_of_gpu(): pass
+
+@pytest.mark.full
+def test_full(): pass
+
+@pytest.mark.gpu
+@pytest.mark.interpreted
+def test_interpreted(): pass
+"""
+TIERS = {  # what `-m` takes of those
+    "": {"gpu"}, "gpu": {"gpu", "full_of_gpu"}, "full": {"full_of_gpu", "full"}, "gpu and long": {"long_of_gpu"},
+}  # fmt: skip
 
 
-def collect(*options: str, barred: tuple[str, ...] = ()) -> dict[str, list[str]]:
-    """The tests that pytest would run there with these options, those among them that are long, and its filters."""
-    command = [sys.executable, "-c", COLLECT, json.dumps(barred), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    (told,) = [line for line in done.stdout.splitlines() if line.startswith("told ")]
-    return json.loads(told.removeprefix("told "))
+def collect(*runs: Sequence[str], gpus: str = "0", barred: Sequence[str] = ()) -> list[dict[str, list[str]]]:
+    """For each run's options the tests that pytest would run there, those among them that are long, and its filters."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # some take a second, and none has a part in this
+    command = [sys.executable, "-c", COLLECT, json.dumps(barred), json.dumps(runs)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("told ")]
+    return [json.loads(line.removeprefix("told ")) for line in lines]
 
 
+@pytest.mark.parametrize("gpus", ["0", pytest.param("", marks=pytest.mark.full)])
+def test_a_tier_runs_only_where_it_is_asked_for(tmp_path: Path, gpus: str):
+    """And what needs more than is there is skipped; but nothing is interpreted beside a GPU."""
+    for name, text in (("marked", MARKED), ("other", "import nowhere\n\ndef test_other(): pass")):
+        (tmp_path / f"test_{name}.py").write_text(text)
+    options = ["-c", str(ROOT / "pyproject.toml"), "-p", "conftest", str(tmp_path)]
+    found = collect(*([*options, "-m", asked] for asked in TIERS), gpus=gpus, barred=BARRED)
+    more = set() if gpus else {"interpreted"}
+    for asked, run in zip(TIERS, found, strict=True):
+        names = {name.partition("::test_")[2] for name in run["tests"]}
+        assert names == TIERS[asked] | (more if "gpu" in TIERS[asked] else set()), asked
+
+
+@pytest.mark.full
 def test_a_gpu_runs_no_campaign_no_mutant_and_nothing_interpreted():
     """And a warning of a version that nobody knows is printed there, not an error."""
     files = ["tests/ops/test_delta.py", "tests/test_mutations.py", "tests/device/test_compile_guard.py"]
-    found, more = collect("-m", "gpu", *files), collect("-m", "gpu and long", "tests/ops/test_delta.py")
+    found, more = collect(["-m", "gpu", *files], ["-m", "gpu and long", "tests/ops/test_delta.py"])
     names = {name.partition("[")[0].partition("::")[2] for name in found["tests"]}
     assert {"test_delta_rule", "test_warm_up_covers_random_traffic", "test_a_new_shape_is_refused_by_name"} <= names
     assert not names & {"test_the_tests_catch_it", "test_a_rehearsal_launches_what_warm_up_does"}
@@ -57,14 +101,20 @@ def test_a_gpu_runs_no_campaign_no_mutant_and_nothing_interpreted():
     assert found["warnings"][-1] == "default"
 
 
+@pytest.mark.full
 def test_files_that_need_more_than_is_there_are_skipped():
     files = ["tests/api/test_http.py", "tests/executors/test_ranks.py", "tests/ops/test_matmul.py"]
-    found = collect("-m", "gpu", *files, barred=BARRED)["tests"]
-    assert found and all(name.startswith("tests/ops/test_matmul.py") for name in found)
+    (run,) = collect(["-m", "gpu", *files], barred=BARRED)
+    assert (found := run["tests"]) and all(name.startswith("tests/ops/test_matmul.py") for name in found)
 
 
 @pytest.mark.parametrize(
-    "command", ["", "kernels --help", "throughput --requests 2 --scale 0.02 --device cpu --dtype float32"]
+    "command",
+    [
+        pytest.param("", marks=pytest.mark.full),
+        "kernels --help",
+        pytest.param("throughput --requests 2 --scale 0.02 --device cpu --dtype float32", marks=pytest.mark.full),
+    ],
 )
 def test_llm_and_its_benchmarks_need_nothing_of_the_server(command: str):
     """Without a command, `LLM` itself."""

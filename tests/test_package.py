@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,12 +11,14 @@ import sys
 import zipfile
 from importlib.metadata import PathDistribution
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
-from test_house import ROOMS, imports
-
 ROOT = Path(__file__).parent.parent
+ROOMS = [path.parent.name for path in ROOT.glob("*/__init__.py")]
+OURS = {path.stem for folder in (".", "bench", "demo") for path in (ROOT / folder).glob("*.py")} | set(ROOMS)
 COMMAND = "import sys; sys.argv[0] = 'manta'; from manta.server import main; main()"  # as pip's script does it
 QUESTION = [{"role": "user", "content": "What is 23 + 58?"}]
 
@@ -49,6 +52,7 @@ def run(installed: Path, elsewhere: Path, code: str, *words: str) -> subprocess.
     return subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.full
 def test_the_wheel_holds_everything_under_one_name(installed: Path) -> None:
     (facts,) = installed.glob("*.dist-info")
     assert {path.name for path in installed.iterdir()} == {"manta", facts.name}
@@ -58,24 +62,62 @@ def test_the_wheel_holds_everything_under_one_name(installed: Path) -> None:
     assert {str(path.relative_to(installed / "manta")) for path in installed.glob("manta/**/*.*")} == wanted
 
 
+def imports(source: str) -> set[str]:
+    """The modules that a file imports, each by the first part of its name."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return {name.partition(".")[0] for name in names}
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What setup.py defines, without setuptools; `asked` is what it asks of these."""
+    stand_in, command, asked = ModuleType("setuptools"), ModuleType("build_py"), dict[str, Any]()
+    stand_in.setup, command.build_py = lambda **more: asked.update(more), object
+    monkeypatch.setitem(sys.modules, "setuptools", stand_in)
+    monkeypatch.setitem(sys.modules, "setuptools.command.build_py", command)
+    spec = importlib.util.spec_from_file_location("recipe", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return SimpleNamespace(**vars(module), asked=asked)
+
+
+def test_the_recipe_packs_all_folders(recipe: Any) -> None:
+    folders = recipe.asked["package_dir"]
+    assert set(recipe.asked["packages"]) == set(folders)
+    assert set(folders.values()) == {".", "bench", "demo", *ROOMS}
+
+
+@pytest.mark.parametrize(
+    "folders", [["bench"], pytest.param([".", "demo", *ROOMS], marks=pytest.mark.full)], ids=["bench", "others"]
+)
+def test_the_recipe_finds_every_import_of_ours(recipe: Any, folders: list[str]) -> None:
+    for path in (path for folder in folders for path in (ROOT / folder).glob("*.py")):
+        assert not imports(recipe.packaged(path.read_text())) & OURS, path
+
+
+@pytest.mark.full
 def test_its_modules_import_each_other_from_the_package(installed: Path) -> None:
-    ours = {path.stem for folder in (".", "bench", "demo") for path in (ROOT / folder).glob("*.py")} | set(ROOMS)
     for path in installed.glob("manta/**/*.py"):
-        assert not imports(ast.parse(path.read_text())) & ours, path
+        assert not imports(path.read_text()) & OURS, path
 
 
+@pytest.mark.full
 def test_it_depends_on_what_the_requirements_say(installed: Path) -> None:
     facts = PathDistribution(next(installed.glob("*.dist-info")))
     lines = [line.partition("#")[0] for line in (ROOT / "requirements.txt").read_text().splitlines()]
     assert facts.requires and len(facts.requires) == len([line for line in lines if line.strip()])
 
 
+@pytest.mark.full
 def test_a_script_finds_the_library(installed: Path, elsewhere: Path) -> None:
     code = f"from manta.engine import LLM; print(LLM().chat({QUESTION}, use_tqdm=False)[0].outputs[0].text)"
     done = run(installed, elsewhere, code)
     assert done.stdout == "81\n", done.stderr
 
 
+@pytest.mark.full
 def test_the_command_starts_its_processes(installed: Path, elsewhere: Path) -> None:
     """A batch runs an engine and a worker in processes of their own."""
     (command,) = PathDistribution(next(installed.glob("*.dist-info"))).entry_points
@@ -90,6 +132,7 @@ def test_the_command_starts_its_processes(installed: Path, elsewhere: Path) -> N
     assert answer["response"]["body"]["choices"][0]["message"]["content"] == "81"
 
 
+@pytest.mark.full
 def test_the_command_calls_itself_by_its_name(installed: Path, elsewhere: Path) -> None:
     done = run(installed, elsewhere, COMMAND, "--model", "nowhere")
     assert (done.returncode, done.stdout) == (2, "")

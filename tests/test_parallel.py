@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from config import EngineConfig
 from device import startup
 from device.loader import fill_dummy, load_weights
 from device.startup import start_worker
+from forked import start_forking
 from model import Transformer
 from model_config import ModelConfig
 from parallel import Group
@@ -156,49 +159,51 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
     worker.group.close()
 
 
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full)])
+def ranks(request, checkpoints) -> list[dict]:
+    """What each rank found, of two or four. If a rank fails, its traceback is the error."""
+    start_forking()
+    torch.multiprocessing.start_processes(
+        run_rank, (request.param, checkpoints), request.param, start_method="forkserver"
+    )
+    return [torch.load(checkpoints / f"{request.param}.{rank}.pt") for rank in range(request.param)]
+
+
 @pytest.fixture(scope="module")
-def ranks(checkpoints) -> dict[int, list[dict]]:
-    """What each rank of each size found. If a rank fails, its traceback is the error."""
-    found = {}
-    for size in SIZES:
-        torch.multiprocessing.spawn(run_rank, (size, checkpoints), nprocs=size)
-        found[size] = [torch.load(checkpoints / f"{size}.{rank}.pt") for rank in range(size)]
-    return found
+def alone(checkpoints) -> Callable[[str], dict]:
+    """What one rank gives of a case."""
+    return functools.cache(lambda name: answers(make_worker(checkpoints / name)))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_give_what_one_gives(checkpoints, ranks, name):
-    one = answers(make_worker(checkpoints / name))
+def test_ranks_give_what_one_gives(alone, ranks, name):
+    one = alone(name)
     assert len({tuple(tokens) for tokens in one["tokens"]}) > 3, "the tokens tell nothing"
-    for size in SIZES:
-        for rank in ranks[size]:
-            assert (rank[name]["logits"] - one["logits"]).abs().max() <= 1e-4
-            assert torch.equal(rank[name]["logits"], ranks[size][0][name]["logits"])
-            assert rank[name]["tokens"] == one["tokens"]
+    for rank in ranks:
+        assert (rank[name]["logits"] - one["logits"]).abs().max() <= 1e-4
+        assert torch.equal(rank[name]["logits"], ranks[0][name]["logits"])
+        assert rank[name]["tokens"] == one["tokens"]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_facts_are_of_the_whole(checkpoints, ranks, name):
-    one = make_worker(checkpoints / name)
-    for size in SIZES:
-        copies = max(1, size // one.model.config.num_kv_heads)
-        for rank in ranks[size]:
-            facts, same = rank[name]["facts"], ("max_model_len", "vocab_size", "num_blocks", "parameters", "windows")
-            assert [facts[key] for key in same] == [one.facts()[key] for key in same]
-            assert facts["kv_bytes"] == one.facts()["kv_bytes"] * copies
-            assert rank[name]["threads"] == max(1, len(os.sched_getaffinity(0)) // size)
+def test_facts_are_of_the_whole(alone, ranks, name):
+    one = alone(name)["facts"]
+    copies = max(1, len(ranks) // CASES[name]["num_key_value_heads"])
+    for rank in ranks:
+        facts, same = rank[name]["facts"], ("max_model_len", "vocab_size", "num_blocks", "parameters", "windows")
+        assert [facts[key] for key in same] == [one[key] for key in same]
+        assert facts["kv_bytes"] == one["kv_bytes"] * copies
+        assert rank[name]["threads"] == max(1, len(os.sched_getaffinity(0)) // len(ranks))
 
 
 def test_blocks_are_those_of_the_rank_with_the_least_memory(ranks):
-    for size in SIZES:
-        counts = {(f["num_blocks"], f["num_host_blocks"]) for f in (rank["memory"] for rank in ranks[size])}
-        assert counts == {(20 - (size - 1),) * 2}
+    counts = {(f["num_blocks"], f["num_host_blocks"]) for f in (rank["memory"] for rank in ranks)}
+    assert counts == {(20 - (len(ranks) - 1),) * 2}
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_step_that_fails_on_one_rank_is_refused_and_leaves_the_others_in_step(ranks, size):
+def test_a_step_that_fails_on_one_rank_is_refused_and_leaves_the_others_in_step(ranks):
     """The others run it to its end. Afterwards all give the same again."""
-    *others, failed = (rank["refused"] for rank in ranks[size])
+    *others, failed = (rank["refused"] for rank in ranks)
     good = failed[0]
     assert good[0] is None and good == failed[-1] and good[2] == [1] and len(failed) > 9
     assert [said[:3] for said in failed[1:-1]] == [("CUDA out of memory.", [], [])] * (len(failed) - 2)
@@ -218,7 +223,7 @@ def test_shares_make_up_the_whole(checkpoints, name, size, dummy):
             load_weights(model, str(checkpoints / name))
         return model
 
-    one = load(Group())
+    one, saved = load(Group()), load_file(checkpoints / name / "model.safetensors")
     shares = [load(Group(rank, size)).parameters() for rank in range(size)]
     for key, (shape, [(target, _)], *_) in one.parameters().items():
         whole = torch.full(shape, torch.nan)
@@ -227,8 +232,7 @@ def test_shares_make_up_the_whole(checkpoints, name, size, dummy):
             whole[part.pieces[0].at] = part.pieces[0].target
         assert torch.equal(whole, target)
         if not dummy:
-            saved = key if key.startswith("lm_head") else f"model.{key}"
-            assert torch.equal(whole, load_file(checkpoints / name / "model.safetensors")[saved])
+            assert torch.equal(whole, saved[key if key.startswith("lm_head") else f"model.{key}"])
         held, fits = sum(share[key].pieces[0].target.numel() for share in shares), math.prod(shape)
         copies = (
             size if "norm" in key else max(1, size // one.config.num_kv_heads) if "k_p" in key or "v_p" in key else 1

@@ -22,18 +22,19 @@ from device.loader import fill_dummy
 from device.memory import split_layers, stage_layers
 from engine import LLM, SamplingParams
 from fake_worker import Engine, expected
+from forked import forked_workers
 from model import Batch, Transformer
 from model_config import ModelConfig
 from models.kv_layout import layout_of, part_of
 from parallel import Group, Pipeline, Sampled
 from plan import StepPlan
 
-STORY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+STORY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 PROMPTS = ["ROMEO:\n", "Enter the KING, with his lords and", "To be, or not to be, that is", "What is 23 + 58?"] * 2
 MIXED = [
-    STORY, SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=30, ignore_eos=True),
-    SamplingParams(temperature=0, use_beam_search=True, n=2, max_tokens=20),
-    SamplingParams(temperature=0.8, seed=5, max_tokens=40, ignore_eos=True, logprobs=2, repetition_penalty=1.3),
+    STORY, SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0, use_beam_search=True, n=2, max_tokens=12),
+    SamplingParams(temperature=0.8, seed=5, max_tokens=30, ignore_eos=True, logprobs=2, repetition_penalty=1.3),
 ] * 2  # fmt: skip
 STARVED = {"num_gpu_blocks_override": 32, "block_size": 8, "max_model_len": 128, "schedule_conservativeness": 0.0}
 KINDS = {  # of layers: windows, states, latents, inputs of their own, keys of other layers
@@ -192,14 +193,20 @@ def test_lanes_have_as_many_sequences_and_take_turns() -> None:
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
-def tokens(llm: LLM) -> list[list[list[int]]]:
-    outputs = llm.generate(PROMPTS, MIXED, use_tqdm=False)
+@pytest.fixture(scope="module")
+def forked() -> Iterator[None]:
+    with forked_workers():
+        yield
+
+
+def tokens(llm: LLM, count: int = len(PROMPTS)) -> list[list[list[int]]]:
+    outputs = llm.generate(PROMPTS[:count], MIXED[:count], use_tqdm=False)
     llm.core.check_integrity()
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
 @pytest.fixture(scope="module")
-def answers(make_llm: Callable[..., LLM]) -> list[list[list[int]]]:
+def answers(forked: None, make_llm: Callable[..., LLM]) -> list[list[list[int]]]:
     return tokens(make_llm())
 
 
@@ -208,7 +215,10 @@ def answers(make_llm: Callable[..., LLM]) -> list[list[list[int]]]:
     [
         pytest.param({"pipeline_parallel_size": 2, "block_size": 8}, marks=pytest.mark.long),
         pytest.param({"pipeline_parallel_size": 4, "block_size": 8, "async_scheduling": False}, marks=pytest.mark.long),
-        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, **STARVED, "preemption_mode": "swap"},
+        pytest.param(
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, **STARVED, "preemption_mode": "swap"},
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             {"pipeline_parallel_size": 2, **STARVED, "preemption_mode": "recompute", "sanitize_kv": True},
             marks=pytest.mark.long,
@@ -232,17 +242,24 @@ def test_stages_give_the_tokens_of_one(
     llm.core.close()
 
 
-def test_a_stage_that_is_killed_is_replaced(make_llm: Callable[..., LLM], answers: list[list[list[int]]]) -> None:
-    llm = make_llm(threads=1, pipeline_parallel_size=3)
+@pytest.mark.parametrize(
+    "kills",  # by step, the stage
+    [{10: 1}, pytest.param({2: 2, 30: 0, 55: 1}, marks=pytest.mark.full)],
+    ids=["", "each of three"],
+)
+def test_a_stage_that_is_killed_is_replaced(
+    make_llm: Callable[..., LLM], answers: list[list[list[int]]], kills: dict[int, int]
+) -> None:
+    llm = make_llm(threads=1, pipeline_parallel_size=max(kills.values()) + 1)
     core, submit, counts = llm.core, llm.core.executor.submit, itertools.count()
 
     def submit_and_kill(plan: StepPlan) -> None:
         submit(plan)
-        if (count := next(counts)) in (2, 30, 55):
-            os.kill(core.executor.processes[(2, 0, 1)[(2, 30, 55).index(count)]].pid, signal.SIGKILL)
+        if (stage := kills.get(next(counts))) is not None:
+            os.kill(core.executor.processes[stage].pid, signal.SIGKILL)
 
     core.executor.submit = submit_and_kill
-    assert tokens(llm) == answers and core.metrics()["num_worker_restarts_total"] == 3
+    assert tokens(llm, 4) == answers[:4] and core.metrics()["num_worker_restarts_total"] == len(kills)
     core.close()
 
 
@@ -255,13 +272,13 @@ def spans(path: Path) -> Iterator[tuple[str, float, float]]:
             yield lanes[event["tid"]], event["ts"], event["ts"] + event["dur"]
 
 
-@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 8])
 def test_stages_work_at_the_same_time_for_different_sequences(
-    make_llm: Callable[..., LLM], tmp_path: Path, count: int
+    forked: None, make_llm: Callable[..., LLM], tmp_path: Path, count: int
 ) -> None:
     """Of one sequence the first stage must wait for what the last one samples."""
     llm = make_llm(threads=1, pipeline_parallel_size=2, trace=str(tmp_path / "trace"))
-    llm.generate([[5 + i, 6, 7] for i in range(count)], SamplingParams(max_tokens=40, ignore_eos=True), use_tqdm=False)
+    llm.generate([[5 + i, 6, 7] for i in range(count)], SamplingParams(max_tokens=12, ignore_eos=True), use_tqdm=False)
     llm.core.close()
     busy: dict[str, list[tuple[float, float]]] = {"worker 0": [], "worker 1": []}
     for lane, begin, end in spans(tmp_path / "trace"):

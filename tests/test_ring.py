@@ -65,7 +65,12 @@ def send(count: int, readers: int, slow: bool) -> list[bytes]:
 
 
 @pytest.mark.parametrize(
-    ("readers", "count"), [(1, 5000), (2, 5000), *(pytest.param(n, 20_000, marks=pytest.mark.long) for n in (1, 2, 4))]
+    ("readers", "count"),
+    [
+        pytest.param(1, 5000, marks=pytest.mark.full),
+        (2, 5000),
+        *(pytest.param(n, 20_000, marks=pytest.mark.long) for n in (1, 2, 4)),
+    ],
 )
 def test_nothing_is_lost_torn_or_reordered(readers, count):
     assert send(count, readers, slow=True) == [b"all right"] * readers
@@ -216,13 +221,14 @@ def test_a_reader_hears_of_the_writers_death():
 def test_a_sleeping_reader_takes_no_time():
     writer, reader = pair()
     begun = time.process_time()
-    assert reader.read(1.0) is None
-    assert time.process_time() - begun < 0.02
+    assert reader.read(0.5) is None
+    assert time.process_time() - begun < 0.01
     writer.close()
     reader.close()
 
 
-def test_heartbeats_and_naps_reach_the_other_end():
+def test_heartbeats_and_naps_reach_the_other_end(monkeypatch):
+    monkeypatch.setattr(ring_module, "BACKSTOP", 0.1)
     writer, reader = pair()
     assert (reader.beats, writer.nap(0)) == (0, 0)
     writer.beat()
@@ -232,7 +238,7 @@ def test_heartbeats_and_naps_reach_the_other_end():
     waiting.start()
     naps = set()
     deadline = time.monotonic() + 10
-    while len(naps) < 3:  # it wakes up once a second, and says so
+    while len(naps) < 3:  # it wakes up now and then, and says so
         naps |= {writer.nap(0)} - {0}
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -250,7 +256,7 @@ def test_a_writer_that_waits_looks_around(size):
     if size == 1:
         writer.write(b"x", 1)
     with pytest.raises(RingTimeout):
-        writer.write(bytes(size), 1.2, lambda: looks.append(1))
+        writer.write(bytes(size), 0.3, lambda: looks.append(1))
     assert len(looks) >= 2
     writer.close()
     reader.close()

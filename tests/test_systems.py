@@ -50,7 +50,9 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("system", [pytest.param("darwin", marks=pytest.mark.long), "win32"])
+@pytest.mark.parametrize(
+    "system", [pytest.param("darwin", marks=pytest.mark.long), pytest.param("win32", marks=pytest.mark.full)]
+)
 def test_the_library_answers(system: str) -> None:
     done = run(LACKING.format(system=system) + SUM)
     assert done.stdout == "81\n", done.stderr

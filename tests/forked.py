@@ -1,0 +1,31 @@
+"""Worker processes that start in a moment: forks of one that has loaded torch, which takes a new one seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from multiprocessing import forkserver
+
+import pytest
+
+PRELOADED = ["device.startup"]  # what a worker imports before it loads its model
+
+
+def start_forking() -> None:
+    """Start the process whose forks are this one's workers, once; it ends with this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        multiprocessing.set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def forked_workers() -> Iterator[None]:
+    """Within this, executors fork their workers. What these are told on stderr and by the environment is older."""
+    start_forking()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MANTA_WORKER_MULTIPROC_METHOD", "forkserver")
+        yield

@@ -1,0 +1,62 @@
+"""What tests have workers run. Each engine and worker imports this file for it, so it imports little itself."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+
+def double_of(worker: Any, number: int, plus: int = 0) -> list[int]:
+    return [worker.group.rank, 2 * number + plus]
+
+
+def itself(worker: Any) -> Any:
+    return worker
+
+
+def slow(worker: Any, seconds: float) -> str:
+    time.sleep(seconds)
+    return "late"
+
+
+def fail(worker: Any, after: float) -> None:
+    time.sleep(after)
+    worker.model = None  # so it would answer no more
+    raise RuntimeError("half done")
+
+
+def lose_peers(worker: Any) -> None:
+    """The next step fails as if another engine were gone that has a part of the experts."""
+    from plan import PeersGone
+
+    def launch(plan: Any) -> None:
+        raise PeersGone("engine 0 has lost the other engines")
+
+    worker.launch = launch
+
+
+def run_out_once(worker: Any) -> None:
+    """The last rank's memory runs out in the midst of its fifth step from now."""
+    import torch
+
+    reduce, calls = worker.group.all_reduce, 0
+
+    def scarce(x: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4 * (1 + 2 * worker.model.config.num_layers) + 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return reduce(x)
+
+    if worker.group.rank == 1:
+        worker.group.all_reduce = scarce
+
+
+def describe(worker: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    return [worker.group.rank, list(args), kwargs]
+
+
+def a_tensor(worker: Any) -> Any:
+    import torch
+
+    return torch.zeros(1)
