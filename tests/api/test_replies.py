@@ -437,7 +437,9 @@ def test_a_client_that_leaves_is_aborted(
         environ = {"gunicorn.socket": ours}
         body = BODIES[COMPLETIONS] | fields
         waiting = gevent.spawn(http_client.post, COMPLETIONS, json=body, environ_overrides=environ)
-        gevent.sleep(0.25)
+        while not engine.added:
+            gevent.sleep(0.01)
+        gevent.sleep(0.01)
         assert not waiting.ready() and len(engine.open) == len(engine.added) > 0
         theirs.close()
         assert waiting.get(timeout=5).status_code == 499

@@ -43,15 +43,16 @@ from array import array
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
-from openai.types.responses import ResponseCompletedEvent, ResponseCreatedEvent, ResponseTextDeltaEvent
 
 from config import DEMO, VERSION
 from served import ROOT, Server, eventually, serving
 from tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import openai
 
 TOKENIZER = Tokenizer(DEMO)
 ASK: dict[str, Any] = {"model": "demo", "prompt": "What is an LLM?", "max_tokens": 5, "temperature": 0.0}
@@ -61,19 +62,21 @@ ON = {"ignore_eos": True}  # of a request whose answer must have its full length
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("vllm")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def client(server: Server) -> openai.OpenAI:
     return server.client()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Imports the SDK here, because it takes a second."""
+    global openai
+    import openai
+
+
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("embedder"), "--task", "embed", "--max-model-len", "128") as running:
+    flags = ("--task", "embed", "--max-model-len", "128", "--threads", "1")
+    with serving(tmp_path_factory.mktemp("embedder"), *flags) as running:
         yield running
 
 
@@ -492,8 +495,9 @@ def test_responses(client: openai.OpenAI) -> None:
 def test_a_response_streams(client: openai.OpenAI) -> None:
     ask: dict[str, Any] = {"model": "demo", "input": SUM[0]["content"], "temperature": 0.0}
     events = list(client.responses.create(**ask, stream=True))
-    assert isinstance(events[0], ResponseCreatedEvent) and isinstance(events[-1], ResponseCompletedEvent)
-    text = "".join(event.delta for event in events if isinstance(event, ResponseTextDeltaEvent))
+    types = openai.types.responses
+    assert isinstance(events[0], types.ResponseCreatedEvent) and isinstance(events[-1], types.ResponseCompletedEvent)
+    text = "".join(event.delta for event in events if isinstance(event, types.ResponseTextDeltaEvent))
     assert text == events[-1].response.output_text == client.responses.create(**ask).output_text
     opened = []  # what begins ends, the last first
     ends = {
@@ -563,6 +567,7 @@ def vectors(server: Server, **fields: Any) -> list[list[float]]:
     return [entry["embedding"] for entry in found["data"]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("one", [TEXT, TOKENIZER.encode(TEXT)])
 def test_embeddings(embedder: Server, one: Any) -> None:
     for given, count in ((one, 1), ([one] * 10, 10)):
@@ -575,6 +580,7 @@ def test_embeddings(embedder: Server, one: Any) -> None:
             assert math.hypot(*entry.embedding) == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.full
 def test_forms_of_embeddings(embedder: Server) -> None:
     (numbers,) = vectors(embedder)
     (coded,) = vectors(embedder, encoding_format="base64")
@@ -598,6 +604,7 @@ def test_forms_of_embeddings(embedder: Server) -> None:
         assert call(embedder, "/pooling", {"input": TEXT, "task": task})[0] == 400
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("keep", "kept"), [(10, 10), (-1, 128)])
 def test_long_texts_are_cut_where_asked(embedder: Server, keep: int, kept: int) -> None:
     body = {"model": "demo", "input": "To be, or not to be. " * 90}
@@ -606,6 +613,7 @@ def test_long_texts_are_cut_where_asked(embedder: Server, keep: int, kept: int) 
     assert found["usage"]["prompt_tokens"] == kept
 
 
+@pytest.mark.full
 def test_scores_and_ranks(embedder: Server) -> None:
     queries, texts = ["What is it?", "Who is he?"], ["It is Paris.", "He is Paul.", "What is it?"]
     (query, *others) = vectors(embedder, input=[queries[0], *texts])
@@ -634,6 +642,7 @@ def test_scores_and_ranks(embedder: Server) -> None:
 # --- batches and the end ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_batch_file(tmp_path: Path) -> None:
     talk = {"model": "demo", "messages": SUM, "max_tokens": 10}
     entries = [
@@ -660,8 +669,9 @@ def test_a_batch_file(tmp_path: Path) -> None:
     assert "request_id" in found["request-0"]["response"] and found[None]["error"]["message"]
 
 
+@pytest.mark.full
 def test_sigterm_lets_requests_end_and_takes_no_more(tmp_path: Path) -> None:
-    with serving(tmp_path) as ending:
+    with serving(tmp_path, "--threads", "1") as ending:
         long = ASK | {"max_tokens": 200, "stream": True} | ON
         with contextlib.closing(ending.connect("POST", "/v1/completions", long)) as sock, sock.makefile("rb") as file:
             assert any(line.startswith(b"data: ") for line in file)
