@@ -386,7 +386,9 @@ def check_against_transformers(outputs: list[RequestOutput], params: list[Sampli
         check(output, theirs[str(i)].double(), asked.logprobs, asked.prompt_logprobs)
 
 
-def with_chunks_and_preemption(llm: LLM, count: int, lengths: range) -> tuple[list[RequestOutput], list[SamplingParams]]:
+def with_chunks_and_preemption(
+    llm: LLM, count: int, lengths: range
+) -> tuple[list[RequestOutput], list[SamplingParams]]:
     """What comes of prompts of these lengths, for whose answers the pool is too small."""
     rng, prompts, params = random.Random(0), [], []
     for i in range(count):

@@ -418,7 +418,7 @@ def test_a_full_queue_is_429(engine: ScriptedClient) -> None:
         engine.script = None
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
 def test_total_time_is_limited(engine: ScriptedClient, stream: bool) -> None:
     engine.script = [told(TOKENIZER.encode("Hi"))]
     response = post(client_of(engine, request_timeout=1), COMPLETIONS, stream=stream)
