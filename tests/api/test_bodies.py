@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +26,6 @@ from api.routes import Api
 from config import EngineConfig
 from plan import Abort, Outputs
 from processes.child import Board
-from processes.engine_process import INBOX_TIME, EngineServer
 from scripted import BODIES, CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, post, refusal
 from served import Server
 from server import create_app
@@ -59,15 +58,17 @@ def ids(count: int) -> list[int]:
 
 @pytest.mark.parametrize("indent", [None, 1])
 @pytest.mark.parametrize(
-    "body",
+    "make",
     [
-        {"prompt": ids(MAX_VALUES + 10), "n": 2},
-        {"model": "a,b", "prompt": [ids(MAX_VALUES), [], ids(9), ids(JSON_PART), [5]], "stop": ["]", "["]},
-        {"messages": [{"role": "user", "content": 'a "quoted" [text], {and so} on\\ ' * 9000}] * 2},
-        {"prompt": "a,[{" * JSON_PART},
+        lambda: {"prompt": ids(MAX_VALUES + 10), "n": 2},
+        lambda: {"model": "a,b", "prompt": [ids(MAX_VALUES), [], ids(9), ids(JSON_PART), [5]], "stop": ["]", "["]},
+        lambda: {"messages": [{"role": "user", "content": 'a "quoted" [text], {and so} on\\ ' * 9000}] * 2},
+        lambda: {"prompt": "a,[{" * JSON_PART},
     ],
+    ids=[f"body{i}" for i in range(4)],
 )
-def test_a_large_body_is_parsed_as_a_small_one_is(body: dict[str, Any], indent: int | None) -> None:
+def test_a_large_body_is_parsed_as_a_small_one_is(make: Callable[[], dict[str, Any]], indent: int | None) -> None:
+    body = make()
     assert parse_json(bytearray(json.dumps(body, indent=indent).encode()), CONFIG) == body
 
 
@@ -194,6 +195,8 @@ def test_a_body_that_is_refused_counts_no_more(engine: ScriptedClient, board: Bo
 
 
 def test_many_long_prompts_do_not_hold_up_the_engines_steps() -> None:
+    from processes.engine_process import INBOX_TIME, EngineServer  # here, because it takes long to load
+
     left: list[int] = []
 
     def step(start: bool | None) -> None:
