@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import resource
+import select
 import socket
 import struct
 import time
@@ -565,8 +566,10 @@ def test_bodies_that_hardly_come(server: Server, path: str) -> None:
         for i, sock in enumerate(socks):
             sock.sendall(head + (b"Content-Length: 999\r\n\r\n" if i % 2 else b"Transfer-Encoding: chunked\r\n\r\n"))
         for _ in range(4):
+            answered = select.select(socks, [], [], 0)[0]  # those whose time is up already, if this takes so long
             for i, sock in enumerate(socks):
-                sock.sendall(b" " if i % 2 else b"1\r\n \r\n")
+                if sock not in answered:
+                    sock.sendall(b" " if i % 2 else b"1\r\n \r\n")
             check_serves(server)
         for sock in socks:
             with contextlib.closing(HTTPResponse(sock)) as response:
