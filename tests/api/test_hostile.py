@@ -114,7 +114,13 @@ def json_types(schema: dict[str, Any]) -> set[str]:
     return {schema["type"], "integer"} if schema.get("type") == "number" else {schema["type"]} if schema else set()
 
 
-@pytest.mark.parametrize("face", FACES, ids=PATHS)
+LIKE_CHAT = ("completions", "responses")  # most of whose fields are those of a chat
+
+
+@pytest.mark.parametrize(
+    "face",
+    [pytest.param(face, marks=[pytest.mark.full] * (face.name in LIKE_CHAT), id=face.name) for face in FACES],
+)
 def test_wrong_types_and_extremes_in_every_field(apps: Apps, face: Face) -> None:
     """A wrong type is a 400 that names the field. An extreme of the right type may be none, but then it works."""
     sent, route = 0, face.name
