@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from flask.testing import FlaskClient
 
@@ -205,18 +204,12 @@ def test_a_made_request_id_is_that_of_the_answer(http_client: FlaskClient, route
 # --- the real thing --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("server"), "--body-timeout", "2") as running:
-        yield running
-
-
 LONG = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
 def test_the_start_log_is_short_and_ends_with_the_address(server: Server) -> None:
-    lines = server.log.read_text().splitlines()
-    assert len(lines) <= 12 and f"http://127.0.0.1:{server.port}" in lines[-1]
+    told, address, requests = server.log.read_text().partition(f"  server    http://127.0.0.1:{server.port}\n")
+    assert told.count("\n") < 12 and address and all(re.match(r"\d{4}-", line) for line in requests.splitlines())
     assert server.get("/health")[0] == 200
 
 
@@ -226,7 +219,8 @@ def test_the_server_is_free_of_torch(server: Server) -> None:
     assert "libtorch" not in maps[main] and sum("libtorch" in maps[pid] for pid in others) == 1
 
 
-def test_64_concurrent_streams_equal_their_twins(server: Server) -> None:
+@pytest.mark.parametrize("count", [16, pytest.param(64, marks=pytest.mark.full)])
+def test_concurrent_streams_equal_their_twins(server: Server, count: int) -> None:
     client = server.client()
 
     def ask(i: int, stream: bool) -> tuple[str, str]:
@@ -244,9 +238,9 @@ def test_64_concurrent_streams_equal_their_twins(server: Server) -> None:
         choices = [chunk.choices[0] for chunk in answer]
         return "".join(choice.text for choice in choices), choices[-1].finish_reason
 
-    with ThreadPoolExecutor(64) as pool:
-        streamed = list(pool.map(lambda i: ask(i, True), range(64)))
-        whole = list(pool.map(lambda i: ask(i, False), range(64)))
+    with ThreadPoolExecutor(count) as pool:
+        streamed = list(pool.map(lambda i: ask(i, True), range(count)))
+        whole = list(pool.map(lambda i: ask(i, False), range(count)))
     assert streamed == whole and all(text for text, _ in whole)
 
 
@@ -274,6 +268,7 @@ def test_n_through_the_sdk(server: Server, llm: Any) -> None:
     assert counts[0] == sum(len(llm.tokenizer.encode(prompt)) for prompt in prompts)
 
 
+@pytest.mark.full
 def test_n_in_a_chat_through_the_sdk(server: Server) -> None:
     client, messages = server.client(), [{"role": "user", "content": "Spell apology backwards."}]
     wild = SAMPLED | {"temperature": 3}
@@ -289,8 +284,16 @@ def test_n_in_a_chat_through_the_sdk(server: Server) -> None:
     assert [choice.index for choice in choices] != sorted(choice.index for choice in choices)
 
 
-@pytest.mark.parametrize("fields", [{"n": 2, "best_of": 6}, {"n": 2, "use_beam_search": True, "beam_width": 5}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 2, "best_of": 6},
+        pytest.param({"n": 2, "use_beam_search": True, "beam_width": 5}, marks=pytest.mark.full),
+    ],
+)
 def test_best_of_and_beam_search_through_the_sdk(server: Server, llm: Any, fields: dict[str, Any]) -> None:
+    import openai
+
     client, question = server.client(), "What is 23 + 58?"
     extra = {name: fields[name] for name in fields if name != "n"}
     sampled = SAMPLED | {"temperature": 3.0 if "best_of" in fields else 1.0}
@@ -312,6 +315,7 @@ def test_best_of_and_beam_search_through_the_sdk(server: Server, llm: Any, field
         client.completions.create(prompt="a", extra_body={"use_beam_search": True, "beam_width": 257}, model="demo")
 
 
+@pytest.mark.full
 def test_a_stop_string_in_one_of_several_samples(server: Server, llm: Any) -> None:
     client = server.client()
     free = [choice.text for choice in client.completions.create(prompt="Enter", n=3, **SAMPLED).choices]
@@ -343,7 +347,13 @@ def test_explain_tells_of_running_and_finished_requests(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"stream": True}, {"prompt": ["a", "b", "c"]}, {"n": 3}, {"n": 3, "stream": True}]
+    "fields",
+    [
+        {},
+        *(pytest.param(fields, marks=pytest.mark.full) for fields in ({"stream": True}, {"prompt": ["a", "b", "c"]})),
+        pytest.param({"n": 3}, marks=pytest.mark.full),
+        {"n": 3, "stream": True},
+    ],
 )
 def test_a_client_that_leaves_is_out_of_the_engine(server: Server, fields: dict[str, Any]) -> None:
     sock = server.connect("POST", COMPLETIONS, LONG | fields)
@@ -357,6 +367,8 @@ def test_a_client_that_leaves_is_out_of_the_engine(server: Server, fields: dict[
 
 
 def test_the_sdk_sees_errors_as_its_own(server: Server) -> None:
+    import openai
+
     client = server.client()
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="demo", prompt="x", max_tokens=5000)
@@ -389,6 +401,7 @@ def test_after_malformed_requests_it_answers_normal_ones(server: Server, raw: by
     assert answer.choices[0].finish_reason
 
 
+@pytest.mark.full
 def test_a_body_that_does_not_come_is_400(server: Server) -> None:
     head = POST + b"Content-Length: 9\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
@@ -468,27 +481,23 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "keys").write_text("# of the tests\nred-key\n\n blue-key \n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MANTA_API_KEY", "green-key")
-        flags = [
-            "--api-key-file",
-            str(folder / "keys"),
-            "--block-size",
-            "16",
-            "--log-format",
-            "json",
-            "--log-level",
-            "debug",
-        ]
+        flags = ["--threads", "1", "--api-key-file", str(folder / "keys"), "--block-size", "16"]
+        flags += ["--log-format", "json", "--log-level", "debug"]
         with serving(folder, *flags, "--allowed-origins", "*", "--root-path", "/llm") as running:
             yield running
 
 
-def sdk_of(server: Server, key: str) -> openai.OpenAI:
+def sdk_of(server: Server, key: str) -> Any:
+    import openai
+
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=key, max_retries=0, timeout=60)
     server.clients.append(client)
     return client
 
 
 def test_keys_are_of_a_file_and_of_the_environment(keyed: Server) -> None:
+    import openai
+
     for key in ("red-key", "blue-key", "green-key"):
         assert sdk_of(keyed, key).models.list().data[0].id == "demo"
     with pytest.raises(openai.AuthenticationError) as caught:
@@ -523,10 +532,12 @@ def test_no_other_process_is_told_the_keys(keyed: Server) -> None:
 
 def test_one_key_learns_nothing_of_what_another_has_asked(keyed: Server) -> None:
     """Neither by `cached_tokens` (with which the time goes), nor by `/explain`."""
+    import openai
+
     red, blue = sdk_of(keyed, "red-key"), sdk_of(keyed, "blue-key")
     ask = {"model": "demo", "prompt": "The secret of this is that nobody else has it. " * 8, "max_tokens": 2}
 
-    def cached(client: openai.OpenAI, **fields: Any) -> int:
+    def cached(client: Any, **fields: Any) -> int:
         return client.completions.create(**ask, extra_body=fields).usage.prompt_tokens_details.cached_tokens
 
     assert cached(red) == 0 and cached(red) > 0

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api import bodies
@@ -28,9 +26,8 @@ from api.routes import Api
 from config import EngineConfig
 from plan import Abort, Outputs
 from processes.child import Board
-from processes.engine_process import INBOX_TIME, EngineServer
 from scripted import BODIES, CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, post, refusal
-from served import serving
+from served import Server
 from server import create_app
 
 CONFIG = ServerConfig()
@@ -47,6 +44,7 @@ def counted(value: Any) -> tuple[int, int]:
     return 1 + sum(lists for lists, _ in inner), max(0, len(value) - 1) + sum(commas for _, commas in inner)
 
 
+@settings(deadline=None)
 @given(value=values, part=st.integers(1, 20), spaced=st.booleans())
 def test_values_are_counted_outside_of_strings(value: Any, part: int, spaced: bool) -> None:
     text = json.dumps(value, indent=1 if spaced else None, ensure_ascii=spaced).encode()
@@ -61,15 +59,17 @@ def ids(count: int) -> list[int]:
 
 @pytest.mark.parametrize("indent", [None, 1])
 @pytest.mark.parametrize(
-    "body",
+    "make",
     [
-        {"prompt": ids(MAX_VALUES + 10), "n": 2},
-        {"model": "a,b", "prompt": [ids(MAX_VALUES), [], ids(9), ids(JSON_PART), [5]], "stop": ["]", "["]},
-        {"messages": [{"role": "user", "content": 'a "quoted" [text], {and so} on\\ ' * 9000}] * 2},
-        {"prompt": "a,[{" * JSON_PART},
+        lambda: {"prompt": ids(MAX_VALUES + 10), "n": 2},
+        lambda: {"model": "a,b", "prompt": [ids(MAX_VALUES), [], ids(9), ids(JSON_PART), [5]], "stop": ["]", "["]},
+        lambda: {"messages": [{"role": "user", "content": 'a "quoted" [text], {and so} on\\ ' * 9000}] * 2},
+        lambda: {"prompt": "a,[{" * JSON_PART},
     ],
+    ids=[f"body{i}" for i in range(4)],
 )
-def test_a_large_body_is_parsed_as_a_small_one_is(body: dict[str, Any], indent: int | None) -> None:
+def test_a_large_body_is_parsed_as_a_small_one_is(make: Callable[[], dict[str, Any]], indent: int | None) -> None:
+    body = make()
     assert parse_json(bytearray(json.dumps(body, indent=indent).encode()), CONFIG) == body
 
 
@@ -196,6 +196,8 @@ def test_a_body_that_is_refused_counts_no_more(engine: ScriptedClient, board: Bo
 
 
 def test_many_long_prompts_do_not_hold_up_the_engines_steps() -> None:
+    from processes.engine_process import INBOX_TIME, EngineServer  # here, because it takes long to load
+
     left: list[int] = []
 
     def step(start: bool | None) -> None:
@@ -249,25 +251,22 @@ def streaming(sock: socket.socket) -> Iterator[list[float]]:
         reader.join()
 
 
-def test_a_stream_goes_on_while_20_mb_are_parsed(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    body = {"prompt": [[rng.randrange(1000) for _ in range(1000)] for _ in range(4000)]}
-    payload = json.dumps(body).encode()
+def test_a_stream_goes_on_while_20_mb_are_parsed(server: Server) -> None:
+    payload = b'{"prompt": [' + b", ".join([json.dumps(ids(1000)).encode()] * 4000) + b"]}"
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(payload)}"
-    with serving(tmp_path) as running:
-        for _ in range(3):  # a stream of the demo may be over too soon
-            fields = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
-            with (
-                contextlib.closing(running.connect("POST", COMPLETIONS, fields)) as stream,
-                contextlib.closing(socket.create_connection(("127.0.0.1", running.port), timeout=60)) as sock,
-                streaming(stream) as times,
-            ):
-                sock.sendall(head.encode() + b"\r\n\r\n" + payload)
-                sent = time.monotonic()
-                answer = sock.recv(1000)
-                answered = time.monotonic()
-            assert b" 400 " in answer[:20]
-            if (during := sum(sent + 0.1 < moment < answered for moment in times)) >= 5:
-                break
-        assert during >= 5
+    for _ in range(3):  # a stream of the demo may be over too soon
+        fields = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+        with (
+            contextlib.closing(server.connect("POST", COMPLETIONS, fields)) as stream,
+            contextlib.closing(socket.create_connection(("127.0.0.1", server.port), timeout=60)) as sock,
+            streaming(stream) as times,
+        ):
+            sock.sendall(head.encode() + b"\r\n\r\n" + payload)
+            sent = time.monotonic()
+            answer = sock.recv(1000)
+            answered = time.monotonic()
+        assert b" 400 " in answer[:20]
+        if (during := sum(sent + 0.1 < moment < answered for moment in times)) >= 5:
+            break
+    assert during >= 5

@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx2
-import openai
 import pytest
 from flask.testing import FlaskClient
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from pydantic import BaseModel
 
 from api.options import ServerConfig
 from api.reading import check_parsers
@@ -58,6 +54,8 @@ ANSWERS: list[tuple[str, str, str | None, str, list[tuple[str, str]]]] = [  # te
 
 
 def talk(http_client: FlaskClient, template: str = HERMES, **fields: Any) -> Any:
+    from openai.types.chat import ChatCompletion  # here, because it takes a second
+
     response = post(http_client, CHAT, **{"chat_template": template, "tools": TOOLS} | fields)
     assert response.status_code == 200, response.text
     ChatCompletion.model_validate(response.json)
@@ -66,6 +64,8 @@ def talk(http_client: FlaskClient, template: str = HERMES, **fields: Any) -> Any
 
 def streamed(http_client: FlaskClient, template: str = HERMES, **fields: Any) -> dict[str, Any]:
     """A streamed reply, joined into the form of a whole one."""
+    from openai.types.chat import ChatCompletionChunk
+
     response = post(http_client, CHAT, **{"chat_template": template, "tools": TOOLS, "stream": True} | fields)
     choices: dict[int, Any] = {}
     usage = None
@@ -341,6 +341,10 @@ def test_arguments_that_are_no_json_stay_what_the_model_has_written(
 
 
 def test_openais_sdk_runs_a_tool_and_parses_an_answer(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    import httpx2
+    import openai
+    from pydantic import BaseModel
+
     class Sum(BaseModel):
         x: int
 

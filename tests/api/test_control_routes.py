@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from flask.testing import FlaskClient
-from safetensors.torch import load_file, save_file
 
 from config import DEMO
 from processes.client import EngineDeadError
@@ -174,7 +172,7 @@ STORY = {"prompt": "ROMEO:\n", "max_tokens": 50, "temperature": 0, "ignore_eos":
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("server")
-    flags = ("--enable-control-routes", "--torch-profiler-dir", str(folder / "profiles"))
+    flags = ("--enable-control-routes", "--torch-profiler-dir", str(folder / "profiles"), "--threads", "1")
     with serving(folder, *flags) as made:
         yield made
 
@@ -184,14 +182,30 @@ def download(server: Server, name: str) -> bytes:
         return response.read()
 
 
-def test_a_server_sleeps_profiles_and_takes_other_weights(server: Server, tmp_path: Path) -> None:
-    def complete(**more: Any) -> dict[str, Any]:
-        status, text = server.post("/v1/completions", STORY | more)
-        assert status == 200, text
-        return json.loads(text)
+def complete(server: Server, **more: Any) -> dict[str, Any]:
+    status, text = server.post("/v1/completions", STORY | more)
+    assert status == 200, text
+    return json.loads(text)
 
-    before, texts = complete(), []
-    thread = threading.Thread(target=lambda: texts.append(complete()["choices"][0]["text"]))
+
+@pytest.mark.full
+def test_a_server_profiles_and_starts_anew_after_a_mistake(server: Server, tmp_path: Path) -> None:
+    before = complete(server)
+    assert server.post("/start_profile", {})[0] == 200
+    complete(server, max_tokens=4)
+    torchs, steps = json.loads(server.post("/stop_profile", {})[1])["files"]
+    assert server.get("/profiles/nothing.pt.trace.json.gz")[0] == 404
+    assert "traceEvents" in json.loads(gzip.decompress(download(server, torchs)))
+    assert {"schedule", "wait", "update"} <= {event["name"] for event in json.loads(download(server, steps))}
+    for folder in ("/nowhere", str(tmp_path)):
+        status, text = server.post("/collective_rpc", {"method": "load_weights", "args": [folder]})
+        assert status == 400 and "started anew, as they were before" in text and "Traceback" not in text
+        assert complete(server)["choices"] == before["choices"] and server.get("/health")[0] == 200
+
+
+def test_a_server_sleeps_and_takes_other_weights(server: Server, tmp_path: Path) -> None:
+    before, texts = complete(server), []
+    thread = threading.Thread(target=lambda: texts.append(complete(server)["choices"][0]["text"]))
     assert server.post("/sleep?level=2", {})[0] == 200
     thread.start()
     assert json.loads(server.get("/is_sleeping")[1]) == {"is_sleeping": True} and server.get("/health")[0] == 200
@@ -201,12 +215,6 @@ def test_a_server_sleeps_profiles_and_takes_other_weights(server: Server, tmp_pa
     thread.join(30)
     assert texts == [before["choices"][0]["text"]]
 
-    assert server.post("/start_profile", {})[0] == 200
-    complete(max_tokens=4)
-    torchs, steps = json.loads(server.post("/stop_profile", {})[1])["files"]
-    assert server.get("/profiles/nothing.pt.trace.json.gz")[0] == 404
-    assert "traceEvents" in json.loads(gzip.decompress(download(server, torchs)))
-    assert {"schedule", "wait", "update"} <= {event["name"] for event in json.loads(download(server, steps))}
     status, text = server.post("/collective_rpc", {"method": "block_bytes"})
     assert status == 200 and json.loads(text)["results"][0] > 0
     status, text = server.post("/collective_rpc", {"method": "os:getpid"})
@@ -216,19 +224,21 @@ def test_a_server_sleeps_profiles_and_takes_other_weights(server: Server, tmp_pa
         status, text = server.post("/collective_rpc", call)
         assert status == 400 and ("no method" in text or "cannot be called" in text)
     assert server.family() == workers
-    for folder in ("/nowhere", str(tmp_path)):
-        status, text = server.post("/collective_rpc", {"method": "load_weights", "args": [folder]})
-        assert status == 400 and "started anew, as they were before" in text and "Traceback" not in text
-        assert complete()["choices"] == before["choices"] and server.get("/health")[0] == 200
 
     shutil.copytree(DEMO, tmp_path / "other", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    weights = load_file(f"{DEMO}/model.safetensors")
-    weights = {name: weight + 0.02 * torch.randn(weight.shape).to(weight.dtype) for name, weight in weights.items()}
-    save_file(weights, tmp_path / "other" / "model.safetensors")
+    blank(tmp_path / "other" / "model.safetensors", "model.layers.0.mlp.down_proj.weight")
     status, text = server.post("/update_weights", {"model_path": str(tmp_path / "other")})
     assert (status, json.loads(text)) == (200, {"weights_version": 1})
-    after = complete()
+    after = complete(server)
     assert after["system_fingerprint"] == "weights-1" and after["choices"] != before["choices"]
     status, text = server.post("/update_weights", {"model_path": str(tmp_path)})
     assert status == 400 and "no safetensors" in text
-    assert complete()["choices"] == after["choices"]
+    assert complete(server)["choices"] == after["choices"]
+
+
+def blank(file: Path, name: str) -> None:
+    """Make this tensor of a file of safetensors zeros."""
+    content = file.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    first, end = (start + offset for offset in json.loads(content[8:start])[name]["data_offsets"])
+    file.write_bytes(content[:first] + bytes(end - first) + content[end:])

@@ -186,6 +186,14 @@ def test_a_command_comes_first():
     assert split_command([], COMMANDS) == ("", [])
 
 
+def test_the_process_becomes_the_bench(monkeypatch):
+    became = []
+    monkeypatch.setattr(os, "execv", lambda *command: became.append(command))
+    main(["bench", "ring", "--help"])
+    assert became == [(sys.executable, [sys.executable, str(ROOT / "bench" / "bench.py"), "ring", "--help"])]
+
+
+@pytest.mark.full
 def test_bench_gets_its_arguments():
     done = subprocess.run(
         [sys.executable, "server.py", "bench", "ring", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -205,8 +213,8 @@ def completions(line: str, place: int) -> set[str]:
     ("line", "place", "words"),
     [
         ("python server.py c", 2, {"chat", "complete", "cpu/"}),
-        ("./server.py dem", 1, {"demo/"}),
-        ("manta complete demo --top", 1, {"--top-k", "--top-p"}),
+        pytest.param("./server.py dem", 1, {"demo/"}, marks=pytest.mark.full),
+        pytest.param("manta complete demo --top", 1, {"--top-k", "--top-p"}, marks=pytest.mark.full),
         ("python server.py batch --dtype f", 2, {"float", "float16", "float32"}),
     ],
 )

@@ -420,9 +420,20 @@ def test_after_a_mistake_of_ours_nobody_waits_for_ever(watching: Any, monkeypatc
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def starved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """With a pool that is too small for what comes, and a single viewer at a time."""
-    flags = ["--block-size", "16", "--num-gpu-blocks-override", "16", "--max-model-len", "128", "--swap-space", "1"]
+    flags = [
+        "--threads",
+        "1",
+        "--block-size",
+        "16",
+        "--num-gpu-blocks-override",
+        "16",
+        "--max-model-len",
+        "128",
+        "--swap-space",
+        "1",
+    ]
     flags += ["--preemption-mode", "swap", "--schedule-conservativeness", "0", "--max-live-viewers", "1"]
     with serving(tmp_path_factory.mktemp("live"), *flags) as running:
         yield running
@@ -457,41 +468,57 @@ def read(response: HTTPResponse) -> Any:
     return json.loads(line[6:])
 
 
-def test_the_stream_shows_requests_that_run_and_are_preempted(server: Server) -> None:
-    count = 24  # so many that they take several events, however fast the machine is
+class Seen:
+    """What a stream shows of so many requests, which should be enough to take several events."""
 
-    def ask() -> None:
-        fields = {"prompt": ["Once upon a time"] * count, "max_tokens": 90, "ignore_eos": True}
-        answers.append(json.loads(server.post("/v1/completions", fields)[1])["id"])
+    def __init__(self, server: Server, count: int):
+        self.server, self.count, self.rows, self.totals, self.blocks = server, count, [], Counter(), set()
+        asker = threading.Thread(target=self.ask)
+        with live(server) as response:
+            assert response.headers["Content-Type"] == "text/event-stream"
+            asker.start()
+            while self.totals["finished"] < self.count:
+                (engine,) = read(response)["engines"]
+                self.blocks |= {engine["num_blocks"], sum(length for _, length in engine["blocks"])}
+                self.rows += engine["requests"]
+                self.totals["finished"] += len(engine["finished"])
+                self.totals["out"] += len(engine["moves"]["blocks_out"])
+                self.totals["steps"] += len(engine["steps"])
+                self.totals["preempted"] += sum(step["preempted"] for step in engine["steps"])
+        asker.join()
+        self.states = {row["state"] for row in self.rows}
+        assert {row["id"] for row in self.rows} == {self.id} and server.get(f"/explain/{self.id}")[0] == 200
+        assert len({row["key"] for row in self.rows}) == self.count and self.totals["steps"] >= 90
 
-    answers: list[str] = []
-    asker, totals, seen = threading.Thread(target=ask), Counter(), []
-    with live(server) as response:
-        assert response.headers["Content-Type"] == "text/event-stream"
-        asker.start()
-        while totals["finished"] < count:
-            (engine,) = read(response)["engines"]
-            assert sum(length for _, length in engine["blocks"]) == 16
-            seen += engine["requests"]
-            totals["finished"] += len(engine["finished"])
-            totals["out"] += len(engine["moves"]["blocks_out"])
-            totals["steps"] += len(engine["steps"])
-            totals["preempted"] += sum(step["preempted"] for step in engine["steps"])
-    asker.join()
-    assert {row["id"] for row in seen} == {*answers} and server.get(f"/explain/{answers[0]}")[0] == 200
-    assert {"running", "swapped"} <= {row["state"] for row in seen} and len({row["key"] for row in seen}) == count
-    assert totals["out"] and totals["preempted"] and totals["steps"] >= 90
+    def ask(self) -> None:
+        fields = {"prompt": ["Once upon a time"] * self.count, "max_tokens": 90, "ignore_eos": True}
+        self.id = json.loads(self.server.post("/v1/completions", fields)[1])["id"]
 
 
-def test_a_viewer_that_hangs_up_makes_room(server: Server) -> None:
+def test_the_stream_shows_requests_that_run(server: Server) -> None:
+    eventually(lambda: server.running() == 0)
+    seen = Seen(server, 24)
+    assert len(seen.blocks) == 1 and "running" in seen.states and not seen.totals["preempted"]
+
+
+@pytest.mark.full
+def test_the_stream_shows_requests_that_are_preempted(starved: Server) -> None:
+    seen = Seen(starved, 8)
+    assert seen.blocks == {16} and {"running", "swapped"} <= seen.states
+    assert seen.totals["out"] and seen.totals["preempted"]
+
+
+@pytest.mark.full
+def test_a_viewer_that_hangs_up_makes_room(starved: Server) -> None:
     for _ in range(3):
-        with live(server) as response, asked(server) as refused:
+        with live(starved) as response, asked(starved) as refused:
             assert read(response)["engines"] and refused.status == 429
 
 
-def test_an_engine_that_dies_is_told_and_so_is_its_successor(server: Server) -> None:
-    with live(server) as response:
-        os.kill(engine_of(server), signal.SIGKILL)
+@pytest.mark.full
+def test_an_engine_that_dies_is_told_and_so_is_its_successor(starved: Server) -> None:
+    with live(starved) as response:
+        os.kill(engine_of(starved), signal.SIGKILL)
         while not (event := read(response)).get("trouble"):
             pass
         assert event["engines"] == []
@@ -500,11 +527,12 @@ def test_an_engine_that_dies_is_told_and_so_is_its_successor(server: Server) -> 
         assert event["engines"][0]["counters"]["prompt_tokens"] == 0
 
 
-def test_viewers_hold_up_no_end(server: Server) -> None:
+@pytest.mark.full
+def test_viewers_hold_up_no_end(starved: Server) -> None:
     """The last test of this server."""
-    with live(server) as response:
+    with live(starved) as response:
         assert read(response)["engines"]
-        server.process.send_signal(signal.SIGTERM)
+        starved.process.send_signal(signal.SIGTERM)
         while read(response):  # it has an end, where one that is cut off is an error
             pass
-    assert server.process.wait(20) == 0
+    assert starved.process.wait(20) == 0

@@ -8,19 +8,19 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-import oracles
 from config import DEMO
 from engine import LLM, SamplingParams
 from fake_worker import EOS, VOCAB, Engine, expected, known_logprobs, prompt, sample_seed
 from observe.journal import Journal, replay
 from outputs import Choices, Generation, RequestOutput
 from plan import EngineOutput, Logprobs, NewRow, StepPlan
+
+if TYPE_CHECKING:
+    import torch
 
 # --- the scheduler alone ----------------------------------------------------------------------------------------------
 
@@ -248,6 +248,10 @@ def test_a_prompts_log_probabilities_come_in_parts(llm):
 
 def forced(llm: LLM, ids: list[int]) -> torch.Tensor:
     """Log-probabilities [T, V] in float64, from the model's logits over `ids` in one step, past the scheduler."""
+    import torch
+
+    import oracles
+
     llm.core.reset_prefix_cache()  # these blocks are written past its books
     worker, seen = llm.core.executor.worker, []
     forward = worker.model.forward
@@ -371,6 +375,8 @@ save_file(found, out)
 
 def check_against_transformers(outputs: list[RequestOutput], params: list[SamplingParams], folder: Path) -> None:
     """All log-probabilities of all outputs, each with one answer; transformers sees prompt and answer at once."""
+    from safetensors.torch import load_file
+
     file, out = folder / "ids.json", folder / "api.logprobs.safetensors"
     file.write_text(json.dumps([o.prompt_token_ids + o.outputs[0].token_ids for o in outputs]))
     # -I, because transformers would take our `kernels` for a package of that name.
@@ -380,15 +386,30 @@ def check_against_transformers(outputs: list[RequestOutput], params: list[Sampli
         check(output, theirs[str(i)].double(), asked.logprobs, asked.prompt_logprobs)
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.long)])
+def with_chunks_and_preemption(
+    llm: LLM, count: int, lengths: range
+) -> tuple[list[RequestOutput], list[SamplingParams]]:
+    """What comes of prompts of these lengths, for whose answers the pool is too small."""
+    rng, prompts, params = random.Random(0), [], []
+    for i in range(count):
+        prompts.append([rng.randrange(5, 1024) for _ in range(rng.choice(lengths))])
+        params.append(replace(ASKED, logprobs=i % 20, prompt_logprobs=(3 * i) % 20, max_tokens=20 + i % 40, seed=i,
+                              temperature=i % 2))  # fmt: skip
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert llm.core.metrics()["num_preemptions_total"] > 0
+    return outputs, params
+
+
+def test_they_are_the_models_own_with_chunks_and_preemption(make_llm):
+    few = make_llm(num_gpu_blocks_override=24, block_size=8, max_model_len=80, max_num_batched_tokens=24,
+                   max_num_seqs=8, schedule_conservativeness=0.0)  # fmt: skip
+    for output, asked in zip(*with_chunks_and_preemption(few, 6, range(30, 50)), strict=True):
+        want = forced(few, output.prompt_token_ids + output.outputs[0].token_ids)
+        check(output, want, asked.logprobs, asked.prompt_logprobs)
+
+
+@pytest.mark.parametrize("count", [pytest.param(8, marks=pytest.mark.full), pytest.param(200, marks=pytest.mark.long)])
 def test_they_are_those_of_transformers_with_chunks_and_preemption(make_llm, tmp_path, count):
     few = make_llm(num_gpu_blocks_override=100, block_size=8, max_model_len=400, max_num_batched_tokens=96,
                    max_num_seqs=24, schedule_conservativeness=0.0)  # fmt: skip
-    rng, prompts, params = random.Random(0), [], []
-    for i in range(count):
-        prompts.append([rng.randrange(5, 1024) for _ in range(rng.randrange(150, 250))])
-        params.append(replace(ASKED, logprobs=i % 20, prompt_logprobs=(3 * i) % 20, max_tokens=20 + i % 40, seed=i,
-                              temperature=i % 2))  # fmt: skip
-    outputs = few.generate(prompts, params, use_tqdm=False)
-    assert few.core.metrics()["num_preemptions_total"] > 0
-    check_against_transformers(outputs, params, tmp_path)
+    check_against_transformers(*with_chunks_and_preemption(few, count, range(150, 250)), tmp_path)

@@ -410,7 +410,7 @@ def test_a_prompt_is_cut_to_its_last_tokens_or_its_first(http_client: FlaskClien
     assert error["code"] == "context_length_exceeded"
 
 
-@pytest.mark.parametrize("words", [80, 100_000])
+@pytest.mark.parametrize("words", [80, 10_000, pytest.param(100_000, marks=pytest.mark.full)])
 def test_a_text_is_cut_wherever_it_is(http_client: FlaskClient, engine: ScriptedClient, words: int) -> None:
     """Also one that is so long that only the end of it is made into tokens."""
     text = " ".join(f"{i} kings" for i in range(words))

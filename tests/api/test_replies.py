@@ -418,7 +418,7 @@ def test_a_full_queue_is_429(engine: ScriptedClient) -> None:
         engine.script = None
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
 def test_total_time_is_limited(engine: ScriptedClient, stream: bool) -> None:
     engine.script = [told(TOKENIZER.encode("Hi"))]
     response = post(client_of(engine, request_timeout=1), COMPLETIONS, stream=stream)
@@ -437,7 +437,9 @@ def test_a_client_that_leaves_is_aborted(
         environ = {"gunicorn.socket": ours}
         body = BODIES[COMPLETIONS] | fields
         waiting = gevent.spawn(http_client.post, COMPLETIONS, json=body, environ_overrides=environ)
-        gevent.sleep(0.25)
+        while not engine.added:
+            gevent.sleep(0.01)
+        gevent.sleep(0.01)
         assert not waiting.ready() and len(engine.open) == len(engine.added) > 0
         theirs.close()
         assert waiting.get(timeout=5).status_code == 499

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
-from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
-from pydantic import TypeAdapter
 from werkzeug.test import TestResponse
 
 from api.anthropic import MESSAGES
@@ -25,10 +25,17 @@ BODIES = {
     TALK: {"messages": HI, "max_tokens": 9},
     COUNT: {"messages": HI},
 }
-EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-LATEST = TypeAdapter(ResponseItemList)
 TOKENS = TOKENIZER.encode(TEXT)
 ROOM = FACTS | {"max_model_len": 256}
+
+
+@functools.cache
+def check(name: str) -> Callable[[Any], Any]:
+    """What makes a type of OpenAI's SDK, which takes a second to load, of JSON, or raises."""
+    from openai.types import responses
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(getattr(responses, name)).validate_python
 
 
 def post(http_client: FlaskClient, route: str, key: str = "", **fields: Any) -> TestResponse:
@@ -40,7 +47,7 @@ def ask(http_client: FlaskClient, key: str = "", **fields: Any) -> dict[str, Any
     """A response that is complete, after a look at its form."""
     response = post(http_client, ASK, key, **fields)
     assert response.status_code == 200, response.text
-    Response.model_validate(response.json)
+    check("Response")(response.json)
     return response.json
 
 
@@ -150,7 +157,7 @@ ORDER_OF_END = ["output_text.done", "content_part.done", "output_item.done", "in
 def test_the_events_of_a_response_come_to_the_whole(http_client: FlaskClient) -> None:
     whole, found = ask(http_client), typed_events(post(http_client, ASK, stream=True))
     for i, event in enumerate(found):
-        EVENTS.validate_python(event)
+        check("ResponseStreamEvent")(event)
         assert event["sequence_number"] == i
     deltas = [event["delta"] for event in found if event["type"] == "response.output_text.delta"]
     assert [event["type"] for event in found] == [
@@ -170,7 +177,7 @@ def test_the_events_of_a_response_come_to_the_whole(http_client: FlaskClient) ->
 
 def test_a_stream_that_fails_says_so_in_its_last_event(http_client: FlaskClient, engine: ScriptedClient) -> None:
     engine.script = [told(TOKENS[:3]), BROKEN]
-    *_, last = map(EVENTS.validate_python, typed_events(post(http_client, ASK, stream=True)))
+    *_, last = map(check("ResponseStreamEvent"), typed_events(post(http_client, ASK, stream=True)))
     assert last.type == "response.failed" and last.response.status == "failed"
     assert (last.response.error.code, last.response.error.message) == ("server_error", "worker died")
     assert last.response.output[0].content[0].text == TOKENIZER.decode(TOKENS[:3])
@@ -220,7 +227,7 @@ def test_items_come_by_pages(engine: ScriptedClient) -> None:
     def page(**query: Any) -> tuple[list[str], bool]:
         found = http_client.get(f"{ASK}/{id}/input_items", query_string=query)
         assert found.status_code == 200, found.text
-        LATEST.validate_python(found.json)
+        check("ResponseItemList")(found.json)
         ids = [item["id"] for item in found.json["data"]]
         assert [found.json["first_id"], found.json["last_id"]] == ([ids[0], ids[-1]] if ids else ["", ""])
         return ids, found.json["has_more"]

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx2
-import openai
 import pytest
 from flask.testing import FlaskClient
-from pydantic import BaseModel
 
 from scripted import FACTS, TOKENIZER, ScriptedClient, client_of, refusal
 from test_chat_tools import ADD, HERMES, OPEN, PLAIN, SUB, THINKS, TOOLS
-from test_responses import ASK, COUNT, EVENTS, TALK, ask, error_of, post, typed_events
+from test_responses import ASK, COUNT, TALK, ask, check, error_of, post, typed_events
 from text.tools import call_grammar
 
 ROOM = FACTS | {"max_model_len": 4096}
@@ -84,7 +81,7 @@ def test_a_responses_items_and_its_events_come_to_the_same(
     assert whole["tool_choice"] == "auto" and [tool["name"] for tool in whole["tools"]] == ["add", "sub"]
     found = typed_events(post(http_client, ASK, stream=True, **more))
     for i, event in enumerate(found):
-        EVENTS.validate_python(event)
+        check("ResponseStreamEvent")(event)
         assert event["sequence_number"] == i
     last = found[-1]["response"]
     assert without_ids(last["output"]) == without_ids(whole["output"]) and last["usage"] == whole["usage"]
@@ -166,6 +163,10 @@ def test_what_a_response_asks_of_its_answer_reaches_the_engine(served: Any, engi
 
 
 def test_openais_sdk_runs_responses_with_tools(served: Any, engine: ScriptedClient) -> None:
+    import httpx2
+    import openai
+    from pydantic import BaseModel
+
     class Sum(BaseModel):
         x: int
 

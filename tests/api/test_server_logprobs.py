@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 from flask.testing import FlaskClient
 from hypothesis import given, settings
@@ -30,8 +29,11 @@ from scripted import (
     refusal,
     told,
 )
-from served import Server, serving
+from served import Server
 from tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import openai
 
 IDS = TOKENIZER.encode(TEXT) * 4
 PROMPT = TOKENIZER.encode("To be, or not")
@@ -276,6 +278,13 @@ def join(sent: list[dict[str, Any]], route: str) -> dict[int, dict[str, Any]]:
 ODD = [0, 44, 343, 132, 119, 250, 167, 103, 2, 225, 86, 255, 110, 16]
 
 
+@functools.cache
+def scripted() -> tuple[ScriptedClient, FlaskClient]:
+    """One for all examples."""
+    engine = ScriptedClient()
+    return engine, client_of(engine)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     route=st.sampled_from([COMPLETIONS, CHAT]),
@@ -292,8 +301,7 @@ def test_a_joined_stream_is_the_whole(
     route: str, answers: list[list[int]], cuts: list[int], stop: list[str], fields: dict[str, Any]
 ) -> None:
     """Also with text that is held back, characters of several tokens, steps of several tokens, n and prompts."""
-    engine = ScriptedClient()
-    http_client = client_of(engine)
+    engine, http_client = scripted()
     top = fields["logprobs"]
     fields |= {"stop": stop, "n": len(answers), "max_tokens": 16, "ignore_eos": True}
     if route == CHAT:
@@ -427,12 +435,6 @@ def test_a_token_of_a_vocabulary_of_words_has_its_space(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("logprobs"), "--max-model-len", "512") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def client(server: Server) -> openai.OpenAI:
     return server.client()
 
@@ -502,5 +504,7 @@ def test_a_prompts_logprobs_are_those_that_it_would_be_drawn_with(client: openai
 
 
 def test_beams_with_logprobs_are_refused(client: openai.OpenAI) -> None:
+    import openai
+
     with pytest.raises(openai.BadRequestError, match="logprobs is 1; with use_beam_search"):
         client.completions.create(model="demo", prompt="a", logprobs=1, extra_body={"use_beam_search": True})

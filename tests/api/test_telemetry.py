@@ -20,10 +20,6 @@ from scripted import BODIES, BROKEN, CHAT, COMPLETIONS, FACTS, TOKENIZER, Script
 from served import eventually, serving
 from test_logs import read
 
-pytest.importorskip("opentelemetry.sdk.trace")
-pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
-
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SERVER_KIND, FAILED = 2, 2  # of the protocol
 
@@ -32,6 +28,8 @@ class Collector:
     """Takes spans by HTTP. Each is a dict of its fields, with its attributes and its resource's."""
 
     def __init__(self) -> None:
+        from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_service
+
         self.spans: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         collector = self
@@ -101,6 +99,7 @@ def with_spans(collector: Collector, made: list[telemetry.Spans]) -> Any:
     return create
 
 
+@pytest.mark.full
 def test_a_request_is_a_span_below_its_callers(engine: ScriptedClient, collector: Collector, told_to: Any) -> None:
     http_client = client_of(engine)
     ask = BODIES[COMPLETIONS] | {"n": 2, "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "stream": True}
@@ -127,6 +126,7 @@ def test_a_request_is_a_span_below_its_callers(engine: ScriptedClient, collector
     assert "To be" not in str(collector.spans) and "Hello" not in str(collector.spans)
 
 
+@pytest.mark.full
 def test_how_a_request_ended_is_the_spans_status(engine: ScriptedClient, collector: Collector, told_to: Any) -> None:
     http_client = client_of(engine)
     for script, stream, status in (([BROKEN], False, 503), ([told([5]), BROKEN], True, 200)):
@@ -142,6 +142,7 @@ def test_how_a_request_ended_is_the_spans_status(engine: ScriptedClient, collect
     assert len({span["trace"] for span in found}) == 3 and not any(span["parent"] for span in found)
 
 
+@pytest.mark.full
 def test_a_pooled_request_is_a_span(engine: ScriptedClient, collector: Collector, told_to: Any) -> None:
     embedder = client_of(engine, FACTS | {"task": "embed", "hidden_size": 3})
     assert read(embedder.post("/v1/embeddings", json={"input": ["To be", "or"]})).status_code == 200
@@ -154,6 +155,7 @@ def test_a_pooled_request_is_a_span(engine: ScriptedClient, collector: Collector
 
 
 def test_what_cannot_be_is_said_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "find_spec", lambda name: name)  # installed or not
     check_telemetry({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"})
     for name in ("OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"):
         with pytest.raises(ValueError, match=f"^{name} is 'grpc'; it must be http/protobuf$"):
@@ -199,6 +201,7 @@ def ask(port: int) -> int:
     return reply.status
 
 
+@pytest.mark.full
 def test_a_server_sends_its_spans_before_it_ends(
     tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +222,7 @@ def test_a_server_sends_its_spans_before_it_ends(
     assert collector.headers[0]["path"] == "/v1/traces" and collector.headers[0]["x-token"] == "abc"
 
 
+@pytest.mark.full
 def test_a_collector_that_is_away_costs_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     flags = ("--threads", "1", "--otlp-traces-endpoint", "http://127.0.0.1:1/v1/traces")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import pty
@@ -21,10 +22,11 @@ from typing import Any
 
 import pytest
 
+from api import terminal as ours
 from api.terminal import Chat, Reply, TooLongError, printable
 from config import DEMO
 from sampling_params import SamplingParams
-from served import Server, eventually, serving
+from served import alive, eventually, serving
 from server import main
 
 ROOT = Path(__file__).parent.parent.parent
@@ -167,26 +169,32 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+def check_talk(it: Terminal, questions: list[tuple[str, str]]) -> None:
+    """Ask each question, whose answer begins like this and does not end by itself, stop it, and end with Ctrl-C."""
+    it.until(r"/help lists the commands.*\s+> ")
+    for question, beginning in questions:
+        it.type(f"{question}\n")
+        it.until(rf"\n{beginning}\w+")
+        it.type("\x03")
+        told = it.until(r"(\d+) tokens, the first after [\d.]+ s, then [\d.]+ tok/s")
+        assert int(re.search(r"(\d+) tokens", told)[1]) < 60000  # of about 65,000
+        it.until("> ")
+        it.type("/system You add.\n")
+        it.until("> ")
+        it.type("/reset\n")
+        it.until("> ")
+    it.type("/foo\n")
+    it.until(r"no command /foo.*\s+> ")
+    it.interrupt_prompt()
+    it.until(r"Ctrl-C once more ends.*\s+> ")
+    it.interrupt_prompt()
+    assert it.process.wait(30) == 130
+
+
+@pytest.mark.full
 def test_a_conversation_at_a_terminal(endless):
     with terminal("chat", endless, *ENGINE, "--ignore-eos") as it:
-        it.until(r"/help lists the commands.*\s+> ")
-        for question, beginning in ((SUM, "81"), ("What is 2 + 3?", "5")):
-            it.type(f"{question}\n")
-            it.until(rf"\n{beginning}\w+")  # it goes on, because of --ignore-eos
-            it.type("\x03")
-            told = it.until(r"(\d+) tokens, the first after [\d.]+ s, then [\d.]+ tok/s")
-            assert int(re.search(r"(\d+) tokens", told)[1]) < 60000  # of about 65,000
-            it.until("> ")
-            it.type("/system You add.\n")
-            it.until("> ")
-            it.type("/reset\n")
-            it.until("> ")
-        it.type("/foo\n")
-        it.until(r"no command /foo.*\s+> ")
-        it.interrupt_prompt()
-        it.until(r"Ctrl-C once more ends.*\s+> ")
-        it.interrupt_prompt()
-        assert it.process.wait(30) == 130
+        check_talk(it, [(SUM, "81"), ("What is 2 + 3?", "5")])
 
 
 def run(*argv: str, text: str = "", code: int = 0, **more: Any) -> subprocess.CompletedProcess[str]:
@@ -201,6 +209,7 @@ def run(*argv: str, text: str = "", code: int = 0, **more: Any) -> subprocess.Co
     return done
 
 
+@pytest.mark.full
 def test_a_conversation_by_a_pipe(tmp_path):
     (tmp_path / "options.toml").write_text('device = "cpu"\ndtype = "float"\ntemperature = 0\nmax-model-len = 64\n')
     long = "Repeat: " + "so " * 80
@@ -211,12 +220,14 @@ def test_a_conversation_by_a_pipe(tmp_path):
     assert re.fullmatch(beginning + r".* it has \d+, .*; /reset forgets it", last)
 
 
+@pytest.mark.full
 def test_a_text_is_gone_on_from(llm):
     params = SamplingParams(temperature=0, max_tokens=20)
     text = llm.generate("To be, or", params, use_tqdm=False)[0].outputs[0].text
     assert run("complete", *ENGINE, "--max-tokens", "20", text="To be, or\n").stdout.removesuffix("\n") == text
 
 
+@pytest.mark.full
 def test_an_engine_that_cannot_start_has_said_why():
     done = run("chat", *ENGINE, "--max-model-len", "99999", code=2)
     assert done.stderr == "server.py: error: max_model_len is 99999; the model was made for at most 1024\n"
@@ -254,12 +265,6 @@ def test_what_cannot_begin_is_one_line(tmp_path, monkeypatch, capsys, argv, word
 # --- a server ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("served"), "--api-key", "sesame") as server:
-        yield server
-
-
 def ask(monkeypatch: pytest.MonkeyPatch, *argv: str, text: str = "") -> int:
     """The exit code of `server.py` with this text on stdin."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
@@ -268,29 +273,37 @@ def ask(monkeypatch: pytest.MonkeyPatch, *argv: str, text: str = "") -> int:
     return ended.value.code
 
 
-def test_a_server_answers(server, monkeypatch, capsys, llm):
+def test_a_server_answers(server, monkeypatch, capsys):
     url, greedy = f"http://127.0.0.1:{server.port}", ("--temperature", "0")
     long = "Repeat: " + "so " * 1100
     text = f"{SUM}\n{long}\nWhat is 2 + 3?\n"
-    assert ask(monkeypatch, "chat", "--url", url, "--api-key", "sesame", *greedy, text=text) == 1
+    assert ask(monkeypatch, "chat", "--url", url, *greedy, text=text) == 1
     said = capsys.readouterr()
     assert said.out == "81\n5\n" and said.err.count("\n") == 1
     assert re.match(r"the conversation has become too long: .*maximum context length is 1024 .*; /reset", said.err)
-    monkeypatch.setenv("MANTA_API_KEY", "sesame,other")
     begun = ("complete", "demo", "--url", f"{url}/v1/", "--max-tokens", "20", *greedy)
     assert ask(monkeypatch, *begun, "-p", "To be, or") == 0
-    params = SamplingParams(temperature=0, max_tokens=20)
-    whole = llm.generate("To be, or", params, use_tqdm=False)[0].outputs[0].text
+    answer = server.post("/v1/completions", {"prompt": "To be, or", "max_tokens": 20, "temperature": 0})[1]
+    whole = json.loads(answer)["choices"][0]["text"]
     assert capsys.readouterr() == (printable(whole).removesuffix("\n") + "\n", "")
     assert ask(monkeypatch, *begun, text="\n") == 2 and "the prompt is empty" in capsys.readouterr().err
     assert ask(monkeypatch, "chat", "other", "--url", url) == 2
     assert "has no model 'other'; it has 'demo'" in capsys.readouterr().err
-    assert ask(monkeypatch, "chat", "--url", url, "--api-key", "wrong") == 2
-    assert "server.py chat: error: the API key is missing or wrong" in capsys.readouterr().err
 
 
+@pytest.mark.full
+def test_a_server_wants_its_key(tmp_path, monkeypatch, capsys):
+    with serving(tmp_path, "--threads", "1", "--api-key", "sesame") as server:
+        url = f"http://127.0.0.1:{server.port}"
+        assert ask(monkeypatch, "chat", "--url", url, "--api-key", "wrong") == 2
+        assert "server.py chat: error: the API key is missing or wrong" in capsys.readouterr().err
+        assert ask(monkeypatch, "chat", "--url", url, "--api-key", "sesame", text=f"{SUM}\n") == 0
+        assert capsys.readouterr() == ("81\n", "")
+
+
+@pytest.mark.full
 def test_ctrl_c_stops_what_a_server_does(endless, tmp_path):
-    with serving(tmp_path, "--model", endless) as server:
+    with serving(tmp_path, "--threads", "1", "--model", endless) as server:
         url = f"http://127.0.0.1:{server.port}"
         with terminal("complete", "--url", url, "-p", "To", "--ignore-eos", "--max-tokens", "60000") as it:
             it.until(r"\w{2}")
@@ -301,7 +314,7 @@ def test_ctrl_c_stops_what_a_server_does(endless, tmp_path):
 
 def test_an_output_that_takes_nothing_is_one_line(server):
     url = f"http://127.0.0.1:{server.port}"
-    argv = ("complete", "--url", url, "--api-key", "sesame", "-p", "To be, or")
+    argv = ("complete", "--url", url, "-p", "To be, or")
     with open("/dev/full", "w") as full:
         done = run(*argv, code=1, stdout=full)
     assert done.stderr == "server.py complete: error: [Errno 28] No space left on device\n"
@@ -312,22 +325,53 @@ def test_an_output_that_takes_nothing_is_one_line(server):
 
 
 class Strange(BaseHTTPRequestHandler):
-    """A server that answers a path's last message with itself, as it stands there."""
+    """A server that answers a text, or the last message, with itself, as it stands there; `endless` without an end."""
 
     def do_GET(self) -> None:
+        self.server.keys.append(self.headers["Authorization"])
         self.reply(b'{"data": [{"id": "m"}]}')
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.reply(asked["messages"][-1]["content"].replace("|", "\n\n").encode().decode("unicode_escape").encode())
+        self.server.asked.append(asked)
+        self.server.keys.append(self.headers["Authorization"])
+        text = asked["prompt"] if "prompt" in asked else asked["messages"][-1]["content"]
+        if text == "endless":
+            self.go_on()
+        else:
+            self.reply(text.replace("|", "\n\n").encode().decode("unicode_escape").encode())
 
     def reply(self, body: bytes) -> None:
         self.send_response(500 if b"refused" in body else 200)
         self.end_headers()
         self.wfile.write(body)
 
+    def go_on(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the client has hung up
+            for i in itertools.count(1):
+                choice = {"text": "so", "delta": {"content": "so"}}
+                event = {"choices": [choice], "usage": {"completion_tokens": i}}
+                self.wfile.write(b"data: %s\n\n" % json.dumps(event).encode())
+                time.sleep(0.01)
+        self.server.left.set()
+
     def log_message(self, *args: Any) -> None:
         pass
+
+
+@pytest.fixture
+def strange() -> Iterator[Any]:
+    server: Any = HTTPServer(("127.0.0.1", 0), Strange)
+    server.url, server.keys, server.asked = f"http://127.0.0.1:{server.server_port}", [], []
+    server.left = threading.Event()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
 @pytest.mark.parametrize(
@@ -346,15 +390,94 @@ class Strange(BaseHTTPRequestHandler):
         ('{"error": {"message": "refused: maximum context length"}}', "", "too long: refused: maximum context length"),
     ],
 )
-def test_a_strange_server_ends_nothing(monkeypatch, capsys, events, out, err):
-    strange = HTTPServer(("127.0.0.1", 0), Strange)
-    thread = threading.Thread(target=strange.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        code = ask(monkeypatch, "chat", "--url", f"http://127.0.0.1:{strange.server_port}", text=f"{events}\n")
-    finally:
-        strange.shutdown()
-        thread.join()
-        strange.server_close()
+def test_a_strange_server_ends_nothing(strange, monkeypatch, capsys, events, out, err):
+    code = ask(monkeypatch, "chat", "--url", strange.url, text=f"{events}\n")
     said = capsys.readouterr()
     assert code == bool(err) and said.out == out and err in said.err and said.err.count("\n") == bool(err)
+
+
+def test_ctrl_c_stops_an_answer_but_not_the_conversation(strange):
+    with terminal("chat", "--url", strange.url) as it:
+        check_talk(it, [("endless", "so"), ("endless", "so")])
+    assert [len(asked["messages"]) for asked in strange.asked] == [1, 2]  # the other is the system message
+
+
+def test_ctrl_c_hangs_up(strange):
+    with terminal("complete", "--url", strange.url, "-p", "endless") as it:
+        it.until(r"\w{2}")
+        it.type("\x03")
+        assert it.process.wait(30) == 130
+    assert strange.left.wait(30)
+
+
+WELL = 'data: {"choices": [{"text": "a", "delta": {"content": "a"}}]}|data: [DONE]'
+
+
+def test_a_key_goes_with_all_that_is_asked(strange, monkeypatch, capsys):
+    monkeypatch.setenv("MANTA_API_KEY", "sesame,other")
+    assert ask(monkeypatch, "chat", "--url", strange.url, "--api-key", "given", text=f"{WELL}\n") == 0
+    assert ask(monkeypatch, "complete", "m", "--url", f"{strange.url}/v1/", "-p", WELL) == 0
+    assert strange.keys == ["Bearer given"] * 2 + ["Bearer sesame"] * 2 and capsys.readouterr() == ("a\n" * 2, "")
+    monkeypatch.delenv("MANTA_API_KEY")
+    assert ask(monkeypatch, "chat", "--url", strange.url, text=f"{WELL}\n") == 0 and strange.keys[-1] is None
+
+
+OWN = """
+import json, os, pathlib, signal, sys
+about = [sys.argv[1:], os.environ["MANTA_API_KEY"], os.getpid()]
+pathlib.Path(__file__).with_name("about").write_text(json.dumps(about))
+print("  model     one of a test", "2026-01-01 00:00:00.000 INFO begun", LAST, sep="\\n", file=sys.stderr, flush=True)
+signal.pause() if LAST.startswith("  server") else sys.exit(2)
+"""
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """Makes something else the server of one's own: a process that says this last, as its address or before it ends."""
+    made: list[Any] = []
+
+    class Kept(subprocess.Popen):
+        def __init__(self, *args: Any, **more: Any):
+            super().__init__(*args, **more)
+            made.append(self)
+
+    def make(last: str) -> Path:
+        (tmp_path / "own.py").write_text(f"LAST = {last!r}\n{OWN}")
+        monkeypatch.setattr(ours, "SERVER", tmp_path / "own.py")
+        monkeypatch.setattr(subprocess, "Popen", Kept)
+        return tmp_path / "about"
+
+    yield make
+    for process in made:
+        assert process.returncode is not None
+        process.stderr.close()
+
+
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_a_server_of_ones_own_gets_the_engines_options(own, strange, monkeypatch, capsys, command):
+    about = own(f"  server    {strange.url}")
+    given = ["--max-model-len", "64", "--no-enable-prefix-caching", "--temperature", "0.5"]
+    assert ask(monkeypatch, command, "demo", *given, text=f"{WELL}\n") == 0
+    assert capsys.readouterr().out == "a\n"
+    argv, key, pid = json.loads(about.read_text())
+    assert set(argv) == {
+        "--model=demo", "--max-model-len=64", "--no-enable-prefix-caching", "--max-num-seqs=1", "--disable-log-stats",
+        "--distributed-executor-backend=uni", "--port=0",
+    }  # fmt: skip
+    assert not alive(pid) and len(key) == 32 and strange.keys == [f"Bearer {key}"] * 2
+    fields = {"temperature": 0.5, "stream": True} | ({"max_tokens": -1} if command == "complete" else {})
+    fields["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    (asked,) = strange.asked
+    assert {name: asked[name] for name in asked if name not in ("model", "prompt", "messages")} == fields
+
+
+def test_a_server_of_ones_own_that_cannot_start_has_said_why(own, monkeypatch, capsys):
+    own("server.py: error: no")
+    assert ask(monkeypatch, "chat", "demo") == 2
+    said = capsys.readouterr()
+    assert not said.out and said.err.splitlines()[-1] == "server.py: error: no"
+
+
+def test_of_what_a_server_of_ones_own_says_requests_are_left_out(capsys):
+    ours.show_trouble(["2026-01-01 00:00:00.000 INFO a request\n", '{"level": "info"}\n', "a worker has died \n"])
+    assert capsys.readouterr() == ("", "a worker has died\n")

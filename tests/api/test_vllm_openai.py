@@ -45,9 +45,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
-from openai.types.responses import ResponseCompletedEvent, ResponseCreatedEvent, ResponseTextDeltaEvent
 
 from config import DEMO, VERSION
 from served import ROOT, Server, eventually, serving
@@ -61,19 +59,22 @@ ON = {"ignore_eos": True}  # of a request whose answer must have its full length
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("vllm")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
+def client(server: Server) -> Any:
     return server.client()
+
+
+@pytest.fixture(scope="module", name="openai")
+def imported() -> Any:
+    """The SDK, which takes a second to load."""
+    import openai
+
+    return openai
 
 
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("embedder"), "--task", "embed", "--max-model-len", "128") as running:
+    flags = ("--task", "embed", "--max-model-len", "128", "--threads", "1")
+    with serving(tmp_path_factory.mktemp("embedder"), *flags) as running:
         yield running
 
 
@@ -94,7 +95,7 @@ def prompt_ids(messages: list[dict[str, str]], **options: Any) -> list[int]:
 # --- completions ------------------------------------------------------------------------------------------------------
 
 
-def test_a_completion(client: openai.OpenAI) -> None:
+def test_a_completion(client: Any) -> None:
     found = client.completions.create(**ASK, extra_body=ON)
     (choice,), usage = found.choices, found.usage
     assert found.id and found.object == "text_completion" and choice.text
@@ -107,7 +108,7 @@ def test_a_completion(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_truncation(client: openai.OpenAI, side: str) -> None:
+def test_truncation(client: Any, side: str, openai: Any) -> None:
     cut = {"return_token_ids": True, "truncate_prompt_tokens": 4, "truncation_side": side}
     where = slice(4) if side == "right" else slice(-4, None)
     ids = list(range(20, 28))
@@ -120,7 +121,7 @@ def test_truncation(client: openai.OpenAI, side: str) -> None:
 
 
 @pytest.mark.parametrize("top", [0, 1, 5])
-def test_logprobs(client: openai.OpenAI, top: int) -> None:
+def test_logprobs(client: Any, top: int) -> None:
     found = client.completions.create(**ASK, logprobs=top, extra_body=ON).choices[0].logprobs
     assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset) == 5
     assert all(max(top, 1) <= len(table) <= top + 1 for table in found.top_logprobs)
@@ -132,7 +133,7 @@ def test_logprobs(client: openai.OpenAI, top: int) -> None:
         assert client.chat.completions.create(**TALK, logprobs=False).choices[0].logprobs is None
 
 
-def test_too_many_logprobs(client: openai.OpenAI) -> None:
+def test_too_many_logprobs(client: Any, openai: Any) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError):
             client.completions.create(**ASK, logprobs=21, stream=stream)
@@ -143,7 +144,7 @@ def test_too_many_logprobs(client: openai.OpenAI) -> None:
     assert client.completions.create(**ASK).choices  # it still works
 
 
-def test_prompt_logprobs(client: openai.OpenAI) -> None:
+def test_prompt_logprobs(client: Any, openai: Any) -> None:
     two = ASK | {"prompt": ["A robot may not injure", "My name is"]}
     for count in (0, 1):
         found = client.completions.create(**two, extra_body={"prompt_logprobs": count})
@@ -163,7 +164,7 @@ def test_prompt_logprobs(client: openai.OpenAI) -> None:
             client.chat.completions.create(**TALK, extra_body=wrong)
 
 
-def test_a_stream_is_the_whole(client: openai.OpenAI) -> None:
+def test_a_stream_is_the_whole(client: Any) -> None:
     whole = client.completions.create(**ASK, extra_body=ON).choices[0]
     chunks = [chunk.choices[0] for chunk in client.completions.create(**ASK, stream=True, extra_body=ON)]
     assert "".join(chunk.text for chunk in chunks) == whole.text
@@ -180,7 +181,7 @@ def test_a_stream_is_the_whole(client: openai.OpenAI) -> None:
     assert parts[-1].finish_reason == chat.finish_reason
 
 
-def test_several_answers(client: openai.OpenAI) -> None:
+def test_several_answers(client: Any) -> None:
     many = ASK | {"max_tokens": 40, "temperature": 1.0, "n": 3, "seed": 42}
     found = client.completions.create(**many, logprobs=0).choices
     assert [choice.index for choice in found] == [0, 1, 2] and len({choice.text for choice in found}) == 3
@@ -202,7 +203,7 @@ def test_several_answers(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("prompts", [["Hello, my name is"] * 2, [[20, 21, 22, 23]] * 2])
-def test_a_batch_of_prompts(client: openai.OpenAI, prompts: Any) -> None:
+def test_a_batch_of_prompts(client: Any, prompts: Any) -> None:
     batch = client.completions.create(**ASK | {"prompt": prompts}).choices
     assert len(batch) == 2 and batch[0].text == batch[1].text
     beams = client.completions.create(**ASK | {"prompt": prompts, "n": 2}, extra_body={"use_beam_search": True})
@@ -216,7 +217,7 @@ def test_a_batch_of_prompts(client: openai.OpenAI, prompts: Any) -> None:
 
 
 @pytest.mark.parametrize("route", ["completions", "chat"])
-def test_stream_options(client: openai.OpenAI, route: str) -> None:
+def test_stream_options(client: Any, route: str, openai: Any) -> None:
     create, body = (client.completions.create, ASK) if route == "completions" else (
         client.chat.completions.create, TALK)  # fmt: skip
 
@@ -243,7 +244,7 @@ def test_stream_options(client: openai.OpenAI, route: str) -> None:
 
 @pytest.mark.parametrize("top", [0, 1])
 @pytest.mark.parametrize("prompt", ["Hello, my name is", [20, 21, 22, 23, 24]])
-def test_an_echo_with_logprobs(client: openai.OpenAI, prompt: Any, top: int) -> None:
+def test_an_echo_with_logprobs(client: Any, prompt: Any, top: int) -> None:
     (choice,) = client.completions.create(**ASK | {"prompt": prompt}, echo=True, logprobs=top, extra_body=ON).choices
     ids = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
     assert choice.text.startswith(TOKENIZER.decode(ids, skip_special_tokens=False))
@@ -257,7 +258,7 @@ def test_an_echo_with_logprobs(client: openai.OpenAI, prompt: Any, top: int) -> 
     assert streamed == choice.text
 
 
-def test_offsets_of_a_stream_are_those_of_the_whole(client: openai.OpenAI) -> None:
+def test_offsets_of_a_stream_are_those_of_the_whole(client: Any) -> None:
     """Also where text is held back, because a stop string may have begun."""
     ask = ASK | {"max_tokens": 20, "logprobs": 0, "stop": ["\n\n\n"], "extra_body": ON}
     whole = client.completions.create(**ask).choices[0].logprobs
@@ -268,7 +269,7 @@ def test_offsets_of_a_stream_are_those_of_the_whole(client: openai.OpenAI) -> No
     assert offsets[1:] == [sum(map(len, whole.tokens[:i])) for i in range(1, 20)]
 
 
-def test_token_ids(client: openai.OpenAI) -> None:
+def test_token_ids(client: Any) -> None:
     both = {"return_token_ids": True, "return_tokens_as_token_ids": True, "prompt_logprobs": 1}
     (choice,) = client.completions.create(**ASK, echo=True, logprobs=1, extra_body=both).choices
     names = [int(name.removeprefix("token_id:")) for name in choice.logprobs.tokens]
@@ -301,7 +302,7 @@ def test_token_ids(client: openai.OpenAI) -> None:
     assert found == tokens
 
 
-def test_stops(client: openai.OpenAI) -> None:
+def test_stops(client: Any, openai: Any) -> None:
     free = client.completions.create(**ASK | {"max_tokens": 30}, extra_body=ON | {"return_token_ids": True}).choices[0]
     stop = free.text[12:15]
     text = free.text[: free.text.index(stop)]
@@ -324,7 +325,7 @@ def test_stops(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(**TALK, extra_body={"stop_token_ids": [1023]}).choices[0].message.content
 
 
-def test_biases_and_allowed_ids(client: openai.OpenAI) -> None:
+def test_biases_and_allowed_ids(client: Any, openai: Any) -> None:
     ids = {"return_token_ids": True}
     forced = client.completions.create(**ASK, logit_bias={"300": 100}, extra_body=ids).choices[0]
     assert forced.token_ids == [300] * 5
@@ -342,7 +343,7 @@ def test_biases_and_allowed_ids(client: openai.OpenAI) -> None:
         client.completions.create(**ASK, extra_body={"allowed_token_ids": []})
 
 
-def test_what_is_no_prompt_is_refused(server: Server, client: openai.OpenAI) -> None:
+def test_what_is_no_prompt_is_refused(server: Server, client: Any, openai: Any) -> None:
     for prompt in (None, [], "", [""], [[]], [-1], [[-1]], [999_999], [[999_999]], ["a", 1]):
         status, body = call(server, "/v1/completions", ASK | {"prompt": prompt})
         assert status == 400 and "prompt" in body["error"]["message"], prompt
@@ -359,7 +360,7 @@ def test_what_is_no_prompt_is_refused(server: Server, client: openai.OpenAI) -> 
 # --- chats ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_conversation(client: openai.OpenAI) -> None:
+def test_a_conversation(client: Any) -> None:
     system = [{"role": "system", "content": "you are a helpful assistant"}, *SUM]
     found = client.chat.completions.create(**TALK | {"messages": system}, extra_body=ON)
     (choice,), usage, length = found.choices, found.usage, len(prompt_ids(system))
@@ -373,7 +374,7 @@ def test_a_conversation(client: openai.OpenAI) -> None:
     assert spelled.choices[0].message.content == client.chat.completions.create(**TALK).choices[0].message.content
 
 
-def test_messages_of_other_forms(client: openai.OpenAI) -> None:
+def test_messages_of_other_forms(client: Any) -> None:
     def ids(*messages: dict[str, Any]) -> list[int]:
         ask = TALK | {"messages": messages, "max_completion_tokens": 1}
         return client.chat.completions.create(**ask, extra_body={"return_token_ids": True}).prompt_token_ids
@@ -388,7 +389,7 @@ def test_messages_of_other_forms(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("echo", [True, False])
-def test_a_message_that_goes_on(client: openai.OpenAI, echo: bool) -> None:
+def test_a_message_that_goes_on(client: Any, echo: bool, openai: Any) -> None:
     messages = [*SUM, {"role": "assistant", "content": "23 + 58 ="}]
     go_on = {"continue_final_message": True, "add_generation_prompt": False, "echo": echo, "return_token_ids": True}
     found = client.chat.completions.create(**TALK | {"messages": messages}, extra_body=go_on)
@@ -403,7 +404,7 @@ def test_a_message_that_goes_on(client: openai.OpenAI, echo: bool) -> None:
         )
 
 
-def test_a_request_brings_a_template_only_where_it_may(client: openai.OpenAI) -> None:
+def test_a_request_brings_a_template_only_where_it_may(client: Any, openai: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="trust-request-chat-template"):
         client.chat.completions.create(**TALK, extra_body={"chat_template": "{{ messages[0].content }}"})
     kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -437,7 +438,7 @@ def test_tokenize(server: Server, special: bool) -> None:
             assert (found["tokens"], found["count"]) == (ids, len(ids))
 
 
-def test_models_health_and_version(server: Server, client: openai.OpenAI) -> None:
+def test_models_health_and_version(server: Server, client: Any, openai: Any) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.root, model.object) == ("demo", "demo", "model") and model.max_model_len == 1024
     assert client.models.retrieve("demo") == model
@@ -450,7 +451,7 @@ def test_models_health_and_version(server: Server, client: openai.OpenAI) -> Non
     assert server.metric("num_requests_running") == 0
 
 
-def test_requests_of_clients_that_left_make_room(server: Server) -> None:
+def test_requests_of_clients_that_left_make_room(server: Server, openai: Any) -> None:
     impatient = openai.OpenAI(base_url=server.client().base_url, api_key="none", max_retries=0, timeout=0.3)
     server.clients.append(impatient)
     long = TALK | {"max_completion_tokens": 1000}
@@ -463,7 +464,7 @@ def test_requests_of_clients_that_left_make_room(server: Server) -> None:
 # --- responses and messages -------------------------------------------------------------------------------------------
 
 
-def test_responses(client: openai.OpenAI) -> None:
+def test_responses(client: Any, openai: Any) -> None:
     ask: dict[str, Any] = {"model": "demo", "input": SUM[0]["content"], "temperature": 0.0}
     found = client.responses.create(**ask)
     assert found.status == "completed" and found.incomplete_details is None and "81" in found.output_text
@@ -489,11 +490,12 @@ def test_responses(client: openai.OpenAI) -> None:
             client.responses.create(**ask | wrong)
 
 
-def test_a_response_streams(client: openai.OpenAI) -> None:
+def test_a_response_streams(client: Any, openai: Any) -> None:
     ask: dict[str, Any] = {"model": "demo", "input": SUM[0]["content"], "temperature": 0.0}
     events = list(client.responses.create(**ask, stream=True))
-    assert isinstance(events[0], ResponseCreatedEvent) and isinstance(events[-1], ResponseCompletedEvent)
-    text = "".join(event.delta for event in events if isinstance(event, ResponseTextDeltaEvent))
+    types = openai.types.responses
+    assert isinstance(events[0], types.ResponseCreatedEvent) and isinstance(events[-1], types.ResponseCompletedEvent)
+    text = "".join(event.delta for event in events if isinstance(event, types.ResponseTextDeltaEvent))
     assert text == events[-1].response.output_text == client.responses.create(**ask).output_text
     opened = []  # what begins ends, the last first
     ends = {
@@ -508,7 +510,7 @@ def test_a_response_streams(client: openai.OpenAI) -> None:
     assert not opened and [event.sequence_number for event in events] == list(range(len(events)))
 
 
-def test_responses_are_kept(client: openai.OpenAI) -> None:
+def test_responses_are_kept(client: Any, openai: Any) -> None:
     first = client.responses.create(model="demo", input=SUM[0]["content"], temperature=0)
     assert client.responses.retrieve(first.id).output_text == first.output_text
     unkept = client.responses.create(model="demo", input="Hello!", store=False, max_output_tokens=5)
@@ -525,7 +527,7 @@ def test_responses_are_kept(client: openai.OpenAI) -> None:
         client.responses.create(**asked | {"previous_response_id": "resp_none"})
 
 
-def test_messages(server: Server, client: openai.OpenAI) -> None:
+def test_messages(server: Server, client: Any) -> None:
     ask = {"model": "demo", "max_tokens": 30, "messages": SUM, "temperature": 0}
     status, found = call(server, "/v1/messages", ask)
     chat = client.chat.completions.create(**TALK | {"max_completion_tokens": 30}).choices[0].message.content
@@ -563,6 +565,7 @@ def vectors(server: Server, **fields: Any) -> list[list[float]]:
     return [entry["embedding"] for entry in found["data"]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("one", [TEXT, TOKENIZER.encode(TEXT)])
 def test_embeddings(embedder: Server, one: Any) -> None:
     for given, count in ((one, 1), ([one] * 10, 10)):
@@ -575,6 +578,7 @@ def test_embeddings(embedder: Server, one: Any) -> None:
             assert math.hypot(*entry.embedding) == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.full
 def test_forms_of_embeddings(embedder: Server) -> None:
     (numbers,) = vectors(embedder)
     (coded,) = vectors(embedder, encoding_format="base64")
@@ -598,6 +602,7 @@ def test_forms_of_embeddings(embedder: Server) -> None:
         assert call(embedder, "/pooling", {"input": TEXT, "task": task})[0] == 400
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("keep", "kept"), [(10, 10), (-1, 128)])
 def test_long_texts_are_cut_where_asked(embedder: Server, keep: int, kept: int) -> None:
     body = {"model": "demo", "input": "To be, or not to be. " * 90}
@@ -606,6 +611,7 @@ def test_long_texts_are_cut_where_asked(embedder: Server, keep: int, kept: int) 
     assert found["usage"]["prompt_tokens"] == kept
 
 
+@pytest.mark.full
 def test_scores_and_ranks(embedder: Server) -> None:
     queries, texts = ["What is it?", "Who is he?"], ["It is Paris.", "He is Paul.", "What is it?"]
     (query, *others) = vectors(embedder, input=[queries[0], *texts])
@@ -634,6 +640,7 @@ def test_scores_and_ranks(embedder: Server) -> None:
 # --- batches and the end ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_batch_file(tmp_path: Path) -> None:
     talk = {"model": "demo", "messages": SUM, "max_tokens": 10}
     entries = [
@@ -660,8 +667,9 @@ def test_a_batch_file(tmp_path: Path) -> None:
     assert "request_id" in found["request-0"]["response"] and found[None]["error"]["message"]
 
 
-def test_sigterm_lets_requests_end_and_takes_no_more(tmp_path: Path) -> None:
-    with serving(tmp_path) as ending:
+@pytest.mark.full
+def test_sigterm_lets_requests_end_and_takes_no_more(tmp_path: Path, openai: Any) -> None:
+    with serving(tmp_path, "--threads", "1") as ending:
         long = ASK | {"max_tokens": 200, "stream": True} | ON
         with contextlib.closing(ending.connect("POST", "/v1/completions", long)) as sock, sock.makefile("rb") as file:
             assert any(line.startswith(b"data: ") for line in file)
