@@ -26,12 +26,12 @@ from plan import EngineCoreRequest, EngineOutput, Health, Outputs, Reply
 from processes import client as clients
 from processes.child import READY, SEND_TIMEOUT, Board, FrameServer
 from processes.client import BackgroundResources, EngineCoreClient, EngineDeadError, InprocClient, MPClient, Stream
-from processes.connection import GRACE, connect, read_frames, to_frame
+from processes.connection import connect, read_frames, to_frame
 from processes.engine_process import EngineServer
 from processes.fleet import FleetClient
 from processes.routing import DPClient, Router
 from processes.suspects import Suspects
-from ring import STALL, Codec
+from ring import Codec
 from served import ROOT, eventually
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
@@ -57,11 +57,16 @@ def collect(stream) -> list[int]:
             return ids
 
 
-def test_clients_get_their_own_outputs(served, work, answers):
+def test_clients_get_their_own_outputs(served, llm):
+    prompts = [
+        llm.tokenizer.encode(f"Enter the {i}th SERVANT, with a torch.\n\n" * (1 + 3 * (i % 2))) for i in range(10)
+    ]
+    params = [replace(GREEDY, max_tokens=20 + 4 * i, ignore_eos=True) for i in range(10)]
+    answers = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     clients = [MPClient(served[1]) for _ in range(2)]
     streams = [
         clients[i % 2].add_request(EngineCoreRequest(str(i), *request))
-        for i, request in enumerate(zip(*work, strict=True))
+        for i, request in enumerate(zip(prompts, params, strict=True))
     ]
     assert [collect(stream) for stream in streams] == answers
     assert clients[0].utility("metrics")[0]["num_requests_running"] == 0
@@ -70,13 +75,16 @@ def test_clients_get_their_own_outputs(served, work, answers):
         client.shutdown()
 
 
-def test_a_request_that_comes_while_the_engine_is_replaced_finds_the_new_one(make_llm):
+def test_a_request_that_comes_while_the_engine_is_replaced_finds_the_new_one(make_llm, monkeypatch):
     """Nobody has accepted the client's connection yet: that is awaited for a moment, and no longer."""
+    monkeypatch.setattr("processes.connection.GRACE", 0.05)
+    monkeypatch.setattr("processes.client.GRACE", 0.05)
     core, (address, listener) = make_llm(num_gpu_blocks_override=64, block_size=16).core, socket.socketpair()
     client = MPClient(address)
     with pytest.raises(EngineDeadError, match="the engine process has ended"):
         client.utility("metrics")
-    late = threading.Timer(GRACE / 3, lambda: EngineServer(core, listener).run())
+    monkeypatch.setattr("processes.client.GRACE", 30.0)
+    late = threading.Timer(0.1, lambda: EngineServer(core, listener).run())
     late.daemon = True
     late.start()
     assert collect(client.add_request(EngineCoreRequest("a", [5, 6, 7], GREEDY)))
@@ -275,6 +283,9 @@ def test_a_client_hears_of_trouble_that_was_there_before_it_came():
 
 
 def test_a_client_notices_an_engine_that_says_nothing_and_takes_it_back(monkeypatch):
+    monkeypatch.setattr("processes.child.HEARTBEAT", 0.1)
+    monkeypatch.setattr("processes.connection.BEAT", 0.05)
+    monkeypatch.setattr("processes.connection.STALL", 0.7)
     address, listener = socket.socketpair()
     server = FrameServer(listener)
     client = MPClient(address)
@@ -282,7 +293,7 @@ def test_a_client_notices_an_engine_that_says_nothing_and_takes_it_back(monkeypa
     with server.lock:  # as if the process was stopped
         begun = time.monotonic()
         eventually(lambda: client.trouble is not None, 30)
-        assert time.monotonic() - begun >= STALL - 1
+        assert time.monotonic() - begun >= 0.5
         assert "no sign of life" in client.trouble
         with pytest.raises(EngineDeadError, match="no sign of life"):
             client.utility("metrics")
