@@ -110,8 +110,9 @@ def test_a_server_on_two_ranks_answers_and_ends(tmp_path: Path) -> None:
         assert "lost" not in server.log.read_text()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("killed", ["follower", pytest.param("engine", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "killed", [pytest.param("follower", marks=pytest.mark.full), pytest.param("engine", marks=pytest.mark.long)]
+)
 def test_where_a_rank_is_gone_all_of_them_end(tmp_path: Path, killed: str) -> None:
     with two_ranks(tmp_path) as server:
         reader = Reader(server, prompt="Once", max_tokens=900)
@@ -343,8 +344,7 @@ def hosts() -> Iterator[list[str]]:
         yield names
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.full)])
 def test_two_hosts_serve_one_model(hosts: list[str], tmp_path: Path, stages: int) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable", "TMPDIR": str(tmp_path)}
     log, nodes = tmp_path / "log", []

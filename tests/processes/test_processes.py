@@ -201,9 +201,15 @@ def belongings(log: Path) -> list[int]:
     return found
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("size", [pytest.param("1", marks=pytest.mark.long), "2"])
-@pytest.mark.parametrize("all_of_them", [False, pytest.param(True, marks=pytest.mark.long)], ids=["one", "all"])
+@pytest.mark.parametrize(
+    ("all_of_them", "size"),
+    [
+        pytest.param(False, "1", id="one-1", marks=pytest.mark.long),
+        pytest.param(False, "2", id="one-2", marks=pytest.mark.full),
+        pytest.param(True, "1", id="all-1", marks=pytest.mark.long),
+        pytest.param(True, "2", id="all-2", marks=pytest.mark.long),
+    ],
+)
 def test_a_kill_while_it_starts_leaves_nothing(tmp_path: Path, size: str, all_of_them: bool) -> None:
     """Of the main process, or of all; at moments from its first milliseconds until it is ready, or nearly so."""
     environment, log = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}, tmp_path / "log"
