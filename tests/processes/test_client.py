@@ -48,6 +48,38 @@ def served(make_llm):
         yield core, address
 
 
+@contextlib.contextmanager
+def frame_servers(count: int) -> Iterator[tuple[list[socket.socket], list[FrameServer]]]:
+    """The addresses of engines that only accept clients, and the ends that do.
+
+    Whoever waits in line when its client has long ended is accepted nevertheless. That must not happen while another
+    test looks at what is open.
+    """
+    pairs = [socket.socketpair() for _ in range(count)]
+    servers = [FrameServer(listener) for _, listener in pairs]
+    yield [address for address, _ in pairs], servers
+    for address, _ in pairs:
+        address.close()
+    eventually(lambda: all(listener.fileno() < 0 for _, listener in pairs))
+    eventually(lambda: not any(drop_who_has_left(server) for server in servers))
+
+
+def drop_who_has_left(server: FrameServer) -> set[socket.socket]:
+    """The clients that are left."""
+    while not server.inbox.empty():
+        client, message = server.inbox.get()
+        if message is None:
+            server.drop(client)
+    return server.clients
+
+
+@pytest.fixture
+def engines():
+    """Two of them, and a coordinator."""
+    with frame_servers(3) as made:
+        yield made
+
+
 def collect(stream) -> list[int]:
     ids: list[int] = []
     while True:
@@ -215,9 +247,8 @@ def test_a_frame_that_is_no_message_ends_the_connection():
             assert list(read_frames(other)) == []
 
 
-def test_a_client_that_does_not_read_holds_up_nobody():
-    address, listener = socket.socketpair()
-    server = FrameServer(listener)
+def test_a_client_that_does_not_read_holds_up_nobody(engines):
+    (address, *_), (server, *_) = engines
     stuck, other = connect(address), MPClient(address)
     eventually(lambda: len(server.clients) == 2)
     story, begun = Reply(0, "x" * 100_000), time.monotonic()
@@ -232,13 +263,11 @@ def test_a_client_that_does_not_read_holds_up_nobody():
     with stuck:
         other.shutdown()
     eventually(lambda: not server.late)
-    address.close()
 
 
-def test_a_request_that_ends_engine_processes_is_found_among_others():
+def test_a_request_that_ends_engine_processes_is_found_among_others(engines):
     """An engine ends whenever it has a certain request. All that it had is sent again, and some of it is answered."""
-    address, listener = socket.socketpair()
-    server, suspects, names = FrameServer(listener), Suspects(), itertools.count()
+    ((address, *_), (server, *_)), suspects, names = engines, Suspects(), itertools.count()
     client = MPClient(address, suspects=suspects)
 
     def send(prompt: int) -> Stream:
@@ -269,37 +298,32 @@ def test_a_request_that_ends_engine_processes_is_found_among_others():
     assert refused.finished and "3 engine processes have ended" in refused.error and not refused.engine_fault
     assert send(1).empty() and send(3).empty() and client.streams.keys() == suspects.flying.keys()
     client.shutdown()
-    address.close()
 
 
-def test_a_client_hears_of_trouble_that_was_there_before_it_came():
-    address, listener = socket.socketpair()
-    server = FrameServer(listener)
+def test_a_client_hears_of_trouble_that_was_there_before_it_came(engines):
+    (address, *_), (server, *_) = engines
     server.health = Health("rank 0 has died")
     client = MPClient(address)
     assert client.trouble == "rank 0 has died"
     client.shutdown()
-    address.close()
 
 
 def test_a_client_notices_an_engine_that_says_nothing_and_takes_it_back(monkeypatch):
     monkeypatch.setattr("processes.child.HEARTBEAT", 0.1)
     monkeypatch.setattr("processes.connection.BEAT", 0.05)
     monkeypatch.setattr("processes.connection.STALL", 0.7)
-    address, listener = socket.socketpair()
-    server = FrameServer(listener)
-    client = MPClient(address)
-    eventually(lambda: client.trouble is None)
-    with server.lock:  # as if the process was stopped
-        begun = time.monotonic()
-        eventually(lambda: client.trouble is not None, 30)
-        assert time.monotonic() - begun >= 0.5
-        assert "no sign of life" in client.trouble
-        with pytest.raises(EngineDeadError, match="no sign of life"):
-            client.utility("metrics")
-    eventually(lambda: client.trouble is None)
-    client.shutdown()
-    address.close()
+    with frame_servers(1) as ((address,), (server,)):
+        client = MPClient(address)
+        eventually(lambda: client.trouble is None)
+        with server.lock:  # as if the process was stopped
+            begun = time.monotonic()
+            eventually(lambda: client.trouble is not None, 30)
+            assert time.monotonic() - begun >= 0.5
+            assert "no sign of life" in client.trouble
+            with pytest.raises(EngineDeadError, match="no sign of life"):
+                client.utility("metrics")
+        eventually(lambda: client.trouble is None)
+        client.shutdown()
 
 
 def test_a_client_under_gevent_comes_back_after_it_hung_up():
@@ -345,23 +369,10 @@ def nothing_left(servers: list[FrameServer]) -> Iterator[None]:
 
     def is_over() -> bool:
         for server in servers:
-            while not server.inbox.empty():
-                client, message = server.inbox.get()
-                if message is None:
-                    server.drop(client)
+            drop_who_has_left(server)
         return set(threading.enumerate()) <= threads and files() <= before
 
     eventually(is_over)
-
-
-@pytest.fixture
-def engines():
-    """The addresses of two engines and a coordinator that only accept clients, and the ends that do."""
-    pairs = [socket.socketpair() for _ in range(3)]
-    servers = [FrameServer(listener) for _, listener in pairs]
-    yield [address for address, _ in pairs], servers
-    for address, _ in pairs:
-        address.close()
 
 
 def wait_until_ready(client: MPClient | DPClient) -> None:
