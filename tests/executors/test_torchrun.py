@@ -51,9 +51,8 @@ print(json.dumps([[o.outputs[0].token_ids for o in outputs + long], sizes, refus
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_script_on_two_ranks_gives_the_tokens_of_one(llm: LLM, tmp_path: Path, stages: int) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT.replace("STAGES", str(stages)))
+def test_a_script_on_two_stages_gives_the_tokens_of_one_rank(llm: LLM, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.replace("STAGES", "2"))
     command = [
         sys.executable,
         *TORCHRUN,
@@ -68,6 +67,11 @@ def test_a_script_on_two_ranks_gives_the_tokens_of_one(llm: LLM, tmp_path: Path,
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     (said,) = done.stdout.splitlines()  # rank 1 never got past LLM
+    assert_said(llm, said)
+
+
+def assert_said(llm: LLM, said: str) -> None:
+    """What SCRIPT prints is what one rank gives."""
     tokens, sizes, refused = json.loads(said)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     wanted = llm.generate(PROMPTS, params, use_tqdm=False)
@@ -299,9 +303,7 @@ def test_two_tasks_of_slurm_give_the_tokens_of_one_rank_and_end_together(llm: LL
         assert lead.stdout
         if not (said := lead.stdout.readline()):
             pytest.fail(lead.communicate()[1])
-        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-        wanted = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
-        assert json.loads(said)[0][: len(PROMPTS)] == wanted
+        assert_said(llm, said)
         follower.kill()
         assert "ConnectionError: rank 0 has lost the other ranks" in lead.communicate("\n", 60)[1]
         assert lead.returncode == 1

@@ -459,7 +459,7 @@ def test_two_engines_serve_and_one_survives_the_other(tmp_path: Path) -> None:
         assert log.count("KV cache") == 1
 
         victim = next(pid for pid in server.family() if "manta: engine" in command(pid))
-        busy = [Reader(server, prompt=prompt, max_tokens=300) for prompt in prompts]
+        busy = [Reader(server, prompt=prompt, max_tokens=150) for prompt in prompts]
         eventually(lambda: all(reader.text for reader in busy), 60)
         os.kill(victim, signal.SIGKILL)
         for reader in busy:

@@ -21,7 +21,7 @@ from api.options import ServerConfig
 from api.routes import Api
 from config import DEMO, EngineConfig, stamp_of
 from observe.logs import logger
-from processes.child import DRAINING, READY, STARTING, Board
+from processes.child import ABSENT, DRAINING, READY, STARTING, Board
 from processes.engine_process import EngineProcess
 from processes.fleet import Fleet
 from processes.routing import DPClient, Router
@@ -283,6 +283,19 @@ def test_a_new_server_takes_the_weights_that_other_hosts_have_kept(monkeypatch, 
     fleet.stop()
 
 
+def test_behind_others_balance_the_only_engine_has_its_rank(monkeypatch) -> None:
+    monkeypatch.setattr("processes.fleet.EngineProcess", ReadyEngine)
+    monkeypatch.setattr("processes.connection.GRACE", 0.05)
+    options = {"data_parallel_size": 2, "data_parallel_external_lb": True, "data_parallel_rank": 1}
+    fleet = Fleet(EngineConfig(DEMO, device="cpu", **options), Board())
+    fleet.start()
+    client = fleet.new_client()
+    assert [*fleet.engines] == [1] and not fleet.coordinator and client.rank == 1
+    assert fleet.board.engines[:2] == [ABSENT, READY]
+    client.shutdown()
+    fleet.stop()
+
+
 # --- the real thing ---------------------------------------------------------------------------------------------------
 
 
@@ -315,7 +328,7 @@ def test_engines_come_and_go_under_streams(tmp_path: Path) -> None:
             deadline = time.monotonic() + seconds
             while not until():
                 assert time.monotonic() < deadline
-                for _ in range(6 - sum(reader.is_alive() for _, reader in readers)):
+                for _ in range(4 - sum(reader.is_alive() for _, reader in readers)):
                     prompt = f"{len(readers)}. Enter the {len(readers)}th SERVANT, with a torch.\n\n"
                     readers.append((prompt, Reader(server, prompt=prompt, max_tokens=60)))
                 time.sleep(0.1)
@@ -335,7 +348,7 @@ def test_engines_come_and_go_under_streams(tmp_path: Path) -> None:
         for _, reader in readers:
             reader.join(60)
             assert reader.ended and not reader.error
-        some = readers[:: len(readers) // 20]
+        some = readers[:: max(1, len(readers) // 20)]
         again = [Reader(server, prompt=prompt, max_tokens=60) for prompt, _ in some]
         for (_, reader), other in zip(some, again, strict=True):  # none has anything twice
             other.join(60)
