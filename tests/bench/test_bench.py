@@ -202,7 +202,7 @@ def test_transformers_is_a_peer(tmp_path):
     assert manta["first 4 as Manta"] == other["first 4 as Manta"] == 1
 
 
-@pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-moe-4b"])
+@pytest.mark.parametrize("shape", ["qwen3-0.6b", pytest.param("qwen3-moe-4b", marks=pytest.mark.full)])
 def test_make_model_makes_what_loads(tmp_path, shape):
     make_model(tmp_path / "model", SHAPES[shape] | TINY)
     llm = LLM(str(tmp_path / "model"), max_model_len=64)

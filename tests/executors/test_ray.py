@@ -33,7 +33,6 @@ from executors.ray_executor import (
     variables,
 )
 from model_config import ModelConfig
-from oracle_checks import ask, known, make_core
 from ray_cluster import free_cpus, make_up_for, needs_ray, three_nodes
 from ring import RingTimeout
 from served import Reader, alive, engine_of, eventually, serving
@@ -338,6 +337,8 @@ KINDS = ("qwen3", "gemma3", "deepseek-v3", "qwen3.5", "gpt-oss")  # plain, windo
 @pytest.mark.parametrize("name", [KINDS[0], *(pytest.param(name, marks=pytest.mark.long) for name in KINDS[1:])])
 @pytest.mark.parametrize("ranks, stages", [(1, 2), (2, 1), (2, 2)])
 def test_families_give_the_tokens_of_one_rank(cluster, shared, name, ranks, stages):
+    from oracle_checks import ask, known, make_core
+
     fields = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages, "threads": 3 - stages}
     checkpoints = Checkpoints("families", shared)
     core = make_core(checkpoints / name, distributed_executor_backend="ray", **fields)

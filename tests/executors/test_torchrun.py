@@ -22,7 +22,6 @@ from executors import torchrun
 from executors.torchrun import first_node, launched_as
 from network import two_namespaces
 from parallel import Group
-from scripted import CHAT
 from served import Reader, Server, command, engine_of, eventually, serving
 
 ROOT = Path(__file__).parent.parent.parent
@@ -31,6 +30,7 @@ END = 120
 PROMPTS = ["ROMEO:\n", "Enter the KING", "To be, or not to be", "What is 23 + 58?"]
 QUESTION = [{"role": "user", "content": "What is 23 + 58?"}]
 TORCHRUN = ["-m", "torch.distributed.run"]
+CHAT = "/v1/chat/completions"
 FLAGS = ["--distributed-executor-backend", "external_launcher", "--threads", "1"]
 SCRIPT = f"""
 import json

@@ -22,7 +22,6 @@ import pytest
 
 from config import DEMO
 from processes.child import MAX_FAILURES, Child
-from scripted import COMPLETIONS
 from served import ROOT, STREAM, Reader, Server, alive, api_of, engine_of, eventually, serving, worker_of
 
 LONG = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
@@ -32,7 +31,7 @@ LONG = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "temperature": 
 def test_sigterm_drains_and_leaves_nothing(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     with serving(tmp_path, "--trace", str(trace)) as server:
-        sock = server.connect("POST", COMPLETIONS, LONG | {"max_tokens": 150, "stream": True})
+        sock = server.connect("POST", "/v1/completions", LONG | {"max_tokens": 150, "stream": True})
         eventually(lambda: server.running() > 0)
         server.process.send_signal(signal.SIGTERM)
         with contextlib.closing(sock), sock.makefile("rb") as file:  # the stream comes to its end
@@ -46,7 +45,7 @@ def test_sigterm_drains_and_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_ctrl_c_twice_cuts_and_leaves_nothing(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
-        sock = server.connect("POST", COMPLETIONS, LONG | {"prompt": ["a"] * 64})
+        sock = server.connect("POST", "/v1/completions", LONG | {"prompt": ["a"] * 64})
         eventually(lambda: server.running() > 0)
         for _ in range(2):
             os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does: to all of them
@@ -60,7 +59,7 @@ def test_ctrl_c_twice_cuts_and_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_kill_of_the_parent_leaves_nothing_and_its_port_is_free(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
-        sock = server.connect("POST", COMPLETIONS, LONG | {"stream": True})
+        sock = server.connect("POST", "/v1/completions", LONG | {"stream": True})
         eventually(lambda: server.running() > 0)
         server.process.kill()
         server.process.wait()
@@ -153,7 +152,7 @@ def test_whoever_is_stopped_is_named_and_may_go_on(tmp_path: Path) -> None:
         for pid, names in ((worker_of(server), "rank 0 is stopped while idle"), (engine_of(server), "engine process")):
             stop(server, pid, names)
             if pid == engine_of(server):  # it would wait, nobody knows for how long
-                sock = server.connect("POST", COMPLETIONS, STREAM | {"prompt": "Once"})
+                sock = server.connect("POST", "/v1/completions", STREAM | {"prompt": "Once"})
                 assert b" 503 " in sock.recv(1000).partition(b"\r\n")[0]
                 sock.close()
                 status, said = server.get("/metrics")

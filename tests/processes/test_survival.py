@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from config import DEMO
-from scripted import COMPLETIONS
 from served import (
     ROOT,
     STREAM,
@@ -246,7 +245,7 @@ def test_draining_refuses_new_requests_by_503(two: Server) -> None:
     two.process.send_signal(signal.SIGTERM)
     eventually(lambda: two.get("/health")[0] == 503)
     assert "shutting down" in two.get("/health")[1]
-    late = two.connect("POST", COMPLETIONS, STREAM | {"prompt": "a"})
+    late = two.connect("POST", "/v1/completions", STREAM | {"prompt": "a"})
     assert b" 503 " in late.recv(1000).partition(b"\r\n")[0]
     late.close()
     assert not reader.ended
