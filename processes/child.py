@@ -41,7 +41,8 @@ from processes.messages import Message
 from ring import STALL, Codec, Watchdog
 
 STOP_TIMEOUT = 10  # seconds that a process has to end before it is killed
-MAX_FAILURES = 5  # of a new process to start, in a row, before the server gives up; each waits 1 s longer for the next
+MAX_FAILURES = 5  # of a new process to start, in a row, before the server gives up
+PAUSE = 1.0  # seconds by which each of them waits longer for the next
 LOOK = 1.0  # seconds between two looks at a child, and between two of its heartbeats
 SEND_TIMEOUT = 30  # seconds that a client may leave its socket full before it counts as gone
 HEARTBEAT = 1.0  # seconds between two heartbeats on a socket
@@ -175,7 +176,7 @@ class Child:
                     f"{self.name} is ready again after {time.monotonic() - self.begun:.1f} s (pid {self.process.pid})"
                 )
             else:
-                self.not_before = time.monotonic() + self.failures
+                self.not_before = time.monotonic() + PAUSE * self.failures
                 self.failures += 1
                 if self.failures == MAX_FAILURES:
                     raise ChildProcessError(

@@ -54,6 +54,7 @@ def fake(tmp_path):
     peer.close()
 
 
+@pytest.mark.full
 def test_scheduler_figures():
     figures = scheduler_figures(repeats=3)
     assert [(f["running"], f["waiting"]) for f in figures] == [(256, 0), (256, 10_000), (256, 0), (32, 0)]
@@ -164,6 +165,7 @@ def test_each_benchmark_has_its_own_peers(command, other, capsys):
         engine_figures(new_parser().parse_args([command, "--peer-python", "python"]))
 
 
+@pytest.mark.full
 def test_latency_counts_tokens_and_bytes(fake):
     assert fake.name == "fake 1.0 fake folder --threads 1"
     figures = latency_figures(DEMO, [(1, 8), (3, 20)], 5, 2, [fake], {"dtype": "float32", "device": "cpu"})
@@ -187,6 +189,7 @@ def test_a_peer_that_ends_is_named(fake):
         fake([[1]], 2)
 
 
+@pytest.mark.full
 def test_transformers_is_a_peer(tmp_path):
     folder = str(tmp_path / "model")
     make_model(Path(folder), SHAPES["qwen3-0.6b"] | TINY | {"dtype": "float32"})
@@ -199,7 +202,7 @@ def test_transformers_is_a_peer(tmp_path):
     assert manta["first 4 as Manta"] == other["first 4 as Manta"] == 1
 
 
-@pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-moe-4b"])
+@pytest.mark.parametrize("shape", ["qwen3-0.6b", pytest.param("qwen3-moe-4b", marks=pytest.mark.full)])
 def test_make_model_makes_what_loads(tmp_path, shape):
     make_model(tmp_path / "model", SHAPES[shape] | TINY)
     llm = LLM(str(tmp_path / "model"), max_model_len=64)

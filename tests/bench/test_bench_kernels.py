@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,8 +32,15 @@ CASES = [
 ]
 
 
+LONG = ("3 rows, the same, penalties", "3 rows, top-k 50, top-p 0.9", "3 rows, top-p 0.95")  # which sort, interpreted
+
+
+def in_tier(case: Any) -> Any:
+    return pytest.param(case, id=f"{case.op} {case.size}", marks=[pytest.mark.full] * (case.size in LONG))
+
+
 @pytest.mark.interpreted
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op} {case.size}")
+@pytest.mark.parametrize("case", [in_tier(case) for case in CASES])
 def test_each_case_is_checked_against_its_twin(case):
     with np.errstate(all="ignore"):  # the interpreter computes in numpy, which warns of log(0)
         assert bench_kernels.check(case, kernels, reference, "cpu") <= 1e-2

@@ -10,18 +10,16 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import psutil
 import pytest
 
-from bench_ray import actors, new_cluster, node_above, replace_node
+from bench_ray import actors, node_above, replace_node
 from checkpoints import Checkpoints
 from config import DEMO, VERSION, EngineConfig
 from core import EngineCore
 from engine import LLM
-from executor import MpExecutor
 from executors import choose, links, ray_executor
 from executors.choose import choose_backend
 from executors.links import TOKEN, RankLink, RankLinks, admit, listen, reach
@@ -31,17 +29,15 @@ from executors.ray_executor import (
     RayWorker,
     in_order,
     in_short,
-    join_cluster,
     room_for,
     variables,
 )
 from model_config import ModelConfig
-from oracle_checks import ask, known, make_core
+from ray_cluster import free_cpus, make_up_for, needs_ray, three_nodes
 from ring import RingTimeout
 from served import Reader, alive, engine_of, eventually, serving
 from test_executor import MIXED, PROMPTS, tokens, when
 
-needs_ray = pytest.mark.skipif(not find_spec("ray"), reason="Ray is missing: pip install -r requirements-ray.txt")
 STARVED = {"num_gpu_blocks_override": 24, "block_size": 8, "max_model_len": 128, "schedule_conservativeness": 0.0}
 FLAGS = ("--distributed-executor-backend", "ray", "--pipeline-parallel-size", "2", "--threads", "1")
 
@@ -91,14 +87,15 @@ def test_each_rank_sees_the_gpus_of_its_node_and_knows_its_own():
     assert not any("CUDA_VISIBLE_DEVICES" in said for said in found)
 
 
-def test_without_ray_the_backend_is_refused_and_auto_goes_without(monkeypatch, make_llm):
+def test_without_ray_the_backend_is_refused_and_auto_goes_without(monkeypatch):
     monkeypatch.setattr(ray_executor.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"'ray', but Ray is not installed: pip install -r requirements-ray\.txt"):
         LLM(DEMO, device="cpu", distributed_executor_backend="ray")
     monkeypatch.setattr(choose, "room", lambda config: 1)
-    llm = make_llm(tensor_parallel_size=2, threads=1)
-    assert type(llm.core.executor) is MpExecutor
-    llm.core.close()
+    config, made = EngineConfig(device="cpu", tensor_parallel_size=2), []
+    monkeypatch.setattr("executor.MpExecutor", lambda *args: made.append(args))
+    choose.new_executor(config, ModelConfig.from_folder(DEMO))
+    assert [mine for mine, *_ in made] == [config]
 
 
 @needs_ray
@@ -242,32 +239,13 @@ def test_plans_reach_all_ranks_and_the_late_one_is_named():
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Three nodes of two CPUs each, of which this process's is the first; a lost node is noticed within seconds."""
-    import ray
-
-    with pytest.MonkeyPatch.context() as patch:
-        made = new_cluster(3)
-        patch.setenv("RAY_ADDRESS", made.address)
-        join_cluster()
+    with three_nodes() as made:
         yield made
-        ray.shutdown()
-        made.shutdown()
-
-
-def free_cpus() -> float:
-    import ray
-
-    return ray.available_resources().get("CPU", 0)
 
 
 def pids() -> list[int]:
     """The processes of ranks on this machine, in no order."""
     return [actor.pid for actor in actors()]
-
-
-def make_up_for(cluster: Any, node: Any) -> None:
-    replace_node(cluster, node)
-    eventually(lambda: free_cpus() == 6, 30)
 
 
 @needs_ray
@@ -359,6 +337,8 @@ KINDS = ("qwen3", "gemma3", "deepseek-v3", "qwen3.5", "gpt-oss")  # plain, windo
 @pytest.mark.parametrize("name", [KINDS[0], *(pytest.param(name, marks=pytest.mark.long) for name in KINDS[1:])])
 @pytest.mark.parametrize("ranks, stages", [(1, 2), (2, 1), (2, 2)])
 def test_families_give_the_tokens_of_one_rank(cluster, shared, name, ranks, stages):
+    from oracle_checks import ask, known, make_core
+
     fields = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages, "threads": 3 - stages}
     checkpoints = Checkpoints("families", shared)
     core = make_core(checkpoints / name, distributed_executor_backend="ray", **fields)

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,23 +15,22 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from config import DEMO, EngineConfig
 from engine import LLM, SamplingParams
 from executors import torchrun
 from executors.torchrun import first_node, launched_as
+from network import two_namespaces
 from parallel import Group
-from scripted import CHAT
 from served import Reader, Server, command, engine_of, eventually, serving
-from test_executor import PROMPTS
-from test_worker import SHAPE
 
 ROOT = Path(__file__).parent.parent.parent
 # Seconds until torchrun has ended: it gives ranks 30 to end before it kills them, and a busy machine takes longer.
 END = 120
+PROMPTS = ["ROMEO:\n", "Enter the KING", "To be, or not to be", "What is 23 + 58?"]
 QUESTION = [{"role": "user", "content": "What is 23 + 58?"}]
 TORCHRUN = ["-m", "torch.distributed.run"]
+CHAT = "/v1/chat/completions"
 FLAGS = ["--distributed-executor-backend", "external_launcher", "--threads", "1"]
 SCRIPT = f"""
 import json
@@ -52,9 +50,9 @@ print(json.dumps([[o.outputs[0].token_ids for o in outputs + long], sizes, refus
 """
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_script_on_two_ranks_gives_the_tokens_of_one(llm: LLM, tmp_path: Path, stages: int) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT.replace("STAGES", str(stages)))
+@pytest.mark.full
+def test_a_script_on_two_stages_gives_the_tokens_of_one_rank(llm: LLM, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.replace("STAGES", "2"))
     command = [
         sys.executable,
         *TORCHRUN,
@@ -69,6 +67,11 @@ def test_a_script_on_two_ranks_gives_the_tokens_of_one(llm: LLM, tmp_path: Path,
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     (said,) = done.stdout.splitlines()  # rank 1 never got past LLM
+    assert_said(llm, said)
+
+
+def assert_said(llm: LLM, said: str) -> None:
+    """What SCRIPT prints is what one rank gives."""
     tokens, sizes, refused = json.loads(said)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     wanted = llm.generate(PROMPTS, params, use_tqdm=False)
@@ -94,10 +97,11 @@ def rank(server: Server, number: int) -> int:
     return next(int(pid) for pid in children if wanted in command(int(pid)))
 
 
+@pytest.mark.full
 def test_a_server_on_two_ranks_answers_and_ends(tmp_path: Path) -> None:
     with two_ranks(tmp_path) as server:
-        answer = server.client().chat.completions.create(model="demo", temperature=0, messages=QUESTION)
-        assert answer.choices[0].message.content == "81"
+        status, answer = server.post(CHAT, {"temperature": 0, "messages": QUESTION})
+        assert status == 200 and json.loads(answer)["choices"][0]["message"]["content"] == "81"
         with_torch = {pid for pid in server.pids if "libtorch" in Path(f"/proc/{pid}/maps").read_text()}
         assert with_torch == {server.process.pid, engine_of(server), rank(server, 1)}  # the first is torchrun
         reader = Reader(server, prompt="Once", max_tokens=40)
@@ -110,7 +114,9 @@ def test_a_server_on_two_ranks_answers_and_ends(tmp_path: Path) -> None:
         assert "lost" not in server.log.read_text()
 
 
-@pytest.mark.parametrize("killed", ["follower", pytest.param("engine", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "killed", [pytest.param("follower", marks=pytest.mark.full), pytest.param("engine", marks=pytest.mark.long)]
+)
 def test_where_a_rank_is_gone_all_of_them_end(tmp_path: Path, killed: str) -> None:
     with two_ranks(tmp_path) as server:
         reader = Reader(server, prompt="Once", max_tokens=900)
@@ -127,6 +133,7 @@ def test_where_a_rank_is_gone_all_of_them_end(tmp_path: Path, killed: str) -> No
         assert "new workers" not in log and "starting another" not in log
 
 
+@pytest.mark.full
 def test_where_torchrun_is_killed_its_ranks_drain_and_end(tmp_path: Path) -> None:
     with two_ranks(tmp_path) as server:
         reader = Reader(server, prompt="Once", max_tokens=60)
@@ -242,6 +249,8 @@ def test_what_launched_no_rank_is_refused(change: dict[str, str | None], message
 
 
 def test_a_task_of_slurm_takes_the_gpu_of_its_local_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
     taken: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
@@ -249,7 +258,7 @@ def test_a_task_of_slurm_takes_the_gpu_of_its_local_id(monkeypatch: pytest.Monke
     monkeypatch.setattr(torchrun, "end_with_parent", lambda number: None)
     monkeypatch.setattr(torchrun, "follow", lambda config, model, rank: Group.connect(rank, 7, "env://", "cuda"))
     with patch.dict(os.environ, TASK):
-        torchrun.lead_or_follow(EngineConfig(), SHAPE)
+        torchrun.lead_or_follow(EngineConfig(), None)
     assert taken == [1] and "RANK" not in os.environ
 
 
@@ -281,6 +290,7 @@ def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.full
 def test_two_tasks_of_slurm_give_the_tokens_of_one_rank_and_end_together(llm: LLM, tmp_path: Path) -> None:
     """Nothing ends the other one here, as `srun` without --kill-on-bad-exit does not."""
     more = "print(flush=True)\ninput()\nllm.generate(PROMPTS, params, use_tqdm=False)\n"
@@ -293,14 +303,13 @@ def test_two_tasks_of_slurm_give_the_tokens_of_one_rank_and_end_together(llm: LL
         assert lead.stdout
         if not (said := lead.stdout.readline()):
             pytest.fail(lead.communicate()[1])
-        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-        wanted = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
-        assert json.loads(said)[0][: len(PROMPTS)] == wanted
+        assert_said(llm, said)
         follower.kill()
         assert "ConnectionError: rank 0 has lost the other ranks" in lead.communicate("\n", 60)[1]
         assert lead.returncode == 1
 
 
+@pytest.mark.full
 def test_a_server_of_two_tasks_ends_as_scancel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every task gets SIGTERM then; rank 0 answers what has come, and lets the other one go."""
     first, other = tasks()
@@ -331,34 +340,13 @@ print(json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["mess
 """
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
-    """The names of two network namespaces with a cable between them, and no other way out."""
-    if os.geteuid() or not shutil.which("ip"):
-        pytest.skip("network namespaces need root and the command ip")
-    names = [f"manta-{os.getpid()}-{i}" for i in range(2)]
-    try:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-            ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"this machine has no network namespaces: {error.stderr.decode().strip()}")
-        for i, name in enumerate(names):
-            ip("-n", name, "address", "add", f"10.213.77.{i + 1}/24", "dev", "cable")
-            for device in ("cable", "lo"):
-                ip("-n", name, "link", "set", device, "up")
+    with two_namespaces() as names:
         yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
-@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.full)])
 def test_two_hosts_serve_one_model(hosts: list[str], tmp_path: Path, stages: int) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable", "TMPDIR": str(tmp_path)}
     log, nodes = tmp_path / "log", []

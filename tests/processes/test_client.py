@@ -26,12 +26,12 @@ from plan import EngineCoreRequest, EngineOutput, Health, Outputs, Reply
 from processes import client as clients
 from processes.child import READY, SEND_TIMEOUT, Board, FrameServer
 from processes.client import BackgroundResources, EngineCoreClient, EngineDeadError, InprocClient, MPClient, Stream
-from processes.connection import GRACE, connect, read_frames, to_frame
+from processes.connection import connect, read_frames, to_frame
 from processes.engine_process import EngineServer
 from processes.fleet import FleetClient
 from processes.routing import DPClient, Router
 from processes.suspects import Suspects
-from ring import STALL, Codec
+from ring import Codec
 from served import ROOT, eventually
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
@@ -48,6 +48,38 @@ def served(make_llm):
         yield core, address
 
 
+@contextlib.contextmanager
+def frame_servers(count: int) -> Iterator[tuple[list[socket.socket], list[FrameServer]]]:
+    """The addresses of engines that only accept clients, and the ends that do.
+
+    Whoever waits in line when its client has long ended is accepted nevertheless. That must not happen while another
+    test looks at what is open.
+    """
+    pairs = [socket.socketpair() for _ in range(count)]
+    servers = [FrameServer(listener) for _, listener in pairs]
+    yield [address for address, _ in pairs], servers
+    for address, _ in pairs:
+        address.close()
+    eventually(lambda: all(listener.fileno() < 0 for _, listener in pairs))
+    eventually(lambda: not any(drop_who_has_left(server) for server in servers))
+
+
+def drop_who_has_left(server: FrameServer) -> set[socket.socket]:
+    """The clients that are left."""
+    while not server.inbox.empty():
+        client, message = server.inbox.get()
+        if message is None:
+            server.drop(client)
+    return server.clients
+
+
+@pytest.fixture
+def engines():
+    """Two of them, and a coordinator."""
+    with frame_servers(3) as made:
+        yield made
+
+
 def collect(stream) -> list[int]:
     ids: list[int] = []
     while True:
@@ -57,11 +89,16 @@ def collect(stream) -> list[int]:
             return ids
 
 
-def test_clients_get_their_own_outputs(served, work, answers):
+def test_clients_get_their_own_outputs(served, llm):
+    prompts = [
+        llm.tokenizer.encode(f"Enter the {i}th SERVANT, with a torch.\n\n" * (1 + 3 * (i % 2))) for i in range(10)
+    ]
+    params = [replace(GREEDY, max_tokens=20 + 4 * i, ignore_eos=True) for i in range(10)]
+    answers = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     clients = [MPClient(served[1]) for _ in range(2)]
     streams = [
         clients[i % 2].add_request(EngineCoreRequest(str(i), *request))
-        for i, request in enumerate(zip(*work, strict=True))
+        for i, request in enumerate(zip(prompts, params, strict=True))
     ]
     assert [collect(stream) for stream in streams] == answers
     assert clients[0].utility("metrics")[0]["num_requests_running"] == 0
@@ -70,13 +107,16 @@ def test_clients_get_their_own_outputs(served, work, answers):
         client.shutdown()
 
 
-def test_a_request_that_comes_while_the_engine_is_replaced_finds_the_new_one(make_llm):
+def test_a_request_that_comes_while_the_engine_is_replaced_finds_the_new_one(make_llm, monkeypatch):
     """Nobody has accepted the client's connection yet: that is awaited for a moment, and no longer."""
+    monkeypatch.setattr("processes.connection.GRACE", 0.05)
+    monkeypatch.setattr("processes.client.GRACE", 0.05)
     core, (address, listener) = make_llm(num_gpu_blocks_override=64, block_size=16).core, socket.socketpair()
     client = MPClient(address)
     with pytest.raises(EngineDeadError, match="the engine process has ended"):
         client.utility("metrics")
-    late = threading.Timer(GRACE / 3, lambda: EngineServer(core, listener).run())
+    monkeypatch.setattr("processes.client.GRACE", 30.0)
+    late = threading.Timer(0.1, lambda: EngineServer(core, listener).run())
     late.daemon = True
     late.start()
     assert collect(client.add_request(EngineCoreRequest("a", [5, 6, 7], GREEDY)))
@@ -207,9 +247,8 @@ def test_a_frame_that_is_no_message_ends_the_connection():
             assert list(read_frames(other)) == []
 
 
-def test_a_client_that_does_not_read_holds_up_nobody():
-    address, listener = socket.socketpair()
-    server = FrameServer(listener)
+def test_a_client_that_does_not_read_holds_up_nobody(engines):
+    (address, *_), (server, *_) = engines
     stuck, other = connect(address), MPClient(address)
     eventually(lambda: len(server.clients) == 2)
     story, begun = Reply(0, "x" * 100_000), time.monotonic()
@@ -224,13 +263,11 @@ def test_a_client_that_does_not_read_holds_up_nobody():
     with stuck:
         other.shutdown()
     eventually(lambda: not server.late)
-    address.close()
 
 
-def test_a_request_that_ends_engine_processes_is_found_among_others():
+def test_a_request_that_ends_engine_processes_is_found_among_others(engines):
     """An engine ends whenever it has a certain request. All that it had is sent again, and some of it is answered."""
-    address, listener = socket.socketpair()
-    server, suspects, names = FrameServer(listener), Suspects(), itertools.count()
+    ((address, *_), (server, *_)), suspects, names = engines, Suspects(), itertools.count()
     client = MPClient(address, suspects=suspects)
 
     def send(prompt: int) -> Stream:
@@ -261,34 +298,32 @@ def test_a_request_that_ends_engine_processes_is_found_among_others():
     assert refused.finished and "3 engine processes have ended" in refused.error and not refused.engine_fault
     assert send(1).empty() and send(3).empty() and client.streams.keys() == suspects.flying.keys()
     client.shutdown()
-    address.close()
 
 
-def test_a_client_hears_of_trouble_that_was_there_before_it_came():
-    address, listener = socket.socketpair()
-    server = FrameServer(listener)
+def test_a_client_hears_of_trouble_that_was_there_before_it_came(engines):
+    (address, *_), (server, *_) = engines
     server.health = Health("rank 0 has died")
     client = MPClient(address)
     assert client.trouble == "rank 0 has died"
     client.shutdown()
-    address.close()
 
 
 def test_a_client_notices_an_engine_that_says_nothing_and_takes_it_back(monkeypatch):
-    address, listener = socket.socketpair()
-    server = FrameServer(listener)
-    client = MPClient(address)
-    eventually(lambda: client.trouble is None)
-    with server.lock:  # as if the process was stopped
-        begun = time.monotonic()
-        eventually(lambda: client.trouble is not None, 30)
-        assert time.monotonic() - begun >= STALL - 1
-        assert "no sign of life" in client.trouble
-        with pytest.raises(EngineDeadError, match="no sign of life"):
-            client.utility("metrics")
-    eventually(lambda: client.trouble is None)
-    client.shutdown()
-    address.close()
+    monkeypatch.setattr("processes.child.HEARTBEAT", 0.1)
+    monkeypatch.setattr("processes.connection.BEAT", 0.05)
+    monkeypatch.setattr("processes.connection.STALL", 0.7)
+    with frame_servers(1) as ((address,), (server,)):
+        client = MPClient(address)
+        eventually(lambda: client.trouble is None)
+        with server.lock:  # as if the process was stopped
+            begun = time.monotonic()
+            eventually(lambda: client.trouble is not None, 30)
+            assert time.monotonic() - begun >= 0.5
+            assert "no sign of life" in client.trouble
+            with pytest.raises(EngineDeadError, match="no sign of life"):
+                client.utility("metrics")
+        eventually(lambda: client.trouble is None)
+        client.shutdown()
 
 
 def test_a_client_under_gevent_comes_back_after_it_hung_up():
@@ -334,23 +369,10 @@ def nothing_left(servers: list[FrameServer]) -> Iterator[None]:
 
     def is_over() -> bool:
         for server in servers:
-            while not server.inbox.empty():
-                client, message = server.inbox.get()
-                if message is None:
-                    server.drop(client)
+            drop_who_has_left(server)
         return set(threading.enumerate()) <= threads and files() <= before
 
     eventually(is_over)
-
-
-@pytest.fixture
-def engines():
-    """The addresses of two engines and a coordinator that only accept clients, and the ends that do."""
-    pairs = [socket.socketpair() for _ in range(3)]
-    servers = [FrameServer(listener) for _, listener in pairs]
-    yield [address for address, _ in pairs], servers
-    for address, _ in pairs:
-        address.close()
 
 
 def wait_until_ready(client: MPClient | DPClient) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import os
 import queue
 import random
@@ -290,7 +291,9 @@ def wait_for_others(llm: LLM, exchange: threading.Barrier, monkeypatch: pytest.M
     monkeypatch.setattr(llm.core.executor.worker, "execute", together)
 
 
-def test_a_client_of_engines_of_which_none_lives():
+def test_a_client_of_engines_of_which_none_lives(monkeypatch):
+    monkeypatch.setattr("processes.connection.GRACE", 0.1)
+    monkeypatch.setattr("processes.client.GRACE", 0.1)
     pairs = [socket.socketpair() for _ in range(3)]
     addresses = [address for address, _ in pairs]
     board = Board()
@@ -434,6 +437,7 @@ def counts(server: Server, name: str) -> dict[str, float]:
     return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
 
 
+@pytest.mark.full
 def test_two_engines_serve_and_one_survives_the_other(tmp_path: Path) -> None:
     with serving(tmp_path, "--data-parallel-size", "2", "--threads", "1", "--block-size", "16") as server:
         prompts = [f"{i}. Enter the {i}th SERVANT, with a torch.\n\n" for i in range(8)]
@@ -455,7 +459,7 @@ def test_two_engines_serve_and_one_survives_the_other(tmp_path: Path) -> None:
         assert log.count("KV cache") == 1
 
         victim = next(pid for pid in server.family() if "manta: engine" in command(pid))
-        busy = [Reader(server, prompt=prompt, max_tokens=300) for prompt in prompts]
+        busy = [Reader(server, prompt=prompt, max_tokens=150) for prompt in prompts]
         eventually(lambda: all(reader.text for reader in busy), 60)
         os.kill(victim, signal.SIGKILL)
         for reader in busy:
@@ -485,10 +489,10 @@ def test_two_engines_serve_and_one_survives_the_other(tmp_path: Path) -> None:
         server.assert_gone()
 
 
+@pytest.mark.full
 def test_explain_finds_a_request_on_whichever_engine(tmp_path: Path) -> None:
     with serving(tmp_path, "--data-parallel-size", "2", "--threads", "1", "--api-server-count", "2") as server:
-        client = server.client()
         for i in range(4):
-            done = client.completions.create(model="demo", prompt=[f"{i} a", f"{i} b"], max_tokens=4)
-            status, story = server.get(f"/explain/{done.id}")
+            done = json.loads(server.post("/v1/completions", {"prompt": [f"{i} a", f"{i} b"], "max_tokens": 4})[1])
+            status, story = server.get(f"/explain/{done['id']}")
             assert status == 200 and story.count('"request_id"') == 2

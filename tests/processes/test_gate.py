@@ -8,19 +8,17 @@ import sys
 
 import pytest
 
-from processes import gate, handshake
+from gate_pair import new_pair
+from processes import gate
 from processes.client import MPClient
 from processes.gate import Places
 from served import eventually
-from test_hosts import Pair, pair  # noqa: F401 (a fixture)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a host has no other loopback addresses")
 @pytest.mark.parametrize("addresses", [1, 90])
-def test_silent_connections_keep_no_host_out(pair: Pair, caplog, monkeypatch, addresses: int):  # noqa: F811
-    for module in (handshake, gate):
-        monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT", 60.0)
-    with contextlib.ExitStack() as silent:
+def test_silent_connections_keep_no_host_out(caplog, addresses: int):
+    with new_pair(handshake_timeout=60.0) as pair, contextlib.ExitStack() as silent:
 
         def press() -> None:
             for i in range(90):

@@ -23,23 +23,21 @@ import pytest
 
 from config import DEMO, EngineConfig
 from engine import LLM
+from gate_pair import NEW, OLD, SECRET, Pair, new_pair
+from network import ip, two_namespaces
 from plan import Health
-from processes import gate, handshake, headless
-from processes.child import Board, FrameServer
+from processes import handshake
+from processes.child import Board
 from processes.client import MPClient
 from processes.connection import Connection, to_frame
 from processes.fleet import Fleet
-from processes.gate import Gate, GateProcess
+from processes.gate import GateProcess
 from processes.handshake import MAGIC, NONCE, Refused, admit, differences, prove, read_secret, settings_of
-from processes.headless import Node
 from processes.messages import Attach, Join, Load, Loads
 from ring import Codec
+from sampling_params import SamplingParams
 from served import ROOT, Server, alive, command, eventually, serving
-from test_pipeline import MIXED, PROMPTS, STARVED
-from test_torchrun import hosts as namespaces  # noqa: F401 (a fixture)
-from test_torchrun import ip
 
-SECRET = "correct horse battery staple"
 LONG = pytest.mark.long
 
 
@@ -160,56 +158,15 @@ def test_options_that_do_not_go_together_are_refused(fields: dict[str, Any], wor
 
 # --- a gate and a host in this process --------------------------------------------------------------------------------
 
-OLD = {"weights": "", "weights_stamp": "", "weights_version": 0}
-NEW = {"weights": "/new", "weights_stamp": "s", "weights_version": 1}
-
-
-class Pair:
-    """A gate for engine 1, the coordinator's end, and a host whose engine is a `FrameServer`, over 127.0.0.1."""
-
-    def __init__(self) -> None:
-        self.port, self.nodes = socket.create_server(("127.0.0.1", 0)), list[Node]()
-        self.clients, self.coordinator, self.engine = (socket.socketpair() for _ in range(3))
-        self.frames, self.servers = FrameServer(self.coordinator[1]), FrameServer(self.engine[1])
-        fields: dict[str, Any] = {"data_parallel_size": 2, "data_parallel_size_local": 1, "device": "cpu"}
-        fields |= {"data_parallel_address": "127.0.0.1", "data_parallel_rpc_port": self.port.getsockname()[1]}
-        self.config = EngineConfig(DEMO, **fields | {"headless": True, "data_parallel_start_rank": 1})
-        settings, coordinator = settings_of(EngineConfig(DEMO, **fields)), self.coordinator[0]
-        self.gate = Gate(SECRET, settings, self.port, {1: self.clients[1]}, coordinator, {})
-
-    def join(self, secret: str = SECRET, config: EngineConfig | None = None) -> Node:
-        """A host, whose engine is ready."""
-        node = Node(config or self.config, secret)
-        node.engines = {1: SimpleNamespace(address=self.engine[0], facts={"rank": 1} | OLD)}  # type: ignore[dict-item]
-        node.launched.set()
-        node._tell(1)  # as `run` does
-        self.nodes.append(node)
-        return node
-
-    def close(self) -> None:
-        for node in self.nodes:
-            node.refused = "the test is over"
-            if link := node.link:
-                link.shutdown(socket.SHUT_RDWR)
-            node.address.close()
-        for address, _ in (self.clients, self.coordinator, self.engine):
-            address.close()  # and the threads of the other ends close these
-        self.port.shutdown(socket.SHUT_RDWR)
-        self.port.close()
-        eventually(lambda: all(other.fileno() < 0 for _, other in (self.clients, self.coordinator, self.engine)), 10)
-
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    monkeypatch.setattr(headless, "PAUSE", 0.05)
-    for module in (handshake, gate, headless):
-        monkeypatch.setattr(module, "HANDSHAKE_TIMEOUT", 0.5)
-    made = Pair()
-    yield made
-    made.close()
+def pair() -> Iterator[Pair]:
+    with new_pair() as made:
+        yield made
 
 
-def test_a_client_reaches_an_engine_of_another_host_and_this_the_coordinator(pair: Pair):
+def test_a_client_reaches_an_engine_of_another_host_and_this_the_coordinator(pair: Pair, monkeypatch):
+    monkeypatch.setattr("processes.connection.GRACE", 0.05)
     client = MPClient(pair.clients[0], 1)  # it waits until the host is there
     node = pair.join()
     node.wait(10)
@@ -481,12 +438,13 @@ class TwoHosts:
 
 
 @pytest.fixture
-def two(namespaces: list[str], tmp_path: Path) -> Iterator[TwoHosts]:  # noqa: F811
-    made = TwoHosts(namespaces, tmp_path)
-    try:
-        yield made
-    finally:
-        made.close()
+def two(tmp_path: Path) -> Iterator[TwoHosts]:
+    with two_namespaces() as names:
+        made = TwoHosts(names, tmp_path)
+        try:
+            yield made
+        finally:
+            made.close()
 
 
 def answers_of(load: subprocess.Popen[str]) -> list[dict[str, Any]]:
@@ -500,11 +458,12 @@ def answers_of(load: subprocess.Popen[str]) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.full
 def test_two_hosts_answer_and_a_short_cut_costs_nobody_anything(two: TwoHosts) -> None:
     server = two.processes[0].pid
     assert SECRET not in command(server) + Path(f"/proc/{two.find(0, 'gate')}/environ").read_text()
-    load = two.load(8, 12)
-    time.sleep(2)
+    load = two.load(8, 8)
+    time.sleep(1)
     two.cut(5)
     found = answers_of(load)
     assert all(one["ended"] and not one["error"] for one in found) and len(found) > 16
@@ -620,12 +579,16 @@ def test_whoever_is_started_anew_takes_the_weights_of_the_last_update(tmp_path: 
 
 # --- several engines of a script --------------------------------------------------------------------------------------
 
-FEWER = {"num_gpu_blocks_override": 20}  # KV blocks, because each engine has half of the requests
+# Few KV blocks, because each engine has half of the requests.
+STARVED = {"num_gpu_blocks_override": 20, "block_size": 8, "max_model_len": 128, "schedule_conservativeness": 0.0}
 
 
-def test_a_script_has_several_engines(llm: LLM, work, answers) -> None:
+def test_a_script_has_several_engines(llm: LLM) -> None:
+    prompts = [f"Enter the {i}th SERVANT, with a torch.\n\n" * (1 + 3 * (i % 2)) for i in range(10)]
+    params = [SamplingParams(temperature=0, max_tokens=20 + 4 * i, ignore_eos=True) for i in range(10)]
+    answers = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     with LLM(DEMO, data_parallel_size=2, device="cpu", dtype="float32", threads=1) as several:
-        found = several.generate(*work, use_tqdm=False)
+        found = several.generate(prompts, params, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in found] == answers
         told = several.get_metrics()
         assert set(told) == {0, 1} and min(each["generation_tokens_total"] for each in told.values()) > 0
@@ -634,9 +597,9 @@ def test_a_script_has_several_engines(llm: LLM, work, answers) -> None:
         assert several.reset_prefix_cache() and len(several.collective_rpc("block_bytes")) == 2
         engine = several.llm_engine
         for i in range(4):
-            engine.add_request(str(i), work[0][i], work[1][i])
+            engine.add_request(str(i), prompts[i], params[i])
             with pytest.raises(ValueError, match=f"request id '{i}' is in use by a request in flight"):
-                engine.add_request(str(i), work[0][i], work[1][i])
+                engine.add_request(str(i), prompts[i], params[i])
         done: dict[str, list[int]] = {}
         while engine.has_unfinished_requests():
             done |= {each.request_id: each.outputs[0].token_ids for each in engine.step() if each.finished}
@@ -652,13 +615,14 @@ def test_a_script_has_several_engines(llm: LLM, work, answers) -> None:
     "fields",
     [
         {"tensor_parallel_size": 2, "block_size": 8},
-        {"tensor_parallel_size": 2, **STARVED, **FEWER, "preemption_mode": "swap", "async_scheduling": False},
-        {"pipeline_parallel_size": 2, **STARVED, **FEWER, "preemption_mode": "recompute"},
+        {"tensor_parallel_size": 2, **STARVED, "preemption_mode": "swap", "async_scheduling": False},
+        {"pipeline_parallel_size": 2, **STARVED, "preemption_mode": "recompute"},
     ],
     ids=str,
 )
 def test_several_engines_of_several_ranks_give_the_tokens_of_one(llm: LLM, fields: dict[str, Any]) -> None:
     """Samples and beams among them; the second time prefixes are cached."""
+    from test_pipeline import MIXED, PROMPTS
 
     def tokens(llm: LLM) -> list[list[list[int]]]:
         outputs = llm.generate(PROMPTS, MIXED, use_tqdm=False)

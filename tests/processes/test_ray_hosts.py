@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -17,10 +18,10 @@ import pytest
 from config import DEMO, EngineConfig
 from engine import LLM
 from processes.handshake import read_secret
+from ray_cluster import make_up_for, needs_ray, three_nodes
 from sampling_params import SamplingParams
 from served import ROOT, Reader, Server, eventually, serving
 from test_data_parallel import counts
-from test_ray import cluster, make_up_for, needs_ray  # noqa: F401
 
 BACKEND = ("--data-parallel-backend", "ray")
 FLAGS = (*BACKEND, "--data-parallel-size", "3", "--threads", "1", "--data-parallel-rpc-port", "29651")
@@ -79,8 +80,14 @@ def test_without_a_cluster_it_is_refused(monkeypatch):
 # --- three nodes ------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with three_nodes() as made:
+        yield made
+
+
 @needs_ray
-def test_engines_answer_and_come_back_whatever_ends(cluster, tmp_path):  # noqa: F811
+def test_engines_answer_and_come_back_whatever_ends(cluster, tmp_path):
     with serving(tmp_path, *FLAGS) as server:
         eventually(lambda: all_answer(server), 30)
         os.kill(found("ray::RayHost")[0].pid, signal.SIGKILL)
@@ -105,7 +112,7 @@ def test_engines_answer_and_come_back_whatever_ends(cluster, tmp_path):  # noqa:
 
 
 @needs_ray
-def test_a_server_that_is_killed_leaves_no_engine(cluster, tmp_path):  # noqa: F811
+def test_a_server_that_is_killed_leaves_no_engine(cluster, tmp_path):
     with serving(tmp_path, *FLAGS) as server:
         server.process.kill()
         server.process.wait()
@@ -113,7 +120,7 @@ def test_a_server_that_is_killed_leaves_no_engine(cluster, tmp_path):  # noqa: F
 
 
 @needs_ray
-def test_a_script_has_engines_by_ray(cluster, tmp_path):  # noqa: F811
+def test_a_script_has_engines_by_ray(cluster, tmp_path):
     prompts, params = [f"{i} and {i}" for i in range(12)], SamplingParams(temperature=0, max_tokens=8)
     alone = LLM(DEMO, device="cpu", threads=1)
     want = [output.outputs[0].text for output in alone.generate(prompts, params)]
@@ -134,7 +141,7 @@ def test_a_script_has_engines_by_ray(cluster, tmp_path):  # noqa: F811
         (("--data-parallel-size", "2", "--max-model-len", "2000000"), "which Ray has started, has ended"),
     ],
 )
-def test_engines_that_cannot_be_are_refused(cluster, more, words):  # noqa: F811
+def test_engines_that_cannot_be_are_refused(cluster, more, words):
     command = [sys.executable, "server.py", *BACKEND, "--device", "cpu", *more, "--data-parallel-rpc-port", "29653"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 2 and words in run.stderr

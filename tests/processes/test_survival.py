@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from config import DEMO
-from scripted import COMPLETIONS
 from served import (
     ROOT,
     STREAM,
@@ -30,28 +28,31 @@ from served import (
     workers_of,
 )
 
+TOKENS = 160  # of a stream, which takes long enough to kill something meanwhile
+
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with two API processes, whose worker may take two seconds for a step."""
-    flags = ("--api-server-count", "2", "--step-timeout", "2", "--threads", "1")
+    """A server with two API processes, whose worker may take two seconds for a step. The last test ends it."""
+    flags = ("--api-server-count", "2", "--step-timeout", "2", "--drain-timeout", "60", "--threads", "1")
     with serving(tmp_path_factory.mktemp("two"), *flags) as server:
         yield server
-        server.pids = server.family()
-        server.process.terminate()
+        if server.process.poll() is None:
+            server.pids = server.family()
+            server.process.terminate()
         assert server.process.wait(20) == 0
         server.assert_gone()  # after all that its processes have been through
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[str]:
-    return [f"Enter the {i}th SERVANT, with a torch.\n\n" for i in range(24)]
+    return [f"Enter the {i}th SERVANT, with a torch.\n\n" for i in range(12)]
 
 
 @pytest.fixture(scope="module")
 def texts(two: Server, prompts: list[str]) -> list[str]:
     """What the streams say when nobody dies."""
-    readers = [Reader(two, prompt=prompt) for prompt in prompts]
+    readers = [Reader(two, prompt=prompt, max_tokens=TOKENS) for prompt in prompts]
     for reader in readers:
         reader.join(120)
         assert reader.ended and not reader.error
@@ -59,13 +60,18 @@ def texts(two: Server, prompts: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "with_signal", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)], ids=["killed", "stopped"]
+    ("with_signal", "times"),
+    [
+        pytest.param(signal.SIGKILL, 1, id="killed"),
+        pytest.param(signal.SIGKILL, 2, id="killed twice", marks=pytest.mark.full),
+        pytest.param(signal.SIGSTOP, 2, id="stopped", marks=pytest.mark.long),
+    ],
 )
 def test_streams_go_on_when_the_worker_is_gone(
-    two: Server, prompts: list[str], texts: list[str], with_signal: signal.Signals
+    two: Server, prompts: list[str], texts: list[str], with_signal: signal.Signals, times: int
 ) -> None:
-    readers = [Reader(two, prompt=prompt) for prompt in prompts]
-    for _ in range(2):
+    readers, before = [Reader(two, prompt=prompt, max_tokens=TOKENS) for prompt in prompts], restarts(two)
+    for _ in range(times):
         begun = [len(reader.text) for reader in readers]
         eventually(lambda: all(len(r.text) > n for r, n in zip(readers, begun, strict=True)), 60)  # noqa: B023
         lost = worker_of(two)
@@ -80,14 +86,18 @@ def test_streams_go_on_when_the_worker_is_gone(
         reader.join(120)
     assert [reader.text for reader in readers] == texts
     assert all(reader.ended and not reader.error for reader in readers)
-    assert two.log.read_text().count("new workers after ") >= 2
+    assert restarts(two) - before >= times
+
+
+def restarts(server: Server) -> int:
+    return server.log.read_text().count("new workers after ")
 
 
 @pytest.mark.long
 def test_streams_go_on_when_new_workers_die_while_they_start(two: Server, prompts: list[str], texts: list[str]) -> None:
     """Some of these kills come within 100 ms of the one before, and find a process that has yet to import anything."""
     engine = engine_of(two)
-    readers = [Reader(two, prompt=prompt) for prompt in prompts]
+    readers = [Reader(two, prompt=prompt, max_tokens=TOKENS) for prompt in prompts]
     eventually(lambda: all(reader.text for reader in readers), 60)
     killed = set()
     for seconds in (0, 0.05, 0.1, 0.5, 1.0, 1.5):
@@ -98,7 +108,7 @@ def test_streams_go_on_when_new_workers_die_while_they_start(two: Server, prompt
             killed.add(pid)
     status, trouble = two.get("/health")
     assert status == 503 and "rank 0 has died (SIGKILL)" in trouble
-    late = Reader(two, prompt=prompts[0])
+    late = Reader(two, prompt=prompts[0], max_tokens=TOKENS)
     for reader in readers:
         reader.join(120)
     assert [reader.text for reader in readers] == texts
@@ -109,6 +119,7 @@ def test_streams_go_on_when_new_workers_die_while_they_start(two: Server, prompt
     eventually(lambda: two.get("/health")[0] == 200, 60)
 
 
+@pytest.mark.full
 def test_a_dead_engine_process_is_replaced(two: Server, prompts: list[str], texts: list[str]) -> None:
     readers = [Reader(two, prompt=prompt) for prompt in prompts[:4]]
     eventually(lambda: all(reader.text for reader in readers), 60)
@@ -121,15 +132,16 @@ def test_a_dead_engine_process_is_replaced(two: Server, prompts: list[str], text
         assert "engine process has ended" in reader.error["message"]
     eventually(lambda: two.get("/health")[0] == 200, 60)
     assert engine_of(two) != engine and two.get("/metrics")[0] == 200
-    reader = Reader(two, prompt=prompts[0])
+    reader = Reader(two, prompt=prompts[0], max_tokens=TOKENS)
     reader.join(60)
     assert reader.text == texts[0]
 
 
+@pytest.mark.full
 def test_a_dead_api_process_takes_its_own_requests_along(two: Server, prompts: list[str], texts: list[str]) -> None:
     first, second = api_of(two)
     eventually(lambda: two.running() == 0)
-    readers = [Reader(two, prompt=prompt) for prompt in prompts]
+    readers = [Reader(two, prompt=prompt, max_tokens=TOKENS) for prompt in prompts]
     eventually(lambda: all(reader.text for reader in readers), 60)
     os.kill(first, signal.SIGKILL)
     for reader in readers:
@@ -156,6 +168,7 @@ def cpu_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
+@pytest.mark.full
 def test_nothing_is_left_of_a_server_that_has_seen_deaths(tmp_path: Path) -> None:
     """Its worker is stopped, and then its main process killed: nobody is there who could tidy up."""
     with serving(tmp_path, "--threads", "1") as server:
@@ -189,6 +202,7 @@ print([len(output.outputs[0].token_ids) for output in outputs], llm.core.workers
 """
 
 
+@pytest.mark.full
 def test_nothing_that_is_said_to_a_full_disk_ends_an_engine() -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-c", SCRIPT]
@@ -196,23 +210,7 @@ def test_nothing_that_is_said_to_a_full_disk_ends_an_engine() -> None:
     assert (done.returncode, done.stdout) == (0, b"[20, 20, 20] 1\n")
 
 
-def test_draining_refuses_new_requests_by_503(tmp_path: Path) -> None:
-    with serving(tmp_path, "--drain-timeout", "60", "--threads", "1") as server:
-        reader = Reader(server, prompt="Once", max_tokens=900)
-        eventually(lambda: bool(reader.text))
-        server.process.send_signal(signal.SIGTERM)
-        eventually(lambda: server.get("/health")[0] == 503)
-        assert "shutting down" in server.get("/health")[1]
-        late = server.connect("POST", COMPLETIONS, STREAM | {"prompt": "a"})
-        assert b" 503 " in late.recv(1000).partition(b"\r\n")[0]
-        late.close()
-        assert not reader.ended
-        reader.join(60)
-        assert reader.ended and not reader.error
-        assert server.process.wait(20) == 0
-        server.assert_gone()
-
-
+@pytest.mark.full
 def test_draining_has_an_end(tmp_path: Path) -> None:
     with serving(tmp_path, "--drain-timeout", "1", "--threads", "1") as server:
         readers = [Reader(server, prompt="Once", max_tokens=900, n=8) for _ in range(8)]
@@ -239,11 +237,18 @@ def test_a_server_whose_engine_cannot_come_back_ends(tmp_path: Path) -> None:
         assert "has no model.safetensors" in log and "failed to start 5 times in a row" in log
 
 
-def test_a_port_is_free_again_at_once(tmp_path: Path) -> None:
-    with serving(tmp_path, "--threads", "1") as server:
-        server.process.kill()
-        server.process.wait()
-        server.assert_gone()
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(("127.0.0.1", server.port))
+def test_draining_refuses_new_requests_by_503(two: Server) -> None:
+    eventually(lambda: two.running() == 0)
+    two.pids = two.family()
+    reader = Reader(two, prompt="Once", max_tokens=400)
+    eventually(lambda: bool(reader.text))
+    two.process.send_signal(signal.SIGTERM)
+    eventually(lambda: two.get("/health")[0] == 503)
+    assert "shutting down" in two.get("/health")[1]
+    late = two.connect("POST", "/v1/completions", STREAM | {"prompt": "a"})
+    assert b" 503 " in late.recv(1000).partition(b"\r\n")[0]
+    late.close()
+    assert not reader.ended
+    reader.join(60)
+    assert reader.ended and not reader.error
+    assert two.process.wait(20) == 0
