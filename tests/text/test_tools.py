@@ -292,7 +292,7 @@ def special_of(parser):
     return sorted(set(re.findall(r"<[^<>\s]*>|\[[A-Z_]+\]", " ".join(TOOL_PARSERS[parser].syntax))))
 
 
-@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("special", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("parser", sorted(TOOL_PARSERS))
 def test_what_a_grammar_allows_is_read_as_calls_that_follow_the_schemas(parser, special):
     if parser == "openai" and not special:
