@@ -15,9 +15,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 TESTS = Path(__file__).parent
 DATA = TESTS / "data"
@@ -348,6 +350,12 @@ def ask_transformers(cases: dict[str, dict[str, Any]], folder: Path) -> None:
     # -I: transformers looks for a package called `kernels`, and would find ours.
     command = [sys.executable, "-I", TESTS / "oracle.py", folder / "cases.json", folder]
     subprocess.run(command, check=True, cwd=folder)
+
+
+def tiers(group: str, names: Iterable[str] = ()) -> list[Any]:
+    """These cases of a group, or all of them, for `parametrize`: those that need transformers are `full`."""
+    marks = {True: (), False: pytest.mark.full}
+    return [pytest.param(name, marks=marks[name in KEPT[group]]) for name in names or GROUPS[group]]
 
 
 def once(folder: Path, make: Callable[[Path], None]) -> Path:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import DATA, GROUPS, KEPT, Checkpoints, ask_transformers
+from checkpoints import DATA, GROUPS, KEPT, Checkpoints, ask_transformers, tiers
 from checkpoints import LLAMAS as CASES
 from model_config import ModelConfig
 from models.rope import rope_table
@@ -23,15 +23,22 @@ def checkpoints(shared: Path) -> Checkpoints:
     return Checkpoints("llamas", shared)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiers("llamas"))
 def test_family_equals_transformers(checkpoints, name):
     # With these two, transformers rotates keys by the length of the sequence so far, and we by the most it may have.
     lengths = {"llama-dynamic": 256, "llama-longrope": 128}
-    worker = make_worker(checkpoints / name, max_model_len=lengths.get(name))
+    worker = make_worker(checkpoints / name, max_model_len=lengths.get(name), threads=1)
     check(worker, CASES[name], load_file(checkpoints / name / "oracle.safetensors"))
 
 
-@pytest.mark.parametrize(("name", "length"), [(n, x) for n, case in CASES.items() for x in case.get("tables", [])])
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        pytest.param(name, length, marks=() if name in KEPT["llamas"] else pytest.mark.full)
+        for name, case in CASES.items()
+        for length in case.get("tables", [])
+    ],
+)
 def test_rope_table_equals_transformers(checkpoints, name, length):
     config = ModelConfig.from_folder(str(checkpoints / name))
     oracle = load_file(checkpoints / name / "oracle.safetensors")
@@ -41,12 +48,14 @@ def test_rope_table_equals_transformers(checkpoints, name, length):
     torch.testing.assert_close(ours, torch.stack((cos, sin), 1), atol=2e-5, rtol=0)
 
 
-def test_context_grows_by_the_factor_of_rope(checkpoints):
-    grown = {name: ModelConfig.from_folder(str(checkpoints / name)).max_position for name in CASES}
-    assert (grown["llama-yarn-gelu"], grown["llama-dynamic"], grown["llama-longrope"]) == (256, 512, 256)
+@pytest.mark.parametrize(("name", "grown"), [("llama-yarn-gelu", 256), ("llama-dynamic", 512), ("llama-longrope", 256)])
+def test_context_grows_by_the_factor_of_rope(tmp_path, name, grown):
+    raw = CASES[name]["shape"] | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert ModelConfig.from_folder(str(tmp_path)).max_position == grown
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-gqa-llama3-rope-tied", "llama-mqa-bias-linear-rope"])
+@pytest.mark.parametrize("name", tiers("llamas", ["llama", "llama-gqa-llama3-rope-tied", "llama-mqa-bias-linear-rope"]))
 def test_older_config_spelling(checkpoints, tmp_path, name):
     """`rope_theta`, `rope_scaling` and `torch_dtype` are read as they were before transformers 5."""
     folder = shutil.copytree(checkpoints / name, tmp_path / "model")
@@ -55,7 +64,7 @@ def test_older_config_spelling(checkpoints, tmp_path, name):
     raw["rope_theta"], raw["torch_dtype"] = rope.pop("rope_theta"), raw.pop("dtype")
     raw["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     (folder / "config.json").write_text(json.dumps(raw))
-    check(make_worker(folder), CASES[name], load_file(folder / "oracle.safetensors"))
+    check(make_worker(folder, threads=1), CASES[name], load_file(folder / "oracle.safetensors"))
 
 
 @pytest.mark.full
@@ -151,7 +160,7 @@ def test_dummy_weights_need_no_checkpoint(model_folder):
         make_worker(model_folder)
     tokens = []
     for _ in range(2):
-        worker = make_worker(model_folder, load_format="dummy")
+        worker = make_worker(model_folder, load_format="dummy", threads=1)
         row = NewRow(slot=0, token_ids=[1, 2, 3], blocks=[[0]])
         tokens += worker.step(StepPlan(0, rows=[(0, 3)], new=[row])).token_ids
     assert tokens[0] == tokens[1]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 
 import reference
 from checkpoints import FAMILIES as FAMILY_CASES
-from checkpoints import Checkpoints
+from checkpoints import KEPT, Checkpoints, tiers
 from config import EngineConfig
 from device.loader import fill_dummy, load_weights
 from device.memory import MemoryPlan, plan_stage
@@ -32,6 +34,7 @@ from processes.client import EngineDeadError, MPClient
 from processes.fleet import launch
 from processes.lockstep import Lockstep, Meetings, Waves
 from processes.messages import Meet, Wave, WaveReport
+from ranks import run_ranks
 from sampling_params import SamplingParams
 from served import command, eventually
 from test_parallel import answers, make_worker
@@ -39,6 +42,7 @@ from worker import Worker
 
 UNEVEN = "qwen3-moe-of-7"  # experts, which cannot be divided evenly
 NAMES = ("deepseek-v3", "gpt-oss", "llama4", "qwen3-moe")
+ALL = (*NAMES, UNEVEN)
 ONE: dict[str, Any] = {"threads": 1}  # more would wait for each other
 EP = ONE | {"enable_expert_parallel": True}
 
@@ -46,6 +50,14 @@ EP = ONE | {"enable_expert_parallel": True}
 @pytest.fixture(scope="session")
 def checkpoints(shared: Path) -> Checkpoints:
     return Checkpoints("families", shared)
+
+
+def config_alone(folder: Path, name: str) -> Path:
+    """A folder with the config.json of a case of Qwen3, and without weights."""
+    architecture, model_type = {"qwen3": ("Qwen3ForCausalLM", "qwen3")}.get(name, ("Qwen3MoeForCausalLM", "qwen3_moe"))
+    raw = FAMILY_CASES[name]["shape"] | {"architectures": [architecture], "model_type": model_type}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
 
 
 def build(folder: Path, group: Group) -> Transformer:
@@ -69,15 +81,25 @@ def test_padding_meets_no_expert() -> None:
     assert torch.equal(group.combine(found[0], 3), x)
 
 
-@pytest.mark.parametrize("dummy", [False, True], ids=["checkpoint", "dummy"])
-@pytest.mark.parametrize("name", [*NAMES, UNEVEN])
-def test_ranks_hold_whole_experts_that_make_up_all(checkpoints: Checkpoints, name: str, dummy: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "dummy"),
+    [
+        pytest.param(*case.values, dummy, marks=() if dummy else case.marks, id=f"{case.values[0]}-{kind}")
+        for case in tiers("families", ALL)
+        for dummy, kind in ((False, "checkpoint"), (True, "dummy"))
+    ],
+)
+def test_ranks_hold_whole_experts_that_make_up_all(
+    checkpoints: Checkpoints, tmp_path: Path, name: str, dummy: bool
+) -> None:
+    folder = config_alone(tmp_path, name) if dummy and name not in KEPT["families"] else checkpoints / name
+
     def load(group: Group) -> Transformer:
-        model = build(checkpoints / name, group)
+        model = build(folder, group)
         if dummy:
             fill_dummy(model, 3)
         else:
-            load_weights(model, str(checkpoints / name))
+            load_weights(model, str(folder))
         return model
 
     one = load(Group())
@@ -97,28 +119,19 @@ def test_ranks_hold_whole_experts_that_make_up_all(checkpoints: Checkpoints, nam
     [
         ("qwen3-moe", (16,), "may be no more ranks in all than the model has experts, 8"),
         ("qwen3-moe", (2, 16), "there may be 16 engines; .* no more ranks in all than the model has experts, 8"),
-        ("dense", (2,), "enable_expert_parallel is True; Qwen3ForCausalLM has no experts, so it must be False"),
+        ("qwen3", (2,), "enable_expert_parallel is True; Qwen3ForCausalLM has no experts, so it must be False"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(
-    checkpoints: Checkpoints, tmp_path: Path, name: str, engines: tuple[int, ...], message: str
-) -> None:
-    folder = checkpoints / name
-    if name == "dense":
-        folder = tmp_path
-        shape = FAMILY_CASES["qwen3"]["shape"] | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-        (folder / "config.json").write_text(json.dumps(shape))
+def test_what_cannot_be_shared_is_refused(tmp_path: Path, name: str, engines: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build(folder, Group(experts=ExpertGroup(0, 1, 0, *engines)))
+        build(config_alone(tmp_path, name), Group(experts=ExpertGroup(0, 1, 0, *engines)))
 
 
-def test_memory_is_planned_for_the_experts_of_the_fewest_engines_and_the_tokens_of_the_most(
-    checkpoints: Checkpoints,
-) -> None:
-    kernels = pytest.importorskip("kernels")
+def test_memory_is_planned_for_the_experts_of_the_fewest_engines_and_the_tokens_of_the_most(tmp_path: Path) -> None:
+    kernels, folder = pytest.importorskip("kernels"), config_alone(tmp_path, "qwen3-moe")
 
     def plan(**fields: Any) -> MemoryPlan:
-        config = EngineConfig(str(checkpoints / "qwen3-moe"), **EP, **fields)
+        config = EngineConfig(str(folder), **EP, **fields)
         model_config = ModelConfig.from_folder(config.folder)
         return plan_stage(config, model_config, kernels, torch.float32, 256, Pipeline(), 2**33)[1]
 
@@ -142,46 +155,64 @@ def test_what_several_engines_cannot_do_is_refused_where_there_may_be_several(fi
             EngineConfig(enable_expert_parallel=True, **fields, **size)
 
 
-def run_rank(rank: int, size: int, folder: Path) -> None:
-    """What each process of a single engine's ranks runs. It saves its findings in a file."""
+def run_ranks_of_one(rank: int, folders: dict[str, Path], out: Path) -> None:
+    """What each process of a single engine's two ranks runs. It saves its findings in a file."""
     found = {}
-    for name in (*NAMES, UNEVEN):
-        fields: dict[str, Any] = {"tensor_parallel_size": size} | EP
-        worker = make_worker(folder / name, rank, f"file://{folder}/{name}-{size}", **fields)
+    for name, folder in folders.items():
+        fields: dict[str, Any] = {"tensor_parallel_size": 2} | EP
+        worker = make_worker(folder, rank, f"file://{out}/{name}", **fields)
         found[name] = answers(worker)
         worker.group.close()
-    torch.save(found, folder / f"{size}.{rank}.pt")
+    torch.save(found, out / f"2.{rank}.pt")
 
 
-@pytest.fixture(scope="module")
-def alone(checkpoints: Checkpoints) -> dict[str, dict[str, Any]]:
-    """What one rank of one engine answers."""
-    return {name: answers(make_worker(checkpoints / name, **ONE)) for name in (*NAMES, UNEVEN)}
-
-
-def test_ranks_of_an_engine_give_what_one_gives(checkpoints: Checkpoints, alone: dict[str, dict[str, Any]]) -> None:
-    torch.multiprocessing.spawn(run_rank, (2, checkpoints), nprocs=2)
-    for rank in range(2):
-        found = torch.load(checkpoints / f"2.{rank}.pt")
-        for name, one in alone.items():
-            assert (found[name]["logits"] - one["logits"]).abs().max() <= 1e-4
-            assert found[name]["tokens"] == one["tokens"]
-            assert found[name]["facts"]["parameters"] == one["facts"]["parameters"]
-
-
-def run_engine(place: int, ranks: int, folder: Path) -> None:
+def run_engines(place: int, ranks: int, folders: dict[str, Path], out: Path) -> None:
     """What each process of two engines runs: unequal loads, then one engine alone, and steps without any work."""
     found, (engine, rank) = {}, divmod(place, ranks)
-    for name in (*NAMES, UNEVEN):
+    for name, folder in folders.items():
         fields: dict[str, Any] = {"tensor_parallel_size": ranks, "data_parallel_size": 2, "data_parallel_rank": engine}
-        fields |= EP | {"expert_rendezvous": f"file://{folder}/{name}-all-{ranks}"}
-        worker = make_worker(folder / name, rank, f"file://{folder}/{name}-{engine}-of-{ranks}", **fields)
+        fields |= EP | {"expert_rendezvous": f"file://{out}/{name}-all-{ranks}"}
+        worker = make_worker(folder, rank, f"file://{out}/{name}-{engine}-of-{ranks}", **fields)
         idle = [StepPlan(i) for i in range(3)]
         found[name] = [tokens_of(worker, prompts, idle * engine) for prompts in LOADS[engine]]
         for plan in () if engine else 2 * idle:
             worker.step(plan)
         worker.group.close()
-    torch.save(found, folder / f"2x{ranks}.{place}.pt")
+    torch.save(found, out / f"2x{ranks}.{place}.pt")
+
+
+def run_place(place: int, processes: int, folders: dict[str, Path], out: Path) -> None:
+    """All that so many processes can be: two are one engine's ranks first, and then two engines."""
+    if processes == 2:
+        run_ranks_of_one(place, folders, out)
+    run_engines(place, processes // 2, folders, out)
+
+
+Outcome = Callable[[str, int], Path]
+
+
+@pytest.fixture(scope="module")
+def outcome(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The folder with what so many processes have found in a case. They are started once for several cases."""
+
+    @functools.cache
+    def run(kept: bool, processes: int) -> Path:
+        folders = {name: checkpoints / name for name in ALL if (name in KEPT["families"]) == kept}
+        out = tmp_path_factory.mktemp("places")
+        run_ranks(processes, run_place, processes, folders, out)
+        return out
+
+    return lambda name, processes: run(name in KEPT["families"], processes)
+
+
+@pytest.mark.parametrize("name", tiers("families", ALL))
+def test_ranks_of_an_engine_give_what_one_gives(checkpoints: Checkpoints, outcome: Outcome, name: str) -> None:
+    one = answers(make_worker(checkpoints / name, **ONE))
+    for rank in range(2):
+        found = torch.load(outcome(name, 2) / f"2.{rank}.pt")[name]
+        assert (found["logits"] - one["logits"]).abs().max() <= 1e-4
+        assert found["tokens"] == one["tokens"]
+        assert found["facts"]["parameters"] == one["facts"]["parameters"]
 
 
 # Prompts of two engines in two turns. In the second the other engine has none.
@@ -214,14 +245,15 @@ def tokens_of(worker: Worker, lengths: list[int], before: list[StepPlan]) -> lis
     return results
 
 
+@pytest.mark.parametrize("name", tiers("families", ALL))
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_engines_that_share_experts_give_what_one_gives(checkpoints: Checkpoints, ranks: int) -> None:
-    torch.multiprocessing.spawn(run_engine, (ranks, checkpoints), nprocs=2 * ranks)
+def test_engines_that_share_experts_give_what_one_gives(
+    checkpoints: Checkpoints, outcome: Outcome, ranks: int, name: str
+) -> None:
+    worker = make_worker(checkpoints / name, **ONE)
+    expected = [[tokens_of(worker, prompts, []) for prompts in load] for load in LOADS]
     for place in range(2 * ranks):
-        found = torch.load(checkpoints / f"2x{ranks}.{place}.pt")
-        for name, turns in found.items():
-            worker = make_worker(checkpoints / name, **ONE)
-            assert turns == [tokens_of(worker, prompts, []) for prompts in LOADS[place // ranks]]
+        assert torch.load(outcome(name, 2 * ranks) / f"2x{ranks}.{place}.pt")[name] == expected[place // ranks]
 
 
 # --- engines of a server ----------------------------------------------------------------------------------------------
@@ -367,7 +399,7 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "ranks", "deaths"),
     [
-        ("qwen3-moe", 1, ["engine SIGKILL"]),
+        pytest.param("qwen3-moe", 1, ["engine SIGKILL"], marks=pytest.mark.full),
         pytest.param("qwen3-moe", 1, ["worker SIGKILL", "worker SIGSTOP", "engine SIGSTOP"], marks=LONG),
         *[pytest.param(name, 2, ["worker SIGKILL", "engine SIGKILL"], marks=LONG) for name in NAMES],
     ],
@@ -402,7 +434,7 @@ def test_engines_go_on_whoever_is_killed(checkpoints: Checkpoints, name: str, ra
 @pytest.mark.parametrize(
     ("changes", "fields"),
     [
-        ([(2, "coordinator"), (1, "")], {"data_parallel_size": 1}),
+        pytest.param([(2, "coordinator"), (1, "")], {"data_parallel_size": 1}, marks=pytest.mark.full),
         pytest.param(
             # Some are added, and one of them dies, or its worker does; then one that was there, or its worker.
             [(3, "engine 2"), (4, "worker 3"), (4, "engine 0"), (2, ""), (4, "worker 0")], {}, marks=LONG,

@@ -3,7 +3,9 @@ through the engine that must not change them."""
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import family_campaign
 import reference
 from checkpoints import FAMILIES as CASES
-from checkpoints import Checkpoints
+from checkpoints import KEPT, Checkpoints, tiers
 from config import EngineConfig
 from device.memory import stage_layers
 from device.startup import start_worker
@@ -25,6 +27,7 @@ from models.shares import check_division
 from oracle_checks import ask, check, known, make_core, make_worker
 from parallel import Group
 from plan import NewRow, StepPlan
+from ranks import run_ranks
 
 
 @pytest.fixture(scope="session")
@@ -32,12 +35,13 @@ def checkpoints(shared: Path) -> Checkpoints:
     return Checkpoints("families", shared)
 
 
+@pytest.mark.full
 def test_every_family_has_a_case(checkpoints: Checkpoints) -> None:
     named = {ModelConfig.from_folder(str(checkpoints / name)).architecture for name in CASES}
     assert named == set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiers("families"))
 def test_family_equals_transformers(checkpoints: Checkpoints, name: str) -> None:
     worker = make_worker(checkpoints / name, threads=1)  # with more, threads mostly wait for each other
     check(worker, CASES[name], load_file(checkpoints / name / "oracle.safetensors"))
@@ -65,7 +69,7 @@ def test_the_text_half_of_gemma_4_is_read(checkpoints: Checkpoints, tmp_path: Pa
         make_worker(tmp_path, threads=1)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
+@pytest.mark.parametrize("name", tiers("families", ["qwen3.5", "qwen3.5-moe"]))
 def test_the_text_half_of_qwen_3_5_is_read(checkpoints: Checkpoints, tmp_path: Path, name: str) -> None:
     """What is for images or predicts tokens ahead is passed over, and RoPE's sections change nothing for text."""
     folder = checkpoints / name
@@ -111,20 +115,30 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
 }  # fmt: skip
 
 
+def config_of(checkpoints: Checkpoints, name: str) -> dict[str, Any]:
+    """A config.json. What transformers would add to that of Qwen3.5 are defaults."""
+    if name == "qwen3.5":
+        return CASES[name]["shape"] | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+    return json.loads((checkpoints / name / "config.json").read_text())
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"), [(name, *row) for name, rows in REFUSED.items() for row in rows]
 )
 def test_what_a_family_does_not_have_is_refused(
     checkpoints: Checkpoints, tmp_path: Path, name: str, change: dict[str, Any], message: str
 ) -> None:
-    raw = json.loads((checkpoints / name / "config.json").read_text())
+    raw = config_of(checkpoints, name)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    ModelConfig.from_folder(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(raw | change))
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_folder(str(tmp_path))
 
 
-def test_ranks_must_divide_the_heads_of_keys(checkpoints: Checkpoints) -> None:
-    config = ModelConfig.from_folder(str(checkpoints / "qwen3.5"))
+def test_ranks_must_divide_the_heads_of_keys(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of(checkpoints, "qwen3.5")))
+    config = ModelConfig.from_folder(str(tmp_path))
     with pytest.raises(
         ValueError, match="tensor_parallel_size is 4; it must divide the model's linear_num_key_heads, 2"
     ):
@@ -141,7 +155,7 @@ PATHS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiers("families"))
 def test_chunks_and_prefix_hits_change_nothing(checkpoints: Checkpoints, name: str) -> None:
     core = make_core(checkpoints / name, sanitize_kv=name in PATHS)
     ask(core, known(checkpoints, name, 0, 20))
@@ -151,8 +165,21 @@ def test_chunks_and_prefix_hits_change_nothing(checkpoints: Checkpoints, name: s
     assert core.metrics()["prefix_cache_hits_total"] >= 40 + (40 if core.facts["states"] else 44)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("name", PATHS)
+# The default run does this one way or the other, and both ways with recurrent states.
+PREEMPTED = {
+    "recompute": ("qwen3", "gpt-oss", "llama4", "qwen3-next"),
+    "swap": ("gemma3", "deepseek-v3", "falcon-7b", "gemma4-shared", "qwen3-next"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=() if name in names else pytest.mark.full)
+        for mode, names in PREEMPTED.items()
+        for name in PATHS
+    ],
+)
 def test_preemption_changes_nothing(checkpoints: Checkpoints, name: str, mode: str) -> None:
     fields = {"preemption_mode": mode, "enable_prefix_caching": False, "max_model_len": 80}
     blocks = make_core(checkpoints / name, **fields).facts["blocks_per_request"]
@@ -161,17 +188,22 @@ def test_preemption_changes_nothing(checkpoints: Checkpoints, name: str, mode: s
     assert core.metrics()["num_preemptions_total"] > 0
 
 
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("name", tiers("families", PATHS))
 def test_the_specification_gives_the_same(checkpoints: Checkpoints, name: str) -> None:
     ask(make_core(checkpoints / name, backend="reference"), known(checkpoints, name, 0, 10))
 
 
-QUICK = ("gemma2", "deepseek-v3", "gpt-oss", "qwen3.5")  # the others take the interpreter minutes
+QUICK = (
+    "gemma2",
+    "deepseek-v3",
+    "gpt-oss",
+    "qwen3.5",
+)  # the others take the interpreter minutes
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in PATHS]
+    "name", [pytest.param(name, marks=pytest.mark.full if name in QUICK else pytest.mark.long) for name in PATHS]
 )
 def test_kernels_give_the_same(checkpoints: Checkpoints, name: str, few_programs: None) -> None:
     """A chunk of 16 tokens, and then the 17th as a row of one token, beyond the window and in the next chunk."""
@@ -183,74 +215,89 @@ def test_kernels_give_the_same(checkpoints: Checkpoints, name: str, few_programs
 INDIVISIBLE = ("gemma4-shared",)  # two layers, each of which is read by layers after it
 
 
-def run_rank(rank: int, size: int, stages: int, folder: Path) -> None:
-    """What each of several processes runs for all cases. It saves logits of the prompts and the tokens that follow."""
+def run_rank(rank: int, runs: list[tuple[int, int]], folders: dict[str, Path], out: Path) -> None:
+    """What each of several processes runs for some cases: `runs` are of so many ranks and so many stages.
+
+    It saves logits of the prompts and the tokens that follow.
+    """
     torch.set_num_threads(1)
-    found = {}
-    for name, case in json.loads((folder / "cases.json").read_text()).items():  # with their prompts
-        if stages > 1 and name in INDIVISIBLE:
-            continue
-        config = EngineConfig(
-            str(folder / name), dtype="float32", device="cpu", threads=1, block_size=16, max_num_seqs=2,
-            max_model_len=64, max_num_batched_tokens=64, tensor_parallel_size=size, pipeline_parallel_size=stages,
-        )  # fmt: skip
-        rendezvous = f"file://{folder}/meet-{name}-{size}-{stages}"
-        worker = start_worker(config, ModelConfig.from_folder(config.model), rank, rendezvous)
-        seen, forward = [], worker.model.forward
-        worker.model.forward = lambda *args, seen=seen, forward=forward: seen.append(forward(*args)) or seen[-1]
-        kinds, _, columns = worker.state.block_tables.shape
-        tables = torch.arange(2 * kinds * columns).view(2, kinds, columns).tolist()
-        prompts = case["prompts"]
-        new = [NewRow(slot=i, token_ids=prompt, blocks=tables[i]) for i, prompt in enumerate(prompts)]
-        results = [worker.step(StepPlan(0, rows=[(i, len(prompt)) for i, prompt in enumerate(prompts)], new=new))]
-        logits = worker.model.logits(seen[0]) if worker.pipeline.last else None
-        results += [worker.step(StepPlan(i, rows=[(0, 1), (1, 1)])) for i in range(1, 5)]
-        found[name] = logits, [result.token_ids[1] for result in results]
-        worker.catch_up()  # or this stage could leave before the last one has sent what it sampled
-        worker.group.close()
-    torch.save(found, folder / f"rank{rank}-{size}-{stages}.pt")
+    for size, stages in runs:
+        found = {}
+        for name, folder in folders.items():
+            if stages > 1 and name in INDIVISIBLE:
+                continue
+            config = EngineConfig(
+                str(folder), dtype="float32", device="cpu", threads=1, block_size=16, max_num_seqs=2, max_model_len=64,
+                max_num_batched_tokens=64, tensor_parallel_size=size, pipeline_parallel_size=stages,
+            )  # fmt: skip
+            rendezvous = f"file://{out}/meet-{name}-{size}-{stages}"
+            found[name] = answer(config, rank, rendezvous, CASES[name]["prompts"])
+        torch.save(found, out / f"rank{rank}-{size}-{stages}.pt")
 
 
-def run_ranks(size: int, stages: int, checkpoints: Checkpoints) -> list[dict[str, Any]]:
-    """What the ranks of the last stage found. The same processes run all cases, because starting them takes seconds."""
-    torch.multiprocessing.spawn(run_rank, (size, stages, checkpoints), nprocs=size * stages)
-    last = range((stages - 1) * size, stages * size)
-    return [torch.load(checkpoints / f"rank{rank}-{size}-{stages}.pt") for rank in last]
+def answer(config: EngineConfig, rank: int, rendezvous: str, prompts: list[list[int]]) -> tuple[Any, list[int]]:
+    worker = start_worker(config, ModelConfig.from_folder(config.model), rank, rendezvous)
+    seen, forward = [], worker.model.forward
+    worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
+    kinds, _, columns = worker.state.block_tables.shape
+    tables = torch.arange(2 * kinds * columns).view(2, kinds, columns).tolist()
+    new = [NewRow(slot=i, token_ids=prompt, blocks=tables[i]) for i, prompt in enumerate(prompts)]
+    results = [worker.step(StepPlan(0, rows=[(i, len(prompt)) for i, prompt in enumerate(prompts)], new=new))]
+    logits = worker.model.logits(seen[0]) if worker.pipeline.last else None
+    results += [worker.step(StepPlan(i, rows=[(0, 1), (1, 1)])) for i in range(1, 5)]
+    worker.catch_up()  # or this stage could leave before the last one has sent what it sampled
+    worker.group.close()
+    return logits, [result.token_ids[1] for result in results]
 
 
-@pytest.fixture(scope="session")
-def ranks(checkpoints: Checkpoints) -> list[dict[str, Any]]:
-    return run_ranks(2, 1, checkpoints)
+Found = Callable[[str, int, int], list[tuple[torch.Tensor, list[int]]]]
 
 
-@pytest.fixture(scope="session", params=[1, pytest.param(2, marks=pytest.mark.long)])
-def last_stage(checkpoints: Checkpoints, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Of two stages, of one rank each or two."""
-    return run_ranks(request.param, 2, checkpoints)[0]
+@pytest.fixture(scope="module")
+def found_by(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What the ranks of the last stage found in a case, by how many ranks a stage has, and how many stages there are.
+
+    The same two processes run all that two can, because starting them takes long.
+    """
+
+    @functools.cache
+    def run(kept: bool, processes: int) -> Path:
+        folders = {name: checkpoints / name for name in CASES if (name in KEPT["families"]) == kept}
+        out = tmp_path_factory.mktemp("ranks")
+        run_ranks(processes, run_rank, [(2, 1), (1, 2)] if processes == 2 else [(2, 2)], folders, out)
+        return out
+
+    def found(name: str, size: int, stages: int) -> list[tuple[torch.Tensor, list[int]]]:
+        out, last = run(name in KEPT["families"], size * stages), range((stages - 1) * size, stages * size)
+        return [torch.load(out / f"rank{rank}-{size}-{stages}.pt")[name] for rank in last]
+
+    return found
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_give_the_same(checkpoints: Checkpoints, ranks: list[dict[str, Any]], name: str) -> None:
-    oracle = load_file(checkpoints / name / "oracle.safetensors")
+def check_found(found: list[tuple[torch.Tensor, list[int]]], folder: Path) -> None:
+    oracle = load_file(folder / "oracle.safetensors")
     want = torch.cat((oracle["logits0"], oracle["logits1"]))
-    for found in ranks:
-        logits, tokens = found[name]
+    for logits, tokens in found:
         assert (logits - want).abs().max() <= 1e-4 * want.abs().max()
         assert tokens == oracle["tokens1"][:5].tolist()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_stages_give_the_same(checkpoints: Checkpoints, last_stage: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("name", tiers("families"))
+def test_two_ranks_give_the_same(checkpoints: Checkpoints, found_by: Found, name: str) -> None:
+    check_found(found_by(name, 2, 1), checkpoints / name)
+
+
+@pytest.mark.parametrize("name", tiers("families"))
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_two_stages_give_the_same(checkpoints: Checkpoints, found_by: Found, size: int, name: str) -> None:
+    """Of one rank each or two."""
     if name in INDIVISIBLE:
         model_config = ModelConfig.from_folder(str(checkpoints / name))
         config = EngineConfig(str(checkpoints / name), pipeline_parallel_size=2)
         with pytest.raises(ValueError, match=r"has 4 layers, which can be divided in at most 1 stages"):
             stage_layers(config, model_config, reference, torch.float32)
         return
-    oracle = load_file(checkpoints / name / "oracle.safetensors")
-    want, (logits, tokens) = torch.cat((oracle["logits0"], oracle["logits1"])), last_stage[name]
-    assert (logits - want).abs().max() <= 1e-4 * want.abs().max()
-    assert tokens == oracle["tokens1"][:5].tolist()
+    check_found(found_by(name, size, 2), checkpoints / name)
 
 
 def test_the_table_of_families_is_up_to_date() -> None:
@@ -295,6 +342,7 @@ def reading(raw: dict[str, Any]) -> Any:
         return str(error)
 
 
+@pytest.mark.full
 def test_no_field_of_transformers_is_passed_over(checkpoints: Checkpoints) -> None:
     """A field that is set to another value changes the model's shape or is refused, in one case of its class at least.
 
@@ -317,6 +365,7 @@ def test_no_field_of_transformers_is_passed_over(checkpoints: Checkpoints) -> No
     assert passed_over <= {("DeepseekV2Config", "head_dim")}  # it follows from others
 
 
+@pytest.mark.full
 def test_defaults_are_those_of_transformers(checkpoints: Checkpoints) -> None:
     """A config.json that leaves out what is transformers' default means the same as one that states it."""
     fields, wrong = json.loads((checkpoints.made() / "fields.json").read_text()), []

@@ -11,12 +11,10 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save
 
-import server
-from async_llm import AsyncLLM
 from config import DEMO, EngineConfig
 from engine import LLM, SamplingParams
 from hub_server import TOKEN, Hub, Repo
@@ -37,12 +35,11 @@ SMALL = ["1_Pooling/config.json", "added_tokens.json", "chat_template.jinja", "m
 
 
 def shards() -> dict[str, bytes]:
-    """The demo's weights in two files, with their index."""
-    tensors = load_file(Path(DEMO) / "model.safetensors")
-    parts = {f"model-0000{i + 1}-of-00002.safetensors": sorted(tensors)[i::2] for i in range(2)}
-    index = {"weight_map": {name: file for file, names in parts.items() for name in names}}
-    files = {file: save({name: tensors[name] for name in names}) for file, names in parts.items()}
-    return files | {INDEX: json.dumps(index).encode()}
+    """Weights in two files, which nobody reads, with their index."""
+    weights, names = FILES["model.safetensors"], [f"model-0000{i + 1}-of-00002.safetensors" for i in range(2)]
+    index = {"weight_map": {f"weight {i}": name for i, name in enumerate(names)}}
+    half = len(weights) // 2
+    return {INDEX: json.dumps(index).encode(), names[0]: weights[:half], names[1]: weights[half:]}
 
 
 @pytest.fixture
@@ -85,6 +82,7 @@ def test_only_what_is_read_is_downloaded_and_once(hub: Hub, tmp_path: Path, capf
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.full
 def test_a_copy_in_the_cache_serves_without_the_hub(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
@@ -111,15 +109,24 @@ def test_a_copy_in_the_cache_serves_without_the_hub(
         find_model(EngineConfig("manta/sharded"))
 
 
+def full(*row: Any) -> Any:
+    """Each case takes a process that loads huggingface_hub."""
+    return pytest.param(*row, marks=pytest.mark.full)
+
+
 @pytest.mark.parametrize(
     ("model", "options", "says"),
     [
         ("manta/gated", {}, "manta/gated is gated: ask for access at http.*/manta/gated, and set HF_TOKEN"),
-        ("manta/private", {}, "there is no folder manta/private, and http.* no model of that name, or a private one"),
-        ("manta/none", {}, "there is no folder manta/none, and http.* no model of that name"),
-        ("manta/demo", {"revision": "v2"}, "revision is 'v2', which manta/demo has not"),
-        ("manta/demo", {"HF_TOKEN": "wrong"}, "the token is not one that http.* takes for manta/demo: set HF_TOKEN"),
-        ("manta/demo", {"HF_TOKEN": "”quoted”"}, "the token is not one that http"),
+        full(
+            "manta/private", {}, "there is no folder manta/private, and http.* no model of that name, or a private one"
+        ),
+        full("manta/none", {}, "there is no folder manta/none, and http.* no model of that name"),
+        full("manta/demo", {"revision": "v2"}, "revision is 'v2', which manta/demo has not"),
+        full(
+            "manta/demo", {"HF_TOKEN": "wrong"}, "the token is not one that http.* takes for manta/demo: set HF_TOKEN"
+        ),
+        full("manta/demo", {"HF_TOKEN": "”quoted”"}, "the token is not one that http"),
         (
             "manta/demo",
             {"HF_ENDPOINT": "http://127.0.0.1:9"},
@@ -130,19 +137,19 @@ def test_a_copy_in_the_cache_serves_without_the_hub(
             {"HF_HUB_OFFLINE": "1"},
             "no folder manta/demo, nor a whole copy in .*, and HF_HUB_OFFLINE is set: start",
         ),
-        (
+        full(
             "manta/demo",
             {"download_dir": f"{DEMO}/config.json"},
             "cannot be downloaded to .*; --download-dir or HF_HOME",
         ),
-        (
+        full(
             "manta/huge",
             {},
             r"manta/huge needs 1,000,000,000\.00 GB, and .* has room for .*: make room, or name another",
         ),
-        ("manta/unknown", {}, "Nonesuch"),
-        ("manta/bin", {}, r"manta/bin has no model\.safetensors, but pytorch_model\.bin; .*: convert it"),
-        (
+        full("manta/unknown", {}, "Nonesuch"),
+        full("manta/bin", {}, r"manta/bin has no model\.safetensors, but pytorch_model\.bin; .*: convert it"),
+        full(
             "a--b",
             {},
             "there is no folder a--b; --model takes a folder in Hugging Face layout or a model's id on the hub",
@@ -160,6 +167,7 @@ def test_what_goes_wrong_is_one_line_that_says_what_to_do(
     assert "model.safetensors" not in hub.downloaded(model)
 
 
+@pytest.mark.full
 def test_tokens_revisions_and_names_of_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     for name in ("manta/gated", "manta/private"):
@@ -170,6 +178,7 @@ def test_tokens_revisions_and_names_of_the_hub(hub: Hub, monkeypatch: pytest.Mon
     assert found.folder == f"{place}/models--manta--demo/snapshots/{commit}"
 
 
+@pytest.mark.full
 def test_a_download_that_is_cut_goes_on(hub: Hub) -> None:
     hub.cuts = 1
     found = find_model(EngineConfig("manta/demo"))
@@ -177,6 +186,7 @@ def test_a_download_that_is_cut_goes_on(hub: Hub) -> None:
     assert Path(found.folder, "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
 
+@pytest.mark.full
 def test_a_disk_that_fills_up_is_one_line(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files that the library writes take a part of what is written, and no more, as on a full disk."""
     (tmp_path / "sitecustomize.py").write_text("""
@@ -202,7 +212,9 @@ pathlib.Path.open = full
     assert not list(tmp_path.rglob("*.incomplete"))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.full), (signal.SIGKILL, -9)]
+)
 def test_a_download_ends_with_its_parent_and_leaves_no_part(
     hub: Hub, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
@@ -229,6 +241,7 @@ def test_a_download_ends_with_its_parent_and_leaves_no_part(
     hub.holds.set()
 
 
+@pytest.mark.full
 def test_ranks_that_start_together_download_once(hub: Hub) -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(find_model, [EngineConfig("manta/demo")] * 2))
@@ -238,20 +251,27 @@ def test_ranks_that_start_together_download_once(hub: Hub) -> None:
 # --- who takes an id --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_plan_and_made_up_weights_need_no_weights(hub: Hub, capsys: pytest.CaptureFixture) -> None:
+    import server
+
     server.main(["--plan", "--model", "manta/demo", "--device", "cpu"])
     assert capsys.readouterr().out.startswith("manta/demo: Qwen3ForCausalLM, 2,558,784 parameters")
     find_model(EngineConfig("manta/demo", load_format="dummy"))
     assert hub.downloaded("manta/demo") == CONFIGS
 
 
+@pytest.mark.full
 def test_an_embedder_is_known_by_its_files(hub: Hub) -> None:
     found = find_model(EngineConfig("manta/embedder"), weights=False)
     settled, _ = settle_task(found, ModelConfig.from_folder(found.folder))
     assert (settled.task, settled.pooling_type) == ("embed", "mean")
 
 
+@pytest.mark.full
 def test_a_script_takes_an_id(hub: Hub) -> None:
+    from async_llm import AsyncLLM
+
     with LLM("manta/demo", dtype="float32", device="cpu") as llm:
         (output,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     assert output.outputs[0].text == "81" and llm.config.model == "manta/demo"
@@ -259,9 +279,10 @@ def test_a_script_takes_an_id(hub: Hub) -> None:
         AsyncLLM(EngineConfig("manta/none"))
 
 
+@pytest.mark.full
 def test_the_server_and_a_batch_take_an_id(hub: Hub, tmp_path: Path) -> None:
     fields = {"messages": QUESTION, "temperature": 0, "max_tokens": 8}
-    with serving(tmp_path, "--model", "manta/demo") as at:
+    with serving(tmp_path, "--model", "manta/demo", "--threads", "1") as at:
         status, text = at.post("/v1/chat/completions", fields)
         models = json.loads(at.get("/v1/models")[1])["data"]
         log = at.log.read_text()
@@ -312,6 +333,7 @@ def test_a_folder_without_a_model_says_what_to_give(tmp_path: Path, files: list[
         find_model(EngineConfig(str(tmp_path)))
 
 
+@pytest.mark.full
 def test_a_cache_is_no_model(hub: Hub, tmp_path: Path) -> None:
     cache = Path(find_model(EngineConfig("manta/demo")).folder).parents[2]
     with pytest.raises(

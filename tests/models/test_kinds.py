@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -207,13 +206,14 @@ def test_samples_share_the_prompt_of_every_kind():
 # --- a model ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def make_core(tmp_path: Path):
+@pytest.fixture(scope="module")
+def make_core(tmp_path_factory: pytest.TempPathFactory):
     """Makes an engine with a sanitizer on a tiny model of random weights and two kinds of layers."""
+    folder = tmp_path_factory.mktemp("mixed")
+    (folder / "config.json").write_text(json.dumps(SHAPE | MIXED))
 
     def make(**fields) -> EngineCore:
-        (tmp_path / "config.json").write_text(json.dumps(SHAPE | MIXED))
-        options = {"model": str(tmp_path), "load_format": "dummy", "dtype": "float32", "device": "cpu", "threads": 1}
+        options = {"model": str(folder), "load_format": "dummy", "dtype": "float32", "device": "cpu", "threads": 1}
         options |= {"block_size": 4, "max_num_seqs": 8, "max_model_len": 64, "max_num_batched_tokens": 64, "seed": 3}
         options |= {"schedule_conservativeness": 0.0, "sanitize_kv": True, "swap_space": 0.001}
         return EngineCore(EngineConfig(**options | fields))
@@ -245,26 +245,33 @@ def run(core: EngineCore, tag: str = "", deaths: int = 0) -> dict[tuple[str, int
     return got
 
 
+@pytest.fixture(scope="module")
+def cold(make_core) -> dict[tuple[str, int], list[int]]:
+    """The tokens that an engine gives at first, and then, when the prompts are in its cache."""
+    core = make_core()
+    assert core.facts["windows"] == [0, 9, 9]
+    assert core.executor.worker.model.layout.layers == (4, 4, 4)  # there is room for 12 layers
+    found = run(core)
+    assert run(core, "again") == found and core.metrics()["prefix_cache_hits_total"] > 50
+    return found
+
+
 @pytest.mark.parametrize(
     ("fields", "deaths"),
     [
-        ({"max_num_batched_tokens": 8}, 0),
-        ({"enable_prefix_caching": False}, 0),
-        ({"num_gpu_blocks_override": 48, "preemption_mode": "recompute", "max_num_batched_tokens": 16}, 0),
+        pytest.param({"max_num_batched_tokens": 8}, 0, marks=pytest.mark.full),
+        pytest.param({"enable_prefix_caching": False}, 0, marks=pytest.mark.full),
+        pytest.param(
+            {"num_gpu_blocks_override": 48, "preemption_mode": "recompute", "max_num_batched_tokens": 16},
+            0,
+            marks=pytest.mark.full,
+        ),
         ({"num_gpu_blocks_override": 48, "preemption_mode": "swap", "max_num_batched_tokens": 16}, 0),
         ({"sanitize_kv": False, "max_num_batched_tokens": 16}, 3),
     ],
     ids=["chunked", "without a cache", "recomputed", "swapped", "deaths"],
 )
-def test_tokens_are_the_same_however_the_blocks_went(make_core, fields, deaths):
-    core = make_core()
-    assert core.facts["windows"] == [0, 9, 9] and core.executor.worker.model.layout.layers == (
-        4,
-        4,
-        4,
-    )  # there is room for 12 layers
-    cold = run(core)
-    assert run(core, "again") == cold and core.metrics()["prefix_cache_hits_total"] > 50
+def test_tokens_are_the_same_however_the_blocks_went(make_core, cold, fields, deaths):
     other = make_core(**fields)
     assert run(other, deaths=deaths) == cold
     if "num_gpu_blocks_override" in fields:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import reference
 from checkpoints import LATENTS as CASES
-from checkpoints import Checkpoints
+from checkpoints import Checkpoints, tiers
 from cpu import ops as cpu_ops
 from device.loader import load_weights
 from model import Batch, Transformer
@@ -31,9 +31,9 @@ def checkpoints(shared: Path) -> Checkpoints:
     return Checkpoints("latents", shared)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiers("latents"))
 def test_model_equals_transformers(checkpoints: Checkpoints, name: str) -> None:
-    worker = make_worker(checkpoints / name)
+    worker = make_worker(checkpoints / name, threads=1)
     assert worker.pool.shape[1] == 2 * 16 * 40  # layers, tokens of a block, and numbers of a latent
     check(worker, CASES[name], load_file(checkpoints / name / "oracle.safetensors"))
 
@@ -43,7 +43,7 @@ def oracle(checkpoints: Checkpoints, name: str) -> dict[str, torch.Tensor]:
 
 
 def test_the_specification_equals_transformers(checkpoints: Checkpoints) -> None:
-    worker = make_worker(checkpoints / "deepseek-v3", backend="reference")
+    worker = make_worker(checkpoints / "deepseek-v3", backend="reference", threads=1)
     assert run(worker, [(41, range(8), 0)]) == oracle(checkpoints, "deepseek-v3")["tokens2"].tolist()[:1]
 
 
@@ -66,7 +66,7 @@ def more(worker: Worker, step: int, first: list[int], count: int) -> list[int]:
 
 def test_chunks_prefixes_preemption_and_swaps_change_nothing(checkpoints: Checkpoints) -> None:
     """As the scheduler would have it, with blocks of 16. What is given back holds NaN."""
-    worker = make_worker(checkpoints / "deepseek-v3", preemption_mode="swap", swap_space=0.01)
+    worker = make_worker(checkpoints / "deepseek-v3", preemption_mode="swap", swap_space=0.01, threads=1)
     want = oracle(checkpoints, "deepseek-v3")["tokens2"].tolist()
     assert more(worker, 9, run(worker, [(17, range(16), 0), (1, range(16), 0), (23, range(16), 0)]), 11) == want[:12]
     # A prefix of two blocks is found, and the rest goes elsewhere.
@@ -124,22 +124,25 @@ def build(folder: Path, ops: ModuleType, invariant: bool = False) -> tuple[Trans
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    ("name", "invariant"),
+    ("name", "invariant", "layers"),
     [
-        ("deepseek-v3", False),
-        pytest.param("deepseek-v3", True, marks=pytest.mark.long),
-        pytest.param("deepseek-v2-lite", False, marks=pytest.mark.long),
+        pytest.param("deepseek-v3", False, 1, id="one layer"),
+        pytest.param("deepseek-v3", False, 2, marks=pytest.mark.full, id="deepseek-v3-False"),
+        pytest.param("deepseek-v3", True, 2, marks=pytest.mark.long, id="deepseek-v3-True"),
+        pytest.param("deepseek-v2-lite", False, 2, marks=pytest.mark.long, id="deepseek-v2-lite-False"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:invalid value")  # what lies beside a value in a page is undefined, and not used
 def test_kernels_equal_the_specification(
-    checkpoints: Checkpoints, kernels: ModuleType, name: str, invariant: bool
+    checkpoints: Checkpoints, kernels: ModuleType, name: str, invariant: bool, layers: int
 ) -> None:
     """Prompts, then a decode beside a chunk and another prompt. Blocks that a row holds ahead change nothing."""
     tokens, found = prompt(name), []
     for ops in (reference, kernels):
         with torch.no_grad():
             model, pool = build(checkpoints / name, ops, invariant and ops is kernels)
+            del model.layers[layers:]
+            model.span = range(layers)
             steps = [
                 [(0, tokens[:17], 2), (0, tokens[:5], 1)],
                 [(17, tokens[17:18], 3), (5, tokens[5:25], 4), (0, tokens[:20], 2)],
@@ -148,6 +151,7 @@ def test_kernels_equal_the_specification(
     assert (found[0] - found[1]).abs().max() <= 1e-4
 
 
+@pytest.mark.full
 @pytest.mark.interpreted
 @pytest.mark.usefixtures("products_by_rows")
 def test_a_batch_changes_no_bit_where_it_must_not(checkpoints: Checkpoints, kernels: ModuleType) -> None:
@@ -213,7 +217,7 @@ class Rank(Group):
         return torch.cat(self.pair.exchange(self.rank, x), 1)[:, :size].contiguous()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiers("latents"))
 def test_two_ranks_divide_the_heads_and_share_the_latents(checkpoints: Checkpoints, name: str) -> None:
     pair, folder, found = Pair(), str(checkpoints / name), {}
     config = ModelConfig.from_folder(folder)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from checkpoints import POOLED as CASES
 from checkpoints import Checkpoints, pooled
@@ -38,7 +38,7 @@ RAW = PoolingParams(use_activation=False)
 
 
 class WithTokenizers(Checkpoints):
-    """Copies of the folders, with the demo's tokenizer."""
+    """Copies of the folders, with the demo's tokenizer. That of "first-2" has the first two labels of "labels-3"."""
 
     def __init__(self, shared: Path, copies: Path):
         super().__init__("pooled", shared)
@@ -46,10 +46,22 @@ class WithTokenizers(Checkpoints):
 
     def __truediv__(self, name: str) -> Path:
         if not (copy := self.copies / name).exists():
-            shutil.copytree(super().__truediv__(name), copy)
+            kind, _, count = name.partition("-")
+            shutil.copytree(super().__truediv__("labels-3" if kind == "first" else name), copy)
+            if kind == "first":
+                self.cut(copy, int(count))
             for file in ("tokenizer.json", "tokenizer_config.json"):
                 shutil.copy(Path(DEMO) / file, copy)
         return copy
+
+    @staticmethod
+    def cut(folder: Path, count: int) -> None:
+        """Leave a classifier its first labels alone."""
+        raw, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+        raw["id2label"] = {str(i): f"LABEL_{i}" for i in range(count)}
+        raw["label2id"] = {label: int(i) for i, label in raw["id2label"].items()}
+        (folder / "config.json").write_text(json.dumps(raw))
+        save_file(weights | {"score.weight": weights["score.weight"][:count].clone()}, folder / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +71,7 @@ def checkpoints(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> WithT
 
 def make(folder: Path, **fields) -> LLM:
     options = {"dtype": "float32", "device": "cpu", "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    options["threads"] = 1
     return LLM(str(folder), **options | fields)
 
 
@@ -76,7 +89,10 @@ def wanted(hidden: torch.Tensor, kind: str, normalized: bool, dimensions: int | 
     return x / x.norm() if normalized else x
 
 
-@pytest.mark.parametrize(("name", "backend"), [("qwen3", "cpu"), ("llama", "cpu"), ("qwen3", "reference")])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("qwen3", "cpu"), pytest.param("llama", "cpu", marks=pytest.mark.full), ("qwen3", "reference")],
+)
 @pytest.mark.parametrize("kind", ["last", "mean", "cls"])
 def test_embeddings_equal_transformers(checkpoints, name, backend, kind):
     llm, prompts = make(checkpoints / name, task="embed", pooling_type=kind, backend=backend), CASES[name]["prompts"]
@@ -94,17 +110,22 @@ def test_embeddings_equal_transformers(checkpoints, name, backend, kind):
 @pytest.mark.parametrize(
     ("name", "task", "activation"),
     [
-        ("labels-1", "score", torch.sigmoid),
-        ("labels-2", "classify", lambda x: x.softmax(-1)),
+        pytest.param("labels-1", "score", torch.sigmoid, marks=pytest.mark.full),
+        pytest.param("labels-2", "classify", lambda x: x.softmax(-1), marks=pytest.mark.full),
         ("labels-3", "classify", lambda x: x.softmax(-1)),
-        ("multi", "classify", torch.sigmoid),
+        pytest.param("multi", "classify", torch.sigmoid, marks=pytest.mark.full),
+        ("first-1", "score", torch.sigmoid),
+        ("first-2", "classify", lambda x: x.softmax(-1)),
     ],
 )
 def test_classes_equal_transformers(checkpoints, name, task, activation):
-    llm, prompts = make(checkpoints / name), CASES[name]["prompts"]
-    assert llm.core.facts["task"] == task and llm.core.facts["num_labels"] == CASES[name]["shape"]["num_labels"]
+    kind, _, first = name.partition("-")
+    case = CASES["labels-3" if kind == "first" else name]
+    count = int(first) if kind == "first" else case["shape"]["num_labels"]
+    llm, prompts = make(checkpoints / name), case["prompts"]
+    assert llm.core.facts["task"] == task and llm.core.facts["num_labels"] == count
     oracle = load_file(checkpoints / name / "oracle.safetensors")
-    logits = torch.stack([oracle[f"labels{i}"] for i in range(len(prompts))])
+    logits = torch.stack([oracle[f"labels{i}"][:count] for i in range(len(prompts))])
     probs = torch.tensor([one.outputs.probs for one in llm.classify(prompts, use_tqdm=False)])
     assert (probs - activation(logits)).abs().max() <= 1e-4
     plain = torch.tensor([one.outputs.data for one in llm.encode(prompts, RAW, use_tqdm=False)])
@@ -355,7 +376,7 @@ def test_a_journal_can_be_replayed(tmp_path):
 
 
 def test_requests_of_the_wrong_kind_are_refused(checkpoints, llm):
-    embedder, classifier = make(checkpoints / "qwen3", task="embed"), make(checkpoints / "labels-2")
+    embedder, classifier = make(checkpoints / "qwen3", task="embed"), make(checkpoints / "first-2")
     with pytest.raises(ValueError, match="asks for generated text; the task of this engine is 'embed'"):
         embedder.generate("To be", use_tqdm=False)
     with pytest.raises(ValueError, match="what an embedder or a classifier gives; the task is 'generate'"):
@@ -397,7 +418,7 @@ def test_a_long_prompt_is_cut_where_asked_to(checkpoints):
             llm.encode(ids, use_tqdm=False, tokenization_kwargs={"truncate_prompt_tokens": bad})
     with pytest.raises(ValueError, match="tokenization_kwargs has 'padding'; known: truncate_prompt_tokens"):
         llm.encode(ids, use_tqdm=False, tokenization_kwargs={"padding": True})
-    scorer, cut = make(checkpoints / "labels-1", max_model_len=40), {"truncate_prompt_tokens": -1}
+    scorer, cut = make(checkpoints / "first-1", max_model_len=40), {"truncate_prompt_tokens": -1}
     (one,) = scorer.score("a king", text, use_tqdm=False, tokenization_kwargs=cut)
     assert one.prompt_token_ids == (llm.tokenizer.encode("a king") + whole)[:40]
     (one,) = llm.score("a king", text, use_tqdm=False, tokenization_kwargs=cut)
@@ -412,7 +433,7 @@ def test_scores_are_cosines_of_an_embedder_and_what_a_classifier_says_of_a_pair(
         cosine = vectors[0] @ vector / np.linalg.norm(vectors[0]) / np.linalg.norm(vector)
         assert one.outputs.score == pytest.approx(cosine, abs=1e-5)
     assert found[0].outputs.score == pytest.approx(1, abs=1e-5)
-    ranker = make(checkpoints / "labels-1")
+    ranker = make(checkpoints / "first-1")
     (pair,) = ranker.score(texts[0], texts[1], use_tqdm=False)
     ids = ranker.tokenizer.encode(texts[0]) + ranker.tokenizer.encode(texts[1])  # the demo puts nothing between them
     assert pair.prompt_token_ids == ids
@@ -463,7 +484,12 @@ def test_an_engine_across_a_socket_gives_the_same(checkpoints):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    "fields", [{"pooling_type": "mean"}, pytest.param({"batch_invariant": True}, marks=pytest.mark.long)], ids=str
+    "fields",
+    [
+        pytest.param({"pooling_type": "mean"}, marks=pytest.mark.full),
+        pytest.param({"batch_invariant": True}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_warm_up_covers_random_traffic(tmp_path, kernel_device, fields):
     """Triton's kernels launch nothing that warm-up has not, and a rehearsal launches all of that."""

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import reference
 
+pytestmark = pytest.mark.full
 LOCAL, PLAIN = {"num_local_experts": 16, "num_experts_per_tok": 3}, {"num_experts": 16, "num_experts_per_tok": 3}
 V3 = {"n_routed_experts": 16, "num_experts_per_tok": 3, "n_shared_experts": 1, "n_group": 4, "topk_group": 2,
       "routed_scaling_factor": 2.5}  # fmt: skip

@@ -48,9 +48,9 @@ def call(name: str, **arguments: Any) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def demo(request: pytest.FixtureRequest, make_llm: Any) -> LLM:
-    return make_llm(dtype=request.param)
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+def demo(request: pytest.FixtureRequest, llm: LLM, make_llm: Any) -> LLM:
+    return llm if request.param == "float32" else make_llm(dtype=request.param)
 
 
 def test_the_template_shows_tools_calls_and_results(llm):
