@@ -393,10 +393,10 @@ STARVED = {"num_gpu_blocks_override": 9, "block_size": 8, "max_model_len": 64}
     "fields",
     [
         {**STARVED, "preemption_mode": "recompute"},
-        {**STARVED, "preemption_mode": "swap", "swap_space": 0.05},
-        {"max_num_batched_tokens": 16, "max_num_seqs": 8},
-        {"enable_chunked_prefill": False},
-        {"distributed_executor_backend": "mp", "async_scheduling": True},
+        pytest.param({**STARVED, "preemption_mode": "swap", "swap_space": 0.05}, marks=pytest.mark.full),
+        pytest.param({"max_num_batched_tokens": 16, "max_num_seqs": 8}, marks=pytest.mark.full),
+        pytest.param({"enable_chunked_prefill": False}, marks=pytest.mark.full),
+        pytest.param({"distributed_executor_backend": "mp", "async_scheduling": True}, marks=pytest.mark.full),
     ],
     ids=["recompute", "swap", "chunks", "classic", "ahead"],
 )
@@ -539,7 +539,7 @@ def run_to_the_end(core) -> list:
     return news
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.full), True], ids=["in turn", "ahead"])
 def test_an_answer_without_a_next_token_ends_with_an_error_once_and_no_token_of_it_leaves(make_llm, stuck, ahead):
     fine = SamplingParams(max_tokens=20, seed=1, structured_outputs=StructuredOutputsParams(regex="[a-z ]{400}"))
     with make_llm(async_scheduling=ahead) as llm:
