@@ -320,6 +320,7 @@ def titles(server: Server) -> dict[str, int]:
     return {Path(f"/proc/{pid}/cmdline").read_text().strip("\0"): pid for pid in server.family()}
 
 
+@pytest.mark.full
 def test_processes_are_called_what_they_are_and_show_no_keys(server: Server) -> None:
     found = titles(server)
     named = {title for title in found if title.startswith("manta: ")}
@@ -331,6 +332,7 @@ def test_processes_are_called_what_they_are_and_show_no_keys(server: Server) -> 
     assert not any("sk-hidden" in title for title in found)
 
 
+@pytest.mark.full
 def test_every_line_of_a_server_is_an_object(server: Server) -> None:
     """What starts, requests, one that is no HTTP, gunicorn's own words, and what is replaced."""
 
