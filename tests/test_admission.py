@@ -622,6 +622,15 @@ def test_a_prompt_that_another_has_computed_has_its_share_of_a_step():
 # --- what is given up goes --------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def objects_of_the_test():
+    """Lets the garbage collector look at what a test makes, and not at all else, which takes long."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("objects_of_the_test")
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 def test_what_is_given_up_while_it_waits_does_not_stay_in_memory(policy):
     """An overloaded engine's clients come and go; the first in line has yet to come in."""

@@ -80,7 +80,7 @@ def test_same_answers_as_one_of_four(make_llm, work, answers, caching):
 
 
 @pytest.mark.parametrize(
-    ("part", "blocks", "hits"), [(slice(0, 50, 6), 70, 200), pytest.param(slice(50), 80, 1000, marks=pytest.mark.full)]
+    ("part", "blocks", "hits"), [(slice(0, 50, 4), 64, 200), pytest.param(slice(50), 80, 1000, marks=pytest.mark.full)]
 )
 def test_prefixes_come_back_from_host_memory(make_llm, work, answers, part, blocks, hits):
     """The second round finds in host memory what the first one had to drop from a small pool."""

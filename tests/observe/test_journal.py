@@ -153,7 +153,7 @@ def test_an_engine_writes_one_and_the_command_line_replays_it(make_llm, tmp_path
     path = tmp_path / "steps.jsonl"
     llm = make_llm(log_scheduler=str(path), num_gpu_blocks_override=70, block_size=16)
     for _ in range(2):
-        llm.generate([[5 + i] * 30 for i in range(30)], SamplingParams(max_tokens=40, seed=1), use_tqdm=False)
+        llm.generate([[5 + i] * 30 for i in range(10)], SamplingParams(max_tokens=12, seed=1), use_tqdm=False)
         llm.core.reset_prefix_cache()  # a replay that missed it would find what the second round did not
     root = Path(__file__).parent.parent.parent
     run = subprocess.run(

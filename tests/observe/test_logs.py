@@ -276,7 +276,7 @@ def test_an_engine_tells_its_throughput_while_it_works(
     threading.Thread(target=EngineServer(core, listener).run, daemon=True).start()
     with address:
         client = MPClient(address)
-        stream = client.add_request(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=200, ignore_eos=True)))
+        stream = client.add_request(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=60, ignore_eos=True)))
         while not stream.get(timeout=30).finished:
             pass
         lines: list[str] = []

@@ -192,7 +192,7 @@ def test_bad_words_begin_in_the_output(llm):
 )
 def test_a_worker_draws_what_is_left(make, few_programs, monkeypatch, backend, graphs):
     """Rows with words, stop tokens held back and lists of allowed tokens, in one batch with rows that have none."""
-    worker = make(ONE_LAYER, backend=backend, max_num_seqs=5, max_num_batched_tokens=64)
+    worker = make(ONE_LAYER, backend=backend, max_num_seqs=5, max_num_batched_tokens=64, swap_space=0.0)
     rng, seen = random.Random(4), []
     logits = worker.model.logits
     monkeypatch.setattr(worker.model, "logits", lambda hidden: seen.append(logits(hidden)) or seen[-1])
@@ -232,7 +232,7 @@ def test_a_worker_draws_what_is_left(make, few_programs, monkeypatch, backend, g
 )
 def test_a_worker_takes_masks_with_its_steps(make, few_programs, monkeypatch, backend):
     """Each step has other masks for the same rows; log-probabilities are among the tokens that are left, if asked."""
-    rng, worker, seen = random.Random(5), make(backend=backend, max_num_seqs=3), []
+    rng, worker, seen = random.Random(5), make(ONE_LAYER, backend=backend, max_num_seqs=3, swap_space=0.0), []
     logits = worker.model.logits
     monkeypatch.setattr(worker.model, "logits", lambda hidden: seen.append(logits(hidden).clone()) or logits(hidden))
     monkeypatch.setattr(worker, "greedy_head", None)  # it makes no logits
