@@ -90,7 +90,8 @@ def test_all_that_bars_tokens_does_so_at_once(llm, requests, barred):
 
 
 @pytest.mark.parametrize(
-    "fields", [pytest.param(BATCHES[way], id=way, marks=[pytest.mark.full] * (way in ("chunks", "swap"))) for way in BATCHES]
+    "fields",
+    [pytest.param(BATCHES[way], id=way, marks=[pytest.mark.full] * (way in ("chunks", "swap"))) for way in BATCHES],
 )
 def test_it_does_not_depend_on_how_tokens_are_computed(llm, make_llm, barred, fields):
     few = FEW if "preemption_mode" in fields else {}
