@@ -182,7 +182,7 @@ def test_a_disk_that_is_full_from_the_start(make_llm, option, caplog):
     assert warnings(caplog) == [f"{option} is '/dev/full': No space left on device; no more is written there"]
 
 
-@pytest.mark.parametrize("option", ["log_scheduler", "trace"])
+@pytest.mark.parametrize("option", [pytest.param("log_scheduler", marks=pytest.mark.full), "trace"])
 def test_a_disk_that_becomes_full_leaves_what_can_be_read(make_llm, tmp_path, option, caplog):
     path, limits = tmp_path / "file", resource.getrlimit(resource.RLIMIT_FSIZE)
     llm = make_llm(**{option: str(path)})

@@ -184,7 +184,7 @@ class Watched(Engine):
         assert told.counts == expected.counts and told.sum == pytest.approx(expected.sum), name
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2, 3))])
 @pytest.mark.parametrize("options", [{}, {"num_blocks": 24}, {"depth": 2}, {"enable_chunked_prefill": False}], ids=str)
 def test_times_are_those_that_a_watch_shows(options: dict[str, Any], seed: int) -> None:
     classic = {"max_num_batched_tokens": 64} if "enable_chunked_prefill" in options else {}

@@ -365,7 +365,7 @@ class CheckedWorker(FakeWorker):
 
 
 @pytest.mark.parametrize(
-    "count", [10, pytest.param(50, marks=pytest.mark.full), pytest.param(1000, marks=pytest.mark.long)]
+    "count", [6, pytest.param(50, marks=pytest.mark.full), pytest.param(1000, marks=pytest.mark.long)]
 )
 def test_no_false_alarm_in_random_scenarios(monkeypatch, count):
     monkeypatch.setattr(fake_worker, "FakeWorker", CheckedWorker)
