@@ -318,8 +318,14 @@ def test_a_step_takes_a_tenth_of_a_second_by_default():
     assert all(step_tokens(dataclasses.replace(fair, **fields), 2048, 9.0) == 2048 for fields in others)
 
 
-@pytest.mark.parametrize("slots", [1, 2, 4])
-@pytest.mark.parametrize("others", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("others", "slots"),
+    [
+        pytest.param(others, slots, marks=[pytest.mark.full] * ((others, slots) not in {(1, 2), (2, 2)}))
+        for others in (1, 2, 3)
+        for slots in (1, 2, 4)
+    ],
+)
 def test_a_newcomer_waits_at_most_for_a_budget_and_a_request_of_each_client(others, slots):
     """However many samples the others have asked for, and whenever it comes."""
     budget, length, max_tokens = 4, 6, 20
@@ -425,7 +431,7 @@ def test_a_newcomer_does_not_have_to_be_caught_up_with():
     assert min(first.count(client) for client in "bcd") >= 8
 
 
-@pytest.mark.parametrize("seed", [0, 11, 14, 19])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (11, 14, 19))])
 def test_one_client_alone_is_served_as_by_arrival(seed):
     """What it is given back, as its requests end before they had to, is no reason to preempt its own."""
     order = {}
@@ -616,6 +622,15 @@ def test_a_prompt_that_another_has_computed_has_its_share_of_a_step():
 # --- what is given up goes --------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def objects_of_the_test():
+    """Lets the garbage collector look at what a test makes, and not at all else, which takes long."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("objects_of_the_test")
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 def test_what_is_given_up_while_it_waits_does_not_stay_in_memory(policy):
     """An overloaded engine's clients come and go; the first in line has yet to come in."""

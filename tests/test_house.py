@@ -37,12 +37,11 @@ ALL = {  # what any file may import: names in the log, a model by its name, and 
 }  # fmt: skip
 ROOMS = [path.parent.name for path in sorted(ROOT.glob("*/__init__.py"))]
 FILES = {  # by the names that an import has
-    ".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text())
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
     for folder in (".", *ROOMS)
     for path in sorted((ROOT / folder).glob("*.py"))
     if path.stem != "__init__"
 }
-BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [
     path
     for folder in (".", *ROOMS, "bench", "demo", "tests", *(f"tests/{room}" for room in ("bench", *ROOMS)))
@@ -71,6 +70,11 @@ TORCH_FREE = (
     | {"device.serve", "device.workers", "engine", "server"}
 )
 OPS = {name for name in FILES if name.split(".")[0] in ("kernels", "reference", "ops", "cpu")}
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def imports(tree: ast.Module) -> set[str]:
@@ -119,31 +123,32 @@ def test_a_folder_stays_small(folder):
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_folder_says_what_it_is_for(room):
-    tree = ast.parse((ROOT / room / "__init__.py").read_text())
+    tree = tree_of(ROOT / room / "__init__.py")
     assert room in DOORS and ast.get_docstring(tree) and len(tree.body) == 1
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_a_file_imports_what_it_may(name):
     """A folder is imported by its doors alone; what decides needs the standard library alone, or at least no torch."""
-    found, room = ours(FILES[name]), name.split(".")[0]
+    tree = tree_of(FILES[name])
+    found, room = ours(tree), name.split(".")[0]
     past = {
         there for there in found - ALL if room not in DOORS.get(there.split(".")[0], {room}) | {there.split(".")[0]}
     }
     assert not past
     assert "." not in name or not found & {"server", "engine"}
     if name in STDLIB_ONLY:
-        packages = imports(FILES[name]) - set(sys.stdlib_module_names)
+        packages = imports(tree) - set(sys.stdlib_module_names)
         assert packages <= set(ROOMS) | {there for there in FILES if "." not in there}
     if name in TORCH_FREE:
-        assert not imports(FILES[name]) & {"torch", "triton"}
+        assert not imports(tree) & {"torch", "triton"}
 
 
 def test_no_two_files_import_each_other():
     """Not even by way of others, when they are loaded."""
     at_once = {
-        name: ours(ast.Module([node for node in tree.body if not hasattr(node, "body")], []))
-        for name, tree in FILES.items()
+        name: ours(ast.Module([node for node in tree_of(path).body if not hasattr(node, "body")], []))
+        for name, path in FILES.items()
     }
 
     def follow(name: str, path: tuple[str, ...]) -> None:
@@ -167,7 +172,7 @@ def test_importing_the_engine_leaves_torch_alone():
 def public_functions(name: str) -> dict[str, list[str]]:
     """The parameters of each public function of a module, and of those that it imports from another file of ops."""
     found = {}
-    for node in FILES[name].body:
+    for node in tree_of(FILES[name]).body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not node.decorator_list:
             found[node.name] = [arg.arg for arg in node.args.args]
         elif isinstance(node, ast.ImportFrom) and node.module in OPS:
@@ -183,20 +188,22 @@ def test_every_backend_has_the_specifications_ops():
         found = public_functions(backend)
         assert {name: found.get(name) for name in ops} == ops
         assert set(found) == set(ops)
-    text = "".join(ast.unparse(FILES[name]) for name in set(FILES) - OPS)
+    text = "".join(ast.unparse(tree_of(FILES[name])) for name in set(FILES) - OPS)
     used = set(re.findall(r"\bops\.([a-z_]+)\(", text))
     # keys_of is for those who look into a pool from outside, too.
     assert used | {"keys_of"} == set(ops)
 
 
 def test_ops_import_nothing_of_ours_but_ops():
-    assert all(ours(tree) <= OPS for name, tree in FILES.items() if name in OPS and not name.startswith("cpu."))
+    assert all(
+        ours(tree_of(path)) <= OPS for name, path in FILES.items() if name in OPS and not name.startswith("cpu.")
+    )
 
 
 def test_only_startup_picks_the_ops():
-    for name, tree in FILES.items():
+    for name, path in FILES.items():
         if name not in OPS | {"device.startup"}:
-            assert not ours(tree) & OPS - {"cpu.weights", "cpu.machine"}
+            assert not ours(tree_of(path)) & OPS - {"cpu.weights", "cpu.machine"}
 
 
 def test_scripts_shadow_no_file_of_the_root():
@@ -220,26 +227,24 @@ def test_public_things_have_docstrings_and_annotations():
                 for arg in node.args.args:
                     assert arg.annotation is not None or arg.arg == "self" or arg.arg == "cls", f"{name}({arg.arg})"
 
-    for name, tree in (FILES | BENCHES).items():
-        assert ast.get_docstring(tree), name
-        check(tree.body, name)
+    for path in (*FILES.values(), *ROOT.glob("bench/*.py")):
+        assert ast.get_docstring(tree_of(path)), path
+        check(tree_of(path).body, path.stem)
 
 
 def test_no_globals_and_no_todo():
     for path in EVERY_FILE:
-        text = path.read_text()
-        assert not [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Global)], path
-        assert "TO" + "DO" not in text, path
+        assert not [n for n in ast.walk(tree_of(path)) if isinstance(n, ast.Global)], path
+        assert "TO" + "DO" not in path.read_text(), path
 
 
 @pytest.mark.parametrize("path", EVERY_FILE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_are_short(path):
     """Of a function, lines of code count, not its docstring, comments and blank lines."""
-    text = path.read_text()
-    lines = text.splitlines()
+    lines = path.read_text().splitlines()
     if path not in (ROOT / "kernels.py", ROOT / "reference.py"):
         assert len(lines) <= MOST_FILE_LINES
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             docstring = range(node.body[0].lineno, node.body[0].end_lineno + 1) if ast.get_docstring(node) else ()
             numbers = [n for n in range(node.lineno, node.end_lineno + 1) if n not in docstring]
@@ -260,7 +265,7 @@ def defined_in(path: Path) -> set[str]:
         targets = getattr(node, "targets", [getattr(node, "target", None)])
         return {part.id for target in targets if target for part in ast.walk(target) if isinstance(part, ast.Name)}
 
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
     found = {text for text in texts if re.fullmatch("MANTA_[A-Z0-9_]+", text)}
     for node in tree.body:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,9 +77,9 @@ def take_out(part: str, tree: Path) -> None:
         (tree / file).write_text(text)
 
 
-@pytest.mark.parametrize("parts", [list(PARTS), *(pytest.param([part], marks=pytest.mark.long) for part in PARTS)])
-def test_the_demo_serves_without(parts: list[str], tmp_path: Path):
-    tree = tmp_path / "tree"
+def tree_without(parts: list[str], folder: Path) -> Path:
+    """A copy of the tree without some parts."""
+    tree = folder / "tree"
     shutil.copytree(ROOT / "demo", tree / "demo")
     for path in (*ROOT.glob("*.py"), *ROOT.glob("*/__init__.py"), ROOT / "web"):
         if path.name == "__init__.py" or path.is_dir():
@@ -87,7 +89,24 @@ def test_the_demo_serves_without(parts: list[str], tmp_path: Path):
             shutil.copy(path, tree)
     for part in parts:
         take_out(part, tree)
-    with serving(tmp_path, root=tree) as server:
+    return tree
+
+
+def test_nothing_else_imports_what_is_optional(tmp_path: Path):
+    tree = tree_without([*PARTS], tmp_path)
+    ran = subprocess.run(
+        [sys.executable, "-c", "import async_llm, core, engine, server"], cwd=tree, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [pytest.param([*PARTS], marks=pytest.mark.full), *(pytest.param([p], marks=pytest.mark.long) for p in PARTS)],
+)
+def test_the_demo_serves_without(parts: list[str], tmp_path: Path):
+    tree = tree_without(parts, tmp_path)
+    with serving(tmp_path, "--threads", "1", root=tree) as server:
         said = [{"role": "user", "content": "What is 23 + 58?"}]
         answer = server.client().chat.completions.create(model="demo", messages=said, temperature=0)
         assert "81" in answer.choices[0].message.content

@@ -278,7 +278,8 @@ def run_scenario(seed: int) -> Scheduler:
     return scenario.engine.scheduler
 
 
-PARTS = [range(300), *(pytest.param(range(i, i + 1000), marks=pytest.mark.long) for i in range(0, 10_000, 1000))]
+PARTS = [range(50), pytest.param(range(50, 300), marks=pytest.mark.full)]
+PARTS += [pytest.param(range(i, i + 1000), marks=pytest.mark.long) for i in range(0, 10_000, 1000)]
 
 
 @pytest.mark.parametrize("seeds", PARTS, ids=lambda seeds: f"{seeds.start} to {seeds.stop - 1}")
@@ -342,7 +343,12 @@ class Traffic(RuleBasedStateMachine):
 
 
 class TestTraffic(Traffic.TestCase):
-    settings = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+    settings = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+
+
+@pytest.mark.full
+class TestMuchTraffic(Traffic.TestCase):
+    settings = settings(TestTraffic.settings, max_examples=60)
 
 
 @pytest.mark.long

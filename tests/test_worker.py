@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import mmap
 from functools import partial
 from pathlib import Path
@@ -20,25 +19,19 @@ from torch.utils._pytree import tree_leaves
 import oracles
 import reference
 import worker as worker_module
-from batch_state import StepShape, Writes
+from batch_state import Writes
 from config import EngineConfig
 from device import memory, pools, startup, warmup
 from device.compile_guard import CompileGuard
 from device.piecewise import PiecewiseGraphs
 from device.pools import pinned
-from device.startup import Start, start_worker
+from device.startup import Start
 from device.upkeep import KeptWorker
 from device.warmup import graph_sizes
-from model_config import ModelConfig
-from plan import NewRow, StepPlan, bit_words
+from plan import StepPlan, bit_words
 from worker import Worker
+from worker_steps import HYBRID, ONE_LAYER, SHAPE, STATE, FakeGraph, row, worker_in  # noqa: F401 (some take SHAPE here)
 
-SHAPE = {
-    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 97, "hidden_size": 32,
-    "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 256, "sliding_window": None,
-}  # fmt: skip
-ONE_LAYER = {"num_hidden_layers": 1}  # for kernels that are interpreted, which takes long
 LATENT = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_attention_heads": 4,
     "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
@@ -55,21 +48,7 @@ BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4  # layers, K and V, KV heads, tokens, head 
 
 @pytest.fixture
 def make(tmp_path: Path):
-    """Makes a worker on a tiny model of random weights; `shape` changes its config.json."""
-
-    def make_worker(shape: dict | None = None, **fields) -> Worker:
-        (tmp_path / "config.json").write_text(json.dumps(SHAPE | (shape or {})))
-        options = {"model": str(tmp_path), "load_format": "dummy", "dtype": "float32", "device": "cpu"}
-        options |= {"block_size": 16, "max_num_seqs": 8, "swap_space": 0.001, **fields}
-        return start_worker(EngineConfig(**options), ModelConfig.from_folder(str(tmp_path)))
-
-    return make_worker
-
-
-def row(slot: int, tokens: list[int], num_computed: int = 0, num_logprobs: int = -1, temperature: float = 0.0, **more):
-    blocks = more.get("blocks", list(range(slot * 8, slot * 8 + 8)))
-    return NewRow(slot=slot, token_ids=tokens, blocks=[blocks], num_computed=num_computed, temperature=temperature,
-                  seed=7, num_logprobs=num_logprobs)  # fmt: skip
+    return partial(worker_in, tmp_path)
 
 
 def test_rows_that_ask_get_logprobs(make, monkeypatch):
@@ -140,13 +119,6 @@ def test_preemption_by_swap_needs_room(make):
 
 
 # --- recurrent states -------------------------------------------------------------------------------------------------
-
-HYBRID = {
-    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "head_dim": 8, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 3, "linear_conv_kernel_dim": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3,
-}  # fmt: skip
-STATE = 4 * 2 * (4 * 4 * 3 + 28 * 2)  # bytes: in 2 layers 4 heads of 4 x 3, and 28 channels' latest 2 inputs
 
 
 def test_states_move_in_the_plans_order(make):
@@ -395,21 +367,26 @@ def test_batch_invariant_products_are_the_kernels_own(make, monkeypatch):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("shape", [ONE_LAYER, pytest.param(HYBRID, marks=pytest.mark.long)], ids=["keys", "states"])
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(ONE_LAYER, marks=pytest.mark.full), pytest.param(HYBRID, marks=pytest.mark.long)],
+    ids=["keys", "states"],
+)
 def test_kernels_give_a_token_the_same_logits_however_its_sequence_was_cut(make, few_programs, monkeypatch, shape):
     """With batch_invariant logits are bit-equal in one go, in chunks, beside another row, and as a decode."""
     kernels = pytest.importorskip("kernels")
     monkeypatch.setattr(startup, "pick_ops", lambda *_: kernels)
-    worker, found = make(shape, dtype="bfloat16", batch_invariant=True, max_num_batched_tokens=64), []
+    sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 32, "swap_space": 0.0}
+    worker, found = make(shape, dtype="bfloat16", batch_invariant=True, **sizes), []
     logits = worker.model.logits
     monkeypatch.setattr(worker.model, "logits", lambda hidden: found.append(logits(hidden)) or found[-1])
-    prompt, other = [(7 * i) % 97 for i in range(18)], [(5 * i) % 97 for i in range(40)]
+    prompt, other = [(7 * i) % 97 for i in range(18)], [(5 * i) % 97 for i in range(24)]
     for step, cuts in enumerate(([18], [9, 1, 1, 7], [16, 2], [17, 1])):
         worker.step(StepPlan(step, new=[row(1, prompt)], released=[1] * (step > 0)))
         for count in cuts[:-1]:
             worker.step(StepPlan(step, rows=[(1, count)]))
         assert len(found) == step
-        beside = [(0, 40)] if step == 2 else []
+        beside = [(0, 24)] if step == 2 else []
         worker.step(StepPlan(step, rows=[(1, cuts[-1]), *beside], new=[row(0, other)] if beside else []))
     assert all(torch.equal(rows[0], found[0][0]) for rows in found) and found[2].shape[0] == 2
     second = [worker.step(StepPlan(9, rows=[(1, 1)])), found.pop()][1]
@@ -471,25 +448,14 @@ def test_a_sequence_is_stopped_by_its_own_tokens_alone(make):
         assert result.token_ids == [-1, token] and result.stopped == stopped
 
 
-class FakeGraph:
-    """Stands in for a CUDA graph: `replay` runs the step of one shape again, into the tensors of the first run."""
-
-    def __init__(self, worker: Worker, shape: StepShape):
-        self.worker, self.shape, self.replays = worker, shape, 0
-        self.ids = worker.forward(shape)[1].zero_()
-
-    def replay(self) -> None:
-        self.replays += 1
-        with torch.inference_mode():
-            self.ids.copy_(self.worker.forward(self.shape)[1])
-
-
-@pytest.mark.parametrize("backend", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.interpreted)])
+@pytest.mark.parametrize(
+    "backend", ["cpu", "reference", pytest.param("triton", marks=[pytest.mark.interpreted, pytest.mark.full])]
+)
 def test_padded_and_replayed_decode_steps_change_nothing(make, few_programs, backend):
     """Rows come and go, some with penalties or log-probabilities. Steps with a prompt are not replayed."""
     told, states = [], []
     for sizes in ([], [1, 2, 4, 8]):
-        worker = make(ONE_LAYER, backend=backend, max_num_batched_tokens=64)
+        worker = make(ONE_LAYER, backend=backend, max_num_batched_tokens=64, swap_space=0.0)
         with torch.inference_mode():
             worker.graph_sizes, result = sizes, []
             for size in sizes[1:]:
@@ -568,15 +534,24 @@ class RecordedGraph(TorchDispatchMode):
 @pytest.mark.filterwarnings("ignore:All-NaN")  # which the capture leaves between its graphs
 @pytest.mark.parametrize(
     "shape",
-    [{}, EXPERTS | ONE_LAYER, *(pytest.param(shape, marks=pytest.mark.long) for shape in (WINDOWS, LATENT))],
-    ids=["plain", "experts", "windows", "latents"],
+    [
+        ONE_LAYER,
+        *(pytest.param(shape, marks=pytest.mark.full) for shape in ({}, EXPERTS | ONE_LAYER)),
+        *(pytest.param(shape, marks=pytest.mark.long) for shape in (WINDOWS, LATENT)),
+    ],
+    ids=["one layer", "plain", "experts", "windows", "latents"],
 )
 def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_programs, monkeypatch, shape):
     """Tokens and what is stored are those of a worker that launches everything. Larger steps have no graphs.
 
     What the ranks have exchanged is known in both cases. A rank that has failed pads as the others do.
     """
-    worker, told, pools, exchanged = make(shape, backend="triton", max_num_batched_tokens=32), [], [], []
+    worker, told, pools, exchanged = (
+        make(shape, backend="triton", max_num_batched_tokens=32, swap_space=0.0),
+        [],
+        [],
+        [],
+    )
     group = worker.group
     group.all_reduce = lambda x: group.exchanged.append((x.shape[1:], x.dtype)) or x
     model, kinds = worker.model, range(len(worker.model.layout.windows))

@@ -153,7 +153,7 @@ def test_an_engine_writes_one_and_the_command_line_replays_it(make_llm, tmp_path
     path = tmp_path / "steps.jsonl"
     llm = make_llm(log_scheduler=str(path), num_gpu_blocks_override=70, block_size=16)
     for _ in range(2):
-        llm.generate([[5 + i] * 30 for i in range(30)], SamplingParams(max_tokens=40, seed=1), use_tqdm=False)
+        llm.generate([[5 + i] * 30 for i in range(10)], SamplingParams(max_tokens=12, seed=1), use_tqdm=False)
         llm.core.reset_prefix_cache()  # a replay that missed it would find what the second round did not
     root = Path(__file__).parent.parent.parent
     run = subprocess.run(
@@ -182,7 +182,7 @@ def test_a_disk_that_is_full_from_the_start(make_llm, option, caplog):
     assert warnings(caplog) == [f"{option} is '/dev/full': No space left on device; no more is written there"]
 
 
-@pytest.mark.parametrize("option", ["log_scheduler", "trace"])
+@pytest.mark.parametrize("option", [pytest.param("log_scheduler", marks=pytest.mark.full), "trace"])
 def test_a_disk_that_becomes_full_leaves_what_can_be_read(make_llm, tmp_path, option, caplog):
     path, limits = tmp_path / "file", resource.getrlimit(resource.RLIMIT_FSIZE)
     llm = make_llm(**{option: str(path)})

@@ -276,7 +276,7 @@ def test_an_engine_tells_its_throughput_while_it_works(
     threading.Thread(target=EngineServer(core, listener).run, daemon=True).start()
     with address:
         client = MPClient(address)
-        stream = client.add_request(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=200, ignore_eos=True)))
+        stream = client.add_request(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=60, ignore_eos=True)))
         while not stream.get(timeout=30).finished:
             pass
         lines: list[str] = []
@@ -320,6 +320,7 @@ def titles(server: Server) -> dict[str, int]:
     return {Path(f"/proc/{pid}/cmdline").read_text().strip("\0"): pid for pid in server.family()}
 
 
+@pytest.mark.full
 def test_processes_are_called_what_they_are_and_show_no_keys(server: Server) -> None:
     found = titles(server)
     named = {title for title in found if title.startswith("manta: ")}
@@ -331,6 +332,7 @@ def test_processes_are_called_what_they_are_and_show_no_keys(server: Server) -> 
     assert not any("sk-hidden" in title for title in found)
 
 
+@pytest.mark.full
 def test_every_line_of_a_server_is_an_object(server: Server) -> None:
     """What starts, requests, one that is no HTTP, gunicorn's own words, and what is replaced."""
 

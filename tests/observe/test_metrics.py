@@ -184,7 +184,7 @@ class Watched(Engine):
         assert told.counts == expected.counts and told.sum == pytest.approx(expected.sum), name
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2, 3))])
 @pytest.mark.parametrize("options", [{}, {"num_blocks": 24}, {"depth": 2}, {"enable_chunked_prefill": False}], ids=str)
 def test_times_are_those_that_a_watch_shows(options: dict[str, Any], seed: int) -> None:
     classic = {"max_num_batched_tokens": 64} if "enable_chunked_prefill" in options else {}
@@ -279,6 +279,7 @@ def ended(server: Server) -> dict[str, float]:
     return {sample.labels["finished_reason"]: sample.value for sample in found}
 
 
+@pytest.mark.full
 def test_a_server_counts_how_its_requests_ended(tmp_path: Path) -> None:
     """Each of two API processes tells the same, whichever of them had the request."""
     with serving(tmp_path, "--api-server-count", "2", "--num-gpu-blocks-override", "16") as server:
@@ -350,6 +351,7 @@ def ask(address: str, query: str) -> list[Any]:
     return [value for value in (float(sample["value"][1]) for sample in found) if value == value]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="there is no Prometheus here")
 def test_every_panel_of_the_dashboard_shows_something(tmp_path: Path) -> None:
     dashboard = json.loads((DEPLOY / "grafana.json").read_text())

@@ -27,8 +27,8 @@ from plan import EngineCoreRequest, StateRoom, StepPlan, StepResult
 from scheduler import Scheduler
 from scheduling.beam import Beams
 from test_engine import FEW, GREEDY, STORY, tokens
-from test_worker import HYBRID, SHAPE, STATE
 from worker import Worker
+from worker_steps import HYBRID, SHAPE, STATE
 
 LONG = SamplingParams(temperature=0, max_tokens=40)
 
@@ -364,7 +364,9 @@ class CheckedWorker(FakeWorker):
         return result
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "count", [6, pytest.param(50, marks=pytest.mark.full), pytest.param(1000, marks=pytest.mark.long)]
+)
 def test_no_false_alarm_in_random_scenarios(monkeypatch, count):
     monkeypatch.setattr(fake_worker, "FakeWorker", CheckedWorker)
     monkeypatch.setattr(fake_worker, "EngineConfig", partial(EngineConfig, sanitize_kv=True))
@@ -373,10 +375,20 @@ def test_no_false_alarm_in_random_scenarios(monkeypatch, count):
 
 
 @pytest.mark.parametrize(
-    "shape", [{}, {"sliding_window": 5}, HYBRID], ids=["whole context", "window", "recurrent states"]
+    ("mode", "shape"),
+    [
+        pytest.param("recompute", {}, marks=pytest.mark.full),
+        ("recompute", {"sliding_window": 5}),
+        pytest.param("recompute", HYBRID, marks=pytest.mark.full),
+        pytest.param("swap", {}, marks=pytest.mark.full),
+        pytest.param("swap", {"sliding_window": 5}, marks=pytest.mark.full),
+        ("swap", HYBRID),
+    ],
+    ids=[
+        f"{mode}-{shape}" for mode in ("recompute", "swap") for shape in ("whole context", "window", "recurrent states")
+    ],
 )
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_no_false_alarm_on_a_random_model(make_core, shape, mode):
+def test_no_false_alarm_on_a_random_model(make_core, mode, shape):
     """Samples, beams, chunks and prefixes come and go in a pool that is far too small."""
     answers = []
     for checked in (True, False):
@@ -405,8 +417,8 @@ def test_no_false_alarm_on_a_random_model(make_core, shape, mode):
 @pytest.mark.parametrize(
     "fields",
     [
-        FEW | {"preemption_mode": "recompute", "swap_space": 0.0},
-        FEW | {"preemption_mode": "swap", "swap_space": 0.01},
+        pytest.param(FEW | {"preemption_mode": "recompute", "swap_space": 0.0}, marks=pytest.mark.full),
+        pytest.param(FEW | {"preemption_mode": "swap", "swap_space": 0.01}, marks=pytest.mark.full),
         {"num_gpu_blocks_override": 70, "block_size": 16, "preemption_mode": "recompute"},
         pytest.param(
             {"enable_prefix_caching": False, "max_num_batched_tokens": 32, "max_num_seqs": 32}, marks=pytest.mark.long

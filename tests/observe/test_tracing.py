@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PHASES = ["apply", "prepare_inputs", "model", "logits", "sample", "post_update", "results"]
 
 
-@pytest.mark.parametrize("backend", ["uni", "mp"])
+@pytest.mark.parametrize("backend", ["uni", pytest.param("mp", marks=pytest.mark.full)])
 def test_every_step_is_there_and_its_phases_follow_one_another(make_llm, tmp_path, backend):
     path = tmp_path / "trace.json"
     llm = make_llm(trace=str(path), distributed_executor_backend=backend, async_scheduling=False)
@@ -71,7 +71,10 @@ while True:
 """
 
 
-@pytest.mark.parametrize("with_signal", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
+@pytest.mark.parametrize(
+    "with_signal",
+    [pytest.param(signal.SIGTERM, marks=pytest.mark.long), pytest.param(signal.SIGKILL, marks=pytest.mark.full)],
+)
 def test_a_script_that_is_ended_leaves_a_trace_that_can_be_read(tmp_path, with_signal):
     path = tmp_path / "trace.json"
     command = [sys.executable, "-c", SCRIPT, str(path)]

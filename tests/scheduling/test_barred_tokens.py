@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import torch
 from batch_state import StepShape
 from engine import SamplingParams
 from plan import StepPlan, bit_words
-from test_worker import ONE_LAYER, FakeGraph, make, row  # noqa: F401
+from worker_steps import ONE_LAYER, FakeGraph, row, worker_in
 
 BATCHES = {
     "chunks": {"max_num_batched_tokens": 32, "max_num_seqs": 32, "enable_prefix_caching": False},
@@ -22,6 +24,11 @@ BATCHES = {
     "tokens one by one": {"batch_invariant": True, "max_num_seqs": 4, "block_size": 4},  # a short warm-up
 }
 FEW = {"num_gpu_blocks_override": 64, "block_size": 4, "max_model_len": 220, "schedule_conservativeness": 0.0}
+
+
+@pytest.fixture
+def make(tmp_path: Path):
+    return partial(worker_in, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +89,10 @@ def test_all_that_bars_tokens_does_so_at_once(llm, requests, barred):
     assert sum(bool(completions(given.bad_word_ids, ids)) for ids, given in zip(free, owners, strict=True)) > 11
 
 
-@pytest.mark.parametrize("fields", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize(
+    "fields",
+    [pytest.param(BATCHES[way], id=way, marks=[pytest.mark.full] * (way in ("chunks", "swap"))) for way in BATCHES],
+)
 def test_it_does_not_depend_on_how_tokens_are_computed(llm, make_llm, barred, fields):
     few = FEW if "preemption_mode" in fields else {}
     made, (prompts, params, answers) = make_llm(**fields | few), barred
@@ -106,8 +116,8 @@ def scene(llm):
 @pytest.mark.parametrize(
     "bad",
     [
-        lambda said: said[:1],
-        lambda said: ["  " + said[3]],
+        pytest.param(lambda said: said[:1], marks=pytest.mark.full),
+        pytest.param(lambda said: ["  " + said[3]], marks=pytest.mark.full),
         lambda said: [said[1], " ".join(said[1:3]), " ".join(said[4:6])],
         lambda said: list(dict.fromkeys(said))[:6],
     ],
@@ -175,11 +185,15 @@ def test_bad_words_begin_in_the_output(llm):
 
 @pytest.mark.parametrize(
     ("backend", "graphs"),
-    [("cpu", False), ("reference", True), pytest.param("triton", True, marks=pytest.mark.interpreted)],
+    [
+        ("cpu", False),
+        ("reference", True),
+        pytest.param("triton", True, marks=[pytest.mark.interpreted, pytest.mark.full]),
+    ],
 )
-def test_a_worker_draws_what_is_left(make, few_programs, monkeypatch, backend, graphs):  # noqa: F811
+def test_a_worker_draws_what_is_left(make, few_programs, monkeypatch, backend, graphs):
     """Rows with words, stop tokens held back and lists of allowed tokens, in one batch with rows that have none."""
-    worker = make(ONE_LAYER, backend=backend, max_num_seqs=5, max_num_batched_tokens=64)
+    worker = make(ONE_LAYER, backend=backend, max_num_seqs=5, max_num_batched_tokens=64, swap_space=0.0)
     rng, seen = random.Random(4), []
     logits = worker.model.logits
     monkeypatch.setattr(worker.model, "logits", lambda hidden: seen.append(logits(hidden)) or seen[-1])
@@ -214,10 +228,12 @@ def test_a_worker_draws_what_is_left(make, few_programs, monkeypatch, backend, g
     assert met > 8 and (not graphs or graph.replays == 7)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.interpreted)])
-def test_a_worker_takes_masks_with_its_steps(make, few_programs, monkeypatch, backend):  # noqa: F811
+@pytest.mark.parametrize(
+    "backend", ["cpu", "reference", pytest.param("triton", marks=[pytest.mark.interpreted, pytest.mark.full])]
+)
+def test_a_worker_takes_masks_with_its_steps(make, few_programs, monkeypatch, backend):
     """Each step has other masks for the same rows; log-probabilities are among the tokens that are left, if asked."""
-    rng, worker, seen = random.Random(5), make(backend=backend, max_num_seqs=3), []
+    rng, worker, seen = random.Random(5), make(ONE_LAYER, backend=backend, max_num_seqs=3, swap_space=0.0), []
     logits = worker.model.logits
     monkeypatch.setattr(worker.model, "logits", lambda hidden: seen.append(logits(hidden).clone()) or logits(hidden))
     monkeypatch.setattr(worker, "greedy_head", None)  # it makes no logits
@@ -246,7 +262,7 @@ def test_a_worker_takes_masks_with_its_steps(make, few_programs, monkeypatch, ba
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("allowed", [None, (5, 9, 31, 32, 96)])
-def test_a_worker_counts_down_and_then_bars_nothing(make, backend, allowed):  # noqa: F811
+def test_a_worker_counts_down_and_then_bars_nothing(make, backend, allowed):
     """In the same batch another row goes on as ever. An allowed list of its own comes back afterwards."""
     free, worker = make(backend=backend), make(backend=backend)
     new = [row(0, [1, 2]), row(1, [3])]
@@ -268,7 +284,7 @@ def test_a_worker_counts_down_and_then_bars_nothing(make, backend, allowed):  # 
     assert worker.step(StepPlan(9, rows=[(2, 4)], new=[again])).token_ids == [ids[2]]
 
 
-def test_graphs_of_adjusted_steps_serve_while_a_row_is_held(make):  # noqa: F811
+def test_graphs_of_adjusted_steps_serve_while_a_row_is_held(make):
     """Each step finds the bitmask that its own row is due, and the step in which it is lifted is a plain one."""
     told = []
     for graphs in (False, True):
@@ -289,7 +305,7 @@ def test_graphs_of_adjusted_steps_serve_while_a_row_is_held(make):  # noqa: F811
     assert [graph.replays for graph, _ in worker.graphs.values()] == [4, 2]
 
 
-def test_a_slot_that_is_left_early_bars_nothing_for_the_next(make):  # noqa: F811
+def test_a_slot_that_is_left_early_bars_nothing_for_the_next(make):
     worker = make()
     want = worker.step(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2])])).token_ids
     held = row(0, [1, 2])

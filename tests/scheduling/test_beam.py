@@ -95,10 +95,12 @@ PENALTIES = st.sampled_from([-2.0, -1.0, -0.3, 0.0, 0.5, 1.0, 2.0, 3.0])
 EARLY = st.sampled_from([True, False, "never"])
 
 
-@settings(max_examples=400, deadline=None)
-@given(data=st.data(), seed=st.integers(0, 10**6), width=st.integers(1, 5), stops=st.integers(0, 3),
-       max_tokens=st.integers(1, 12), penalty=PENALTIES, early=EARLY)  # fmt: skip
-def test_search_goes_by_the_letter(data, seed, width, stops, max_tokens, penalty, early):
+SEARCHES = given(
+    data=st.data(), seed=st.integers(0, 10**6), width=st.integers(1, 5), stops=st.integers(0, 3),
+    max_tokens=st.integers(1, 12), penalty=PENALTIES, early=EARLY)  # fmt: skip
+
+
+def check_search(data, seed, width, stops, max_tokens, penalty, early):
     vocab = data.draw(st.integers(max(2, width + stops), 14))  # fewer tokens, and transformers makes beams up
     stop_ids = frozenset(random.Random(seed).sample(range(vocab), stops))
     search, model = BeamSearch(width, max_tokens, stop_ids, penalty, early), toy(vocab, seed)
@@ -108,6 +110,15 @@ def test_search_goes_by_the_letter(data, seed, width, stops, max_tokens, penalty
     assert [answer.score for answer in search.answers] == pytest.approx([score for score, _ in expected])
     assert [answer.stopped for answer in search.answers] == [tokens[-1] in stop_ids for _, tokens in expected]
     assert steps == expected_steps
+
+
+def test_search_goes_by_the_letter():
+    settings(max_examples=150, deadline=None)(SEARCHES(check_search))()
+
+
+@pytest.mark.full
+def test_more_searches_go_by_the_letter():
+    settings(max_examples=400, deadline=None)(SEARCHES(check_search))()
 
 
 @settings(max_examples=60, deadline=None)
@@ -387,8 +398,13 @@ def check_beams(core: EngineCore, name: str, beside: bool = False) -> None:
     assert core.metrics()["kv_cache_usage_perc"] == 0
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside greedy requests"])
+NAMES = [pytest.param(name, marks=[pytest.mark.full] * (name != "llama")) for name in CASES]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "beside", [pytest.param(False, marks=pytest.mark.full), True], ids=["alone", "beside greedy requests"]
+)
 def test_beams_equal_transformers(checkpoints, name, beside):
     core = make_core(checkpoints / name)
     check_beams(core, name, beside)
@@ -397,11 +413,27 @@ def test_beams_equal_transformers(checkpoints, name, beside):
     assert core.metrics()["prefix_cache_hits_total"] - hits >= 20 * len(BEAMS)
 
 
-@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "classic"])
-@pytest.mark.parametrize("cache", [True, False], ids=["cache", "no cache"])
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 78), (3, 32), (16, 11)])
-@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+FEW = [  # of these ways each is there once
+    ("llama", 1, 78, "recompute", True, True),
+    ("llama", 3, 32, "swap", False, True),
+    ("llama", 16, 11, "swap", True, False),
+]
+PREEMPTED = itertools.product(
+    ("llama", "mistral-window"), ((1, 78), (3, 32), (16, 11)), ("recompute", "swap"), (True, False), (True, False)
+)
+PREEMPTED = [(name, *pool, mode, cache, chunked) for name, pool, mode, cache, chunked in PREEMPTED]
+
+
+def described(way: tuple[str, int, int, str, bool, bool]) -> str:
+    name, block_size, num_blocks, mode, cache, chunked = way
+    words = "cache" if cache else "no cache", "chunked" if chunked else "classic"
+    return "-".join([name, str(block_size), str(num_blocks), mode, *words])
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size", "num_blocks", "mode", "cache", "chunked"),
+    [pytest.param(*way, id=described(way), marks=[pytest.mark.full] * (way not in FEW)) for way in PREEMPTED],
+)
 def test_preempted_beams_are_the_same(checkpoints, name, block_size, num_blocks, mode, cache, chunked):
     """In a pool that just holds the widest search, with nothing kept free for growth."""
     core = make_core(
@@ -412,21 +444,31 @@ def test_preempted_beams_are_the_same(checkpoints, name, block_size, num_blocks,
     assert (core.metrics()["num_swapped_blocks_total"] > 0) == (mode == "swap")
 
 
-@pytest.mark.parametrize("fields", [
-    {"max_num_batched_tokens": 12},
-    {"max_num_batched_tokens": 5, "max_num_seqs": 5, "block_size": 3},
-    {"num_lookahead_slots": 3, "block_size": 3},
-    {"num_gpu_blocks_override": 26, "preemption_mode": "swap", "swap_space": 6e-5} | EAGER,
-    {"num_gpu_blocks_override": 26, "swap_space": 0.0} | EAGER,
-], ids=["short steps", "as wide as the engine", "lookahead", "little room to swap", "no host pool"])  # fmt: skip
-def test_beams_are_the_same_however_they_are_computed(checkpoints, fields):
-    # In a search as wide as the engine, its pool has no room for what beams with a window hold beside.
-    for name in ("llama", "mistral-window")[: 1 if "max_num_seqs" in fields else 2]:
-        core = make_core(checkpoints / name, **fields)
-        check_beams(core, name, beside=True)
-        counted = core.metrics()
-        assert (counted["num_preemptions_total"] > 0) == ("num_gpu_blocks_override" in fields)
-        assert (counted["num_swapped_blocks_total"] > 0) == ("preemption_mode" in fields)
+ELSEWISE = {
+    "short steps": {"max_num_batched_tokens": 12},
+    "as wide as the engine": {"max_num_batched_tokens": 5, "max_num_seqs": 5, "block_size": 3},
+    "lookahead": {"num_lookahead_slots": 3, "block_size": 3},
+    "little room to swap": {"num_gpu_blocks_override": 26, "preemption_mode": "swap", "swap_space": 6e-5} | EAGER,
+    "no host pool": {"num_gpu_blocks_override": 26, "swap_space": 0.0} | EAGER,
+}
+# In a search as wide as the engine, its pool has no room for what beams with a window hold beside.
+ALL_ELSEWISE = [
+    pytest.param(
+        name, ELSEWISE[way], id=f"{name}-{way}",
+        marks=[pytest.mark.full] * (name != "llama" or way in ("short steps", "no host pool")))
+    for name in ("llama", "mistral-window")
+    for way in ELSEWISE
+    if (name, way) != ("mistral-window", "as wide as the engine")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "fields"), ALL_ELSEWISE)
+def test_beams_are_the_same_however_they_are_computed(checkpoints, name, fields):
+    core = make_core(checkpoints / name, **fields)
+    check_beams(core, name, beside=True)
+    counted = core.metrics()
+    assert (counted["num_preemptions_total"] > 0) == ("num_gpu_blocks_override" in fields)
+    assert (counted["num_swapped_blocks_total"] > 0) == ("preemption_mode" in fields)
 
 
 def test_search_to_the_end_of_the_context(checkpoints):
@@ -440,7 +482,9 @@ def test_search_to_the_end_of_the_context(checkpoints):
     check_answer(core, "llama", i, j, finish(core)["search"])
 
 
-@pytest.mark.parametrize("steps", range(14))
+@pytest.mark.parametrize(
+    "steps", [pytest.param(steps, marks=[pytest.mark.full] * (steps not in (1, 5, 9))) for steps in range(14)]
+)
 def test_abort_leaves_nothing_behind(checkpoints, steps):
     """One of three searches is dropped, wherever it is: running, preempted, waiting or just finished."""
     core = make_core(checkpoints / "llama", num_gpu_blocks_override=26, **EAGER)

@@ -393,10 +393,10 @@ STARVED = {"num_gpu_blocks_override": 9, "block_size": 8, "max_model_len": 64}
     "fields",
     [
         {**STARVED, "preemption_mode": "recompute"},
-        {**STARVED, "preemption_mode": "swap", "swap_space": 0.05},
-        {"max_num_batched_tokens": 16, "max_num_seqs": 8},
-        {"enable_chunked_prefill": False},
-        {"distributed_executor_backend": "mp", "async_scheduling": True},
+        pytest.param({**STARVED, "preemption_mode": "swap", "swap_space": 0.05}, marks=pytest.mark.full),
+        pytest.param({"max_num_batched_tokens": 16, "max_num_seqs": 8}, marks=pytest.mark.full),
+        pytest.param({"enable_chunked_prefill": False}, marks=pytest.mark.full),
+        pytest.param({"distributed_executor_backend": "mp", "async_scheduling": True}, marks=pytest.mark.full),
     ],
     ids=["recompute", "swap", "chunks", "classic", "ahead"],
 )
@@ -467,11 +467,12 @@ def test_a_bad_grammar_is_refused_before_anything_runs(llm):
     assert not llm.core.has_work()
 
 
-def test_a_journal_replays_them(make_llm, tmp_path):
+@pytest.mark.parametrize("count", [3, pytest.param(8, marks=pytest.mark.full)])
+def test_a_journal_replays_them(make_llm, tmp_path, count):
     from observe.journal import replay
 
     path = tmp_path / "journal"
-    prompts, params = requests(8)
+    prompts, params = requests(count)
     with make_llm(log_scheduler=str(path), num_gpu_blocks_override=20, block_size=8, max_model_len=64) as llm:
         llm.generate(prompts, params, use_tqdm=False)
     lines = path.read_text().splitlines()
@@ -479,45 +480,42 @@ def test_a_journal_replays_them(make_llm, tmp_path):
     replay(lines)
 
 
-def test_a_request_waits_for_its_grammar_while_others_run(make_llm):
+def test_a_request_waits_for_its_grammar_while_others_run(llm):
     """As in a server, whose loop goes on. An id is taken from the first; one that is given up is forgotten."""
     compiled: Future[None] = Future()
     params = SamplingParams(temperature=0, max_tokens=4, structured_outputs=StructuredOutputsParams(regex="abc?"))
-    with make_llm() as llm:
-        core, ended = llm.core, set()
-        known = core.grammars.compile(params.structured_outputs).result()
-        core.grammars.cache[params.structured_outputs] = compiled
-        for name in ("held", "left"):
-            core.add(EngineCoreRequest(name, [5, 6], params))
-        with pytest.raises(ValueError, match="'held' is in use"):
-            core.add(EngineCoreRequest("held", [5], SamplingParams(max_tokens=1)))
-        core.add(EngineCoreRequest("free", [5, 6], SamplingParams(temperature=0, max_tokens=4)))
-        core.abort("left")
-        while core.has_work():
-            ended |= {output.request_id for output in core.step() if output.finish_reason}
-            if ended == {"free"} and not compiled.done():
-                compiled.set_result(known)
-        assert ended == {"free", "held"} and not core.compiling
+    core, ended = llm.core, set()
+    known = core.grammars.compile(params.structured_outputs).result()
+    core.grammars.cache[params.structured_outputs] = compiled
+    for name in ("held", "left"):
+        core.add(EngineCoreRequest(name, [5, 6], params))
+    with pytest.raises(ValueError, match="'held' is in use"):
+        core.add(EngineCoreRequest("held", [5], SamplingParams(max_tokens=1)))
+    core.add(EngineCoreRequest("free", [5, 6], SamplingParams(temperature=0, max_tokens=4)))
+    core.abort("left")
+    while core.has_work():
+        ended |= {output.request_id for output in core.step() if output.finish_reason}
+        if ended == {"free"} and not compiled.done():
+            compiled.set_result(known)
+    assert ended == {"free", "held"} and not core.compiling
 
 
-def test_the_grammar_of_a_request_that_is_aborted_is_not_compiled(make_llm):
+def test_the_grammar_of_a_request_that_is_aborted_is_not_compiled(llm):
     wanted = StructuredOutputsParams(json={"type": "integer", "multipleOf": 99999989})
-    with make_llm() as llm:
-        llm.core.add(EngineCoreRequest("left", [5, 6], SamplingParams(max_tokens=4, structured_outputs=wanted)))
-        grammar = llm.core.compiling["left"][0].grammar
-        llm.core.abort("left")
-        assert grammar.cancelled() and not llm.core.has_work()
+    llm.core.add(EngineCoreRequest("left", [5, 6], SamplingParams(max_tokens=4, structured_outputs=wanted)))
+    grammar = llm.core.compiling["left"][0].grammar
+    llm.core.abort("left")
+    assert grammar.cancelled() and not llm.core.has_work()
 
 
-def test_a_grammar_that_takes_too_long_is_refused(make_llm):
-    params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="abc?"))
-    with make_llm() as llm:
-        llm.core.grammars.cache[params.structured_outputs] = Future()
-        llm.core.add(EngineCoreRequest("slow", [5, 6], params))
-        assert not [*llm.core.step()]
-        llm.core.compiling["slow"] = llm.core.compiling["slow"][0], 0.0
-        (refused,) = llm.core.step()
-        assert refused.finished and "took more than 20 s to compile" in refused.error and not llm.core.has_work()
+def test_a_grammar_that_takes_too_long_is_refused(llm):
+    params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="a(b|c)d?"))
+    llm.core.grammars.cache[params.structured_outputs] = Future()
+    llm.core.add(EngineCoreRequest("slow", [5, 6], params))
+    assert not [*llm.core.step()]
+    llm.core.compiling["slow"] = llm.core.compiling["slow"][0], 0.0
+    (refused,) = llm.core.step()
+    assert refused.finished and "took more than 20 s to compile" in refused.error and not llm.core.has_work()
 
 
 # --- answers that cannot go on ----------------------------------------------------------------------------------------
@@ -539,7 +537,7 @@ def run_to_the_end(core) -> list:
     return news
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.full), True], ids=["in turn", "ahead"])
 def test_an_answer_without_a_next_token_ends_with_an_error_once_and_no_token_of_it_leaves(make_llm, stuck, ahead):
     fine = SamplingParams(max_tokens=20, seed=1, structured_outputs=StructuredOutputsParams(regex="[a-z ]{400}"))
     with make_llm(async_scheduling=ahead) as llm:
@@ -555,26 +553,24 @@ def test_an_answer_without_a_next_token_ends_with_an_error_once_and_no_token_of_
     }
 
 
-def test_who_has_left_is_not_told_that_its_answer_cannot_go_on(make_llm, stuck):
-    with make_llm() as llm:
-        core = llm.core
-        core.add(EngineCoreRequest("stuck", [5, 6, 7], stuck), at_once=True)
-        while not core.scheduler.running or len(core.scheduler.running[0].seqs[0].tokens) < 6:
-            assert not any(output.finished for output in core.step())
-        (group,) = core.scheduler.others
-        group.seqs[0].constraint.error = "it cannot go on"
-        core.abort("stuck")
-        assert not core.scheduler.others and not run_to_the_end(core)
+def test_who_has_left_is_not_told_that_its_answer_cannot_go_on(llm, stuck):
+    core = llm.core
+    core.add(EngineCoreRequest("stuck", [5, 6, 7], stuck), at_once=True)
+    while not core.scheduler.running or len(core.scheduler.running[0].seqs[0].tokens) < 6:
+        assert not any(output.finished for output in core.step())
+    (group,) = core.scheduler.others
+    group.seqs[0].constraint.error = "it cannot go on"
+    core.abort("stuck")
+    assert not core.scheduler.others and not run_to_the_end(core)
 
 
-def test_beams_that_have_ended_are_looked_at_no_more(make_llm):
+def test_beams_that_have_ended_are_looked_at_no_more(llm):
     asked = StructuredOutputsParams(choice=["yes", "no"])
     params = SamplingParams(n=2, use_beam_search=True, temperature=0, max_tokens=8, structured_outputs=asked)
-    with make_llm() as llm:
-        llm.core.add(EngineCoreRequest("beams", [5, 6, 7], params), at_once=True)
-        while llm.core.scheduler.requests:
-            llm.core.step()
-        assert not llm.core.scheduler.others
+    llm.core.add(EngineCoreRequest("beams", [5, 6, 7], params), at_once=True)
+    while llm.core.scheduler.requests:
+        llm.core.step()
+    assert not llm.core.scheduler.others
 
 
 def test_a_mask_that_does_not_come_after_a_preemption_ends_its_answer_alone(make_llm, monkeypatch):

@@ -50,8 +50,8 @@ def own_grammars():
     ("asked", "said"),
     [
         ({"grammar": RULES}, "too deeply"),
-        ({"json": REFERENCES}, "too deeply"),
-        ({"json": ENDLESS}, "more than 1 s"),
+        pytest.param({"json": REFERENCES}, "too deeply", marks=pytest.mark.full),
+        pytest.param({"json": ENDLESS}, "more than 1 s", marks=pytest.mark.full),
         ({"choice": [f"{i:020}" for i in range(9000)]}, "more than 8 MiB of memory"),
     ],
     ids=["rules", "references", "endless", "large"],
@@ -150,7 +150,16 @@ def test_a_refusal_does_not_grow(grammars):
     assert refused.exception().__traceback__ is None
 
 
-SCRIPT = """
+WITH_GRAMMARS = """
+import os, sys
+from sampling_params import StructuredOutputsParams
+from scheduling.grammar import Grammars
+grammars = Grammars(sys.argv[1], 1024, [1])
+grammar = grammars.compile(StructuredOutputsParams(regex="[a-c]{4}")).result(60)
+print(len(grammar.first) // 8, grammars.sandbox.held[0][0].pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+WITH_AN_ENGINE = """
 import os, sys
 from engine import LLM, SamplingParams
 llm = LLM(sys.argv[1], dtype="float32", device="cpu")
@@ -160,9 +169,12 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_a_script_without_a_guard_has_a_sandbox_which_ends_with_it(tmp_path):
+@pytest.mark.parametrize(
+    "script", [WITH_GRAMMARS, pytest.param(WITH_AN_ENGINE, marks=pytest.mark.full)], ids=["grammars", "engine"]
+)
+def test_a_script_without_a_guard_has_a_sandbox_which_ends_with_it(tmp_path, script):
     path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
+    path.write_text(script)
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
     done = subprocess.run([sys.executable, path, DEMO], env=env, capture_output=True, text=True, timeout=120)
     length, pid = map(int, done.stdout.split())
