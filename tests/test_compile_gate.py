@@ -1,7 +1,7 @@
 """The Triton specializations that the shapes below need, compiled without a GPU for the chips of SHARED_LIMIT.
 
-The tests compile a part of them: the shapes of BRIEF, and matrix products and activations once for each kind. By
--m long they compile all. So does python tests/test_compile_gate.py, which prints a table.
+By -m full the tests compile a part of them: the shapes of BRIEF, and matrix products and activations once for each
+kind. By -m long they compile all. So does python tests/test_compile_gate.py, which prints a table.
 """
 
 from __future__ import annotations
@@ -501,7 +501,12 @@ def compile_shard(shard: int, folder: Path, whole: bool) -> None:
         print(json.dumps(compile_and_inspect(*job, folder)), flush=True)
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.long)], ids=["brief", "whole"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="brief", marks=pytest.mark.full), pytest.param(True, id="whole", marks=pytest.mark.long)
+    ],
+)  # fmt: skip
 def gate(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     pytest.importorskip("triton")
     folders, whole = [tmp_path_factory.mktemp("gate") for _ in range(SHARDS)], [request.param] * SHARDS
