@@ -1,7 +1,8 @@
 """The Triton specializations that the shapes below need, compiled without a GPU for the chips of SHARED_LIMIT.
 
-The tests compile a part of them: the shapes of BRIEF, and matrix products and activations once for each kind. By
--m long they compile all. So does python tests/test_compile_gate.py, which prints a table.
+By default the tests only have Triton's front end read each kernel. By -m full they compile a part of them: the shapes
+of BRIEF, and matrix products and activations once for each kind. By -m long they compile all. So does
+python tests/test_compile_gate.py, which prints a table.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import oracles
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
 REGISTERS = 64 * 1024  # that a processor has
 SHARDS = 2
+KERNELS = 34
 
 
 class Shape(NamedTuple):
@@ -439,6 +441,25 @@ def compile_and_inspect(name: str, source: Any, options: dict[str, Any], arch: i
     }
 
 
+def read_kernels() -> None:
+    """Have Triton's front end read each kernel, for the first of its specializations, and print the names."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+
+    target, read = GPUTarget("cuda", 90, 32), set()
+    backend = make_backend(target)
+    for name, source, options in specializations(90, BRIEF[90]):
+        if (kernel := name.partition(":")[0]) not in read:
+            read.add(kernel)
+            context, parsed = ir.context(), backend.parse_options(options)
+            ir.load_dialects(context)
+            backend.load_dialects(context)
+            functions = backend.get_codegen_implementation(parsed), backend.get_module_map()
+            source.make_ir(target, parsed, *functions, context).verify()
+            print(kernel)
+
+
 def product_loops(code: list[list[str]], opcodes: list[str]) -> list[list[str]]:
     """The opcodes of each innermost loop that multiplies matrices.
 
@@ -484,14 +505,19 @@ def print_table(results: list[dict[str, Any]]) -> None:
         print("|", " | ".join([*key, *most]), "|")
 
 
-def run_shard(shard: int, folder: Path, whole: bool) -> list[dict[str, Any]]:
-    """Results of every SHARDS-th kernel, from a process in which Triton compiles and does not interpret."""
+def run_self(folder: Path, *args: str) -> list[str]:
+    """The lines that this file prints as a process, in which Triton compiles and does not interpret."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
     env["TRITON_CACHE_DIR"] = str(folder / "cache")
-    command = [sys.executable, __file__, str(shard), str(folder), *["whole"] * whole]
+    command = [sys.executable, __file__, *args]
     done = subprocess.run(command, env=env, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout.splitlines()
+
+
+def run_shard(shard: int, folder: Path, whole: bool) -> list[dict[str, Any]]:
+    """Results of every SHARDS-th kernel."""
+    return [json.loads(line) for line in run_self(folder, str(shard), str(folder), *["whole"] * whole)]
 
 
 def compile_shard(shard: int, folder: Path, whole: bool) -> None:
@@ -501,7 +527,12 @@ def compile_shard(shard: int, folder: Path, whole: bool) -> None:
         print(json.dumps(compile_and_inspect(*job, folder)), flush=True)
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.long)], ids=["brief", "whole"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="brief", marks=pytest.mark.full), pytest.param(True, id="whole", marks=pytest.mark.long)
+    ],
+)  # fmt: skip
 def gate(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     pytest.importorskip("triton")
     folders, whole = [tmp_path_factory.mktemp("gate") for _ in range(SHARDS)], [request.param] * SHARDS
@@ -509,6 +540,12 @@ def gate(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         found = [result for shard in pool.map(run_shard, range(SHARDS), folders, whole) for result in shard]
     assert {r["arch"] for r in found} == set(chips(request.param))
     return found
+
+
+def test_tritons_front_end_reads_every_kernel(tmp_path: Path) -> None:
+    """It knows fewer functions and operators than the interpreter does."""
+    pytest.importorskip("triton")
+    assert len(run_self(tmp_path, "read")) == KERNELS
 
 
 @pytest.mark.long
@@ -519,7 +556,7 @@ def test_every_chip_is_compiled_for() -> None:
 
 
 def test_no_kernel_spills(gate: list[dict[str, Any]]) -> None:
-    assert len({r["kernel"].split(":")[0] for r in gate}) == 34
+    assert len({r["kernel"].split(":")[0] for r in gate}) == KERNELS
     assert not [r for r in gate if r["spills"] or r["stack"] or r["registers"] * r["threads"] > REGISTERS]
 
 
@@ -564,7 +601,9 @@ def test_two_programs_of_decode_fit_a_processor(gate: list[dict[str, Any]]) -> N
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    if len(sys.argv) > 1:
+    if sys.argv[1:] == ["read"]:
+        read_kernels()
+    elif len(sys.argv) > 1:
         compile_shard(int(sys.argv[1]), Path(sys.argv[2]), "whole" in sys.argv)
     else:
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(SHARDS) as threads:

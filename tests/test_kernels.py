@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import oracles
 import reference
+from examples import tried
+from oracles import HeadNorm
 
 pytest.importorskip("triton")
 
@@ -33,9 +34,7 @@ import kernels
 from ops import attention, matmul
 
 MANY = 20 if torch.cuda.is_available() else 10  # examples; interpreted, each takes long
-few = settings(
-    max_examples=MANY, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
@@ -102,8 +101,10 @@ def test_uniform_is_tl_rand(device: str) -> None:
     assert torch.equal(got.cpu(), want)
 
 
-@few
-@given(st.integers(1, 5), st.sampled_from([1, 7, 64, 100, 192]), dtypes, st.booleans(), st.booleans())
+@tried(
+    st.integers(1, 5), st.sampled_from([1, 7, 64, 100, 192]), dtypes, st.booleans(), st.booleans(),
+    on=[(3, 100, F32, True, False), (2, 64, BF16, False, True)], drawn=MANY,
+)  # fmt: skip
 def test_rms_norm(device: str, tokens: int, size: int, dtype: torch.dtype, with_residual: bool, wide: bool) -> None:
     """A `wide` weight is float32 beside any x: Gemma's 1 + w would lose digits in x's dtype."""
     x, weight = (torch.randn(tokens, size) * 3).to(dtype), torch.randn(size).to(torch.float32 if wide else dtype)
@@ -115,8 +116,10 @@ def test_rms_norm(device: str, tokens: int, size: int, dtype: torch.dtype, with_
     assert residual is None or torch.equal(residual, total)
 
 
-@few
-@given(st.integers(1, 5), st.sampled_from([1, 7, 64, 100, 192]), dtypes, st.booleans(), st.booleans(), st.booleans())
+@tried(
+    st.integers(1, 5), st.sampled_from([1, 7, 64, 100, 192]), dtypes, st.booleans(), st.booleans(), st.booleans(),
+    on=[(3, 100, F32, True, True, False), (2, 64, BF16, False, False, True)], drawn=MANY,
+)  # fmt: skip
 def test_layer_norm(
     device: str, tokens: int, size: int, dtype: torch.dtype, with_residual: bool, with_bias: bool, wide: bool
 ) -> None:
@@ -129,16 +132,20 @@ def test_layer_norm(
     assert residual is None or torch.equal(residual, total)
 
 
-@few
-@given(st.integers(1, 4), st.sampled_from([1, 96, 512, 1030]), dtypes, st.sampled_from(oracles.ACTIVATIONS))
+@tried(
+    st.integers(1, 4), st.sampled_from([1, 96, 512, 1030]), dtypes, st.sampled_from(oracles.ACTIVATIONS),
+    on=[*((2, 96, F32, activation) for activation in oracles.ACTIVATIONS), (2, 1030, BF16, "silu")], drawn=MANY,
+)  # fmt: skip
 def test_act_mul(device: str, tokens: int, size: int, dtype: torch.dtype, activation: str) -> None:
     x = (torch.randn(tokens, 2 * size) * 8).to(dtype)
     want, naive = (oracles.act_mul(x, activation, naive) for naive in (False, True))
     oracles.check_error(run("act_mul", device, x, activation), want, naive)
 
 
-@few
-@given(st.integers(1, 4), st.sampled_from([1, 96, 512, 1030]), dtypes, st.sampled_from([*oracles.ACTIVATIONS, "xielu"]))
+@tried(
+    st.integers(1, 4), st.sampled_from([1, 96, 512, 1030]), dtypes, st.sampled_from([*oracles.ACTIVATIONS, "xielu"]),
+    on=[*((2, 96, F32, activation) for activation in oracles.ACTIVATIONS), (2, 1030, BF16, "xielu")], drawn=MANY,
+)  # fmt: skip
 def test_act(device: str, tokens: int, size: int, dtype: torch.dtype, activation: str) -> None:
     x, params = (torch.randn(tokens, size) * 8).to(dtype), torch.tensor([0.7, 1.3]) if activation == "xielu" else None
     before, want = x.clone(), oracles.act(x, activation, params)
@@ -150,21 +157,29 @@ def test_act(device: str, tokens: int, size: int, dtype: torch.dtype, activation
 @pytest.mark.parametrize("activation", [*oracles.ACTIVATIONS, "xielu"])
 def test_act_of_a_small_number_has_all_its_digits(device: str, activation: str, dtype: torch.dtype) -> None:
     """Each of them is near x, x / 2, 0 or x^2, and the digits of 1e-6 must not be lost beside a 1."""
-    x = (torch.logspace(-6, 0, 121)[:, None] * torch.tensor([-1.0, 1.0])).to(dtype)
+    x = (torch.logspace(-6, 0, 121) * torch.tensor([-1.0, 1.0])[:, None]).to(dtype)
     params = torch.tensor([0.7, 1.3]) if activation == "xielu" else None
     got, want = run("act", device, x, activation, params).double(), oracles.act(x, activation, params)
     step = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 1)
     assert ((got - want).abs() <= step * want.abs()).all()
 
 
-@settings(parent=few, max_examples=2 * MANY)
-@given(
+@tried(
     st.integers(1, 5),
     st.sampled_from([(1, 1), (6, 2), (3, 3), (16, 1)]),
     st.sampled_from([(32, 32), (16, 8), (80, 80), (96, 48), (6, 2), (10, 0)]),
     dtypes,
     oracles.HEAD_NORMS,
     st.booleans(),
+    on=[
+        (3, (6, 2), (32, 32), F32, HeadNorm("rms"), False),
+        (2, (6, 2), (32, 32), F32, HeadNorm("layer"), False),
+        (2, (6, 2), (32, 16), F32, HeadNorm("layer", True, True), False),
+        (3, (6, 2), (16, 8), BF16, HeadNorm("rms", values=True), True),
+        (2, (16, 1), (96, 48), F32, HeadNorm("scales", True), False),
+        (1, (3, 3), (10, 0), F16, HeadNorm(), False),
+    ],
+    drawn=2 * MANY,
 )
 def test_qk_norm_rope_store(
     device: str,
@@ -230,8 +245,7 @@ SHAPES = st.sampled_from(
 SOFT_CAPS = st.sampled_from([0.0, 0.0, 2.5])
 
 
-@few
-@given(
+@tried(
     st.lists(st.integers(0, 3), min_size=1, max_size=4),
     SHAPES,
     dtypes,
@@ -243,6 +257,12 @@ SOFT_CAPS = st.sampled_from([0.0, 0.0, 2.5])
     st.sampled_from([False, False, True]),
     st.booleans(),
     st.sampled_from([1, 2, 5, 9]),
+    on=[
+        ([2], (6, 2, 32), F32, 0, 16, 1, 0.0, False, True, False, 2),
+        ([0, 3], (3, 1, 80), F32, 20, 64, 5, 2.5, True, False, False, 5),
+        ([1, 2], (6, 2, 32), BF16, 20, 16, 2, 0.0, False, False, True, 9),
+    ],
+    drawn=MANY,
 )
 def test_attention_decode(
     device: str,
@@ -281,8 +301,7 @@ def test_attention_decode(
         oracles.check_error(mine, oracles.attention(*one), oracles.attention(*one, naive=True))
 
 
-@few
-@given(
+@tried(
     st.lists(st.tuples(st.integers(0, 150), st.sampled_from([0, 1, 2, 17, 70])), min_size=1, max_size=3),
     SHAPES,
     dtypes,
@@ -292,6 +311,12 @@ def test_attention_decode(
     st.booleans(),
     st.sampled_from([False, False, True]),
     st.booleans(),
+    on=[
+        ([(20, 17)], (6, 2, 32), F32, 0, 16, 0.0, False, True, False),
+        ([(95, 70)], (6, 2, 32), F32, 100, 16, 0.0, False, False, True),
+        ([(150, 2), (40, 0)], (3, 1, 80), BF16, 20, 64, 2.5, True, False, False),
+    ],
+    drawn=MANY,
 )
 def test_attention_prefill(
     device: str,
@@ -336,7 +361,7 @@ def test_plan_decode_counts_the_tiles_that_hold_a_key(device: str, tokens: int, 
     assert plan.items.tolist() == [0, *np.cumsum(counts)] and not plan.arrived.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [F32, pytest.param(BF16, marks=pytest.mark.full)])
 def test_the_size_of_blocks_changes_no_bit(device: str, dtype: torch.dtype) -> None:
     """Neither where a tile of keys lies within a block, so that one id is loaded for all, nor where it does not."""
     paged, q = oracles.paged(kernels, [200, 77], 2, 32, 128, dtype), torch.randn(9, 4, 32).to(dtype)
@@ -353,7 +378,14 @@ EVERY_OPTION = (150, 2.5, torch.tensor([0.5, -1.0, 2.0, 0.0]), torch.tensor([0.5
 
 
 @pytest.mark.usefixtures("products_by_rows")
-@pytest.mark.parametrize("options", [(0,), EVERY_OPTION, (*EVERY_OPTION, True)], ids=["plain", "every", "chunked"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((0,), id="plain", marks=pytest.mark.full),
+        pytest.param(EVERY_OPTION, id="every"),
+        pytest.param((*EVERY_OPTION, True), id="chunked", marks=pytest.mark.full),
+    ],
+)
 def test_a_prompt_has_the_same_bits_in_any_chunks(device: str, options: tuple) -> None:
     """The batch does not matter either, nor whether a tile of keys is masked, as it is for some chunks only."""
     paged = oracles.paged(kernels, [300, 77], 2, 32, 16, torch.bfloat16)
@@ -403,7 +435,7 @@ def test_attention_of_large_heads(device: str, op: str, d: int) -> None:
     oracles.check_error(got, oracles.attention(*args), oracles.attention(*args, naive=True))
 
 
-@pytest.mark.parametrize("window", [33, 64, 65])
+@pytest.mark.parametrize("window", [33, *(pytest.param(size, marks=pytest.mark.full) for size in (64, 65))])
 @pytest.mark.parametrize("op", ["attention_decode", "attention_prefill"])
 def test_attention_leaves_blocks_alone_that_the_window_has_passed(device: str, op: str, window: int) -> None:
     """They were given back, so -1 stands in the table. A careless read would find NaN, in block 0 as well."""
@@ -456,8 +488,10 @@ def test_pool(device: str, dtype: torch.dtype, size: int) -> None:
             assert found.dtype == torch.float32 and (found - want).abs().max() <= most
 
 
-@few
-@given(lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=9), seed=st.integers(0, 99))
+@tried(
+    st.lists(st.integers(0, 3000), min_size=1, max_size=9), st.integers(0, 99),
+    on=[([5, 0, 3], 0), ([3000, 1, 1024, 1025], 1)], drawn=MANY,
+)  # fmt: skip
 def test_apply_writes(device: str, lengths: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     gaps = torch.randint(0, 40, (len(lengths) + 1,), generator=generator)
@@ -473,10 +507,11 @@ def test_apply_writes(device: str, lengths: list[int], seed: int) -> None:
     assert torch.equal(state, twin)
 
 
-@few
-@given(
+@tried(
     st.lists(st.tuples(st.booleans(), st.sampled_from([0, 1, 1, 3, 40, 1100])), min_size=1, max_size=5),
     st.integers(0, 3),
+    on=[([(True, 3), (True, 1), (True, 20)], 0), ([(True, 0), (False, 3), (True, 1100), (True, 1)], 2)],
+    drawn=MANY,
 )
 def test_prepare_inputs_and_post_update(device: str, rows: list[tuple[bool, int]], unowned: int) -> None:
     count, width = len(rows), 1200

@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracles
@@ -18,11 +18,12 @@ import plan
 import reference
 from cpu import ops as cpu_ops
 from cpu import sampling as cpu_sampling
+from examples import DRAWN, tried
+from oracles import HeadNorm
 
-some = settings(
-    max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+some = settings(DRAWN, max_examples=30)
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+dtypes = st.sampled_from([F32, BF16, F16])
 SHAPES = st.sampled_from([(1, 1, 32), (6, 2, 32), (3, 1, 80), (16, 1, 64), (4, 4, 96), (8, 4, 128), (5, 1, 7)])
 WINDOWS = st.sampled_from([0, 0, 1, 20, 200])
 SOFT_CAPS = st.sampled_from([0.0, 0.0, 2.5])
@@ -108,14 +109,27 @@ def test_linear(ops: ModuleType, rows: int, outputs: int, inputs: int, dtype: to
     assert torch.equal(args[0], before)
 
 
-@settings(parent=some, max_examples=60)
-@given(
+@tried(
     st.integers(1, 5),
     st.sampled_from([(1, 1), (6, 2), (3, 3)]),
     st.sampled_from([(32, 32), (16, 8), (80, 80), (6, 2), (10, 0)]),
     dtypes,
     oracles.HEAD_NORMS,
     st.booleans(),
+    on=[
+        (3, (6, 2), (32, 32), F32, HeadNorm("rms"), False),
+        (2, (3, 3), (16, 8), BF16, HeadNorm("rms", wide=True), True),
+        (2, (6, 2), (32, 32), F32, HeadNorm("layer"), False),
+        (4, (1, 1), (6, 2), F32, HeadNorm("layer", per_head=True), True),
+        (2, (6, 2), (16, 8), F32, HeadNorm("rms", last=True), True),
+        (2, (3, 3), (10, 0), F16, HeadNorm(), False),
+        (2, (6, 2), (32, 32), F32, HeadNorm("layer", True, True), False),
+        (1, (1, 1), (6, 2), F32, HeadNorm(), False),
+        (3, (6, 2), (16, 8), F32, HeadNorm("scales", True), False),
+        (2, (6, 2), (6, 2), F32, HeadNorm("rms", True), True),
+        (3, (6, 2), (16, 8), BF16, HeadNorm("rms", values=True), False),
+    ],
+    drawn=60,
 )
 def test_qk_norm_rope_store(
     ops: ModuleType,
@@ -165,8 +179,7 @@ def test_qk_norm_rope_store(
     assert torch.equal(pool, before)
 
 
-@settings(parent=some, max_examples=45)
-@given(
+@tried(
     st.lists(st.integers(0, 150), min_size=1, max_size=5),
     SHAPES,
     dtypes,
@@ -177,6 +190,14 @@ def test_qk_norm_rope_store(
     st.booleans(),
     st.sampled_from([False, False, True]),
     st.booleans(),
+    on=[
+        ([150, 0, 33], (6, 2, 32), F32, 0, 16, 1, 0.0, False, False, False),
+        ([90, 5], (3, 1, 80), BF16, 20, 3, 2, 2.5, True, False, False),
+        ([40, 150], (8, 4, 128), F32, 20, 1, 1, 0.0, False, True, True),
+        ([7], (5, 1, 7), F16, 1, 64, 8, 0.0, True, False, False),
+        ([100, 20], (4, 4, 96), F32, 200, 16, 8, 0.0, False, True, False),
+    ],
+    drawn=45,
 )
 def test_attention_decode(
     ops: ModuleType,
@@ -207,8 +228,7 @@ def test_attention_decode(
         oracles.check_error(mine, oracles.attention(*args), oracles.attention(*args, naive=True))
 
 
-@settings(parent=some, max_examples=45)
-@given(
+@tried(
     st.lists(st.tuples(st.integers(0, 90), st.sampled_from([0, 1, 2, 17, 70])), min_size=1, max_size=3),
     SHAPES,
     dtypes,
@@ -218,6 +238,14 @@ def test_attention_decode(
     st.booleans(),
     st.sampled_from([False, False, True]),
     st.booleans(),
+    on=[
+        ([(20, 17), (0, 70)], (6, 2, 32), F32, 0, 16, 0.0, False, True, False),
+        ([(90, 70)], (3, 1, 80), BF16, 20, 3, 2.5, True, False, False),
+        ([(40, 17), (5, 0)], (4, 4, 96), F32, 20, 64, 0.0, False, False, True),
+        ([(60, 1), (0, 2)], (5, 1, 7), F16, 1, 1, 0.0, True, False, False),
+        ([(30, 70)], (8, 4, 128), F32, 200, 16, 0.0, False, True, False),
+    ],
+    drawn=45,
 )
 def test_attention_prefill(
     ops: ModuleType,
@@ -259,15 +287,20 @@ def test_uniform_is_philox(ops: ModuleType) -> None:
     assert many.min() >= 0 and many.max() < 1 and abs(float(many.mean()) - 0.5) < 0.005
 
 
-@settings(parent=some, max_examples=80)
-@given(
+@tried(
     st.sampled_from([1, 2, 50, 257, 1030, 3001]),
     st.sampled_from([0.3, 1.0, 2.5]),
     st.sampled_from([0, -1, 1, 2, 40, 1024, 1025, 10**6]),
     st.sampled_from([1.0, 0.99, 0.9, 0.5, 1e-6]),
     st.sampled_from([0.0, 0.0, 0.05, 1.0]),
     st.sampled_from(["normal", "ties", "flat", "mostly -inf"]),
-)
+    on=[
+        (1030, 1.0, 40, 1.0, 0.0, "normal"), (257, 0.3, 0, 0.9, 0.0, "ties"), (3001, 2.5, 1024, 0.5, 0.05, "normal"),
+        (50, 1.0, -1, 1.0, 0.05, "flat"), (3001, 1.0, 0, 1.0, 0.0, "normal"), (1030, 1.0, 2, 1e-6, 0.0, "mostly -inf"),
+        (1, 1.0, 1, 0.5, 1.0, "normal"), (2, 1.0, 10**6, 0.99, 0.0, "ties"), (3001, 1.0, 1025, 0.9, 0.0, "mostly -inf"),
+    ],
+    drawn=80,
+)  # fmt: skip
 def test_sample(ops: ModuleType, vocab: int, heat: float, top_k: int, top_p: float, min_p: float, kind: str) -> None:
     logits = torch.randn(3, vocab) * 4
     if kind == "ties":
@@ -317,8 +350,14 @@ def test_sample_of_rows_without_temperature_or_finite_logits(ops: ModuleType) ->
     assert ops.sample(ties[:1].expand(2, -1) + torch.arange(3), ints(0, 1), tiny, *state).tolist() == [2, 2]
 
 
-@some
-@given(st.sampled_from([1, 2, 50, 257, 3001]), st.sampled_from([0, 1, 5, 128, 10**6]), oracles.LOGITS, dtypes)
+@tried(
+    st.sampled_from([1, 2, 50, 257, 3001]), st.sampled_from([0, 1, 5, 128, 10**6]), oracles.LOGITS, dtypes,
+    on=[
+        (50, 5, "normal", F32), (257, 128, "ties", BF16), (3001, 5, "huge", F32), (2, 10**6, "mostly -inf", F16),
+        (1, 0, "flat", F32), (257, 1, "zeros of both signs", BF16), (50, 10**6, "rising", F32),
+    ],
+    drawn=30,
+)  # fmt: skip
 def test_logprobs(ops: ModuleType, vocab: int, k: int, kind: str, dtype: torch.dtype) -> None:
     logits, k = oracles.logits(3, vocab, kind).to(dtype), min(k, vocab)
     ids, before = torch.randint(0, vocab, (3,)), logits.clone()

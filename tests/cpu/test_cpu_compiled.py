@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch._inductor.runtime.runtime_utils import default_cache_dir
 
+from cpu import compiled
 from cpu import ops as cpu_ops
 from cpu import weights as cpu_weights
 from cpu.compiled import (
@@ -49,9 +51,27 @@ class Here(Builder):
         return super().ask(job)
 
 
+class Uncompiled(Builder):
+    """Has the functions themselves in the place of their C++."""
+
+    def ask(self, job: Job) -> Late:
+        function = partial(getattr(compiled, job.name), *job.settings)
+
+        def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            made = function(*tensors)
+            return [made] if isinstance(made, torch.Tensor) else made
+
+        return Late(run)
+
+
 @pytest.fixture(scope="module")
 def compiled_ops():
     return compile_ops(Here(1))
+
+
+@pytest.fixture(scope="module")
+def uncompiled_ops():
+    return compile_ops(Uncompiled(1))
 
 
 def small_job(size: int = 4) -> Job:
@@ -67,6 +87,17 @@ def settled(builder: Builder, job: Job) -> Late:
     return late
 
 
+def test_what_another_machine_or_other_settings_made_is_not_used(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Builder, "_make", lambda *_: None)
+    others = small_job(5), small_job()._replace(threads=2), small_job()._replace(settings=("gelu", False))
+    assert len({job.key() for job in (small_job(), *others)}) == 4  # each needs other code
+    builder = Builder(1)
+    keep(others[0], b"of another machine")
+    assert builder.ask(others[0]).run is None and not others[0].path()  # it will be made anew
+
+
+@pytest.mark.full
 def test_what_is_compiled_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     headers, shared = tmp_path / "manta" / "headers", tmp_path / "shared"
@@ -85,10 +116,6 @@ def test_what_is_compiled_is_kept(monkeypatch, tmp_path):
     assert not list(shared.iterdir())  # Inductor's own files are not where others may write
     monkeypatch.setattr(Builder, "_make", lambda *_: None)
     torch.testing.assert_close(Builder(1).ask(small_job()).run([x])[0], torch.nn.functional.silu(x))
-    others = small_job(5), small_job()._replace(threads=2), small_job()._replace(settings=("gelu", False))
-    assert len({job.key() for job in (small_job(), *others)}) == 4  # each needs other code
-    keep(others[0], b"of another machine")
-    assert Builder(1).ask(others[0]).run is None and not others[0].path()  # it will be made anew
 
 
 def damage(path: Path, how: str) -> None:
@@ -161,6 +188,21 @@ def test_several_that_want_the_same_compile_it_once(monkeypatch, tmp_path):
     assert len(made) == 1 and not [path for path in made[0].parent.iterdir() if path.is_dir()]
 
 
+def test_after_a_failure_the_operators_serve_and_one_line_says_why(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    failing = ["sh", "-c", "head -c 1 > /dev/null; echo a warning; echo no compiler; exit 3"]
+    monkeypatch.setattr(compiled, "run_file", lambda *_, environment, **streams: subprocess.Popen(failing, **streams))
+    builder = Builder(1)
+    with caplog.at_level("INFO", logger="manta"):
+        for size in (4, 5, 6):
+            assert settled(builder, small_job(size)).run is None
+    (record,) = caplog.records
+    assert record.getMessage().endswith("torch's operators serve: activate: no compiler")
+    with pytest.raises(ValueError, match="compiling failed: activate: no compiler"):
+        builder.wait()
+
+
+@pytest.mark.full
 def test_without_a_compiler_the_operators_serve_and_one_line_says_why(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
@@ -174,6 +216,7 @@ def test_without_a_compiler_the_operators_serve_and_one_line_says_why(monkeypatc
         builder.wait()
 
 
+@pytest.mark.full
 def test_looking_for_a_compiler_leaves_nothing(tmp_path):
     code = "from cpu import compiled; print(compiled.has_compiler())"
     env = {name: value for name, value in os.environ.items() if name != INDUCTOR_FOLDER} | {"TMPDIR": str(tmp_path)}
@@ -181,6 +224,7 @@ def test_looking_for_a_compiler_leaves_nothing(tmp_path):
     assert done.stdout == "True\n" and not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_the_compiling_process_ends_with_its_parent(tmp_path):
     code = "from cpu import compiled as c\nb = c.Builder(1)\nb.ask(c.multiply_job())\nb.threads[0].join()"
     parent = subprocess.Popen(
@@ -224,11 +268,12 @@ def test_a_large_model_answers_while_its_cpp_is_made(monkeypatch, tmp_path):
     assert made == len(jobs) == 6  # norm, RoPE and activation, for few tokens and for many
     assert answers(llm) == wanted and len(jobs) == made
     monkeypatch.setattr(Builder, "_make", None)  # all is kept
-    compiled = LLM("demo", dtype="float32", compile=True)
-    assert answers(compiled) == wanted
-    assert compiled.core.facts["compile_seconds"] > 0 == plain.core.facts["compile_seconds"]
+    llm = LLM("demo", dtype="float32", compile=True)
+    assert answers(llm) == wanted
+    assert llm.core.facts["compile_seconds"] > 0 == plain.core.facts["compile_seconds"]
 
 
+@pytest.mark.full
 def test_the_cpp_of_a_compressed_product_is_the_product():
     torch.manual_seed(0)
     late, plain = Here(1).ask(multiply_job()), SimpleNamespace(run=lambda tensors: [cpu_weights.multiply(*tensors)])
@@ -260,9 +305,26 @@ def test_compiled_steps_in_bfloat16_read_compressed_weights_and_compile_nothing_
         assert [answer.outputs[0].text for answer in answers] == ["81", "42"][: len(some)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str)
-@pytest.mark.parametrize("tokens", [1, 2, MANY - 1, MANY, 3 * MANY + 1])
+SIZES = [1, 2, MANY - 1, MANY, 3 * MANY + 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", SIZES)
+def test_ops_of_what_is_compiled_are_the_plain_ones(uncompiled_ops, dtype, tokens):
+    check_ops(uncompiled_ops, dtype, tokens)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.full), pytest.param(torch.bfloat16, marks=pytest.mark.long)],
+    ids=str,
+)
+@pytest.mark.parametrize("tokens", SIZES)
 def test_compiled_ops_are_the_plain_ones(compiled_ops, dtype, tokens):
+    check_ops(compiled_ops, dtype, tokens)
+
+
+def check_ops(compiled_ops, dtype, tokens):
     torch.manual_seed(0)
     x, weight, gate_up = (torch.randn(*shape).to(dtype) for shape in ((tokens, 96), (96,), (tokens, 66)))
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-6, "rtol": 2**-7}  # both round once
@@ -279,12 +341,27 @@ def test_compiled_ops_are_the_plain_ones(compiled_ops, dtype, tokens):
         assert got.shape == want.shape and got.is_contiguous()
 
 
+KINDS = {"one type": (torch.bfloat16, None), "two types": (torch.float32, torch.bfloat16)}
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+def test_norms_of_what_is_compiled_take_weights_of_other_types(uncompiled_ops, kinds):
+    check_norms(uncompiled_ops, kinds)
+
+
 @pytest.mark.parametrize(
     "kinds",
-    [(torch.bfloat16, None), pytest.param((torch.float32, torch.bfloat16), marks=pytest.mark.long)],
-    ids=["one type", "two types"],
+    [
+        pytest.param(KINDS["one type"], marks=pytest.mark.full),
+        pytest.param(KINDS["two types"], marks=pytest.mark.long),
+    ],
+    ids=KINDS,
 )
 def test_compiled_norms_take_weights_of_other_types(compiled_ops, kinds):
+    check_norms(compiled_ops, kinds)
+
+
+def check_norms(compiled_ops, kinds):
     """The first call has no bias and compiles for weights of x's own type, which the second must not be given to."""
     x, weight, bias = (None if kind is None else torch.randn(96).to(kind) for kind in (torch.bfloat16, *kinds))
     x, sums = x.expand(5, -1).contiguous(), [torch.ones(5, 96).bfloat16() for _ in range(4)]
@@ -299,19 +376,29 @@ def test_compiled_norms_take_weights_of_other_types(compiled_ops, kinds):
     assert torch.equal(sums[2], sums[3])
 
 
+ROPES = [
+    (7, HeadNorm("rms"), 32, False),
+    (1, HeadNorm("rms"), 32, False), (200, HeadNorm("rms"), 32, False),
+    (1, HeadNorm(), 16, True), (7, HeadNorm(), 16, True), (7, HeadNorm("layer", True, True), 16, False),
+    (7, HeadNorm("scales", True, False, True), 32, False), (7, HeadNorm("layer"), 0, False),
+    (7, HeadNorm("rms", values=True), 32, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tokens", "norm", "rotated", "interleaved"), ROPES)
+def test_rope_of_what_is_compiled_is_the_plain_one(uncompiled_ops, tokens, norm, rotated, interleaved):
+    check_rope(uncompiled_ops, tokens, norm, rotated, interleaved)
+
+
 @pytest.mark.parametrize(
     ("tokens", "norm", "rotated", "interleaved"),
-    [
-        (7, HeadNorm("rms"), 32, False),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (
-            (1, HeadNorm("rms"), 32, False), (200, HeadNorm("rms"), 32, False),
-            (1, HeadNorm(), 16, True), (7, HeadNorm(), 16, True), (7, HeadNorm("layer", True, True), 16, False),
-            (7, HeadNorm("scales", True, False, True), 32, False), (7, HeadNorm("layer"), 0, False),
-            (7, HeadNorm("rms", values=True), 32, False),
-        )),
-    ],
-)  # fmt: skip
+    [pytest.param(*case, marks=pytest.mark.long if i else pytest.mark.full) for i, case in enumerate(ROPES)],
+)
 def test_compiled_rope_is_the_plain_one(compiled_ops, tokens, norm, rotated, interleaved):
+    check_rope(compiled_ops, tokens, norm, rotated, interleaved)
+
+
+def check_rope(compiled_ops, tokens, norm, rotated, interleaved):
     torch.manual_seed(0)
     qkv, rotation = torch.randn(tokens, (4 + 2 * 2) * 32).bfloat16(), torch.randn(tokens, 2, rotated)
     norms = [norm.weights(heads, 32, torch.bfloat16) for heads in (4, 2)]

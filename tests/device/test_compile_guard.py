@@ -68,7 +68,11 @@ def plain(configure) -> EngineCore:
 @pytest.mark.parametrize(
     ("shape", "fields"),
     [
-        ({}, {"preemption_mode": "swap", "schedule_conservativeness": 0.0, "num_gpu_blocks_override": 8}),
+        pytest.param(
+            {},
+            {"preemption_mode": "swap", "schedule_conservativeness": 0.0, "num_gpu_blocks_override": 8},
+            marks=pytest.mark.full,
+        ),
         pytest.param(WINDOWS, {"enforce_eager": True, "num_gpu_blocks_override": 20}, marks=pytest.mark.long),
         pytest.param({}, {"batch_invariant": True, "max_model_len": 48, "max_num_seqs": 8}, marks=pytest.mark.long),
         pytest.param(LATENT, {"max_model_len": 48}, marks=pytest.mark.long),
@@ -134,12 +138,20 @@ def test_a_new_shape_is_refused_by_name(plain, kernel_device, monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "fields"),
     [
-        ({}, {}),
+        pytest.param({}, {}, marks=pytest.mark.full),
         pytest.param(WINDOWS, {"num_gpu_blocks_override": 20}, marks=pytest.mark.long),
         pytest.param({}, {"batch_invariant": True}, marks=pytest.mark.long),
-        (LATENT, {"max_model_len": 40, "max_num_batched_tokens": 32, "max_num_seqs": 2}),
+        pytest.param(
+            LATENT,
+            {"max_model_len": 40, "max_num_batched_tokens": 32, "max_num_seqs": 2},
+            marks=pytest.mark.full,
+        ),
         pytest.param(LATENT, {"batch_invariant": True}, marks=pytest.mark.long),
-        (HYBRID, {"max_model_len": 20, "max_num_batched_tokens": 16, "max_num_seqs": 2}),
+        pytest.param(
+            HYBRID,
+            {"max_model_len": 20, "max_num_batched_tokens": 16, "max_num_seqs": 2},
+            marks=pytest.mark.full,
+        ),
         pytest.param(HYBRID, {"batch_invariant": True}, marks=pytest.mark.long),
     ],
     ids=[
@@ -318,6 +330,7 @@ def test_a_compiler_that_finds_pythons_headers_will_do(tmp_path, monkeypatch):
     assert f"-I{sysconfig.get_path('include', 'posix_prefix')} " in (tmp_path / "options").read_text()
 
 
+@pytest.mark.full
 def test_what_is_never_compiled_for_may_change(plain):
     worker = plain.executor.worker
     for count in (1, 2, 17, 33):  # the number of tokens changes nothing but the grid
@@ -328,6 +341,7 @@ def test_what_is_never_compiled_for_may_change(plain):
     assert worker.watch.__self__.armed and worker.step(StepPlan(1)).error is None
 
 
+@pytest.mark.full
 def test_log_probabilities_of_many_rows_begin_where_kernels_expect_them(plain, monkeypatch):
     """A row of 97 logits ends at no multiple of 16 bytes, so a part of several rows' may not be taken as it lies."""
     core, errors = plain, []

@@ -77,7 +77,7 @@ def check_equal(staged: Transformer, plain: Transformer) -> None:
             assert torch.equal(target, other) and not target.isnan().any(), name
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.full), 4])
 @pytest.mark.parametrize("buffer_bytes", [352, 1000, 2**20], ids=["row by row", "pieces", "whole"])
 @pytest.mark.parametrize("shape", [{}, {"tie_word_embeddings": True}, {"vocab_size": 5}], ids=["", "tied", "tiny"])
 def test_buffers_change_nothing(save, monkeypatch, size, buffer_bytes, shape):
@@ -172,8 +172,10 @@ def change(folder: Path, name: str, tensor: Callable[[torch.Tensor], torch.Tenso
 
 
 @pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, pytest.param(-math.inf, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.full), torch.bfloat16], ids=str
+)
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight", "model.layers.2.self_attn.k_proj.bias"])
 def test_weights_that_are_not_finite_are_refused_by_name(save, monkeypatch, name, dtype, bad, staged):
     monkeypatch.setattr(loader, "PIECE_BYTES", 352)

@@ -217,15 +217,18 @@ STEPS = {
     "states of decodes": (STATES, [1] * 8, 1, "float32"),
     "gated": (GATED, [40], 1, "float32"),
 }  # fmt: skip
-# Those that are tested each time: one of each kind of layer (latents come with experts), of prompts and of decodes.
-BRIEF = ("latents", "windows", "vocabulary of two", "mlp of two", "inputs of layers", "states")
+# Those of the tier full: one of each kind of layer (latents come with experts), of prompts and of decodes.
+BRIEF = ("latents", "windows", "mlp of two", "inputs of layers", "states")
+
+
+def steps() -> list[Any]:
+    """Cases of the tests, most of them of another tier."""
+    tiers = {"vocabulary of two": [], **dict.fromkeys(BRIEF, pytest.mark.full)}
+    return [pytest.param(*step, id=name, marks=tiers.get(name, pytest.mark.long)) for name, step in STEPS.items()]
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(
-    ("shape", "rows", "size", "dtype"),
-    [pytest.param(*step, id=name, marks=[pytest.mark.long] * (name not in BRIEF)) for name, step in STEPS.items()],
-)
+@pytest.mark.parametrize(("shape", "rows", "size", "dtype"), steps())
 def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
     """It takes no more, and at least two thirds even in these shapes, in which small things count for much."""
     made = make(shape, size, dtype=dtype, max_num_seqs=len(rows), max_num_batched_tokens=sum(rows))
@@ -245,6 +248,7 @@ def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.full
 def test_a_graph_of_decodes_has_room_for_latents(make, invariant):
     """Its allowance is for rows of one token, which need no workspace for a whole context."""
     made = make(LATENT, max_num_seqs=8, max_num_batched_tokens=48, batch_invariant=invariant)
@@ -258,7 +262,14 @@ def test_a_graph_of_decodes_has_room_for_latents(make, invariant):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("layers", [None, range(1), range(1, 2)], ids=["one stage", "first", "last"])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        pytest.param(None, id="one stage", marks=pytest.mark.full),
+        pytest.param(range(1), id="first"),
+        pytest.param(range(1, 2), id="last", marks=pytest.mark.full),
+    ],
+)
 def test_captured_graphs_share_what_their_steps_take(make, monkeypatch, layers):
     """No graph but the largest needs memory of its own, and their pool is no larger than planned."""
     made = make(VOCAB, max_num_seqs=2, max_num_batched_tokens=15)
@@ -292,7 +303,7 @@ class EmptyGraph:
 @pytest.mark.parametrize(
     "shape",
     [
-        WIDE,
+        pytest.param(WIDE, marks=pytest.mark.full),
         pytest.param(LATENT, marks=pytest.mark.long),
         pytest.param({"architectures": ["Gemma4ForCausalLM"], **GEMMA4}, marks=pytest.mark.long),
     ],
@@ -353,6 +364,7 @@ def test_which_models_are_cut_at_attention(folder, shape, fields, sizes):
 
 
 @pytest.mark.interpreted
+@pytest.mark.full
 def test_products_of_our_own_have_room_for_their_parts(make):
     made = make(WIDE, batch_invariant=True, max_num_seqs=3, max_num_batched_tokens=48)
     worker = made.worker
@@ -362,7 +374,9 @@ def test_products_of_our_own_have_room_for_their_parts(make):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("k", "rows"), [(0, 9), (1, 9), (20, 9), (700, 9), (9000, 3)])
+@pytest.mark.parametrize(
+    ("k", "rows"), [*(pytest.param(k, 9, marks=pytest.mark.full) for k in (0, 1, 700)), (20, 9), (9000, 3)]
+)
 def test_log_probabilities_stay_within_their_workspace(make, monkeypatch, k, rows):
     """They do so however many are asked for, and do not depend on how many rows go into a call."""
     monkeypatch.setattr(logprobs, "WORKSPACE", MIB)
@@ -383,7 +397,7 @@ def test_log_probabilities_stay_within_their_workspace(make, monkeypatch, k, row
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=pytest.mark.full)])
 def test_a_prompt_that_is_scored_takes_no_more_than_a_step_may(make, monkeypatch, backend):
     """All of its tokens are scored in one step, in parts of as many rows as may sample."""
     monkeypatch.setattr(logprobs, "WORKSPACE", MIB)
@@ -584,6 +598,7 @@ def test_interpreted_kernels_take_blocks_of_a_power_of_two():
     assert startup.check_sizes(EngineConfig(backend="triton", block_size=8), model, "cpu") == 1024
 
 
+@pytest.mark.full
 def test_the_server_prints_the_plan_and_ends():
     command = [sys.executable, "server.py", "--plan", "24", "--max-num-seqs", "16"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from batch_state import BatchState
 from checkpoints import FAMILIES as CASES
+from checkpoints import KEPT
 from config import EngineConfig
 from device import warmup
 from device.compile_guard import CompileGuard
@@ -95,7 +96,9 @@ def test_every_family_is_rehearsed() -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name not in KEPT["families"])) for name in CASES]
+)
 def test_a_family_is_rehearsed_without_a_look_at_the_host(tmp_path: Path, steps: list[int], name: str) -> None:
     made = start(tmp_path, name)
     for invariant in (False, True):

@@ -79,6 +79,10 @@ def either(request: pytest.FixtureRequest, make_llm: Callable[..., LLM]) -> Iter
     llm.close()
 
 
+# A test of `fresh` has both executors. With these, a worker in a process of its own is for the tier full.
+in_process_first = pytest.mark.parametrize("either", ["uni", pytest.param("mp", marks=pytest.mark.full)], indirect=True)
+
+
 @pytest.fixture
 def fresh(either: LLM) -> LLM:
     """An `LLM` that is awake and has the demo's weights."""
@@ -91,6 +95,7 @@ def fresh(either: LLM) -> LLM:
 # --- sleep ------------------------------------------------------------------------------------------------------------
 
 
+@in_process_first
 def test_an_engine_that_slept_says_what_it_said_before(fresh, wanted):
     for level in (1, 2, 1):
         assert tokens(fresh) == wanted and not fresh.is_sleeping()
@@ -106,6 +111,7 @@ def test_an_engine_that_slept_says_what_it_said_before(fresh, wanted):
     fresh.core.check_integrity()
 
 
+@in_process_first
 def test_sleeping_deeper_and_waking_in_parts(fresh, wanted):
     fresh.sleep(1)
     fresh.sleep(2)
@@ -120,7 +126,8 @@ def test_sleeping_deeper_and_waking_in_parts(fresh, wanted):
     "fields",
     [
         {"backend": "reference"}, {"max_num_seqs": 1, "dtype": "bfloat16"},
-        {"dtype": "bfloat16", "load_format": "dummy"}, {"sanitize_kv": True, "swap_space": 0.01},
+        pytest.param({"dtype": "bfloat16", "load_format": "dummy"}, marks=pytest.mark.full),
+        pytest.param({"sanitize_kv": True, "swap_space": 0.01}, marks=pytest.mark.full),
     ],
     ids=str,
 )  # fmt: skip
@@ -186,7 +193,9 @@ def resident(worker: KeptWorker) -> int:
     return psutil.Process().memory_info().rss
 
 
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("cpu", marks=pytest.mark.full), pytest.param("reference", marks=pytest.mark.long)]
+)
 def test_memory_goes_back_to_the_system(tmp_path, backend):
     llm = LLM(
         config_of(tmp_path / "model"), device="cpu", backend=backend, dtype="float32", load_format="dummy", threads=1,
@@ -211,6 +220,7 @@ def test_memory_goes_back_to_the_system(tmp_path, backend):
 # --- other weights ----------------------------------------------------------------------------------------------------
 
 
+@in_process_first
 def test_weights_are_updated_from_a_folder_and_from_tensors(fresh, other, wanted, others):
     version = fresh.weights_version
     assert tokens(fresh) == wanted
@@ -225,7 +235,7 @@ def test_weights_are_updated_from_a_folder_and_from_tensors(fresh, other, wanted
 @pytest.mark.parametrize(
     "ranks",
     [
-        {"tensor_parallel_size": 2},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.full),
         pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.long),
         pytest.param({"data_parallel_size": 2}, marks=pytest.mark.long),
     ],
@@ -268,6 +278,7 @@ def test_weights_for_an_engine_that_sleeps(fresh, other, others):
     assert tokens(fresh) == others
 
 
+@in_process_first
 def test_what_does_not_fit_is_refused_and_changes_nothing(fresh, tmp_path, wanted):
     version = fresh.weights_version
     weights = load_file(f"{DEMO}/model.safetensors")
@@ -287,6 +298,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(fresh, tmp_path, wante
     assert fresh.weights_version == version and tokens(fresh) == wanted
 
 
+@pytest.mark.full
 def test_weights_that_turn_out_to_be_bad_leave_the_old_ones(make_llm, tmp_path, other, others):
     def spoil(weights: dict[str, torch.Tensor]) -> None:
         weights[max(weights)].view(-1)[0] = torch.nan
@@ -310,6 +322,7 @@ def kill(llm: LLM) -> None:
     process.join()
 
 
+@pytest.mark.full
 def test_new_workers_have_the_weights_that_were_set_last(make_llm, tmp_path, wanted):
     llm = make_llm(distributed_executor_backend="mp", threads=1)
     folder = changed(tmp_path / "model", disturb)
@@ -334,6 +347,7 @@ def fail_at(worker: KeptWorker, method: str) -> None:
     setattr(worker, method, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
 
 
+@pytest.mark.full
 def test_a_worker_that_dies_in_the_middle_is_replaced_and_nothing_hangs(make_llm, other, wanted):
     llm = make_llm(tensor_parallel_size=2, threads=1)
     update = partial(llm.update_weights, other)
@@ -356,6 +370,7 @@ def asleep_on(worker: KeptWorker) -> list[str]:
     return sorted(worker.asleep)
 
 
+@pytest.mark.full
 def test_weights_that_came_as_tensors_die_with_the_workers_and_so_does_the_engine(make_llm, other):
     llm = make_llm(distributed_executor_backend="mp", threads=1)
     llm.update_weights(tensors=load_file(f"{other}/model.safetensors"))
@@ -405,6 +420,7 @@ async def begin(llm: AsyncLLM, params: SamplingParams, name: str) -> asyncio.Tas
     return task
 
 
+@pytest.mark.full
 def test_no_answer_mixes_weights(llm_async, llm, other):
     async def main() -> tuple[Any, Any, int]:
         running = await begin(llm_async, LONG, "old")
@@ -424,6 +440,7 @@ def test_no_answer_mixes_weights(llm_async, llm, other):
     fresh.close()
 
 
+@pytest.mark.full
 def test_requests_wait_while_the_engine_sleeps(llm_async, llm, other):
     async def main() -> list[Any]:
         running = await begin(llm_async, LONG, "kept")
@@ -447,6 +464,7 @@ def test_requests_wait_while_the_engine_sleeps(llm_async, llm, other):
     assert begun.finished and "this answer had begun with the old ones" in begun.error and waited.error is None
 
 
+@pytest.mark.full
 def test_an_engine_process_that_is_replaced_has_the_weights_that_were_set_last(llm_async, other, wanted, others):
     async def again() -> list[int]:
         while True:
@@ -479,7 +497,7 @@ def test_an_engine_of_the_server_runs_no_functions(llm):
 # --- profiles ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trace", [False, True])
+@pytest.mark.parametrize("trace", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_profile_has_what_torch_and_the_engine_do(make_llm, tmp_path, trace):
     folder = tmp_path / "profiles"
     with make_llm(

@@ -7,21 +7,20 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import oracles
 import reference
 from cpu import ops as cpu_ops
+from examples import DRAWN, tried
 
 pytest.importorskip("triton")
 
 import kernels
 
-few = settings(
-    max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = st.sampled_from([F32, BF16, F16])
 SIZES = st.sampled_from([(2, 4, 8, 16), (1, 3, 12, 5), (2, 2, 16, 40), (1, 1, 80, 8)])  # Hk, Hv, dk, dv
 # Of each row: tokens before it (-1 for a padding row) and its own. Those of one token come first.
 DECODES = st.sampled_from([[], [0], [3, 0, -1, 90]])
@@ -107,7 +106,7 @@ def conv_silu(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, naive:
     return [(y / (1 + (-y).exp())).to(x.dtype if naive else compute), inputs[len(x) :].T]
 
 
-CONV_SILU_CASES = given(DECODES, LONGER, st.sampled_from([2, 4, 8]), st.sampled_from([24, 130]), DTYPES)
+CONV_SILU_CASES = DECODES, LONGER, st.sampled_from([2, 4, 8]), st.sampled_from([24, 130]), DTYPES
 
 
 def check_conv_silu(
@@ -130,8 +129,12 @@ def check_conv_silu(
     assert given[:, :3].isnan().all() and given[:, -4:].isnan().all()
 
 
-test_conv_silu = settings(few, max_examples=4)(CONV_SILU_CASES(check_conv_silu))
-test_conv_silu_in_more_cases = pytest.mark.long(settings(few, max_examples=16)(CONV_SILU_CASES(check_conv_silu)))
+test_conv_silu = tried(
+    *CONV_SILU_CASES, on=[([3, 0, -1], [(7, 2), (0, 65)], 4, 24, F32), ([], [(0, 2)], 4, 130, BF16)], drawn=4
+)(check_conv_silu)
+test_conv_silu_in_more_cases = pytest.mark.long(
+    settings(DRAWN, max_examples=16)(given(*CONV_SILU_CASES)(check_conv_silu))
+)
 
 
 class Layer(NamedTuple):
@@ -175,7 +178,7 @@ def delta_rule(
     return [o, torch.stack(after)]
 
 
-DELTA_RULE_CASES = given(DECODES, LONGER, SIZES, DTYPES, DECAYS, st.booleans())
+DELTA_RULE_CASES = DECODES, LONGER, SIZES, DTYPES, DECAYS, st.booleans()
 
 
 @example([3, 0, -1, 90], [(1, 63), (0, 2)], (2, 4, 8, 16), torch.bfloat16, "mixed", False)
@@ -205,11 +208,21 @@ def check_delta_rule(
     assert given[:, :3].isnan().all() and given[:, -4:].isnan().all()
 
 
-test_delta_rule = settings(few, max_examples=3)(DELTA_RULE_CASES(check_delta_rule))
-test_delta_rule_in_more_cases = pytest.mark.long(settings(few, max_examples=16)(DELTA_RULE_CASES(check_delta_rule)))
+test_delta_rule = tried(
+    *DELTA_RULE_CASES,
+    on=[
+        ([3, 0, -1, 90], [(7, 17), (70, 2)], (2, 4, 8, 16), BF16, "mild", False),
+        ([3], [(70, 64)], (1, 3, 12, 5), F16, "mixed", False),
+        ([0], [(7, 2), (0, 3)], (2, 2, 16, 40), F32, "strong", True),
+    ],
+    drawn=3,
+)(check_delta_rule)
+test_delta_rule_in_more_cases = pytest.mark.long(
+    settings(DRAWN, max_examples=16)(given(*DELTA_RULE_CASES)(check_delta_rule))
+)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(F32, marks=pytest.mark.full), BF16])
 def test_with_batch_invariant_a_token_has_the_same_bits_in_any_chunk(device: str, dtype: torch.dtype) -> None:
     sizes, taps, count = (1, 2, 16, 16), 4, 7
     layer, channels = new_layer(count, sizes, dtype, "mild"), 64
@@ -233,8 +246,10 @@ def test_with_batch_invariant_a_token_has_the_same_bits_in_any_chunk(device: str
         assert all(torch.equal(*pair) for pair in zip(run(*counts), whole, strict=True))
 
 
-@few
-@given(st.integers(1, 5), st.sampled_from([(1, 8), (3, 20), (2, 128)]), DTYPES)
+@tried(
+    st.integers(1, 5), st.sampled_from([(1, 8), (3, 20), (2, 128)]), DTYPES,
+    on=[(3, (3, 20), F32), (2, (2, 128), BF16)], drawn=8,
+)  # fmt: skip
 def test_gated_norm(ops: ModuleType, place: str, tokens: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:
     (heads, size), eps = sizes, 1e-3
     o, z = torch.randn(tokens, heads, size).to(dtype), (torch.randn(tokens, heads * size) * 3).to(dtype)
@@ -248,8 +263,7 @@ def test_gated_norm(ops: ModuleType, place: str, tokens: int, sizes: tuple[int, 
     oracles.check_error(got, formula(False), formula(True))
 
 
-@few
-@given(st.integers(1, 5), st.sampled_from([8, 100, 1030]), DTYPES)
+@tried(st.integers(1, 5), st.sampled_from([8, 100, 1030]), DTYPES, on=[(2, 100, F32), (2, 1030, BF16)], drawn=8)
 def test_sigmoid_mul(ops: ModuleType, place: str, tokens: int, size: int, dtype: torch.dtype) -> None:
     x, gate = torch.randn(tokens, size).to(dtype), (torch.randn(tokens, size) * 3).to(dtype)
     got = ops.sigmoid_mul(apart(x, place), apart(gate, place)).cpu()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracles
@@ -15,10 +15,9 @@ import reference
 from cpu import experts as cpu_experts
 from cpu import ops as cpu_ops
 from cpu import weights as cpu_weights
+from examples import DRAWN
 
-some = settings(
-    max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+some = settings(DRAWN, max_examples=30)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 ACTIVATIONS = st.sampled_from(["silu", "gelu_tanh", "swigluoai"])
 ROUTERS = st.sampled_from(  # experts, k, groups, top_groups

@@ -8,12 +8,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracles
 import reference
 from cpu import ops as cpu_ops
+from examples import DRAWN, tried
 
 pytest.importorskip("triton")
 
@@ -21,10 +22,8 @@ import kernels
 from ops import attention as attention_ops
 from ops import latent
 
-few = settings(
-    max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+dtypes = st.sampled_from([F32, BF16, F16])
 SIZES = st.sampled_from([(32, 16), (24, 6), (16, 2), (40, 8)])  # R and P
 BACKENDS = [reference, cpu_ops, kernels]
 
@@ -73,8 +72,10 @@ def attention(q: torch.Tensor, context: torch.Tensor, scale: float, rank: int, n
     return oracles.attention(q, context[:, None, None].expand(-1, 2, 1, -1), scale, 0, naive=naive)[..., :rank]
 
 
-@few
-@given(st.integers(1, 5), SIZES, dtypes, st.booleans())
+@tried(
+    st.integers(1, 5), SIZES, dtypes, st.booleans(),
+    on=[(3, (24, 6), F32, True), (2, (32, 16), BF16, False)], drawn=12,
+)  # fmt: skip
 def test_latent_store(
     ops: ModuleType, place: str, tokens: int, sizes: tuple[int, int], dtype: torch.dtype, interleaved: bool
 ) -> None:
@@ -99,8 +100,10 @@ def test_latent_store(
     oracles.check_error(pool[:, 1].cpu(), formula(False), formula(True))
 
 
-@few
-@given(st.integers(1, 4), st.sampled_from([1, 3, 20]), SIZES, dtypes, st.booleans(), st.booleans())
+@tried(
+    st.integers(1, 4), st.sampled_from([1, 3, 20]), SIZES, dtypes, st.booleans(), st.booleans(),
+    on=[(2, 3, (24, 6), F32, False, False), (1, 20, (32, 16), BF16, True, True)], drawn=12,
+)  # fmt: skip
 def test_rope_last(
     ops: ModuleType, place: str, tokens: int, heads: int, sizes: tuple[int, int], dtype: torch.dtype,
     interleaved: bool, in_place: bool,
@@ -120,14 +123,10 @@ def test_rope_last(
     assert torch.equal(given.cpu(), got if in_place else x)
 
 
-@few
-@given(
-    st.sampled_from([1, 5, 70]),
-    st.integers(1, 3),
-    st.sampled_from([(16, 8), (130, 24), (7, 100)]),
-    dtypes,
-    st.booleans(),
-)
+@tried(
+    st.sampled_from([1, 5, 70]), st.integers(1, 3), st.sampled_from([(16, 8), (130, 24), (7, 100)]), dtypes,
+    st.booleans(), on=[(5, 2, (130, 24), F32, False), (70, 1, (7, 100), BF16, True)], drawn=12,
+)  # fmt: skip
 def test_head_linear(
     ops: ModuleType, place: str, tokens: int, heads: int, sizes: tuple[int, int], dtype: torch.dtype, turned: bool
 ) -> None:
@@ -141,7 +140,7 @@ def test_head_linear(
     oracles.check_error(got, want, naive)
 
 
-LATENT_DECODE_CASES = given(
+LATENT_DECODE_CASES = (
     st.lists(st.sampled_from([0, 1, 15, 16, 40, 130]), min_size=1, max_size=4),
     st.sampled_from([1, 3, 16, 20, 130]),
     SIZES,
@@ -176,13 +175,17 @@ def check_latent_decode(
         oracles.check_error(mine, attention(*one), attention(*one, naive=True))
 
 
-test_latent_decode = settings(few, max_examples=5)(LATENT_DECODE_CASES(check_latent_decode))
+test_latent_decode = tried(
+    *LATENT_DECODE_CASES,
+    on=[([130, 15], 3, (24, 6), BF16, 16, 1, 5), ([40], 20, (32, 16), F32, 64, 2, 2)],
+    drawn=5,
+)(check_latent_decode)
 test_latent_decode_in_more_cases = pytest.mark.long(
-    settings(few, max_examples=24)(LATENT_DECODE_CASES(check_latent_decode))
+    settings(DRAWN, max_examples=24)(given(*LATENT_DECODE_CASES)(check_latent_decode))
 )
 
 
-LATENT_PREFILL_CASES = given(
+LATENT_PREFILL_CASES = (
     st.lists(st.tuples(st.integers(0, 70), st.sampled_from([0, 1, 2, 17, 40])), min_size=1, max_size=3),
     st.sampled_from([1, 3, 16, 20]),
     SIZES,
@@ -211,7 +214,11 @@ def check_latent_prefill(
             oracles.check_error(got[tokens], attention(*one), attention(*one, naive=True))
 
 
-test_latent_prefill = settings(few, max_examples=5)(LATENT_PREFILL_CASES(check_latent_prefill))
+test_latent_prefill = tried(
+    *LATENT_PREFILL_CASES,
+    on=[([(20, 17)], 3, (24, 6), F32, 16), ([(70, 2), (1, 0)], 20, (32, 16), BF16, 64)],
+    drawn=5,
+)(check_latent_prefill)
 test_latent_prefill_in_more_cases = pytest.mark.long(
-    settings(few, max_examples=24)(LATENT_PREFILL_CASES(check_latent_prefill))
+    settings(DRAWN, max_examples=24)(given(*LATENT_PREFILL_CASES)(check_latent_prefill))
 )

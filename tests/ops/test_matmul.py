@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracles
+from examples import tried
 
 pytest.importorskip("triton")
 
 from ops import matmul
-from test_kernels import few, run
+from test_kernels import run
+
+F32, BF16 = torch.float32, torch.bfloat16
 
 
-@settings(parent=few, max_examples=20)
-@given(
+@tried(
     st.sampled_from([1, 3, 64, 65, 70]),
     st.sampled_from([1, 65, 130]),
     st.sampled_from([7, 100, 530]),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.booleans(),
     st.sampled_from([1, 64]),
+    on=[(3, 65, 100, F32, False, 1), (64, 130, 530, BF16, True, 64), (65, 1, 530, F32, True, 64)],
+    drawn=20,
 )
 def test_linear(
     device: str, rows: int, outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool, programs: int
@@ -47,7 +50,7 @@ def test_linear(
 
 
 @pytest.mark.usefixtures("products_by_rows")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(F32, marks=pytest.mark.full), BF16])
 def test_a_row_of_linear_ignores_the_others(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the number of rows nor a row's place changes its bits. With 65 rows one program sums all parts of K."""
     monkeypatch.setattr(matmul, "LINEAR_PROGRAMS", 64)
