@@ -61,9 +61,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Interpreted kernels need a process without a GPU: test_gpu.py starts one for them.
     """
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
-    asked = config.option.markexpr
+    asked = set(re.findall(r"\w+", config.option.markexpr))
     apart = ["interpreted"] * GPU + ["long"] * ("long" not in asked)
-    apart += ["full"] * (not {"full", "gpu"} & set(re.findall(r"\w+", asked)))
+    apart += ["full"] * (not asked & {"full", "long", "gpu"})
     left = [item for item in items if any(map(item.get_closest_marker, apart))]
     items[:] = [item for item in items if item not in left]
     config.hook.pytest_deselected(items=left)
@@ -88,7 +88,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, p
     """
     report, pattern = (yield), r"ModuleNotFoundError: (No module named '(\w+).*)"
     found = re.search(pattern, str(report.longrepr)) if report.failed else None
-    tier_lacks = found and found[2] in ORACLES and "full" not in collector.config.option.markexpr
+    tier_lacks = found and found[2] in ORACLES and not re.search("full|long", collector.config.option.markexpr)
     if found and (tier_lacks or not find_spec("flask")):
         report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: {found[1]}")
     return report

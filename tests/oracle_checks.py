@@ -18,9 +18,9 @@ from sampling_params import SamplingParams
 from worker import Worker
 
 
-def make_worker(folder: Path, **fields) -> Worker:
-    config = EngineConfig(model=str(folder), dtype="float32", device="cpu", block_size=16, max_num_seqs=8, **fields)
-    return start_worker(config, ModelConfig.from_folder(str(folder)))
+def make_worker(folder: Path, **fields: Any) -> Worker:
+    options = {"dtype": "float32", "device": "cpu", "threads": 1, "block_size": 16, "max_num_seqs": 8}
+    return start_worker(EngineConfig(str(folder), **options | fields), ModelConfig.from_folder(str(folder)))
 
 
 def check(worker: Worker, case: dict, oracle: dict[str, torch.Tensor]) -> None:
