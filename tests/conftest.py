@@ -37,9 +37,9 @@ THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 ORACLES = {"axe_playwright_python", "build", "google", "opentelemetry", "playwright", "sentencepiece", "tiktoken"}
 # The files that take longest. Processes that share the tests begin with them, so that both end at about the same time.
 LONGEST = [
-    "test_cpu_compiled.py", "test_executor.py", "test_engine.py", "test_memory.py", "test_survival.py",
-    "test_processes.py", "test_compile_guard.py", "test_compile_gate.py", "test_torchrun.py", "test_kernels.py",
-    "test_kernels_sampling.py", "test_families.py", "test_worker.py",
+    "test_compile_gate.py", "test_families.py", "test_executor.py", "test_engine.py", "test_torchrun.py",
+    "test_upkeep.py", "test_memory.py", "test_cpu_compiled.py", "test_survival.py", "test_tools.py", "test_house.py",
+    "test_client.py", "test_hostile.py", "test_grammar.py", "test_worker.py",
 ]  # fmt: skip
 
 

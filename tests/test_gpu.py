@@ -203,7 +203,8 @@ def interprets() -> bool:
 @pytest.mark.skipif(not interprets(), reason="Triton's interpreter fails beside this NumPy")
 def test_interpreted_kernels_in_a_process_without_the_gpu():
     """The tests that are marked `interpreted`, because in this process kernels are compiled."""
-    command = [sys.executable, "-m", "pytest", "-m", "interpreted and (full or not full)", "-p", "no:cacheprovider", "tests"]
+    marked = "interpreted and (full or not full)"
+    command = [sys.executable, "-m", "pytest", "-m", marked, "-p", "no:cacheprovider", "tests"]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=Path(__file__).parents[1], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
