@@ -265,13 +265,19 @@ class Workers:
         return self.config.weights_version
 
     def _restore(self, error: ValueError) -> None:
-        """Loading has failed in its midst: bring the old weights back."""
-        try:
-            check_reloadable(self.config)
-            self.call("load_weights", self.config.weights)
-        except ValueError as failure:
-            self.lost = f"weights are neither the new ones ({error}) nor the old ones ({failure})"
-            raise WorkerError(self.lost) from error
+        """Loading has failed in its midst: bring the old weights back.
+
+        That may fail once because another rank only now fails to load the new ones; then all workers were started anew.
+        """
+        for is_last in (False, True):
+            try:
+                check_reloadable(self.config)
+                self.call("load_weights", self.config.weights)
+                break
+            except ValueError as failure:
+                if is_last:
+                    self.lost = f"weights are neither the new ones ({error}) nor the old ones ({failure})"
+                    raise WorkerError(self.lost) from error
         self._awake(WEIGHTS)
 
     def _check_alone(self, method: str) -> None:

@@ -101,8 +101,17 @@ class Server:
         """Nothing of it is left: no process, no shared memory, no file."""
         eventually(lambda: not any(alive(pid) for pid in self.pids), seconds)
         eventually(lambda: not list(self.tmp.iterdir()), 5)
-        eventually(lambda: not set(os.listdir("/dev/shm")) - self.shm, seconds)  # other tests may have some meanwhile
+        eventually(lambda: not set(os.listdir("/dev/shm")) - self.shm - shared_memory_in_use(), seconds)
         self.tmp.rmdir()
+
+
+def shared_memory_in_use() -> set[str]:
+    """The names of the shared memory that a process has, of whatever test."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            found |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
+    return found
 
 
 def alive(pid: int) -> bool:

@@ -25,6 +25,20 @@ def fail(worker: Any, after: float) -> None:
     raise RuntimeError("half done")
 
 
+def end_late(worker: Any, rank: int, method: str, seconds: float) -> None:
+    """A method takes longer on one rank, also where it fails."""
+    run = getattr(worker, method)
+
+    def late(*args: Any) -> Any:
+        try:
+            return run(*args)
+        finally:
+            time.sleep(seconds)
+
+    if worker.group.rank == rank:
+        setattr(worker, method, late)
+
+
 def lose_peers(worker: Any) -> None:
     """The next step fails as if another engine were gone that has a part of the experts."""
     from plan import PeersGone

@@ -25,6 +25,7 @@ from device.upkeep import KeptWorker
 from engine import LLM, LLMEngine, SamplingParams
 from executor import WorkerError
 from models.hub import source_of
+from worker_functions import end_late
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -299,12 +300,17 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(fresh, tmp_path, wante
 
 
 @pytest.mark.full
-def test_weights_that_turn_out_to_be_bad_leave_the_old_ones(make_llm, tmp_path, other, others):
+@pytest.mark.parametrize("late", [None, 0, 1])
+def test_weights_that_turn_out_to_be_bad_leave_the_old_ones(make_llm, tmp_path, other, others, late):
+    """Also where one rank fails long after the other."""
+
     def spoil(weights: dict[str, torch.Tensor]) -> None:
         weights[max(weights)].view(-1)[0] = torch.nan
 
     bad, llm = changed(tmp_path / "bad", spoil), make_llm(tensor_parallel_size=2, threads=1)
     llm.update_weights(other)
+    if late is not None:
+        llm.collective_rpc(end_late, args=(late, "load_weights", 1.0))
     with pytest.raises(ValueError, match="NaN or infinite"):
         llm.update_weights(bad)
     assert llm.weights_version == 1 and tokens(llm) == others
