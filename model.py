@@ -78,9 +78,11 @@ class Transformer(Owner):
         # The classification head, the same on each rank.
         self.score = new_last(len(config.labels), size, dtype=torch.float32) if config.head == "labels" else None
         interleaved = bool(self.row.interleaved)
-        self.rotations = [rope_table(rope, max_model_len, interleaved).to(device) for rope in config.ropes]
-        tables = [query_scales(rope, max_model_len) for rope in config.ropes]
-        self.query_scales = [None if scales is None else scales.to(device) for scales in tables]
+        with torch.device("cpu"):  # to compute on the meta device torch imports SymPy and more, which takes seconds
+            rotations = [rope_table(rope, max_model_len, interleaved) for rope in config.ropes]
+            scales = [query_scales(rope, max_model_len) for rope in config.ropes]
+        self.rotations = [table.to(device) for table in rotations]
+        self.query_scales = [None if table is None else table.to(device) for table in scales]
         # Rounded as a weight, because that is how the models were trained.
         self.embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype, device="cpu"))
 

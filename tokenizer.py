@@ -22,7 +22,7 @@ import tokenizers
 
 from config import read_json
 from sampling_params import SamplingParams
-from text.messages import text_of
+from text.messages import has_text_arguments, text_of, with_empty_arguments
 from text.templates import ChatTemplate, TemplateEnvironment, read_template, run_template
 from text.vocabularies import BYTE_OF_CHAR, READERS, SPACE, convert, special_tokens
 
@@ -220,7 +220,13 @@ class Tokenizer:
 
         def run(messages: list[dict[str, Any]], opening: bool) -> str:
             given = {"messages": messages, "add_generation_prompt": opening}
-            return run_template(template.template, variables | given)
+            try:
+                return run_template(template.template, variables | given)
+            except ValueError:
+                if not any(map(has_text_arguments, messages)):
+                    raise
+                given["messages"] = list(map(with_empty_arguments, messages))  # this template goes through them
+                return run_template(template.template, variables | given)
 
         if not continue_final_message:
             return run(messages, add_generation_prompt)

@@ -5,12 +5,10 @@ Its types are in Anthropic's SDK, `anthropic.types`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import json
 from collections.abc import Iterator
 from typing import Any
-
-import msgspec
 
 from api import checks
 from api import fields as shared
@@ -24,6 +22,7 @@ from api.replies import AnswerRun, ClientGone, as_api_error, typed_event
 from api.routes import Api, Caller, Events
 from api.structure import flat_format
 from text.messages import BLOCK_KEYS, joined_turns
+from text.tools import is_object
 
 MESSAGE_ERRORS = {  # Anthropic's words for the statuses
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -100,7 +99,10 @@ class MessageRun(AnswerRun):
 
     def whole(self) -> dict[str, Any]:
         self.answer.read()
-        content = [content_block(block) for block in self.answer.blocks or [Block(CONTENT)]]
+        blocks = self.answer.blocks or [Block(CONTENT)]
+        if blocks[-1].kind == CALL and not is_object(blocks[-1].text):  # it was cut: its input would mean less
+            blocks[-1].kind = CONTENT
+        content = list(map(content_block, blocks))
         return self._message(content, self._counts() | self._output()) | self._stop()
 
     def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
@@ -154,15 +156,12 @@ class MessageRun(AnswerRun):
 
 
 def content_block(block: Block) -> dict[str, Any]:
-    """A block as Anthropic spells it. A call that is cut has no input here, but only in a stream."""
+    """A block as Anthropic spells it; of a call that only begins, the input is empty."""
     if block.kind == CONTENT:
         return {"type": "text", "text": block.text}
     if block.kind == REASONING:
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    input: Any = {}
-    with contextlib.suppress(msgspec.DecodeError):
-        input = msgspec.json.decode(block.text)
-    return {"type": "tool_use", "id": block.id, "name": block.name, "input": input}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": json.loads(block.text or "{}")}
 
 
 # --- what it takes ---------------------------------------------------------------------------------------------------

@@ -67,7 +67,8 @@ class ChatRun(ChoiceRun):
         if answer.calls:
             calls = [call_of(call, call.text) for call in answer.calls]
             message |= {"content": content or None, "tool_calls": calls}
-        return message | (reasoning_of(reasoning) if reasoning else {})
+        can_reason = answer.reading is not None and answer.reading.reasoning_parser is not None
+        return message | (reasoning_of(reasoning or None) if can_reason else {})
 
     def _continued(self) -> str:
         """The text of the message that a chat's answer goes on with, where it is echoed."""
@@ -77,8 +78,11 @@ class ChatRun(ChoiceRun):
         return text_of(last) if self.fields["continue_final_message"] or last["role"] == "assistant" else ""
 
 
-def reasoning_of(text: str) -> dict[str, str]:
-    """The part of a message or a delta that is hidden reasoning, by the name that most clients know and by vLLM's."""
+def reasoning_of(text: str | None) -> dict[str, str | None]:
+    """The part of a message or a delta that is hidden reasoning, by the name that most clients know and by vLLM's.
+
+    It is None where a model that can reason has not: OpenAI's SDK raises for a name that is missing.
+    """
     return {"reasoning_content": text, "reasoning": text}
 
 

@@ -25,6 +25,7 @@ from text.tools import (
     Reader,
     call_grammar,
     new_reader,
+    read_whole,
     reasoning_parser_of,
     tool_parser_of,
 )
@@ -64,9 +65,9 @@ class Reading:
     reasoning_ends: tuple[Ids, ...]
     params: Mapping[str, Any]  # arguments of `SamplingParams`
 
-    def reader(self) -> Reader:
-        """A reader of one answer."""
-        return new_reader(self.tool_parser, self.reasoning_parser, self.tools, self.prompt, self.special_tokens)
+    def reader(self, **more: Any) -> Reader:
+        """A reader of one answer; for `more` see `new_reader`."""
+        return new_reader(self.tool_parser, self.reasoning_parser, self.tools, self.prompt, self.special_tokens, **more)
 
     def call_id(self) -> str:
         """An id for a call to which the model has given none."""
@@ -220,13 +221,18 @@ class Answer:
 
     def read(self) -> list[Piece]:
         """What is new since the last time; once the answer is complete, all that is left."""
+        is_whole = self._read == 0 and self.generation.finished
         text, reader = self.generation.text[self._read :], self._reader
         self._read += len(text)
         if reader is None:
             return [self._add(CONTENT, text)] if text else []
-        parts = reader.feed(text)
+        if is_whole:
+            assert self.reading is not None
+            parser, is_cut = self.reading.reasoning_parser, self.generation.finish_reason == "length"
+            parts = read_whole(self.reading.reader, parser, text, is_cut)
+        else:
+            parts = reader.feed(text) + (reader.end() if self.generation.finished else [])
         if self.generation.finished:
-            parts += reader.end()
             self._reader = None
         return list(itertools.chain.from_iterable(map(self._pieces, parts)))
 

@@ -7,6 +7,8 @@ import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from text.json_mending import mend
+
 PART_TYPES = ("text", "refusal")  # each is the key of its words, too
 ITEM_ROLES = ("user", "assistant", "system", "developer")
 ITEM_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")  # the kinds of a part of text
@@ -15,7 +17,7 @@ BLOCK_ROLES = {  # which roles may have a block of Anthropic's messages
     "thinking": ("assistant",), "redacted_thinking": ("assistant",),
 }  # fmt: skip
 BLOCK_KEYS: dict[str, dict[str, type]] = {  # the keys that it must have
-    "text": {"text": str}, "tool_use": {"id": str, "name": str, "input": dict}, "tool_result": {"tool_use_id": str},
+    "text": {"text": str}, "tool_use": {"id": str, "name": str}, "tool_result": {"tool_use_id": str},
     "thinking": {"thinking": str}, "redacted_thinking": {},
 }  # fmt: skip
 TYPE_NAMES = {str: "a string", int: "a whole number", dict: "an object"}
@@ -90,12 +92,30 @@ def _tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
     return parsed
 
 
-def arguments_of(given: Any) -> Any:
-    """A call's arguments, parsed. Text that is no JSON stays: a model wrote it so, or was cut, and must see that."""
+def arguments_of(given: Any) -> dict[str, Any] | str:
+    """A call's arguments, parsed; nothing is an empty object. What is no object stays text, as a model wrote it."""
+    text = given if isinstance(given, str) else json.dumps(given)
     try:
-        return json.loads(given) if given and isinstance(given, str) else given or {}
-    except (ValueError, RecursionError):
-        return given
+        found = json.loads(mend(text))
+    except ValueError:
+        return text if text.strip() else {}
+    return found if isinstance(found, dict) else text if found is not None else {}
+
+
+def has_text_arguments(message: dict[str, Any]) -> bool:
+    """Whether a message has a call whose arguments are no object, but text, as a model wrote them."""
+    return any(isinstance(call["function"].get("arguments"), str) for call in message.get("tool_calls") or ())
+
+
+def with_empty_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """A message in which no arguments are text."""
+    if not has_text_arguments(message):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        is_text = isinstance(call["function"].get("arguments"), str)
+        calls.append(call | {"function": call["function"] | {"arguments": {}}} if is_text else call)
+    return message | {"tool_calls": calls}
 
 
 def response_items(value: Any) -> list[dict[str, Any]]:
@@ -144,10 +164,12 @@ def _texts(item: dict[str, Any], key: str, i: int) -> list[str]:
 
 
 def _function_call(item: dict[str, Any], i: int) -> dict[str, Any]:
-    for key in ("call_id", "name", "arguments"):
+    for key in ("call_id", "name"):
         if not isinstance(item.get(key), str):
             raise ValueError(f"item {i} has the {key} {reprlib.repr(item.get(key))}; it must be a string")
-    return {key: item[key] for key in ("call_id", "name", "arguments")} | {"status": "completed"}
+    given = item.get("arguments")
+    text = given if isinstance(given, str) else json.dumps(given or {})
+    return {"call_id": item["call_id"], "name": item["name"], "arguments": text, "status": "completed"}
 
 
 def _function_call_output(item: dict[str, Any], i: int) -> dict[str, Any]:
@@ -246,7 +268,7 @@ def _turns(blocks: list[Any], role: str, i: int) -> Iterator[dict[str, Any]]:
         elif kind == "thinking":
             turn["reasoning_content"] = turn.get("reasoning_content", "") + block["thinking"]
         elif kind == "tool_use":
-            function = {"name": block["name"], "arguments": block["input"]}
+            function = {"name": block["name"], "arguments": arguments_of(block.get("input"))}
             call = {"id": block["id"], "type": "function", "function": function}
             turn.setdefault("tool_calls", []).append(call)
         elif kind == "tool_result":

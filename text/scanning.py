@@ -8,7 +8,6 @@ matter where the text is cut.
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Collection, Generator
@@ -16,16 +15,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from text.json_mending import Mender, as_json, in_string
+
 T = TypeVar("T")
-IN_STRING = re.compile(r'"|(?:\\.[^"\\]*)+', re.DOTALL)  # of JSON: its end, or escapes with the text between them
-OUTSIDE = re.compile(r'["{}\[\]]')
-DEPTHS = {"{": 1, "[": 1, "}": -1, "]": -1}
 WORD_END = re.compile(r"[\s,:=\[\](){}<>\"']")
 ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)  # of Python and of JSON
+SECOND_HALF = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+SECOND_HALF_BEGINS = re.compile(r"(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?")
 ESCAPE_SIZES = {"x": 4, "u": 6, "U": 10}  # characters; all others have 2
 ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "'": "'", '"': '"', "\\": "\\", "/": "/", "\n": ""}
 QUOTES = ('"""', "'''", '"', "'")
-WORDS = {"True": "true", "False": "false", "None": "null"}
 DEEPEST = 64  # lists and objects within each other
 LONGEST_NAME = 1024  # characters of a name, a key, or another short text of a call
 
@@ -58,27 +57,6 @@ def reasoning(text: str) -> Part:
 def nothing(text: str) -> Part:
     """Text that is only syntax."""
     return Part()
-
-
-def in_string(text: str) -> str:
-    """The inside of a JSON string with this text."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def as_json(text: str) -> str:
-    """A JSON value, or a word or number of Python's, as JSON; empty if it is none of these."""
-    text = WORDS.get(text, text)
-    try:
-        json.loads(text, parse_constant=int)  # a ValueError: NaN and Infinity are not in JSON
-    except (ValueError, RecursionError):
-        for read in (lambda text: int(text, 0), float):
-            try:
-                number = read(text)
-            except ValueError:
-                continue
-            return json.dumps(number) if math.isfinite(number) else ""
-        return ""
-    return text
 
 
 class NoCall(Exception):
@@ -236,29 +214,25 @@ class Source:
         except ValueError:
             raise NoCall from None
 
-    def value(self, make: Make) -> Steps[None]:
-        """Read a JSON value, whatever is in it: an object or a list ends with its bracket, and a string with its quote.
+    def value(self, make: Make, *stops: str) -> Steps[None]:
+        """Read a value that is JSON or nearly so, and make JSON of it. One of the `stops` ends it where it stands.
 
         Half a value is made at the end.
+
+        Raises:
+            NoCall: it cannot be mended.
         """
-        depth, quoted = 0, False
         if (yield from self.char()) not in '"{[':
             yield from self.scalar(make)
             return
+        mender = Mender(tuple(filter(None, stops)))
         while True:
-            at = self.at
-            while found := (IN_STRING if quoted else OUTSIDE).search(self.text, at):
-                at = found.end()
-                if found[0] == '"':
-                    quoted = not quoted
-                depth += DEPTHS.get(found[0], 0)
-                if depth <= 0 and not quoted:
-                    yield make(self.take(at))
-                    return
-            half = quoted and not self.ended and self.text.endswith("\\", at)  # of an escape only that is there
-            if (end := len(self.text) - half) > self.at:
-                yield make(self.take(end))
-            if self.ended:
+            made, self.at = mender.read(self.text, self.at, self.ended)
+            if made:
+                yield make(made)
+            if mender.broken:
+                raise NoCall
+            if mender.done or self.ended:
                 return
             yield None
 
@@ -368,4 +342,14 @@ class Source:
         if len(escape) == 1:
             return in_string(ESCAPED.get(escape, "\\" + escape))
         number = int(escape[1:], 16)
-        return f"\\u{number:04x}" if number < 2**16 else in_string(chr(min(number, sys.maxunicode)))
+        if 0xD800 <= number < 0xDC00 and (second := (yield from self._second_half())):
+            return f"\\u{number:04x}\\u{second:04x}"
+        return in_string(chr(0xFFFD if 0xD800 <= number < 0xE000 else min(number, sys.maxunicode)))
+
+    def _second_half(self) -> Waiting[int]:
+        """Read the escape of the second half of a surrogate pair, if it comes next; returns its number, or 0."""
+        while not self.ended and SECOND_HALF_BEGINS.fullmatch(self.text, self.at):
+            yield
+        if not (found := SECOND_HALF.match(self.text, self.at)):
+            return 0
+        return int(self.take(found.end())[2:], 16)

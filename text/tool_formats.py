@@ -2,7 +2,7 @@
 
     JsonFormat      {"name": ..., "arguments": {...}}, by itself, in a list, or between tags
     HeaderFormat    the name in a line of its own, then its arguments as JSON
-    TagFormat       a tag for each argument, whose text is its value
+    TagFormat       a tag for each argument, whose text is its value (in tag_format.py)
     PythonFormat    name(key=value), and what resembles it
     HarmonyFormat   messages with channels and recipients
 
@@ -12,26 +12,25 @@ from an answer. `write` gives the grammar of calls as the models' templates writ
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+from text.json_mending import mend
 from text.lark_rules import (
     Lark,
     Schema,
     brief,
-    is_text,
     properties_of,
-    property_schema,
     repeated,
     then,
-    type_of,
     types_of,
 )
-from text.scanning import NoCall, Part, Source, Steps, Waiting, as_json, content, in_string, markers, nothing, reasoning
+from text.scanning import NoCall, Part, Source, Steps, Waiting, content, markers, nothing, reasoning
 
 
 class Tool(NamedTuple):
@@ -43,12 +42,16 @@ class Tool(NamedTuple):
 
 
 class Calls:
-    """The calls of an answer, each of which must name one of the tools."""
+    """The calls of an answer, each of which must name one of the tools.
 
-    def __init__(self, source: Source, tools: Sequence[Tool]):
+    `refused` are the numbers of what looks like a call, from 0, and is none.
+    """
+
+    def __init__(self, source: Source, tools: Sequence[Tool], refused: Collection[int] = ()):
         self.source = source
         self.schemas = {tool.name: tool.schema for tool in tools}
         self.names = sorted(self.schemas, key=len, reverse=True)
+        self.refused, self._seen = refused, 0
         self.count = 0  # calls that have begun
         self.name = ""  # the tool of the latest
         self.bare = False  # whether that has no arguments yet
@@ -57,9 +60,12 @@ class Calls:
         """A call begins, and what has been read is no content any more.
 
         Raises:
-            NoCall: no tool has this name.
+            NoCall: no tool has this name, or this call is refused.
         """
         if name not in self.schemas:
+            raise NoCall
+        self._seen += 1
+        if self._seen - 1 in self.refused:
             raise NoCall
         self.source.mark = None
         self.name, self.bare = name, True
@@ -150,8 +156,8 @@ class JsonFormat(ToolParser):
                 if held:
                     yield calls.arguments(held)
             elif key in self.arguments and first == "{" and named:
-                yield from source.value(calls.arguments)
-            elif key in self.arguments and first in ("{", '"'):
+                yield from source.value(calls.arguments, *self.ends)
+            elif key in self.arguments:
                 held = yield from self._arguments(source, first)
                 if named:
                     yield calls.arguments(held)
@@ -169,10 +175,13 @@ class JsonFormat(ToolParser):
 
     def _arguments(self, source: Source, first: str) -> Waiting[str]:
         """Read whole arguments, which some models write as JSON in a string."""
-        if first == "{":
-            return (yield from source.collect(source.value))
+        if first != '"':
+            found = yield from source.collect(lambda make: source.value(make, *self.ends))
+            return "{}" if found == "null" else found
         text = yield from source.string()
-        return text if as_json(text).startswith("{") else json.dumps(text, ensure_ascii=False)
+        with contextlib.suppress(ValueError):
+            return mend(text)
+        return json.dumps(text, ensure_ascii=False)
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
         around, begin, end = lark.text(self.around), lark.syntax(self.begins[0]), lark.syntax(self.end)
@@ -217,7 +226,7 @@ class HeaderFormat(ToolParser):
                 raise NoCall
             yield calls.begin(found["name"], found.groupdict().get("id") or "")
             if (yield from source.char()) == "{":
-                yield from source.value(calls.arguments)
+                yield from source.value(calls.arguments, self.after.strip(), *self.ends, *self.begins)
             else:
                 yield calls.arguments("{}")
             yield from source.closes(self.after.strip())
@@ -243,103 +252,6 @@ class HeaderFormat(ToolParser):
         number = "/[0-9]{1,3}/" if numbered else ""
         header = then(lark.syntax(before), name, lark.syntax(behind), number, lark.syntax(last))
         return then(header, lark.json(tool.schema, tool.strict), lark.syntax(self.after + self.call_end))
-
-
-def schema_value(text: str, schema: Schema) -> str:
-    """JSON of an argument's text: the value that it spells if the schema allows that type, else the text itself."""
-    if is_text(schema):
-        return "null" if text == "null" else json.dumps(text, ensure_ascii=False)
-    if value := as_json(text.strip()):
-        allowed, found = types_of(schema), type_of(json.loads(value))
-        if found in allowed or (found == "integer" and "number" in allowed):
-            return value
-    return json.dumps(text, ensure_ascii=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TagFormat(ToolParser):
-    """Calls with a tag for each argument. What it holds is text or JSON, as the tool's schema says."""
-
-    name: str  # before the function's name; one of `begins` where models leave out the tags around it
-    name_end: str  # behind it
-    key: str  # before an argument's name
-    key_end: str  # behind it, up to the value
-    value_end: str  # behind the value
-    padding: str = ""  # on both sides of a value
-
-    @property
-    def value_ends(self) -> tuple[str, ...]:
-        """Any of these ends a value; models leave out the right one at times."""
-        return (self.value_end, self.key, *self.ends)
-
-    def read(self, calls: Calls, begin: str) -> Steps[None]:
-        source, before = calls.source, calls.count
-        if begin != self.name:
-            yield from source.follows(begin)
-            yield from source.space()
-        while (yield from source.follows(self.name)) == self.name:
-            name = yield from source.short(*{self.name_end, "\n", self.key, *self.ends})
-            yield calls.begin(name.strip())
-            yield from source.follows(self.name_end)
-            yield from self._arguments(calls)
-            yield from source.closes(self.call_end)
-            source.mark = source.at
-            if not self.name:
-                break
-            yield from source.space()
-        if calls.count == before:
-            raise NoCall
-        source.back()
-        if begin != self.name:
-            yield from source.closes(self.end)
-
-    def _arguments(self, calls: Calls) -> Steps[None]:
-        source, (first, *rest) = calls.source, self.key_end.split()
-        while (yield from source.closes(self.key)):
-            key = yield from source.short(first)
-            for text in (first, *rest):
-                yield from source.closes(text)
-            opening = "{" if calls.bare else ", "
-            yield calls.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
-            yield from self._value(calls, property_schema(calls.schemas[calls.name], key))
-        if (yield from source.char()):
-            yield calls.arguments("{}" if calls.bare else "}")
-
-    def _value(self, calls: Calls, schema: Schema) -> Steps[None]:
-        """Read a value up to its end. Strings become arguments as they come, other values when they are whole."""
-        source, stops = calls.source, markers(frozenset(self.value_ends))
-        text, streams = "", types_of(schema) == {"string"}
-        yield from source.follows(self.padding)
-        if streams:
-            yield calls.arguments('"')
-            yield from source.until(stops, lambda piece: calls.arguments(in_string(piece)), is_cut=True)
-        else:
-            text = yield from source.collect(lambda make: source.until(stops, make, is_cut=True))
-        if rest := source.text[source.at :]:
-            text += source.take(source.at + len(rest) - len(rest.lstrip())).removesuffix(self.padding)
-            yield calls.arguments(in_string(text) + '"' if streams else schema_value(text, schema))
-            yield from source.follows(self.value_end)
-
-    def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
-        before, after = ("\n", "\n" + self.end) if self.name else ("", self.end)
-        call = then(lark.text(before), lark.one_of(self._call(lark, tool) for tool in tools), lark.syntax(after))
-        return repeated(call, then(lark.text("\n"), lark.syntax(self.begins[0])), several)
-
-    def _call(self, lark: Lark, tool: Tool) -> str:
-        name = brief(tool.name, "the tool", "\n", self.name_end, self.key, *self.ends)
-        fields = []
-        end = self.padding + self.value_end
-        for key, schema, required in properties_of(tool.schema):
-            key = lark.text(brief(key, "the parameter", self.key_end.split()[0]))
-            before = then(lark.syntax(self.key), key, lark.syntax(self.key_end + self.padding))
-            if is_text(schema):
-                value = lark.unquoted(schema, self.value_ends, end)
-            else:
-                value = then(lark.json(schema, tool.strict), lark.syntax(end))
-            field = then(before, value, lark.text("\n"))
-            fields.append(field if required else f"({field})?")
-        begin = then(lark.syntax(self.name), lark.text(name), lark.syntax(self.name_end.strip()), lark.text("\n"))
-        return then(begin, *fields, lark.syntax(self.call_end))
 
 
 @dataclass(frozen=True)
@@ -439,18 +351,22 @@ class HarmonyFormat:
         source.mark = source.at
         header = ""
         yield from source.space()
-        yield from source.follows("<|start|>")
-        yield from source.follows("assistant")
-        yield from source.space()
-        if found := (yield from source.follows("<|channel|>", "to=", "<|constrain|>", "<|message|>")):
+        found = yield from source.follows("<|start|>", "<|channel|>", "to=", "<|constrain|>", "<|message|>")
+        if found:
             try:
-                header = found + ("" if found == "<|message|>" else (yield from source.short("<|message|>")))
-                yield from source.follows("<|message|>")
+                header = found + ("" if found == "<|message|>" else (yield from self._up_to_message(source)))
             except NoCall:
                 header = ""
         if not header and not (source.ended and found.startswith("<")):
             source.back()
         source.mark = None
+        return header
+
+    def _up_to_message(self, source: Source) -> Waiting[str]:
+        """Read the rest of a header. A role comes first in it where `<|start|>` has begun it."""
+        header = yield from source.short("<|message|>", "<|start|>", *self.ends)
+        if not (yield from source.follows("<|message|>")):
+            raise NoCall
         return header
 
     def _message(self, calls: Calls, header: str) -> Steps[None]:
@@ -459,14 +375,18 @@ class HarmonyFormat:
         recipient = re.search(r"to=(?:functions\.)?([^\s<]+)", header)
         name = recipient[1] if recipient and recipient[1] in calls.schemas else ""
         if name:
-            yield calls.begin(name)
-        source.in_reasoning = not name and "<|channel|>analysis" in header
+            try:
+                yield calls.begin(name)
+            except NoCall:
+                name = ""
+        # The model may also write what a tool would answer: a message from it, to the assistant.
+        source.in_reasoning = not name and re.search(r"<\|channel\|>analysis|to=assistant", header) is not None
         if header:
             yield from source.space()
         if name and (yield from source.char()) == "{":  # in JSON, markers are text
-            yield from source.value(calls.arguments)
+            yield from source.value(calls.arguments, *self.ends)
         stops = markers(frozenset((*self.begins, *self.ends)))
-        kind = calls.arguments if name else reasoning if source.in_reasoning else content
+        kind = calls.arguments if name and calls.bare else reasoning if source.in_reasoning else content
         found = yield from source.until(stops, kind, is_cut=bool(name))
         source.in_reasoning = False
         if found:

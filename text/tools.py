@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,13 +12,13 @@ from typing import Any
 
 from text.lark_rules import Lark, then
 from text.scanning import Make, NoCall, Part, Source, Steps, Waiting, content, markers, reasoning
+from text.tag_format import TagFormat
 from text.tool_formats import (
     Calls,
     HarmonyFormat,
     HeaderFormat,
     JsonFormat,
     PythonFormat,
-    TagFormat,
     Tool,
     ToolParser,
 )
@@ -36,10 +37,16 @@ class ReasoningParser:
     starts: tuple[str, ...]
     ends: tuple[str, ...]
     ended_by_calls: bool = False  # a call of a function ends it, too
+    lacks_start: bool = False  # some models leave out what begins it
 
     def opened_by(self, prompt: str) -> bool:
         """Whether a rendered prompt ends in reasoning that the answer goes on with."""
         return not self.starts or prompt.rstrip().endswith(self.starts)
+
+    def begins_unmarked(self, text: str) -> bool:
+        """Whether a whole answer begins with reasoning whose beginning the model has left out."""
+        places = [place for place in map(text.find, self.ends) if place >= 0]
+        return bool(self.lacks_start and places) and not any(start in text[: min(places)] for start in self.starts)
 
     def begins(self, source: Source, opened: bool) -> Waiting[bool]:
         """Read the beginning of reasoning; returns whether there is any. A model may begin what the prompt `opened`."""
@@ -60,14 +67,14 @@ REASONING_PARSERS = {
     "granite": ReasoningParser(
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
-    "kimi_k2": ReasoningParser(("<think>",), ("</think>",), ended_by_calls=True),
+    "kimi_k2": ReasoningParser(("<think>",), ("</think>",), ended_by_calls=True, lacks_start=True),
     "mistral": ReasoningParser(("[THINK]",), ("[/THINK]",)),
     "openai_gptoss": ReasoningParser((), ("<|channel|>final<|message|>",)),
-    "qwen3": ReasoningParser(("<think>",), ("</think>",), ended_by_calls=True),
+    "qwen3": ReasoningParser(("<think>",), ("</think>",), ended_by_calls=True, lacks_start=True),
     "seed_oss": ReasoningParser(("<seed:think>",), ("</seed:think>",)),
 } | dict.fromkeys(
     ("deepseek_r1", "deepseek_v3", "ernie45", "glm45", "holo2", "minimax_m2", "nemotron_v3", "olmo3", "step3"),
-    ReasoningParser(("<think>",), ("</think>",)),
+    ReasoningParser(("<think>",), ("</think>",), lacks_start=True),
 )
 # Texts in the chat template of a kind of model, and its parser; the first row that fits counts.
 REASONING_SIGNS = (
@@ -194,6 +201,7 @@ class Reader:
     def __init__(self, source: Source, steps: Steps[None], dropped: frozenset[str]):
         self._source, self._steps = source, steps
         self._dropped, self._held = markers(dropped), ""
+        self._said = self._called = False  # whether there has been content, and whether a call since
 
     @property
     def in_reasoning(self) -> bool:
@@ -225,6 +233,10 @@ class Reader:
             if part is None:
                 break
             last = parts[-1] if parts else Part()
+            if part.content:
+                part.content = "\n" * (self._said and self._called) + part.content
+                self._said, self._called = True, False
+            self._called = self._called or part.call is not None
             if part.content and last.content:
                 last.content += part.content
             elif part.reasoning and last.reasoning:
@@ -240,16 +252,21 @@ def read_answer(calls: Calls, format: ToolParser | None, thinking: ReasoningPars
     """Read an answer to its end. `opened` says whether the prompt has begun the reasoning."""
     source = calls.source
     begins = frozenset(format.begins if format else ())
-    stops: frozenset[str] = begins
+    starts, ends = frozenset(thinking.starts if thinking else ()), frozenset(thinking.ends if thinking else ())
+    stops = begins | (starts | ends if thinking and thinking.lacks_start else frozenset())
     make: Make = content
     if thinking and (yield from thinking.begins(source, opened)):
-        stops = frozenset(thinking.ends) | (begins if thinking.ended_by_calls else frozenset())
+        stops = ends | (begins if thinking.ended_by_calls else frozenset())
         make = reasoning
     while found := (yield from source.until(markers(stops), make)):
         if found in begins:
             assert format
             if not (yield from read_calls(calls, format, found, make)):
                 continue
+        elif found in starts:  # the answer tells of such a mark
+            yield content(source.take(source.text.index(found, source.at) + len(found)))
+            stops = begins
+            continue
         else:
             yield from source.space()
             yield from source.follows(found)
@@ -308,6 +325,8 @@ def new_reader(
     tools: Sequence[Mapping[str, Any]],
     prompt: str,
     special_tokens: Collection[str],
+    refused: Collection[int] = (),
+    opened: bool = False,
 ) -> Reader:
     """A reader of one answer.
 
@@ -317,6 +336,8 @@ def new_reader(
         tools: the request's, in OpenAI's shape. A call must name one of them.
         prompt: as rendered; its end tells whether the answer begins within reasoning.
         special_tokens: texts that are left out where they are not a part of the syntax.
+        refused: the numbers of calls that are left in the content.
+        opened: the answer begins within reasoning, whatever the prompt says.
 
     Raises:
         ValueError: a tool's schema is malformed.
@@ -324,17 +345,54 @@ def new_reader(
     format = TOOL_PARSERS[tool_parser] if tool_parser else None
     thinking = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
     source = Source()
-    calls = Calls(source, functions(tools))
+    calls = Calls(source, functions(tools), refused)
     if thinking and not thinking.starts and format is None:
         format = HarmonyFormat()
     syntax = (format.syntax if format else ()) + (thinking.starts + thinking.ends if thinking else ())
     if isinstance(format, HarmonyFormat):
         steps = format.read_answer(calls, prompt)
     else:
-        opened = thinking is not None and thinking.opened_by(prompt)
+        opened = thinking is not None and (opened or thinking.opened_by(prompt))
         source.in_reasoning = opened
         steps = read_answer(calls, format if tools else None, thinking, opened)
     return Reader(source, steps, other_tokens(frozenset(special_tokens), frozenset(syntax)))
+
+
+def read_whole(make_reader: Callable[..., Reader], reasoning_parser: str | None, text: str, is_cut: bool) -> list[Part]:
+    """Read an answer that is all there.
+
+    A call whose arguments are no JSON object is left in its content. What stands before the end of reasoning is
+    reasoning, even where nothing has begun it.
+
+    Args:
+        make_reader: `new_reader` with all of its arguments but the last two.
+        is_cut: the answer was cut, as the last of its calls may be.
+    """
+    thinking = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
+    opened = thinking is not None and thinking.begins_unmarked(text)
+    refused: list[int] = []
+    while True:
+        reader = make_reader(refused=refused, opened=opened)
+        parts = reader.feed(text) + reader.end()
+        arguments: dict[int, str] = {}
+        for part in parts:
+            if part.call is not None:
+                arguments[part.call] = arguments.get(part.call, "") + part.arguments
+        broken = [call for call, each in arguments.items() if not is_object(each)]
+        if is_cut and broken and broken[-1] == max(arguments):
+            broken.pop()
+        if not broken:
+            return parts
+        kept = [number for number in range(broken[0] + len(refused) + 1) if number not in refused]
+        refused.append(kept[broken[0]])
+
+
+def is_object(text: str) -> bool:
+    """Whether a text is a JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def call_grammar(

@@ -88,8 +88,12 @@ def test_an_answer_that_is_cut_gives_a_beginning_of_its_calls(answer):
         ("hermes", '<tool_call>\n{"name": "search", "arguments": {"q": "a', [("search", ""), ("", '{"q": "a')]),
         ("qwen3_coder", "<tool_call>\n<function=search>\n<parameter=q>\na b", [("search", ""), ("", '{"q": "a b')]),
         ("pythonic", "[search(q='a b", [("search", ""), ("", '{"q": "a b')]),
-        ("kimi_k2", '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a"', [("add", ""), ("", '{"a"')]),
-        ("openai", '<|channel|>commentary to=functions.add<|message|>{"a"', [("add", ""), ("", '{"a"')]),
+        (
+            "kimi_k2",
+            '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": "',
+            [("add", ""), ("", '{"a": "')],
+        ),
+        ("openai", '<|channel|>commentary to=functions.add<|message|>{"a": "', [("add", ""), ("", '{"a": "')]),
     ],
 )
 def test_a_name_comes_first_and_arguments_as_they_are_written(parser, text, parts):
@@ -160,7 +164,7 @@ def test_text_around_calls_is_content(answer, before, after):
     if answer["parser"] == "openai" or answer["content"]:
         return
     content, _, calls = read([before + answer["text"] + after], answer["parser"])
-    assert content == before.rstrip() + after.lstrip()
+    assert content == "\n".join(filter(None, (before.rstrip(), after.lstrip())))
     assert [[name, json.loads(arguments)] for name, arguments, _ in calls] == answer["calls"]
 
 

@@ -1,0 +1,409 @@
+"""Calls as models write them, with whatever may be in an argument: what is read is what was written."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from config import DEMO
+from text.json_mending import Mender, mend
+from text.messages import chat_messages
+from text.scanning import Part
+from text.tag_format import TagFormat
+from text.tool_formats import HarmonyFormat, HeaderFormat, JsonFormat, PythonFormat
+from text.tools import TOOL_PARSERS, new_reader, read_whole
+from tokenizer import Tokenizer
+
+TYPES = {
+    "text": {"type": "string"}, "path": {"type": "string"}, "items": {"type": "array"}, "opts": {"type": "object"},
+    "n": {"type": "integer"}, "x": {"type": "number"}, "b": {"type": "boolean"}, "any": {},
+}  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": TYPES}}}
+    for name in ("write", "read")
+]
+
+
+def read(pieces: list[str], parser: str) -> tuple[str, list[list[str]]]:
+    """The content of an answer, and each call's name and arguments."""
+    reader = new_reader(parser, None, TOOLS, "", ())
+    parts = [part for piece in pieces for part in reader.feed(piece)] + reader.end()
+    calls: list[list[str]] = []
+    for part in parts:
+        if part.name:
+            calls.append([part.name, ""])
+        elif part.call is not None:
+            calls[part.call][1] += part.arguments
+    return "".join(part.content for part in parts), calls
+
+
+def in_pieces(text: str, rng: random.Random) -> Iterator[list[str]]:
+    """A text in pieces, cut at random places, few and many."""
+    for most in (3, 40, 10_000):
+        pieces, at = [], 0
+        while at < len(text):
+            size = rng.randint(1, most)
+            pieces.append(text[at : at + size])
+            at += size
+        yield pieces
+
+
+# --- as the models' templates write them ------------------------------------------------------------------------------
+
+
+def written(parser: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    format = TOOL_PARSERS[parser]
+    texts = [WRITERS[type(format)](format, name, arguments, i) for i, (name, arguments) in enumerate(calls)]
+    if isinstance(format, JsonFormat):
+        begin, around = format.begins[0], format.around
+        if format.listed:
+            return ("" if begin == "[" else begin) + f"{around}[{', '.join(texts)}]{around}{format.end}"
+        if format.separator:
+            return format.separator.join(texts)
+        return "\n".join(f"{begin}{around}{text}{around}{format.end}" for text in texts)
+    if isinstance(format, HeaderFormat):
+        begin, *more = reversed(format.begins)
+        return "".join(more) + "".join(begin + text for text in texts) + format.end
+    if isinstance(format, TagFormat):
+        begin, space = format.begins[0], "\n" if format.name else ""
+        return "\n".join(f"{begin}{space}{text}{space}{format.end}" for text in texts)
+    if isinstance(format, PythonFormat):
+        begin, around = format.begins[0], format.around
+        if format.prefix:
+            return "".join(begin + text + format.end for text in texts)
+        inside = f"[{', '.join(texts)}]" if format.listed else "\n".join(texts)
+        return ("" if begin == "[" else begin) + around + inside + around + format.end
+    return "<|start|>assistant".join(texts)
+
+
+def write_json(format: JsonFormat, name: str, arguments: dict[str, Any], i: int) -> str:
+    return json.dumps({"name": name, format.arguments[0]: arguments}, ensure_ascii=i % 2 == 0)
+
+
+def write_header(format: HeaderFormat, name: str, arguments: dict[str, Any], i: int) -> str:
+    header = format.written.replace("{}", name).replace("{#}", str(i))
+    return header + json.dumps(arguments, ensure_ascii=False) + format.after + format.call_end
+
+
+def write_tags(format: TagFormat, name: str, arguments: dict[str, Any], i: int) -> str:
+    def field(key: str, value: Any) -> str:
+        value = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return f"{format.key}{key}{format.key_end}{format.padding}{value}{format.padding}{format.value_end}\n"
+
+    end = format.name_end if format.name_end == "\n" else format.name_end + "\n"
+    fields = "".join(field(*each) for each in arguments.items())
+    return format.name + name + end + fields + format.call_end
+
+
+def write_python(format: PythonFormat, name: str, arguments: dict[str, Any], i: int) -> str:
+    def value(each: Any) -> str:
+        if isinstance(each, str):
+            return format.raw + each + format.raw if format.raw else repr(each)
+        if isinstance(each, list):
+            return "[" + ", ".join(map(value, each)) + "]"
+        if isinstance(each, dict):
+            return "{" + ", ".join(f"{value(key)}: {value(inner)}" for key, inner in each.items()) + "}"
+        return json.dumps(each) if format.raw else repr(each)
+
+    fields = (f"{key}{format.between}{value(each)}" for key, each in arguments.items())
+    return format.prefix + name + format.brackets[0] + ", ".join(fields) + format.brackets[1]
+
+
+def write_harmony(format: HarmonyFormat, name: str, arguments: dict[str, Any], i: int) -> str:
+    header = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    return header + json.dumps(arguments, ensure_ascii=False) + "<|call|>"
+
+
+WRITERS: dict[type, Any] = {
+    JsonFormat: write_json, HeaderFormat: write_header, TagFormat: write_tags, PythonFormat: write_python,
+    HarmonyFormat: write_harmony,
+}  # fmt: skip
+ODD = [
+    '"',
+    "'",
+    "\\",
+    "\n",
+    "\r\n",
+    "\t",
+    "\x00",
+    "\x1b",
+    "{",
+    "}",
+    "[",
+    "]",
+    ",",
+    ":",
+    "é",
+    "日本",
+    "😀",
+    "\u2028",
+    "</",
+    "<",
+    "\\u00e9",
+    "\\n",
+]
+
+
+def text_of(rng: random.Random, marks: list[str], size: int) -> str:
+    """A text with a format's own marks in it, and all else that has a meaning somewhere."""
+    kinds = [lambda: rng.choice(ODD), lambda: rng.choice(marks), lambda: rng.choice(("def f():", " ", "\n", "word "))]
+    return "".join(rng.choice(kinds)() for _ in range(rng.randrange(size)))
+
+
+def drawn(rng: random.Random, parser: str, size: int = 12) -> dict[str, Any]:
+    format = TOOL_PARSERS[parser]
+    barred = format.raw if isinstance(format, PythonFormat) else None  # nobody can write it within a string
+    marks = [mark for mark in format.syntax if mark.strip() and mark != barred] + ["</tool_call>"]
+
+    def text() -> str:
+        return text_of(rng, marks, size).replace(barred or "\uffff", "")
+
+    numbers = (0, -7, 2**40, 1.5, -2e-9, 1e300)
+    nested = {"a": [1, {"b": text()}, None, True], text() or "k": {"c": [[], {}]}}
+    values = {
+        "text": text(), "path": text(), "items": [text(), rng.choice(numbers), [nested]], "opts": nested,
+        "n": rng.randrange(-99, 10**12), "x": rng.choice(numbers), "b": rng.random() < 0.5, "any": nested,
+    }  # fmt: skip
+    keys = rng.sample(sorted(values), rng.randrange(1, len(values) + 1))
+    return {key: values[key] for key in keys}
+
+
+def check(parser: str, calls: list[tuple[str, dict[str, Any]]], rng: random.Random) -> None:
+    text = written(parser, calls)
+    whole = read([text], parser)
+    assert [(name, json.loads(arguments)) for name, arguments in whole[1]] == calls, text
+    assert whole[0].strip() == ""
+    for pieces in in_pieces(text, rng):
+        assert read(pieces, parser) == whole
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.full)])
+def test_what_is_read_is_what_was_written(parser: str, count: int) -> None:
+    rng = random.Random(count)
+    for _ in range(count):
+        several = 1 if parser == "openai" else rng.randrange(1, 3)
+        check(parser, [(rng.choice(("write", "read")), drawn(rng, parser)) for _ in range(several)], rng)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+def test_a_long_text_is_read(parser: str) -> None:
+    rng = random.Random(1)
+    calls = [("write", {"path": "a.py", "text": text_of(rng, ["</", "x" * 90, "\n"], 4000)})]
+    assert len(calls[0][1]["text"]) > 100_000
+    text = written(parser, calls)
+    for pieces in ([text], [text[i : i + 1000] for i in range(0, len(text), 1000)]):
+        assert [(name, json.loads(arguments)) for name, arguments in read(pieces, parser)[1]] == calls
+
+
+# --- as models get them wrong -----------------------------------------------------------------------------------------
+
+SAID = {"text": "a", "n": 1}
+WRONG = {  # what stands where {"text": ..., "n": 1} should, and what `text` is then
+    "a line break": ('{"text": "a\nb\tc", "n": 1}', "a\nb\tc"),
+    "a comma too many": ('{"text": "a", "n": 1,}', "a"),
+    "no comma": ('{"text": "a"\n"n": 1}', "a"),
+    "half a pair": (r'{"text": "cut \ud83d", "n": 1}', "cut \ufffd"),
+    "a whole pair": (r'{"text": "\ud83d\ude00", "n": 1}', "😀"),
+    "the second half": (r'{"text": "\ude00\ud83d", "n": 1}', "\ufffd\ufffd"),
+    "an escape of a regular expression": (r'{"text": "\d+\.\x41\'", "n": 1}', r"\d+\.A'"),
+    "as Python writes it": ("{'text': 'say \"a\"', 'n': 0x1}", 'say "a"'),
+    "keys without quotes": ('{text: "a", n: 1}', "a"),
+}
+BY_JSON = [name for name, each in TOOL_PARSERS.items() if isinstance(each, (JsonFormat, HeaderFormat, HarmonyFormat))]
+
+
+@pytest.mark.parametrize("parser", BY_JSON)
+@pytest.mark.parametrize(("wrong", "text"), WRONG.values(), ids=WRONG)
+def test_json_that_is_nearly_right_is_mended(parser: str, wrong: str, text: str) -> None:
+    answer = written(parser, [("write", SAID)]).replace(json.dumps(SAID), wrong)
+    assert wrong in answer
+    whole = read([answer], parser)
+    assert [(name, json.loads(arguments)) for name, arguments in whole[1]] == [("write", {"text": text, "n": 1})]
+    for pieces in ([*answer], *in_pieces(answer, random.Random(0))):
+        assert read(pieces, parser) == whole
+
+
+@pytest.mark.parametrize("parser", [name for name, each in TOOL_PARSERS.items() if isinstance(each, HeaderFormat)])
+@pytest.mark.parametrize("value", ['{"n": 1}', '{"items": [1, {"a": 2}]}'])
+def test_brackets_that_are_missing_do_not_swallow_the_next_call(parser: str, value: str) -> None:
+    said = json.loads(value)
+    answer = written(parser, [("write", said), ("read", said)]).replace(value, value.rstrip("}]"), 1)
+    assert [(name, json.loads(arguments)) for name, arguments in read([answer], parser)[1]] == [
+        ("write", said), ("read", said),
+    ]  # fmt: skip
+
+
+TAGGED = [name for name, each in TOOL_PARSERS.items() if isinstance(each, TagFormat)]
+SPELLED = [
+    ("items", "['a', 'b']", ["a", "b"]), ("opts", "{'k': True}", {"k": True}), ("items", '["a", "b",]', ["a", "b"]),
+    ("n", "3.0", 3), ("x", "3.0", 3.0), ("n", "0x10", 16), ("b", "TRUE", True), ("b", "False", False),
+    ("n", "three", "three"), ("any", "None", None), ("items", "[1, 2", "[1, 2"), ("text", "null", "null"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("parser", TAGGED)
+@pytest.mark.parametrize(("key", "spelled", "value"), SPELLED)
+def test_a_value_in_a_tag_has_the_type_of_its_schema(parser: str, key: str, spelled: str, value: Any) -> None:
+    answer = written(parser, [("write", {key: spelled})])
+    ((_, arguments),) = read([answer], parser)[1]
+    assert json.loads(arguments) == {key: value}
+
+
+@pytest.mark.parametrize("parser", TAGGED)
+def test_a_text_may_tell_how_calls_are_written(parser: str) -> None:
+    """It is not cut there, and no second call is swallowed. What is left out at the end of an argument may be."""
+    format = TOOL_PARSERS[parser]
+    assert isinstance(format, TagFormat)
+    inner = written(parser, [("write", {"path": "a", "text": "b"})])
+    mark, texts = format.value_end, [f"use {format.value_end} here", f"{inner}\n# so it is", f"{format.value_end}\n"]
+    for text in [*texts, f"{mark}{mark}", f"a\n{format.call_end}{format.end}\nb"]:
+        calls = [("write", {"path": "p", "text": text}), ("read", {"text": text})]
+        check(parser, calls, random.Random(0))
+        answer = written(parser, calls[:1]) + "\nThat was all."
+        assert read([answer], parser)[0] == "That was all."
+    left_out = format.value_end + ("\n" if format.padding else "")
+    ((_, arguments),) = read([written(parser, [("write", SAID)]).replace(left_out, "")], parser)[1]
+    assert {key: str(value).strip() for key, value in json.loads(arguments).items()} == {"text": "a", "n": "1"}
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+def test_a_call_that_is_cut_is_a_beginning(parser: str) -> None:
+    answer = written(parser, [("write", {"text": 'a "b" </x>', "items": [1, 20], "n": 345})])
+    ((_, whole),) = read([answer], parser)[1]
+    for end in range(len(answer)):
+        for _, arguments in read([answer[:end]], parser)[1]:
+            assert whole.startswith(arguments)
+
+
+def whole(answer: str, parser: str | None, reasoning_parser: str | None = None) -> list[Part]:
+    make = functools.partial(new_reader, parser, reasoning_parser, TOOLS, "", ())
+    return read_whole(make, reasoning_parser, answer, False)
+
+
+@pytest.mark.parametrize(
+    "broken", ['{"text": }', '{"n": NaN}', '{"text": "say "a" to b"}', "{}}", '{"text" "a"}', "[1]"]
+)
+def test_what_cannot_be_mended_is_content(broken: str) -> None:
+    """Where the answer is read as a whole; in a stream the call has begun, and is true as far as it goes."""
+    answer = f'<tool_call>\n{{"name": "write", "arguments": {broken}}}\n</tool_call>'
+    parts = whole(answer, "hermes")
+    if broken == "{}}":
+        assert [part.name for part in parts if part.name] == ["write"]
+        return
+    assert not any(part.name for part in parts) and "".join(part.content for part in parts) == answer
+    after = answer + written("hermes", [("read", SAID)])
+    parts = whole(after, "hermes")
+    assert [part.name for part in parts if part.name] == ["read"]
+    assert "".join(part.content for part in parts) == answer
+
+
+def nested(rng: random.Random, depth: int = 4) -> Any:
+    kinds = [lambda: text_of(rng, ["</t>"], 6), lambda: rng.random() * 10 ** rng.randrange(-9, 9), lambda: None]
+    if depth:
+        kinds.append(lambda: [nested(rng, depth - 1) for _ in range(rng.randrange(3))])
+        kinds.append(lambda: {text_of(rng, ["x"], 3): nested(rng, depth - 1) for _ in range(rng.randrange(3))})
+    return rng.choice(kinds)()
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json_stays_as_it_is(indent: int | None) -> None:
+    rng = random.Random(3)
+    for _ in range(300):
+        text = json.dumps(nested(rng), indent=indent, ensure_ascii=rng.random() < 0.5)
+        assert mend(text) == text
+
+
+def test_what_is_made_of_anything_begins_json() -> None:
+    """Whatever comes, in whatever pieces, the same comes out, and JSON can go on from it."""
+    rng = random.Random(4)
+    for _ in range(3000):
+        text = list(json.dumps(nested(rng)))
+        for _ in range(rng.randrange(4)):
+            text[rng.randrange(len(text))] = rng.choice([*"{}[],:\"'\\x0\n ", "", "True", "</t>"])
+        said = "".join(text)
+        found = set()
+        for pieces in ([said], *in_pieces(said, rng)):
+            mender, held, made = Mender(("</t>",)), "", ""
+            for i, piece in enumerate(pieces):
+                held += piece
+                more, at = mender.read(held, 0, i == len(pieces) - 1)
+                held, made = held[at:], made + more
+                if mender.done or mender.broken:
+                    break
+            found.add((made, mender.done, mender.broken))
+        ((made, done, _),) = found
+        if done:
+            json.loads(made)
+        else:
+            with pytest.raises(json.JSONDecodeError) as error:
+                json.loads(made)
+            assert error.value.pos >= len(made.rstrip()) - 1 or made[error.value.pos] == '"', (said, made)
+
+
+# --- what stands around calls -----------------------------------------------------------------------------------------
+
+
+def test_texts_around_calls_are_apart() -> None:
+    call = written("hermes", [("write", SAID)])
+    assert read([f"I write.\n{call}\n{call}\nDone."], "hermes")[0] == "I write.\nDone."
+    assert read([f"{call}\nDone."], "hermes")[0] == "Done."
+    assert [*"I write.\nDone."] == [*"".join(read([*f"I write.\n{call}\nDone."], "hermes")[0])]
+
+
+@pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
+def test_reasoning_whose_beginning_is_left_out(parser: str) -> None:
+    """A stream has sent it as content before its end comes; it leaves out the mark alone."""
+    answer = "a b\n</think>\n\nc"
+    parts = whole(answer, None, parser)
+    assert ("".join(p.reasoning for p in parts), "".join(p.content for p in parts)) == ("a b", "c")
+    reader = new_reader(None, parser, [], "", ())
+    assert "".join(part.content for piece in answer for part in reader.feed(piece)) == "a bc"
+    begun = whole("<think>a</think>b </think> c", None, parser)  # later it is a text like any other
+    assert "".join(p.content for p in begun) == "b </think> c"
+
+
+def test_what_a_tool_would_answer_is_no_content() -> None:
+    """gpt-oss sometimes goes on with a message from the tool that it has called."""
+    call = "<|channel|>commentary to=functions.write <|constrain|>json<|message|>{}<|call|>"
+    made_up = '<|start|>functions.write to=assistant<|channel|>commentary<|message|>"ok"<|end|>'
+    final = "<|start|>assistant<|channel|>final<|message|>Done.<|return|>"
+    for pieces in ([call + made_up + final], [*(call + made_up + final)]):
+        assert read(pieces, "openai") == ("Done.", [["write", "{}"]])
+
+
+# --- calls that come back in a conversation ---------------------------------------------------------------------------
+
+GOES_THROUGH = "{% for k, v in c.function.arguments|items %}{{ k }}={{ v }}{% endfor %}"
+TAKES_ANY = "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}"
+
+
+@pytest.mark.parametrize(
+    ("given", "gone_through", "shown"),
+    [
+        ('{"a": 1}', "a=1", '{"a": 1}'), ({"a": 1}, "a=1", '{"a": 1}'), ('{"a": "x\ny"}', "a=x\ny", '{"a": "x\\ny"}'),
+        ('{"a": "cut \\ud83d"}', "a=cut \ufffd", '{"a": "cut \ufffd"}'), ('{"a": "ls', "", '{"a": "ls'),
+        (None, "", "{}"), ("", "", "{}"), ("null", "", "{}"), ([1], "", "[1]"), ("NaN", "", "NaN"), (5, "", "5"),
+    ],
+)  # fmt: skip
+def test_earlier_arguments_that_are_no_object_are_rendered(given: Any, gone_through: str, shown: str) -> None:
+    """As their text, or as an empty object where the template goes through them."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}
+    talk = chat_messages([{"role": "user", "content": "go"}, {"role": "assistant", "tool_calls": [call]}])
+    tokenizer = Tokenizer(DEMO)
+    for body, wanted in ((GOES_THROUGH, gone_through), (TAKES_ANY, shown)):
+        template = "{% for m in messages %}{% for c in m.tool_calls %}" + body + "{% endfor %}{% endfor %}"
+        assert tokenizer.render(talk, chat_template=template) == wanted
+
+
+def test_a_template_that_fails_otherwise_says_so() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "x"}}
+    talk = chat_messages([{"role": "assistant", "tool_calls": [call]}])
+    with pytest.raises(ValueError, match="no such conversation"):
+        Tokenizer(DEMO).render(talk, chat_template="{{ raise_exception('no such conversation') }}")

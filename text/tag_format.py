@@ -1,0 +1,274 @@
+"""Calls with a tag for each argument: the text between its tags is its value, whatever it says of tags itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from text.json_mending import in_string, mend
+from text.lark_rules import (
+    Lark,
+    Schema,
+    brief,
+    is_text,
+    properties_of,
+    property_schema,
+    repeated,
+    then,
+    type_of,
+    types_of,
+)
+from text.scanning import NoCall, Part, Source, Steps, Waiting, markers
+from text.tool_formats import Calls, Tool, ToolParser
+
+PLAUSIBLE = re.compile(r"[\w.$-]{1,64}")  # a name of an argument that no schema has
+# What a mark within a value means: the end of the value, a part of it, the beginning of an argument of a call that it
+# tells of, or nobody knows, because the answer is cut.
+END, TEXT, INNER, CUT = "end", "text", "inner", "cut"
+MOST_KEYS = 256  # arguments that a value may tell of; for each the rest of the call is looked through
+
+
+def schema_value(text: str, schema: Schema) -> str:
+    """JSON of an argument's text: the value that it spells if the schema allows that type, else the text itself.
+
+    Models write many of them as Python does, or nearly so.
+    """
+    if is_text(schema):
+        return "null" if text == "null" else json.dumps(text, ensure_ascii=False)
+    allowed, word = types_of(schema), text.strip().lower()
+    if "boolean" in allowed and word in ("true", "false"):
+        return word
+    with contextlib.suppress(ValueError):
+        found = mend(text)
+        value = json.loads(found)
+        if isinstance(value, float) and value.is_integer() and "integer" in allowed and "number" not in allowed:
+            return str(int(value))
+        if type_of(value) in allowed or (type_of(value) == "integer" and "number" in allowed):
+            return found
+    return json.dumps(text, ensure_ascii=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TagFormat(ToolParser):
+    """Calls with a tag for each argument. What it holds is text or JSON, as the tool's schema says."""
+
+    name: str  # before the function's name; one of `begins` where models leave out the tags around it
+    name_end: str  # behind it
+    key: str  # before an argument's name
+    key_end: str  # behind it, up to the value
+    value_end: str  # behind the value
+    padding: str = ""  # on both sides of a value
+
+    @property
+    def value_ends(self) -> tuple[str, ...]:
+        """Any of these ends a value; models leave out the right one at times."""
+        return (self.value_end, self.key, *self.ends)
+
+    def read(self, calls: Calls, begin: str) -> Steps[None]:
+        source, before = calls.source, calls.count
+        if begin != self.name:
+            yield from source.follows(begin)
+            yield from source.space()
+        while (yield from source.follows(self.name)) == self.name:
+            name = yield from source.short(*{self.name_end, "\n", self.key, *self.ends})
+            yield calls.begin(name.strip())
+            yield from source.follows(self.name_end)
+            yield from self._arguments(calls)
+            yield from source.closes(self.call_end)
+            source.mark = source.at
+            if not self.name:
+                break
+            yield from source.space()
+        if calls.count == before:
+            raise NoCall
+        source.back()
+        if begin != self.name:
+            yield from source.closes(self.end)
+
+    def _arguments(self, calls: Calls) -> Steps[None]:
+        source, (first, *rest) = calls.source, self.key_end.split()
+        given: list[str] = []
+        while (yield from source.closes(self.key)):
+            given.append((yield from source.short(first)))
+            for text in (first, *rest):
+                yield from source.closes(text)
+            opening = "{" if calls.bare else ", "
+            yield calls.arguments(f"{opening}{json.dumps(given[-1], ensure_ascii=False)}: ")
+            yield from self._value(calls, given)
+        if (yield from source.char()):
+            yield calls.arguments("{}" if calls.bare else "}")
+
+    def _value(self, calls: Calls, given: Sequence[str]) -> Steps[None]:
+        """Read the value of the last key given. Strings become arguments as they come, others when they are whole."""
+        source, stops = calls.source, markers(frozenset(self.value_ends))
+        schema = property_schema(calls.schemas[calls.name], given[-1])
+        streams, kept, size = types_of(schema) == {"string"}, [], 0
+
+        def make(text: str) -> Part:
+            nonlocal size
+            size += len(text)
+            if streams:
+                return calls.arguments(in_string(text))
+            kept.append(text)
+            return Part()
+
+        yield from source.follows(self.padding)
+        if streams:
+            yield calls.arguments('"')
+        inner = keys = (
+            0  # arguments of calls that the value tells of: which have yet to end, and how many seem to begin
+        )
+        later = 0  # the size of the value up to an end of it, before which an end of the call is a part of it
+        while found := (yield from source.until(stops, make, is_cut=True)):
+            keys += found == self.key
+            if found == self.value_end and inner:
+                inner -= 1
+            elif keys <= MOST_KEYS if found == self.key else found == self.value_end or size >= later:
+                what, distance = yield from self._meaning(calls, given)
+                if what == CUT:
+                    source.at = len(source.text)
+                    return
+                if what == END:
+                    break
+                inner, later = inner + (what == INNER), max(later, size + distance)
+            yield make(source.take(source.text.index(found, source.at) + len(found)))
+        if found:
+            rest = source.text[source.at :]
+            yield make(source.take(source.at + len(rest) - len(rest.lstrip())).removesuffix(self.padding))
+            yield calls.arguments('"' if streams else schema_value("".join(kept), schema))
+            yield from source.follows(self.value_end)
+
+    def _meaning(self, calls: Calls, given: Sequence[str]) -> Waiting[tuple[str, int]]:
+        """What the mark that comes next means for the value that is being read; the mark stays unread.
+
+        A value ends before the next argument, or before the end of the call, if nothing behind that could be the end of
+        this value. A text may tell of calls, whose arguments then begin and end within it. How far behind the end of a
+        call a later end of the value is comes second.
+        """
+        source = calls.source
+        source.mark = source.at
+        meaning = yield from self._followed(calls, given)
+        source.back()
+        return meaning
+
+    def _followed(self, calls: Calls, given: Sequence[str]) -> Waiting[tuple[str, int]]:
+        source = calls.source
+        assert source.mark is not None
+        yield from source.space()
+        in_own_line = "\n" in source.text[source.mark : source.at]
+        ended = (yield from source.follows(self.value_end)) != ""
+        yield from source.space()
+        if (yield from source.follows(self.key)):
+            key, is_cut = yield from self._key(source)
+            if is_cut:
+                return CUT, 0
+            known = key in (calls.schemas[calls.name].get("properties") or {})
+            if ended and key not in given and (known or PLAUSIBLE.fullmatch(key)):
+                return END, 0
+            if ended or not in_own_line or not PLAUSIBLE.fullmatch(key):
+                return TEXT, 0
+            balance = yield from self._balance(calls)
+            return (balance, 0) if balance != END or (known and key not in given) else (TEXT, 0)
+        if (yield from self._call_ends(source)):
+            later = yield from self._later_end(calls)
+            return (TEXT, later) if later else (END, 0)
+        rest = source.text[source.at :]
+        if source.ended and any(mark.startswith(rest) for mark in (self.key, *self.ends)):
+            return CUT, 0
+        return END if ended and (yield from self._begins_call(calls)) else TEXT, 0
+
+    def _key(self, source: Source) -> Waiting[tuple[str, bool]]:
+        """Read the name of an argument; returns it, or nothing, and whether the answer is cut within it."""
+        assert source.mark is not None
+        place, first = source.at - source.mark, self.key_end.split()[0]
+        try:
+            return (yield from source.short(first)), False
+        except NoCall:
+            rest = source.text[source.mark + place :]
+            name = PLAUSIBLE.match(rest)
+            return "", source.ended and first.startswith(rest[name.end() if name else 0 :])
+
+    def _balance(self, calls: Calls) -> Waiting[str]:
+        """Whether an argument that has begun within a value is a part of it: then the value ends as well, after it."""
+        source, open = calls.source, 2
+        stops = markers(frozenset((self.key, self.value_end, *self.ends)))
+        while True:
+            yield from source.collect(lambda make: source.until(stops, make))
+            if not (yield from source.space()):
+                return CUT
+            if (yield from source.follows(self.key)):
+                open += 1
+            elif (yield from source.follows(self.value_end)):
+                open -= 1
+                char = yield from source.space()
+                if not open and char:
+                    return INNER
+            elif (yield from self._call_ends(source)) and not (yield from self._later_end(calls)):
+                return END
+
+    def _later_end(self, calls: Calls) -> Waiting[int]:
+        """Behind the end of a call, where another one comes that ends a value first: its place from the mark on.
+
+        0 if there is none before another call begins, or the answer ends.
+        """
+        source = calls.source
+        assert source.mark is not None
+        here, found = source.at - source.mark, 0
+        stops = markers(frozenset(filter(None, (*self.begins, self.name, self.value_end))))
+        while not found and (yield from source.space()):
+            yield from source.collect(lambda make: source.until(stops, make))
+            place = source.at - source.mark
+            yield from source.space()
+            if (yield from self._begins_call(calls)):
+                break
+            ends_value = (yield from source.follows(*self.begins, self.name, self.value_end)) == self.value_end
+            found = place if ends_value and (yield from self._call_ends(source)) else 0
+        source.at = source.mark + here
+        return found
+
+    def _call_ends(self, source: Source) -> Waiting[bool]:
+        """Read the marks at the end of a call, after white space; returns whether there are any."""
+        yield from source.space()
+        found = yield from source.follows(*self.ends)
+        if found == self.call_end:
+            yield from source.space()
+            yield from source.follows(self.end)
+        return found != ""
+
+    def _begins_call(self, calls: Calls) -> Waiting[bool]:
+        """Whether a call of one of the tools comes next; it stays unread."""
+        source = calls.source
+        assert source.mark is not None
+        place = source.at - source.mark
+        found = yield from source.follows(*self.begins, self.name)
+        if found and found != self.name:
+            yield from source.space()
+            yield from source.follows(self.name)
+        name = found and (yield from source.follows(*calls.names))
+        char = yield from source.char()
+        source.at = source.mark + place
+        return name != "" and not (char.isalnum() or char in tuple("_-."))
+
+    def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
+        before, after = ("\n", "\n" + self.end) if self.name else ("", self.end)
+        call = then(lark.text(before), lark.one_of(self._call(lark, tool) for tool in tools), lark.syntax(after))
+        return repeated(call, then(lark.text("\n"), lark.syntax(self.begins[0])), several)
+
+    def _call(self, lark: Lark, tool: Tool) -> str:
+        name = brief(tool.name, "the tool", "\n", self.name_end, self.key, *self.ends)
+        fields = []
+        end = self.padding + self.value_end
+        for key, schema, required in properties_of(tool.schema):
+            key = lark.text(brief(key, "the parameter", self.key_end.split()[0]))
+            before = then(lark.syntax(self.key), key, lark.syntax(self.key_end + self.padding))
+            if is_text(schema):
+                value = lark.unquoted(schema, self.value_ends, end)
+            else:
+                value = then(lark.json(schema, tool.strict), lark.syntax(end))
+            field = then(before, value, lark.text("\n"))
+            fields.append(field if required else f"({field})?")
+        begin = then(lark.syntax(self.name), lark.text(name), lark.syntax(self.name_end.strip()), lark.text("\n"))
+        return then(begin, *fields, lark.syntax(self.call_end))
