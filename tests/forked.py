@@ -1,4 +1,4 @@
-"""Worker processes that start in a moment: forks of one that has loaded torch, which takes a new one seconds."""
+"""Processes that start in a moment: forks of one that has loaded torch, which takes a new one seconds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import contextlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
+from typing import Any
 
 import pytest
 
@@ -29,3 +30,11 @@ def forked_workers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MANTA_WORKER_MULTIPROC_METHOD", "forkserver")
         yield
+
+
+def run_ranks(count: int, run: Callable[..., None], *args: Any) -> None:
+    """Call `run(rank, *args)` in each of `count` processes, as the ranks of a model, and wait for them."""
+    import torch.multiprocessing
+
+    start_forking()
+    torch.multiprocessing.start_processes(run, args, count, start_method="forkserver")

@@ -105,6 +105,12 @@ class Server:
         self.tmp.rmdir()
 
 
+def counts(server: Server, name: str) -> dict[str, float]:
+    """A metric of each engine."""
+    lines = [line for line in server.get("/metrics")[1].splitlines() if line.startswith(f"manta_{name}{{")]
+    return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+
+
 def shared_memory_in_use() -> set[str]:
     """The names of the shared memory that a process has, of whatever test."""
     found: set[str] = set()

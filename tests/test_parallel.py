@@ -18,7 +18,7 @@ from config import EngineConfig
 from device import startup
 from device.loader import fill_dummy, load_weights
 from device.startup import start_worker
-from forked import start_forking
+from forked import run_ranks
 from model import Transformer
 from model_config import ModelConfig
 from parallel import Group
@@ -162,10 +162,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full)])
 def ranks(request, checkpoints) -> list[dict]:
     """What each rank found, of two or four. If a rank fails, its traceback is the error."""
-    start_forking()
-    torch.multiprocessing.start_processes(
-        run_rank, (request.param, checkpoints), request.param, start_method="forkserver"
-    )
+    run_ranks(request.param, run_rank, request.param, checkpoints)
     return [torch.load(checkpoints / f"{request.param}.{rank}.pt") for rank in range(request.param)]
 
 

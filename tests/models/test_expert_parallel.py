@@ -24,6 +24,7 @@ from config import EngineConfig
 from device.loader import fill_dummy, load_weights
 from device.memory import MemoryPlan, plan_stage
 from engine import LLM
+from forked import run_ranks
 from model import Transformer
 from model_config import ModelConfig
 from models.expert_ranks import ExpertGroup
@@ -34,7 +35,6 @@ from processes.client import EngineDeadError, MPClient
 from processes.fleet import launch
 from processes.lockstep import Lockstep, Meetings, Waves
 from processes.messages import Meet, Wave, WaveReport
-from ranks import run_ranks
 from sampling_params import SamplingParams
 from served import command, eventually
 from test_parallel import answers, make_worker

@@ -20,6 +20,7 @@ from checkpoints import KEPT, Checkpoints, tiers
 from config import EngineConfig
 from device.memory import stage_layers
 from device.startup import start_worker
+from forked import run_ranks
 from model_config import ModelConfig
 from models.families import FAMILIES
 from models.read_config import ConfigReader
@@ -27,7 +28,6 @@ from models.shares import check_division
 from oracle_checks import ask, check, known, make_core, make_worker
 from parallel import Group
 from plan import NewRow, StepPlan
-from ranks import run_ranks
 
 
 @pytest.fixture(scope="session")

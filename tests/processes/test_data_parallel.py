@@ -39,7 +39,7 @@ from processes.lockstep import WAVE_STEPS, Lockstep, Waves
 from processes.messages import Load, Loads, Subscribe, Wave, WaveReport
 from processes.routing import CLOSE, DPClient, Router
 from sampling_params import SamplingParams
-from served import Reader, Server, alive, command, eventually, serving
+from served import Reader, alive, command, counts, eventually, serving
 
 
 def test_requests_take_turns_while_loads_are_equal():
@@ -429,12 +429,6 @@ def test_gpus_are_counted_by_the_driver_where_nothing_hides_them(monkeypatch):
 
 
 # --- the real thing --------------------------------------------------------------------------------------------------
-
-
-def counts(server: Server, name: str) -> dict[str, float]:
-    """A metric of each engine."""
-    lines = [line for line in server.get("/metrics")[1].splitlines() if line.startswith(f"manta_{name}{{")]
-    return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
 
 
 @pytest.mark.full

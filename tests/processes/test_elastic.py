@@ -27,9 +27,8 @@ from processes.fleet import Fleet
 from processes.routing import DPClient, Router
 from ring import Watchdog
 from scripted import FACTS, TOKENIZER, refusal
-from served import Reader, Server, alive, command, eventually, serving
+from served import Reader, Server, alive, command, counts, eventually, serving
 from server import create_app
-from test_data_parallel import counts
 
 FLAGS = ("--data-parallel-size-max", "3", "--threads", "1", "--block-size", "16", "--api-server-count", "2")
 

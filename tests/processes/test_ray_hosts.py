@@ -20,8 +20,7 @@ from engine import LLM
 from processes.handshake import read_secret
 from ray_cluster import make_up_for, needs_ray, three_nodes
 from sampling_params import SamplingParams
-from served import ROOT, Reader, Server, eventually, serving
-from test_data_parallel import counts
+from served import ROOT, Reader, Server, counts, eventually, serving
 
 BACKEND = ("--data-parallel-backend", "ray")
 FLAGS = (*BACKEND, "--data-parallel-size", "3", "--threads", "1", "--data-parallel-rpc-port", "29651")
