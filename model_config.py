@@ -187,7 +187,9 @@ class ModelConfig:
         Raises:
             ValueError: the folder or a file is missing or malformed, or it asks for what Manta does not have.
         """
-        from models.read_config import ConfigReader  # which makes a ModelConfig
+        from models.read_config import ConfigReader, ends_of_tokenizer  # which makes a ModelConfig
 
         raw, generation = read_json(folder, "config.json"), read_json(folder, "generation_config.json", {})
-        return ConfigReader(raw, generation).config()
+        config = ConfigReader(raw, generation).config()
+        ends = (id for id in ends_of_tokenizer(folder) if 0 <= id < config.vocab_size)
+        return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends))))

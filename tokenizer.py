@@ -453,11 +453,12 @@ def _compile_templates(
     path, source = folder / "chat_template.jinja", config.get("chat_template")
     if path.is_file():
         source = path.read_text(encoding="utf-8")
-    if not source:
+    others = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("additional_chat_templates/*.jinja")}
+    if not source and not others:
         return {}
     try:
-        named = {"default": source} if isinstance(source, str) else {t["name"]: t["template"] for t in source}
-        compiled = {name: read_template(environment, text) for name, text in named.items()}
+        named = {"default": source} if isinstance(source, str) else {t["name"]: t["template"] for t in source or ()}
+        compiled = {name: read_template(environment, text) for name, text in (named | others).items()}
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"the chat template of {folder} does not compile: {error}") from None
     return compiled if "default" in compiled else compiled | {"default": next(iter(compiled.values()))}

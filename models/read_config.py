@@ -6,12 +6,14 @@ Both spellings of transformers, 4 and 5, are understood. Standard library only.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from config import MAX_CONTEXT
+from config import MAX_CONTEXT, read_json
 from model_config import Delta, Experts, Latent, ModelConfig, Rope
 from models.config_fields import Fields, label_activation, labels, typed, whole
 from models.families import FAMILIES, Family, Routing, family_of
@@ -428,6 +430,30 @@ def dtype_of(f: Fields) -> str:
     if dtype not in MODEL_DTYPES:
         raise ValueError(f"config.json has the dtype {dtype!r:.80}; it must be {', '.join(MODEL_DTYPES)}")
     return dtype
+
+
+END_TOKENS = ("eot_token", "eom_token", "eos_token")  # what tokenizers call the ends of a turn, a message, and a text
+
+
+def ends_of_tokenizer(folder: str) -> list[int]:
+    """The tokens that a tokenizer's own files say end an answer: often the end of a turn is named there alone.
+
+    What is malformed in them is for those to tell who read the tokenizer.
+    """
+    config = read_json(folder, "tokenizer_config.json", {})
+    named = read_json(folder, "special_tokens_map.json", {}) | config
+    tokens = (named.get(name) for name in END_TOKENS)
+    texts = [token.get("content") if isinstance(token, dict) else token for token in tokens]
+    found: dict[Any, Any] = {}
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        found |= {each["content"]: int(id) for id, each in (config.get("added_tokens_decoder") or {}).items()}
+    path = os.path.join(folder, "tokenizer.json")
+    if any(isinstance(text, str) and text not in found for text in texts) and os.path.isfile(path):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            tokenizer = read_json(folder, "tokenizer.json")
+            found |= {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
+            found = dict(tokenizer["model"]["vocab"]) | found
+    return [found[text] for text in texts if isinstance(text, str) and isinstance(found.get(text), int)]
 
 
 def eos_token_ids(eos: Any, vocab_size: int) -> tuple[int, ...]:
