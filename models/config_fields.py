@@ -24,7 +24,8 @@ HARMLESS = re.compile(
     r"attn_implementation|use_flash_attn.*|max_length|min_length|do_sample|temperature|top_k|top_p|num_beams|"
     r"sbert_ce.*|type_vocab_size|is_composition|bad_words_ids|begin_suppress.*|suppress_tokens|forced_.*|cache_impl.*|"
     r"hidden_act_param|max_window_layers|attn_type_list|cohere_.*|original_max_position_embeddings|eod_token.*|"
-    r"org_vocab_size|sep_token.*|mlm.*|cls_token.*|mask_token.*|dense_list|use_sliding_window|sliding_window_pattern"
+    r"org_vocab_size|sep_token.*|mlm.*|cls_token.*|mask_token.*|dense_list|use_sliding_window|sliding_window_pattern|"
+    r"is_llama_config|transformers\.js_config|use_liger_kernel|neftune_noise_alpha|max_sequence_length"
 )
 
 

@@ -53,9 +53,9 @@ def read_rope(
     theta = number("rope_theta", says.get("rope_theta"), 2, 1e15, f.number(theta_field, 2, 1e15, 10000))
     dim = rotary_dim(reader, says, head_dim or reader.head_dim)
     trained = f.whole("max_position_embeddings", 2, MAX_CONTEXT)
-    kind = says.get("rope_type", says.get("type", "default"))
-    if kind == "mrope":  # of models that also see; text has the same position in all its parts
-        kind = "default"
+    kind = says.get("rope_type") or says.get("type") or "default"
+    # Of models that also see: text has the same position in all its parts. And Phi-3's first name for LongRoPE.
+    kind = {"mrope": "default", "su": "longrope"}.get(str(kind), kind)
     if kind not in ROPE_KINDS:
         raise ValueError(f"config.json asks for RoPE of type {kind!r:.80}; Manta has {', '.join(ROPE_KINDS)}")
     if kind == "default":

@@ -79,6 +79,33 @@ def test_what_is_kept_is_what_transformers_says(tmp_path, group):
         torch.testing.assert_close(made, kept, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "left",
+    [
+        {"is_llama_config": True}, {"transformers.js_config": {"dtype": "q4"}}, {"use_liger_kernel": True},
+        {"neftune_noise_alpha": 5.0}, {"max_sequence_length": 2048}, {"rope_parameters": None, "rope_theta": 10000.0},
+        {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": {"rope_type": None}},
+    ],
+)  # fmt: skip
+def test_what_trainers_leave_in_a_config_changes_nothing(tmp_path, left):
+    raw = json.loads((DATA / "families" / "qwen3" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    as_it_is = ModelConfig.from_folder(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(raw | left))
+    assert ModelConfig.from_folder(str(tmp_path)) == as_it_is
+
+
+def test_phi_3_called_longrope_su(checkpoints, tmp_path):
+    raw = json.loads((checkpoints / "llama-longrope" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    as_it_is = ModelConfig.from_folder(str(tmp_path))
+    raw["rope_scaling"] = raw.pop("rope_parameters")
+    raw["rope_theta"], raw["rope_scaling"]["type"] = raw["rope_scaling"].pop("rope_theta"), "su"
+    del raw["rope_scaling"]["rope_type"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert ModelConfig.from_folder(str(tmp_path)) == as_it_is
+
+
 @pytest.fixture
 def model_folder(tmp_path) -> Path:
     return shutil.copytree(DATA / "families" / "qwen3", tmp_path / "model")
