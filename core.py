@@ -62,6 +62,7 @@ def client_facts(config: EngineConfig, model_config: ModelConfig, of_workers: di
     return of_workers | {
         "max_num_batched_tokens": tokens,
         "architecture": model_config.architecture,
+        "eos_token_ids": model_config.eos_token_ids,
         "default_sampling": default_sampling(config),
         **{name: getattr(config, name) for name in options},
         **task_facts(config, model_config),

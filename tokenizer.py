@@ -8,7 +8,7 @@ here knows of tensors or HTTP.
 from __future__ import annotations
 
 import codecs
-import copy
+import contextlib
 import functools
 import itertools
 import json
@@ -22,12 +22,11 @@ import tokenizers
 
 from config import read_json
 from sampling_params import SamplingParams
-from text.messages import has_text_arguments, text_of, with_empty_arguments
+from text.messages import CONTINUE_TAG, expected, has_text_arguments, tag_final_message, with_empty_arguments
 from text.templates import ChatTemplate, TemplateEnvironment, read_template, run_template
 from text.vocabularies import BYTE_OF_CHAR, READERS, SPACE, convert, special_tokens
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece vocabularies spell a single byte
-CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
 CALLERS_TEMPLATES = 16  # compiled ones that are kept; each may take a few MB
 LONG_TEXT = 4096  # characters; encoding more than that leaves Python's lock to other threads
 PROMPT_WINDOW = 5  # tokens of the prompt that give the first output token its left context (vLLM's choice)
@@ -76,6 +75,7 @@ class Tokenizer:
         self.special_tokens = names | special_tokens(named)
         environment = TemplateEnvironment(max_template_chars, max_template_seconds)
         self._templates = _compile_templates(Path(folder), config, environment)
+        self.turn_end = functools.lru_cache(CALLERS_TEMPLATES)(self._turn_end)
         self._compile = functools.lru_cache(CALLERS_TEMPLATES)(functools.partial(read_template, environment))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -216,7 +216,7 @@ class Tokenizer:
         """
         template = self.template(chat_template, "tool_use" if tools else "default")
         variables = {**self.special_tokens, **chat_template_kwargs, "documents": documents, "tools": tools}
-        messages = [_expected(message, template) for message in messages]
+        messages = [expected(message, template) for message in messages]
 
         def run(messages: list[dict[str, Any]], opening: bool) -> str:
             given = {"messages": messages, "add_generation_prompt": opening}
@@ -232,13 +232,24 @@ class Tokenizer:
             return run(messages, add_generation_prompt)
         if add_generation_prompt:
             raise ValueError("add_generation_prompt and continue_final_message exclude each other")
-        messages, text = _tag_final_message(messages)
+        messages, text = tag_final_message(messages)
         prompt = run(messages, False)
         place = prompt.rfind(CONTINUE_TAG.strip())
         if place < 0 or text.strip() not in prompt:
             raise ValueError("continue_final_message: the chat template does not show the final message as it is")
         trimmed = not prompt.startswith(CONTINUE_TAG, place)
         return prompt[:place].rstrip() if trimmed else prompt[:place]
+
+    def _turn_end(self, chat_template: str | None = None) -> int | None:
+        """The special token that a chat template writes after an answer; None if it writes none there."""
+        talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": CONTINUE_TAG}]
+        for more in ([], talk[:1]):  # some write it only before the next turn
+            with contextlib.suppress(ValueError):
+                text = self.render([*talk, *more], add_generation_prompt=False, chat_template=chat_template)
+                behind = text.rpartition(CONTINUE_TAG.strip())[2].strip()
+                if (ids := self.encode(behind, add_special_tokens=False)) and ids[0] in self.special_ids:
+                    return ids[0]
+        return None
 
     def template(self, source: str | None = None, name: str = "default") -> ChatTemplate:
         """The chat template of this source, or else the model's own of this name.
@@ -462,32 +473,3 @@ def _compile_templates(
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"the chat template of {folder} does not compile: {error}") from None
     return compiled if "default" in compiled else compiled | {"default": next(iter(compiled.values()))}
-
-
-def _expected(message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:
-    """A message in the form that a template expects.
-
-    Several parts of text are joined by newlines where it takes none (as in vLLM); and `developer`, which is OpenAI's
-    newer name for it, is `system` where the template does not know that name (as in llama.cpp).
-    """
-    content, role = message.get("content"), message.get("role")
-    if isinstance(content, str) and not template.takes_text:
-        message = message | {"content": [{"type": "text", "text": content}] if content else []}
-    elif isinstance(content, list) and not template.takes_parts:
-        message = message | {"content": text_of(message)}
-    if role == "developer" and not template.knows_developer:
-        message = message | {"role": "system"}
-    return message
-
-
-def _tag_final_message(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """The messages with a tag after the final one's text, which will show where to cut; and that text."""
-    messages = copy.deepcopy(messages)
-    final = messages[-1] if messages else {}
-    content = final.get("content")
-    places = [(part, "text") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    for place, key in [(final, "content"), *reversed(places)]:
-        if isinstance(text := place.get(key), str):
-            place[key] = text + CONTINUE_TAG
-            return messages, text
-    raise ValueError("continue_final_message: the final message has no text to go on with")

@@ -112,6 +112,9 @@ def conversation(api: Api, fields: dict[str, Any]) -> tuple[Prompt, Reading | No
     """The prompt for a conversation with its tokens, and how the answers to it are read."""
     output, text = api.prompts.least_output(fields, None), api.prompts.render(fields)
     prompt = api.prompts.encode(fields, text, bool(fields["add_special_tokens"]), output)
+    end = api.tokenizer.turn_end(fields["chat_template"])
+    if end is not None and end not in api.facts["eos_token_ids"] and not fields["ignore_eos"]:
+        fields["stop_token_ids"] = [*(fields["stop_token_ids"] or ()), end]  # trainers often name it nowhere else
     return prompt, api.parsers.reading(fields, text)
 
 

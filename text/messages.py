@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from text.json_mending import mend
+from text.templates import ChatTemplate
 
+CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
 PART_TYPES = ("text", "refusal")  # each is the key of its words, too
 ITEM_ROLES = ("user", "assistant", "system", "developer")
 ITEM_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")  # the kinds of a part of text
@@ -116,6 +119,35 @@ def with_empty_arguments(message: dict[str, Any]) -> dict[str, Any]:
         is_text = isinstance(call["function"].get("arguments"), str)
         calls.append(call | {"function": call["function"] | {"arguments": {}}} if is_text else call)
     return message | {"tool_calls": calls}
+
+
+def expected(message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:
+    """A message in the form that a template expects.
+
+    Several parts of text are joined by newlines where it takes none (as in vLLM); and `developer`, which is OpenAI's
+    newer name for it, is `system` where the template does not know that name (as in llama.cpp).
+    """
+    content, role = message.get("content"), message.get("role")
+    if isinstance(content, str) and not template.takes_text:
+        message = message | {"content": [{"type": "text", "text": content}] if content else []}
+    elif isinstance(content, list) and not template.takes_parts:
+        message = message | {"content": text_of(message)}
+    if role == "developer" and not template.knows_developer:
+        message = message | {"role": "system"}
+    return message
+
+
+def tag_final_message(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """The messages with a tag after the final one's text, which will show where to cut; and that text."""
+    messages = copy.deepcopy(messages)
+    final = messages[-1] if messages else {}
+    content = final.get("content")
+    places = [(part, "text") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    for place, key in [(final, "content"), *reversed(places)]:
+        if isinstance(text := place.get(key), str):
+            place[key] = text + CONTINUE_TAG
+            return messages, text
+    raise ValueError("continue_final_message: the final message has no text to go on with")
 
 
 def response_items(value: Any) -> list[dict[str, Any]]:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flask.testing import FlaskClient
 
 from config import DEMO
 from model_config import ModelConfig
+from scripted import CHAT, ScriptedClient, client_of, post
 from tokenizer import Tokenizer
 
 
@@ -23,6 +25,11 @@ def folder(tmp_path: Path) -> Path:
     edit(tmp_path / "config.json", eos_token_id=None)
     edit(tmp_path / "generation_config.json", eos_token_id=None)
     return tmp_path
+
+
+@pytest.fixture
+def http_client(engine: ScriptedClient) -> FlaskClient:
+    return client_of(engine, trust_request_chat_template=True)
 
 
 def edit(path: Path, **changes: Any) -> None:
@@ -78,3 +85,24 @@ def test_further_templates_lie_in_a_folder_of_their_own(folder: Path) -> None:
     assert tokenizer.render(talk, tools=[{"name": "f"}]) == "1 tools"
     (folder / "chat_template.jinja").unlink()
     assert Tokenizer(str(folder)).render(talk, documents=[{}, {}], tools=[{}]) == "1 tools"
+
+
+TURNS = "{% for m in messages %}{{ open }}{{ m.role }}\n{{ m.content }}{{ close }}\n{% endfor %}"
+
+
+def test_a_template_shows_what_ends_a_turn(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    """A token that the model's files name nowhere then ends a chat, but where it is to go on past all ends."""
+    tokenizer = Tokenizer(DEMO)
+    other = next(id for id in sorted(tokenizer.special_ids) if id > 1)  # 0 and 1 are the model's own ends
+    written = TURNS.replace("{{ open }}", "").replace("{{ close }}", tokenizer.token(other))
+    assert tokenizer.turn_end(written) == other
+    before_next = TURNS.replace("{{ open }}", tokenizer.token(other)).replace("{{ close }}", "")
+    assert tokenizer.turn_end(before_next) == other  # it stands before the next turn
+    assert tokenizer.turn_end("{% for m in messages %}{{ m.content }}\n{% endfor %}") is None
+    assert tokenizer.turn_end("{{ raise_exception('no') }}") is None
+    for fields, ends in (
+        ({"chat_template": written}, (other,)), ({"chat_template": written, "stop_token_ids": [9]}, (9, other)),
+        ({"chat_template": written, "ignore_eos": True}, ()), ({}, ()),
+    ):  # fmt: skip
+        assert post(http_client, CHAT, **fields).status_code == 200
+        assert engine.added[-1][1].stop_token_ids == ends
