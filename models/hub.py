@@ -41,6 +41,7 @@ FOREIGN = {  # weights that Manta does not read
     ".bin": CONVERT, ".pt": CONVERT, ".pth": CONVERT, ".ckpt": CONVERT, ".h5": CONVERT, ".msgpack": CONVERT,
     ".safetensors": f"Manta reads model.safetensors, or the files that {INDEX} names, and not those of other layouts",
 }  # fmt: skip
+SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 ADDRESS = re.compile(  # of a model's page, or of a file
     r"(?:https?://[^/]+|(?:www\.)?(?:hf|huggingface)\.co)/([\w.-]+/[\w.-]+?)(?:\.git)?"
     r"(?:/(?:tree|blob|resolve)/([^/?#]+))?(?:[:/?#].*)?"
@@ -73,21 +74,28 @@ def find_model(config: EngineConfig, weights: bool = True) -> EngineConfig:
     return config
 
 
-def weight_names(folder: str) -> list[str]:
-    """Names of the safetensors files that make up the checkpoint in `folder`, which need not be there yet.
+def weight_names(folder: str, files: Collection[str] = ()) -> list[str]:
+    """Names of the safetensors files that make up the checkpoint in `folder`, among the `files` that the model has, or
+    those that are there. They need not be there yet.
+
+    One whole file counts more than an index of others, which was left behind, and shards need no index.
 
     Raises:
         ValueError: the index of these files is malformed.
     """
-    if not os.path.isfile(os.path.join(folder, INDEX)):
-        return ["model.safetensors"]
-    names = read_json(folder, INDEX).get("weight_map")
+    files, whole = set(files or os.listdir(folder)), "model.safetensors"
+    index = read_json(folder, INDEX, {})
+    if not index:
+        shards = [] if whole in files else [match for match in map(SHARD.fullmatch, files) if match]
+        total = max((match[1] for match in shards), default="0")
+        return [f"model-{i:05}-of-{total}.safetensors" for i in range(1, 1 + int(total))] or [whole]
+    names = index.get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{os.path.join(folder, INDEX)} is not a safetensors index: it has no weight_map of names")
     for name in (found := sorted(set(names.values()))):
         if os.path.basename(name) != name or not name.isprintable():
             raise ValueError(f"{os.path.join(folder, INDEX)} is not a safetensors index: it names {name!r:.200}")
-    return found
+    return [whole] if whole in files and not files.issuperset(found) else found
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
@@ -99,7 +107,7 @@ def check_files(name: str, folder: str, files: Collection[str], weights: bool) -
     Raises:
         ValueError: they are not; it says what to do instead.
     """
-    has_weights = not {"model.safetensors", INDEX}.isdisjoint(files)
+    has_weights = not {"model.safetensors", INDEX}.isdisjoint(files) or any(map(SHARD.fullmatch, files))
     if "config.json" in files and (has_weights or not weights):
         return
     if "adapter_config.json" in files:
@@ -232,7 +240,7 @@ def download(config: EngineConfig, cache: str, weights: bool) -> str:
         folder = fetch(config, cache, FILES, bool(trouble))
         check_files(name, folder, sizes or os.listdir(folder), weights and not trouble)
         ModelConfig.from_folder(folder)
-        missing = [file for file in weight_names(folder) if not os.path.isfile(os.path.join(folder, file))]
+        missing = [file for file in weight_names(folder, sizes) if not os.path.isfile(os.path.join(folder, file))]
         if weights and missing:
             if trouble:
                 raise LocalEntryNotFoundError(missing[0])

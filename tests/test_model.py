@@ -150,6 +150,22 @@ def test_missing_shard_is_named(checkpoints, tmp_path):
         make_worker(folder)
 
 
+def test_shards_need_no_index(checkpoints, tmp_path):
+    folder = shutil.copytree(checkpoints / "qwen2-sharded-tied", tmp_path / "model")
+    (folder / "model.safetensors.index.json").unlink()
+    check(make_worker(folder), CASES["qwen2-sharded-tied"], load_file(folder / "oracle.safetensors"))
+    (last := max(folder.glob("model-*.safetensors"))).unlink()
+    with pytest.raises(ValueError, match=last.name):
+        make_worker(folder)
+
+
+def test_an_index_that_was_left_behind_is_passed_over(model_folder):
+    """Beside one whole file. Saving a model anew in other shards leaves the old index there."""
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (model_folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    make_worker(model_folder)
+
+
 def test_index_cannot_leave_the_folder(model_folder):
     (model_folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../model.safetensors"}}')
     with pytest.raises(ValueError, match=r"it names .\.\./model.safetensors"):
