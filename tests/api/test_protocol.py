@@ -537,6 +537,10 @@ def test_what_a_request_leaves_out_is_as_the_models_generation_config_says(engin
     assert [params for _, params, _ in engine.added if params.max_tokens < 20] == [defaults, explicit, beams] * 2
     for ids, params, _ in engine.added[3::4]:
         assert params.max_tokens == FACTS["max_model_len"] - len(ids)
+    engine.added.clear()
+    http_client = client_of(engine, FACTS | {"default_sampling": {"max_tokens": 20}})
+    assert all(post(http_client, route).status_code == 200 for route in BODIES)
+    assert [params.max_tokens for _, params, _ in engine.added] == [16, 20]  # a completion's own default is less
 
 
 @pytest.mark.parametrize(
@@ -558,6 +562,21 @@ def test_caps_are_named(engine: ScriptedClient, cap: str, value: int, fields: di
     assert post(client_of(engine), COMPLETIONS, **fields).status_code == 200
     message = refusal(post(client_of(engine, **{cap: value}), COMPLETIONS, **fields))["message"]
     assert cap in message and str(value) in message
+
+
+def test_as_much_as_a_cap_allows_is_taken(engine: ScriptedClient) -> None:
+    caps = {"max_prompts": 3, "max_stop_strings": 3, "max_stop_length": 3, "max_output_tokens": 96, "max_choices": 6}
+    http_client = client_of(engine, **caps, max_listed_tokens=6)
+    for fields in (
+        {"prompt": ["a"] * 3, "n": 2}, {"n": 6, "max_tokens": 16}, {"stop": ["abc"] * 3, "bad_words": ["abc"]},
+        {"prompt": ["a", "b"], "best_of": 3}, {"prompt": ["a", "b"], "allowed_token_ids": [5, 6, 7]},
+    ):  # fmt: skip
+        assert post(http_client, COMPLETIONS, **fields).status_code == 200, fields
+    for fields, cap in (
+        ({"prompt": ["a"] * 4}, "max_prompts"), ({"n": 7, "max_tokens": 1}, "max_choices"),
+        ({"n": 6, "max_tokens": 17}, "max_output_tokens"),
+    ):  # fmt: skip
+        assert f"({cap})" in refusal(post(http_client, COMPLETIONS, **fields))["message"]
 
 
 def test_body_size_is_413(engine: ScriptedClient) -> None:

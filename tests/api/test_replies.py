@@ -426,6 +426,14 @@ def test_total_time_is_limited(engine: ScriptedClient, stream: bool) -> None:
     assert "request_timeout" in error["message"] and len(engine.aborted) == 1
 
 
+def test_each_token_leaves_less_of_the_total_time(engine: ScriptedClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    get = engine.get_output
+    monkeypatch.setattr(engine, "get_output", lambda stream, seconds: waits.append(seconds) or get(stream, seconds))
+    assert post(client_of(engine, request_timeout=60), COMPLETIONS, max_tokens=5).status_code == 200
+    assert 60 >= waits[0] > waits[1] > waits[2] > waits[3] > waits[4] > 0 and len(waits) == 5
+
+
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"prompt": ["a", "b"]}, {"n": 3, "stream": True}])
 def test_a_client_that_leaves_is_aborted(
     http_client: FlaskClient, engine: ScriptedClient, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]

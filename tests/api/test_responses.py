@@ -13,6 +13,7 @@ from werkzeug.test import TestResponse
 
 from api.anthropic import MESSAGES
 from api.options import ServerConfig
+from api.replies import ClientGone
 from api.response_store import Store
 from api.responses import RESPONSES
 from scripted import BROKEN, CHAT, FACTS, MISSING, TEXT, TOKENIZER, ScriptedClient, client_of, refusal, told
@@ -271,6 +272,18 @@ def test_a_response_in_progress_is_known(http_client: FlaskClient, engine: Scrip
     assert http_client.delete(f"{ASK}/{id}").status_code == 200
     assert b"response.incomplete" in b"".join(stream.iter_encoded())
     refusal(http_client.get(f"{ASK}/{id}"), 404)  # its end did not bring it back
+
+
+def test_a_response_whose_client_has_gone_is_cancelled(
+    http_client: FlaskClient, engine: ScriptedClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody is told, it is no failure, and what had come is kept."""
+    engine.script = [told(TOKENS[:3]), ClientGone()]
+    begun, *_, last = typed_events(post(http_client, ASK, stream=True))
+    assert last["type"] == "response.output_text.delta" and "a request failed" not in caplog.text
+    kept = http_client.get(f"{ASK}/{begun['response']['id']}").json
+    assert (kept["status"], kept["error"], kept["output"][0]["status"]) == ("cancelled", None, "incomplete")
+    assert kept["output"][0]["content"][0]["text"] == TOKENIZER.decode(TOKENS[:3])
 
 
 def size_of(store: Store) -> int:

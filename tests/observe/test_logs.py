@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from api.replies import LEFT, ClientGone
+from api.replies import LEFT, ClientGone, unquoted
 from engine import SamplingParams
 from observe import logs
 from observe.logs import JsonFormatter, StatLogger, TextFormatter, console, logger
@@ -202,6 +202,14 @@ def test_a_line_has_no_text_of_the_request(engine: ScriptedClient, said: Any) ->
         line = TextFormatter().format(found) + JsonFormatter().format(found)
         assert not re.search("secret|mine|Hello", line), line
     assert found.facts["prompt_tokens"] == len(TOKENIZER.encode(secret)) and found.facts["output_tokens"] == 0
+
+
+def test_what_is_quoted_is_left_out_up_to_its_last_quote() -> None:
+    """A text may have quotes of its own, and what stands between two texts goes with them."""
+    for text in ("a", "it's mine", 'say "mine" or "yours"', "it's \"mine\", it's", "a\n'mine'\nb"):
+        assert unquoted(f"stop is {text!r}; why") == "stop is '...'; why"
+    assert unquoted("it is 'a' and, at 5, 'mine' or \"b\"") == "it is '...' or '...'"
+    assert unquoted("the engine process has ended") == "the engine process has ended"
 
 
 def test_a_hostile_request_breaks_no_line(engine: ScriptedClient, said: Any) -> None:

@@ -457,10 +457,11 @@ def test_calls_have_no_arguments_that_the_tool_does_not_name():
         assert (matcher.try_consume_tokens([*text.encode()]) == len(text)) == fine
 
 
-def test_a_strict_schema_is_kept_whole_or_refused():
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
+def test_a_strict_schema_is_kept_whole_or_refused(parser):
     schema = {"type": "object", "properties": {"a": {"type": "array", "contains": {"type": "string"}}}}
     for strict in (False, True):
         tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}]
-        grammar = call_grammar("hermes", tools, True, False, lambda text: None)
+        grammar = call_grammar(parser, tools, True, False, lambda text: None)
         matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes([]))), grammar)
         assert ("contains" in matcher.get_error()) == strict

@@ -208,6 +208,8 @@ def test_a_long_text_is_read(parser: str) -> None:
 SAID = {"text": "a", "n": 1}
 WRONG = {  # what stands where {"text": ..., "n": 1} should, and what `text` is then
     "a line break": ('{"text": "a\nb\tc", "n": 1}', "a\nb\tc"),
+    "a color of a terminal": ('{"text": "\x1b[1ma\x1f", "n": 1}', "\x1b[1ma\x1f"),
+    "other white space": ('{"text":\u00a0"a",\u3000"n": 1}', "a"),
     "a comma too many": ('{"text": "a", "n": 1,}', "a"),
     "no comma": ('{"text": "a"\n"n": 1}', "a"),
     "half a pair": (r'{"text": "cut \ud83d", "n": 1}', "cut \ufffd"),
