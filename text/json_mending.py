@@ -17,6 +17,7 @@ import re
 
 WORDS = {"True": "true", "False": "false", "None": "null"}
 TOKEN = re.compile(r"\s+|[{}\[\],:\"']|[^\s{}\[\],:\"'<]+")  # outside of strings
+OTHER_SPACE = re.compile(r"[^ \t\n\r]")  # than JSON's own
 NAME = re.compile(r"[A-Za-z_$][\w$]*")  # a key that may lack its quotes
 SPECIAL = {quote: re.compile(rf'["\\{quote}\x00-\x1f]') for quote in "\"'"}  # what is more than itself in a string
 ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
@@ -137,7 +138,7 @@ class Mender:
             raise Broken
         token, end = found[0], found.end()
         if token.isspace():
-            space = token if token.isascii() else " "
+            space = OTHER_SPACE.sub(" ", token)
             if self._comma:
                 self._comma += space
             return "" if self._comma else space, end
