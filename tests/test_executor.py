@@ -187,6 +187,8 @@ def test_states_are_lost_with_a_worker_and_made_again(tmp_path):
         core.close()
     assert found[0] == found[1] and len(found[0]["first"]) == len(found[0]["again"]) == 20
     assert [(config.num_state_snapshots, config.num_host_states) for config in restarted] == [(4, 4)]
+    sizes = [(config.num_gpu_blocks_override, config.num_host_blocks, config.max_model_len) for config in restarted]
+    assert sizes == [tuple(core.facts[name] for name in ("num_blocks", "num_host_blocks", "max_model_len"))]
 
 
 @pytest.mark.parametrize("when_idle", [pytest.param(True, marks=pytest.mark.full), False], ids=["idle", "in a step"])

@@ -424,6 +424,19 @@ def test_pieces_of_rows_are_added_up_when_all_are_stored() -> None:
         assert torch.equal(kernels.attention_decode(q, kv, plan, 0.2), first)
 
 
+def test_every_layer_adds_up_the_pieces_of_a_row_by_the_same_plan(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layer begins to count the pieces anew. A row that is cut has its sink once."""
+    monkeypatch.setattr(kernels, "_programs", lambda *_: 2)
+    paged, q, sinks = oracles.paged(kernels, [70], 1, 16, 16, F32), torch.randn(1, 2, 16), torch.tensor([3.0, 1.0])
+    kv, tables, slots, lens = (x.to(device) for x in (paged.kv, paged.tables, ints(0), ints(70)))
+    plan = kernels.plan_decode(kv, tables, slots, lens, 2, 0)
+    args = (q, paged.context[0], 0.2, 0, 0.0, sinks)
+    for _ in range(2):
+        got = kernels.attention_decode(q.to(device), kv, plan, 0.2, 0.0, sinks.to(device)).cpu()
+        oracles.check_error(got, oracles.attention(*args), oracles.attention(*args, naive=True))
+    assert plan.arrived.tolist() == [[4]]  # twice two pieces
+
+
 @pytest.mark.parametrize("op", ["attention_decode", "attention_prefill"])
 @pytest.mark.parametrize("d", [256, 512])
 def test_attention_of_large_heads(device: str, op: str, d: int) -> None:

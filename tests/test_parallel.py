@@ -37,7 +37,8 @@ def shape(family: str, vocab: int, heads: int, kv_heads: int, **more) -> dict:
 
 
 CASES = {
-    "llama-biases": shape("Llama", 97, 8, 2, attention_bias=True),  # on four ranks two hold the same KV head
+    # On four ranks two hold the same KV head.
+    "llama-biases": shape("Llama", 97, 8, 2, attention_bias=True, mlp_bias=True),
     "llama-tiny-vocabulary": shape("Llama", 5, 4, 2),  # the last of four ranks holds nothing of it
     "mistral-window": shape("Mistral", 64, 4, 4, sliding_window=9, head_dim=8),
     "qwen2-tied": shape("Qwen2", 101, 4, 2, tie_word_embeddings=True),
@@ -235,6 +236,22 @@ def test_shares_make_up_the_whole(checkpoints, name, size, dummy):
             size if "norm" in key else max(1, size // one.config.num_kv_heads) if "k_p" in key or "v_p" in key else 1
         )
         assert held == fits * copies
+
+
+def test_a_norm_over_all_heads_counts_each_key_once(tmp_path):
+    """Four ranks hold two KV heads, so the sum over ranks has each of them twice."""
+    (tmp_path / "config.json").write_text(json.dumps(shape("Olmo2", 97, 8, 2)))
+    groups = [Group(), *(Group(rank, 4) for rank in range(4))]
+    one, *ranks = (build(tmp_path, group).layers[0].attention for group in groups)
+    q, kv = torch.randn(3, 8, 8), torch.randn(3, 2, 2, 8)
+    shares = [torch.cat((q[:, 2 * i : 2 * i + 2], kv[:, :, i // 2]), 1).flatten(1) for i in range(4)]
+    total = sum(reference.square_sums(share, 1, 8) for share in shares)
+    for attention in (one, *ranks):
+        attention.finish()
+        attention.group.all_reduce = lambda sums, size=attention.group.size: total if size > 1 else sums
+    want = one.all_heads(torch.cat((q, kv.flatten(1, 2)), 1).flatten(1))
+    for attention, share in zip(ranks, shares, strict=True):
+        assert torch.allclose(attention.all_heads(share), want)
 
 
 @pytest.mark.parametrize(

@@ -395,6 +395,17 @@ def test_kernels_give_a_token_the_same_logits_however_its_sequence_was_cut(make,
     assert torch.equal(found[-1], second)
 
 
+def test_rows_that_run_one_by_one_are_told_by_their_numbers_in_the_plan(make):
+    """With batch_invariant on a CPU: which row has stopped, and whose log-probabilities they are."""
+    worker = make(ONE_LAYER)
+    worker.one_by_one = True
+    (token,) = worker.step(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2])])).token_ids
+    new = [row(0, [1, 2]), row(1, [1, 2], num_logprobs=1)]
+    new[1].stops = bit_words((token,))
+    result = worker.step(StepPlan(1, rows=[(0, 2), (1, 2)], new=new, released=[0]))
+    assert result.token_ids == [token, token] and result.stopped == [1] == [*result.logprobs]
+
+
 def test_rows_keep_count_of_their_tokens(make):
     """At first the plan gives the counts, with a preempted row's output, then the device adds. A slot's are dropped."""
     worker, state = make(), None
@@ -434,6 +445,17 @@ def test_a_step_that_fails_early_leaves_no_slot_half_told(make, monkeypatch):
     worker.step(StepPlan(1, rows=[(2, 2)], new=[changed]))
     assert worker.state.adjustments.tolist() == [0, 0, 2, 0, 0, 0, 0, 0] == worker.state.adjusted.tolist()
     assert worker.state.stop_bits[2, :2].tolist() == [(1 << 5) - (1 << 31), 1] and not worker.state.writes.places
+
+
+def test_a_slot_changes_hands_between_two_steps_of_the_same_rows(make):
+    """The next sequence has one token to compute, as the last one had, and asks for what that did not."""
+    worker = make(ONE_LAYER)
+    worker.step(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2])]))
+    assert not worker.step(StepPlan(1, rows=[(0, 1)])).logprobs
+    changed = row(0, [1, 2], 1, num_logprobs=1)
+    changed.logit_bias = {9: 100.0}
+    result = worker.step(StepPlan(2, rows=[(0, 1)], new=[changed], released=[0]))
+    assert result.token_ids == [9] and [*result.logprobs] == [0]
 
 
 def test_a_sequence_is_stopped_by_its_own_tokens_alone(make):

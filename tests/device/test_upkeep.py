@@ -299,14 +299,22 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(fresh, tmp_path, wante
     assert fresh.weights_version == version and tokens(fresh) == wanted
 
 
+def spoil(weights: dict[str, torch.Tensor]) -> None:
+    weights[max(weights)].view(-1)[0] = torch.nan
+
+
+@in_process_first
+def test_weights_that_fail_halfway_leave_the_old_ones(fresh, tmp_path, wanted):
+    version = fresh.weights_version
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        fresh.update_weights(changed(tmp_path / "bad", spoil))
+    assert fresh.weights_version == version and not fresh.is_sleeping() and tokens(fresh) == wanted
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("late", [None, 0, 1])
 def test_weights_that_turn_out_to_be_bad_leave_the_old_ones(make_llm, tmp_path, other, others, late):
     """Also where one rank fails long after the other."""
-
-    def spoil(weights: dict[str, torch.Tensor]) -> None:
-        weights[max(weights)].view(-1)[0] = torch.nan
-
     bad, llm = changed(tmp_path / "bad", spoil), make_llm(tensor_parallel_size=2, threads=1)
     llm.update_weights(other)
     if late is not None:

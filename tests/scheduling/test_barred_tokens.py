@@ -14,7 +14,7 @@ import torch
 
 from batch_state import StepShape
 from engine import SamplingParams
-from plan import StepPlan, bit_words
+from plan import BIAS, MASK, PENALTIES, StepPlan, bit_words
 from worker_steps import ONE_LAYER, FakeGraph, row, worker_in
 
 BATCHES = {
@@ -260,6 +260,17 @@ def test_a_worker_takes_masks_with_its_steps(make, few_programs, monkeypatch, ba
                 assert result.logprobs[i].sampled == pytest.approx(wanted, abs=1e-4)
 
 
+def test_masked_logprobs_are_not_for_the_next_sequence_of_the_slot(make):
+    worker, new = make(ONE_LAYER), [row(0, [1, 2], num_logprobs=2) for _ in range(3)]
+    new[1].constrained = new[1].masked_logprobs = True
+    told = []
+    for step, each in enumerate(new):
+        plan = StepPlan(step, rows=[(0, 2)], new=[each], released=[0] * (step > 0))
+        plan.masks = [(0, np.array([1 << 5, 0, 0, 0], dtype=np.uint32).tobytes())] * each.constrained
+        told.append(worker.step(plan).logprobs[0])
+    assert told[0] == told[2] != told[1] and (told[1].ids[0], told[1].sampled) == (5, 0.0)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("allowed", [None, (5, 9, 31, 32, 96)])
 def test_a_worker_counts_down_and_then_bars_nothing(make, backend, allowed):
@@ -282,6 +293,16 @@ def test_a_worker_counts_down_and_then_bars_nothing(make, backend, allowed):
     again = row(2, [1, 2, *ids[:2]])  # as after a preemption: nothing is left to wait for, and the same token comes
     again.allowed = new[0].allowed
     assert worker.step(StepPlan(9, rows=[(2, 4)], new=[again])).token_ids == [ids[2]]
+
+
+def test_what_changes_logits_beside_min_tokens_outlasts_them(make):
+    worker, new = make(ONE_LAYER), row(0, [1, 2])
+    new.penalties, new.num_prompt, new.logit_bias = (1.0, 0.0, 0.5), 2, {9: 100.0}
+    new.stops, new.min_tokens = bit_words((5,)), 1
+    ids = worker.step(StepPlan(0, rows=[(0, 2)], new=[new])).token_ids
+    assert worker.state.adjustments[0] == worker.state.adjusted[0] == PENALTIES | BIAS | MASK
+    ids += [worker.step(StepPlan(step, rows=[(0, 1)])).token_ids[0] for step in (1, 2)]
+    assert ids == [9] * 3 and worker.state.adjustments[0] == worker.state.adjusted[0] == PENALTIES | BIAS
 
 
 def test_graphs_of_adjusted_steps_serve_while_a_row_is_held(make):
