@@ -298,6 +298,24 @@ def test_a_pool_smaller_than_the_context_shortens_it(make_llm):
         llm.generate([[5] * 200], use_tqdm=False)
 
 
+def test_requests_that_wait_for_new_weights_run_or_are_refused_or_given_up(llm, monkeypatch):
+    core, params = llm.core, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    monkeypatch.setattr(core, "holding", True)
+    for name, prompt in (("fine", [5, 6]), ("bad", [10**6]), ("left", [5, 6])):
+        core.add(EngineCoreRequest(name, prompt, params))
+    with pytest.raises(ValueError, match="'fine' is in use"):
+        core.add(EngineCoreRequest("fine", [5], params))
+    core.abort("left")
+    core.admit()
+    assert not core.has_work()
+    core.holding, news = False, []
+    core.admit()
+    while core.has_work():
+        news += core.step()
+    errors = {output.request_id: str(output.error) for output in news}
+    assert errors.keys() == {"fine", "bad"} and errors["fine"] == "None" and "token id 1000000" in errors["bad"]
+
+
 def test_generation_keeps_the_ending_token_out_of_the_text(llm):
     ids = llm.tokenizer.encode("hello there")
     for include in (False, True):

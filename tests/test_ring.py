@@ -15,6 +15,7 @@ import pytest
 
 import ring as ring_module
 from ring import GAP, RingBuffer, RingTimeout, Watchdog
+from served import eventually
 
 SPAWN = multiprocessing.get_context("spawn")
 CHUNK = 4096
@@ -247,6 +248,24 @@ def test_heartbeats_and_naps_reach_the_other_end(monkeypatch):
     assert writer.nap(0) == 0
     writer.close()
     reader.close()
+
+
+def test_each_reader_naps_and_is_woken_whatever_the_others_do(monkeypatch):
+    monkeypatch.setattr(ring_module, "BACKSTOP", 10.0)
+    writer = RingBuffer(2, CHUNK)
+    busy, idle = copied(writer), copied(writer)
+    busy.be_reader(0)
+    idle.be_reader(1)
+    writer.be_writer()
+    waiting = threading.Thread(target=idle.read, args=(20,))
+    waiting.start()
+    eventually(lambda: writer.nap(1) and not writer.nap(0), 5)
+    begun = time.monotonic()
+    writer.write(b"x", 1)
+    waiting.join()
+    assert time.monotonic() - begun < 5
+    for ring in (writer, busy, idle):
+        ring.close()
 
 
 @pytest.mark.parametrize("size", [1, 3 * 10**6], ids=["in a chunk", "in several"])

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from async_llm import AsyncLLM, EngineArgs, EngineDeadError
-from config import DEMO
+from config import DEMO, TENSORS
 from device.upkeep import KeptWorker
 from engine import LLM, LLMEngine, SamplingParams
 from executor import WorkerError
@@ -222,8 +222,9 @@ def test_memory_goes_back_to_the_system(tmp_path, backend):
 
 
 @in_process_first
-def test_weights_are_updated_from_a_folder_and_from_tensors(fresh, other, wanted, others):
-    version = fresh.weights_version
+def test_weights_are_updated_from_a_folder_and_from_tensors(fresh, other, wanted, others, monkeypatch):
+    version, told = fresh.weights_version, list[dict[str, Any]]()
+    monkeypatch.setattr(fresh.core, "on_weights", told.append)
     assert tokens(fresh) == wanted
     assert fresh.update_weights(other) == version + 1
     assert tokens(fresh) == others  # and so no block of the old ones was found again
@@ -231,6 +232,8 @@ def test_weights_are_updated_from_a_folder_and_from_tensors(fresh, other, wanted
     assert tokens(fresh) == wanted
     assert fresh.update_weights(f"{other}/model.safetensors") == fresh.weights_version == version + 3
     assert tokens(fresh) == others
+    successors = [(options["weights"], options["weights_version"] - version) for options in told]
+    assert successors == [(other, 1), (TENSORS, 2), (f"{other}/model.safetensors", 3)]
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,17 @@ def test_a_client_follows_all_samples_of_a_request(served, llm):
     client.shutdown()
 
 
+def test_new_weights_come_after_the_requests_that_run_and_before_the_next(served, monkeypatch):
+    core, address = served
+    monkeypatch.setattr(core, "update_weights", lambda *source: len(core.scheduler.requests))
+    client, params = MPClient(address), replace(GREEDY, max_tokens=16, ignore_eos=True)
+    streams = [client.add_request(EngineCoreRequest("before", [5, 6, 7], params))]
+    assert client.utility("update_weights", "folder") == {0: 0}
+    streams.append(client.add_request(EngineCoreRequest("after", [5, 6, 7], params)))
+    assert len({*map(tuple, map(collect, streams))}) == 1
+    client.shutdown()
+
+
 def test_a_client_can_ask_where_the_time_went(served):
     client = MPClient(served[1])
     client.add_request(EngineCoreRequest("x-0", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True))).get(

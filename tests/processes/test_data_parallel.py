@@ -36,8 +36,8 @@ from processes.coordinator import IDLE, Coordinator
 from processes.engine_process import EngineServer
 from processes.fleet import check_engines
 from processes.lockstep import WAVE_STEPS, Lockstep, Waves
-from processes.messages import Load, Loads, Subscribe, Wave, WaveReport
-from processes.routing import CLOSE, DPClient, Router
+from processes.messages import Load, Loads, Routed, Subscribe, Wave, WaveReport
+from processes.routing import CLOSE, WAITING, DPClient, Router
 from sampling_params import SamplingParams
 from served import Reader, alive, command, counts, eventually, serving
 
@@ -232,6 +232,17 @@ def test_the_coordinator_publishes_loads_and_waves(coordinator):
         connection.close()
 
 
+def test_the_coordinator_tells_once_which_engine_was_given_a_prompt(coordinator):
+    heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    client = Connection(coordinator, lambda message: isinstance(message, Health) or heard.put(message))
+    client.send(Subscribe())
+    client.send(Routed(b"digest", 1))
+    assert [heard.get(timeout=10) for _ in range(2)] == [Loads([IDLE, IDLE]), Loads([IDLE, IDLE], [(b"digest", 1)])]
+    client.send(Load(0, 3, 4))
+    assert heard.get(timeout=10) == Loads([(3, 4), IDLE])
+    client.close()
+
+
 class LateServer(EngineServer):
     """One that the coordinator's messages reach late."""
 
@@ -367,6 +378,18 @@ def test_what_counts_requests_about_to_be_sent_is_changed_under_the_lock(monkeyp
     client.adding = Guarded()
     client.add_request(EngineCoreRequest("x", [1], GREEDY))  # engine 0 is gone, engine 1 takes it
     assert client.adding == {0: 0, 1: 0}
+
+
+def test_an_engine_in_trouble_gets_a_request_only_if_all_are(monkeypatch):
+    board = Board()
+    board.engines[1] = board.engines[2] = READY
+    stand_ins(monkeypatch)
+    client = DPClient([None] * 3, None, Router(3, 16), board)
+    for rank, loads in ((1, [0, 0, 2 * WAITING]), (2, [0, 2 * WAITING, 2 * WAITING])):
+        client.clients[rank].trouble = "rank 0 is stopped"
+        for _ in range(2):
+            client.add_request(EngineCoreRequest("x", [1], GREEDY))
+        assert client.router.loads == loads
 
 
 def test_an_engine_gets_one_connection_however_many_look_for_it(monkeypatch):

@@ -295,6 +295,18 @@ def test_behind_others_balance_the_only_engine_has_its_rank(monkeypatch) -> None
     fleet.stop()
 
 
+@pytest.mark.parametrize(("visible", "seen"), [(list("4567"), ["4,5", "6,7"]), (None, ["0,1", "2,3"])])
+def test_the_engines_of_a_host_share_its_gpus(monkeypatch, visible: list[str] | None, seen: list[str]) -> None:
+    """Each has as many as it has ranks. The engines of other hosts, which come before these, take none of them."""
+    monkeypatch.setattr("processes.engine_process.visible_gpus", lambda: visible)
+    options = {"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_start_rank": 2, "headless": True}
+    options |= {"data_parallel_address": "x", "tensor_parallel_size": 2}
+    made = [PipedEngine(EngineConfig(DEMO, **options, data_parallel_rank=rank)) for rank in (2, 3)]
+    assert [engine.environment["CUDA_VISIBLE_DEVICES"] for engine in made] == seen
+    for engine in made:
+        engine.stop()
+
+
 # --- the real thing ---------------------------------------------------------------------------------------------------
 
 
