@@ -271,6 +271,34 @@ def test_auto_swaps_where_moving_is_cheaper():
         assert (engine.scheduler.counters["num_recomputed_tokens_total"] < 10) == swapped
 
 
+def test_auto_does_not_swap_what_others_have():
+    """They keep the prompt's blocks on the device, so who comes back has next to nothing to compute again."""
+    for start, how in ((1, "recompute"), (5, "swap")):
+        engine = Engine(64, 64, 64, swap_cost=3.0, scheduling_policy="priority", max_num_seqs=2)
+        engine.add("first", prompt(20), max_tokens=30, ignore_eos=True)
+        engine.step()
+        engine.step()
+        low = engine.add("low", prompt(20, start), priority=1, max_tokens=8, ignore_eos=True)
+        while low.seqs[0].num_tokens < 22:
+            engine.step()
+        engine.add("urgent", prompt(4, 3), max_tokens=2)
+        engine.step()
+        assert [(name, by) for name, by, _ in engine.scheduler.admission.preempted] == [("low", how)]
+        engine.run()
+
+
+def test_blocks_ahead_of_the_tokens_are_not_swapped():
+    engine = Engine(16, 48, 64, preemption_mode="swap", scheduling_policy="priority", num_lookahead_slots=9,
+                    max_num_seqs=1, enable_prefix_caching=False)  # fmt: skip
+    engine.add("low", prompt(6), priority=1, max_tokens=8, ignore_eos=True)
+    engine.step()
+    engine.add("urgent", prompt(4, 3), max_tokens=2)
+    assert len(engine.step().swap_out) == 2
+    engine.run()
+    assert engine.outputs["low"] == expected(prompt(6), 8, 48, ignore_eos=True)
+    assert engine.scheduler.space.host.num_free == 64
+
+
 def test_auto_swaps_groups_and_keeps_what_they_share():
     engine = Engine(18, 40, 64, swap_cost=100.0, preemption_mode="auto")
     for i in range(2):

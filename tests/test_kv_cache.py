@@ -179,8 +179,9 @@ def test_prefixes_are_not_shared_across_salts():
     engine = Engine()
     engine.add("first", prompt(16), salt="one", max_tokens=2)
     engine.run()
-    assert engine.add("second", prompt(16), salt="two", max_tokens=2).request.num_cached == 0
+    second = engine.add("second", prompt(16), salt="two", max_tokens=2)
     engine.run()
+    assert second.request.num_cached == 0
     assert engine.scheduler.reports.metrics()["prefix_cache_hits_total"] == 0
 
 
@@ -203,6 +204,9 @@ def test_prefix_hit_after_preemption():
         plan = engine.step()
         hits += [row.num_computed for row in plan.new]
     assert first.num_preemptions + second.num_preemptions > 0 and max(hits) > 0
+    metrics = engine.scheduler.reports.metrics()  # what clients are told of is what was cached when they came
+    assert first.request.num_cached == second.request.num_cached == metrics["prefix_cache_hits_total"] == 0
+    assert metrics["prefix_cache_queries_total"] == 16 + 15
     assert engine.outputs["second"] == expected(prompt(15, 3), 20, 40, ignore_eos=True)
 
 
@@ -219,8 +223,9 @@ def test_prefixes_come_back_from_host_memory():
     assert engine.outputs["again"] == engine.outputs["first"]
     assert engine.scheduler.reports.metrics()["host_cache_hits_total"] > 0
     engine.scheduler.reset_prefix_cache()
-    assert engine.add("forgotten", prompt(28), max_tokens=2, ignore_eos=True).request.num_cached == 0
+    forgotten = engine.add("forgotten", prompt(28), max_tokens=2, ignore_eos=True)
     engine.run()
+    assert forgotten.request.num_cached == 0
 
 
 def test_blocks_that_will_be_reused_next_are_copied_to_the_host_before_that():

@@ -7,6 +7,7 @@ import pytest
 from fake_worker import EOS, Engine, expected, expected_beams, next_logprobs, prompt, sample_seed
 from plan import NewRow, StepPlan, bit_words
 from ring import Codec
+from scheduling.trial import MIN_DEATHS
 from sequence import Status, derived_seed
 
 
@@ -317,6 +318,55 @@ def test_the_latest_to_come_is_refused_where_a_step_does_not_fit():
     assert engine.errors == {"b": "out of memory"}
     engine.run()
     assert engine.outputs["a"] == expected(prompt(5), 6, 64, ignore_eos=True)
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["it kills workers", "it does not fit"])
+def test_only_who_does_not_fit_may_try_again(lost):
+    engine = Engine()
+    engine.add("a", prompt(5), max_tokens=6)
+    for _ in range(MIN_DEATHS if lost else 1):
+        engine.scheduler.schedule()
+        outputs = engine.scheduler.start_over(lost, "its error")
+    assert [(output.request_id, output.engine_fault) for output in outputs] == [("a", not lost)]
+
+
+def test_no_more_are_preempted_than_make_room():
+    """The last one has just the block that the first one needs."""
+    engine = Engine(num_blocks=8, max_model_len=32, max_num_batched_tokens=32)
+    first = engine.add("first", prompt(12), max_tokens=3, ignore_eos=True)
+    second, last = (engine.add(name, prompt(length, length), max_tokens=2) for name, length in (("b", 14), ("c", 2)))
+    engine.step()
+    engine.step()
+    assert (first.num_preemptions, second.num_preemptions, last.num_preemptions) == (0, 0, 1)
+    engine.run()
+
+
+def test_what_chooses_tokens_travels_with_the_row():
+    engine = Engine()
+    fields = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25, "logit_bias": {3: 2.0}}
+    penalties = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": -0.5}
+    engine.add("a", prompt(5), max_tokens=1, **fields, **penalties)
+    engine.add("plain", prompt(5, 2), max_tokens=1)
+    row, plain = engine.step().new
+    assert {name: getattr(row, name) for name in fields} == fields
+    assert row.penalties == tuple(penalties.values()) and plain.penalties is None
+
+
+def test_a_request_has_begun_once_a_part_of_an_answer_is_computed():
+    """Also where that sample has ended, and the others have yet to come in."""
+    engine = Engine(max_num_seqs=1)
+    request = engine.add("a", prompt(20), n=2, max_tokens=1).request
+    engine.step()
+    assert not request.has_begun
+    engine.step()
+    assert len(request.groups) == 1 and request.has_begun
+    one = engine.add("b", prompt(5), max_tokens=3, ignore_eos=True).request
+    while not engine.outputs["b"]:
+        assert not one.has_begun
+        engine.step()
+    engine.lose(lost=False)  # it waits again, with its token
+    assert one.has_begun
+    engine.run()
 
 
 def test_long_lists_of_tokens_travel_as_bits():
