@@ -292,8 +292,11 @@ def test_what_does_not_start_says_so(monkeypatch, make_llm, capfd):
 
 def descendants() -> set[int]:
     """The processes that this one and its children have started, but for those of multiprocessing itself."""
-    found = psutil.Process().children(recursive=True)
-    return {child.pid for child in found if "resource_tracker" not in " ".join(child.cmdline())}
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            found |= set() if "resource_tracker" in " ".join(child.cmdline()) else {child.pid}
+    return found
 
 
 def things() -> set[Any]:
