@@ -358,6 +358,9 @@ def new_reader(
     return Reader(source, steps, other_tokens(frozenset(special_tokens), frozenset(syntax)))
 
 
+MOST_READINGS = 16  # of one answer, for each call that turns out to be none; then all of these are left out at once
+
+
 def read_whole(make_reader: Callable[..., Reader], reasoning_parser: str | None, text: str, is_cut: bool) -> list[Part]:
     """Read an answer that is all there.
 
@@ -383,8 +386,9 @@ def read_whole(make_reader: Callable[..., Reader], reasoning_parser: str | None,
             broken.pop()
         if not broken:
             return parts
-        kept = [number for number in range(broken[0] + len(refused) + 1) if number not in refused]
-        refused.append(kept[broken[0]])
+        # The first of them is none, and may have hidden others, so all behind it is read again; but not for ever.
+        kept = [number for number in range(max(arguments) + len(refused) + 1) if number not in refused]
+        refused += [kept[call] for call in (broken[:1] if len(refused) < MOST_READINGS else broken)]
 
 
 def is_object(text: str) -> bool:

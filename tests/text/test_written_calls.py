@@ -307,6 +307,15 @@ def test_what_cannot_be_mended_is_content(broken: str) -> None:
     assert "".join(part.content for part in parts) == answer
 
 
+def test_many_calls_that_cannot_be_mended_are_read_a_few_times_alone() -> None:
+    bad = '<tool_call>\n{"name": "write", "arguments": {"text": }}\n</tool_call>\n'
+    made: list[Any] = []
+    make = functools.partial(new_reader, "hermes", None, TOOLS, "", ())
+    parts = read_whole(lambda **more: made.append(more) or make(**more), None, bad * 200, False)
+    assert len(made) < 30 and not any(part.name for part in parts)
+    assert "".join(part.content for part in parts) == bad * 200
+
+
 def nested(rng: random.Random, depth: int = 4) -> Any:
     kinds = [lambda: text_of(rng, ["</t>"], 6), lambda: rng.random() * 10 ** rng.randrange(-9, 9), lambda: None]
     if depth:
