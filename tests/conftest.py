@@ -74,8 +74,8 @@ def pytest_collection_finish() -> None:
     if torch := sys.modules.get("torch"):
         from cpu import machine
 
-        settle = machine.settle
         if THREADS == 1:
+            settle = machine.settle
             machine.settle = lambda threads, *more: settle(threads or 1, *more)
         torch.set_num_threads(THREADS)
 
