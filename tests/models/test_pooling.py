@@ -20,6 +20,7 @@ from checkpoints import POOLED as CASES
 from checkpoints import Checkpoints, pooled
 from config import DEMO, EngineConfig
 from core import EngineCore
+from cpu import machine
 from device import warmup
 from device.memory import fit_pool, largest_step
 from device.startup import print_plan, start_worker
@@ -515,7 +516,9 @@ def test_warm_up_covers_random_traffic(tmp_path, kernel_device, fields):
     assert launched <= made.guard.seen, launched - made.guard.seen
 
 
-def test_a_plan_has_no_room_for_what_is_not_done(checkpoints, capsys):
+def test_a_plan_has_no_room_for_what_is_not_done(checkpoints, capsys, monkeypatch):
+    free = machine.available_bytes()  # which other tests change between two plans
+    monkeypatch.setattr(machine, "available_bytes", lambda: free)
     plain = EngineConfig(str(checkpoints / "qwen3"), task="embed", device="cpu", max_num_seqs=8, block_size=16)
     config, model_config = settle_task(plain, ModelConfig.from_folder(plain.model))
     assert largest_step(config, 40_000) == 40_000 and largest_step(config, 100) == 800
