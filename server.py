@@ -179,7 +179,7 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
 
 
 def log_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> None:
-    """Give each reply an X-Request-Id, and log the request once its reply has been sent."""
+    """Give each reply an X-Request-Id, name what was ignored, and log the request once its reply has been sent."""
 
     @app.after_request
     def name_request(response: Response) -> Response:
@@ -192,11 +192,13 @@ def log_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> None:
         headers, status = request.headers, response.status_code
         client, begun = g.client, g.begun
         caller, error = g.get("caller"), g.get("error", "")
+        if ignored := caller.ignored if caller else ():
+            response.headers["X-Manta-Ignored"] = ", ".join(ignored)
         level = logging.DEBUG if request.endpoint in QUIET else logging.INFO
 
         def log() -> None:
             job = caller.job if caller else None
-            log_request(name, client, place, status, begun, job, error, level)
+            log_request(name, client, place, status, begun, job, error, level, ignored)
             if spans and job:
                 spans.add(job, headers, status, begun)
 

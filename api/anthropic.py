@@ -13,10 +13,9 @@ from typing import Any
 from api import checks
 from api import fields as shared
 from api.chat import as_chat, conversation, renamed
-from api.checks import ToolChoice
+from api.checks import Asked, ToolChoice
 from api.fields import ApiError, Face, Field
 from api.generation import generate
-from api.options import ServerConfig
 from api.reading import CALL, CONTENT, REASONING, Block, Piece
 from api.replies import AnswerRun, ClientGone, as_api_error, typed_event
 from api.routes import Api, Caller, Events
@@ -167,17 +166,17 @@ def content_block(block: Block) -> dict[str, Any]:
 # --- what it takes ---------------------------------------------------------------------------------------------------
 
 
-def turns(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
+def turns(value: Any, asked: Asked) -> list[dict[str, Any]]:
     found = joined_turns(value)
     for message in value:
-        checks.known_keys(message, ("role", "content"), config)
+        checks.known_keys(message, ("role", "content"), asked)
         for block in message["content"] if isinstance(message["content"], list) else ():
-            checks.known_keys(block, BLOCKS[block["type"]], config)
+            checks.known_keys(block, BLOCKS[block["type"]], asked)
     return found
 
 
-def system_text(value: Any, config: ServerConfig) -> str:
-    return turns([{"role": "system", "content": value}], config)[0]["content"]
+def system_text(value: Any, asked: Asked) -> str:
+    return turns([{"role": "system", "content": value}], asked)[0]["content"]
 
 
 THINKING = checks.settings(
@@ -185,8 +184,8 @@ THINKING = checks.settings(
 )  # fmt: skip
 
 
-def thinking(value: Any, config: ServerConfig) -> dict[str, Any]:
-    found = THINKING(value, config)
+def thinking(value: Any, asked: Asked) -> dict[str, Any]:
+    found = THINKING(value, asked)
     if found["type"] is None:
         raise ValueError("it must have a type")
     if (budget := found["budget_tokens"]) is not None and not 0 <= budget < 2**31:
@@ -194,21 +193,21 @@ def thinking(value: Any, config: ServerConfig) -> dict[str, Any]:
     return found
 
 
-def message_tools(value: list[dict[str, Any]], config: ServerConfig) -> list[dict[str, Any]]:
+def message_tools(value: list[dict[str, Any]], asked: Asked) -> list[dict[str, Any]]:
     """Tools as Anthropic has them, in the shape of a chat's."""
     found = []
     for tool in value:
         if (kind := tool.get("type") or "custom") == "custom":
-            checks.known_keys(tool, CACHED_TOOL, config)
+            checks.known_keys(tool, CACHED_TOOL, asked)
         function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None}
         function["parameters"] = tool.get("input_schema")
         found.append({"type": "function" if kind == "custom" else kind, "function": function})
-    return checks.tools(found, config)
+    return checks.tools(found, asked)
 
 
-def message_tool_choice(value: dict[str, Any], config: ServerConfig) -> ToolChoice:
+def message_tool_choice(value: dict[str, Any], asked: Asked) -> ToolChoice:
     """Anthropic's."""
-    checks.known_keys(value, ("type", "name", "disable_parallel_tool_use"), config)
+    checks.known_keys(value, ("type", "name", "disable_parallel_tool_use"), asked)
     kind, name, single = value.get("type"), value.get("name"), value.get("disable_parallel_tool_use") or False
     modes = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
     fits = isinstance(name, str) if kind == "tool" else name is None
@@ -218,10 +217,10 @@ def message_tool_choice(value: dict[str, Any], config: ServerConfig) -> ToolChoi
     return ToolChoice(modes[kind], None if name is None else (name,), single)
 
 
-def output_config(value: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
+def output_config(value: dict[str, Any], asked: Asked) -> dict[str, Any]:
     """Anthropic's, and as its `structure` what its format comes to."""
-    found: dict[str, Any] = checks.settings(effort=str, format=dict)(value, config)
-    return found | {"structure": found["format"] and flat_format(found["format"], config)}
+    found: dict[str, Any] = checks.settings(effort=str, format=dict)(value, asked)
+    return found | {"structure": found["format"] and flat_format(found["format"], asked)}
 
 
 NEEDED_OF_BLOCKS = {kind: ("type", *keys) for kind, keys in BLOCK_KEYS.items()}

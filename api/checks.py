@@ -1,15 +1,18 @@
 """Checks of what the type of a request's field cannot say.
 
-A check takes a value of the field's type and returns the one to use. Its `ValueError` says what is allowed;
-`read_fields` adds the name and the value.
+A check takes a value of the field's type, and the request as it was `Asked`, and returns the value to use. Its
+`ValueError` says what is allowed; `read_fields` adds the name and the value.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import reprlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from api.options import ServerConfig
@@ -21,7 +24,26 @@ LIST_PART = 2**14  # items of a list between which others are served
 TEXT_PART = ("type", "text", "refusal", "cache_control", "prompt_cache_breakpoint")  # the last two: caches elsewhere
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 
-Check = Callable[[Any, ServerConfig], Any]
+MAX_IGNORED = 32  # names that a reply tells
+PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+
+
+@dataclass
+class Asked:
+    """A request as its checks know it: the server's options, and what is accepted although it changes nothing."""
+
+    config: ServerConfig
+    ignored: list[str] = dataclasses.field(default_factory=list)  # names, which the log and a header of the reply tell
+    field: str = ""  # whose value is being checked
+
+    def ignore(self, key: str) -> None:
+        """Note that a key within the field changes nothing; a key that no header can tell becomes `?`."""
+        name = f"{self.field}.{key if PLAIN_NAME.fullmatch(key) else '?'}".removeprefix(".")
+        if name not in self.ignored and len(self.ignored) < MAX_IGNORED:
+            self.ignored.append(name)
+
+
+Check = Callable[[Any, Asked], Any]
 
 
 class Refusal(ValueError):
@@ -32,20 +54,22 @@ class Refusal(ValueError):
         self.code = code
 
 
-def stop_strings(value: Any, config: ServerConfig) -> list[str]:
+def stop_strings(value: Any, asked: Asked) -> list[str]:
     stops = [value] if isinstance(value, str) else value
-    if len(stops) > config.max_stop_strings:
-        raise ValueError(f"it must be a string or a list of at most {config.max_stop_strings} (max_stop_strings)")
-    if not all(0 < len(stop) <= config.max_stop_length for stop in stops):
-        raise ValueError(f"each stop must be a string of 1 to {config.max_stop_length} characters (max_stop_length)")
+    if len(stops) > (most := asked.config.max_stop_strings):
+        raise ValueError(f"it must be a string or a list of at most {most} (max_stop_strings)")
+    longest = asked.config.max_stop_length
+    if not all(0 < len(stop) <= longest for stop in stops):
+        raise ValueError(f"each stop must be a string of 1 to {longest} characters (max_stop_length)")
     return stops
 
 
-def bad_words(value: Any, config: ServerConfig) -> list[str]:
+def bad_words(value: Any, asked: Asked) -> list[str]:
     if len(value) > MAX_BAD_WORDS:  # before time goes into the tokens of them all
         raise ValueError(f"it must be a list of at most {MAX_BAD_WORDS} strings")
-    if not all(len(word) <= config.max_stop_length for word in value):
-        raise ValueError(f"each must be a string of at most {config.max_stop_length} characters (max_stop_length)")
+    longest = asked.config.max_stop_length
+    if not all(len(word) <= longest for word in value):
+        raise ValueError(f"each must be a string of at most {longest} characters (max_stop_length)")
     return value
 
 
@@ -57,7 +81,7 @@ def in_parts(items: list[Any], size: int = LIST_PART) -> Iterator[list[Any]]:
             time.sleep(0)
 
 
-def token_ids(value: Any, config: ServerConfig) -> list[int]:
+def token_ids(value: Any, asked: Asked) -> list[int]:
     if not isinstance(value, list) or not all(
         set(map(type, part)) == {int} and min(part) >= 0 and max(part) < 2**31 for part in in_parts(value)
     ):
@@ -65,39 +89,46 @@ def token_ids(value: Any, config: ServerConfig) -> list[int]:
     return value
 
 
-def prompts(value: Any, config: ServerConfig) -> list[str | list[int]]:
+def prompts(value: Any, asked: Asked) -> list[str | list[int]]:
     """The four forms of `prompt` (str, [str], [int], [[int]]) as a list of str or a list of [int]."""
     items = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
-    if len(items) > config.max_prompts:
-        raise ValueError(f"it has {len(items)} prompts; at most {config.max_prompts} are allowed (max_prompts)")
+    if len(items) > (most := asked.config.max_prompts):
+        raise ValueError(f"it has {len(items)} prompts; at most {most} are allowed (max_prompts)")
     if not all(isinstance(item, str) for item in items):
         if not all(isinstance(item, list) and item for item in items):
             raise ValueError("it must be a string, a list of strings, a list of token ids or a list of such lists")
         for item in items:
-            token_ids(item, config)
+            token_ids(item, asked)
     return items
 
 
-def known_keys(value: dict[str, Any], known: Sequence[str], config: ServerConfig) -> None:
-    """Refuse an object with a key that is not `known`, unless unknown fields are allowed."""
-    unknown = [key for key in value if key not in known]
-    if unknown and not config.allow_unknown_fields:
-        raise Refusal(f"{reprlib.repr(unknown[0])} is unknown; known are {', '.join(known)}", "unknown_parameter")
+def known_keys(
+    value: dict[str, Any], known: Sequence[str], asked: Asked, harmless: Sequence[str] = (), open: bool = False
+) -> None:
+    """Refuse an object with a key that is neither `known` nor `harmless`, unless it is `open` to what is new.
+
+    What is let in beside what is known is ignored, and named.
+    """
+    for key in [key for key in value if key not in known]:
+        if not (open or key in harmless or asked.config.allow_unknown_fields):
+            raise Refusal(f"{reprlib.repr(key)} is unknown; known are {', '.join(known)}", "unknown_parameter")
+        if value[key] is not None:
+            asked.ignore(key)
 
 
-def messages(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
+def messages(value: Any, asked: Asked) -> list[dict[str, Any]]:
     found = chat_messages(value)  # a template may know any key of a message, but of a part only the text is left
     for message in value:
         for part in message["content"] if isinstance(message.get("content"), list) else ():
-            known_keys(part, TEXT_PART, config)
+            known_keys(part, TEXT_PART, asked)
     return found
 
 
 def settings(**known: Any) -> Check:
     """A check for an object of these settings: each is null, a type, or one of a list of values."""
 
-    def check(value: Any, config: ServerConfig) -> dict[str, Any]:
-        known_keys(value, tuple(known), config)
+    def check(value: Any, asked: Asked) -> dict[str, Any]:
+        known_keys(value, tuple(known), asked)
         for name, allowed in known.items():
             if (given := value.get(name)) is None:
                 continue
@@ -123,7 +154,7 @@ class ToolChoice(NamedTuple):
     single: bool = False
 
 
-def tools(value: list[dict[str, Any]], config: ServerConfig) -> list[dict[str, Any]]:
+def tools(value: list[dict[str, Any]], asked: Asked) -> list[dict[str, Any]]:
     for i, tool in enumerate(value):
         function = tool.get("function")
         if (kind := tool.get("type", "function")) != "function":
@@ -146,7 +177,7 @@ def check_function(function: dict[str, Any], i: int) -> None:
         raise ValueError(f"tool {i} has strict {reprlib.repr(strict)}; it must be true or false")
 
 
-def tool_choice(value: Any, config: ServerConfig) -> ToolChoice:
+def tool_choice(value: Any, asked: Asked) -> ToolChoice:
     if value in MODES:
         return ToolChoice(value)
     kind = value.get("type") if isinstance(value, dict) else None
@@ -168,29 +199,29 @@ def named_function(value: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
-def chat_template(value: Any, config: ServerConfig) -> str:
-    if not config.trust_request_chat_template:
+def chat_template(value: Any, asked: Asked) -> str:
+    if not asked.config.trust_request_chat_template:
         message = "this server runs a template that a request brings only with --trust-request-chat-template"
         raise Refusal(message, "unsupported_parameter")
     return value
 
 
-def template_kwargs(value: Any, config: ServerConfig) -> dict[str, Any]:
+def template_kwargs(value: Any, asked: Asked) -> dict[str, Any]:
     return template_variables(value)
 
 
-def kept(value: Any, config: ServerConfig) -> int:
+def kept(value: Any, asked: Asked) -> int:
     if value == 0:
         raise ValueError("it must be at least 1, or -1 for what the context holds")
     return value
 
 
-def budget(value: Any, config: ServerConfig) -> int | None:
+def budget(value: Any, asked: Asked) -> int | None:
     return None if value == -1 else value
 
 
-def stream_options(value: Any, config: ServerConfig) -> dict[str, bool]:
-    known_keys(value, STREAM_OPTIONS, config)
+def stream_options(value: Any, asked: Asked) -> dict[str, bool]:
+    known_keys(value, STREAM_OPTIONS, asked)
     options = {key: value.get(key) or False for key in STREAM_OPTIONS}
     if not all(isinstance(option, bool) for option in options.values()):
         raise ValueError("each must be true or false")

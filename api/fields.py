@@ -25,8 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from api import checks
-from api.checks import Check, Refusal
-from api.options import ServerConfig
+from api.checks import Asked, Check, Refusal
 from api.structure import FORMS
 from sampling_params import MAX_BIAS, RANGES, SamplingParams
 
@@ -78,6 +77,7 @@ class Field(NamedTuple):
     default: Any = None  # its value when left out
     check: Check | None = None  # of what the type cannot say
     about: str = ""  # for the schema
+    ignored: bool = False  # it is accepted and changes nothing, which the reply tells
 
 
 def shown(**schema: Any) -> Any:
@@ -291,7 +291,9 @@ class Face:
     def fields(self) -> dict[str, Field]:
         known = {field.name: field for field in self.own}
         names = [name for name in (*HARMLESS, *self.ignored) if name not in known]
-        return known | {name: Field(name, Any, about="Is accepted and changes nothing.") for name in names}
+        return known | {
+            name: Field(name, Any, about="Is accepted and changes nothing.", ignored=True) for name in names
+        }
 
     @cached_property
     def request(self) -> type[msgspec.Struct]:
@@ -304,8 +306,10 @@ class Face:
         return {name: field.default for name, field in self.fields.items()}
 
 
-def read_fields(face: Face, body: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
+def read_fields(face: Face, body: dict[str, Any], asked: Asked) -> dict[str, Any]:
     """The checked value of each field of a face; null is the default.
+
+    The names of those that are accepted and change nothing are added to `asked.ignored`.
 
     Raises:
         ApiError: a value is not allowed, a field is unknown, or one that is needed is missing.
@@ -319,6 +323,8 @@ def read_fields(face: Face, body: dict[str, Any], config: ServerConfig) -> dict[
             raise ApiError(400, f"{alias} is given beside another name of {name}; one is enough", alias)
         if name in known:
             given[name] = value
+            if known[name].ignored:
+                asked.ignore(name)
         elif name in face.elsewhere:
             raise refusal(name, value, f"this server calls it {face.elsewhere[name]}", "unknown_parameter")
         elif name in face.not_yet:
@@ -326,8 +332,11 @@ def read_fields(face: Face, body: dict[str, Any], config: ServerConfig) -> dict[
             if not any(value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in same):
                 words = f"this server cannot do that yet; it takes {json.dumps([None, *same])[1:-1]}"
                 raise refusal(name, value, words, "unsupported_parameter")
-        elif not config.allow_unknown_fields:
+            asked.ignore(name)
+        elif not asked.config.allow_unknown_fields:
             raise unknown_field(name, known.keys() | (face.not_yet.keys() - face.elsewhere.keys()))
+        else:
+            asked.ignore(name)
     for needed in face.needed:
         if needed not in given:
             raise ApiError(400, f"{needed} is missing", needed, "missing_required_parameter")
@@ -341,9 +350,9 @@ def read_fields(face: Face, body: dict[str, Any], config: ServerConfig) -> dict[
         raise ApiError(400, f"{field.name} is {reprlib.repr(given[field.name])}: {must}", field.name) from None
     values = face.defaults()
     for name in given:
-        check, value = known[name].check, getattr(request, name)
+        check, value, asked.field = known[name].check, getattr(request, name), name
         try:
-            values[name] = value if check is None else check(value, config)
+            values[name] = value if check is None else check(value, asked)
         except ValueError as error:
             raise refusal(name, value, str(error), error.code if isinstance(error, Refusal) else None) from None
     return values

@@ -184,7 +184,7 @@ def allow_origin(response: Response, config: ServerConfig) -> Response:
     response.vary.add("Origin")
     if origin := allowed_origin(config):
         response.headers["Access-Control-Allow-Origin"] = origin
-        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, X-Manta-Ignored, Retry-After"
         if is_preflight():
             asked = request.headers.get("Access-Control-Request-Headers", "")
             named = asked if HEADER_NAMES.fullmatch(asked) else "Authorization, Content-Type, X-Api-Key"

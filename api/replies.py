@@ -159,11 +159,13 @@ def log_request(
     job: Job | None = None,
     error: str = "",
     level: int = logging.INFO,
+    ignored: Sequence[str] = (),
 ) -> None:
     """Log that a request has ended, and how, without its text.
 
     `place` is its method and path, empty where it is no HTTP, and `begun` is when it came, in seconds of
-    `time.monotonic()`. `error` is the reply's message if it is an error.
+    `time.monotonic()`. `error` is the reply's message if it is an error. `ignored` names what was accepted and changed
+    nothing.
     """
     if not logger.isEnabledFor(level):
         return
@@ -173,6 +175,7 @@ def log_request(
         ended = job.error or ", ".join(job.endings)
     method, path = place[0], quote(place[1])[:256]
     facts = {"request_id": name, "client": client, "method": method, "path": path, "status": status, "ended": ended}
+    facts |= {"ignored": [*ignored]} if ignored else {}
     id = told.get("id", name)
     id += "" if name in id else f" ({name})"  # the client's own, where it has sent one
     line = f"{method} {path} {status} in {seconds:.3f} s, {id}".lstrip()
@@ -185,6 +188,8 @@ def log_request(
             line += f", {told['queue_seconds']:.3f} s in the queue"
         if told["first_token_seconds"] is not None:
             line += f", {told['first_token_seconds']:.3f} s to the first token"
+    if ignored:
+        line += f"; ignored: {', '.join(ignored)}"
     logger.log(level, line, extra={"facts": facts | told | {"seconds": seconds}})
 
 

@@ -15,10 +15,9 @@ from typing import Any
 from api import checks
 from api import fields as shared
 from api.chat import as_chat, conversation, renamed
-from api.checks import ToolChoice
+from api.checks import Asked, ToolChoice
 from api.fields import ApiError, Face, Field
 from api.generation import generate
-from api.options import ServerConfig
 from api.reading import CALL, CONTENT, REASONING, Piece
 from api.replies import AnswerRun, ClientGone, as_api_error, typed_event
 from api.response_store import Keep
@@ -218,45 +217,45 @@ def choice_of(choice: ToolChoice | None) -> str | dict[str, Any]:
 # --- what it takes ---------------------------------------------------------------------------------------------------
 
 
-def input_items(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
+def input_items(value: Any, asked: Asked) -> list[dict[str, Any]]:
     found = response_items(value)
     for item in value if isinstance(value, list) else ():
-        checks.known_keys(item, ITEMS[item.get("type") or "message"], config)
+        checks.known_keys(item, ITEMS[item.get("type") or "message"], asked)
         for key in ("content", "output", "summary"):
             for part in parts if isinstance(parts := item.get(key), list) else ():
-                checks.known_keys(part, ITEM_PART, config)
+                checks.known_keys(part, ITEM_PART, asked)
     return found
 
 
-def labels(value: Any, config: ServerConfig) -> dict[str, str]:
+def labels(value: Any, asked: Asked) -> dict[str, str]:
     fits = all(len(key) <= 64 and isinstance(text, str) and len(text) <= 512 for key, text in value.items())
     if len(value) > 16 or not fits:
         raise ValueError("it may have 16 keys of at most 64 characters, with strings of at most 512")
     return value
 
 
-def included(value: Any, config: ServerConfig) -> list[str]:
+def included(value: Any, asked: Asked) -> list[str]:
     if unknown := [part for part in value if part not in NEVER_THERE]:
         message = f"this server cannot include {reprlib.repr(unknown[0])} yet; it takes {', '.join(NEVER_THERE)}"
         raise checks.Refusal(message, "unsupported_parameter")
     return value
 
 
-def flat_tools(value: list[dict[str, Any]], config: ServerConfig) -> list[dict[str, Any]]:
+def flat_tools(value: list[dict[str, Any]], asked: Asked) -> list[dict[str, Any]]:
     """Tools as OpenAI's Responses API has them, in the shape of a chat's."""
     found = []
     for tool in value:
         if (kind := tool.get("type", "function")) == "function":
-            checks.known_keys(tool, FLAT_TOOL, config)
+            checks.known_keys(tool, FLAT_TOOL, asked)
         function = {key: tool[key] for key in FLAT_TOOL[1:] if tool.get(key) is not None}
         found.append({"type": kind, "function": function})
-    return checks.tools(found, config)
+    return checks.tools(found, asked)
 
 
-def response_text(value: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
+def response_text(value: dict[str, Any], asked: Asked) -> dict[str, Any]:
     """What OpenAI's Responses API has as `text`, and as its `structure` what that comes to."""
-    found: dict[str, Any] = checks.settings(format=dict, verbosity=str)(value, config)
-    return found | {"structure": found["format"] and flat_format(found["format"], config)}
+    found: dict[str, Any] = checks.settings(format=dict, verbosity=str)(value, asked)
+    return found | {"structure": found["format"] and flat_format(found["format"], asked)}
 
 
 # Of reasoning there is no summary; "auto" is what there is.

@@ -10,10 +10,11 @@ import itertools
 import reprlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from api.checks import Asked
 from api.fields import ApiError, Face, read_fields, without_folders
 from api.options import ServerConfig
 from api.prompts import Prompts
@@ -34,6 +35,7 @@ class Caller:
     peer: Peer | None = None
     release: Callable[[], None] = lambda: None  # is called when nothing refers to the request's body any more
     job: Job | None = None  # what the engine does for it, once it has been sent there
+    ignored: list[str] = field(default_factory=list)  # names of what was accepted and changes nothing
 
 
 class Events(NamedTuple):
@@ -80,7 +82,7 @@ class Api:
             ApiError: the request is refused, or the engine has failed.
             EngineDeadError, ClientGone: see `Run.news`.
         """
-        fields = read_fields(face, body, self.config)
+        fields = read_fields(face, body, Asked(self.config, caller.ignored))
         del body  # it may be large
         fields["model"] = self._name(fields["model"])
         reply: dict[str, Any] | Events = face.answer(self, fields, caller)

@@ -11,8 +11,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from api.checks import Check, known_keys
-from api.options import ServerConfig
+from api.checks import Asked, Check, known_keys
 from sampling_params import StructuredOutputsParams
 
 TYPES = ("text", "json_object", "json_schema", "structural_tag")  # of a response_format
@@ -20,7 +19,7 @@ KEYS = tuple(field.name for field in dataclasses.fields(StructuredOutputsParams)
 SCHEMA_KEYS = ("name", "description", "schema", "strict")  # of a json_schema, which always holds strictly
 
 
-def response_format(value: dict[str, Any], config: ServerConfig) -> StructuredOutputsParams | None:
+def response_format(value: dict[str, Any], asked: Asked) -> StructuredOutputsParams | None:
     """OpenAI's form; beside `json_object` there may be a schema, as in llama.cpp."""
     kind = value.get("type")
     if kind not in TYPES:
@@ -28,39 +27,39 @@ def response_format(value: dict[str, Any], config: ServerConfig) -> StructuredOu
     if kind == "structural_tag":
         return StructuredOutputsParams(structural_tag=value)
     if kind == "json_schema":
-        known_keys(value, ("type", "json_schema"), config)
-        return named_schema(value.get("json_schema"), config)
-    known_keys(value, ("type", "schema") if kind == "json_object" else ("type",), config)
+        known_keys(value, ("type", "json_schema"), asked)
+        return named_schema(value.get("json_schema"), asked)
+    known_keys(value, ("type", "schema") if kind == "json_object" else ("type",), asked)
     if (schema := value.get("schema")) is not None:
         return StructuredOutputsParams(json=schema)
     return StructuredOutputsParams(json_object=True) if kind == "json_object" else None
 
 
-def named_schema(value: Any, config: ServerConfig) -> StructuredOutputsParams:
+def named_schema(value: Any, asked: Asked) -> StructuredOutputsParams:
     """OpenAI's `json_schema`: a schema and its options."""
     if not isinstance(value, dict) or not isinstance(value.get("schema"), dict):
         raise ValueError("json_schema must be an object with a schema, which is an object")
-    known_keys(value, SCHEMA_KEYS, config)
+    known_keys(value, SCHEMA_KEYS, asked)
     for key, kind, words in (("name", str, "a string"), ("description", str, "a string"), ("strict", bool, "a bool")):
         if not isinstance(value.get(key), kind | None):
             raise ValueError(f"{key} is {reprlib.repr(value[key])}; it must be {words}")
     return StructuredOutputsParams(json=value["schema"])
 
 
-def flat_format(value: dict[str, Any], config: ServerConfig) -> StructuredOutputsParams | None:
+def flat_format(value: dict[str, Any], asked: Asked) -> StructuredOutputsParams | None:
     """OpenAI Responses and Anthropic put the schema's options beside it, not around it."""
     if value.get("type") != "json_schema":
-        return response_format(value, config)
-    return named_schema({key: value[key] for key in value if key != "type"}, config)
+        return response_format(value, asked)
+    return named_schema({key: value[key] for key in value if key != "type"}, asked)
 
 
-def structured_outputs(value: dict[str, Any], config: ServerConfig) -> StructuredOutputsParams:
+def structured_outputs(value: dict[str, Any], asked: Asked) -> StructuredOutputsParams:
     """vLLM's form."""
-    known_keys(value, KEYS, config)
+    known_keys(value, KEYS, asked)
     return StructuredOutputsParams(**{key: value[key] for key in KEYS if value.get(key) is not None})
 
 
-def output_format(value: str | dict[str, Any], config: ServerConfig) -> StructuredOutputsParams | None:
+def output_format(value: str | dict[str, Any], asked: Asked) -> StructuredOutputsParams | None:
     """Ollama's form."""
     if value == "":
         return None
@@ -74,7 +73,7 @@ def output_format(value: str | dict[str, Any], config: ServerConfig) -> Structur
 def of_kind(kind: str) -> Check:
     """A check for the value of one field of `StructuredOutputsParams`. A grammar without text is none (llama.cpp)."""
 
-    def check(value: Any, config: ServerConfig) -> StructuredOutputsParams | None:
+    def check(value: Any, asked: Asked) -> StructuredOutputsParams | None:
         return None if (kind, value) == ("grammar", "") else StructuredOutputsParams(**{kind: value})
 
     return check

@@ -88,7 +88,7 @@ def test_a_page_of_an_allowed_origin_may_ask_and_read(engine: ScriptedClient, or
         assert (preflight.status_code, preflight.data) == (204, b"")
         assert cors(preflight.headers) == {
             "Access-Control-Allow-Origin": mine,
-            "Access-Control-Expose-Headers": "X-Request-Id, Retry-After",
+            "Access-Control-Expose-Headers": "X-Request-Id, X-Manta-Ignored, Retry-After",
             "Access-Control-Allow-Headers": "authorization, x-thing",
             "Access-Control-Allow-Methods": "GET, HEAD, POST, DELETE, OPTIONS",
             "Access-Control-Max-Age": "7200",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import tokenizers
 from flask.testing import FlaskClient
 
+from api.checks import MAX_IGNORED
 from api.faces import FACES
 from api.fields import ELSEWHERE, HARMLESS, NOT_YET, PARAMS
 from api.options import ServerConfig
@@ -257,6 +259,27 @@ def test_unknown_names_within_a_field_are_400(
     assert (error["param"], error["code"]) == (name, code)
     lenient = post(client_of(engine, allow_unknown_fields=True), route, stream=True, **{name: value})
     assert lenient.status_code == (200 if code == "unknown_parameter" else 400)
+
+
+def test_what_is_accepted_and_changes_nothing_is_named(
+    engine: ScriptedClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    strict, lenient = client_of(engine), client_of(engine, allow_unknown_fields=True)
+    options = {"include_usage": True, "a\r\nb": 1}
+    body = {"user": "me", "tfs_z": 1, "metadata": None, "stream": True, "stream_options": options, "user ": 1}
+    told = post(lenient, CHAT, **body, seed=1)
+    named = "tfs_z, user, ?, stream_options.?"
+    assert told.status_code == 200 and told.headers["X-Manta-Ignored"] == named
+    told.close()
+    assert caplog.messages[-1].endswith(f"; ignored: {named}")
+    assert caplog.records[-1].facts["ignored"] == named.split(", ")
+    assert "X-Manta-Ignored" not in post(strict, CHAT, seed=1, metadata=None).headers
+    assert "ignored" not in caplog.messages[-1] and "ignored" not in caplog.records[-1].facts
+    refused = post(strict, CHAT, user="me", temperature=-1)
+    assert (refused.status_code, refused.headers["X-Manta-Ignored"]) == (400, "user")
+    many = post(lenient, CHAT, **{f"x{i}" * 20: i for i in range(100)})
+    assert len(many.headers["X-Manta-Ignored"].split(", ")) == MAX_IGNORED
 
 
 def test_a_tables_names_are_in_one_table_only() -> None:
