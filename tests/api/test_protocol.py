@@ -274,7 +274,8 @@ def test_what_is_accepted_and_changes_nothing_is_named(
     told.close()
     assert caplog.messages[-1].endswith(f"; ignored: {named}")
     assert caplog.records[-1].facts["ignored"] == named.split(", ")
-    assert "X-Manta-Ignored" not in post(strict, CHAT, seed=1, metadata=None).headers
+    with post(strict, CHAT, seed=1, metadata=None) as plain:
+        assert "X-Manta-Ignored" not in plain.headers
     assert "ignored" not in caplog.messages[-1] and "ignored" not in caplog.records[-1].facts
     refused = post(strict, CHAT, user="me", temperature=-1)
     assert (refused.status_code, refused.headers["X-Manta-Ignored"]) == (400, "user")
