@@ -19,9 +19,10 @@ from itertools import chain, islice
 import torch
 from tqdm import tqdm
 
+from config import read_json
 from model import Transformer
 from models.dequantize import ACTIVATIONS, Packed, Scales, find_scales, open_tensor, opened
-from models.hub import weight_names
+from models.hub import INDEX, weight_names
 from models.shares import Part
 
 PREFIXES = (  # before the names of a model's body, depending on what saved it; the longest ones first
@@ -98,7 +99,8 @@ def find_weights(
     read. Raises what `find_slices` and `check_complete` do."""
     found: dict[str, str] = {}
     scales = find_scales(paths, model.config.quantization)
-    files = [find_slices(path, wanted, model, found, scales) for path in paths]
+    index = None if folder in paths else read_json(folder, INDEX, {}).get("weight_map")
+    files = [find_slices(path, wanted, model, found, scales, index) for path in paths]
     check_complete(folder, wanted, found)
     return found, files
 
@@ -126,13 +128,15 @@ def check_complete(folder: str, wanted: dict[str, Part], found: dict[str, str]) 
 
 
 def find_slices(
-    path: str, wanted: dict[str, Part], model: Transformer, found: dict[str, str], scales: dict[str, Scales]
-) -> dict[str, list[Pair]]:
+    path: str, wanted: dict[str, Part], model: Transformer, found: dict[str, str], scales: dict[str, Scales],
+    index: dict[str, str] | None = None,
+) -> dict[str, list[Pair]]:  # fmt: skip
     """What is to be copied out of a file, by name. The sources are views of the mapped file; only its header is read.
 
     Args:
         found: our names and the checkpoint's of what was found so far; this file's are added.
         scales: of the tensors that are stored in fewer bits.
+        index: names what counts; of the rest of a file only what is wanted is taken.
 
     Raises:
         ValueError: the file is damaged, or a tensor of it is surplus, misshapen, of another dtype, or in two files.
@@ -146,7 +150,7 @@ def find_slices(
             of = scales.get(saved)
             plain = of.plain if of else saved
             name = our_name(plain, wanted)
-            if name is None and skipped(plain, model):
+            if name is None and (skipped(plain, model) or (index and saved not in index)):
                 continue
             if name in found:
                 raise ValueError(f"{path} has a tensor {saved!r:.200}; the checkpoint has it as {found[name]}, too")
@@ -273,11 +277,10 @@ def checkpoint_files(folder: str) -> list[str]:
     """Paths of the safetensors files that make up the checkpoint in `folder`, which may be such a file itself."""
     if os.path.isfile(folder):
         return [folder]
-    names = weight_names(folder)
-    for name in names:
-        if not os.path.isfile(os.path.join(folder, name)):
-            raise ValueError(f"{folder} has no {name:.200}")
-    return [os.path.join(folder, name) for name in names]
+    paths = [os.path.join(folder, name) for name in weight_names(folder)]
+    if missing := next((path for path in paths if not os.path.isfile(path)), None):
+        raise ValueError(f"{folder} has no {os.path.basename(missing):.200}")
+    return paths
 
 
 def fill_dummy(model: Transformer, seed: int, wanted: dict[str, Part] | None = None) -> None:
