@@ -412,7 +412,11 @@ class LLM(PoolingFaces):
         variables = template_variables(chat_template_kwargs or {})
         rendered = [self.tokenizer.render(_messages(each), *fixed, **variables) for each in conversations]
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in rendered]
-        return self.generate(ids, sampling_params, use_tqdm)
+        params = sampling_params or self.get_default_sampling_params()
+        end = self.tokenizer.turn_end(chat_template)  # trainers often name it nowhere else
+        if end is not None and end not in self.client.facts["eos_token_ids"]:
+            params = [_ended_by(p, end) for p in params] if isinstance(params, list) else _ended_by(params, end)
+        return self.generate(ids, params, use_tqdm)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
@@ -451,6 +455,10 @@ class LLM(PoolingFaces):
                     rates = f"prefill {prefilled / seconds:,.0f} tok/s, decode {decoded / seconds:,.0f} tok/s"
                     bar.set_postfix_str(rates, refresh=False)
                     bar.update()
+
+
+def _ended_by(params: SamplingParams, end: int) -> SamplingParams:
+    return params if params.ignore_eos else dataclasses.replace(params, stop_token_ids=(*params.stop_token_ids, end))
 
 
 def _messages(conversation: Any) -> list[dict[str, Any]]:

@@ -217,6 +217,7 @@ class Answer:
         self._reader = reading.reader() if reading else None
         self._read = 0  # characters of the text
         self._searched = 0  # tokens before which reasoning does not end
+        self._has_reasoned = False
         self._calls: list[int] = []  # which of the blocks they are
 
     def read(self) -> list[Piece]:
@@ -240,6 +241,7 @@ class Answer:
         assert self.reading is not None
         if part.content:
             yield self._add(CONTENT, part.content)
+        self._has_reasoned |= bool(part.reasoning)
         if part.reasoning and self.reading.shows_reasoning:
             yield self._add(REASONING, part.reasoning)
         if part.name:
@@ -279,12 +281,13 @@ class Answer:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Counts its tokens of hidden reasoning, without the ones that mark it."""
+        """Counts its tokens of hidden reasoning, without the ones that mark it, which the first one may lack."""
         ids, asked = self.generation.token_ids, self.reading
         start, ends = (asked.reasoning_start_ids, asked.reasoning_ends) if asked else ((), ())
-        if not ends or tuple(ids[: len(start)]) != start:
+        begins = tuple(ids[: len(start)]) == start
+        if not ends or not (begins or self._has_reasoned):
             return 0
         places = range(self._searched, len(ids))
         end = next((at for at in places if any(tuple(ids[at : at + len(each)]) == each for each in ends)), len(ids))
         self._searched = min(end, max(self._searched, len(ids) - max(map(len, ends))))
-        return end - len(start)
+        return end - len(start) if begins else end

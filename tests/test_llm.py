@@ -97,6 +97,18 @@ def test_truncate_prompt_tokens_keeps_the_last_ones(llm):
             llm.generate([ids], replace(GREEDY, truncate_prompt_tokens=keep), use_tqdm=False)
 
 
+def test_the_templates_own_end_of_a_turn_ends_a_chat(llm, monkeypatch):
+    other = next(id for id in sorted(llm.tokenizer.special_ids) if id > 1)  # 0 and 1 are the model's own ends
+    template = "{% for m in messages %}{{ m.content }}" + llm.tokenizer.token(other) + "\n{% endfor %}"
+    ends, past_ends, asked = replace(GREEDY, ignore_eos=False), replace(GREEDY, ignore_eos=True), []
+    monkeypatch.setattr(llm, "generate", lambda ids, params, use_tqdm: asked.append(params) or [])
+    for params in (ends, None, [past_ends, replace(ends, stop_token_ids=[9])]):
+        llm.chat([QUESTION, QUESTION], params, chat_template=template)
+    llm.chat(QUESTION, ends)
+    assert [asked[0].stop_token_ids, asked[1].stop_token_ids] == [(other,), (other,)]
+    assert [each.stop_token_ids for each in asked[2]] == [(), (9, other)] and asked[3] is ends
+
+
 def test_chat_takes_another_template(llm):
     template = "{% for m in messages %}{{ m.content }}|{% endfor %}{{ 'A:' if add_generation_prompt }}{{ mood }}"
     for opening, text in ((True, "What is 23 + 58?|A:glad"), (False, "What is 23 + 58?|glad")):

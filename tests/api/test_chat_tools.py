@@ -160,13 +160,20 @@ def test_reasoning_tokens_are_those_between_the_markers(http_client: FlaskClient
         (THINKS, "<think>hm</think>a", len(thought)),
         (OPEN, "hm</think>a", len(thought)),
         (OPEN, "hm", len(thought) + 1),  # with the token that ended it
-        (THINKS, "hm</think>", 0),
+        (THINKS, "hm", 0),
+        (THINKS, "a <think>hm</think>", 0),
     ):
         engine.says = text
         usage = talk(http_client, template)["usage"]
         assert usage["completion_tokens_details"] == {"reasoning_tokens": count}, text
         counted = {"include_usage": True, "continuous_usage_stats": True}
         assert streamed(http_client, template, stream_options=counted)["usage"] == usage
+    engine.says = "hm</think>a"  # a stream has sent it as content when its end comes
+    assert talk(http_client, THINKS)["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(thought)
+    assert (
+        streamed(http_client, THINKS, stream_options=counted)["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        == 0
+    )
     assert "completion_tokens_details" not in talk(http_client)["usage"]
 
 
