@@ -67,7 +67,7 @@ def table_of(faces: Sequence[Face]) -> str:
 
 def with_tables(text: str) -> str:
     """The page with tables that are true."""
-    (first, rest), (_, then) = text.split(TABLES[0]), text.split(TABLES[2])
+    first, then = text.split(TABLES[0])[0], text.split(TABLES[2])[1]
     answers = [face for face in FACES if "thinking_token_budget" in {*face.fields, *face.not_yet}]
     prompts = [face for face in FACES if face not in answers]
     return first + TABLES[0] + table_of(answers) + TABLES[1] + table_of(prompts) + TABLES[2] + then
