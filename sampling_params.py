@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import reprlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -43,11 +43,19 @@ def within(value: Any, low: float, high: float, kind: type[int] | type[float] = 
     return isinstance(value, (int, kind)) and not isinstance(value, bool) and low <= value <= high
 
 
-def check_ids(name: str, tokens: Iterable[Any]) -> None:
-    """Refuse a list that has something else than token ids by a ValueError."""
-    for token in tokens:
+def listed(name: str, given: Any) -> tuple[Any, ...]:
+    """What a list has, which may be None; anything else is refused by a ValueError."""
+    if not isinstance(given, list | tuple | None):
+        raise ValueError(f"{name} is {reprlib.repr(given)}; it must be a list")
+    return tuple(given or ())
+
+
+def different_ids(name: str, given: Any) -> tuple[int, ...]:
+    """The token ids of a list, each once; anything else is refused by a ValueError."""
+    for token in (tokens := listed(name, given)):
         if not within(token, 0, 2**31 - 1):
             raise ValueError(f"{name} has {token!r}; each must be a whole number from 0 to 2^31 - 1")
+    return tuple(dict.fromkeys(tokens))
 
 
 def check_flags(params: Any, *names: str) -> None:
@@ -217,13 +225,11 @@ class SamplingParams:
 
     def _check_stops(self) -> None:
         """Check what ends the text, and bring it into the form of the annotations."""
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        object.__setattr__(self, "stop", listed("stop", [self.stop] if isinstance(self.stop, str) else self.stop))
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop has {text!r}; each stop must be a string of at least one character")
-        ids = tuple(self.stop_token_ids or ())
-        check_ids("stop_token_ids", ids)
-        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(ids)))
+        object.__setattr__(self, "stop_token_ids", different_ids("stop_token_ids", self.stop_token_ids))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {self.max_tokens}")
 
@@ -249,18 +255,14 @@ class SamplingParams:
             if not isinstance(allowed, list | tuple) or not allowed:
                 said = reprlib.repr(allowed)
                 raise ValueError(f"allowed_token_ids is {said}; it must be a list of at least one token id")
-            check_ids("allowed_token_ids", allowed)
-            object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(allowed)))
+            object.__setattr__(self, "allowed_token_ids", different_ids("allowed_token_ids", allowed))
 
     def _check_bad_words(self) -> None:
         """Check `bad_words` and `bad_word_ids`, and bring them into the form of their annotations."""
         for name, most in (("bad_words", MAX_BAD_WORDS), ("bad_word_ids", 2 * MAX_BAD_WORDS)):
-            given = getattr(self, name)
-            if not isinstance(given, list | tuple | None):
-                raise ValueError(f"{name} is {reprlib.repr(given)}; it must be a list")
-            if len(given := given or ()) > most:
+            if len(given := listed(name, getattr(self, name))) > most:
                 raise ValueError(f"{name} has {len(given)} entries; at most {most} are allowed")
-            object.__setattr__(self, name, tuple(given))
+            object.__setattr__(self, name, given)
         for word in self.bad_words:
             if not isinstance(word, str) or not word.strip():
                 raise ValueError(f"bad_words has {reprlib.repr(word)}; each must be a string that is not only spaces")
@@ -268,7 +270,7 @@ class SamplingParams:
             if not isinstance(ids, list | tuple) or not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
                 count = f"{len(ids)} tokens" if isinstance(ids, list | tuple) else reprlib.repr(ids)
                 raise ValueError(f"bad_words has one of {count}; each must have from 1 to {MAX_BAD_WORD_TOKENS} tokens")
-            check_ids("bad_word_ids", ids)
+            different_ids("bad_word_ids", ids)
         object.__setattr__(self, "bad_word_ids", tuple(map(tuple, self.bad_word_ids)))
 
     def _check_structure(self) -> None:

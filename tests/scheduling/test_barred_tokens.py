@@ -347,6 +347,8 @@ def test_a_slot_that_is_left_early_bars_nothing_for_the_next(make):
         ({"bad_words": ["a"], "use_beam_search": True}, r"^bad_words is .'a',.; with use_beam_search it must be empty"),
         ({"bad_word_ids": [[1]], "use_beam_search": True}, r"^bad_word_ids is .*; with use_beam_search it must be e"),
         ({"bad_words": "word"}, r"^bad_words is 'word'; it must be a list$"),
+        ({"stop": 5}, r"^stop is 5; it must be a list$"),
+        ({"stop_token_ids": 5}, r"^stop_token_ids is 5; it must be a list$"),
         ({"bad_words": ["a"] * 65}, r"^bad_words has 65 entries; at most 64 are allowed$"),
         ({"bad_words": ["a", " \n"]}, r"^bad_words has ' .n'; each must be a string that is not only spaces$"),
         ({"bad_words": [5]}, r"^bad_words has 5; each must be a string"),

@@ -179,8 +179,8 @@ def test_others_run_while_a_template_does(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(time, "sleep", sleep)
     begun = time.monotonic()
     with pytest.raises(ValueError, match="took more"):
-        run(LOOP.replace("BODY", ""), seconds=0.2)
-    assert len(pauses) > 5 and time.monotonic() - begun > 0.2 + 0.02 * len(pauses)
+        run(LOOP.replace("BODY", ""), seconds=0.4)
+    assert len(pauses) > 1 and time.monotonic() - begun > 0.4 + 0.02 * len(pauses)
 
 
 def test_ordinary_operations_are_as_ever() -> None:
