@@ -642,8 +642,8 @@ def test_silent_connections_that_take_all_descriptors_keep_nobody_out(server: Se
             check_serves(server)
             assert time.monotonic() < begun + 6  # the seconds after which silent ones are hung up on
             while b"[DONE]" not in told:  # who has sent a request keeps its place
-                assert (more := asking.recv(2**16))
-                told += more
+                told += (more := asking.recv(2**16))
+                assert more
     finally:
         resource.prlimit(api, resource.RLIMIT_NOFILE, before)
     assert server.log.read_text().count("connections take all descriptors") == 1
