@@ -12,6 +12,7 @@ from typing import Any
 
 from api import checks
 from api import fields as shared
+from api.anthropic_tools import message_tools
 from api.chat import as_chat, conversation, renamed
 from api.checks import Asked, ToolChoice
 from api.fields import ApiError, Face, Field
@@ -20,9 +21,10 @@ from api.reading import CALL, CONTENT, REASONING, Block, Piece
 from api.replies import AnswerRun, ClientGone, as_api_error, typed_event
 from api.routes import Api, Caller, Events
 from api.structure import flat_format
-from text.messages import BLOCK_KEYS, joined_turns
+from text.messages import BLOCKS, joined_turns
 from text.tools import is_object
 
+BILLING = "x-anthropic-billing-header"
 MESSAGE_ERRORS = {  # Anthropic's words for the statuses
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error",
@@ -31,13 +33,6 @@ DELTAS = {  # of Anthropic's blocks: the kind, and what its text is called
     CONTENT: ("text_delta", "text"), REASONING: ("thinking_delta", "thinking"),
     CALL: ("input_json_delta", "partial_json"),
 }  # fmt: skip
-CACHED_TOOL = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
-BLOCKS = {  # the keys of Anthropic's blocks; some are what an earlier answer had
-    "text": ("type", "text", "cache_control", "citations"),
-    "tool_use": ("type", "id", "name", "input", "cache_control", "caller", "toolset_name"),
-    "tool_result": ("type", "tool_use_id", "content", "is_error", "cache_control", "toolset_name"),
-    "thinking": ("type", "thinking", "signature"), "redacted_thinking": ("type", "data"),
-}  # fmt: skip
 
 
 def create_message(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
@@ -45,7 +40,7 @@ def create_message(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str
     with renamed(prompt="messages", response_format="output_config.format"):
         chat = turns_as_chat(api, fields) | {"stop": fields["stop_sequences"]}
         prompt, reading = conversation(api, chat)
-        return generate(api, chat, caller, [prompt], MessageRun, None, reading)
+        return generate(api, chat, caller, [prompt], MessageRun, None, reading, clamp=True)
 
 
 def count_tokens(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
@@ -169,18 +164,30 @@ def content_block(block: Block) -> dict[str, Any]:
 def turns(value: Any, asked: Asked) -> list[dict[str, Any]]:
     found = joined_turns(value)
     for message in value:
-        checks.known_keys(message, ("role", "content"), asked)
-        for block in message["content"] if isinstance(message["content"], list) else ():
-            checks.known_keys(block, BLOCKS[block["type"]], asked)
+        checks.known_keys(message, ("role", "content"), asked, open=True)
+        name_ignored(message["content"], asked)
     return found
 
 
-def system_text(value: Any, asked: Asked) -> str:
-    return turns([{"role": "system", "content": value}], asked)[0]["content"]
+def name_ignored(blocks: Any, asked: Asked) -> None:
+    """Name the keys of blocks, and of blocks within them, that are not read."""
+    for block in blocks if isinstance(blocks, list) else ():
+        if isinstance(block, dict) and (known := BLOCK_KEYS.get(block["type"])):
+            checks.known_keys(block, known, asked, open=True)
+            name_ignored(block.get("content") if "content" in known else None, asked)
+
+
+def system_text(value: Any, asked: Asked) -> str | None:
+    text = turns([{"role": "system", "content": value}], asked)[0]["content"]
+    if text.startswith(BILLING):  # Claude Code's note to its makers: before all else, and in each session another
+        asked.ignore(BILLING)
+        return text.partition("\n")[2] or None
+    return text
 
 
 THINKING = checks.settings(
-    type=["enabled", "disabled", "adaptive"], budget_tokens=int, display=["summarized", "omitted"]
+    "block_binding", type=["enabled", "disabled", "adaptive", "between_tools"], budget_tokens=int,
+    display=["summarized", "omitted", "updates"], block_binding=dict,
 )  # fmt: skip
 
 
@@ -191,18 +198,6 @@ def thinking(value: Any, asked: Asked) -> dict[str, Any]:
     if (budget := found["budget_tokens"]) is not None and not 0 <= budget < 2**31:
         raise ValueError(f"budget_tokens is {budget}; it must be from 0 to {2**31 - 1}")
     return found
-
-
-def message_tools(value: list[dict[str, Any]], asked: Asked) -> list[dict[str, Any]]:
-    """Tools as Anthropic has them, in the shape of a chat's."""
-    found = []
-    for tool in value:
-        if (kind := tool.get("type") or "custom") == "custom":
-            checks.known_keys(tool, CACHED_TOOL, asked)
-        function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None}
-        function["parameters"] = tool.get("input_schema")
-        found.append({"type": "function" if kind == "custom" else kind, "function": function})
-    return checks.tools(found, asked)
 
 
 def message_tool_choice(value: dict[str, Any], asked: Asked) -> ToolChoice:
@@ -219,14 +214,15 @@ def message_tool_choice(value: dict[str, Any], asked: Asked) -> ToolChoice:
 
 def output_config(value: dict[str, Any], asked: Asked) -> dict[str, Any]:
     """Anthropic's, and as its `structure` what its format comes to."""
-    found: dict[str, Any] = checks.settings(effort=str, format=dict)(value, asked)
+    found: dict[str, Any] = checks.settings("task_budget", effort=str, format=dict, task_budget=dict)(value, asked)
     return found | {"structure": found["format"] and flat_format(found["format"], asked)}
 
 
-NEEDED_OF_BLOCKS = {kind: ("type", *keys) for kind, keys in BLOCK_KEYS.items()}
-CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, shared.listed(BLOCKS, NEEDED_OF_BLOCKS)]}
-ALTERNATING = shared.conversation({"enum": ["user", "assistant", "system"]}, CONTENT_SCHEMA, others=False)
-SYSTEM = shared.shown(**shared.content_of(BLOCKS["text"]))
+NEEDED_KEYS = {kind: ("type", *row.needed) for kind, row in BLOCKS.items()}
+BLOCK_KEYS = {kind: (*NEEDED_KEYS[kind], *row.others) for kind, row in BLOCKS.items()}
+CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, shared.listed(BLOCK_KEYS, NEEDED_KEYS)]}
+ALTERNATING = shared.conversation({"enum": ["user", "assistant", "system"]}, CONTENT_SCHEMA, others=True)
+SYSTEM = shared.shown(**shared.content_of(BLOCK_KEYS["text"], others=True))
 TURNS = (
     shared.MODEL,
     Field("messages", ALTERNATING, None, turns, "The last may be an answer's beginning."),
@@ -240,7 +236,10 @@ THOUGHTS = (
     Field("output_config", dict[str, Any], {}, output_config),
     Field("output_format", dict[str, Any], None, flat_format, "The older place of output_config.format."),
 )
-CACHES = ("cache_control", "inference_geo", "diagnostics", "user_profile_id", "workspace_id")  # change nothing
+IGNORED = (  # they change nothing; a history that is not shortened stands as it is
+    "cache_control", "inference_geo", "diagnostics", "user_profile_id", "workspace_id", "betas", "speed", "fallbacks",
+    "fallback_credit_token", "safeguards", "billing_policy", "compaction", "context_management",
+)  # fmt: skip
 MESSAGES = Face(
     "messages",
     ("/v1/messages",),
@@ -250,25 +249,21 @@ MESSAGES = Face(
         shared.THINKING_BUDGET,
         *THOUGHTS,
         shared.STREAM,
-        Field("max_tokens", shared.Tokens, about="Of output."),
+        Field("max_tokens", shared.Tokens, about="Of output; at most what the prompt leaves of the context."),
         Field("stop_sequences", list[str], None, checks.stop_strings),
         *shared.ANSWERED,
         *shared.sampling(*shared.SEVERAL, "masked_logprobs", "stop"),
     ),
     create_message,
     needed=("messages", "max_tokens"),
-    not_yet=shared.NOT_YET
-    | {
-        "container": (), "mcp_servers": ([],), "context_management": (), "speed": ("standard",), "thread": (),
-    }
-    | shared.NOT_IN_ANSWERS,
+    not_yet=shared.NOT_YET | {"container": (), "mcp_servers": ([],), "thread": ()} | shared.NOT_IN_ANSWERS,
     elsewhere=shared.ELSEWHERE
     | {
         "stop": "stop_sequences", "max_completion_tokens": "max_tokens", "prompt": "messages", "input": "messages",
         "instructions": "system", "reasoning": "thinking", "reasoning_effort": "output_config.effort",
         "response_format": "output_config.format",
     },
-    ignored=CACHES,
+    ignored=IGNORED,
     error_body=message_error,
 )  # fmt: skip
 COUNT_TOKENS = Face(
@@ -277,9 +272,9 @@ COUNT_TOKENS = Face(
     (*TURNS, *THOUGHTS),
     count_tokens,
     needed=("messages",),
-    not_yet=shared.NOT_YET | {"mcp_servers": ([],), "context_management": (), "speed": ("standard",)},
+    not_yet=shared.NOT_YET | {"mcp_servers": ([],)},
     elsewhere=shared.ELSEWHERE
     | {"prompt": "messages", "input": "messages", "instructions": "system", "reasoning": "thinking"},
-    ignored=CACHES,
+    ignored=IGNORED,
     error_body=message_error,
 )

@@ -124,8 +124,11 @@ def messages(value: Any, asked: Asked) -> list[dict[str, Any]]:
     return found
 
 
-def settings(**known: Any) -> Check:
-    """A check for an object of these settings: each is null, a type, or one of a list of values."""
+def settings(*ignored: str, **known: Any) -> Check:
+    """A check for an object of these settings: each is null, a type, or one of a list of values.
+
+    Those that are `ignored` change nothing, whatever their value.
+    """
 
     def check(value: Any, asked: Asked) -> dict[str, Any]:
         known_keys(value, tuple(known), asked)
@@ -138,6 +141,8 @@ def settings(**known: Any) -> Check:
             elif given not in allowed:
                 words = " or ".join(map(json.dumps, allowed)) or "null"
                 raise Refusal(f"this server cannot do that yet; {name} must be {words}", "unsupported_parameter")
+            if name in ignored:
+                asked.ignore(name)
         return {name: value.get(name) for name in known}
 
     return check

@@ -101,19 +101,19 @@ PROMPT = shown(anyOf=[*TEXT_OR_TEXTS, SOME_IDS, {"type": "array", "items": SOME_
 ONE_OR_MORE = "A text, or token ids, or a list of such."
 
 
-def content_of(known: Sequence[str]) -> dict[str, Any]:
-    """The schema of a text, or of a list of parts with a text that have only `known` keys."""
+def content_of(known: Sequence[str], others: bool = False) -> dict[str, Any]:
+    """The schema of a text, or of a list of parts with a text that have `known` keys, and maybe `others`."""
     keys: dict[str, Any] = {key: {} for key in known} | {"type": {"enum": ["text"]}, "text": {"type": "string"}}
-    part = {"type": "object", "properties": keys, "required": ["type", "text"], "additionalProperties": False}
+    part = {"type": "object", "properties": keys, "required": ["type", "text"], "additionalProperties": others}
     return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
 
 
 def listed(kinds: Mapping[str, Sequence[str]], needed: Mapping[str, Sequence[str]], **own: Any) -> dict[str, Any]:
-    """The schema of a list of objects with a type. By type they have these keys, and need some of them."""
+    """The schema of a list of objects with a type. By type these keys are read, and some of them needed."""
     variants = [
         {
             "type": "object", "properties": {key: own.get(key, {}) for key in keys} | {"type": {"const": kind}},
-            "required": needed[kind], "additionalProperties": False,
+            "required": needed[kind], "additionalProperties": True,
         }
         for kind, keys in kinds.items()
     ]  # fmt: skip
@@ -360,7 +360,7 @@ def read_fields(face: Face, body: dict[str, Any], asked: Asked) -> dict[str, Any
 
 def refusal(name: str, value: Any, words: str, code: str | None) -> ApiError:
     """The error for a field's value; the words say what is allowed."""
-    return ApiError(400, f"{name} is {reprlib.repr(value)}: {words}", name, code)
+    return ApiError(400, f"{name} is {reprlib.repr(value)[:300]}: {words}", name, code)
 
 
 def in_words(schema: dict[str, Any]) -> str:

@@ -25,17 +25,19 @@ def generate(
     shape: Callable[..., Run],
     default_max_tokens: int | None = None,
     reading: Reading | None = None,
+    clamp: bool = False,
 ) -> dict[str, Any] | Events:
     """Answer prompts, with a reply of this shape, which makes a `Run`.
 
     The fields have the names of a chat's or of a completion's. Where neither the request nor the model says how many
-    tokens of output there may be, `default_max_tokens` does, or else the context.
+    tokens of output there may be, `default_max_tokens` does, or else the context; with `clamp` that bounds what the
+    request says, too.
     """
     if fields["stream_options"] is not None and not fields["stream"]:
         raise ApiError(400, "stream_options is only for stream: true", "stream_options")
     api.need_task("generate")
     api.check_priority(fields)
-    params = params_of(api, fields, [len(ids) for _, ids in prompts], default_max_tokens, reading)
+    params = params_of(api, fields, [len(ids) for _, ids in prompts], default_max_tokens, reading, clamp)
     admitted = api.admitted(len(prompts) * params[0].num_sequences, caller)
     if api.config.api_key and not api.config.share_prefix_cache:
         fields["cache_salt"] = api.board.tag("salt", caller.client, fields["cache_salt"])
@@ -53,7 +55,7 @@ def generate(
 
 
 def params_of(
-    api: Api, fields: dict[str, Any], lengths: list[int], default: int | None, reading: Reading | None
+    api: Api, fields: dict[str, Any], lengths: list[int], default: int | None, reading: Reading | None, clamp: bool
 ) -> list[SamplingParams]:
     """Sampling parameters for prompts of these lengths; the output is bounded by what they leave of the context.
 
@@ -74,7 +76,7 @@ def params_of(
     for length in lengths:
         if length + (asked != 0) > limit:
             raise too_long(limit, f"the prompt is too long: it has {length}, which leaves none for the output")
-        if asked and length + asked > limit:
+        if asked and length + asked > limit and not (clamp or api.config.clamp_max_tokens):
             raise too_long(limit, f"the prompt's {length} and max_tokens {asked} are {length + asked}", "max_tokens")
     left = [min(most if asked is None else asked, limit - length) for length in lengths]
     given = {param: fields[param] for param in PARAMS if fields[param] is not None}

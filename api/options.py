@@ -36,7 +36,7 @@ class ServerConfig:
             "allow_unknown_fields", "trust_request_chat_template", "max_queue", "max_body_bytes",
             "max_body_bytes_in_flight", "max_json_depth", "max_prompts", "max_choices", "max_output_tokens",
             "max_stop_strings", "max_stop_length", "max_template_chars", "max_listed_tokens", "max_prompt_logprobs",
-            "request_timeout", "body_timeout", "write_timeout"),
+            "clamp_max_tokens", "request_timeout", "body_timeout", "write_timeout"),
         "diagnostics": ("otlp_traces_endpoint",),
     }  # fmt: skip
     host: str = option("127.0.0.1", "address to listen on")
@@ -98,6 +98,7 @@ class ServerConfig:
     max_live_viewers: int = option(32, "viewers of /live at a time, in each API process, before 429", 0)
     max_queue: int = option(4096, "answers in flight before 429; each sample or beam of a prompt is one", 1)
     max_output_tokens: int = option(2**24, "prompts times choices times max_tokens of one request", 1)
+    clamp_max_tokens: bool = option(False, "cut max_tokens to what is left of the context, as /v1/messages always does")
     request_timeout: float = option(3600.0, "seconds that one request may take in all", 1)
     body_timeout: float = option(60.0, "seconds for a request's body to arrive", 1)
     write_timeout: float = option(60.0, "seconds that a client may take to read one event", 1)

@@ -46,7 +46,7 @@ PARTS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {  # its files, 
         },
     ),
     "faces": (
-        ["api/terminal.py", "api/batch_file.py", "api/anthropic.py"],
+        ["api/terminal.py", "api/batch_file.py", "api/anthropic*.py"],
         {
             "server.py": {
                 "from api import batch_file, terminal\n": "",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from text.json_mending import mend
 from text.templates import ChatTemplate
@@ -15,15 +15,7 @@ CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether 
 PART_TYPES = ("text", "refusal")  # each is the key of its words, too
 ITEM_ROLES = ("user", "assistant", "system", "developer")
 ITEM_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")  # the kinds of a part of text
-BLOCK_ROLES = {  # which roles may have a block of Anthropic's messages
-    "text": ("user", "assistant", "system"), "tool_use": ("assistant",), "tool_result": ("user",),
-    "thinking": ("assistant",), "redacted_thinking": ("assistant",),
-}  # fmt: skip
-BLOCK_KEYS: dict[str, dict[str, type]] = {  # the keys that it must have
-    "text": {"text": str}, "tool_use": {"id": str, "name": str}, "tool_result": {"tool_use_id": str},
-    "thinking": {"thinking": str}, "redacted_thinking": {},
-}  # fmt: skip
-TYPE_NAMES = {str: "a string", int: "a whole number", dict: "an object"}
+TYPE_NAMES = {str: "a string", int: "a whole number", dict: "an object", list: "a list"}
 RESERVED_VARIABLES = {  # of a template: parameters of `render`, or of transformers' function of that name
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
     "messages", "padding", "return_dict", "return_tensors", "self", "tokenize", "tools", "truncation",
@@ -248,10 +240,48 @@ def item_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
+class BlockKind(NamedTuple):
+    """A kind of block in Anthropic's messages: the keys that are read, and who may have it."""
+
+    needed: dict[str, type]
+    others: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ("user", "assistant")
+
+
+SERVER_TOOLS = (  # of Anthropic's servers, whose results an earlier answer may hold
+    "web_search", "web_fetch", "code_execution", "bash_code_execution", "text_editor_code_execution", "tool_search",
+    "advisor", "mcp",
+)  # fmt: skip
+SHOWN_BLOCKS = {  # whose text is that of their TEXT_KEYS
+    "text": BlockKind({"text": str}, roles=("user", "assistant", "system")),
+    "document": BlockKind({"source": dict}, ("title", "context")),
+    "search_result": BlockKind({"title": str, "source": str, "content": list}),
+    "tool_reference": BlockKind({"tool_name": str}),
+    "container_upload": BlockKind({"file_id": str}),
+    "server_tool_use": BlockKind({"name": str}, ("id", "input")),
+    "mcp_tool_use": BlockKind({"name": str}, ("id", "server_name", "input")),
+    "compaction": BlockKind({}, ("content",)),
+    **dict.fromkeys(("fallback", "mcp_tool_listing"), BlockKind({})),
+    **{f"{tool}_tool_result": BlockKind({"tool_use_id": str}, ("content",)) for tool in SERVER_TOOLS},
+}
+BLOCKS = SHOWN_BLOCKS | {
+    "tool_use": BlockKind({"id": str, "name": str}, ("input",), ("assistant",)),
+    "tool_result": BlockKind({"tool_use_id": str}, ("content", "is_error"), ("user",)),
+    "thinking": BlockKind({"thinking": str}, ("signature",), ("assistant",)),
+    "redacted_thinking": BlockKind({}, ("data",), ("assistant",)),
+}
+TEXT_KEYS = (  # in the order in which they are shown
+    "title", "context", "server_name", "name", "tool_name", "url", "source", "file_id", "text", "input", "content",
+    "tool_references", "stdout", "stderr", "lines", "error_code",
+)  # fmt: skip
+SOURCES = {"text": "data", "content": "content"}  # of a document, by type: the key of its text
+
+
 def joined_turns(value: Any) -> list[dict[str, Any]]:
     """Messages of Anthropic's clients; those of one role that follow each other become one turn.
 
-    A tool's result, which Anthropic has in a user's message, becomes a message of the role `tool` before it.
+    A tool's result, which Anthropic has in a user's message, becomes a message of the role `tool` before it. The
+    summary of a compaction, which stands for all before it, becomes a user's message.
 
     Raises:
         ValueError: says which message is wrong, and how.
@@ -267,6 +297,8 @@ def joined_turns(value: Any) -> list[dict[str, Any]]:
         if not isinstance(blocks, list):
             raise ValueError(f"message {i} must have a content, which is a string or a list of blocks")
         for turn in _turns(blocks, message["role"], i):
+            if turn.pop("compacts", False):
+                turns.clear()
             if turns and turns[-1]["role"] == turn["role"] != "tool":
                 _join(turns[-1], turn)
             else:
@@ -283,34 +315,62 @@ def _join(turn: dict[str, Any], more: dict[str, Any]) -> None:
         turn["reasoning_content"] = turn.get("reasoning_content", "") + more["reasoning_content"]
 
 
-def _turns(blocks: list[Any], role: str, i: int) -> Iterator[dict[str, Any]]:
+def _turns(blocks: list[Any], role: str, i: int) -> list[dict[str, Any]]:
     """The i-th message's blocks as messages: first each tool's result, then all the rest."""
     turn: dict[str, Any] = {"role": role, "content": ""}
     texts: list[str] = []
-    for block in blocks:
-        kind = block.get("type") if isinstance(block, dict) else None
-        if not isinstance(kind, str) or role not in BLOCK_ROLES.get(kind, ()):
-            allowed = ", ".join(kind for kind, roles in BLOCK_ROLES.items() if role in roles)
-            raise ValueError(f"message {i} has {reprlib.repr(block)}; as {role} it may have blocks of {allowed}")
-        for key, required in BLOCK_KEYS[kind].items():
-            if not isinstance(block.get(key), required):
-                raise ValueError(f"message {i} has {reprlib.repr(block)}; {key} must be {TYPE_NAMES[required]}")
-        if kind == "text":
-            texts.append(block["text"])
+    before: list[dict[str, Any]] = []
+    known = {kind: row for kind, row in BLOCKS.items() if role in row.roles}
+    for j, block in enumerate(blocks):
+        kind = _kind(block, known, place := f"message {i}: content[{j}]")
+        if kind == "compaction" and (summary := _shown(block, place)):
+            turn, texts = {"role": role, "content": ""}, []
+            before = [{"role": "user", "content": summary, "compacts": True}]
+        elif kind in SHOWN_BLOCKS:
+            texts.append(_shown(block, place))
         elif kind == "thinking":
             turn["reasoning_content"] = turn.get("reasoning_content", "") + block["thinking"]
         elif kind == "tool_use":
             function = {"name": block["name"], "arguments": arguments_of(block.get("input"))}
-            call = {"id": block["id"], "type": "function", "function": function}
-            turn.setdefault("tool_calls", []).append(call)
+            turn.setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
         elif kind == "tool_result":
-            result = {"role": "user", "content": block.get("content") or ""}
+            content = _shown(block.get("content") or "", f"{place}.content")
             failed = {"is_error": True} if block.get("is_error") else {}
-            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text_of(chat_messages([result])[0]),
-                   **failed}  # fmt: skip
-    turn["content"] = "\n".join(texts)
-    if texts or len(turn) > 2 or role != "user" or not blocks:
-        yield turn
+            before.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content, **failed})
+    turn["content"] = "\n".join(filter(None, texts))
+    return [*before, turn] if texts or len(turn) > 2 or not before else before
+
+
+def _kind(block: Any, known: Mapping[str, BlockKind], place: str) -> str:
+    """The type of a block, which must be one of the known ones and have what these need."""
+    kind = str(block.get("type")) if isinstance(block, dict) else "a block"
+    if kind not in known:  # Claude Code reads these words: it takes an image out of its conversation, and goes on
+        raise ValueError(f"could not process {kind[:64]}: {place} must be of one of the types {', '.join(known)}")
+    for key, required in known[kind].needed.items():
+        if not isinstance(block.get(key), required):
+            raise ValueError(f"{place} is {reprlib.repr(block)}; {key} must be {TYPE_NAMES[required]}")
+    return kind
+
+
+def _shown(value: Any, place: str) -> str:
+    """The text of a block, of a list of blocks, or of what a server's tool wrote."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return "\n".join(filter(None, [_shown(part, f"{place}[{i}]") for i, part in enumerate(value)]))
+    kind = str(value.get("type")) if isinstance(value, dict) else ""
+    known: Sequence[str] = TEXT_KEYS
+    if kind in BLOCKS or not kind.endswith(("_result", "_output", "_error")):  # as what a server's tool wrote does
+        row = SHOWN_BLOCKS[_kind(value, SHOWN_BLOCKS, place)]
+        known = (*row.needed, *row.others)
+    if kind == "document":
+        if not (key := SOURCES.get(str(value["source"].get("type")))):
+            raise ValueError(f"could not process pdf: {place}.source must be of the type {' or '.join(SOURCES)}")
+        value = value | {"source": _shown(value["source"].get(key), f"{place}.source.{key}")}
+    given = {key: value[key] for key in TEXT_KEYS if key in known and value.get(key) is not None}
+    if "input" in given:
+        given["input"] = json.dumps(given["input"], ensure_ascii=False)
+    return "\n".join(filter(None, [_shown(item, f"{place}.{key}") for key, item in given.items()]))
 
 
 def template_variables(value: Any) -> dict[str, Any]:

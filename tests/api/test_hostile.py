@@ -306,6 +306,10 @@ MESSAGES_OF: dict[str, Any] = {
     "a type of a list": [{"role": "user", "content": [{"type": ["text"], "text": "a"}]}],
     "a text of 5": [{"role": "user", "content": [{"type": "text", "text": 5}]}],
     "a text of a list": [{"role": "user", "content": [{"type": "text", "text": ["a"]}]}],
+    "an image of Anthropic's": [
+        {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "a"}}]}
+    ],
+    "a document of 5": [{"role": "user", "content": [{"type": "document", "source": 5}]}],
     "long": [{"role": "user", "content": "a " * 100_000}],
     "many": TALK * 5000,
 }

@@ -80,6 +80,20 @@ def tools():
     assert client.messages.count_tokens(model="demo", messages=turns, tools=[ADD]).input_tokens > 13
 
 
+def beta():
+    """What only Anthropic's servers act upon changes nothing, and is named."""
+    edits = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    more = {"tools": [{"type": "web_search_20250305", "name": "web_search"}], "max_tokens": 10**6, "speed": "fast"}
+    answer = client.beta.messages.with_raw_response.create(
+        **FIELDS | more, betas=["context-management-2025-06-27"], context_management=edits
+    )
+    assert text_of(answer.parse()) == text_of(client.messages.create(**FIELDS))
+    assert answer.headers["X-Manta-Ignored"] == "context_management, speed, tools.web_search_20250305"
+    notes = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": SUM[0]["content"]}}
+    shown = client.beta.messages.create(**FIELDS | {"messages": [{"role": "user", "content": [notes]}]})
+    assert text_of(shown) == text_of(answer.parse())
+
+
 def runner():
     asked = []
 
@@ -109,7 +123,10 @@ def errors():
     refused(anthropic.BadRequestError, "temperature", extra_body={"temperature": -1})
     refused(anthropic.BadRequestError, "messages", messages=[])
     refused(anthropic.BadRequestError, "prompt is too long", messages=[{"role": "user", "content": "word " * 5000}])
-    refused(anthropic.BadRequestError, "web_search", tools=[{"type": "web_search_20250305", "name": "web_search"}])
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    refused(anthropic.BadRequestError, "web_search", tools=[search], tool_choice={"type": "tool", "name": "web_search"})
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
+    refused(anthropic.BadRequestError, "could not process image", messages=[{"role": "user", "content": [image]}])
     refused(anthropic.BadRequestError, "other", tools=[ADD], tool_choice={"type": "tool", "name": "other"})
     refused(anthropic.NotFoundError, model="other")
     assert [model.id for model in client.models.list()] == ["demo"]
@@ -130,6 +147,7 @@ async def many():
 messages()
 streams()
 tools()
+beta()
 runner()
 structures()
 errors()
