@@ -45,9 +45,9 @@ def within(value: Any, low: float, high: float, kind: type[int] | type[float] = 
 
 def listed(name: str, given: Any) -> tuple[Any, ...]:
     """What a list has, which may be None; anything else is refused by a ValueError."""
-    if not isinstance(given, list | tuple | None):
+    if given is not None and (not isinstance(given, Iterable) or isinstance(given, str | bytes | dict)):
         raise ValueError(f"{name} is {reprlib.repr(given)}; it must be a list")
-    return tuple(given or ())
+    return () if given is None else tuple(given)
 
 
 def different_ids(name: str, given: Any) -> tuple[int, ...]:
