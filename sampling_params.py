@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import reprlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
