@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from api import checks
@@ -102,10 +102,37 @@ def delta_of(answer: Answer, piece: Piece) -> dict[str, Any]:
     return {"tool_calls": [{"index": answer.number(piece.at), **new}]}
 
 
+SAME = (  # names of one setting, here and elsewhere
+    ("chat_template_kwargs.enable_thinking", "enable_thinking", "thinking.type", "reasoning.enabled"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("thinking_token_budget", "thinking.budget_tokens", "reasoning.max_tokens"),
+)
+
+
 def chat(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
     """Answer a request."""
+    thinks, effort, budget = (said(fields, names) for names in SAME)
+    if thinks is not None:
+        fields["chat_template_kwargs"] = fields["chat_template_kwargs"] | {"enable_thinking": thinks}
+    fields["reasoning_effort"] = effort
+    fields["include_reasoning"] = fields["include_reasoning"] and not fields["reasoning"].get("exclude")
+    if budget is not None and api.parsers.reasoning_parser(fields):  # other models keep to any budget
+        fields["thinking_token_budget"] = budget
     prompt, reading = conversation(api, fields)
     return generate(api, fields, caller, [prompt], ChatRun, None, reading)
+
+
+def said(fields: dict[str, Any], names: Sequence[str]) -> Any:
+    """What a request says of a setting by any of its names; None if it does not, an `ApiError` if two names differ."""
+    first = value = None
+    for name in names:
+        field, _, key = name.partition(".")
+        given = fields[field].get(key) if key else fields[field]
+        if given is not None and value is not None and given != value:
+            message = f"{name} is {given!r}, but {first} is {value!r}; one is enough"
+            raise ApiError(400, message, field)
+        first, value = (first, value) if given is None else (name, given)
+    return value
 
 
 def conversation(api: Api, fields: dict[str, Any]) -> tuple[Prompt, Reading | None]:
@@ -139,6 +166,16 @@ def renamed(**names: str) -> Iterator[None]:
         raise ApiError(error.status, message, param, error.code) from None
 
 
+THINKS = {"enabled": True, "disabled": False, "adaptive": None, True: True, False: False}
+
+
+def thinking(value: bool | dict[str, Any], asked: checks.Asked) -> dict[str, Any]:
+    """Whether a model thinks, as DeepSeek and GLM ask for it."""
+    given = {"type": value} if isinstance(value, bool) else value
+    found: dict[str, Any] = checks.settings(type=[*THINKS], budget_tokens=int)(given, asked)
+    return found | {"type": THINKS.get(found["type"])}
+
+
 REASONING_FORMAT = Literal["auto", "none", "deepseek"]
 CHAT = Face(
     "chat",
@@ -155,6 +192,9 @@ CHAT = Face(
         Field("reasoning_format", REASONING_FORMAT, "auto", None, "none leaves it there, too (llama.cpp's)."),
         shared.THINKING_BUDGET,
         shared.EFFORT,
+        Field("enable_thinking", bool, about="Is a variable of the chat template (GLM's and Qwen's)."),
+        Field("thinking", bool | dict[str, Any], {}, thinking, "The same (DeepSeek's)."),
+        Field("reasoning", dict[str, Any], {}, checks.settings(effort=str, enabled=bool, max_tokens=int, exclude=bool)),
         shared.STREAM,
         *shared.LENGTHS,
         Field("logprobs", bool, False, about="Whether each token comes with its log-probability."),

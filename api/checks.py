@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from api.options import ServerConfig
 from sampling_params import MAX_BAD_WORDS
-from text.messages import TYPE_NAMES, chat_messages, template_variables
+from text.messages import TYPE_NAMES, call_name, chat_messages, template_variables
 
 MAX_TOOL_NAME = 256  # characters
 LIST_PART = 2**14  # items of a list between which others are served
@@ -136,7 +136,7 @@ def settings(*ignored: str, **known: Any) -> Check:
             if (given := value.get(name)) is None:
                 continue
             if isinstance(allowed, type):
-                if not isinstance(given, allowed) or isinstance(given, bool):
+                if type(given) is not allowed:  # a truth is no number
                     raise ValueError(f"{name} must be {TYPE_NAMES[allowed]}")
             elif given not in allowed:
                 words = " or ".join(map(json.dumps, allowed)) or "null"
@@ -176,7 +176,7 @@ def check_function(function: dict[str, Any], i: int) -> None:
     name, parameters, strict = (function.get(key) for key in ("name", "parameters", "strict"))
     if not isinstance(name, str) or not 0 < len(name) <= MAX_TOOL_NAME:
         raise ValueError(f"tool {i} has the name {reprlib.repr(name)}; it must have 1 to {MAX_TOOL_NAME} characters")
-    if not isinstance(parameters, dict | None):
+    if not isinstance(parameters, dict | None) or not isinstance((parameters or {}).get("properties") or {}, dict):
         raise ValueError(f"tool {i} has parameters {reprlib.repr(parameters)}; they must be a JSON schema, an object")
     if not isinstance(strict, bool | None):
         raise ValueError(f"tool {i} has strict {reprlib.repr(strict)}; it must be true or false")
@@ -186,7 +186,7 @@ def tool_choice(value: Any, asked: Asked) -> ToolChoice:
     if value in MODES:
         return ToolChoice(value)
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "function" and (name := named_function(value)):
+    if kind in ("function", "custom") and (name := named_function(value)):
         return ToolChoice("required", (name,), single=True)
     allowed = value.get("allowed_tools", value) if kind == "allowed_tools" else None
     if isinstance(allowed, dict) and allowed.get("mode") in MODES[1:] and isinstance(allowed.get("tools"), list):
@@ -199,9 +199,10 @@ def tool_choice(value: Any, asked: Asked) -> ToolChoice:
 
 def named_function(value: Any) -> str:
     """The name in a reference to a function, as a chat or a response has it; empty if it is none."""
-    function = value.get("function", value) if isinstance(value, dict) and value.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else ""
+    is_one = isinstance(value, dict) and value.get("type") in ("function", "custom")
+    function = value.get("function", value) if is_one else None
+    name, space = (function.get(key) for key in ("name", "namespace")) if isinstance(function, dict) else (None, None)
+    return call_name(space, name) if isinstance(name, str) and isinstance(space, str | None) else ""
 
 
 def chat_template(value: Any, asked: Asked) -> str:

@@ -108,15 +108,10 @@ def content_of(known: Sequence[str], others: bool = False) -> dict[str, Any]:
     return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
 
 
-def listed(kinds: Mapping[str, Sequence[str]], needed: Mapping[str, Sequence[str]], **own: Any) -> dict[str, Any]:
+def listed(kinds: Mapping[str, Sequence[str]], needed: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """The schema of a list of objects with a type. By type these keys are read, and some of them needed."""
-    variants = [
-        {
-            "type": "object", "properties": {key: own.get(key, {}) for key in keys} | {"type": {"const": kind}},
-            "required": needed[kind], "additionalProperties": True,
-        }
-        for kind, keys in kinds.items()
-    ]  # fmt: skip
+    keys: dict[str, Any] = {kind: {key: {} for key in keys} | {"type": {"const": kind}} for kind, keys in kinds.items()}
+    variants = [{"type": "object", "properties": keys[kind], "required": needed[kind]} for kind in kinds]
     return {"type": "array", "items": {"anyOf": variants}}
 
 

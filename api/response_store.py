@@ -74,6 +74,15 @@ class Store:
             raise ApiError(400, f"{name} is of a response that is {status}; it must be completed or incomplete", name)
         return items + response["output"]
 
+    def item(self, owner: str, id: str) -> dict[str, Any]:
+        """An item of a response, or of a conversation before one; an `ApiError` if the owner has none of that id."""
+        for (name, _), entry in reversed(self.entries.items()):
+            if name == owner and any(msgspec.json.encode(id) in part for part in entry):
+                response, items = map(msgspec.json.decode, entry)
+                if found := [item for item in (*items, *response["output"]) if item["id"] == id]:
+                    return found[0]
+        raise ApiError(400, f"input refers to {id[:100]!r}; of such items this server keeps the latest", "input")
+
     def page(self, owner: str, id: str, query: Mapping[str, str]) -> dict[str, Any]:
         """Some of the items that a response was made from; an `ApiError` if there is none, or the query is wrong.
 

@@ -6,44 +6,46 @@ Its types are in OpenAI's SDK, `openai.types.responses`. `api/response_store.py`
 from __future__ import annotations
 
 import itertools
-import reprlib
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from api import checks
 from api import fields as shared
 from api.chat import as_chat, conversation, renamed
-from api.checks import Asked, ToolChoice
+from api.checks import Asked
 from api.fields import ApiError, Face, Field
 from api.generation import generate
 from api.reading import CALL, CONTENT, REASONING, Piece
 from api.replies import AnswerRun, ClientGone, as_api_error, typed_event
 from api.response_store import Keep
+from api.response_tools import Tools, response_tools
 from api.routes import Api, Caller, Events
 from api.structure import flat_format
-from text.messages import ITEM_ROLES, item_messages, response_items
+from text.messages import ITEM_FORMS, ITEM_TOOLS, UNREADABLE, custom_input, item_messages, own_item, response_items
 
-ITEM_IDS = {CONTENT: "msg", REASONING: "rs", CALL: "fc"}  # what the id of an item begins with
-ITEM_EVENTS = {CONTENT: "output_text", REASONING: "reasoning_text", CALL: "function_call_arguments"}
+# By the kind of a block, or the type of the tool: how an item's id begins, its type, its events, the key of its text.
+KINDS = {
+    CONTENT: ("msg", "message", "output_text", "text"), REASONING: ("rs", "reasoning", "reasoning_text", "text"),
+    "function": ("fc", "function_call", "function_call_arguments", "arguments"),
+    "custom": ("ctc", "custom_tool_call", "custom_tool_call_input", "input"),
+}  # fmt: skip
 RESPONSE_ERRORS = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # the SDK knows these, and others
 NAMES = ("user", "prompt_cache_key", "safety_identifier")
-REPEATED = ("metadata", "store", "parallel_tool_calls", *NAMES)  # by a response
-ITEMS = {  # the keys of OpenAI's items
-    "message": ("id", "type", "role", "status", "content", "phase"),
-    "function_call": ("id", "type", "call_id", "name", "arguments", "status", "caller", "namespace"),
-    "function_call_output": ("id", "type", "call_id", "output", "status", "caller"),
-    "reasoning": ("id", "type", "summary", "content", "encrypted_content", "status"),
-}  # fmt: skip
-FLAT_TOOL = ("type", "name", "description", "parameters", "strict")
-ITEM_PART = ("type", "text", "annotations", "logprobs", "prompt_cache_breakpoint")
+REPEATED = ("metadata", "store", "parallel_tool_calls", "max_tool_calls", *NAMES)  # by a response
+ITEM_KEYS = (  # that count, in items that are not of OpenAI's own tools
+    "id", "type", "role", "status", "content", "phase", "summary", "call_id", "name", "namespace", "arguments", "input",
+    "output", "caller",
+)  # fmt: skip
+NO_IMAGE = "The image data you provided does not represent a valid image"  # the words by which Codex knows it
+ITEM_PART = ("type", "text", "refusal", "annotations", "logprobs", "prompt_cache_breakpoint")
 # What `include` of a response may ask for although no answer has it: it is about tools, pictures and hidden thoughts.
-NEVER_THERE = (
+NeverThere = Literal[
     "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
     "web_search_call.action.sources", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
     "message.input_image.image_url",
-)  # fmt: skip
+]  # fmt: skip
 
 
 def respond(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
@@ -53,17 +55,25 @@ def respond(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] 
     elif fields["store"] and api.store.closed:
         raise ApiError(400, f"store is true; {api.store.closed}", "store")
     owner, previous, items = caller.client, fields["previous_response_id"], fields.pop("input")
+    if not items and previous is None:
+        raise ApiError(400, "input is []; without a previous response it must have at least one item", "input")
+    items = [api.store.item(owner, item["id"]) if item["type"] == "item_reference" else item for item in items]
     for i, item in enumerate(items):
         item["id"] = item["id"] or f"msg_{caller.name}_{i}"
     if previous is not None:
         items = api.store.conversation(owner, previous) + items
+    tools = fields["tools"] = fields["tools"] or Tools()
+    for item in items:
+        if item["type"] in ITEM_TOOLS:
+            tools.add(item["tools"], Asked(api.config))
     keep = api.store.keeper(owner, items) if fields["store"] else lambda response: None
     messages = item_messages(items)
     if fields["instructions"] is not None:
         messages = [{"role": "system", "content": fields["instructions"]}, *messages]
     chat = as_chat(
-        fields, messages, max_tokens=fields["max_output_tokens"],
+        fields, messages, max_tokens=fields["max_output_tokens"] if fields["generate"] else 1,
         reasoning_effort=fields["reasoning"].get("effort"), response_format=fields["text"].get("structure"),
+        tools=tools.functions, stream_options=None,
     )  # fmt: skip
     names = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
     with renamed(**names, response_format="text.format"):
@@ -80,17 +90,21 @@ class Responses(AnswerRun):
     def __init__(self, asked: dict[str, Any], keep: Keep, *run: Any):
         super().__init__(*run)
         self.asked, self.keep = asked, keep
+        self.tools: Tools = asked["tools"]
+        self.sent: dict[int, int] = {}  # by place, up to where the arguments of a custom tool's call are sent
         self.numbers = itertools.count()
 
     @property
     def ended(self) -> str:
         """The status of a response that has ended by itself."""
-        return "incomplete" if self.generation.finish_reason == "length" else "completed"
+        cut = self.generation.finish_reason == "length" and self.asked["generate"]
+        return "incomplete" if cut else "completed"
 
     def response(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
         """The response object as it is now; in progress it has no output yet."""
         asked, params, begun = self.asked, self.generation.params, status == "in_progress"
-        output = [] if begun else [self._item(at, status) for at in range(max(1, len(self.answer.blocks)))]
+        count = max(1, len(self.answer.blocks)) if asked["generate"] and not begun else 0
+        output = [self._item(at, status) for at in range(count)]
         failure = {"code": RESPONSE_ERRORS.get(error.status, "server_error"), "message": str(error)} if error else None
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": status,
@@ -98,10 +112,10 @@ class Responses(AnswerRun):
             "error": failure,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             **{name: asked[name] for name in (*REPEATED, "instructions", "max_output_tokens", "previous_response_id")},
-            "max_tool_calls": None, "model": asked["model"], "output": output,
+            "model": asked["model"], "output": output,
             "reasoning": {"effort": asked["reasoning"].get("effort"), "summary": None}, "service_tier": "default",
             "temperature": params.temperature, "text": {"format": asked["text"].get("format") or {"type": "text"}},
-            "tool_choice": choice_of(asked["tool_choice"]), "tools": list(map(tool_of, asked["tools"] or ())),
+            "tool_choice": self.tools.choice(asked["tool_choice"]), "tools": self.tools.repeated,
             "top_logprobs": 0, "top_p": params.top_p, "truncation": "disabled",
             "usage": None if begun else self._counts(),
         }  # fmt: skip
@@ -123,7 +137,7 @@ class Responses(AnswerRun):
             self.keep(begun)
             yield self._numbered("response.created", response=begun)
             yield self._numbered("response.in_progress", response=begun)
-            yield from self._blocks(news)
+            yield from filter(None, self._blocks(news) if self.asked["generate"] else (b"" for _ in news))
             last = self.response(self.ended)
         except ClientGone:
             return
@@ -135,28 +149,32 @@ class Responses(AnswerRun):
 
     def _begin(self, at: int) -> Iterator[bytes]:
         """The events with which an item begins, and the part that a message or reasoning has."""
-        kind = self._block(at).kind
-        empty: dict[str, Any] = {"arguments": ""} if kind == CALL else {"content": []}
+        kind, is_call = self._block(at).kind, self._block(at).kind == CALL
+        empty: dict[str, Any] = {self._row(at)[3]: ""} if is_call else {"content": []}
         item = self._item(at, "in_progress") | empty
         yield self._numbered("response.output_item.added", output_index=at, item=item)
-        if kind != CALL:
+        if not is_call:
             yield self._numbered("response.content_part.added", **self._where(at), part=part_of(kind, ""))
 
-    def _grow(self, piece: Piece) -> bytes:
-        kind = self._block(piece.at).kind
-        more: dict[str, Any] = {"logprobs": []} if kind == CONTENT else {}
-        return self._numbered(f"response.{ITEM_EVENTS[kind]}.delta", **self._where(piece.at), delta=piece.text, **more)
+    def _grow(self, piece: Piece, whole: bool = False) -> bytes:
+        """The event of more text; nothing if that of a custom tool's call, of which this is JSON, has not grown."""
+        (at, text, _), (_, _, name, key) = piece, self._row(piece.at)
+        if key == "input":
+            text, self.sent[at] = custom_input(self._block(at).text, self.sent.get(at, 0), whole)
+        more: dict[str, Any] = {"logprobs": []} if self._block(at).kind == CONTENT else {}
+        return self._numbered(f"response.{name}.delta", **self._where(at), delta=text, **more) if text else b""
 
     def _end(self, at: int, last: bool = False) -> Iterator[bytes]:
         block, where = self._block(at), self._where(at)
-        kind = f"response.{ITEM_EVENTS[block.kind]}.done"
+        _, _, name, key = self._row(at)
+        kind, item = f"response.{name}.done", self._item(at, self.ended if last else "completed")
         if block.kind == CALL:
-            yield self._numbered(kind, **where, name=block.name, arguments=block.text)
+            yield self._grow(Piece(at, "", False), whole=True)
+            yield self._numbered(kind, **where, name=item["name"], **{key: item[key]})
         else:
             more: dict[str, Any] = {"logprobs": []} if block.kind == CONTENT else {}
             yield self._numbered(kind, **where, text=block.text, **more)
             yield self._numbered("response.content_part.done", **where, part=part_of(block.kind, block.text))
-        item = self._item(at, self.ended if last else "completed")
         yield self._numbered("response.output_item.done", output_index=at, item=item)
 
     def _numbered(self, kind: str, **content: Any) -> bytes:
@@ -167,20 +185,25 @@ class Responses(AnswerRun):
         block = self._block(at)
         return {"item_id": self._id(at), "output_index": at} | ({} if block.kind == CALL else {"content_index": 0})
 
+    def _row(self, at: int) -> tuple[str, str, str, str]:
+        """The row of KINDS for the block at a place."""
+        block = self._block(at)
+        return KINDS[self.tools.called[block.name]["type"] if block.kind == CALL else block.kind]
+
     def _id(self, at: int) -> str:
-        return f"{ITEM_IDS[self._block(at).kind]}_{self.id.partition('_')[2]}{at or ''}"
+        return f"{self._row(at)[0]}_{self.id.partition('_')[2]}{at or ''}"
 
     def _item(self, at: int, status: str) -> dict[str, Any]:
         """The item at a place of the output of a response of this status; those before the last one are complete."""
-        block = self._block(at)
+        block, (_, kind, _, key) = self._block(at), self._row(at)
         if at < len(self.answer.blocks) - 1:
             status = "completed"
-        item = {"id": self._id(at), "status": status if status in ("in_progress", "completed") else "incomplete"}
+        status = status if status in ("in_progress", "completed") else "incomplete"
+        item: dict[str, Any] = {"id": self._id(at), "type": kind, "status": status}
         if block.kind == CALL:
-            return item | {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
-        own: dict[str, Any] = {"type": "message", "role": "assistant"}
-        if block.kind == REASONING:
-            own = {"type": "reasoning", "summary": []}
+            text = custom_input(block.text)[0] if key == "input" else block.text
+            return self.tools.called[block.name] | item | {"call_id": block.id, key: text}
+        own: dict[str, Any] = {"summary": []} if block.kind == REASONING else {"role": "assistant"}
         return item | own | {"content": [part_of(block.kind, block.text)]}
 
     def _counts(self) -> dict[str, Any]:
@@ -201,29 +224,26 @@ def part_of(kind: str, text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def tool_of(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as a response repeats it."""
-    return {"type": "function", "description": None, "parameters": None, "strict": None, **tool["function"]}
-
-
-def choice_of(choice: ToolChoice | None) -> str | dict[str, Any]:
-    """A choice of tools as a response repeats it."""
-    if choice is None or choice.names is None:
-        return choice.mode if choice else "auto"
-    tools = [{"type": "function", "name": name} for name in choice.names]
-    return tools[0] if choice.single else {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
-
-
 # --- what it takes ---------------------------------------------------------------------------------------------------
 
 
 def input_items(value: Any, asked: Asked) -> list[dict[str, Any]]:
-    found = response_items(value)
-    for item in value if isinstance(value, list) else ():
-        checks.known_keys(item, ITEMS[item.get("type") or "message"], asked)
+    items = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    for i, item in enumerate(items):
         for key in ("content", "output", "summary"):
-            for part in parts if isinstance(parts := item.get(key), list) else ():
-                checks.known_keys(part, ITEM_PART, asked)
+            for j, part in enumerate(parts if isinstance(parts := item.get(key), list) else ()):
+                if isinstance(part, dict) and part.get("type") == "input_image":
+                    place = f"input[{i}].{key}[{j}]"
+                    message = f"{NO_IMAGE}: {place} is of the type input_image, and this server reads text only"
+                    raise ApiError(400, message, f"{place}.image_url", "invalid_value")
+                if isinstance(part, dict):
+                    checks.known_keys(part, ITEM_PART, asked, open=True)
+    found = response_items(value)
+    for item in items:
+        is_own = ITEM_FORMS[item.get("type") or "message"] is own_item
+        checks.known_keys(item, [*item.keys() - {*UNREADABLE}] if is_own else ITEM_KEYS, asked, open=True)
+        if item.get("type") in ITEM_TOOLS:
+            Tools().add(item.get("tools"), asked)
     return found
 
 
@@ -235,42 +255,27 @@ def labels(value: Any, asked: Asked) -> dict[str, str]:
 
 
 def included(value: Any, asked: Asked) -> list[str]:
-    if unknown := [part for part in value if part not in NEVER_THERE]:
-        message = f"this server cannot include {reprlib.repr(unknown[0])} yet; it takes {', '.join(NEVER_THERE)}"
-        raise checks.Refusal(message, "unsupported_parameter")
+    for part in value:
+        asked.ignore(part)
     return value
-
-
-def flat_tools(value: list[dict[str, Any]], asked: Asked) -> list[dict[str, Any]]:
-    """Tools as OpenAI's Responses API has them, in the shape of a chat's."""
-    found = []
-    for tool in value:
-        if (kind := tool.get("type", "function")) == "function":
-            checks.known_keys(tool, FLAT_TOOL, asked)
-        function = {key: tool[key] for key in FLAT_TOOL[1:] if tool.get(key) is not None}
-        found.append({"type": kind, "function": function})
-    return checks.tools(found, asked)
 
 
 def response_text(value: dict[str, Any], asked: Asked) -> dict[str, Any]:
     """What OpenAI's Responses API has as `text`, and as its `structure` what that comes to."""
-    found: dict[str, Any] = checks.settings(format=dict, verbosity=str)(value, asked)
+    found: dict[str, Any] = checks.settings("verbosity", format=dict, verbosity=str)(value, asked)
     return found | {"structure": found["format"] and flat_format(found["format"], asked)}
 
 
-# Of reasoning there is no summary; "auto" is what there is.
-reasoning = checks.settings(effort=str, summary=["auto"], generate_summary=[], mode=[], context=[])
-NEEDED_OF_ITEMS = {
-    "message": ("role", "content"), "function_call": ("type", "call_id", "name", "arguments"),
-    "function_call_output": ("type", "call_id", "output"), "reasoning": ("type",),
-}  # fmt: skip
-INPUT = shared.shown(
-    anyOf=[{"type": "string"}, shared.listed(ITEMS, NEEDED_OF_ITEMS, role={"enum": ITEM_ROLES}) | {"minItems": 1}]
-)
+SUMMARIES = ["auto", "concise", "detailed"]  # there are none, as the reasoning itself is there
+reasoning = checks.settings(
+    "summary", "generate_summary", "mode", "context", effort=str, summary=SUMMARIES, generate_summary=SUMMARIES,
+    mode=["standard"], context=["auto", "current_turn", "all_turns"],
+)  # fmt: skip
+ITEM = {"type": "object", "properties": {"type": {"enum": [*ITEM_FORMS]}}}
+INPUT = shared.shown(anyOf=[{"type": "string"}, {"type": "array", "items": ITEM}])
 NOT_YET_HERE: dict[str, tuple[Any, ...]] = {
-    "background": (False,), "conversation": (), "context_management": ([],), "prompt": (), "max_tool_calls": (),
-    "truncation": ("disabled",), "image": (), "stream_options": ({}, {"include_obfuscation": False}),
-    "access_programs": (),
+    "background": (False,), "conversation": (), "context_management": ([],), "prompt": (), "image": (),
+    "access_programs": (), "truncation": ("disabled", "auto"),  # nothing is dropped from what fits
 }  # fmt: skip
 ELSEWHERE_HERE = {
     **{name: "max_output_tokens" for name, here in shared.ELSEWHERE.items() if here == "max_tokens"},
@@ -286,7 +291,7 @@ RESPONSES = Face(
         Field("instructions", str, about="Come first; not a part of the stored conversation."),
         Field("previous_response_id", shared.Name, about="The stored response whose conversation goes on."),
         shared.TEMPLATE_VARIABLES,
-        Field("tools", shared.Objects, None, flat_tools, "Functions that an answer may call."),
+        Field("tools", shared.Objects, None, response_tools, "Functions, custom tools and namespaces of them."),
         Field("tool_choice", shared.TOOL_CHOICE, None, checks.tool_choice, "Whether an answer calls tools."),
         shared.PARALLEL_CALLS,
         shared.THINKING_BUDGET,
@@ -296,7 +301,9 @@ RESPONSES = Face(
         *shared.ANSWERED,
         *shared.sampling(*shared.SEVERAL, "masked_logprobs"),
         Field("text", dict[str, Any], {}, response_text),
-        Field("include", list[str], [], included),
+        Field("include", list[NeverThere], [], included),
+        Field("max_tool_calls", shared.Count, about="Of tools that the server runs; it has none.", ignored=True),
+        Field("generate", bool, True, about="False only reads the prompt, so that the next one is answered sooner."),
         Field("store", bool, about="Keep the response, to be read or to go on from."),
         Field("metadata", dict[str, Any], {}, labels, "Is a part of the reply."),
         *(Field(name, shared.Name, about="Is a part of the reply.") for name in NAMES),
@@ -305,4 +312,5 @@ RESPONSES = Face(
     needed=("input",),
     not_yet=shared.NOT_YET | NOT_YET_HERE | shared.NOT_IN_ANSWERS,
     elsewhere=shared.ELSEWHERE | ELSEWHERE_HERE,
+    ignored=("client_metadata", "stream_options"),
 )

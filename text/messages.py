@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,8 +15,27 @@ from text.templates import ChatTemplate
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
 PART_TYPES = ("text", "refusal")  # each is the key of its words, too
 ITEM_ROLES = ("user", "assistant", "system", "developer")
-ITEM_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")  # the kinds of a part of text
-TYPE_NAMES = {str: "a string", int: "a whole number", dict: "an object", list: "a list"}
+ITEM_TEXTS = dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text") | {
+    "refusal": "refusal"
+}  # by the kind of a part, the key of its words
+ITEM_CALLS = {  # items that are calls, and the key of what each holds; likewise of outputs
+    "function_call": "arguments", "custom_tool_call": "input", "local_shell_call": "action",
+    "tool_search_call": "arguments",
+}  # fmt: skip
+ITEM_OUTPUTS = {
+    "function_call_output": "output", "custom_tool_call_output": "output", "local_shell_call_output": "output",
+    "tool_search_output": "tools",
+}  # fmt: skip
+ITEM_NOTES = (  # what OpenAI's own tools did, which is shown as text
+    "compaction", "context_compaction", "image_generation_call", "web_search_call",
+)  # fmt: skip
+ITEM_TOOLS = ("additional_tools", "tool_search_output")  # have more tools
+UNREADABLE = ("encrypted_content", "result")  # what only OpenAI can read, and a picture
+TYPE_NAMES = {
+    str: "a string", int: "a whole number", dict: "an object", list: "a list", bool: "true or false",
+}  # fmt: skip
+CUSTOM_INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')  # how the arguments begin that stand for a custom tool's text
+CHARACTERS = re.compile(r'(?:[^"\\]+|\\[^u]|\\u[0-9a-fA-F]{4})*')  # of a string in JSON
 RESERVED_VARIABLES = {  # of a template: parameters of `render`, or of transformers' function of that name
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
     "messages", "padding", "return_dict", "return_tensors", "self", "tokenize", "tools", "truncation",
@@ -54,7 +74,7 @@ def chat_messages(value: Any) -> list[dict[str, Any]]:
 def _content(message: dict[str, Any], i: int) -> str | list[dict[str, str]]:
     """A message's text, or its parts, in which a refusal is a text, too."""
     content = message.get("content")
-    if content is None and message["role"] == "assistant":
+    if content is None and message["role"] in ("assistant", "tool"):
         return ""
     if isinstance(content, str):
         return content
@@ -143,14 +163,14 @@ def tag_final_message(messages: list[dict[str, Any]]) -> tuple[list[dict[str, An
 
 
 def response_items(value: Any) -> list[dict[str, Any]]:
-    """The items of a request as OpenAI's Responses API stores them: messages whose content is parts.
+    """The items of a request as OpenAI's Responses API stores them, which for a message is with a content of parts.
 
     Raises:
         ValueError: says which item is wrong, and how.
     """
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    if not isinstance(items, list) or not items:
-        raise ValueError("it must be a string or a list of at least one item")
+    if not isinstance(items, list):
+        raise ValueError("it must be a string or a list of items")
     return [_item(item, i) for i, item in enumerate(items)]
 
 
@@ -181,25 +201,40 @@ def _texts(item: dict[str, Any], key: str, i: int) -> list[str]:
     if not isinstance(parts, list):
         raise ValueError(f"item {i} must have {'an' if key == 'output' else 'a'} {key}, a string or a list of parts")
     for part in parts:
-        if not isinstance(part, dict) or part.get("type") not in ITEM_TEXTS or not isinstance(part.get("text"), str):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind not in ITEM_TEXTS or not isinstance(part.get(ITEM_TEXTS[kind]), str):
             kinds = ", ".join(ITEM_TEXTS)
             raise ValueError(f"item {i} has {reprlib.repr(part)}; a part must have a text and one of the types {kinds}")
-    return [part["text"] for part in parts]
+    return [part[ITEM_TEXTS[part["type"]]] for part in parts]
 
 
-def _function_call(item: dict[str, Any], i: int) -> dict[str, Any]:
-    for key in ("call_id", "name"):
+def _strings(item: dict[str, Any], i: int, *keys: str) -> dict[str, str]:
+    """The values of an item's keys, which must be strings."""
+    for key in keys:
         if not isinstance(item.get(key), str):
             raise ValueError(f"item {i} has the {key} {reprlib.repr(item.get(key))}; it must be a string")
+    return {key: item[key] for key in keys}
+
+
+def _call(item: dict[str, Any], i: int) -> dict[str, Any]:
+    space = () if item.get("namespace") is None else ("namespace",)
+    if item["type"] == "custom_tool_call":
+        return {**_strings(item, i, "call_id", "name", *space, "input"), "status": "completed"}
     given = item.get("arguments")
     text = given if isinstance(given, str) else json.dumps(given or {})
-    return {"call_id": item["call_id"], "name": item["name"], "arguments": text, "status": "completed"}
+    return {**_strings(item, i, "call_id", "name", *space), "arguments": text, "status": "completed"}
 
 
-def _function_call_output(item: dict[str, Any], i: int) -> dict[str, Any]:
-    if not isinstance(call_id := item.get("call_id"), str):
-        raise ValueError(f"item {i} has the call_id {reprlib.repr(call_id)}; it must be a string")
-    return {"call_id": call_id, "output": "\n".join(_texts(item, "output", i)), "status": "completed"}
+def _call_output(item: dict[str, Any], i: int) -> dict[str, Any]:
+    """What came of a call: a text, parts of text, or an object, which becomes its JSON."""
+    given = item.get("output")
+    text = json.dumps(given, ensure_ascii=False) if isinstance(given, dict) else "\n".join(_texts(item, "output", i))
+    return {**_strings(item, i, "call_id"), "output": text, "status": "completed"}
+
+
+def own_item(item: dict[str, Any], i: int) -> dict[str, Any]:
+    """An item of a tool that is OpenAI's own, as it is."""
+    return {key: value for key, value in item.items() if key not in ("id", "type")}
 
 
 def _reasoning(item: dict[str, Any], i: int) -> dict[str, Any]:
@@ -209,35 +244,69 @@ def _reasoning(item: dict[str, Any], i: int) -> dict[str, Any]:
 
 
 ITEM_FORMS: dict[str, Callable[[dict[str, Any], int], dict[str, Any]]] = {  # by type: keeps the known keys of an item
-    "message": _message, "function_call": _function_call, "function_call_output": _function_call_output,
-    "reasoning": _reasoning,
+    **dict.fromkeys((*ITEM_CALLS, *ITEM_OUTPUTS, *ITEM_NOTES, *ITEM_TOOLS), own_item),
+    "message": _message, "function_call": _call, "function_call_output": _call_output,
+    "custom_tool_call": _call, "custom_tool_call_output": _call_output, "reasoning": _reasoning,
+    "item_reference": lambda item, i: _strings(item, i, "id"),
 }  # fmt: skip
+
+
+def call_name(namespace: str | None, name: str) -> str:
+    """The one name by which a model knows a tool of a namespace. As Codex joins them, no underscores are doubled."""
+    if namespace in (None, "", "functions"):  # the last is what OpenAI calls the namespace of what has none
+        return name
+    return f"{namespace.rstrip('_')}__{name.lstrip('_')}"
 
 
 def item_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages of items that `response_items` returned. Templates know `developer` by its older name, `system`.
 
-    Reasoning, what was said after it and the calls after that are one message of the assistant's.
+    Reasoning, what was said after it and the calls after that are one message of the assistant's. What OpenAI's own
+    tools did was said by it, too.
     """
     messages: list[dict[str, Any]] = []
     for item in items:
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         kind = item["type"]
-        if kind == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
-        elif kind == "function_call":
+        if kind in ITEM_OUTPUTS:
+            output = item.get(ITEM_OUTPUTS[kind])
+            text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id") or item["id"], "content": text})
+        elif kind in ITEM_CALLS:
             if last is None:
                 messages.append(last := {"role": "assistant", "content": ""})
-            function = {"name": item["name"], "arguments": arguments_of(item["arguments"])}
-            last.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+            call = {"id": item.get("call_id") or item["id"], "type": "function", "function": _called(item)}
+            last.setdefault("tool_calls", []).append(call)
         elif kind == "reasoning":
             messages.append({"role": "assistant", "content": "", "reasoning_content": text_of(item)})
-        elif item["role"] == "assistant" and last and not last["content"] and "tool_calls" not in last:
-            last["content"] = text_of(item)
-        else:
-            role = "system" if item["role"] == "developer" else item["role"]
-            messages.append({"role": role, "content": text_of(item)})
+        elif kind not in ITEM_TOOLS:
+            shown = {key: item[key] for key in item if key not in ("id", "type", "status", *UNREADABLE)}
+            note = f"[{kind}: {json.dumps(shown, ensure_ascii=False)}]" if kind in ITEM_NOTES else ""
+            role, text = ("assistant", note) if note else (item["role"], text_of(item))
+            if role == "assistant" and last and "tool_calls" not in last:
+                last["content"] = "\n".join(filter(None, (last["content"], text)))
+            else:
+                messages.append({"role": "system" if role == "developer" else role, "content": text})
     return messages
+
+
+def _called(item: dict[str, Any]) -> dict[str, Any]:
+    """The function of an item that is a call, and its arguments."""
+    kind = item["type"]
+    given = item.get(ITEM_CALLS[kind])
+    is_own = ITEM_FORMS[kind] is own_item
+    name = kind.removesuffix("_call") if is_own else call_name(item.get("namespace"), item["name"])
+    return {"name": name, "arguments": {"input": given} if kind == "custom_tool_call" else arguments_of(given)}
+
+
+def custom_input(arguments: str, at: int = 0, whole: bool = True) -> tuple[str, int]:
+    """The text of a custom tool's call, from a place in its arguments on, and up to where. Malformed ones are it."""
+    opening = None if at else CUSTOM_INPUT.match(arguments)
+    if not (at := opening.end() if opening else at):
+        return (arguments if whole else ""), 0
+    found = CHARACTERS.match(arguments, at)
+    assert found
+    return json.loads(f'"{found[0]}"', strict=False), found.end()
 
 
 class BlockKind(NamedTuple):

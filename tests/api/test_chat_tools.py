@@ -286,6 +286,37 @@ def test_the_options_name_the_parsers(engine: ScriptedClient) -> None:
     check_parsers(ServerConfig(**options))
 
 
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({}, {}), ({"thinking": True}, {"enable_thinking": True}),
+        ({"enable_thinking": False}, {"enable_thinking": False}),
+        ({"thinking": {"type": "disabled"}, "enable_thinking": False}, {"enable_thinking": False}),
+        ({"thinking": {"type": "adaptive"}}, {}), ({"reasoning": {"enabled": True}}, {"enable_thinking": True}),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        ({"chat_template_kwargs": {"a": 1}, "thinking": False}, {"a": 1, "enable_thinking": False}),
+    ],
+)  # fmt: skip
+def test_other_servers_names_for_thinking_are_the_templates_variables(
+    http_client: FlaskClient, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], variables: dict[str, Any]
+) -> None:
+    render, seen = TOKENIZER.render, []
+    monkeypatch.setattr(TOKENIZER, "render", lambda *args, **more: seen.append(more) or render(*args, **more))
+    talk(http_client, **fields)
+    assert seen == [variables]
+
+
+def test_other_servers_names_for_budgets_and_hidden_reasoning(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    engine.says = "<think>hm</think>Hello"
+    for fields in ({"reasoning": {"max_tokens": 7}}, {"thinking": {"type": "enabled", "budget_tokens": 7}}):
+        talk(http_client, THINKS, **fields)
+        assert asked(engine).thinking_token_budget == 7
+        talk(http_client, HERMES, **fields)  # which does not think at all
+        assert asked(engine).thinking_token_budget is None
+    message = talk(http_client, THINKS, reasoning={"exclude": True})["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Hello", None)
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 BAD: list[tuple[dict[str, Any], str, str]] = [  # fields; the one that is named, and words of the message
@@ -294,6 +325,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [  # fields; the one that is named,
     ({"tools": [*TOOLS, {"type": "function", "function": {}}]}, "tools", "tool 2 has the name None"),
     ({"tools": [function("")]}, "tools", "tool 0 has the name ''"), ({"tools": [function("x" * 257)]}, "tools", "256"),
     ({"tools": [function("x", parameters=[1])]}, "tools", "parameters [1]"),
+    ({"tools": [function("x", parameters={"properties": True})]}, "tools", "parameters {'properties': True}"),
     ({"tools": [function("x", strict="yes")]}, "tools", "strict 'yes'"),
     ({"tool_choice": "always"}, "tool_choice", "'always'"), ({"tool_choice": 5}, "tool_choice", "5"),
     ({"tool_choice": {"type": "function"}}, "tool_choice", "{'type': 'function'}"),
@@ -306,6 +338,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [  # fields; the one that is named,
     ({"separate_reasoning": "x"}, "separate_reasoning", "'x'"),
     ({"reasoning_format": "deepseek-legacy"}, "reasoning_format", "deepseek-legacy"),
     ({"thinking_token_budget": 5}, "thinking_token_budget", "thinking_token_budget is 5"),
+    ({"thinking": True, "enable_thinking": False}, "thinking", "thinking.type is True, but enable_thinking is False"),
+    ({"reasoning": {"enabled": True}, "chat_template_kwargs": {"enable_thinking": False}}, "reasoning", "is False"),
+    ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning", "reasoning.effort is 'low'"),
+    ({"thinking": {"type": "on"}}, "thinking", "type must be"), ({"thinking": "on"}, "thinking", "'on'"),
+    ({"reasoning": {"effort": 5}}, "reasoning", "a string"), ({"reasoning": {"enabled": 1}}, "reasoning", "true or"),
+    ({"reasoning": {"max_tokens": True}}, "reasoning", "a whole number"), ({"reasoning": {"x": 1}}, "reasoning", "'x'"),
     ({"functions": [{"name": "x"}]}, "functions", "cannot do that yet"),
     ({"chat_template": PLAIN}, "tools", "--tool-call-parser"),
 ]  # fmt: skip
@@ -334,11 +372,12 @@ def test_calls_their_results_and_reasoning_reach_the_template(http_client: Flask
             {"role": "user", "content": "Hi"},
             {"role": "assistant", "content": None, "tool_calls": [call], key: "hm"},
             {"role": "tool", "tool_call_id": "call_5", "content": "2"},
+            {"role": "tool", "tool_call_id": "call_6", "content": None},
         ]
         talk(http_client, SHOWN, messages=messages, tools=None)
         shown = call | {"function": {"name": "add", "arguments": {"x": 1}}}
         text = TOKENIZER.render([{"role": "user", "content": "x"}], chat_template="{{ x }}", x=[shown])
-        prompt = f"user:Hi;assistant:hm{text};tool:2;"
+        prompt = f"user:Hi;assistant:hm{text};tool:2;tool:;"
         assert sorted(TOKENIZER.decode(engine.added.pop()[0])) == sorted(prompt)
 
 

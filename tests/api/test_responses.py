@@ -505,14 +505,16 @@ USED = {"type": "tool_use", "id": "call_5", "name": "add", "input": {"x": 1}}
 BAD_INPUT = [
     5, [], {}, ["x"], [{}], [{"role": "user"}], [{"role": 1, "content": "x"}], [{"role": "tool", "content": "x"}],
     [{"role": [], "content": "x"}], [{"role": "user", "content": 5}], [{"role": "user", "content": ["x"]}],
-    [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
+    [{"role": "user", "content": [IMAGE]}], [{"type": "additional_tools"}],
+    [{"type": "tool_search_output", "tools": [{"type": "custom"}]}],
     [{"role": "user", "content": [{"type": "input_text"}]}], [{"role": "user", "content": [PART | {"type": []}]}],
     [{"type": "item_reference", "id": "msg_5"}], [{"type": "function_call_output", "output": "x"}],
     [{"type": "function_call_output", "call_id": "x"}], [{"type": "function_call_output", "call_id": "x", "output": 5}],
     [CALLED | {"name": None}], [CALLED | {"call_id": 5}],
-    [CALLED | {"x": 1}], [{"type": "reasoning", "content": 5}], [{"type": "reasoning", "summary": ["x"]}],
+    [CALLED | {"namespace": 5}], [{"type": "reasoning", "content": 5}], [{"type": "reasoning", "summary": ["x"]}],
     [{"type": ["message"], "role": "user", "content": "x"}], [{"role": "user", "content": "x", "id": 5}],
-    [{"role": "user", "content": "x", "name": "x"}], [{"role": "user", "content": [PART | {"detail": "x"}]}],
+    [{"type": "custom_tool_call", "call_id": "x", "name": "y"}], [{"type": "item_reference"}],
+    [{"type": "program", "id": "x"}], [{"type": "function_call_output", "call_id": "x", "output": [PART, IMAGE]}],
 ]  # fmt: skip
 BAD_TURNS = [
     *BAD_MESSAGES, [{"role": "tool", "content": "x"}], [{"role": "assistant", "content": None}], [*HI, "x"],
@@ -523,16 +525,29 @@ BAD_TURNS = [
     [{"role": "assistant", "content": [{"type": "thinking", "thinking": 5}]}],
 ]  # fmt: skip
 TOOL_5: list[Any] = [5, "x", [5], [{}], [{"name": 5}], [{"name": "x" * 257}], [{"type": "function"}]]
+SPACE: dict[str, Any] = {"type": "namespace", "name": "x"}
+CUSTOM: dict[str, Any] = {"type": "custom", "name": "x"}
+BAD_TOOLS: list[Any] = [
+    [SPACE], [SPACE | {"tools": 5}], [SPACE | {"tools": ["x"]}], [SPACE | {"tools": [{"name": 5}]}],
+    [{"type": "namespace", "tools": []}], [SPACE | {"tools": [SPACE | {"tools": []}]}], [{"type": ["function"]}],
+    [SPACE | {"tools": [{"name": "y"}]}, {"name": "x__y"}], [CUSTOM, {"name": "x"}], [{"type": "custom"}],
+    [CUSTOM | {"format": "text"}], [CUSTOM | {"format": {"type": "grammar", "syntax": "ebnf", "definition": "x"}}],
+    [CUSTOM | {"format": {"type": "grammar", "syntax": "regex"}}], [CUSTOM | {"format": [5]}],
+    [SPACE | {"name": "x" * 200, "tools": [{"name": "y" * 100}]}],
+]  # fmt: skip
 BAD_HERE: dict[str, dict[str, list[Any]]] = {
     ASK: {
         "input": [MISSING, None, *BAD_INPUT], "instructions": [5, ["x"]], "previous_response_id": [5, "x" * 1025, {}],
         "max_output_tokens": [0, -1, 1.5, "9", True, 2**31], "store": [1, "true"], "parallel_tool_calls": [0],
         "metadata": [5, "x", [], {"a": 1}, {"a" * 65: "x"}, {"a": "x" * 513}, {str(i): "x" for i in range(17)}],
-        "user": [5], "prompt_cache_key": [5, "x" * 1025], "safety_identifier": [{}], "include": ["x", [5]],
+        "user": [5], "prompt_cache_key": [5, "x" * 1025], "safety_identifier": [{}],
+        "include": ["x", [5], ["x"], ["message.output_text.logprobs"]],
         "text": ["x", {"format": {"type": "json"}}, {"format": "text"}, {"verbosity": 5}, {"x": 1},
                  {"format": {"type": "json_schema"}}, {"format": {"type": "json_schema", "schema": {}, "x": 1}}],
-        "reasoning": ["low", {"effort": 5}, {"effort": True}, {"summary": "detailed"}, {"x": 1}],
-        "tools": [*TOOL_5, [{"type": "function", "name": "x", "parameters": 5}], [{"name": "x", "x": 1}]],
+        "reasoning": ["low", {"effort": 5}, {"effort": True}, {"summary": "long"}, {"context": 5}, {"mode": "pro"},
+                      {"x": 1}],
+        "max_tool_calls": [-1, "5"], "generate": [1, "no"],
+        "tools": [*TOOL_5, [{"type": "function", "name": "x", "parameters": 5}], *BAD_TOOLS],
         "tool_choice": [5, "any", {"type": "function"}, {"type": "allowed_tools", "mode": "auto", "tools": []}],
     },
     TALK: {
@@ -554,9 +569,8 @@ BAD_HERE: dict[str, dict[str, list[Any]]] = {
 BOTH = {"chat_template_kwargs": [5, {"messages": 1}, {"a b": 1}]}
 NOT_YET_HERE = [
     (ASK, "background", True), (ASK, "conversation", "conv_5"), (ASK, "prompt", {"id": "x"}), (ASK, "n", 2),
-    (ASK, "truncation", "auto"), (ASK, "tools", [{"type": "web_search"}]), (ASK, "tools", [{"type": "mcp"}]),
-    (ASK, "max_tool_calls", 5), (ASK, "top_logprobs", 1), (ASK, "include", ["message.output_text.logprobs"]),
-    (ASK, "stream_options", {"include_obfuscation": True}), (ASK, "context_management", [{}]), (ASK, "best_of", 2),
+    *((ASK, "tools", [{"type": kind}]) for kind in ("mcp", "file_search", "code_interpreter", "computer_use_preview")),
+    (ASK, "top_logprobs", 1), (ASK, "truncation", "start"), (ASK, "context_management", [{}]), (ASK, "best_of", 2),
     (TALK, "tools", [{"type": "computer_20250124", "name": "x"}]), (TALK, "container", "x"),
     (TALK, "mcp_servers", [{}]), (TALK, "n", 2), (TALK, "use_beam_search", True), (COUNT, "mcp_servers", [{}]),
 ]  # fmt: skip
@@ -571,8 +585,9 @@ OTHERWISE = [  # a field, what it is called here, or a misspelling of
 
 def test_bad_values_are_400_and_name_the_field(http_client: FlaskClient, engine: ScriptedClient) -> None:
     for route, known in ((ASK, RESPONSES.fields), (TALK, MESSAGES.fields)):
-        bad = {name: values for name, values in BAD.items() if name in known} | BOTH | BAD_HERE[route]
-        assert set(bad) == {name for name, field in known.items() if field.type is not Any}
+        judged = {name for name, field in known.items() if field.type is not Any}
+        bad = {name: values for name, values in BAD.items() if name in judged} | BOTH | BAD_HERE[route]
+        assert set(bad) == judged
         for name, values in bad.items():
             for value in values:
                 response = post(http_client, route, **{name: value})
@@ -639,6 +654,6 @@ def test_deep_bodies_are_refused(http_client: FlaskClient, depth: int) -> None:
 
 
 def test_other_routes_do_not_know_these_fields(http_client: FlaskClient) -> None:
-    for name in ("input", "instructions", "system", "thinking", "previous_response_id", "text", "include"):
+    for name in ("input", "instructions", "system", "previous_response_id", "text", "include"):
         error = refusal(http_client.post(CHAT, json={"messages": HI, name: "x"}))
         assert (error["param"], error["code"]) == (name, "unknown_parameter")

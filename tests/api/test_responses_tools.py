@@ -189,6 +189,254 @@ def test_openais_sdk_runs_responses_with_tools(served: Any, engine: ScriptedClie
         assert found.output_parsed == Sum(x=2)
 
 
+# --- the tools of Codex -----------------------------------------------------------------------------------------------
+
+READ = {"type": "function", "name": "read", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
+PATCH: dict[str, Any] = {"type": "custom", "name": "patch", "description": "Edits files."}
+SPACES = [
+    {"type": "namespace", "name": name, "description": "d", "tools": [READ | {"defer_loading": True}]}
+    for name in ("mcp__a__", "b")
+]
+READ_OF_B = {"type": "function", "name": "read", "namespace": "b"}
+LARK = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
+SAID = 'é"\\\n\t</tool_call>日本𝄞'
+
+
+def called(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def written(text: str, ascii: bool) -> str:
+    return '{"input": ' + json.dumps(text, ensure_ascii=ascii) + "}"
+
+
+CODEX_ANSWERS = [  # what the model says, and what the item that comes of it has
+    (called("mcp__a__read", '{"x": "y"}'),
+     {"type": "function_call", "name": "read", "namespace": "mcp__a__", "arguments": '{"x": "y"}'}),
+    (called("b__read", "{}"), {"type": "function_call", "name": "read", "namespace": "b", "arguments": "{}"}),
+    (called("patch", written(SAID, False)), {"type": "custom_tool_call", "name": "patch", "input": SAID}),
+    (called("patch", written(SAID, True)), {"type": "custom_tool_call", "name": "patch", "input": SAID}),
+    (called("patch", written("", True)), {"type": "custom_tool_call", "name": "patch", "input": ""}),
+    (called("patch", r'{ "input" : "a\ud800b\udc00" }'), {"type": "custom_tool_call", "input": "a\ufffdb\ufffd"}),
+    (called("patch", '{"input": "a\tb"}'), {"type": "custom_tool_call", "input": "a\tb"}),
+    (called("patch", '{"other": "a"}'), {"type": "custom_tool_call", "input": '{"other": "a"}'}),
+    (called("patch", "{}"), {"type": "custom_tool_call", "input": "{}"}),
+    (called("b__patch", '{"input": "x"}'), {"type": "custom_tool_call", "name": "patch", "namespace": "b"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("says", "expected"), CODEX_ANSWERS)
+def test_a_call_comes_back_as_its_client_knows_the_tool(
+    served: Any, engine: ScriptedClient, says: str, expected: dict[str, Any]
+) -> None:
+    http_client, engine.says = served(HERMES), f"I do. {says}"
+    spaces = [SPACES[0], SPACES[1] | {"tools": [READ, PATCH]}]
+    fields = {"tools": [*spaces, PATCH, {"type": "web_search"}], "max_output_tokens": 300}
+    whole = ask(http_client, **fields)
+    item = whole["output"][1]
+    assert {key: item[key] for key in expected} == expected and ("namespace" in item) == (
+        "b__" in says or "a__" in says
+    )
+    assert item["call_id"].startswith("call_") and item["status"] == "completed"
+    assert whole["tools"] == [*spaces, PATCH]
+    found = typed_events(post(http_client, ASK, stream=True, **fields))
+    for i, event in enumerate(found):
+        check("ResponseStreamEvent")(event)
+        assert event["sequence_number"] == i
+    assert without_ids(found[-1]["response"]["output"]) == without_ids(whole["output"])
+    mine = [event for event in found if event.get("output_index") == 1]
+    key = "arguments" if item["type"] == "function_call" else "input"
+    name = f"{item['type']}_{key}"
+    deltas = [event["delta"] for event in mine if event["type"] == f"response.{name}.delta"]
+    assert mine[0]["item"][key] == "" and "".join(deltas) == item[key] == mine[-2][key] and all(deltas)
+    assert mine[-2]["type"] == f"response.{name}.done" and mine[-1]["item"] == found[-1]["response"]["output"][1]
+    assert len(deltas) > 5 or item[key] != SAID  # it comes as it is written
+
+
+def test_a_custom_tools_call_that_is_cut_has_what_came(served: Any, engine: ScriptedClient) -> None:
+    http_client, engine.says = served(HERMES), called("patch", written(SAID, True))
+    lengths = set()
+    for cut in range(20, len(tokens(engine.says)), 7):
+        fields = {"tools": [PATCH], "max_output_tokens": cut}
+        whole = ask(http_client, **fields)
+        found = typed_events(post(http_client, ASK, stream=True, **fields))
+        assert without_ids(found[-1]["response"]["output"]) == without_ids(whole["output"])
+        said = "".join(e["delta"] for e in found if e["type"] == "response.custom_tool_call_input.delta")
+        assert said == whole["output"][0].get("input", "")
+        assert SAID.startswith(said) or '{"input": "'.startswith(said)
+        lengths.add(len(said))
+    assert len(lengths) > 3
+
+
+def test_what_the_model_is_told_of_tools(served: Any, engine: ScriptedClient) -> None:
+    http_client = served("{{ tools | tojson }}<tool_call>")
+    lark, regex = PATCH | {"format": LARK}, PATCH | {"format": LARK | {"syntax": "regex", "definition": "a|b"}}
+    functions = {"type": "namespace", "name": "functions", "tools": [READ]}
+    left_out = ["image_generation", "local_shell", "tool_search", "web_search"]
+    given = [*SPACES, functions, lark, *({"type": kind, "description": "x"} for kind in left_out)]
+    reply = post(http_client, ASK, tools=given)
+    assert reply.status_code == 200, reply.text
+    named = {f"tools.{name}" for name in (*left_out, "defer_loading", "format")}
+    assert {*reply.headers["X-Manta-Ignored"].split(", ")} == named
+    ids, params, _ = engine.added.pop()
+    told = [tool["function"] for tool in json.loads(TOKENIZER.decode(ids).removesuffix("<tool_call>"))]
+    assert [tool["name"] for tool in told] == ["mcp__a__read", "b__read", "read", "patch"]
+    assert told[0] == {"name": "mcp__a__read", "parameters": READ["parameters"]} and params.structured_outputs is None
+    assert told[3]["parameters"]["required"] == ["input"] and "start: /.+/" in told[3]["description"]
+    reply = post(http_client, ASK, tools=[regex])
+    assert r'"pattern": "^(?:a|b)$"' in engine.added.pop()[1].structured_outputs.grammar
+    assert "X-Manta-Ignored" not in reply.headers
+    for choice, name in (
+        ({"type": "custom", "name": "patch"}, "patch"), (READ_OF_B, "b__read"),
+        (READ_OF_B | {"name": "b__read", "namespace": None}, "b__read"),
+    ):  # fmt: skip
+        response = ask(http_client, tools=[*SPACES, PATCH], tool_choice=choice)
+        assert response["tool_choice"] == (choice if name == "patch" else READ_OF_B)
+        grammar = engine.added.pop()[1].structured_outputs.grammar
+        assert name in grammar and grammar.count("__read") + grammar.count("patch") == 1
+    error = refusal(post(http_client, ASK, tools=SPACES, tool_choice=READ_OF_B | {"namespace": None}))
+    assert "tools has mcp__a__read, b__read" in error["message"]
+
+
+def test_a_history_of_codex_is_shown(served: Any, engine: ScriptedClient) -> None:
+    http_client = served(HERMES)
+    call = {"call_id": "c1", "status": "completed", "internal_chat_message_metadata_passthrough": {"turn_id": "x"}}
+    listed = [{"type": "input_text", "text": "2", "x": 1}, {"type": "refusal", "refusal": "3"}]
+    items = [
+        {"type": "message", "role": "developer", "content": "Hi", "x": 5},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "gAAA"},
+        {"type": "custom_tool_call", "name": "patch", "input": 'a"b', **call},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": listed},
+        {"type": "function_call", "name": "read", "namespace": "b", "arguments": "", "call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c2", "output": {"content": "ok", "success": True}},
+        {"type": "local_shell_call", "call_id": "c3", "status": "completed", "action": {"command": ["ls"]}},
+        {"type": "local_shell_call_output", "id": "c3", "output": "[]"},
+        {"type": "tool_search_call", "call_id": None, "id": "c4", "execution": "client", "arguments": {"query": "x"}},
+        {"type": "tool_search_output", "call_id": "c4", "tools": [SPACES[1]]},
+        {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"type": "search", "query": "y"}},
+        {
+            "type": "image_generation_call",
+            "id": "ig",
+            "status": "completed",
+            "revised_prompt": "cat",
+            "result": "iVBOR",
+        },
+        {"type": "compaction", "encrypted_content": "gAAA"},
+        {"type": "additional_tools", "role": "developer", "tools": [PATCH, PATCH]},
+    ]
+
+    def used(id: str, name: str, arguments: Any) -> dict[str, Any]:
+        return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    shown = [
+        {"role": "system", "content": "Hi"},
+        {"role": "assistant", "content": "", "tool_calls": [used("c1", "patch", {"input": 'a"b'})]},
+        {"role": "tool", "content": "2\n3"},
+        {"role": "assistant", "content": "", "tool_calls": [used("c2", "b__read", {})]},
+        {"role": "tool", "content": '{"content": "ok", "success": true}'},
+        {"role": "assistant", "content": "", "tool_calls": [used("c3", "local_shell", {"command": ["ls"]})]},
+        {"role": "tool", "content": "[]"},
+        {"role": "assistant", "content": "", "tool_calls": [used("c4", "tool_search", {"query": "x"})]},
+        {"role": "tool", "content": json.dumps([SPACES[1]], sort_keys=True)},
+        {
+            "role": "assistant",
+            "content": '[web_search_call: {"action": {"query": "y", "type": "search"}}]\n'
+            '[image_generation_call: {"revised_prompt": "cat"}]\n[compaction: {}]',
+        },
+    ]
+    engine.says = called("patch", written("x", True))
+    reply = post(http_client, ASK, input=items, tools=FLAT[:1], max_output_tokens=100)
+    assert reply.status_code == 200, reply.text
+    assert reply.json["output"][0]["input"] == "x"
+    named = ["x", "internal_chat_message_metadata_passthrough", "encrypted_content", "result", "defer_loading"]
+    assert {*reply.headers["X-Manta-Ignored"].split(", ")} == {f"input.{name}" for name in named}
+    text = TOKENIZER.decode(engine.added.pop()[0])
+    written_tools = text[text.index('[{"type": "function"') :].removesuffix("<tool_call>")
+    assert [tool["function"]["name"] for tool in json.loads(written_tools)] == ["add", "b__read", "patch"]
+    tools = json.loads(written_tools)
+    assert text == TOKENIZER.render(shown, tools=tools)
+    goes_on = {"input": [], "previous_response_id": reply.json["id"]}
+    response = ask(http_client, tools=FLAT[:1], max_output_tokens=9, **goes_on)
+    assert f"{reply.json['output'][0]['call_id']}" in TOKENIZER.decode(engine.added.pop()[0])
+    listed = http_client.get(f"{ASK}/{response['id']}/input_items?limit=100&order=asc").json["data"]
+    assert [item["type"] for item in listed] == [item["type"] for item in (*items, reply.json["output"][0])]
+    for item in listed[:6]:
+        check("ResponseItem")(item)
+    conflict = [{"type": "additional_tools", "tools": [{"type": "function", "name": "patch"}]}]
+    assert "would both be 'patch'" in refusal(post(http_client, ASK, input=conflict, tools=[PATCH]))["message"]
+
+
+def test_an_image_is_refused_with_its_place(served: Any, engine: ScriptedClient) -> None:
+    image = {"type": "input_image", "image_url": "data:image/png;base64,iVBOR", "detail": "high"}
+    output = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "x"}, image]}
+    error = refusal(post(served(HERMES), ASK, input=[{"role": "user", "content": "Hi"}, output]))
+    assert (error["code"], error["param"]) == ("invalid_value", "input[1].output[1].image_url")
+    assert error["message"].startswith(
+        "The image data you provided does not represent a valid image: input[1].output[1]"
+    )
+    assert not engine.added
+
+
+def test_items_are_found_by_their_ids(served: Any, engine: ScriptedClient) -> None:
+    http_client, engine.says = served(HERMES, api_key=("red", "blue")), ADD
+    first = ask(http_client, "red", tools=FLAT, max_output_tokens=200, input="Hi")
+    (call,) = first["output"]
+    (hi,) = http_client.get(f"{ASK}/{first['id']}/input_items", headers={"X-Api-Key": "red"}).json["data"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "2"}
+    ask(http_client, "red", tools=FLAT, input=[hi, call, result])
+    refer = [{"type": "item_reference", "id": item["id"]} for item in (hi, call)]
+    ask(http_client, "red", tools=FLAT, input=[*refer, result])
+    assert engine.added[1][0] == engine.added[2][0]
+    for key, id in (("blue", call["id"]), ("red", call["id"][:-1]), ("red", "")):
+        error = refusal(post(http_client, ASK, key, input=[{"type": "item_reference", "id": id}]))
+        assert error["param"] == "input" and "refers to" in error["message"]
+
+
+def test_a_response_may_only_read_its_prompt(served: Any, engine: ScriptedClient) -> None:
+    http_client, engine.says = served(HERMES), "Hello"
+    for stream in (False, True):
+        reply = post(http_client, ASK, generate=False, stream=stream)
+        found = typed_events(reply) if stream else []
+        assert [event["sequence_number"] for event in found] == list(range(len(found)))
+        assert [event["type"].removeprefix("response.") for event in found] == (
+            ["created", "in_progress", "completed"] if stream else []
+        )
+        response = found[-1]["response"] if stream else reply.json
+        check("Response")(response)
+        assert (response["status"], response["output"]) == ("completed", [])
+        assert engine.added[-1][1].max_tokens == 1
+        ask(http_client, previous_response_id=response["id"], input=[])
+        assert engine.added[-1][0] == engine.added[-2][0]
+    assert refusal(post(http_client, ASK, input=[]))["param"] == "input"
+
+
+IGNORED = {  # what is accepted, and the names that the reply tells
+    "client_metadata": {"k": "v"}, "stream_options": {"include_obfuscation": True, "x": 1}, "max_tool_calls": 3,
+    "truncation": "auto", "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
+    "reasoning": {"summary": "detailed", "context": "all_turns", "generate_summary": "auto", "effort": "low"},
+    "text": {"verbosity": "low"}, "service_tier": "flex", "prompt_cache_retention": "24h", "background": False,
+}  # fmt: skip
+NAMED = (
+    "background, client_metadata, include.reasoning.encrypted_content, include.web_search_call.action.sources, "
+    "max_tool_calls, prompt_cache_retention, reasoning.context, reasoning.generate_summary, reasoning.summary, "
+    "service_tier, stream_options, text.verbosity, truncation"
+)
+
+
+def test_what_a_response_takes_without_effect_is_named(served: Any, engine: ScriptedClient) -> None:
+    http_client = served(HERMES)
+    reply = post(http_client, ASK, **IGNORED)
+    assert reply.status_code == 200, reply.text
+    check("Response")(reply.json)
+    assert ", ".join(sorted(reply.headers["X-Manta-Ignored"].split(", "))) == NAMED
+    assert reply.json["max_tool_calls"] == 3 and reply.json["truncation"] == "disabled"
+    plain = post(http_client, ASK, reasoning={"effort": "low"}, parallel_tool_calls=True, prompt_cache_key="x")
+    assert "X-Manta-Ignored" not in plain.headers
+    assert engine.added[0][:2] == engine.added[1][:2]
+    long = refusal(post(http_client, ASK, input="x" * 100_000, truncation="auto"))
+    assert long["code"] == "context_length_exceeded"
+
+
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
