@@ -74,7 +74,7 @@ def with_tables(text: str) -> str:
 
 
 def test_the_tables_of_fields_are_true() -> None:
-    assert API.read_text() == with_tables(API.read_text()), "python tests/test_docs.py writes them anew"
+    assert API.read_text() == with_tables(API.read_text()), "PYTHONPATH=. python tests/test_docs.py writes them anew"
 
 
 if __name__ == "__main__":
