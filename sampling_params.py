@@ -164,6 +164,7 @@ class SamplingParams:
         reasoning_start_ids: tokens that begin hidden reasoning where an answer begins with them; none where the prompt
             has begun it. The server fills them in, and
         reasoning_end_ids: the tokens that end it, after which structured outputs begin; none where nothing is hidden.
+        reasoning_last_ids: others that may stand for the last of these, because they spell white space behind it, too.
     """
 
     temperature: float = 1.0
@@ -200,6 +201,7 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     reasoning_start_ids: tuple[int, ...] = ()
     reasoning_end_ids: tuple[int, ...] = ()
+    reasoning_last_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, (low, high) in RANGES.items():
@@ -287,7 +289,7 @@ class SamplingParams:
             raise ValueError(f"structured_outputs is {given!r}; it must be StructuredOutputsParams, or a dict of these")
         if self.masked_logprobs and given is None:
             raise ValueError("masked_logprobs is true; it is only for structured_outputs")
-        for name in ("reasoning_start_ids", "reasoning_end_ids"):
+        for name in ("reasoning_start_ids", "reasoning_end_ids", "reasoning_last_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def check_vocabulary(self, size: int, eos_token_ids: Collection[int] = ()) -> None:

@@ -22,8 +22,8 @@ import tokenizers
 
 from config import read_json
 from sampling_params import SamplingParams
-from text.messages import CONTINUE_TAG, expected, has_text_arguments, tag_final_message, with_empty_arguments
-from text.templates import ChatTemplate, TemplateEnvironment, read_template, run_template
+from text.messages import CONTINUE_TAG, expected, show_messages, tag_final_message
+from text.templates import ChatTemplate, TemplateEnvironment, read_template
 from text.vocabularies import BYTE_OF_CHAR, READERS, SPACE, convert, special_tokens
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece vocabularies spell a single byte
@@ -219,14 +219,7 @@ class Tokenizer:
         messages = [expected(message, template) for message in messages]
 
         def run(messages: list[dict[str, Any]], opening: bool) -> str:
-            given = {"messages": messages, "add_generation_prompt": opening}
-            try:
-                return run_template(template.template, variables | given)
-            except ValueError:
-                if not any(map(has_text_arguments, messages)):
-                    raise
-                given["messages"] = list(map(with_empty_arguments, messages))  # this template goes through them
-                return run_template(template.template, variables | given)
+            return show_messages(template, messages, variables | {"add_generation_prompt": opening})
 
         if not continue_final_message:
             return run(messages, add_generation_prompt)

@@ -145,7 +145,7 @@ def attributes_of(record: type) -> dict[str, str]:
 HINTS, ABOUT = get_type_hints(SamplingParams), attributes_of(SamplingParams)
 OTHERS = (  # that have rows of their own, or none
     "max_tokens", "logprobs", "prompt_logprobs", "bad_word_ids", "truncate_prompt_tokens", "structured_outputs",
-    "thinking_token_budget", "reasoning_start_ids", "reasoning_end_ids",
+    "thinking_token_budget", "reasoning_start_ids", "reasoning_end_ids", "reasoning_last_ids",
 )  # fmt: skip
 PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in OTHERS)
 CHECKS = {

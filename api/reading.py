@@ -112,6 +112,7 @@ class Parsers:
                 raise ApiError(400, f"thinking_token_budget is {budget}: {message}", "thinking_token_budget")
         elif ends and (budget is not None or structure is not None):
             params |= {"thinking_token_budget": budget, "reasoning_start_ids": start, "reasoning_end_ids": ends[0]}
+            params["reasoning_last_ids"] = tuple(end[-1] for end in ends[1:] if end[:-1] == ends[0][:-1] != ())
         special = self.special_tokens if fields["skip_special_tokens"] is not False else frozenset()
         shown = fields["include_reasoning"] is not False
         return Reading(calling, thinking, tools, prompt, special, shown, start, ends, params)
@@ -173,7 +174,9 @@ class Parsers:
         elif calling and thinking.ended_by_calls:
             ends += TOOL_PARSERS[calling].begins
         start = () if thinking.opened_by(prompt) else self.ids_of(thinking.starts[0])
-        return start, tuple(map(self.ids_of, ends))
+        best, *others = map(self.ids_of, ends)
+        spaced = (self.ids_of(ends[0] + space) for space in (" ", "\n", "\n\n"))  # may be one token with its last one
+        return start, (best, *others, *(each for each in spaced if len(each) == len(best)))
 
 
 def called_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> Sequence[dict[str, Any]]:

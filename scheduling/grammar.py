@@ -59,6 +59,7 @@ class Constraint:
         self.allowed = grammar.first if grammar else np.full(words, ALL, dtype=np.uint32)  # by the grammar
         self.num_read = 0  # tokens of the output that `mask` follows
         self.reasoning = bool(params.reasoning_end_ids) and not params.reasoning_start_ids
+        self.undecided = bool(params.reasoning_start_ids)  # the output is the beginning of what begins reasoning
         self.num_reasoning = 0  # tokens of it
         self.error = ""  # why the sequence cannot go on
         self.work: Future[None] | None = None  # makes the next mask,
@@ -78,9 +79,13 @@ class Constraint:
         for i in range(self.num_read, len(output)):
             if self.reasoning:
                 self.num_reasoning += 1
-                self.reasoning = tuple(output[max(0, i + 1 - len(end)) : i + 1]) != end
-            elif i == 0 and start[:1] == (output[0],):  # if `start` has others, they count as reasoning
-                self.reasoning = True
+                is_last = output[i] in (end[-1], *self.params.reasoning_last_ids)
+                self.reasoning = not is_last or tuple(output[max(0, i + 1 - len(end)) : i]) != end[:-1]
+            elif self.undecided and output[i] == start[i]:
+                self.reasoning = i + 1 == len(start)
+                self.undecided = not self.reasoning
+            elif self.undecided:
+                self.undecided, read = False, [*output[: i + 1]]
             else:
                 read.append(output[i])
         if self.grammar is not None and read:
@@ -105,8 +110,8 @@ class Constraint:
             return self._bits(bit_words([end[written]]))
         if self.reasoning:  # what the grammar asks for has yet to come
             mask = np.full(self.words, ALL, dtype=np.uint32) & ~self._bits(self.stops if self.grammar else {})
-        elif params.reasoning_start_ids and not output:
-            mask = self.allowed | self._bits(bit_words(params.reasoning_start_ids[:1]))
+        elif self.undecided:
+            mask = self._allowed_after(output) | self._bits(bit_words([params.reasoning_start_ids[len(output)]]))
         else:
             mask = self.allowed
         listed = mask & self._listed(output)
@@ -114,6 +119,15 @@ class Constraint:
         if not listed.any() and not self.error:
             self.error = "allowed_token_ids or bad_words leave no token with which the structured output can go on"
         return early if early.any() else listed  # what is complete ends, whatever `min_tokens` says
+
+    def _allowed_after(self, output: Ints[int]) -> np.ndarray:
+        """What the grammar allows after tokens that it has not read, and may not allow."""
+        if self.grammar is None or not output:
+            return self.allowed
+        matcher = self.grammar.matcher.deep_copy()
+        if matcher.try_consume_tokens([*output]) < len(output):
+            return np.zeros(self.words, dtype=np.uint32)
+        return mask_of(matcher, self.words)
 
     def _listed(self, output: Ints[int]) -> np.ndarray:
         """The mask of what the request itself allows after `output`."""

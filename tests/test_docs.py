@@ -13,6 +13,7 @@ import pytest
 
 from api.faces import FACES
 from api.fields import Face
+from text.tools import REASONING_PARSERS, TOOL_PARSERS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -71,6 +72,10 @@ def with_tables(text: str) -> str:
     answers = [face for face in FACES if "thinking_token_budget" in {*face.fields, *face.not_yet}]
     prompts = [face for face in FACES if face not in answers]
     return first + TABLES[0] + table_of(answers) + TABLES[1] + table_of(prompts) + TABLES[2] + then
+
+
+def test_all_parsers_are_named() -> None:
+    assert not [name for name in {*TOOL_PARSERS, *REASONING_PARSERS} if f"`{name}`" not in API.read_text()]
 
 
 def test_the_tables_of_fields_are_true() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from text.json_mending import mend
-from text.templates import ChatTemplate
+from text.templates import ChatTemplate, run_template
 
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
 PART_TYPES = ("text", "refusal")  # each is the key of its words, too
@@ -117,20 +118,38 @@ def arguments_of(given: Any) -> dict[str, Any] | str:
     return found if isinstance(found, dict) else text if found is not None else {}
 
 
-def has_text_arguments(message: dict[str, Any]) -> bool:
-    """Whether a message has a call whose arguments are no object, but text, as a model wrote them."""
-    return any(isinstance(call["function"].get("arguments"), str) for call in message.get("tool_calls") or ())
+# Arguments as a template may need them that fails with others: it goes through them, or joins them to text.
+ARGUMENT_FORMS: tuple[Callable[[Any], Any], ...] = (
+    lambda arguments: {} if isinstance(arguments, str) else arguments,
+    lambda arguments: arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False),
+)
 
 
-def with_empty_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """A message in which no arguments are text."""
-    if not has_text_arguments(message):
-        return message
+def with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
+    """A message in which the arguments of all calls have this form."""
     calls = []
-    for call in message["tool_calls"]:
-        is_text = isinstance(call["function"].get("arguments"), str)
-        calls.append(call | {"function": call["function"] | {"arguments": {}}} if is_text else call)
-    return message | {"tool_calls": calls}
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        calls.append(call | {"function": function | {"arguments": form(function.get("arguments"))}})
+    return message | {"tool_calls": calls} if calls else message
+
+
+def show_messages(template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+    """The text that a template writes of messages, with the arguments of calls in the first form that it can take.
+
+    Raises:
+        ValueError: as `run_template`.
+    """
+    try:
+        return run_template(template.template, variables | {"messages": messages})
+    except ValueError as error:
+        failure = error
+    for form in ARGUMENT_FORMS:
+        formed = [with_arguments(message, form) for message in messages]
+        with contextlib.suppress(ValueError):
+            if formed != messages:
+                return run_template(template.template, variables | {"messages": formed})
+    raise failure
 
 
 def expected(message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:

@@ -59,6 +59,7 @@ class TagFormat(ToolParser):
     name_end: str  # behind it
     key: str  # before an argument's name
     key_end: str  # behind it, up to the value
+    other_key_end: str = ""  # the same before a value that is no string, in formats that say so
     value_end: str  # behind the value
     padding: str = ""  # on both sides of a value
 
@@ -89,22 +90,29 @@ class TagFormat(ToolParser):
             yield from source.closes(self.end)
 
     def _arguments(self, calls: Calls) -> Steps[None]:
-        source, (first, *rest) = calls.source, self.key_end.split()
+        source, ends = calls.source, self.key_end.split()
+        others = self.other_key_end.split()
         given: list[str] = []
         while (yield from source.closes(self.key)):
-            given.append((yield from source.short(first)))
-            for text in (first, *rest):
-                yield from source.closes(text)
+            given.append((yield from source.short(ends[0])))
+            found = ""
+            for texts in zip(ends, others or ends, strict=True):
+                found = yield from source.closes(*texts)
             opening = "{" if calls.bare else ", "
             yield calls.arguments(f"{opening}{json.dumps(given[-1], ensure_ascii=False)}: ")
-            yield from self._value(calls, given)
+            yield from self._value(calls, given, bool(others) and found == ends[-1])
         if (yield from source.char()):
             yield calls.arguments("{}" if calls.bare else "}")
 
-    def _value(self, calls: Calls, given: Sequence[str]) -> Steps[None]:
-        """Read the value of the last key given. Strings become arguments as they come, others when they are whole."""
+    def _value(self, calls: Calls, given: Sequence[str], is_string: bool) -> Steps[None]:
+        """Read the value of the last key given. Strings become arguments as they come, others when they are whole.
+
+        `is_string`: the model says that it is one, which counts where the schema allows others as well.
+        """
         source, stops = calls.source, markers(frozenset(self.value_ends))
         schema = property_schema(calls.schemas[calls.name], given[-1])
+        if is_string and "string" in types_of(schema):
+            schema = {"type": "string"}
         streams, kept, size = types_of(schema) == {"string"}, [], 0
 
         def make(text: str) -> Part:
@@ -254,8 +262,10 @@ class TagFormat(ToolParser):
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
         before, after = ("\n", "\n" + self.end) if self.name else ("", self.end)
-        call = then(lark.text(before), lark.one_of(self._call(lark, tool) for tool in tools), lark.syntax(after))
-        return repeated(call, then(lark.text("\n"), lark.syntax(self.begins[0])), several)
+        before, after, call = lark.text(before), lark.syntax(after), lark.one_of(self._call(lark, t) for t in tools)
+        if self.name and self.name not in self.begins:  # all calls stand between one pair of tags
+            return then(before, repeated(call, before, several), after)
+        return repeated(then(before, call, after), then(lark.text("\n"), lark.syntax(self.begins[0])), several)
 
     def _call(self, lark: Lark, tool: Tool) -> str:
         name = brief(tool.name, "the tool", "\n", self.name_end, self.key, *self.ends)
@@ -263,7 +273,8 @@ class TagFormat(ToolParser):
         end = self.padding + self.value_end
         for key, schema, required in properties_of(tool.schema):
             key = lark.text(brief(key, "the parameter", self.key_end.split()[0]))
-            before = then(lark.syntax(self.key), key, lark.syntax(self.key_end + self.padding))
+            key_end = self.key_end if is_text(schema) else self.other_key_end or self.key_end
+            before = then(lark.syntax(self.key), key, lark.syntax(key_end + self.padding))
             if is_text(schema):
                 value = lark.unquoted(schema, self.value_ends, end)
             else:

@@ -109,14 +109,25 @@ class ToolParser:
         raise NotImplementedError
 
 
+def filled(lark: Lark, written: str, name: str) -> str:
+    """A text of a format, in which `{}` stands for a function's name, and `{#}` for a number."""
+    places = {"{}": name, "{#}": "/[0-9]{1,3}/"}
+    return then(*(places.get(piece) or lark.syntax(piece) for piece in re.split(r"(\{#?\})", written)))
+
+
 @dataclass(frozen=True)
 class JsonFormat(ToolParser):
     """Calls that are JSON objects, or lists of them, which hold the function's name and its arguments."""
 
     around: str = ""  # between the tags and the JSON
     listed: bool = False  # the model writes a list of objects; both ways are read
+    inset: str = ""  # before each object of a list; without its spaces, after the last one
+    name: str = "name"  # key for the function's name; empty where that is itself the key for the arguments
     arguments: tuple[str, ...] = ("arguments", "parameters")  # keys for the arguments; the model writes the first
-    separator: str = ""  # between two calls where they are not listed
+    others: tuple[str, ...] = ("id", "type")  # keys that may stand before the name
+    written: str = ""  # all of an object before the arguments, if not only the name; see `filled`
+    separator: str = ""  # between two calls where they are not listed, but within one pair of tags
+    between: str = "\n"  # between two pairs of tags
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
         source = calls.source
@@ -150,7 +161,10 @@ class JsonFormat(ToolParser):
             if not (yield from source.follows(":")):
                 raise NoCall
             first = yield from source.space()
-            if key == "name" and not named:
+            if not self.name:
+                yield calls.begin(key)
+                named, key = True, self.arguments[0]
+            if key == self.name and not named:
                 yield calls.begin((yield from source.string()))
                 named = True
                 if held:
@@ -161,7 +175,7 @@ class JsonFormat(ToolParser):
                 held = yield from self._arguments(source, first)
                 if named:
                     yield calls.arguments(held)
-            elif key in (*self.arguments, "id", "type") or named:
+            elif key in (*self.arguments, *self.others) or named:
                 yield from source.value(nothing)
             else:
                 raise NoCall
@@ -187,14 +201,17 @@ class JsonFormat(ToolParser):
         around, begin, end = lark.text(self.around), lark.syntax(self.begins[0]), lark.syntax(self.end)
         call = lark.one_of(self._call(lark, tool) for tool in tools)
         if self.listed:
-            return then(around, lark.text("["), repeated(call, lark.text(", "), several), lark.text("]"), around, end)
+            calls = repeated(call, lark.text("," + (self.inset or " ")), several)
+            last = lark.text(self.inset.rstrip(" ") + "]")
+            return then(around, lark.text("[" + self.inset), calls, last, around, end)
         if self.separator:
-            return repeated(call, lark.text(self.separator), several)
-        return repeated(then(around, call, around, end), then(lark.text("\n"), begin), several)
+            return then(around, repeated(call, lark.text(self.separator), several), around, end)
+        return repeated(then(around, call, around, end), then(lark.text(self.between), begin), several)
 
     def _call(self, lark: Lark, tool: Tool) -> str:
-        begin = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{self.arguments[0]}": '
-        return then(lark.text(begin), lark.json(tool.schema, tool.strict), lark.text("}"))
+        written = self.written or f'{{"{self.name}": {{}}, "{self.arguments[0]}": '
+        begin = filled(lark, written, lark.text(json.dumps(tool.name, ensure_ascii=False)))
+        return then(begin, lark.json(tool.schema, tool.strict), lark.text("}"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,8 +222,9 @@ class HeaderFormat(ToolParser):
     """
 
     header: re.Pattern[str]  # finds `name`, and perhaps `id`, in all that stands before the arguments
-    written: str  # the header as the model writes it: `{}` stands for the name, and `{#}` for a number
+    written: str  # the header as the model writes it; see `filled`
     after: str = ""  # between the arguments and `call_end`
+    between: str = ""  # between two calls
     others: tuple[str, ...] = ()  # further texts that may be in a header
     # Is read where a bracket follows `begins`, and written where the model has no token `[ARGS]`.
     older: JsonFormat | None = None
@@ -243,14 +261,12 @@ class HeaderFormat(ToolParser):
             return self.older.write(lark, tools, several)
         call = lark.one_of(self._call(lark, tool) for tool in tools)
         begin, *more = map(lark.syntax, reversed(self.begins))
-        return then(begin if more else "", repeated(call, begin, several), lark.syntax(self.end))
+        calls = repeated(call, then(lark.text(self.between), begin), several)
+        return then(begin if more else "", calls, lark.syntax(self.end))
 
     def _call(self, lark: Lark, tool: Tool) -> str:
-        before, behind = self.written.split("{}")
-        behind, numbered, last = behind.partition("{#}")
         name = lark.text(brief(tool.name, "the tool", *"{[:\n", *self.ends))
-        number = "/[0-9]{1,3}/" if numbered else ""
-        header = then(lark.syntax(before), name, lark.syntax(behind), number, lark.syntax(last))
+        header = filled(lark, self.written, name)
         return then(header, lark.json(tool.schema, tool.strict), lark.syntax(self.after + self.call_end))
 
 

@@ -38,6 +38,8 @@ class ReasoningParser:
     ends: tuple[str, ...]
     ended_by_calls: bool = False  # a call of a function ends it, too
     lacks_start: bool = False  # some models leave out what begins it
+    openers: tuple[str, ...] = ()  # what may stand before the rest of the answer, each once and in this order;
+    closers: tuple[str, ...] = ()  # where something does, one of these stands behind it
 
     def opened_by(self, prompt: str) -> bool:
         """Whether a rendered prompt ends in reasoning that the answer goes on with."""
@@ -61,20 +63,61 @@ class ReasoningParser:
         source.mark = None
         return source.in_reasoning
 
+    def opens(self, source: Source) -> Waiting[frozenset[str]]:
+        """Read what stands before the rest of the answer; returns what may then stand behind it."""
+        if not self.openers:
+            return frozenset()
+        source.mark = source.at
+        yield from source.space()
+        for text in self.openers:
+            if (yield from source.follows(text)):
+                source.mark = None
+                yield from source.space()
+        if source.mark is None:
+            return frozenset(self.closers)
+        source.back()
+        return frozenset()
 
+
+def closes(source: Source, closer: str, begins: Collection[str]) -> Waiting[bool]:
+    """Read a text, after white space, if the answer ends behind it, or calls come, which one of `begins` begins.
+
+    Returns whether it has been read.
+    """
+    source.mark = source.at
+    yield from source.space()
+    yield from source.follows(closer)
+    char = yield from source.space()
+    behind = source.at - source.mark
+    is_last = not char or (yield from source.follows(*begins)) != ""
+    source.at, source.mark = source.mark + behind * is_last, None
+    return is_last
+
+
+COHERE = ReasoningParser(
+    ("<|START_THINKING|>",), ("<|END_THINKING|>",), ended_by_calls=True, lacks_start=True,
+    openers=("<|START_RESPONSE|>", "<|START_TEXT|>"), closers=("<|END_RESPONSE|>", "<|END_TEXT|>"),
+)  # fmt: skip
+THINK = ReasoningParser(("<think>",), ("</think>",), lacks_start=True)
+# By vLLM's names, where it has one.
 REASONING_PARSERS = {
+    "apertus": ReasoningParser(("<|inner_prefix|>",), ("<|inner_suffix|>",), ended_by_calls=True, lacks_start=True),
+    "cohere_command3": COHERE,
+    "cohere_command4": COHERE,
+    "ernie45": replace(THINK, openers=("<response>",), closers=("</response>",)),
     "gemma4": ReasoningParser(("<|channel>thought",), ("<channel|>",)),
     "granite": ReasoningParser(
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
-    "kimi_k2": ReasoningParser(("<think>",), ("</think>",), ended_by_calls=True, lacks_start=True),
+    "hunyuan_a13b": replace(THINK, openers=("<answer>", "助手："), closers=("</answer>",)),
+    "kimi_k2": replace(THINK, ended_by_calls=True),
+    "longcat": ReasoningParser(("<longcat_think>",), ("</longcat_think>",), ended_by_calls=True, lacks_start=True),
     "mistral": ReasoningParser(("[THINK]",), ("[/THINK]",)),
     "openai_gptoss": ReasoningParser((), ("<|channel|>final<|message|>",)),
-    "qwen3": ReasoningParser(("<think>",), ("</think>",), ended_by_calls=True, lacks_start=True),
+    "qwen3": replace(THINK, ended_by_calls=True),
     "seed_oss": ReasoningParser(("<seed:think>",), ("</seed:think>",)),
 } | dict.fromkeys(
-    ("deepseek_r1", "deepseek_v3", "ernie45", "glm45", "holo2", "minimax_m2", "nemotron_v3", "olmo3", "step3"),
-    ReasoningParser(("<think>",), ("</think>",), lacks_start=True),
+    ("deepseek_r1", "deepseek_v3", "glm45", "holo2", "minimax_m2", "nemotron_v3", "olmo3", "step3"), THINK
 )
 # Texts in the chat template of a kind of model, and its parser; the first row that fits counts.
 REASONING_SIGNS = (
@@ -82,6 +125,14 @@ REASONING_SIGNS = (
     (("<|channel>thought",), "gemma4"),
     (("[THINK]",), "mistral"),
     (("</seed:think>",), "seed_oss"),
+    (("<|inner_prefix|>",), "apertus"),
+    (("<|START_THINKING|>", "<|START_TEXT|>"), "cohere_command4"),
+    (("<|START_THINKING|>",), "cohere_command3"),
+    (("<longcat_think>",), "longcat"),
+    (("</think>", "<response>"), "ernie45"),
+    (("</think>", "<answer>"), "hunyuan_a13b"),
+    (("</think>", "助手："), "hunyuan_a13b"),
+    (("<think>", "<｜tool_calls_begin｜>"), "step3"),
     (("</think>", "<|tool_calls_section_begin|>"), "kimi_k2"),
     (("</think>", "<arg_key>"), "glm45"),
     (("</think>", "<｜Assistant｜>"), "deepseek_r1"),
@@ -107,33 +158,55 @@ DEEPSEEK_V31 = HeaderFormat(
     end="<｜tool▁calls▁end｜>", call_end="<｜tool▁call▁end｜>",
     header=re.compile(r"(?P<name>.+?)\s*<｜tool▁sep｜>\s*", re.DOTALL), written="{}<｜tool▁sep｜>",
 )  # fmt: skip
+DEEPSEEK_V32 = TagFormat(
+    begins=("<｜DSML｜function_calls>",), name='<｜DSML｜invoke name="', name_end='">',
+    key='<｜DSML｜parameter name="', key_end='" string="true">', other_key_end='" string="false">',
+    value_end="</｜DSML｜parameter>", call_end="</｜DSML｜invoke>", end="</｜DSML｜function_calls>",
+)  # fmt: skip
+GLM45 = TagFormat(
+    begins=("<tool_call>",), name="", name_end="\n", key="<arg_key>", key_end="</arg_key>\n<arg_value>",
+    value_end="</arg_value>", end="</tool_call>",
+)  # fmt: skip
+COMMAND = JsonFormat(
+    ("<|START_ACTION|>",), "<|END_ACTION|>", listed=True, inset="\n    ", name="tool_name", arguments=("parameters",),
+    others=("tool_call_id",), written='{"tool_call_id": "{#}", "tool_name": {}, "parameters": ',
+)  # fmt: skip
+JAMBA = JsonFormat(("<tool_calls>",), "</tool_calls>", listed=True)
+PLAIN_JSON = JsonFormat(("[", "{"), listed=True)
 GEMMA4 = PythonFormat(
     ("<|tool_call>",), "<tool_call|>", listed=False, prefix="call:", brackets=("{", "}"), between=":", raw='<|"|>'
 )
 # By vLLM's names, where it has one.
 TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
+    "apertus": JsonFormat(("<|tools_prefix|>",), "<|tools_suffix|>", listed=True, name="", written="{{}: "),
+    "cohere_command3": COMMAND,
+    "cohere_command4": COMMAND,
     "deepseek_v3": replace(
         DEEPSEEK_V31, written="function<｜tool▁sep｜>{}\n```json\n", after="\n```",
         header=re.compile(r"function<｜tool▁sep｜>(?P<name>[^\n]+?)\s*\n```json\s*"),
     ),
     "deepseek_v31": DEEPSEEK_V31,
+    "deepseek_v32": DEEPSEEK_V32,
+    "ernie45": HERMES,
     "functiongemma": replace(GEMMA4, begins=("<start_function_call>",), end="<end_function_call>", raw="<escape>"),
     "gemma3": PythonFormat(("```tool_code",), "```", listed=False, around="\n"),
     "gemma4": GEMMA4,
-    "glm45": TagFormat(
-        begins=("<tool_call>",), name="", name_end="\n", key="<arg_key>", key_end="</arg_key>\n<arg_value>",
-        value_end="</arg_value>", end="</tool_call>",
-    ),
+    "glm45": GLM45,
     "granite": JsonFormat(("<|tool_call|>", "<tool_call>"), listed=True),
     "granite-20b-fc": JsonFormat(("<function_call>",), around=" "),
     "granite4": HERMES,
     "hermes": HERMES,
+    "hunyuan_a13b": JAMBA,
+    "hunyuan_dense": HeaderFormat(
+        begins=("<tool_calls>", "<tool_call>"), end="</tool_calls>", call_end="</tool_call>", between="\n",
+        header=re.compile(r"(?P<name>[^\n]+?)\s*\n```json\s*"), written="{}\n```json\n", after="\n```",
+    ),
     "internlm": JsonFormat(
         ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), "<|action_end|>", around="\n",
         arguments=("parameters", "arguments"),
     ),
-    "jamba": JsonFormat(("<tool_calls>",), "</tool_calls>", listed=True),
-    "json": JsonFormat(("[", "{"), listed=True),
+    "jamba": JAMBA,
+    "json": PLAIN_JSON,
     "kimi_k2": HeaderFormat(
         begins=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
         end="<|tool_calls_section_end|>", call_end="<|tool_call_end|>",
@@ -143,6 +216,12 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "lfm2": PythonFormat(("<|tool_call_start|>",), "<|tool_call_end|>"),
     "llama3_json": JsonFormat(("{", "<|python_tag|>"), arguments=("parameters", "arguments"), separator=";"),
     "llama4_pythonic": PythonFormat(("<|python_start|>", "["), "<|python_end|>"),
+    "longcat": replace(HERMES, begins=("<longcat_tool_call>",), end="</longcat_tool_call>", between=""),
+    "longcat_xml": replace(
+        GLM45, begins=("<longcat_tool_call>",), key="<longcat_arg_key>", value_end="</longcat_arg_value>",
+        key_end="</longcat_arg_key>\n<longcat_arg_value>", end="</longcat_tool_call>",
+    ),
+    "minimax": JsonFormat(("<tool_calls>",), "</tool_calls>", around="\n", separator="\n"),
     "minimax_m2": TagFormat(
         begins=("<minimax:tool_call>",), name='<invoke name="', name_end='">', key='<parameter name="', key_end='">',
         value_end="</parameter>", call_end="</invoke>", end="</minimax:tool_call>",
@@ -159,6 +238,13 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "qwen3_coder": QWEN3,
     "qwen3_xml": QWEN3,
     "seed_oss": replace(QWEN3, begins=("<seed:tool_call>", "<function="), end="</seed:tool_call>", padding=""),
+    "step3": TagFormat(
+        begins=("<｜tool_calls_begin｜>",), end="<｜tool_calls_end｜>",
+        name='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="', name_end='">',
+        key='<steptml:parameter name="', key_end='">', value_end="</steptml:parameter>",
+        call_end="</steptml:invoke><｜tool_call_end｜>",
+    ),
+    "xlam": PLAIN_JSON,
 }  # fmt: skip
 SPACE = r"/\n{0,2}/"  # may come before a call, as it does after reasoning
 PLAIN = r"/[^\s\[{](?s:.*)/"  # text that no bracket begins
@@ -167,6 +253,13 @@ SIGNS = (
     (("<|channel|>", "<|call|>"), "openai"),
     (("<seed:tool_call>",), "seed_oss"),
     (("<minimax:tool_call>",), "minimax_m2"),
+    (("<|tools_prefix|>",), "apertus"),
+    (("<|START_ACTION|>", "<|START_TEXT|>"), "cohere_command4"),
+    (("<|START_ACTION|>",), "cohere_command3"),
+    (("｜DSML｜", "function_calls>"), "deepseek_v32"),
+    (("<｜tool_calls_begin｜>",), "step3"),
+    (("<longcat_arg_key>",), "longcat_xml"),
+    (("<longcat_tool_call>",), "longcat"),
     (("<function=", "<parameter="), "qwen3_coder"),
     (("<arg_key>",), "glm45"),
     (("<|tool_call>call:",), "gemma4"),
@@ -178,7 +271,11 @@ SIGNS = (
     (("<|action_start|>",), "internlm"),
     (("<|tool_call_start|>",), "lfm2"),
     (("<function_calls>",), "olmo3"),
+    (("<tool_calls>", "```json"), "hunyuan_dense"),
+    (("<tool_calls>", "助手："), "hunyuan_a13b"),
+    (("<tool_calls>", "<beginning_of_sentence>"), "minimax"),
     (("<tool_calls>",), "jamba"),
+    (("<tool_call>", "<response>"), "ernie45"),
     (("<tool_call>",), "hermes"),
     (("<function_call>",), "granite-20b-fc"),
     (("<|tool|>",), "phi4_mini_json"),
@@ -186,6 +283,7 @@ SIGNS = (
     (("```tool_code",), "gemma3"),
     (("<|python_start|>", "[func_name1("), "llama4_pythonic"),
     (("[func_name1(",), "pythonic"),
+    (('[{"name": "tool_call_name", "arguments": ',), "xlam"),
     (('{"name": function name, "parameters": ',), "llama3_json"),
 )
 
@@ -254,15 +352,22 @@ def read_answer(calls: Calls, format: ToolParser | None, thinking: ReasoningPars
     begins = frozenset(format.begins if format else ())
     starts, ends = frozenset(thinking.starts if thinking else ()), frozenset(thinking.ends if thinking else ())
     stops = begins | (starts | ends if thinking and thinking.lacks_start else frozenset())
+    closers: frozenset[str] = frozenset()
     make: Make = content
     if thinking and (yield from thinking.begins(source, opened)):
         stops = ends | (begins if thinking.ended_by_calls else frozenset())
         make = reasoning
-    while found := (yield from source.until(markers(stops), make)):
+    elif thinking:
+        closers = yield from thinking.opens(source)
+    while found := (yield from source.until(markers(stops | closers), make)):
         if found in begins:
             assert format
             if not (yield from read_calls(calls, format, found, make)):
                 continue
+        elif found in closers:
+            if not (yield from closes(source, found, begins)):
+                yield content(source.take(source.text.index(found, source.at) + len(found)))
+            continue
         elif found in starts:  # the answer tells of such a mark
             yield content(source.take(source.text.index(found, source.at) + len(found)))
             stops = begins
@@ -272,6 +377,8 @@ def read_answer(calls: Calls, format: ToolParser | None, thinking: ReasoningPars
             yield from source.follows(found)
         stops, make, source.in_reasoning = begins, content, False
         yield from source.space()
+        if thinking and not closers:
+            closers = yield from thinking.opens(source)
 
 
 def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Steps[bool]:

@@ -13,6 +13,7 @@ from api.reading import check_parsers
 from sampling_params import SamplingParams
 from scripted import CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, events, post, refusal
 from text.tools import call_grammar
+from tokenizer import Tokenizer
 
 ROOM = FACTS | {"max_model_len": 4096}
 SHOWN = (
@@ -273,6 +274,24 @@ def test_what_bounds_or_follows_reasoning_knows_its_tokens(http_client: FlaskCli
         assert asked(engine).reasoning_end_ids == ()
     talk(http_client, HERMES, regex="a", tools=None)
     assert asked(engine).reasoning_end_ids == ()
+
+
+def test_the_end_of_reasoning_may_be_one_token_with_a_line_break(
+    engine: ScriptedClient, http_client: FlaskClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hunyuan-A13B has a token for `>` and a line break, and none for `</think>`."""
+    ids = {
+        "<think>": [1],
+        "</think>": [2, 3, 4],
+        "</think>\n": [2, 3, 5],
+        "</think> ": [2, 3, 4, 6],
+        "</think>\n\n": [7],
+    }
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, *a, **k: ids.get(text) or encode(self, text, *a, **k))
+    talk(http_client, THINKS, tool_choice="required")
+    params = asked(engine)
+    assert (params.reasoning_end_ids, params.reasoning_last_ids) == ((2, 3, 4), (5,))
 
 
 def test_the_options_name_the_parsers(engine: ScriptedClient) -> None:

@@ -228,6 +228,40 @@ def test_reasoning_may_be_left_out(constraint, tokenizer):
     assert len(allowed(c)) == 1023
 
 
+def test_what_begins_as_reasoning_does_may_be_the_grammars(constraint, tokenizer):
+    """Where a mark is several tokens, of which a call may share the first ones."""
+    start, end = (tuple(tokenizer.encode(text, False)) for text in ("<think>", "</think>"))
+    answer = tokenizer.encode("<that>", False)
+    shared = next(i for i, pair in enumerate(zip(start, answer, strict=False)) if pair[0] != pair[1])
+    assert shared > 0
+    for step in (1, 10):
+        c = constraint({"choice": ["<that>"]}, reasoning_start_ids=start, reasoning_end_ids=end)
+        for i in range(0, len(answer), step):
+            assert start[i] in allowed(c) if i <= shared else True
+            assert answer[i] in allowed(c) and len(allowed(c)) < 10
+            c.advance(answer[: i + step])
+        assert allowed(c) == {EOS} and not c.error
+        c = constraint({"choice": ["<that>"]}, reasoning_start_ids=start, reasoning_end_ids=end)
+        for i in range(0, len(start), step):
+            assert start[i] in allowed(c) and len(allowed(c)) < 10
+            c.advance(start[: i + step])
+        assert len(allowed(c)) == 1023
+        c.advance([*start, 90, *end])
+        assert answer[0] in allowed(c) and len(allowed(c)) < 10 and not c.error
+
+
+def test_the_end_of_reasoning_may_spell_white_space_too(constraint, tokenizer):
+    """`>` and a line break are one token of some models."""
+    end = tuple(tokenizer.encode("</t>", False))
+    c = constraint({"choice": ["yes"]}, reasoning_end_ids=end, reasoning_last_ids=(700,))
+    for not_yet in ([700], [*end[:-2], 700], [*end[:-1], 701]):
+        c.advance([90, *not_yet])
+        assert len(allowed(c)) == 1023
+        c = constraint({"choice": ["yes"]}, reasoning_end_ids=end, reasoning_last_ids=(700,))
+    c.advance([90, *end[:-1], 700])
+    assert {tokenizer.token(id)[0] for id in allowed(c)} == {"y"}
+
+
 @pytest.mark.parametrize("budget", [0, 1, 5])
 @pytest.mark.parametrize("asked", [None, {"choice": ["yes"]}])
 def test_a_budget_ends_reasoning(constraint, tokenizer, budget, asked):

@@ -41,6 +41,34 @@ ANSWERS = [
     ("kimi_k2", "", "<think>step 1</think>Hello", "step 1", "Hello"),
     ("glm45", "", "\n<think>This is a reasoning section</think>\nThis is the rest", "This is a reasoning section",
      "This is the rest"),
+    # .../test_ernie45_reasoning_parser.py
+    ("ernie45", "<think>\n", "abc\n</think>\n\n\n<response>\ndef\n</response>\n", "abc", "def"),
+    ("ernie45", "<think>\n", "abc\n</think>\ndef", "abc", "def"),
+    ("ernie45", "<think>\n", "abc</think><response>a </response> and\n</response>", "abc", "a </response> and"),
+    ("ernie45", "", "<a>\n<response>b</response>", "", "<a>\n<response>b</response>"),
+    ("ernie45", "", "<response>\n<response>b</response>\n</response>\n", "", "<response>b</response>"),
+    # .../test_hunyuan_reasoning_parser.py
+    ("hunyuan_a13b", "", "<think>\nThis is a reasoning section\n</think>\n<answer>\nThis is the rest\n</answer>",
+     "This is a reasoning section", "This is the rest"),
+    ("hunyuan_a13b", "", "<think>\n\n</think>\n<answer>\nThis is the rest\nThat\n</answer>", "",
+     "This is the rest\nThat"),
+    ("hunyuan_a13b", "<think>\n\n</think>\n", "<answer>\n助手：Which city?</answer>", "", "Which city?"),
+    ("hunyuan_a13b", "", "<think>\na\n</think>\n<answer>\nThis is cut</answ", "a", "This is cut</answ"),
+    ("hunyuan_a13b", "", "\n This is content</answer>", "", "\n This is content</answer>"),
+    # tests/tool_parsers/test_cohere_command_tool_parser.py
+    ("cohere_command3", "", "<|START_THINKING|>I think.<|END_THINKING|>\n<|START_RESPONSE|>foo bar<|END_RESPONSE|>",
+     "I think.", "foo bar"),
+    ("cohere_command4", "<|START_THINKING|>", "I think.<|END_THINKING|><|START_TEXT|>foo bar<|END_TEXT|>", "I think.",
+     "foo bar"),
+    ("cohere_command3", "", "<|START_RESPONSE|>foo <|END_RESPONSE|> bar<|END_RESPONSE|>", "",
+     "foo <|END_RESPONSE|> bar"),
+    ("cohere_command3", "", "<|START_THINKING|>I only think.<|END_THINKING|>", "I only think.", ""),
+    # tests/reasoning/test_apertus_reasoning_parser.py, test_longcat_reasoning_parser.py
+    ("apertus", "", "<|inner_prefix|>This is reasoning<|inner_suffix|>This is the rest", "This is reasoning",
+     "This is the rest"),
+    ("apertus", "", "This is the rest", "", "This is the rest"),
+    ("longcat", "<longcat_think>\n", "This is reasoning\n</longcat_think>\nThis is the rest", "This is reasoning",
+     "This is the rest"),
     # .../test_gptoss_reasoning_parser.py
     ("openai_gptoss", "<|start|>assistant",
      "<|channel|>analysis<|message|>Reasons<|end|><|start|>assistant<|channel|>final<|message|>This is the rest",
@@ -85,6 +113,43 @@ def test_calls_come_after_reasoning_or_end_it(parser, answer, reasoning, content
         assert found == (content, reasoning, [["search", '{"q": "x"}', ""]] if called else [])
 
 
+ACTION = (
+    '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "search", "parameters": {"q": "x"}}\n]<|END_ACTION|>'
+)
+PLAN = "<|START_THINKING|>I look.<|END_THINKING|>"
+LISTED = '<tool_calls>[{"name": "search", "arguments": {"q": "x"}}]</tool_calls>'
+
+
+@pytest.mark.parametrize("special", [(), ("<|START_RESPONSE|>", "<|END_RESPONSE|>")])
+@pytest.mark.parametrize(
+    ("format", "parser", "answer", "content"),
+    [
+        ("cohere_command3", "cohere_command3", f"{PLAN}{ACTION}", ""),
+        ("cohere_command3", "cohere_command3", f"<|START_THINKING|>I look.{ACTION}", ""),
+        ("cohere_command3", "cohere_command3", f"{PLAN}<|START_RESPONSE|>I do.<|END_RESPONSE|>{ACTION}", "I do."),
+        ("hunyuan_a13b", "hunyuan_a13b", f"<think>\nI look.\n</think>\n<answer>\n{LISTED}\n</answer>", ""),
+        ("hunyuan_a13b", "hunyuan_a13b", f"<think>\nI look.\n</think>\n<answer>\nI do.{LISTED}</answer>\n", "I do."),
+        ("hunyuan_a13b", "hunyuan_a13b", f"<think>I look.</think><answer>I do.</answer>\n{LISTED}", "I do."),
+        ("ernie45", "ernie45", f"<think>\nI look.\n</think>\n\n\n{CALL}\n", ""),
+        ("ernie45", "ernie45", f"<think>I look.\n</think>\n<response>\nI do.\n</response>\n\n\n{CALL}\n", "I do."),
+        ("apertus", "apertus", '<|inner_prefix|>I look.<|tools_prefix|>[{"search": {"q": "x"}}]<|tools_suffix|>', ""),
+    ],
+)
+def test_what_stands_around_an_answer_is_left_out(format, parser, answer, content, special):
+    """Whether its marks are special tokens of the model or not, and beside calls, too."""
+    for pieces in cuts(answer):
+        found = read(pieces, format, parser, special=frozenset(special))
+        assert found == (content, "I look.", [["search", '{"q": "x"}', ""]])
+
+
+def test_the_marks_around_an_answer_may_be_in_an_argument():
+    answer = (
+        '<answer>\n<tool_calls>[{"name": "search", "arguments": {"q": "<answer>a</answer>"}}]</tool_calls>\n</answer>'
+    )
+    for pieces in cuts(answer):
+        assert read(pieces, "hunyuan_a13b", "hunyuan_a13b") == ("", "", [["search", '{"q": "<answer>a</answer>"}', ""]])
+
+
 def test_the_reader_knows_when_it_is_in_reasoning():
     reader = new_reader(None, "qwen3", TOOLS, "<think>\n", ())
     assert reader.in_reasoning
@@ -117,6 +182,14 @@ def test_the_reader_knows_when_it_is_in_reasoning():
         ("{{- '<|channel>thought\\n<channel|>' -}}", "gemma4"),
         ("<seed:think>\n</seed:think>", "seed_oss"),
         ("Respond with 'Here is my thought process:' and 'Here is my response:'", "granite"),
+        ("{%- set inner_token = '<|inner_prefix|>' -%}", "apertus"),
+        ("write <|START_THINKING|> followed by a plan", "cohere_command3"),
+        ("<|START_THINKING|>{{ plan }}<|END_THINKING|> <|START_TEXT|>{{ text }}<|END_TEXT|>", "cohere_command4"),
+        ("'<think>\n' + reasoning + '\n</think>\n' '\n<response>\n' + content + '\n</response>\n'", "ernie45"),
+        ("'助手：开头。' '<think>\n\n</think>\n'", "hunyuan_a13b"),
+        ("content.split('<answer>')[-1].strip('</answer>') '<think>\n\n</think>\n'", "hunyuan_a13b"),
+        ("<longcat_assistant><longcat_think>\n", "longcat"),
+        ("<think>\n <｜tool_calls_begin｜>", "step3"),
         ("<|im_start|>assistant", None),
     ],
 )

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from text.tools import TOOL_PARSERS, call_grammar, new_reader, tool_parser_of
+from text.tools import REASONING_PARSERS, TOOL_PARSERS, call_grammar, new_reader, tool_parser_of
 
 DATA = json.loads((Path(__file__).parent.parent / "data" / "tool_answers.json").read_text())
 TOOLS = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in DATA["tools"].items()]
@@ -118,6 +118,8 @@ def pieces_of(parser):
     """Texts that mean something in a format, and some that do not."""
     format = TOOL_PARSERS[parser]
     texts = [text for text in format.syntax if text]
+    if thinking := REASONING_PARSERS.get(parser):
+        texts += thinking.starts + thinking.ends + thinking.openers + thinking.closers
     texts += [text[: len(text) // 2] for text in texts]
     texts += [*"{}[]()<>:;,='\"\\ \n", "search", "add", "name", '"name": "search"', '"arguments": {"q": "x"}']
     texts += [
@@ -144,9 +146,10 @@ def test_any_text_is_read_alike_however_it_is_cut(parser, data):
     text = "".join(data.draw(pieces_of(parser)))
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
-    whole = read([text], parser, "qwen3" if parser != "openai" else None)
-    assert read(pieces, parser, "qwen3" if parser != "openai" else None) == whole
-    assert read(list(text), parser, "qwen3" if parser != "openai" else None) == whole
+    thinking = None if parser == "openai" else parser if parser in REASONING_PARSERS else "qwen3"
+    whole = read([text], parser, thinking)
+    assert read(pieces, parser, thinking) == whole
+    assert read(list(text), parser, thinking) == whole
 
 
 @pytest.mark.parametrize("parser", sorted(set(TOOL_PARSERS) - {"openai"}))
@@ -194,6 +197,22 @@ def test_the_reader_is_quick_with_long_texts():
         ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama3_json"),
         ("<|start_of_role|>assistant<|end_of_role|><|tool_call|>", "granite"),
         ("<|tool|>{{ message['tools'] }}<|/tool|>", "phi4_mini_json"),
+        ('<|START_ACTION|>[\n    {"tool_call_id": "{{ tool_idx.value }}", "tool_name": "', "cohere_command3"),
+        (
+            '<|START_ACTION|>[\n    {"tool_call_id": "{{ i }}" <|START_TEXT|>{{ content }}<|END_TEXT|>',
+            "cohere_command4",
+        ),
+        ('助手：开头。<tool_calls>[{"name": "func_name1", "arguments": {"argument1": "value1"}},...]', "hunyuan_a13b"),
+        ("<tool_calls><tool_call>' + tool['function']['name'] + '\n' + '```json' + '\n' + arguments", "hunyuan_dense"),
+        ("<tool_call>\n{\"name\": ' + tool_call.name '<response>\n' + content", "ernie45"),
+        ("{%- set tool_calls_token = '<|tools_prefix|>' -%}", "apertus"),
+        ('{%- set dsml_token = "｜DSML｜" -%}<{{ dsml_token }}function_calls>', "deepseek_v32"),
+        ('<longcat_tool_call>\n{"name": <function-name>, "arguments": <args-dict>}', "longcat"),
+        ("<longcat_tool_call>{function-name}\n<longcat_arg_key>{arg-key-1}</longcat_arg_key>", "longcat_xml"),
+        ("<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke", "step3"),
+        ("'<beginning_of_sentence>ai name=MiniMax AI\n<tool_calls>\n'", "minimax"),
+        ('<tool_calls>[\n    {"name": "', "jamba"),
+        ('[{"name": "tool_call_name", "arguments": {"arg1": "value1", "arg2": "value2"}}, ...', "xlam"),
         ("<|im_start|>assistant", None),
     ],
 )

@@ -60,17 +60,19 @@ def written(parser: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     format = TOOL_PARSERS[parser]
     texts = [WRITERS[type(format)](format, name, arguments, i) for i, (name, arguments) in enumerate(calls)]
     if isinstance(format, JsonFormat):
-        begin, around = format.begins[0], format.around
-        if format.listed:
-            return ("" if begin == "[" else begin) + f"{around}[{', '.join(texts)}]{around}{format.end}"
-        if format.separator:
-            return format.separator.join(texts)
-        return "\n".join(f"{begin}{around}{text}{around}{format.end}" for text in texts)
+        begin, around, inset = format.begins[0], format.around, format.inset
+        if not format.listed and not format.separator:
+            return format.between.join(f"{begin}{around}{text}{around}{format.end}" for text in texts)
+        listed = f"[{inset}{(',' + (inset or ' ')).join(texts)}{inset.strip(' ')}]"
+        inside = listed if format.listed else format.separator.join(texts)
+        return ("" if begin in "[{" else begin) + around + inside + around + format.end
     if isinstance(format, HeaderFormat):
         begin, *more = reversed(format.begins)
-        return "".join(more) + "".join(begin + text for text in texts) + format.end
+        return "".join(more) + format.between.join(begin + text for text in texts) + format.end
     if isinstance(format, TagFormat):
         begin, space = format.begins[0], "\n" if format.name else ""
+        if format.name and format.name not in format.begins:
+            texts = ["\n".join(texts)]
         return "\n".join(f"{begin}{space}{text}{space}{format.end}" for text in texts)
     if isinstance(format, PythonFormat):
         begin, around = format.begins[0], format.around
@@ -82,7 +84,9 @@ def written(parser: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
 
 
 def write_json(format: JsonFormat, name: str, arguments: dict[str, Any], i: int) -> str:
-    return json.dumps({"name": name, format.arguments[0]: arguments}, ensure_ascii=i % 2 == 0)
+    begin = format.written or f'{{"{format.name}": {{}}, "{format.arguments[0]}": '
+    begin = begin.replace("{#}", str(i)).replace("{}", json.dumps(name))
+    return begin + json.dumps(arguments, ensure_ascii=i % 2 == 0) + "}"
 
 
 def write_header(format: HeaderFormat, name: str, arguments: dict[str, Any], i: int) -> str:
@@ -92,8 +96,9 @@ def write_header(format: HeaderFormat, name: str, arguments: dict[str, Any], i: 
 
 def write_tags(format: TagFormat, name: str, arguments: dict[str, Any], i: int) -> str:
     def field(key: str, value: Any) -> str:
+        key_end = format.key_end if isinstance(value, str) else format.other_key_end or format.key_end
         value = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        return f"{format.key}{key}{format.key_end}{format.padding}{value}{format.padding}{format.value_end}\n"
+        return f"{format.key}{key}{key_end}{format.padding}{value}{format.padding}{format.value_end}\n"
 
     end = format.name_end if format.name_end == "\n" else format.name_end + "\n"
     fields = "".join(field(*each) for each in arguments.items())
@@ -254,9 +259,19 @@ SPELLED = [
 @pytest.mark.parametrize("parser", TAGGED)
 @pytest.mark.parametrize(("key", "spelled", "value"), SPELLED)
 def test_a_value_in_a_tag_has_the_type_of_its_schema(parser: str, key: str, spelled: str, value: Any) -> None:
-    answer = written(parser, [("write", {key: spelled})])
+    answer = written(parser, [("write", {key: spelled})]).replace('string="true"', 'string="false"')
     ((_, arguments),) = read([answer], parser)[1]
     assert json.loads(arguments) == {key: value}
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"), [("any", "5", "5"), ("any", "null", "null"), ("n", "5", 5), ("b", "True", True)]
+)
+def test_a_value_that_the_model_calls_a_string_is_one_where_it_may_be(key: str, text: str, value: Any) -> None:
+    whole = read([written("deepseek_v32", [("write", {key: text})])], "deepseek_v32")
+    assert json.loads(whole[1][0][1]) == {key: value}
+    for pieces in in_pieces(written("deepseek_v32", [("write", {key: text})]), random.Random(0)):
+        assert read(pieces, "deepseek_v32") == whole
 
 
 @pytest.mark.parametrize("parser", TAGGED)
@@ -397,6 +412,7 @@ def test_what_a_tool_would_answer_is_no_content() -> None:
 # --- calls that come back in a conversation ---------------------------------------------------------------------------
 
 GOES_THROUGH = "{% for k, v in c.function.arguments|items %}{{ k }}={{ v }}{% endfor %}"
+JOINS = "{{ '' + c.function.arguments }}"  # as the templates of Apertus and of DeepSeek V3 do
 TAKES_ANY = "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}"
 
 
@@ -409,11 +425,14 @@ TAKES_ANY = "{{ c.function.arguments if c.function.arguments is string else c.fu
     ],
 )  # fmt: skip
 def test_earlier_arguments_that_are_no_object_are_rendered(given: Any, gone_through: str, shown: str) -> None:
-    """As their text, or as an empty object where the template goes through them."""
+    """As their text, or as an empty object where the template goes through them.
+
+    A template that joins arguments to text gets those that are an object as JSON.
+    """
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}
     talk = chat_messages([{"role": "user", "content": "go"}, {"role": "assistant", "tool_calls": [call]}])
     tokenizer = Tokenizer(DEMO)
-    for body, wanted in ((GOES_THROUGH, gone_through), (TAKES_ANY, shown)):
+    for body, wanted in ((GOES_THROUGH, gone_through), (TAKES_ANY, shown), (JOINS, shown)):
         template = "{% for m in messages %}{% for c in m.tool_calls %}" + body + "{% endfor %}{% endfor %}"
         assert tokenizer.render(talk, chat_template=template) == wanted
 
