@@ -13,10 +13,22 @@ from typing import Any
 
 from api.checks import Asked, Check, known_keys
 from sampling_params import StructuredOutputsParams
+from text.schemas import json_parts, relaxed
 
 TYPES = ("text", "json_object", "json_schema", "structural_tag")  # of a response_format
 KEYS = tuple(field.name for field in dataclasses.fields(StructuredOutputsParams))
-SCHEMA_KEYS = ("name", "description", "schema", "strict")  # of a json_schema, which always holds strictly
+SCHEMA_KEYS = ("name", "description", "schema", "strict")  # of a json_schema
+
+
+def of_schema(found: StructuredOutputsParams, asked: Asked, strict: bool = False) -> StructuredOutputsParams:
+    """The same without keywords to which no grammar can hold an answer. They are named, or if it is strict refused."""
+    if strict:
+        json_parts(found)
+        return found
+    found, left = relaxed(found)
+    for key in left:
+        asked.ignore(key)
+    return found
 
 
 def response_format(value: dict[str, Any], asked: Asked) -> StructuredOutputsParams | None:
@@ -31,7 +43,7 @@ def response_format(value: dict[str, Any], asked: Asked) -> StructuredOutputsPar
         return named_schema(value.get("json_schema"), asked)
     known_keys(value, ("type", "schema") if kind == "json_object" else ("type",), asked)
     if (schema := value.get("schema")) is not None:
-        return StructuredOutputsParams(json=schema)
+        return of_schema(StructuredOutputsParams(json=schema), asked)
     return StructuredOutputsParams(json_object=True) if kind == "json_object" else None
 
 
@@ -43,7 +55,7 @@ def named_schema(value: Any, asked: Asked) -> StructuredOutputsParams:
     for key, kind, words in (("name", str, "a string"), ("description", str, "a string"), ("strict", bool, "a bool")):
         if not isinstance(value.get(key), kind | None):
             raise ValueError(f"{key} is {reprlib.repr(value[key])}; it must be {words}")
-    return StructuredOutputsParams(json=value["schema"])
+    return of_schema(StructuredOutputsParams(json=value["schema"]), asked, value.get("strict") or False)
 
 
 def flat_format(value: dict[str, Any], asked: Asked) -> StructuredOutputsParams | None:
@@ -56,7 +68,8 @@ def flat_format(value: dict[str, Any], asked: Asked) -> StructuredOutputsParams 
 def structured_outputs(value: dict[str, Any], asked: Asked) -> StructuredOutputsParams:
     """vLLM's form."""
     known_keys(value, KEYS, asked)
-    return StructuredOutputsParams(**{key: value[key] for key in KEYS if value.get(key) is not None})
+    found = StructuredOutputsParams(**{key: value[key] for key in KEYS if value.get(key) is not None})
+    return of_schema(found, asked)
 
 
 def output_format(value: str | dict[str, Any], asked: Asked) -> StructuredOutputsParams | None:
@@ -67,14 +80,16 @@ def output_format(value: str | dict[str, Any], asked: Asked) -> StructuredOutput
         return StructuredOutputsParams(json_object=True)
     if isinstance(value, str):
         raise ValueError('it must be "json" or a schema')
-    return StructuredOutputsParams(json=value)
+    return of_schema(StructuredOutputsParams(json=value), asked)
 
 
 def of_kind(kind: str) -> Check:
     """A check for the value of one field of `StructuredOutputsParams`. A grammar without text is none (llama.cpp)."""
 
     def check(value: Any, asked: Asked) -> StructuredOutputsParams | None:
-        return None if (kind, value) == ("grammar", "") else StructuredOutputsParams(**{kind: value})
+        if (kind, value) == ("grammar", ""):
+            return None
+        return of_schema(StructuredOutputsParams(**{kind: value}), asked)
 
     return check
 

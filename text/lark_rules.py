@@ -10,8 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
-
-from text.schemas import closed, plain
+from urllib.parse import unquote
 
 # JSON as templates write it, with or without one space. Any white space would let a model go on with it for ever.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -20,6 +19,7 @@ JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", l
 Schema = Mapping[str, Any]
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # the last of them is mostly around one reference
 ALL_TYPES = frozenset((*JSON_TYPES.values(), "null"))
+OTHER_TYPES = {"dict": ("object",), "float": ("number",), "tuple": ("array",), "any": ALL_TYPES}  # as BFCL has them
 
 
 # --- what a schema says ----------------------------------------------------------------------------------------------
@@ -39,6 +39,30 @@ def properties_of(schema: Schema) -> Iterator[tuple[str, Schema, bool]]:
         yield key, property_schema(schema, key), isinstance(required, list) and key in required
 
 
+def at(root: Any, reference: Any) -> Any:
+    """What a reference within a schema points to; None if that is nothing, or elsewhere."""
+    first, *names = str(reference).split("/")
+    found: Any = root if first == "#" else None
+    for name in names:
+        name = unquote(name).replace("~1", "/").replace("~0", "~")
+        try:
+            found = found[int(name) if isinstance(found, list) else name]
+        except (LookupError, TypeError, ValueError):
+            return None
+    return found
+
+
+def list_of(schema: Schema, key: str) -> list[Any]:
+    """The list that a keyword has; an empty one if it has none."""
+    return value if isinstance(value := schema.get(key), list) else []
+
+
+def named_types(said: Any) -> frozenset[str]:
+    """The types that `type` says, by their own names. Others that it says are among them."""
+    names = map(str, said if isinstance(said, list) else [said])
+    return frozenset(name for each in names for name in OTHER_TYPES.get(each, (each,)))
+
+
 def branches(schema: Schema) -> list[Schema]:
     """Flatten references and alternatives into a list of schemas, one of which a value must follow."""
     seen: set[str] = set()
@@ -48,10 +72,8 @@ def branches(schema: Schema) -> list[Schema]:
         each = rest.pop()
         each = each if isinstance(each, dict) else {}
         if reference := str(each.get("$ref", "")):
-            place, _, name = reference.removeprefix("#/").partition("/")
-            definitions = schema.get(place)
             if reference not in seen:
-                rest.append(definitions.get(name) if isinstance(definitions, dict) else {})
+                rest.append(at(schema, reference))
             seen.add(reference)
         elif alternatives := next((each[name] for name in ALTERNATIVES if isinstance(each.get(name), list)), None):
             rest += alternatives
@@ -62,20 +84,17 @@ def branches(schema: Schema) -> list[Schema]:
 
 def choices(schema: Schema) -> list[Any]:
     """The values that a schema lists; none if it lists none."""
-    listed = schema.get("enum")
-    return listed if isinstance(listed, list) else [schema["const"]] if "const" in schema else []
+    return list_of(schema, "enum") or ([schema["const"]] if "const" in schema else [])
 
 
 def types_of(schema: Schema) -> set[str]:
     """The JSON types of the values that a schema allows; all types where it does not say."""
     types: set[str] = set()
     for each in branches(schema):
-        said = each.get("type")
-        if isinstance(said, str):
-            said = [said]
-        elif not isinstance(said, list):
-            said = [type_of(value) for value in choices(each)] or ALL_TYPES
-        types |= {name for name in ALL_TYPES if name in said}
+        if isinstance(each.get("type"), str | list):
+            types |= named_types(each["type"]) & ALL_TYPES
+        else:
+            types |= {type_of(value) for value in choices(each)} or ALL_TYPES
     return types or {*ALL_TYPES}
 
 
@@ -145,10 +164,7 @@ class Lark:
     def json(self, schema: Schema, strict: bool = False) -> str:
         """A value that follows a schema; one that is not strict loses what no grammar can hold a model to."""
         form = JSON_FORM | ({} if strict else {"lenient": True})
-        text = json.dumps(schema, ensure_ascii=False)
-        if '"allOf"' not in text:  # each of its parts would have to know the properties of the others
-            schema = closed(schema)  # a model that may add properties of its own often does
-        return self.rule("%json " + json.dumps(plain(schema) | {"x-guidance": form}, ensure_ascii=False))
+        return self.rule("%json " + json.dumps({**schema, "x-guidance": form}, ensure_ascii=False))
 
     def until(self, end: str) -> str:
         """Any text, and its end."""

@@ -1,17 +1,20 @@
 """The grammar, for llguidance, of a request's structured outputs.
 
-JSON schemas come from all kinds of programs. Where llguidance does not know a keyword, the schema is rewritten if that
-is possible: `plain` takes out formats that nobody checks, and pushes `not` inwards until it is gone.
+JSON schemas come from all kinds of programs. What llguidance does not know is said otherwise if that is possible, and
+else left out and named: see `plain`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence, Set
+from itertools import combinations, product
+from typing import Any, NamedTuple
 
 from sampling_params import StructuredOutputsParams
+from text.lark_rules import ALL_TYPES, Schema, at, branches, choices, list_of, named_types, types_of
 
 # Between the parts of JSON: enough to write it in lines, but not to fill an answer with it. The rule is llama.cpp's.
 WHITESPACE = r"[ ]|\n{1,2}[ \t]{0,20}"
@@ -27,6 +30,15 @@ TYPES = ("null", "boolean", "number", "string", "array", "object")
 SMALL, SMALL_DEPTH = 2048, 16
 HARMLESS = ("type", "properties", "required", "items", "additionalProperties", "enum", "const", "title", "description")
 NOTES = ("title", "description", "default", "examples", "$comment", "deprecated")  # keywords that allow all
+UNHELD: dict[str, Any] = {  # keywords that llguidance does not know, and the value of each that says nothing
+    "not": False, "if": None, "then": True, "else": True, "uniqueItems": False, "contains": None, "minContains": None,
+    "maxContains": None, "propertyNames": True, "dependencies": {}, "dependentRequired": {}, "dependentSchemas": {},
+    "unevaluatedItems": True, "unevaluatedProperties": True, "$dynamicRef": None, "$recursiveRef": None,
+}  # fmt: skip
+# Keywords of parts which would each have to know the properties of the others.
+IN_PLACE = re.compile(r'"(?:allOf|if|not|dependencies|dependentSchemas)":')
+MOST_STEPS, MOST_DEPTH = 2**13, 4  # of comparing schemas; what takes more is taken to overlap, or to have an end
+MOST_PATTERNS = 2**8  # that are looked at; the others show when they are compiled
 # The bound that holds where the other does not.
 OPPOSITES = {
     "minimum": "exclusiveMaximum", "exclusiveMinimum": "maximum",
@@ -100,18 +112,26 @@ def harmless(schema: Any, depth: int = 0) -> bool:
     return all(harmless(part, depth + 1) for part in parts) and not any(isinstance(v, dict | list) for v in data)
 
 
-def json_parts(wanted: StructuredOutputsParams) -> tuple[Any, Any]:
-    """The schema of the JSON that is asked for, and llguidance's options for writing it.
+def json_parts(wanted: StructuredOutputsParams, left: list[str] | None = None) -> tuple[Any, Any]:
+    """The schema of the JSON that is asked for, and llguidance's options for writing it; for `left` see `plain`.
 
     Raises:
-        ValueError: the schema is malformed.
+        ValueError: the schema is malformed, or says what no grammar can hold an answer to.
     """
-    schema = plain(read_json(wanted.json)) if wanted.json is not None else {"type": "object"}
-    if wanted.disable_additional_properties:
-        schema = closed(schema)
+    schema = read_json(wanted.json) if wanted.json is not None else {"type": "object"}
+    schema = plain(schema, left, wanted.disable_additional_properties)
     if wanted.disable_any_whitespace:
         return schema, {"whitespace_flexible": False}
     return schema, {"whitespace_pattern": wanted.whitespace_pattern or WHITESPACE}
+
+
+def relaxed(wanted: StructuredOutputsParams) -> tuple[StructuredOutputsParams, list[str]]:
+    """The same without what no grammar can hold an answer to, and the keywords that say it."""
+    left: list[str] = []
+    schema, _ = json_parts(wanted, left)
+    if not left:
+        return wanted, left
+    return dataclasses.replace(wanted, json=json.dumps(schema), disable_additional_properties=False), left
 
 
 def read_json(text: str | dict[str, Any] | None) -> Any:
@@ -171,22 +191,172 @@ def closed(schema: Any) -> Any:
     return {"additionalProperties": False} | changed if "properties" in changed else changed
 
 
-def plain(schema: Any) -> Any:
-    """The same schema without formats that nobody checks, and without `not` where it can be rewritten.
+def plain(schema: Any, left: list[str] | None = None, is_closed: bool = False) -> Any:
+    """The same schema in keywords that llguidance knows; if `is_closed`, objects get no properties beside those named.
 
-    Where a rewritten `not` allows less than it did, the rest is refused.
+    The list `left` gets the keywords that have to be left out; where it is not given, there may be none.
+
+    Raises:
+        ValueError: it is malformed, lies too deep, has no end, or says what no grammar can hold an answer to.
     """
-    if not isinstance(schema, dict):
-        return schema
-    changed = parts_of(schema, plain)
-    if "format" in changed and changed["format"] not in FORMATS:
-        del changed["format"]
-    if "not" not in changed or (other := negated(changed["not"])) is None:
-        return changed
-    del changed["not"]
-    if other is True or other is False:
-        return other and changed
-    return {**changed, "allOf": [*changed.get("allOf", []), other]} if changed else other
+    rewriting = Rewriting(schema, left is None)
+    try:
+        if Rewriting(schema).is_endless(schema):
+            raise ValueError("the schema has no end: each of its values must hold another one")
+        made = rewriting.change(closed(schema) if is_closed and not IN_PLACE.search(json.dumps(schema)) else schema)
+    except (AttributeError, TypeError):
+        raise ValueError("a keyword of the schema has a value that it cannot have") from None
+    except RecursionError:
+        raise ValueError("its lists and objects lie too deep in each other") from None
+    if rewriting.left and left is None:
+        raise ValueError(f"no grammar can hold an answer to {' and '.join(rewriting.left)}, as the schema has it")
+    if left is not None:
+        left.extend(rewriting.left)
+    return made
+
+
+class Kind(NamedTuple):
+    """A schema without alternatives."""
+
+    schema: Schema
+    types: Set[str]
+    data: Set[str]  # the values as JSON, where they are listed
+
+    def value(self, key: str) -> Any:
+        """The schema of a property."""
+        named, others = self.schema.get("properties") or {}, self.schema.get("additionalProperties", True)
+        return named.get(key, True if "patternProperties" in self.schema else others)
+
+
+def wide(types: Set[str]) -> Set[str]:
+    """Types, with the one that is a part of another."""
+    return types | {"integer"} if "number" in types else types
+
+
+class Rewriting:
+    """What becomes of the parts of a schema. `left` names the keywords that are left out.
+
+    Formats that nobody checks say nothing. Where a rewritten `not` allows less than it did, the rest is refused.
+    """
+
+    def __init__(self, root: Any, strict: bool = False):
+        self.strict, self.root, self.room, self.patterns = strict, root, MOST_STEPS, MOST_PATTERNS
+        self.shared = {name: root[name] for name in ("$defs", "definitions") if isinstance(root, dict) and name in root}
+        self.left: dict[str, None] = {}
+        self.kinds: dict[int, list[Kind]] = {}
+
+    def change(self, schema: Any) -> Any:
+        """The same schema in other words."""
+        if not isinstance(schema, dict):
+            return schema
+        found, rules = {**schema}, [*list_of(schema, "allOf")]
+        if "not" in found and (other := negated(found["not"])) is not None:
+            del found["not"]
+            rules.append(other)
+        for key, words in (("propertyNames", self._names), ("oneOf", self._any_of)):
+            if key in found and (said := words(schema)) is not None:
+                del found[key]
+                rules += [] if said is True else [said]
+        if "type" in found and (types := sorted(named_types(found["type"]))) != [found["type"]]:
+            found["type"] = types
+        if found.get("format", FORMATS[0]) not in FORMATS:
+            del found["format"]
+        for key in [key for key, value in found.items() if not self._is_held(key, value)]:
+            if found.pop(key) != UNHELD.get(key, found):
+                self.left[key] = None
+            if key == "patternProperties":
+                found.pop("additionalProperties", None)  # it would forbid what the patterns allowed
+        return parts_of(found | ({"allOf": rules} if rules else {}), self.change)
+
+    def _is_held(self, key: str, value: Any) -> bool:
+        """Whether llguidance can hold an answer to what a keyword says: of patterns, whether it can read them."""
+        if key == "type":  # which may also lie in notes, whose types are none of ours; llguidance looks at no notes
+            return self.strict or named_types(value) <= ALL_TYPES
+        if key not in ("pattern", "patternProperties"):
+            return key not in UNHELD
+        from llguidance import LLMatcher
+
+        text = json.dumps({key: dict.fromkeys(value, True) if isinstance(value, dict) else value})
+        self.patterns -= 1 + len(text) // 1024
+        try:
+            return self.patterns < 0 or not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
+        except BaseException:  # the library's panics are not even Exceptions
+            return False
+
+    def _names(self, schema: Schema) -> Any:
+        """What `propertyNames` says, in patterns of names; True if that is nothing, None if it takes more."""
+        names = schema["propertyNames"]
+        options = branches(self.shared | names) if isinstance(names, dict) else []
+        said = {key: value for each in options[:1] for key, value in each.items() if key not in (*NOTES, *self.shared)}
+        if len(options) != 1 or named_types(said.pop("type", "string")) != {"string"}:
+            return None
+        if not said:
+            return True
+        pattern: Any = said.get("pattern") if len(said) == 1 else None
+        if said.keys() <= {"enum", "const"}:
+            pattern = f"^(?:{'|'.join(re.escape(name) for name in choices(said) if isinstance(name, str))})$"
+        elif said.keys() <= {"minLength", "maxLength"}:
+            pattern = f"^(?s:.{{{said.get('minLength', 0)},{said.get('maxLength', '')}}})$"
+        if pattern is None or "patternProperties" in schema:
+            return None
+        return {"patternProperties": {pattern: True}, "additionalProperties": False}
+
+    def _any_of(self, schema: Schema) -> Any:
+        """`oneOf` as `anyOf`, which says less unless its schemas exclude each other; llguidance can tell a few more."""
+        options, types = schema["oneOf"], wide(named_types(schema.get("type", "any")))
+        if not all(self._exclude(*pair, types, list_of(schema, "required")) for pair in combinations(options, 2)):
+            if self.strict:
+                return None
+            self.left["oneOf"] = None
+        return {"anyOf": options}
+
+    def _exclude(
+        self, one: Any, other: Any, types: Set[str] = ALL_TYPES, needed: Sequence[str] = (), depth: int = 0
+    ) -> bool:
+        """Whether no value follows both schemas, as far as types, listed values and needed properties tell.
+
+        It is known to be of one of the `types`, and if it is an object to have what is `needed`.
+        """
+        if one is False or other is False:
+            return True
+        if depth == MOST_DEPTH or not isinstance(one, dict) or not isinstance(other, dict):
+            return False
+        for a, b in product(self._kinds(one), self._kinds(other)):
+            self.room -= 1
+            common = a.types & b.types & types
+            if self.room < 0:
+                return False
+            if not common or (a.data and b.data and not a.data & b.data):
+                continue
+            names = (*needed, *list_of(a.schema, "required"), *list_of(b.schema, "required"))
+            values = ((a.value(name), b.value(name)) for name in names)
+            if common != {"object"} or not any(self._exclude(*each, depth=depth + 1) for each in values):
+                return False
+        return True
+
+    def _kinds(self, schema: dict[str, Any]) -> list[Kind]:
+        """What the values of a schema may be."""
+        if (key := id(schema)) not in self.kinds:  # all of them are parts of one schema, which stays
+            options, around = branches(self.shared | schema), wide(named_types(schema.get("type", "any")))
+            listed = ({*map(json.dumps, choices(each))} for each in options)
+            types = (wide(types_of(each)) & around for each in options)
+            self.kinds[key] = [Kind(*each) for each in zip(options, types, listed, strict=True)]
+        return self.kinds[key]
+
+    def is_endless(self, schema: Any, path: frozenset[str] = frozenset()) -> bool:
+        """Whether each value must hold another one. `path` are the references that have led here."""
+        self.room -= 1
+        if not isinstance(schema, dict) or choices(schema) or self.room < 0:
+            return False
+        if "$ref" in schema:
+            reference = str(schema["$ref"])
+            return reference in path or self.is_endless(at(self.root, reference), path | {reference})
+        types, properties = named_types(schema.get("type", "any")), schema.get("properties") or {}
+        parts = [properties.get(key) for key in (list_of(schema, "required") if types == {"object"} else ())]
+        parts += [schema.get("items")] if types == {"array"} and schema.get("minItems") else []
+        ways = [list_of(schema, key) or [True] for key in ("anyOf", "oneOf")]
+        ways += [[part] for part in (*parts, *list_of(schema, "allOf"))]
+        return any(all(self.is_endless(each, path) for each in way) for way in ways)
 
 
 def negated(schema: Any) -> Any:
@@ -205,7 +375,7 @@ def negated(schema: Any) -> Any:
 def against(key: str, value: Any) -> Any:
     """A schema of values that break one rule, or of some of them; None if that takes a `not`."""
     if key == "not":
-        return plain(value)
+        return value
     if key in OPPOSITES:
         return {"type": "number", OPPOSITES[key]: value}
     if key == "type":

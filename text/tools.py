@@ -12,6 +12,7 @@ from typing import Any
 
 from text.lark_rules import Lark, then
 from text.scanning import Make, NoCall, Part, Source, Steps, Waiting, content, markers, reasoning
+from text.schemas import plain
 from text.tag_format import TagFormat
 from text.tool_formats import (
     Calls,
@@ -506,6 +507,18 @@ def is_object(text: str) -> bool:
         return False
 
 
+def held(tool: Tool) -> Tool:
+    """A tool whose schema says only what a grammar can hold a model to; it is closed, as models often add properties.
+
+    Raises:
+        ValueError: it is strict and its schema says more, or that is malformed.
+    """
+    try:
+        return tool._replace(schema=plain(tool.schema, None if tool.strict else [], is_closed=True))
+    except ValueError as error:
+        raise ValueError(f"the tool {tool.name!r}{' is strict' * tool.strict}: {error}") from None
+
+
 def call_grammar(
     tool_parser: str,
     tools: Sequence[Mapping[str, Any]],
@@ -530,10 +543,10 @@ def call_grammar(
         ValueError: the format gives another meaning to a text in the name of a tool or of a parameter, or a schema is
             malformed.
     """
-    lark, format = Lark(token_ids), TOOL_PARSERS[tool_parser]
+    lark, format, known = Lark(token_ids), TOOL_PARSERS[tool_parser], [*map(held, functions(tools))]
     if isinstance(format, HarmonyFormat):
-        return lark.grammar(format.write_answer(lark, functions(tools), required))
-    written, begin = format.write(lark, functions(tools), parallel), format.begins[0]
+        return lark.grammar(format.write_answer(lark, known, required))
+    written, begin = format.write(lark, known, parallel), format.begins[0]
     bracket = begin in ("[", "{")
     if required:
         return lark.grammar(then(SPACE, "" if bracket else lark.syntax(begin), written))

@@ -257,9 +257,18 @@ def test_a_schema_beside_tools_holds_for_what_is_no_call(http_client: FlaskClien
     assert asked(engine).structured_outputs.grammar == calls
     talk(http_client, response_format=form, tool_choice="none")
     assert asked(engine).structured_outputs.json == json.dumps(schema)
-    for fields, words in (({"regex": "a"}, "only a JSON schema"), ({"guided_json": "{"}, "cannot be made")):
-        error = refusal(post(http_client, CHAT, chat_template=HERMES, tools=TOOLS, **fields))
-        assert error["param"] == "tools" and words in error["message"]
+    error = refusal(post(http_client, CHAT, chat_template=HERMES, tools=TOOLS, regex="a"))
+    assert error["param"] == "tools" and "only a JSON schema" in error["message"]
+
+
+def test_what_no_grammar_can_hold_a_model_to_is_refused_for_a_strict_tool_alone(http_client: FlaskClient) -> None:
+    host = {"type": "object", "properties": {"host": {"type": "string", "pattern": "^(?=.{1,253}$)[a-z.]+$"}}}
+    firm, lenient = function("add", strict=True), function("look", parameters=host)
+    for fields in ({"tool_choice": "required"}, {"parallel_tool_calls": False}):
+        talk(http_client, tools=[firm, lenient], **fields)
+        tools = [firm, function("look", parameters=host, strict=True)]
+        error = refusal(post(http_client, CHAT, chat_template=HERMES, tools=tools, **fields))
+        assert error["param"] == "tools" and "tool 'look' is strict: no grammar can hold" in error["message"]
 
 
 def test_what_bounds_or_follows_reasoning_knows_its_tokens(http_client: FlaskClient, engine: ScriptedClient) -> None:

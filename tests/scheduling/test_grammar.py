@@ -98,7 +98,7 @@ def test_each_kind_allows_what_it_says(grammars, tokenizer, asked, good, bad):
     [
         ({"json": "{"}, "cannot be read: Expecting"),
         ({"json": "[" * 100_000}, "too deep"),
-        ({"json": {"contains": {"type": "null"}, "type": "array"}}, r'Unimplemented keys: \["contains"\]'),
+        ({"json": {"contains": {"type": "null"}, "type": "array"}}, "no grammar can hold an answer to contains"),
         ({"json": {"type": "string", "minLength": 3, "maxLength": 2}}, "nsatisfiable"),
         ({"json": {"$ref": "http://example.com/a.json"}}, "cannot be compiled"),
         ({"regex": "("}, "unclosed group"),
@@ -184,7 +184,7 @@ def test_not_is_taken_away_wherever_a_schema_lies():
         inner, {"items": inner}, {"prefixItems": [inner]}, {"anyOf": [inner, inner]}, {"x": {"y": inner}},
         *({name: {"x": inner}} for name in NAMED),
     ):  # fmt: skip
-        assert '"not": {"type"' not in json.dumps(plain(schema))
+        assert '"not": {"type"' not in json.dumps(plain(schema, []))
     for schema in ({"const": inner}, {"enum": [inner]}, {"properties": {"not": {"type": "null"}}}):
         assert plain(schema) == schema
 

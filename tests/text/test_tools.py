@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from text.lark_rules import types_of
 from text.tools import REASONING_PARSERS, TOOL_PARSERS, call_grammar, new_reader, tool_parser_of
 
 DATA = json.loads((Path(__file__).parent.parent / "data" / "tool_answers.json").read_text())
@@ -476,11 +477,62 @@ def test_calls_have_no_arguments_that_the_tool_does_not_name():
         assert (matcher.try_consume_tokens([*text.encode()]) == len(text)) == fine
 
 
-@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
-def test_a_strict_schema_is_kept_whole_or_refused(parser):
-    schema = {"type": "object", "properties": {"a": {"type": "array", "contains": {"type": "string"}}}}
+UNHELD = [
+    {"type": "string", "pattern": "^(?=.{1,3}$)[a-z.]+$"},
+    {"type": "string", "pattern": r"\bfoo\b"},
+    {"type": "string", "pattern": r"^(a|b)\1$"},
+    {"type": "object", "patternProperties": {"^a": {"type": "string"}, "b$": {"type": "number"}}},
+    {"type": "array", "contains": {"type": "string"}},
+]
+
+
+@pytest.mark.parametrize("parser", ["hermes", "mistral", "qwen3_coder", "pythonic", "openai"])
+@pytest.mark.parametrize("unheld", UNHELD)
+def test_what_no_grammar_can_hold_a_model_to_is_left_out_unless_the_tool_is_strict(parser, unheld):
+    """One strict tool spoils no other."""
+    held = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    schema = {"type": "object", "properties": {"a": unheld, "b": {"type": "boolean"}}}
     for strict in (False, True):
-        tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}]
-        grammar = call_grammar(parser, tools, True, False, lambda text: None)
-        matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes([]))), grammar)
-        assert ("contains" in matcher.get_error()) == strict
+        tools = [
+            {"type": "function", "function": {"name": "lenient", "parameters": schema}},
+            {
+                "type": "function",
+                "function": {"name": "firm", "parameters": schema if strict else held, "strict": True},
+            },
+        ]
+        if strict:
+            with pytest.raises(ValueError, match="the tool 'firm' is strict: no grammar can hold an answer to "):
+                call_grammar(parser, tools, True, False, lambda text: None)
+        else:
+            grammar = call_grammar(parser, tools, True, False, lambda text: None)
+            assert not LLMatcher(LLTokenizer(TokenizerWrapper(Bytes([]))), grammar, log_level=0).get_error()
+
+
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"not": {"type": 5}}])
+def test_a_schema_that_nothing_can_follow_is_refused_with_the_name_of_its_tool(schema):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    with pytest.raises(ValueError, match=r"the tool 'f': (the schema has no end|a keyword of the schema)"):
+        call_grammar("hermes", tools, True, False, lambda text: None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong"),
+    [
+        ("float", ["1.5"], ['"a"']), ("tuple", ["[1, 2]"], ["{}"]), ("dict", ['{"b": 1}'], ["[]"]),
+        ("any", ['"a"', "[1]", "null"], []), ("whatever", ['"a"', "[1]", "null"], []),
+        (["tuple", "null"], ["[]", "null"], ["1"]),
+    ],
+)  # fmt: skip
+def test_types_as_python_names_them(kind, right, wrong):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {
+        "type": "dict", "properties": {"a": {"type": kind}}, "required": ["a"],
+    }}}]  # fmt: skip
+    grammar = call_grammar("hermes", tools, True, False, lambda text: None)
+    text = '<tool_call>\n{{"name": "f", "arguments": {{"a": {}}}}}\n</tool_call>'
+    assert all(allows(grammar, text.format(value)) for value in right)
+    assert not any(allows(grammar, text.format(value)) for value in wrong)
+    for value in right:
+        written = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        (call,) = read([written], "qwen3_coder", tools=tools)[2]
+        assert json.loads(call[1]) in ({"a": json.loads(value)}, {"a": value})
+        assert ("string" in types_of({"type": kind})) == (kind in ("any", "whatever"))
