@@ -13,7 +13,7 @@ from typing import Any
 
 from api.checks import Asked, Check, known_keys
 from sampling_params import StructuredOutputsParams
-from text.schemas import json_parts, relaxed
+from text.schemas import LARGE, json_parts, relaxed
 
 TYPES = ("text", "json_object", "json_schema", "structural_tag")  # of a response_format
 KEYS = tuple(field.name for field in dataclasses.fields(StructuredOutputsParams))
@@ -22,6 +22,8 @@ SCHEMA_KEYS = ("name", "description", "schema", "strict")  # of a json_schema
 
 def of_schema(found: StructuredOutputsParams, asked: Asked, strict: bool = False) -> StructuredOutputsParams:
     """The same without keywords to which no grammar can hold an answer. They are named, or if it is strict refused."""
+    if found.size > LARGE:
+        return found
     if strict:
         json_parts(found)
         return found

@@ -51,7 +51,7 @@ EVERY_FILE = [
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
 MOST_STORY_LINES = 7000
 MOST_LINES = {
-    ".": 9940, "api": 6205, "cpu": 1950, "device": 2600, "executors": 1000, "models": 3300, "observe": 1500,
+    ".": 9940, "api": 6210, "cpu": 1950, "device": 2600, "executors": 1000, "models": 3300, "observe": 1500,
     "ops": 2000, "processes": 3800, "scheduling": 2350, "text": 3855,
 }  # fmt: skip
 STDLIB_ONLY = {

@@ -28,6 +28,7 @@ NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 # Keywords that hold neither patterns nor numbers to count to: no schema of them and of SMALL characters takes long.
 SMALL, SMALL_DEPTH = 2048, 16
+LARGE = 2**18  # characters of a schema that nobody looks through but the process that tries it
 HARMLESS = ("type", "properties", "required", "items", "additionalProperties", "enum", "const", "title", "description")
 NOTES = ("title", "description", "default", "examples", "$comment", "deprecated")  # keywords that allow all
 UNHELD: dict[str, Any] = {  # keywords that llguidance does not know, and the value of each that says nothing
@@ -38,7 +39,7 @@ UNHELD: dict[str, Any] = {  # keywords that llguidance does not know, and the va
 # Keywords of parts which would each have to know the properties of the others.
 IN_PLACE = re.compile(r'"(?:allOf|if|not|dependencies|dependentSchemas)":')
 MOST_STEPS, MOST_DEPTH = 2**13, 4  # of comparing schemas; what takes more is taken to overlap, or to have an end
-MOST_PATTERNS = 2**8  # that are looked at; the others show when they are compiled
+MOST_OF_PATTERNS = 2**15  # characters that are looked at; what is wrong with others shows when they are compiled
 # The bound that holds where the other does not.
 OPPOSITES = {
     "minimum": "exclusiveMaximum", "exclusiveMinimum": "maximum",
@@ -240,7 +241,7 @@ class Rewriting:
     """
 
     def __init__(self, root: Any, strict: bool = False):
-        self.strict, self.root, self.room, self.patterns = strict, root, MOST_STEPS, MOST_PATTERNS
+        self.strict, self.root, self.room, self.patterns = strict, root, MOST_STEPS, MOST_OF_PATTERNS
         self.shared = {name: root[name] for name in ("$defs", "definitions") if isinstance(root, dict) and name in root}
         self.left: dict[str, None] = {}
         self.kinds: dict[int, list[Kind]] = {}
@@ -277,7 +278,7 @@ class Rewriting:
         from llguidance import LLMatcher
 
         text = json.dumps({key: dict.fromkeys(value, True) if isinstance(value, dict) else value})
-        self.patterns -= 1 + len(text) // 1024
+        self.patterns -= 256 + len(text)  # even a short one takes a while
         try:
             return self.patterns < 0 or not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
         except BaseException:  # the library's panics are not even Exceptions
