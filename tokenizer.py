@@ -216,17 +216,13 @@ class Tokenizer:
         """
         template = self.template(chat_template, "tool_use" if tools else "default")
         variables = {**self.special_tokens, **chat_template_kwargs, "documents": documents, "tools": tools}
-        messages = [expected(message, template) for message in messages]
-
-        def run(messages: list[dict[str, Any]], opening: bool) -> str:
-            return show_messages(template, messages, variables | {"add_generation_prompt": opening})
-
+        variables["add_generation_prompt"] = add_generation_prompt
         if not continue_final_message:
-            return run(messages, add_generation_prompt)
+            return show_messages(template, messages, variables)
         if add_generation_prompt:
             raise ValueError("add_generation_prompt and continue_final_message exclude each other")
-        messages, text = tag_final_message(messages)
-        prompt = run(messages, False)
+        messages, text = tag_final_message([expected(message, template) for message in messages])
+        prompt = show_messages(template, messages, variables)
         place = prompt.rfind(CONTINUE_TAG.strip())
         if place < 0 or text.strip() not in prompt:
             raise ValueError("continue_final_message: the chat template does not show the final message as it is")

@@ -52,7 +52,7 @@ MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 7
 MOST_STORY_LINES = 7000
 MOST_LINES = {
     ".": 9940, "api": 6210, "cpu": 1950, "device": 2600, "executors": 1000, "models": 3300, "observe": 1500,
-    "ops": 2000, "processes": 3800, "scheduling": 2350, "text": 3855,
+    "ops": 2000, "processes": 3800, "scheduling": 2350, "text": 3920,
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "config", "kv_cache", "model_config", "models.config_fields", "models.families", "models.kv_layout",

@@ -500,6 +500,69 @@ TRIMMED = PLAIN.replace("m.content", "m.content | trim")
 PARTS = "{% for m in messages %}{{ m.role }}:{% for part in m.content %}{{ part.text }}{% endfor %};{% endfor %}"
 
 
+FIRST_SYSTEM = "{% if m.role == 'system' and not loop.first %}{{ REFUSED }}{% else %}"
+ONE_SYSTEM = "{% for m in messages %}" + FIRST_SYSTEM + PLAIN.partition("%}")[2].replace("{%", "{% endif %}{%")
+ALTERNATE = "{% if not loop.first and m.role == loop.previtem.role %}{{ raise_exception('not in turn') }}{% endif %}"
+REFUSES = ONE_SYSTEM.replace("REFUSED", "raise_exception('not at the beginning')")
+TALK = [
+    ("system", "a"), ("system", "b"), ("user", "c"), ("system", [{"type": "text", "text": each} for each in "de"]),
+    ("assistant", "f"), ("assistant", "g"), ("tool", "h"), ("tool", "i"), ("system", "j"),
+]  # fmt: skip
+AS_IT_IS = "system:a system:b user:c system:d\ne assistant:f assistant:g tool:h tool:i system:j"
+IN_TURN = "system:a\nb user:c\nd\ne assistant:f\ng tool:h tool:i user:j"
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        (PLAIN, AS_IT_IS),
+        (REFUSES, IN_TURN),
+        (ONE_SYSTEM.replace("REFUSED", "''"), IN_TURN),  # as gpt-oss's, which leaves out what it does not expect
+        (PLAIN.replace("<|{{", ALTERNATE.replace("m.role ==", "'tool' != m.role ==") + "<|{{"), IN_TURN),
+    ],
+)
+def test_a_template_that_takes_system_messages_only_first_gets_the_others_as_the_users(
+    tmp_path: Path, template: str, shown: str
+) -> None:
+    messages = [{"role": role, "content": content} for role, content in TALK]
+    before = json.dumps(messages)
+    wanted = "".join(f"<|{role}|>{text}<|end|>" for role, _, text in (turn.partition(":") for turn in shown.split(" ")))
+    assert templated(tmp_path, template).render(messages) == wanted and json.dumps(messages) == before
+    final = [*messages, {"role": "assistant", "content": "k"}]
+    begun = templated(tmp_path, template).render(final, add_generation_prompt=False, continue_final_message=True)
+    assert begun == wanted + "<|assistant|>k"
+
+
+SHOWN_CALLS = "{% for c in m.tool_calls %}{{ c.id }}{% endfor %}"
+FIRST_CALL = "{% if m.tool_calls %}{% set c = m.tool_calls[0] %}{{ c.id }}{% endif %}"
+ONE_EACH = "u: a:b t:B a:a t:A t:X a:c t:C a:d t:D a:e a:f"
+FIRST_OF_ALL = "{% set calls = m['tool_calls'] %}{% if calls %}{{ (calls | first).id }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("calls", "shown"),
+    [
+        (SHOWN_CALLS, "u: a:abc t:B t:A t:X t:C a:d t:D a:ef"),
+        (SHOWN_CALLS + FIRST_CALL, "u: a:abca t:B t:A t:X t:C a:dd t:D a:efe"),
+        (FIRST_CALL, ONE_EACH), (FIRST_OF_ALL, ONE_EACH),
+    ],
+)  # fmt: skip
+def test_a_template_that_shows_one_call_gets_one_in_a_message(tmp_path: Path, calls: str, shown: str) -> None:
+    template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}" + calls + " {% endfor %}"
+    messages = [{"role": "user", "content": ""}]
+    for turn in ("abc", "BAXC", "d", "D", "ef"):  # X is no call's result
+        told = [{"id": id, "function": {"name": "f", "arguments": {}}} for id in turn]
+        results = [{"role": "tool", "tool_call_id": id.lower(), "content": id} for id in turn]
+        messages += [{"role": "assistant", "content": "", "tool_calls": told}] if turn.islower() else results
+    assert templated(tmp_path, template).render(messages) == shown + " "
+
+
+def test_a_template_that_takes_system_messages_nowhere_says_so(tmp_path: Path) -> None:
+    tokenizer = templated(tmp_path, "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}")
+    with pytest.raises(ValueError, match="chat template: none"):
+        tokenizer.render([{"role": role, "content": "a"} for role in ("system", "user", "system")])
+
+
 @pytest.mark.parametrize(
     ("template", "final", "end"),
     [

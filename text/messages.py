@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import itertools
 import json
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from text.json_mending import mend
@@ -15,6 +15,7 @@ from text.templates import ChatTemplate, run_template
 
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
 PART_TYPES = ("text", "refusal")  # each is the key of its words, too
+SYSTEM_ROLES = ("system", "developer")
 ITEM_ROLES = ("user", "assistant", "system", "developer")
 ITEM_TEXTS = dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text") | {
     "refusal": "refusal"
@@ -135,21 +136,76 @@ def with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[
 
 
 def show_messages(template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-    """The text that a template writes of messages, with the arguments of calls in the first form that it can take.
+    """The text that a template writes of messages, in the first form of them that it shows in full.
 
     Raises:
-        ValueError: as `run_template`.
+        ValueError: it refuses them in each form, or fails.
     """
-    try:
-        return run_template(template.template, variables | {"messages": messages})
-    except ValueError as error:
-        failure = error
+    trouble = None
+    for form in forms(messages, template):
+        given = {"messages": [expected(message, template) for message in form]}
+        try:
+            text = run_template(template.template, variables | given)
+            if shows(text, form):
+                return text
+        except ValueError as error:
+            trouble = trouble or error
+    raise trouble or ValueError("chat template: it leaves out a system message")
+
+
+def forms(messages: list[dict[str, Any]], template: ChatTemplate) -> Iterator[list[dict[str, Any]]]:
+    """The messages as they are, and then as more templates take them: in turn, and with other forms of arguments."""
+    if template.shows_one_call:
+        messages = one_call_each(messages)
+    yield messages
+    if (turns := in_turn(messages)) != messages:
+        yield turns
     for form in ARGUMENT_FORMS:
-        formed = [with_arguments(message, form) for message in messages]
-        with contextlib.suppress(ValueError):
-            if formed != messages:
-                return run_template(template.template, variables | {"messages": formed})
-    raise failure
+        if (formed := [with_arguments(turn, form) for turn in turns]) != turns:
+            yield formed
+
+
+def in_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same with one system message at most, which is the first; others are the user's. Neighbours become one."""
+    start = [*itertools.takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages)]
+    rest = messages[len(start) :]
+    late = (message | {"role": "user"} if message["role"] in SYSTEM_ROLES else message for message in rest)
+    return _joined([message | {"role": start[0]["role"]} for message in start]) + _joined(late)
+
+
+def one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same with one call in a message at most, and after each its result."""
+    found: list[dict[str, Any]] = []
+    waiting: dict[str | int, dict[str, Any]] = {}  # by call, messages whose results have not come yet
+    for message in messages:
+        if message["role"] == "tool":
+            id = message.get("tool_call_id")
+            if waiting and (id in waiting if isinstance(id, str) else True):
+                found.append(waiting.pop(id if isinstance(id, str) else next(iter(waiting))))
+            found.append(message)
+            continue
+        found += waiting.values()
+        waiting.clear()
+        for i, call in enumerate(message.get("tool_calls") or ()):
+            known = isinstance(id := call.get("id"), str) and id not in waiting
+            begun = {"role": "assistant", "content": ""} if i else message
+            waiting[id if known else i] = begun | {"tool_calls": [call]}
+        if not waiting:
+            found.append(message)
+    return [*found, *waiting.values()]
+
+
+def shows(text: str, messages: list[dict[str, Any]]) -> bool:
+    """Whether a text has all system messages but a first one, which some templates leave out without a word."""
+    place = 0
+    for message in messages[1:]:
+        if message["role"] in SYSTEM_ROLES:
+            content = message["content"]
+            for part in [content] if isinstance(content, str) else [part["text"] for part in content]:
+                if (place := text.find(part.strip(), place)) < 0:
+                    return False
+                place += len(part.strip())
+    return True
 
 
 def expected(message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:
@@ -387,37 +443,45 @@ def joined_turns(value: Any) -> list[dict[str, Any]]:
         for turn in _turns(blocks, message["role"], i):
             if turn.pop("compacts", False):
                 turns.clear()
-            if turns and turns[-1]["role"] == turn["role"] != "tool":
-                _join(turns[-1], turn)
-            else:
-                turns.append(turn)
-    return turns
+            turns.append(turn)
+    return _joined(turns)
 
 
-def _join(turn: dict[str, Any], more: dict[str, Any]) -> None:
-    """Add the next turn of the same role."""
-    turn["content"] = "\n".join(filter(None, (turn["content"], more["content"])))
-    if "tool_calls" in more:
-        turn.setdefault("tool_calls", []).extend(more["tool_calls"])
-    if "reasoning_content" in more:
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + more["reasoning_content"]
+def _joined(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turns, in which neighbours of one role become one, but for the results of tools.
+
+    There may be tens of thousands, so their texts are joined once.
+    """
+    found: list[dict[str, Any]] = []
+    for role, neighbours in itertools.groupby(turns, key=lambda turn: turn["role"]):
+        first, *rest = run = [*neighbours]
+        if role == "tool" or not rest:
+            found += run
+            continue
+        found.append(first | {"content": "\n".join(filter(None, map(text_of, run)))})
+        if calls := [call for turn in run for call in turn.get("tool_calls", ())]:
+            found[-1]["tool_calls"] = calls
+        if thoughts := [turn["reasoning_content"] for turn in run if isinstance(turn.get("reasoning_content"), str)]:
+            found[-1]["reasoning_content"] = "".join(thoughts)
+    return found
 
 
 def _turns(blocks: list[Any], role: str, i: int) -> list[dict[str, Any]]:
     """The i-th message's blocks as messages: first each tool's result, then all the rest."""
     turn: dict[str, Any] = {"role": role, "content": ""}
     texts: list[str] = []
+    thoughts: list[str] = []
     before: list[dict[str, Any]] = []
     known = {kind: row for kind, row in BLOCKS.items() if role in row.roles}
     for j, block in enumerate(blocks):
         kind = _kind(block, known, place := f"message {i}: content[{j}]")
         if kind == "compaction" and (summary := _shown(block, place)):
-            turn, texts = {"role": role, "content": ""}, []
+            turn, texts, thoughts = {"role": role, "content": ""}, [], []
             before = [{"role": "user", "content": summary, "compacts": True}]
         elif kind in SHOWN_BLOCKS:
             texts.append(_shown(block, place))
         elif kind == "thinking":
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + block["thinking"]
+            thoughts.append(block["thinking"])
         elif kind == "tool_use":
             function = {"name": block["name"], "arguments": arguments_of(block.get("input"))}
             turn.setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
@@ -425,7 +489,7 @@ def _turns(blocks: list[Any], role: str, i: int) -> list[dict[str, Any]]:
             content = _shown(block.get("content") or "", f"{place}.content")
             failed = {"is_error": True} if block.get("is_error") else {}
             before.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content, **failed})
-    turn["content"] = "\n".join(filter(None, texts))
+    turn |= {"content": "\n".join(filter(None, texts))} | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
     return [*before, turn] if texts or len(turn) > 2 or not before else before
 
 

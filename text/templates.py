@@ -361,6 +361,7 @@ class ChatTemplate(NamedTuple):
     takes_parts: bool  # a message's content may be a list of parts
     takes_text: bool  # it may be a string
     knows_developer: bool  # the role `developer` has a meaning of its own
+    shows_one_call: bool  # of those of a message, the first
 
 
 PART_FILTERS = ("map", "reject", "rejectattr", "select", "selectattr")  # they take a list
@@ -368,8 +369,8 @@ ALIASES = 4  # times that one variable is set to another; real templates have on
 TEXT_TESTS = ("iterable", "mapping", "sequence", "string")  # a template with one of these tells texts from lists
 
 
-def content_names(tree: nodes.Template) -> set[str]:
-    """The variables that hold the content of a message: set to it, or parameters that get it."""
+def names_of(tree: nodes.Template, key: str) -> set[str]:
+    """The variables that hold what a message has under a key: set to it, or parameters that get it."""
     macros = {macro.name: [arg.name for arg in macro.args] for macro in tree.find_all(nodes.Macro)}
     given = [(a.target.name, a.node) for a in tree.find_all(nodes.Assign) if isinstance(a.target, nodes.Name)]
     for call in tree.find_all(nodes.Call):
@@ -377,17 +378,17 @@ def content_names(tree: nodes.Template) -> set[str]:
             given += [*zip(parameters, call.args, strict=False), *((arg.key, arg.value) for arg in call.kwargs)]
     names: set[str] = set()
     for _ in range(ALIASES):
-        names |= {name for name, value in given if is_content(value, names)}
+        names |= {name for name, value in given if is_value(value, key, names)}
     return names
 
 
-def is_content(node: nodes.Node | None, names: set[str]) -> bool:
-    """Whether an expression is `message.content`, however it is spelled, or one of the variables `names`."""
+def is_value(node: nodes.Node | None, key: Any, names: set[str]) -> bool:
+    """Whether an expression is `message.key`, however it is spelled, or one of the variables `names`."""
     if isinstance(node, nodes.Name):
         return node.name in names
     if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
-    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+        return node.attr == key
+    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == key
 
 
 def read_template(environment: TemplateEnvironment, source: str) -> ChatTemplate:
@@ -401,13 +402,16 @@ def read_template(environment: TemplateEnvironment, source: str) -> ChatTemplate
     """
     template = compile_template(environment, source)
     tree = environment.parse(source)  # cannot fail any more
-    names = content_names(tree)
+    contents, calls = names_of(tree, "content"), names_of(tree, "tool_calls")
     walked: list[nodes.Node] = [loop.iter for loop in tree.find_all(nodes.For)]
     walked += [used for used in tree.find_all(nodes.Filter) if used.name in PART_FILTERS]
-    takes_parts = any(is_content(unfiltered(node), names) for node in walked)
-    asked = any(is_content(t.node, names) for t in tree.find_all(nodes.Test) if t.name in TEXT_TESTS)
+    takes_parts = any(is_value(unfiltered(node), "content", contents) for node in walked)
+    asked = any(is_value(t.node, "content", contents) for t in tree.find_all(nodes.Test) if t.name in TEXT_TESTS)
     developer = any(constant.value == "developer" for constant in tree.find_all(nodes.Const))
-    return ChatTemplate(template, source, takes_parts, not takes_parts or asked, developer)
+    firsts: list[nodes.Node | None] = [item.node for item in tree.find_all(nodes.Getitem) if is_value(item, 0, set())]
+    firsts += [used.node for used in tree.find_all(nodes.Filter) if used.name == "first"]
+    one, all_ = (any(is_value(unfiltered(n), "tool_calls", calls) for n in found) for found in (firsts, walked))
+    return ChatTemplate(template, source, takes_parts, not takes_parts or asked, developer, one and not all_)
 
 
 def unfiltered(node: nodes.Node | None) -> nodes.Node | None:

@@ -4,7 +4,7 @@
 
 For each client, an environment is made in the cache folder, and the pinned version is installed there from PyPI or npm.
 A script that ends with 0 has passed. What it printed is in the cache folder, in `NAME/log`; of one that fails, the end
-is shown. No model and no data set is downloaded: one server runs the demo, and two run random checkpoints.
+is shown. No model and no data set is downloaded: one server runs the demo, and three run random checkpoints.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ CLIENTS = {  # what is installed, and the script
     "smolagents": ("smolagents[openai]==1.26.0", "use_smolagents.py"),
     "guidellm": ("guidellm==0.8.1", "use_guidellm.py"),
     "openai-node": ("openai@7.57.0", "use_openai.mjs"),
+    "claude-code": ("@anthropic-ai/claude-code@2.1.332 anthropic==2.12.0", "use_claude_code.py"),
+    "codex": ("@openai/codex@0.171.0 openai==3.54.0", "use_codex.py"),
     "ai-sdk": ("ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 zod@4.6.7", "use_ai_sdk.mjs"),
 }  # fmt: skip
 SHAPE = {
@@ -50,15 +52,19 @@ SHAPE = {
     "head_dim": 16, "num_hidden_layers": 2, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 1,
     "pad_token_id": 0,
 }  # fmt: skip
+LONG = {"max_position_embeddings": 2**17}  # the agents' own prompts are long
 CHECKPOINTS = {  # for oracle.py; the names of folders and of models
     "tiny": {"config": "Qwen3Config", "shape": SHAPE, "prompts": [[5, 6]], "new": 1},
     "embedder": {"config": "Qwen3Config", "shape": SHAPE, "prompts": [[5, 6]], "head": "AutoModel"},
+    "long": {"config": "Qwen3Config", "shape": SHAPE | LONG, "prompts": [[5, 6]], "new": 1},
 }
 FLAGS = {  # of the servers
     "demo": (),
     "tiny": ("--model", "{}/tiny", "--max-logprobs", "20"),
     "embedder": ("--model", "{}/embedder", "--task", "embed"),
+    "scripted": ("--served-model-name", "gpt-5.5", "--model", "{}/long", "--reasoning-parser", "qwen3"),
 }
+LAUNCHERS = {"scripted": [str(HERE / "scripted_model.py")]}  # of servers whose model only says what a script has
 
 
 def install(name: str, cache: Path) -> list[str]:
@@ -68,11 +74,12 @@ def install(name: str, cache: Path) -> list[str]:
     done, venv = folder / "installed", folder / "venv"
     if not done.exists() or done.read_text().strip() != packages:
         folder.mkdir(parents=True, exist_ok=True)
-        if script.endswith(".mjs"):
-            steps = [["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", *packages.split()]]
-        else:
-            pip = [str(venv / "bin/python"), "-m", "pip", "install", "--quiet", *packages.split()]
-            steps = [[sys.executable, "-m", "venv", "--clear", str(venv)], pip]
+        ours = [package for package in packages.split() if "==" in package]
+        theirs = [package for package in packages.split() if "==" not in package]
+        steps = [["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", *theirs]] if theirs else []
+        if ours:
+            pip = [str(venv / "bin/python"), "-m", "pip", "install", "--quiet", *ours]
+            steps += [[sys.executable, "-m", "venv", "--clear", str(venv)], pip]
         with open(folder / "install.log", "w") as log:
             for step in steps:
                 subprocess.run(step, check=True, stdout=log, stderr=log)
@@ -103,7 +110,8 @@ def run_one(name: str, cache: Path, variables: dict[str, str]) -> tuple[str, flo
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir()
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HOME": str(home)}
-    bin_folder = {"PATH": f"{cache / name / 'venv' / 'bin'}:{os.environ['PATH']}"}
+    folders = (cache / name / "venv/bin", cache / name / "node_modules/.bin", os.environ["PATH"])
+    bin_folder = {"PATH": ":".join(map(str, folders))}
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("OPENAI_", "ANTHROPIC_"))}
     with open(log, "w") as file:
         try:
@@ -138,7 +146,8 @@ def main() -> None:
             log = folder / f"{model}-log"
             log.mkdir()
             flags = [flag.format(folder) for flag in flags]
-            server = stack.enter_context(serving(log, "--served-model-name", model, *flags))
+            launcher = LAUNCHERS.get(model, ())
+            server = stack.enter_context(serving(log, "--served-model-name", model, *flags, launcher=launcher))
             variables[f"{model.upper()}_URL"] = f"http://127.0.0.1:{server.port}"
         for name in args.names or CLIENTS:
             outcome, seconds = run_one(name, cache, variables)
