@@ -174,7 +174,7 @@ class EngineConfig(ClusterOptions):
         "what prompts are turned into; auto: classify for a model with a classification head, embed for a folder of "
         "sentence-transformers, else generate",
     )
-    pooling_type: Literal["auto", "last", "mean", "cls"] = option(
+    pooling_type: Literal["auto", "last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len"] = option(
         "auto", "which hidden states make an embedding; auto: what the model's folder says, else the last token's"
     )
     max_logprobs: int = option(20, "likeliest tokens whose log-probabilities a request may ask for", 0, 1024)

@@ -724,32 +724,37 @@ def attention_prefill(
 def pool_kernel(
     hidden, starts, y, SIZE: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """y[b] = sum_t w[t] hidden[t], t from starts[b] to starts[b + 1]: the last, the first, or w[t] = 1 / their number.
+    """y[b] = sum_t w[t] hidden[t], t from starts[b] to starts[b + 1], or their maximum; see `reference.pool` for w.
 
-    hidden [T, SIZE], y [B, SIZE] float32. One program for each row and BLOCK of its elements. For a mean it adds up
-    ROWS tokens at a time, in float32.
+    hidden [T, SIZE], y [B, SIZE] float32. A program has BLOCK elements of a row, and ROWS tokens at a time.
     """
     i_b = tl.program_id(0)
     o_x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_x = o_x < SIZE
     i_begin, i_end = tl.load(starts + i_b).to(tl.int64), tl.load(starts + i_b + 1).to(tl.int64)
-    if KIND == "mean":
-        b_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+    if KIND == "last" or KIND == "cls":
+        i_t = i_end - 1 if KIND == "last" else i_begin
+        b_y = tl.load(hidden + i_t * SIZE + o_x, mask=m_x, other=0.0).to(tl.float32)
+    else:
+        b_all = tl.full([ROWS, BLOCK], float("-inf") if KIND == "max" else 0.0, tl.float32)
         for i_t in range(i_begin, i_end, ROWS):
             o_t = i_t + tl.arange(0, ROWS)
             m_t = (o_t < i_end)[:, None] & m_x[None, :]
-            b_sum += tl.load(hidden + o_t[:, None] * SIZE + o_x[None, :], mask=m_t, other=0.0).to(tl.float32)
-        b_y = tl.sum(b_sum, 0) / (i_end - i_begin).to(tl.float32)
-    else:
-        i_t = i_end - 1 if KIND == "last" else i_begin
-        b_y = tl.load(hidden + i_t * SIZE + o_x, mask=m_x, other=0.0).to(tl.float32)
+            b_x = tl.load(hidden + o_t[:, None] * SIZE + o_x[None, :], mask=m_t, other=0.0).to(tl.float32)
+            if KIND == "max":
+                b_all = tl.maximum(b_all, tl.where(m_t, b_x, float("-inf")))
+            else:
+                b_all += b_x * (o_t - i_begin + 1).to(tl.float32)[:, None] if KIND == "weightedmean" else b_x
+        n = (i_end - i_begin).to(tl.float32)
+        weight = n * (n + 1) / 2 if KIND == "weightedmean" else tl.sqrt(n) if KIND == "mean_sqrt_len" else n
+        b_y = tl.max(b_all, 0) if KIND == "max" else tl.sum(b_all, 0) / weight
     tl.store(y + i_b.to(tl.int64) * SIZE + o_x, b_y, mask=m_x)
 
 
 def pool(hidden: torch.Tensor, starts: torch.Tensor, kind: str) -> torch.Tensor:
     """See `reference.pool`."""
     size, rows = hidden.shape[1], len(starts) - 1
-    assert hidden.is_contiguous() and starts.dtype == torch.int32 and kind in ("last", "cls", "mean")
+    assert hidden.is_contiguous() and starts.dtype == torch.int32
 
     y = torch.empty(rows, size, dtype=torch.float32, device=hidden.device)
 

@@ -139,6 +139,7 @@ class ModelConfig:
     label_activation: Literal["softmax", "sigmoid", "identity"] = "softmax"  # what makes of these what is returned
     quantization: Quantization | None = None  # how the weights are stored, where it is not as numbers
     normalize: bool | None = None  # whether an embedding is divided by its length; None: see `models.pooling`
+    vector_size: int = 0  # of an embedding
 
     def page(self, ranks: int, layer: int) -> tuple[int, int, int]:
         """What a place of the pool holds in a layer, on each of `ranks`: parts, heads, and numbers of each of them.

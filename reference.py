@@ -720,14 +720,20 @@ def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Ten
 
 
 def pool(hidden: torch.Tensor, starts: torch.Tensor, kind: str) -> torch.Tensor:
-    """y[b] = sum_t w[t] hidden[t] over the tokens t of row b: of the last or the first (`cls`) alone, or their mean.
+    """y[b] = sum_t w[t] hidden[t] over the tokens t of row b, or their `max`.
 
-    hidden: [T, size], any float dtype. starts: [B + 1] int32, where each row's tokens begin; each has some. kind: last,
-    cls or mean. y [B, size] float32.
+    w is 1 for the `last` or the first token (`cls`), and of n tokens 1 / n (`mean`), 1 / sqrt(n) (`mean_sqrt_len`) or
+    t / (1 + 2 + .. + n) (`weightedmean`; SGPT, Muennighoff, 2022). hidden: [T, size], any float dtype. starts: [B + 1]
+    int32, where each row's tokens begin; each has some. y [B, size] float32.
     """
-    if kind == "mean":
-        return torch.stack([rows.float().mean(0) for rows in hidden.split(starts.diff().tolist())])
-    return hidden[starts[1:] - 1 if kind == "last" else starts[:-1]].float()
+    if kind in ("last", "cls"):
+        return hidden[starts[1:] - 1 if kind == "last" else starts[:-1]].float()
+    rows = [part.float() for part in hidden.split(starts.diff().tolist())]
+    if kind == "max":
+        return torch.stack([x.amax(0) for x in rows])
+    weights = [torch.arange(1.0, len(x) + 1, device=x.device)[:, None] ** (kind == "weightedmean") for x in rows]
+    power = 0.5 if kind == "mean_sqrt_len" else 1
+    return torch.stack([(x * w).sum(0) / w.sum() ** power for x, w in zip(rows, weights, strict=True)])
 
 
 def apply_writes(state: torch.Tensor, staged: torch.Tensor, count: int) -> None:

@@ -421,29 +421,25 @@ def _sentencepiece(decoder: dict[str, Any]) -> tuple[bool, int]:
 
 def _load(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """The tokenizer of a folder, and the names that its file has for special tokens ("bos_token" and the like)."""
-    names = ("tokenizer.json", *READERS)
-    path = next((folder / name for name in names if (folder / name).is_file()), None)
+    path = next((folder / name for name in READERS if (folder / name).is_file()), None)
     if path is None:
-        raise ValueError(f"{folder} has no tokenizer.json (nor {', '.join(READERS)}), of which a model needs one")
-    plain = path.name == "tokenizer.json"
+        raise ValueError(f"{folder} has no {' nor '.join(READERS)}, of which a model needs one")
     try:
-        return (tokenizers.Tokenizer.from_file(str(path)), {}) if plain else convert(path)
+        return convert(path)
     except BaseException as error:  # the library raises bare Exception, and its panics are not even that
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
-        what = "is not a tokenizer" if plain else "cannot be made into a tokenizer"
-        raise ValueError(f"{path} {what}: {' '.join(why.split())}") from None
+        raise ValueError(f"{path} cannot be made into a tokenizer: {' '.join(why.split())}") from None
 
 
 def tokenizer_json(folder: str) -> str:
-    """The text of a folder's `tokenizer.json`, or of one that is made of another vocabulary file.
+    """The text of a folder's `tokenizer.json` with what other files change in it, or of one that is made of those.
 
     Raises:
         ValueError: there is none.
     """
-    path = Path(folder) / "tokenizer.json"
-    return path.read_text() if path.is_file() else _load(Path(folder))[0].to_str()
+    return _load(Path(folder))[0].to_str()
 
 
 def _compile_templates(

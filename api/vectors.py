@@ -16,8 +16,10 @@ from api.fields import ApiError, Face, Field, too_long
 from api.prompts import Prompt
 from api.replies import Job
 from api.routes import Api, Caller
+from observe.logs import warn_once
 from outputs import Vector, cosine, numbers
 from sampling_params import PoolingParams
+from text.prompts import CUT, opening
 
 
 def embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def compare(
         pairs = zip(first * (len(second) // len(first)), second, strict=True)
         prompts: list[Any] = [api.prompts.encode(fields, pair, True) for pair in pairs]
         return [numbers(found)[0] for found in pool(api, kind, fields, caller, prompts)], prompts
-    prompts = [api.prompts.encode(fields, text, True) for text in first + second]
+    prompts = encoded(api, fields, first + second, True)
     found = [numbers(pooled) for pooled in pool(api, kind, fields, caller, prompts)]
     left = found[: len(first)] * (len(second) // len(first))
     return [cosine(a, b) for a, b in zip(left, found[len(first) :], strict=True)], prompts
@@ -89,7 +91,22 @@ def compare(
 def inputs(api: Api, fields: dict[str, Any], *tasks: str) -> list[Prompt]:
     """The prompts of `input`, where this server does one of these tasks."""
     api.need_task(*tasks)
-    return [api.prompts.encode(fields, prompt, fields["add_special_tokens"] is not False) for prompt in fields["input"]]
+    return encoded(api, fields, fields["input"], fields["add_special_tokens"] is not False)
+
+
+def encoded(api: Api, fields: dict[str, Any], prompts: Sequence[str | list[int]], special: bool) -> list[Prompt]:
+    """Texts as the model was trained with them: after its prompt, and cut to its context. Token ids stay."""
+    try:
+        before = opening(api.facts, fields.get("prompt_name"))
+    except ValueError as error:
+        raise ApiError(400, str(error), "prompt_name") from None
+    cuts = api.facts["cuts_texts"] and fields["truncate_prompt_tokens"] is None
+    cut = fields | {"truncate_prompt_tokens": -1} if cuts else fields
+    given = [before + each if isinstance(each, str) else each for each in prompts]
+    found = [api.prompts.encode(cut if isinstance(each, str) else fields, each, special) for each in given]
+    if cuts and any(text is None and isinstance(each, str) for (text, _), each in zip(found, given, strict=True)):
+        warn_once(CUT.format(api.facts["max_model_len"]))
+    return found
 
 
 def pool(
@@ -106,7 +123,7 @@ def pool(
     for _, ids in prompts:
         if len(ids) > limit:
             raise too_long(limit, f"a prompt is too long: it has {len(ids)}")
-    if dimensions is not None and dimensions > (most := api.facts["hidden_size"]):
+    if dimensions is not None and dimensions > (most := api.facts["vector_size"]):
         raise ApiError(400, f"dimensions is {dimensions}; at most {most} are there", "dimensions")
     params = PoolingParams(dimensions, fields["use_activation"])
     asked = [Vector(f"{name}-{i}", ids, params) for i, (_, ids) in enumerate(prompts)]
@@ -163,11 +180,12 @@ INPUT = Field("input", shared.PROMPT, None, checks.prompts, shared.ONE_OR_MORE)
 SIZE = Field("dimensions", Annotated[int, Meta(ge=1, le=2**20)], about="Of the vector.")
 FORM = Field("encoding_format", Literal["float", "base64"], "float")
 ACTIVATION = Field("use_activation", bool, about=shared.attributes_of(PoolingParams)["use_activation"])
+NAME = Field("prompt_name", str, about='Of the prompt that goes before each text, or ""; null: the model\'s default.')
 LAST = (*shared.CUT, shared.PRIORITY)
 TASK = Field("task", Literal["embed", "classify", "score"], about="What this server does with prompts.")
 FIRST = (shared.MODEL, INPUT, ACTIVATION, shared.SPECIAL_TOKENS)
-EMBEDDINGS = Face("embeddings", ("/v1/embeddings",), (*FIRST, SIZE, FORM, *LAST), embeddings, needed=("input",))
-POOLING = Face("pooling", ("/pooling",), (*FIRST, TASK, SIZE, FORM, *LAST), pooling, needed=("input",))
+EMBEDDINGS = Face("embeddings", ("/v1/embeddings",), (*FIRST, NAME, SIZE, FORM, *LAST), embeddings, needed=("input",))
+POOLING = Face("pooling", ("/pooling",), (*FIRST, NAME, TASK, SIZE, FORM, *LAST), pooling, needed=("input",))
 CLASSIFY = Face("classify", ("/classify",), (*FIRST, *LAST), classify, needed=("input",))
 SCORE = Face(
     "score",

@@ -22,13 +22,10 @@ from tqdm import tqdm
 from config import read_json
 from model import Transformer
 from models.dequantize import ACTIVATIONS, Packed, Scales, find_scales, open_tensor, opened
-from models.hub import INDEX, weight_names
+from models.families import PREFIXES, our_name
+from models.hub import INDEX, checkpoint_files
 from models.shares import Part
 
-PREFIXES = (  # before the names of a model's body, depending on what saved it; the longest ones first
-    "model.language_model.", "language_model.model.", "model.decoder.", "language_model.", "transformer.", "gpt_neox.",
-    "decoder.", "model.", "",
-)  # fmt: skip
 # Constants that old checkpoints have: RoPE's frequencies, masks, and two of xIELU's numbers.
 IGNORED = (
     ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
@@ -100,6 +97,8 @@ def find_weights(
     found: dict[str, str] = {}
     scales = find_scales(paths, model.config.quantization)
     index = None if folder in paths else read_json(folder, INDEX, {}).get("weight_map")
+    if index and os.path.basename(paths[0]) not in index.values():  # it is of older files
+        index = None
     files = [find_slices(path, wanted, model, found, scales, index) for path in paths]
     check_complete(folder, wanted, found)
     return found, files
@@ -175,14 +174,6 @@ def pairs(whole: torch.Tensor | Packed, part: Part) -> list[Pair]:
     return [(target, whole[index]) for target, index in part.pieces]
 
 
-def our_name(saved: str, wanted: dict[str, Part]) -> str | None:
-    """The name by which a tensor of a checkpoint is wanted, if it is."""
-    for prefix in PREFIXES:
-        if saved.startswith(prefix) and (name := saved.removeprefix(prefix)) in wanted:
-            return name
-    return None
-
-
 def skipped(saved: str, model: Transformer) -> bool:
     """Whether a tensor that nobody wants may stand in a checkpoint."""
     if saved.endswith(IGNORED + HEADS):
@@ -224,7 +215,7 @@ def pieces(pair: Pair, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
     size = size if isinstance(source, torch.Tensor) else min(size, PIECE_BYTES)  # unpacking takes several times as much
     rows = max(1, size // (math.prod(target.shape[1:]) * target.itemsize))
     for to, of in zip(target.split(rows), source.split(rows), strict=True):
-        yield to, of if isinstance(of, torch.Tensor) else of.read()
+        yield to, of if isinstance(of, torch.Tensor) else of.float()
 
 
 class Stage:
@@ -271,16 +262,6 @@ class Stage:
         """Return once all that was moved has arrived."""
         if self.stream:
             self.stream.synchronize()
-
-
-def checkpoint_files(folder: str) -> list[str]:
-    """Paths of the safetensors files that make up the checkpoint in `folder`, which may be such a file itself."""
-    if os.path.isfile(folder):
-        return [folder]
-    paths = [os.path.join(folder, name) for name in weight_names(folder)]
-    if missing := next((path for path in paths if not os.path.isfile(path)), None):
-        raise ValueError(f"{folder} has no {os.path.basename(missing):.200}")
-    return paths
 
 
 def fill_dummy(model: Transformer, seed: int, wanted: dict[str, Part] | None = None) -> None:

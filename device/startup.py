@@ -25,7 +25,7 @@ from cpu import weights as cpu_weights
 from cpu.compiled import Builder, compile_ops, has_compiler, multiply_job
 from device.compile_guard import CompileGuard, check_compiler
 from device.dry_run import new_state
-from device.loader import checkpoint_files, fill_dummy, load_weights
+from device.loader import fill_dummy, load_weights
 from device.memory import (
     CPU_KV_SHARE,
     MemoryPlan,
@@ -45,8 +45,10 @@ from device.warmup import rehearse, warm_up
 from model import Transformer
 from model_config import ModelConfig
 from models.expert_ranks import ExpertGroup
+from models.hub import checkpoint_files
 from models.pooling import settle_task
 from models.shares import Part
+from models.tied_head import settle_head
 from parallel import Group, Pipeline
 from worker import Worker
 
@@ -96,6 +98,8 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0,
 def prepare(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvous: str) -> Start:
     """Choose device and backend, and meet the other ranks. Arguments and errors are those of `start_worker`."""
     config, model_config = settle_task(config, model_config)
+    if config.weights or config.load_format != "dummy":
+        model_config = settle_head(config.weights or config.folder, model_config)
     device = pick_device(config.device)
     ops = pick_ops(config.backend, device)
     if device == "cuda" and ops.BACKEND == "triton":
@@ -372,6 +376,8 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
         raise ValueError("device is 'cuda'; this machine has none: tell how many GiB it should have, as in --plan 80")
     device = "cuda" if total else "cpu"
     config, model_config = settle_task(settle_tokens(config, total), model_config)
+    with contextlib.suppress(ValueError):  # weights that are not there yet
+        model_config = settle_head(config.folder, model_config)
     max_model_len = check_sizes(config, model_config, device)
     dtype = pick_dtype(config.dtype, model_config.dtype, device)
     try:

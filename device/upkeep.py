@@ -22,11 +22,13 @@ import torch
 
 from batch_state import BatchState
 from cpu import machine
-from device.loader import checkpoint_files, find_weights
+from device.loader import find_weights
 from device.warmup import capture
 from model import Transformer
+from models.hub import checkpoint_files
 from models.logprobs import LogprobGatherer
 from models.pooled import Pooler
+from models.tied_head import settle_head
 from parallel import Sampled
 from plan import KV_CACHE, WEIGHTS
 from worker import Worker
@@ -150,9 +152,12 @@ class KeptWorker(Worker):
             return Transformer(s.model_config, s.ops, device, self.model.dtype, self.model.max_model_len, s.group)
 
     def check_weights(self, source: str) -> None:
-        """Check whether `load_weights` could take the source, by the headers of its files; raises as `find_weights`."""
+        """Check whether `load_weights` could take the source, by the headers of its files; raises as `find_weights`, or
+        because they have a head of its own, and this model has none."""
         model = self.new_model()
         find_weights(model, source, checkpoint_files(source), model.parameters())
+        if settle_head(source, model.config) != model.config:
+            raise ValueError(f"{source} has a head that is not its table of embeddings; this engine's model is tied")
 
     def load_weights(self, source: str) -> None:
         """Replace the weights by those of a folder or a safetensors file; "" means those of the start.

@@ -1,7 +1,7 @@
 """Weights of a checkpoint that are stored in fewer bits, and the numbers that they stand for.
 
 A `Packed` tensor is indexed, split and transposed as a plain one is, and nothing is read meanwhile: only when a part of
-it is asked for with `read`, the bytes of that part and its scales are read from the mapped file and multiplied.
+it is asked for with `float`, the bytes of that part and its scales are read from the mapped file and multiplied.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Packed:
         """The tensor after a change of its views."""
         return Packed(tuple(map(change, self.views)), self.values)
 
-    def read(self) -> torch.Tensor:
+    def float(self) -> torch.Tensor:
         """The numbers, in float32."""
         return self.values(*self.views)
 

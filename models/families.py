@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -65,6 +66,11 @@ NAMES: dict[str, str | None] = {
     "shared_gate": "mlp.shared_expert_gate",
     "delta": "linear_attn",  # all of a layer with the gated delta rule
 }
+
+PREFIXES = (  # before the names of a model's body, depending on what saved it; the longest ones first
+    "model.language_model.", "language_model.model.", "model.decoder.", "language_model.", "transformer.", "gpt_neox.",
+    "decoder.", "model.", "",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -456,6 +462,9 @@ TEXT_HALVES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
+# Those whose heads are tied where config.json has no word of it beside its text_config. What that says counts for the
+# others alone (LLaVA).
+TIED_HALVES = ("Gemma3", "Gemma4", "GotOcr2", "InternVL", "LightOnOcr", "MiniCPMOcr", "Mistral3", "Ovis2")
 HEADS: dict[str, Literal["logits", "labels", "none"]] = {  # an architecture's last part and the head that it means
     "ForCausalLM": "logits", "LMHeadModel": "logits", "ForSequenceClassification": "labels",
     "ForConditionalGeneration": "logits", "Model": "none",
@@ -487,3 +496,18 @@ def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["log
     what = f"is of a {architecture!r:.80}" if architecture else "names no architecture"
     nearest = f" nearest to it are {', '.join(near)};" if near else ""
     raise ValueError(f"config.json {what};{nearest} docs/families.md has the {len(short)} families that Manta runs")
+
+
+def tied_half(architecture: str, raw: dict[str, Any]) -> Any:
+    """What a config.json with a `text_config` says of whether the head is the table of embeddings."""
+    if architecture.removesuffix("ForConditionalGeneration") in TIED_HALVES:
+        return raw.get("tie_word_embeddings", True)
+    return raw.get("tie_word_embeddings") or raw["text_config"].get("tie_word_embeddings", False)
+
+
+def our_name(saved: str, wanted: Collection[str]) -> str | None:
+    """The name by which a tensor of a checkpoint is wanted, if it is."""
+    for prefix in PREFIXES:
+        if saved.startswith(prefix) and (name := saved.removeprefix(prefix)) in wanted:
+            return name
+    return None

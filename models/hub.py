@@ -26,14 +26,16 @@ from typing import Any
 
 from config import MODEL_TAKES, EngineConfig, read_json, run_file
 from model_config import ModelConfig
+from models.pooling import module_files
 from observe.logs import console, set_up
 
 INDEX = "model.safetensors.index.json"
 FILES = (  # that the model's shape, its tokenizer and its pooling are read from
     "config.json", "generation_config.json", INDEX, "adapter_config.json", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json",
+    "merges.txt",
     "chat_template.jinja", "additional_chat_templates/*.jinja", "modules.json", "1_Pooling/config.json",
-    "sentence_bert_config.json",
+    "sentence_bert_config.json", "config_sentence_transformers.json",
 )  # fmt: skip
 CONVERT = "Manta reads safetensors alone: convert it, by transformers' save_pretrained or the hub's safetensors/convert"
 FOREIGN = {  # weights that Manta does not read
@@ -78,7 +80,8 @@ def weight_names(folder: str, files: Collection[str] = ()) -> list[str]:
     """Names of the safetensors files that make up the checkpoint in `folder`, among the `files` that the model has, or
     those that are there. They need not be there yet.
 
-    One whole file counts more than an index of others, which was left behind, and shards need no index.
+    As in transformers, one whole file counts more than an index, which was left behind with its shards; and shards need
+    no index.
 
     Raises:
         ValueError: the index of these files is malformed.
@@ -95,7 +98,17 @@ def weight_names(folder: str, files: Collection[str] = ()) -> list[str]:
     for name in (found := sorted(set(names.values()))):
         if os.path.basename(name) != name or not name.isprintable():
             raise ValueError(f"{os.path.join(folder, INDEX)} is not a safetensors index: it names {name!r:.200}")
-    return [whole] if whole in files and not files.issuperset(found) else found
+    return [whole] if whole in files else found
+
+
+def checkpoint_files(folder: str) -> list[str]:
+    """Paths of the safetensors files that make up the checkpoint in `folder`, which may be such a file itself."""
+    if os.path.isfile(folder):
+        return [folder]
+    paths = [os.path.join(folder, name) for name in weight_names(folder)]
+    if missing := next((path for path in paths if not os.path.isfile(path)), None):
+        raise ValueError(f"{folder} has no {os.path.basename(missing):.200}")
+    return paths
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
@@ -224,6 +237,8 @@ def download(config: EngineConfig, cache: str, weights: bool) -> str:
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled, RevisionNotFoundError
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+    from tokenizer import open_tokenizer
+
     name, trouble, sizes = config.model, None, dict[str, int]()
     try:
         validate_repo_id(name)
@@ -238,12 +253,16 @@ def download(config: EngineConfig, cache: str, weights: bool) -> str:
         except (OSError, HTTPError, UnicodeEncodeError) as error:
             trouble = error
         folder = fetch(config, cache, FILES, bool(trouble))
+        with contextlib.suppress(ValueError):  # modules that Manta does not have are refused if it shall embed
+            if more := module_files(folder):
+                fetch(config, cache, more, bool(trouble))
         check_files(name, folder, sizes or os.listdir(folder), weights and not trouble)
         ModelConfig.from_folder(folder)
         missing = [file for file in weight_names(folder, sizes) if not os.path.isfile(os.path.join(folder, file))]
         if weights and missing:
             if trouble:
                 raise LocalEntryNotFoundError(missing[0])
+            open_tokenizer(folder, config.skip_tokenizer_init)  # so that one that cannot be read is refused now
             announce(name, cache, missing, sum(sizes.get(file, 0) for file in missing))
             fetch(config, cache, missing, bars=True)
     except (OSError, HTTPError, UnicodeEncodeError) as error:

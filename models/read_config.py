@@ -7,7 +7,6 @@ Both spellings of transformers, 4 and 5, are understood. Standard library only.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -16,9 +15,10 @@ from typing import Any
 from config import MAX_CONTEXT, read_json
 from model_config import Delta, Experts, Latent, ModelConfig, Rope
 from models.config_fields import Fields, label_activation, labels, typed, whole
-from models.families import FAMILIES, Family, Routing, family_of
+from models.families import FAMILIES, Family, Routing, family_of, tied_half
 from models.quantization import read_quantization
 from models.read_rope import LAYER_TYPES, WINDOWED, read_ropes, yarn_mscale
+from observe.logs import warn_once
 
 DELTA_TYPES = ("linear_attention", "full_attention")
 MODEL_DTYPES = ("bfloat16", "float16", "float32")
@@ -47,8 +47,9 @@ class ConfigReader:
         self.name, self.head = family_of(self.architecture, raw)
         text = raw.get("text_config") if str(self.architecture).endswith("ForConditionalGeneration") else None
         if text is not None:  # what is said beside the text's half holds for it, too
-            shared = ("tie_word_embeddings", "torch_dtype", "dtype", "eos_token_id", "quantization_config")
-            raw = {name: raw[name] for name in shared if name in raw} | text
+            shared = ("torch_dtype", "dtype", "eos_token_id", "quantization_config")
+            tied = {"tie_word_embeddings": tied_half(str(self.architecture), raw)}
+            raw = {name: raw[name] for name in shared if name in raw} | text | tied
         self.raw, self.fields = raw, Fields(raw, FAMILIES[self.name])
         self.row = self.settled_row(FAMILIES[self.name])
         self.layers = self.fields.whole("num_hidden_layers", 1, 1024)
@@ -446,20 +447,21 @@ def ends_of_tokenizer(folder: str) -> list[int]:
     texts = [token.get("content") if isinstance(token, dict) else token for token in tokens]
     found: dict[Any, Any] = {}
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        found |= read_json(folder, "added_tokens.json", {})
         found |= {each["content"]: int(id) for id, each in (config.get("added_tokens_decoder") or {}).items()}
-    path = os.path.join(folder, "tokenizer.json")
-    if any(isinstance(text, str) and text not in found for text in texts) and os.path.isfile(path):
+    if any(isinstance(text, str) and text not in found for text in texts):
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-            tokenizer = read_json(folder, "tokenizer.json")
-            found |= {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
+            tokenizer = read_json(folder, "tokenizer.json", {}) or {"model": {"vocab": read_json(folder, "vocab.json")}}
+            found |= {each["content"]: each["id"] for each in tokenizer.get("added_tokens") or ()}
             found = dict(tokenizer["model"]["vocab"]) | found
     return [found[text] for text in texts if isinstance(text, str) and isinstance(found.get(text), int)]
 
 
 def eos_token_ids(eos: Any, vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end an answer. An id outside of the vocabulary would end none, so it must be a mistake."""
+    """The tokens that end an answer. One outside of the vocabulary never comes, so it is dropped, which a line says."""
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise ValueError(f"eos_token_id has {token!r:.80}; allowed: token ids from 0 to {vocab_size - 1}")
-    return tuple(ids)
+    if wrong := [token for token in ids if type(token) is not int]:
+        raise ValueError(f"eos_token_id has {wrong[0]!r:.80}; allowed: token ids from 0 to {vocab_size - 1}")
+    if beyond := [token for token in ids if not 0 <= token < vocab_size]:
+        warn_once(f"eos_token_id has {beyond!r:.80}, beyond the vocabulary of {vocab_size:,} tokens: passed over")
+    return tuple(token for token in ids if token not in beyond)

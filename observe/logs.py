@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import logging
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 logger = logging.getLogger("manta")
 console = logger.getChild("console")  # for the person who has typed the command: what was started, or why it was not
+warn_once = functools.cache(logger.warning)  # of what would be said again and again
 
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
 GROWING = ("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total")

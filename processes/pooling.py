@@ -8,6 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from observe.logs import warn_once
 from outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -23,7 +24,7 @@ from outputs import (
 from plan import EngineCoreRequest
 from processes.client import EngineCoreClient, InprocClient, Stream, check_accepted
 from sampling_params import PoolingParams, SamplingParams
-from text.prompts import Prompt, listed, read_prompt
+from text.prompts import CUT, Prompt, listed, opening, read_prompt
 from tokenizer import Tokenizer
 
 
@@ -59,6 +60,7 @@ class PoolingFaces:
         use_tqdm: bool = True,
         pooling_task: str | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
+        prompt_name: str | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What the model makes of each prompt, as `outputs.data`: an embedding, or what its classification head says.
 
@@ -67,14 +69,15 @@ class PoolingFaces:
             pooling_params: for all of them, or for each.
             pooling_task: what is expected: "embed", "classify" or "score"; None takes what this engine does.
             tokenization_kwargs: may have `truncate_prompt_tokens`, as in vLLM, which cuts the end of a longer prompt;
-                -1 keeps what the context holds. Without it a prompt that is too long is refused.
+                -1 keeps what the context holds. Without it a prompt that is too long is refused; but see docs/api.md.
+            prompt_name: of the model's prompt that goes before each text to embed; "" is none, None the default.
 
         Raises:
             ValueError: the task of this engine is to generate, or another than `pooling_task`; or see `generate`.
         """
         if pooling_task is not None:
             self._check_task("encode", ("score", "classify") if pooling_task == "classify" else (pooling_task,))
-        ids = self._pooled_ids(listed(prompts), self._kept(tokenization_kwargs))
+        ids = self._pooled_ids(listed(prompts), self._kept(tokenization_kwargs), prompt_name)
         return self._pool(ids, pooling_params, use_tqdm)
 
     def embed(
@@ -83,14 +86,15 @@ class PoolingFaces:
         pooling_params: PoolingParams | list[PoolingParams] | None = None,
         use_tqdm: bool = True,
         tokenization_kwargs: dict[str, Any] | None = None,
+        prompt_name: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """The embedding of each prompt.
+        """The embedding of each prompt; see `encode`.
 
         Raises:
             ValueError: the task of this engine is not to embed, or see `generate`.
         """
         self._check_task("embed", ("embed",))
-        found = self.encode(prompts, pooling_params, use_tqdm, tokenization_kwargs=tokenization_kwargs)
+        found = self.encode(prompts, pooling_params, use_tqdm, "embed", tokenization_kwargs, prompt_name)
         return [one.having(EmbeddingOutput(one.outputs.data)) for one in found]
 
     def classify(
@@ -167,18 +171,21 @@ class PoolingFaces:
             raise ValueError(f"truncate_prompt_tokens is {keep!r:.80}; it must be -1, or from 1 to {limit}")
         return limit if keep == -1 else keep
 
-    def _pooled_ids(self, prompts: Sequence[Prompt], keep: int | None) -> list[list[int]]:
-        """The tokens of each prompt; of a longer one, the first `keep`."""
-        texts = [item for item in prompts if isinstance(item, str)]
-        tokens = iter(self.tokenizer.encode_batch(texts) if keep is None else [])
+    def _pooled_ids(self, prompts: Sequence[Prompt], keep: int | None, name: str | None = None) -> list[list[int]]:
+        """The tokens of each prompt, texts with the model's own prompt in front; of a longer one, the first `keep`."""
+        facts, tokenizer = self.llm_engine.client.facts, self.tokenizer
+        before, cuts = opening(facts, name), keep is None and facts["cuts_texts"]
+        keep = facts["max_model_len"] if cuts else keep
+        texts = iter(tokenizer.encode_batch([before + item for item in prompts if isinstance(item, str)]))
         found = []
         for item in prompts:
-            if isinstance(item, str) and keep is None:
-                found.append(next(tokens))
-                continue
-            text, ids, _ = read_prompt(item, self.tokenizer)
-            if keep is not None and len(ids) > keep:
-                ids = ids[:keep] if text is None else self.tokenizer.encode_cut((text,), keep, "right")[0]
+            if isinstance(item, dict) and isinstance(item.get("prompt"), str) and "prompt_token_ids" not in item:
+                item = item | {"prompt": before + item["prompt"]}
+            text, ids, _ = (before + item, next(texts), "") if isinstance(item, str) else read_prompt(item, tokenizer)
+            if keep is not None and len(ids) > keep and not (cuts and text is None):
+                if cuts:
+                    warn_once(CUT.format(keep))
+                ids = ids[:keep] if text is None else tokenizer.encode_cut((text,), keep, "right")[0]
             found.append(ids)
         return found
 

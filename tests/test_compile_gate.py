@@ -220,8 +220,8 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
     yield from sampling(s.vocab, dtype)
     bad = torch.zeros(4, 128, 16, dtype=int32)  # words, with and without a space before them, and tokens of each
     yield lambda ops: ops.mask_words(ints[:2], tables, ints, ints, bad, ops.Adjust(*state))
-    yield lambda ops: ops.pool(x, ints[:2], "last")
-    yield lambda ops: ops.pool(x, ints[:2], "mean")
+    for kind in ("last", "mean", "max", "weightedmean", "mean_sqrt_len"):
+        yield lambda ops, kind=kind: ops.pool(x, ints[:2], kind)
     yield lambda ops: ops.apply_writes(ints, ints.new_zeros(20), 2)
     yield lambda ops: ops.prepare_inputs(tables, ints, tables[None], ints[:2], ints[:3], 5, s.block_size)
     update = (tables, ints, ints, ints[:2], ints[:3], ints[:2], long[:2], state[-1])

@@ -181,7 +181,7 @@ def test_a_bad_value_of_rope_is_one_line_or_a_model_that_starts(tmp_path: Path, 
         ({"head_dim": None, "num_attention_heads": 10}, "hidden_size is 192; .* a multiple of 10 heads"),
         ({"torch_dtype": "int8"}, "dtype 'int8'; it must be bfloat16, float16, float32"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
-        ({"eos_token_id": [1, 1024]}, "eos_token_id has 1024; allowed: token ids from 0 to 1023"),
+        ({"eos_token_id": [1, True]}, "eos_token_id has True; allowed: token ids from 0 to 1023"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )

@@ -492,7 +492,11 @@ def test_pool(device: str, dtype: torch.dtype, size: int) -> None:
     hidden = torch.randn(sum(lengths) + 3, size).to(dtype)[: sum(lengths)]
     starts = ints(0, 1, 41, 57, 60, 77)
     parts = hidden.double().split(lengths)
-    for kind, pick in (("last", lambda x: x[-1]), ("cls", lambda x: x[0]), ("mean", lambda x: x.mean(0))):
+    for kind, pick in {
+        "last": lambda x: x[-1], "cls": lambda x: x[0], "mean": lambda x: x.mean(0), "max": lambda x: x.max(0).values,
+        "mean_sqrt_len": lambda x: x.sum(0) / len(x) ** 0.5,
+        "weightedmean": lambda x: sum((i + 1) * row for i, row in enumerate(x)) / sum(range(1, len(x) + 1)),
+    }.items():  # fmt: skip
         want = torch.stack([pick(part) for part in parts])
         naive = torch.stack([pick(part.float()) for part in parts])
         most = 2 * (naive - want).abs().max() + 1e-7

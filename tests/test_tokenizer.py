@@ -178,11 +178,11 @@ PANICS = json.dumps({"model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (None, "", "has no tokenizer.json"),
-        ("tokenizer.json", "{", "is not a tokenizer"),
-        ("tokenizer.json", '{"model": {"type": "What"}}', "is not a tokenizer"),
-        ("tokenizer.json", '{"version": "1\\n0"}', "is not a tokenizer"),
-        ("tokenizer.json", PANICS, "is not a tokenizer"),
+        (None, "", "has no tokenizer.json nor tekken.json"),
+        ("tokenizer.json", "{", "cannot be made into a tokenizer"),
+        ("tokenizer.json", '{"model": {"type": "What"}}', "cannot be made into a tokenizer"),
+        ("tokenizer.json", '{"version": "1\\n0"}', "cannot be made into a tokenizer"),
+        ("tokenizer.json", PANICS, "cannot be made into a tokenizer"),
         ("tokenizer_config.json", "{", "is not JSON"),
         ("tokenizer_config.json", "[]", "must hold a JSON object"),
         ("chat_template.jinja", "{% if %}", "does not compile"),

@@ -30,6 +30,7 @@ class TokensPrompt(TypedDict):
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
 KNOWN_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+CUT = "texts of more than {} tokens, the most that this model embeds, are cut, as sentence-transformers does"
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -71,6 +72,19 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[
         wrong = next(token for token in ids if not 0 <= token < 2**31)
         raise ValueError(f"a prompt has the token id {wrong}; it must be from 0 to {2**31 - 1}")
     return text, ids, salt or ""
+
+
+def opening(facts: Mapping[str, Any], name: str | None) -> str:
+    """What goes before each text that an embedder gets: the prompt of this name, or of the model's default for None.
+
+    Raises:
+        ValueError: there is no such prompt.
+    """
+    prompts, name = facts["prompts"], facts["default_prompt_name"] if name is None else name
+    if name and name not in prompts:
+        known = ", ".join(map(repr, prompts)) or "no prompts"
+        raise ValueError(f"prompt_name is {name!r:.80}; this model has {known}, and '' asks for none")
+    return prompts[name] if name else ""
 
 
 class InputProcessor:

@@ -1,13 +1,15 @@
 """Vocabularies in other files than `tokenizer.json`, made into the same `tokenizers.Tokenizer` when they are loaded.
 
 `tokenizer.model` is SentencePiece's (Llama 2, Mistral 7B, Gemma), `tekken.json` is Mistral's list of byte strings that
-tiktoken ranks, and `vocab.json` with `merges.txt` is GPT-2's byte-level BPE. The JSON files beside them say which of
-the tokens are special. A vocabulary that would not give the ids of its own library is refused, and the error says why.
+tiktoken ranks, `tiktoken.model` is Kimi's, and `vocab.json` with `merges.txt` is GPT-2's byte-level BPE. The JSON files
+beside them, or beside `tokenizer.json`, add tokens and say which are special. A vocabulary that would not give the ids
+of its own library is refused, and the error says why.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,8 +33,19 @@ TEKKEN_SPECIAL = (
 QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# How Kimi's class splits a text whose tokens are in tiktoken.model.
+KIMI = (
+    r"[\p{Han}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KIMI_RESERVED = 256  # special tokens after the others
 # How the classes of tokenizers that are saved as vocab.json and merges.txt split a text; None is GPT-2's own way.
 SPLITS = {"GPT2Tokenizer": None, "CodeGenTokenizer": None, "Qwen2Tokenizer": QWEN2}
+WITHOUT_PREFIX = ("", "PreTrainedTokenizer", "TokenizersBackend", "GemmaTokenizer")  # classes without add_prefix_space
 
 
 class Piece(NamedTuple):
@@ -59,7 +72,13 @@ def convert(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     Raises:
         Exception: of any type, also the library's own: the file is broken, or it asks for what cannot be converted.
     """
-    return READERS[path.name](path, read_settings(path.parent))
+    settings = read_settings(path.parent)
+    tokenizer, names = READERS[path.name](path, settings)
+    tokenizer.encode_special_tokens = bool(settings.config.get("split_special_tokens"))
+    if read_json(str(path.parent), "sentence_bert_config.json", {}).get("do_lower_case"):
+        before = [tokenizer.normalizer] if tokenizer.normalizer else []
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
+    return tokenizer, names
 
 
 def read_settings(folder: Path) -> Settings:
@@ -69,7 +88,8 @@ def read_settings(folder: Path) -> Settings:
     names = special_tokens(named)
     special = set(names.values())
     for each in ("additional_special_tokens", "extra_special_tokens"):
-        special |= {text_of(token) for token in named.get(each) or ()}
+        tokens = named.get(each) or ()
+        special |= {text_of(token) for token in (tokens.values() if isinstance(tokens, dict) else tokens)}
     added = {}
     for text, id in read_json(str(folder), "added_tokens.json", {}).items():
         added[int(id)] = AddedToken(text, special=text in special, normalized=text not in special)
@@ -88,6 +108,52 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """`bos_token` and the like, by name; those that are null are left out, so that templates show nothing for them."""
     texts = {name: text_of(token) for name, token in config.items() if name.endswith("_token")}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+# --- tokenizer.json ---------------------------------------------------------------------------------------------------
+
+
+def read_plain(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str]]:
+    """A `tokenizer.json`, with what transformers reads in the other files, too: tokens, and which of them are special.
+
+    Raises:
+        ValueError: a token would have another id than a file says.
+    """
+    tokenizer, listed = Tokenizer.from_file(str(path)), settings.config.get("added_tokens_decoder") or {}
+    known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    new = {id: token.content for id, token in settings.added.items() if tokenizer.token_to_id(token.content) is None}
+    # What added_tokens.json says of a token that is there counts less.
+    told = {id: token for id, token in settings.added.items() if id in new or str(id) in listed}
+    added = {token.content: token for _, token in sorted(told.items())}
+    for text in sorted(settings.special):
+        if text in added or tokenizer.token_to_id(text) is not None:
+            added.setdefault(text, known.get(text) or AddedToken(text, normalized=False)).special = True
+    tokenizer.add_tokens(list(added.values()))
+    check_ids(tokenizer, new)
+    set_prefix(tokenizer, settings.config)
+    return tokenizer, {}
+
+
+def set_prefix(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
+    """Put a space in front of each text, or none, if the class of a tokenizer has `add_prefix_space`; others leave that
+    to tokenizer.json."""
+    kind, prefix = str(config.get("tokenizer_class") or "").removesuffix("Fast"), config.get("add_prefix_space")
+    if prefix is None or kind in WITHOUT_PREFIX:
+        return
+    llama = kind in ("LlamaTokenizer", "CodeLlamaTokenizer")
+    scheme = "never" if not prefix else "always" if config.get("legacy") else "first"
+    changes = {"Metaspace": {"prepend_scheme": scheme}} if llama else {"ByteLevel": {"add_prefix_space": prefix}}
+    dropped = {"normalizer": "Prepend", "decoder": "Strip"} if llama and not prefix else {}
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        if part := getattr(tokenizer, name):
+            state = json.loads(part.__getstate__())
+            for steps in filter(None, map(state.get, ("normalizers", "pretokenizers", "decoders"))):
+                steps[:] = [step for step in steps if step["type"] != dropped.get(name)]
+                for step in steps:
+                    step |= changes.get(step["type"], {})
+            state |= changes.get(state["type"], {})
+            part.__setstate__(json.dumps(state).encode())
+            setattr(tokenizer, name, part)
 
 
 # --- SentencePiece ----------------------------------------------------------------------------------------------------
@@ -288,6 +354,23 @@ def read_merges(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, st
     return finish(tokenizer, settings, added, names, adds_bos=False)
 
 
+def read_tiktoken(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str]]:
+    """A `tiktoken.model`: lines of a byte string and its rank, which is its id. The pattern is its class's own."""
+    kind = settings.config.get("tokenizer_class")
+    if kind != "TikTokenTokenizer":
+        raise ValueError(f"its tokenizer_class is {kind!r:.80}; Manta knows that of Kimi alone, TikTokenTokenizer")
+    ranks = {}
+    for line in path.read_bytes().splitlines():
+        token, _, rank = line.partition(b" ")
+        ranks["".join(SPELLING[byte] for byte in base64.b64decode(token))] = int(rank)
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise ValueError("its ranks are not those from 0 on, each of one token")
+    tokenizer = byte_level(ranks, merges_of(ranks), KIMI, prefix=False, ignore_merges=True)
+    reserved = set(range(len(ranks), len(ranks) + KIMI_RESERVED)) - set(settings.added)
+    added = {id: AddedToken(f"<|reserved_token_{id}|>", special=True, normalized=False) for id in reserved}
+    return finish(tokenizer, settings, added, {}, adds_bos=False)
+
+
 def byte_level(
     vocab: dict[str, int], merges: list, pattern: str | None, prefix: bool, ignore_merges: bool = False
 ) -> Tokenizer:
@@ -346,9 +429,7 @@ def finish(
             added[id] = AddedToken(text, special=True, normalized=False)
     tokens = [added[id] for id in sorted(added)]
     tokenizer.add_tokens(tokens)
-    for id, token in added.items():
-        if (found := tokenizer.token_to_id(token.content)) != id:
-            raise ValueError(f"token {token.content!r:.80} has the id {id} beside it, and {found} in the vocabulary")
+    check_ids(tokenizer, {id: token.content for id, token in added.items()})
     adds = {"bos_token": settings.config.get("add_bos_token"), "eos_token": settings.config.get("add_eos_token")}
     adds["bos_token"] = adds_bos if adds["bos_token"] is None else adds["bos_token"]
     bos, eos = ([names[name]] if adds[name] and name in names else [] for name in ("bos_token", "eos_token"))
@@ -364,4 +445,18 @@ def finish(
     return tokenizer, names
 
 
-READERS = {"tekken.json": read_tekken, "tokenizer.model": read_sentencepiece, "vocab.json": read_merges}
+def check_ids(tokenizer: Tokenizer, expected: dict[int, str]) -> None:
+    """Check that tokens have the ids that the files beside a vocabulary say.
+
+    Raises:
+        ValueError: names a token that has not.
+    """
+    for id, text in expected.items():
+        if (found := tokenizer.token_to_id(text)) != id:
+            raise ValueError(f"token {text!r:.80} has the id {id} beside it, and {found} in the vocabulary")
+
+
+READERS = {  # the first of them that is there counts
+    "tokenizer.json": read_plain, "tekken.json": read_tekken, "tokenizer.model": read_sentencepiece,
+    "tiktoken.model": read_tiktoken, "vocab.json": read_merges,
+}  # fmt: skip

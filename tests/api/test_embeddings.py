@@ -28,7 +28,7 @@ GOOD: dict[str, dict[str, Any]] = {
 def serving(
     engine: ScriptedClient, task: str = "embed", labels: Any = ("bad", "good", "odd"), **config: Any
 ) -> FlaskClient:
-    return client_of(engine, FACTS | {"task": task, "labels": labels, "hidden_size": 32}, **config)
+    return client_of(engine, FACTS | {"task": task, "labels": labels, "vector_size": 32}, **config)
 
 
 def floats(ids: list[int]) -> list[float]:
@@ -164,6 +164,40 @@ def test_texts_that_are_compared_are_cut_where_asked_to(engine: ScriptedClient, 
     for body in ({"text_1": "a", "text_2": long}, {"text_1": long * 10, "text_2": "b"}):
         error = refusal(post(http_client, "/score", **body))
         assert error["code"] == "context_length_exceeded"
+
+
+SAID = {"prompts": {"query": "Find: ", "none": ""}, "default_prompt_name": "query", "cuts_texts": True}
+
+
+@pytest.mark.parametrize("route", [EMBEDDINGS, "/pooling"])
+def test_texts_come_after_the_models_prompt(engine: ScriptedClient, route: str) -> None:
+    http_client = client_of(engine, FACTS | SAID | {"task": "embed", "labels": (), "vector_size": 32})
+    for fields, before in (({}, "Find: "), ({"prompt_name": "query"}, "Find: "), ({"prompt_name": "none"}, ""),
+                           ({"prompt_name": ""}, ""), ({"prompt_name": None}, "Find: ")):  # fmt: skip
+        post(http_client, route, input=["To be", "or"], **fields)
+        post(http_client, route, input=[5, 6], **fields)
+        assert [ids for ids, _ in engine.pooled] == [*map(TOKENIZER.encode, (f"{before}To be", f"{before}or")), [5, 6]]
+        engine.pooled.clear()
+    error = refusal(post(http_client, route, input="a", prompt_name="passage"))
+    assert error["param"] == "prompt_name" and "'passage'; this model has 'query', 'none'" in error["message"]
+    assert refusal(post(serving(engine), route, input="a", prompt_name="a"))["message"].endswith("'' asks for none")
+    post(http_client, "/rerank", query="q", documents=["d"])
+    assert [ids for ids, _ in engine.pooled] == [TOKENIZER.encode("Find: q"), TOKENIZER.encode("Find: d")]
+    assert post(http_client, "/tokenize", prompt="To be").json["tokens"] == TOKENIZER.encode("To be")
+
+
+def test_long_texts_are_cut_where_sentence_transformers_does(
+    engine: ScriptedClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    http_client = client_of(engine, FACTS | SAID | {"task": "embed", "labels": (), "vector_size": 32})
+    text = "two kings " * 60
+    for _ in range(2):
+        assert post(http_client, EMBEDDINGS, input=text).json["usage"]["prompt_tokens"] == 64
+    assert engine.pooled[0][0] == TOKENIZER.encode("Find: " + text)[:64]
+    assert caplog.text.count("texts of more than 64 tokens, the most that this model embeds, are cut") == 1
+    post(http_client, EMBEDDINGS, input=text, truncate_prompt_tokens=9)
+    assert engine.pooled[-1][0] == TOKENIZER.encode("Find: " + text)[:9]
+    assert refusal(post(http_client, EMBEDDINGS, input=[5] * 65))["code"] == "context_length_exceeded"
 
 
 LONG = [5] * 65

@@ -72,7 +72,7 @@ class Apps:
 
     def client_for(self, task: str) -> FlaskClient:
         if task not in self.clients:
-            facts = FACTS | {"labels": ("bad", "good"), "hidden_size": 32, "task": task}
+            facts = FACTS | {"labels": ("bad", "good"), "vector_size": 32, "task": task}
             api = Api(self.engine, HASTY, facts, self.config, ["manta"], Board())
             self.clients[task] = create_app(api).test_client()
         return self.clients[task]

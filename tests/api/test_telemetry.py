@@ -144,7 +144,7 @@ def test_how_a_request_ended_is_the_spans_status(engine: ScriptedClient, collect
 
 @pytest.mark.full
 def test_a_pooled_request_is_a_span(engine: ScriptedClient, collector: Collector, told_to: Any) -> None:
-    embedder = client_of(engine, FACTS | {"task": "embed", "hidden_size": 3})
+    embedder = client_of(engine, FACTS | {"task": "embed", "vector_size": 3})
     assert read(embedder.post("/v1/embeddings", json={"input": ["To be", "or"]})).status_code == 200
     told_to()
     (span,) = collector.named("llm_request")

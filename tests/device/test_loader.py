@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 import reference
 from cpu import weights as cpu_weights
 from device import loader
-from device.loader import Stage, checkpoint_files, load_weights
+from device.loader import Stage, load_weights
 from model import Transformer
 from model_config import ModelConfig
-from models.hub import INDEX
+from models.hub import INDEX, checkpoint_files
 from parallel import Group
 
 SHAPE = {

@@ -87,16 +87,16 @@ def test_any_part_of_8_bit_floats_is_that_of_the_whole(data: st.DataObject):
 
 def check_parts(packed: Packed, whole: torch.Tensor, data: st.DataObject) -> None:
     """Check the whole, a random part, and that in pieces."""
-    assert same(packed.read(), whole)
+    assert same(packed.float(), whole)
     index = []
     for size in whole.shape:
         start = data.draw(st.integers(0, size - 1))
         index.append(slice(start, data.draw(st.integers(start, size)), data.draw(st.sampled_from([1, 1, 2, 3]))))
     part, expected = packed[tuple(index)], whole[tuple(index)]
-    assert part.shape == expected.shape and same(part.read(), expected)
+    assert part.shape == expected.shape and same(part.float(), expected)
     if len(expected):
         rows = data.draw(st.integers(1, len(expected)))
-        assert same(torch.cat([piece.read() for piece in part.split(rows)]), expected)
+        assert same(torch.cat([piece.float() for piece in part.split(rows)]), expected)
 
 
 @settings(deadline=None)
@@ -117,7 +117,7 @@ def test_4_bit_floats_by_hand():
     """The lower half of a byte comes first, and the scale is a power of two with a bias of 127."""
     blocks, scales = torch.zeros(1, 1, 16, dtype=torch.uint8), torch.tensor([[129]], dtype=torch.uint8)
     blocks[0, 0, 0], blocks[0, 0, 15] = 0x91, 0x7F
-    numbers = unpack_mxfp4(blocks, scales).mT.read()
+    numbers = unpack_mxfp4(blocks, scales).mT.float()
     assert numbers[0, :3].tolist() == [2.0, -2.0, 0.0] and numbers[0, -2:].tolist() == [-24.0, 24.0]
 
 
@@ -125,9 +125,9 @@ def test_numbers_that_are_none_stay_so():
     """So that the loader finds them."""
     codes = torch.zeros(2, 2).to(torch.float8_e4m3fn)
     codes[1, 0] = torch.nan
-    assert unpack_fp8(codes, torch.ones(1, 1), (2, 2)).read().isnan().tolist() == [[False, False], [True, False]]
+    assert unpack_fp8(codes, torch.ones(1, 1), (2, 2)).float().isnan().tolist() == [[False, False], [True, False]]
     blocks, scales = random_mxfp4(1, 1, 32)
-    assert not unpack_mxfp4(blocks, torch.full_like(scales, 255)).read().isfinite().any()
+    assert not unpack_mxfp4(blocks, torch.full_like(scales, 255)).float().isfinite().any()
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -234,8 +234,8 @@ def test_4_bit_experts_are_loaded_as_their_numbers(tmp_path: Path):
 @pytest.mark.parametrize("staged", [False, True])
 def test_numbers_are_made_piece_by_piece_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staged: bool):
     """No more than a piece at a time is in memory, and a rank makes none that it does not hold."""
-    made, read = [], Packed.read
-    monkeypatch.setattr(Packed, "read", lambda self: made.append(self.shape.numel()) or read(self))
+    made, read = [], Packed.float
+    monkeypatch.setattr(Packed, "float", lambda self: made.append(self.shape.numel()) or read(self))
     monkeypatch.setattr(loader, "PIECE_BYTES", 1024)
     packed, _ = fp8_checkpoints(tmp_path, "blocks")
     model = build(packed, 1, 2)

@@ -52,10 +52,16 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             "manta/demo": Repo(FILES),
             "manta/gated": Repo(FILES, gated=True),
             "manta/private": Repo(FILES, private=True),
-            "manta/sharded": Repo(configs | shards() | {name: b"{} " + name.encode() for name in [*JUNK, *SMALL]}),
+            "manta/sharded": Repo(
+                configs | shards() | {name: b"{}" + b" " * i for i, name in enumerate([*JUNK, *SMALL])}
+            ),
             "manta/unknown": Repo(FILES | {"config.json": unknown}),
             "manta/embedder": Repo(
                 FILES | {"modules.json": b"[]", "1_Pooling/config.json": b'{"pooling_mode": "mean"}'}
+            ),
+            "manta/tiktoken": Repo(
+                {name: FILES[name] for name in FILES if name != "tokenizer.json"}
+                | {"tiktoken.model": b"", "tokenizer_config.json": b'{"tokenizer_class": "QWenTokenizer"}'}
             ),
             "manta/bin": Repo(configs | {"pytorch_model.bin": b""}),
             "manta/huge": Repo(FILES, sizes={"model.safetensors": 10**18}),
@@ -148,6 +154,7 @@ def full(*row: Any) -> Any:
             r"manta/huge needs 1,000,000,000\.00 GB, and .* has room for .*: make room, or name another",
         ),
         full("manta/unknown", {}, "Nonesuch"),
+        full("manta/tiktoken", {}, r"tiktoken\.model cannot be made into a tokenizer: its tokenizer_class is 'QWen"),
         full("manta/bin", {}, r"manta/bin has no model\.safetensors, but pytorch_model\.bin; .*: convert it"),
         full(
             "a--b",

@@ -79,14 +79,23 @@ def make(folder: Path, **fields) -> LLM:
 def sentence_transformer(folder: Path, pooling: dict | None, *modules: str) -> None:
     """Turn a folder into one of sentence-transformers."""
     (folder / "1_Pooling").mkdir(exist_ok=True)
-    listed = [{"type": f"sentence_transformers.models.{name}"} for name in ("Transformer", "Pooling", *modules)]
+    kinds = ("Transformer", "Pooling", *modules)
+    listed = [
+        {"type": f"sentence_transformers.models.{kind}", "path": f"{i}_{kind}" if i else ""}
+        for i, kind in enumerate(kinds)
+    ]
     (folder / "modules.json").write_text(json.dumps(listed))
     if pooling is not None:
         (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
 
 
 def wanted(hidden: torch.Tensor, kind: str, normalized: bool, dimensions: int | None = None) -> torch.Tensor:
-    x = {"last": hidden[-1], "cls": hidden[0], "mean": hidden.double().mean(0).float()}[kind][:dimensions]
+    many = hidden.double()
+    x = {
+        "last": hidden[-1], "cls": hidden[0], "mean": many.mean(0), "max": many.amax(0),
+        "mean_sqrt_len": many.sum(0) / len(hidden) ** 0.5,
+        "weightedmean": (many * torch.arange(1, len(many) + 1)[:, None]).sum(0) / sum(range(1, len(many) + 1)),
+    }[kind].float()[:dimensions]  # fmt: skip
     return x / x.norm() if normalized else x
 
 
@@ -94,7 +103,7 @@ def wanted(hidden: torch.Tensor, kind: str, normalized: bool, dimensions: int | 
     ("name", "backend"),
     [("qwen3", "cpu"), pytest.param("llama", "cpu", marks=pytest.mark.full), ("qwen3", "reference")],
 )
-@pytest.mark.parametrize("kind", ["last", "mean", "cls"])
+@pytest.mark.parametrize("kind", ["last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len"])
 def test_embeddings_equal_transformers(checkpoints, name, backend, kind):
     llm, prompts = make(checkpoints / name, task="embed", pooling_type=kind, backend=backend), CASES[name]["prompts"]
     oracle = load_file(checkpoints / name / "oracle.safetensors")
@@ -154,6 +163,9 @@ def test_a_checkpoint_for_text_is_an_embedder_too(checkpoints, llm):
         ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, ["Normalize"], "cls", True),
         ({"pooling_mode_mean_tokens": True}, [], "mean", False),
         ({"pooling_mode_lasttoken": True, "pooling_mode_max_tokens": False}, [], "last", False),
+        ({"pooling_mode_weightedmean_tokens": True, "include_prompt": False}, [], "weightedmean", False),
+        ({"pooling_mode_max_tokens": True}, [], "max", False),
+        ({"pooling_mode": "mean_sqrt_len_tokens"}, [], "mean_sqrt_len", False),
         ({"word_embedding_dimension": 64}, [], "mean", False),  # the library's default
         (None, ["Normalize"], "last", True),
     ],
@@ -184,9 +196,19 @@ def test_a_folder_of_sentence_transformers_says_what_it_is(tmp_path, pooling, mo
 @pytest.mark.parametrize(
     ("pooling", "modules", "message"),
     [
-        ({"pooling_mode": "max"}, [], "asks for the pooling max; Manta has lasttoken, mean, cls: pooling_type can"),
-        ({"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}, [], "asks for the pooling cls, max;"),
-        ({}, ["Dense", "Normalize"], "modules.json has a module 'Dense'; Manta has Transformer, Pooling, Normalize"),
+        (
+            {"pooling_mode": "min"},
+            [],
+            "asks for the pooling min; Manta has last, mean, cls, max, weightedmean, mean_s",
+        ),
+        ({"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}, [], "asks for the pooling max, cls;"),
+        (
+            {},
+            ["Normalize", "Dense"],
+            "Pooling:1_Pooling Normalize:2_Normalize Dense:3_Dense'; Manta has Transformer, Pooling, D",
+        ),
+        ({}, ["LSTM"], "LSTM:2_LSTM'; Manta has"),
+        ({}, ["Dense"], "has no 2_Dense/config.json"),
         ({}, None, "modules.json is no list of modules"),
     ],
 )

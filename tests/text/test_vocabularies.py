@@ -415,6 +415,78 @@ def test_a_tekken_that_is_wrong_is_refused(tmp_path: Path, ranks: Any, change: A
     assert "\n" not in str(caught.value) and "tekken.json" in str(caught.value)
 
 
+# --- tiktoken.model ---------------------------------------------------------------------------------------------------
+
+KIMI_TOKENS = {"[BOS]": 500, "<|im_end|>": 502}
+
+
+def kimi(folder: Path, ranks: dict[bytes, int], **changes: Any) -> Path:
+    lines = [base64.b64encode(token) + b" %d" % rank for token, rank in ranks.items()]
+    (folder / "tiktoken.model").write_bytes(b"\n".join(lines))
+    added = {str(id): {"content": text, "special": True} for text, id in KIMI_TOKENS.items()}
+    config = {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": added, "bos_token": "[BOS]"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def kimis(ranks: dict[bytes, int], tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any]:
+    """Kimi's tokenizer as Manta reads it, and as its own class makes it of tiktoken."""
+    import tiktoken
+
+    upper, lower = (f"[{kinds}\\p{{Lm}}\\p{{Lo}}\\p{{M}}&&[^\\p{{Han}}]]" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
+    start, end = r"[^\r\n\p{L}\p{N}]?", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    words = [f"{start}{upper}*{lower}+{end}", f"{start}{upper}+{lower}*{end}"]
+    others = [r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"]
+    pattern = "|".join([r"[\p{Han}]+", *words, *others])
+    special = {f"<|reserved_token_{id}|>": id for id in range(500, 756)}
+    theirs = tiktoken.Encoding("kimi", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special | KIMI_TOKENS)
+    return Tokenizer(str(kimi(tmp_path_factory.mktemp("kimi"), ranks))), theirs
+
+
+@pytest.mark.full
+@settings(deadline=None)
+@given(text=TEXTS | st.text(max_size=20) | st.text(st.sampled_from("Aa中文's 9\n.é"), max_size=20))
+def test_kimis_vocabulary_gives_the_ids_of_tiktoken(kimis: tuple[Tokenizer, Any], text: str) -> None:
+    ours, theirs = kimis
+    for prompt in (text, f"{text}<|im_end|>{text}<|reserved_token_501|>"):
+        assert ours.encode(prompt) == theirs.encode(prompt, allowed_special="all")
+        assert ours.decode(ours.encode(prompt), skip_special_tokens=False) == prompt
+
+
+def test_kimis_vocabulary_has_its_special_tokens(tmp_path: Path, ranks: dict[bytes, int]) -> None:
+    tokenizer = Tokenizer(str(kimi(tmp_path, ranks)))
+    assert len(ranks) == 500 and tokenizer.special_ids == set(range(500, 756)) and tokenizer.joins_bytes
+    assert [tokenizer.token(id) for id in (500, 501, 502)] == ["[BOS]", "<|reserved_token_501|>", "<|im_end|>"]
+    assert tokenizer.special_tokens == {"bos_token": "[BOS]"}
+    ids = tokenizer.encode("the cache 日本<|im_end|>")
+    assert ids[0] != 500 and ids[-1] == 502 and tokenizer.decode(ids) == "the cache 日本"
+
+
+@pytest.mark.parametrize(
+    ("change", "spoiled", "message"),
+    [
+        (
+            {"tokenizer_class": "QWenTokenizer"},
+            None,
+            "tokenizer_class is 'QWenTokenizer'; Manta knows that of Kimi alone",
+        ),
+        ({}, b"AA== 7", "its ranks are not those from 0 on"),
+        ({}, b"AA==", "cannot be made into a tokenizer"),
+        ({}, b"A 0", "cannot be made into a tokenizer"),
+    ],
+)
+def test_a_tiktoken_model_that_is_wrong_is_refused(
+    tmp_path: Path, ranks: dict[bytes, int], change: Any, spoiled: bytes | None, message: str
+) -> None:
+    kimi(tmp_path, ranks, **change)
+    if spoiled:
+        (tmp_path / "tiktoken.model").write_bytes(spoiled)
+    with pytest.raises(ValueError, match=message) as caught:
+        Tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value) and "tiktoken.model" in str(caught.value)
+
+
 @pytest.mark.parametrize(("kind", "pattern"), [("GPT2Tokenizer", None), ("Qwen2TokenizerFast", QWEN2)])
 def test_vocab_and_merges_give_the_ids_of_tokenizer_json(tmp_path: Path, kind: str, pattern: str | None) -> None:
     inner = byte_level(pattern)
