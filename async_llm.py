@@ -176,7 +176,8 @@ class AsyncLLM:
             )
         set_up(config.log_level, config.log_format, logger.name)
         config = find_model(config)
-        ModelConfig.from_folder(config.folder)  # here, because a message of the engine process would only be printed
+        # Here, because a message of the engine process would only be printed.
+        ModelConfig.from_folder(config.folder, config.hf_overrides)
         self.config, self.tokenizer = config, open_tokenizer(config.folder, config.skip_tokenizer_init)
         self.live: dict[str, tuple[str, AsyncStream]] = {}  # by the caller's name of a request: the engine's, its news
         self.numbers = itertools.count()

@@ -35,8 +35,8 @@ class EngineConfig(ClusterOptions):
 
     GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {  # of the help
         "model": (
-            "model", "revision", "download_dir", "load_format", "skip_tokenizer_init", "task", "pooling_type",
-            "generation_config", "seed"),
+            "model", "revision", "download_dir", "hf_overrides", "load_format", "skip_tokenizer_init", "task",
+            "pooling_type", "generation_config", "seed"),
         "device": ("device", "backend", "dtype", "enforce_eager", "compile", "threads", "batch_invariant"),
         "memory and batches": (
             "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "gpu_memory_utilization",
@@ -69,6 +69,10 @@ class EngineConfig(ClusterOptions):
     )
     download_dir: str | None = option(
         None, "folder that models are downloaded to (default: the hub's cache, which HF_HOME moves)"
+    )
+    hf_overrides: str | None = option(
+        None,
+        "JSON object of fields of config.json with other values, null to drop one; those in text_config are merged",
     )
     snapshot: str = option("", "")  # the folder that the model was downloaded to, if it was; see `hub.find_model`
     dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] = option(
@@ -221,6 +225,8 @@ class EngineConfig(ClusterOptions):
         return self.task in ("embed", "score", "classify")
 
     def __post_init__(self) -> None:
+        if isinstance(self.hf_overrides, Mapping):
+            object.__setattr__(self, "hf_overrides", json.dumps(self.hf_overrides))
         check_fields(self)
         for name, others in (("dtype", DTYPE_NAMES), ("distributed_executor_backend", BACKEND_NAMES)):
             given = getattr(self, name)

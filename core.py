@@ -21,6 +21,7 @@ from executor import Peers, WorkerError
 from executors.choose import new_executor
 from model_config import ModelConfig
 from models.pooling import check_pooling, settle_task, task_facts
+from models.read_rope import notes_on
 from observe.logs import StatLogger, logger
 from observe.observers import observers_of
 from observe.profiles import Profiles
@@ -62,6 +63,7 @@ def client_facts(config: EngineConfig, model_config: ModelConfig, of_workers: di
     return of_workers | {
         "max_num_batched_tokens": tokens,
         "architecture": model_config.architecture,
+        "notes": notes_on(model_config, of_workers["max_model_len"]),
         "eos_token_ids": model_config.eos_token_ids,
         "default_sampling": default_sampling(config),
         **{name: getattr(config, name) for name in options},
@@ -102,7 +104,7 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, peers: Peers | None = None):
         # Replace the task `auto` by the model's own, with the options that follow from it.
-        config, self.model_config = settle_task(config, ModelConfig.from_folder(config.folder))
+        config, self.model_config = settle_task(config, ModelConfig.from_folder(config.folder, config.hf_overrides))
         check_reloadable(config)
         vocab_size = self.model_config.vocab_size
         self.grammars = Grammars(config.folder, vocab_size, self.model_config.eos_token_ids)

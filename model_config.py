@@ -5,7 +5,7 @@ Standard library only: every process reads this file, and most of them never imp
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from config import read_json
@@ -137,7 +137,9 @@ class ModelConfig:
     head: Literal["logits", "labels", "none"] = "logits"  # what follows the last norm
     labels: tuple[str, ...] = ()  # names of the classification head's outputs
     label_activation: Literal["softmax", "sigmoid", "identity"] = "softmax"  # what makes of these what is returned
+    ahead: int = 1  # layers after the last one that a checkpoint may have, which predict tokens ahead
     quantization: Quantization | None = None  # how the weights are stored, where it is not as numbers
+    notes: tuple[str, ...] = field(default=(), compare=False)  # for the start log: what may surprise
     normalize: bool | None = None  # whether an embedding is divided by its length; None: see `models.pooling`
     vector_size: int = 0  # of an embedding
 
@@ -182,15 +184,14 @@ class ModelConfig:
         return found._replace(places=tuple(places.get(source, (-1, -1)) for source in self.kv_sources))
 
     @classmethod
-    def from_folder(cls, folder: str) -> ModelConfig:
-        """Read a model's shape.
+    def from_folder(cls, folder: str, overrides: str | None = None) -> ModelConfig:
+        """Read a model's shape, as `EngineConfig.hf_overrides` changes it.
 
         Raises:
             ValueError: the folder or a file is missing or malformed, or it asks for what Manta does not have.
         """
-        from models.read_config import ConfigReader, ends_of_tokenizer  # which makes a ModelConfig
+        from models.read_config import ConfigReader, ends_of_tokenizer, read_raw  # which makes a ModelConfig
 
-        raw, generation = read_json(folder, "config.json"), read_json(folder, "generation_config.json", {})
-        config = ConfigReader(raw, generation).config()
+        config = ConfigReader(read_raw(folder, overrides), read_json(folder, "generation_config.json", {})).config()
         ends = (id for id in ends_of_tokenizer(folder) if 0 <= id < config.vocab_size)
         return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends))))

@@ -232,7 +232,9 @@ def serve(argv: list[str]) -> None:
         if "plan" in flags:
             from device.startup import print_plan
 
-            print_plan(engine_config, ModelConfig.from_folder(engine_config.folder), flags.plan)
+            print_plan(
+                engine_config, ModelConfig.from_folder(engine_config.folder, engine_config.hf_overrides), flags.plan
+            )
             return
         if engine_config.headless:
             return follow_server(engine_config, secret)

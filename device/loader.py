@@ -187,7 +187,7 @@ def skipped(saved: str, model: Transformer) -> bool:
         number, _, rest = rest.partition(".")
         if layer == row.name("layer") and number.isdigit():
             i = int(number)
-            if i == model.config.num_layers:  # it predicts tokens ahead (DeepSeek V3)
+            if 0 <= i - model.config.num_layers < model.config.ahead:  # it predicts tokens ahead (DeepSeek V3)
                 return True
             reads = i < len(sources) and 0 <= sources[i] != i  # the keys and values of another layer
             if reads and rest.startswith(tuple(f"{row.name(part)}." for part in ("k", "v", "k_norm"))):

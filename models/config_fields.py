@@ -13,20 +13,34 @@ from models.families import Family
 # Fields that change nothing in what is computed here: of training, of files, of generation (whose settings are in
 # generation_config.json), and of halves of a model that are not for text.
 HARMLESS = re.compile(
-    r"_.*|.*dropout.*|.*pdrop|.*_drop|layerdrop|.*init.*(std|range|factor).*|.*initializer.*|init_method.*|use_cache|"
-    r".*token_id|.*token_index|bos.*|eos.*|pad.*|transformers_version|torch_dtype|dtype|auto_map|architectures|"
-    r"model_type|id2label|label2id|num_labels|problem_type|sentence_transformers|classifier_.*|pretraining_tp|"
-    r"output_.*|return_.*|.*aux_loss.*|router_jitter_noise|.*z_loss.*|gradient_checkpointing.*|unsloth.*|"
-    r"task_specific_params|prefix|finetuning_task|tokenizer_class|model_max_length|name_or_path|chunk_size_feed_forward|"
-    r"is_encoder_decoder|is_decoder|(vision|audio|text|image|video).*_(config|token.*|index)|mm_tokens_per_image|"
-    r"use_mrope|use_return_dict|torchscript|summary_.*|reorder_and_upcast_attn|n_ctx|vocab_file|keys_to_ignore.*|"
-    r"num_nextn_predict_layers|num_mtp_layers|num_mtp_modules|mtp_.*|use_mtp|ep_size|seq_aux|rotary_emb_base|"
-    r"attn_implementation|use_flash_attn.*|max_length|min_length|do_sample|temperature|top_k|top_p|num_beams|"
-    r"sbert_ce.*|type_vocab_size|is_composition|bad_words_ids|begin_suppress.*|suppress_tokens|forced_.*|cache_impl.*|"
-    r"hidden_act_param|max_window_layers|attn_type_list|cohere_.*|original_max_position_embeddings|eod_token.*|"
-    r"org_vocab_size|sep_token.*|mlm.*|cls_token.*|mask_token.*|dense_list|use_sliding_window|sliding_window_pattern|"
-    r"is_llama_config|transformers\.js_config|use_liger_kernel|neftune_noise_alpha|max_sequence_length"
+    r".*dropout.*|.*pdrop|.*_drop|layerdrop|.*init.*(std|range|factor).*|.*initializer.*|init_method.*|pretraining_tp|"
+    r".*aux_loss.*|.*z_loss.*|router_jitter_noise|.*checkpointing.*|neftune_noise_alpha|use_liger_kernel|unsloth.*|"
+    r"seq_aux|ep_size|mlm.*|mtp_.*|use_mtp|_.*|architectures|model_type|auto_map|name_or_path|transformers_version|"
+    r"transformers\.js_config|tokenizer_class|vocab_file|keys_to_ignore.*|custom_pipelines?|prefix|finetuning_task|"
+    r"task_specific_params|torchscript|is_composition|is_llama_config|for_llm_compressor|torch_dtype|dtype|"
+    r"use_bfloat16|(bf|fp)(16|32)|(scale_)?attention_softmax_in_fp32|reorder_and_upcast_attn|attn_implementation|"
+    r"use_flash_attn.*|use_parallel_embedding|chunk_size_feed_forward|.*_id|.*token_index|bos.*|eos.*|pad.*|"
+    r"(eod|sep|cls|mask)_token.*|(org|type)_vocab_size|n_ctx|(max|min)_length|(model_max|(max_)?seq(uence)?)_len(gth)?|"
+    r"original_max_position_embeddings|initial_context_length|use_cache|cache_impl.*|output_.*|return_.*|"
+    r"use_return_dict|do_sample|temperature|top_k|top_p|typical_p|num_beam.*|num_return_sequences|.*penalty|"
+    r".*ngram_size|early_stopping|(epsilon|eta)_cutoff|remove_invalid_values|(num_)?(assistant|target)_.*|"
+    r"bad_words_ids|begin_suppress.*|suppress_tokens|forced_.*|is_encoder_decoder|is_decoder|id2label|label2id|"
+    r"num_labels|problem_type|classifier_.*|summary_.*|sbert_ce.*|sentence_transformers|"
+    r"(vision|audio|text|image|video).*_(config|token.*|index)|mm_tokens_per_image|use_mrope|(anyres|vit)_.*|class_num|"
+    r"num_media_embeds|predict_special_tokens|use_sliding_window|max_window_layers|layer_types|.*norm_eps(ilon)?|"
+    r"rotary_emb_base|hidden_act_param|attn_type_list|dense_list|cla_share_factor|cohere_.*"
 )
+# Fields of some families, which other families' files have, too. They are read where the row has a default for them.
+OWN = {"sliding_window", "sliding_window_pattern", "mlp_layer_types", "partial_rotary_factor", "rotary_dim"}
+# Fields that nobody reads, by the value with which they change nothing, or the field that says the same.
+NEUTRAL: dict[str, float | str] = {
+    "attention_head_dim": "head_dim", "compression_ratio": 1, "embedding_multiplier": 1,
+    "experts_per_token": "num_experts_per_tok", "full_attn_mod": 1, "interpolate_factor": 1, "logit_scale": 1,
+    "logits_scaling": 1, "moe_layer_freq": 1, "n_group": 1, "num_shared_expert": 1, "residual_multiplier": 1,
+    "rope_ratio": 1, "rotary_pct": 1, "rotary_scaling_factor": 1, "routed_scaling_factor": 1,
+    "scale_attn_weights": True, "sliding_window_size": "sliding_window", "topk_group": 1,
+    "use_embedding_sharing": "tie_word_embeddings", "use_rotary_pos_emb": True, "word_embed_proj_dim": "hidden_size",
+}  # fmt: skip
 
 
 class Fields:
@@ -34,8 +48,9 @@ class Fields:
 
     def __init__(self, raw: dict[str, Any], row: Family):
         self.raw, self.row, self.read = raw, row, set[str]()
-        theirs = {ours: name for name, ours in row.keys.items() if name in raw}
-        self.theirs = {name: name for name in raw if name not in row.keys} | theirs
+        theirs = {ours: name for name, ours in row.keys.items() if ours and name in raw}
+        known = {name for name in raw if name not in row.keys and (name not in OWN or name in row.defaults)}
+        self.theirs = {name: name for name in known} | theirs
 
     def get(self, name: str) -> Any:
         """A field's value; None where it is null, or where it is left out and the family has no default."""
@@ -64,21 +79,27 @@ class Fields:
         """Check that what nobody has read changes nothing.
 
         Raises:
-            ValueError: names the field.
+            ValueError: names all fields that may change something.
         """
+        wrong, unknown = [], []
         for name, want in self.row.fixed.items():
             value, wants = self.get(name), want if isinstance(want, tuple) else (want,)
             if name in self.theirs and value is not None and value not in wants:
-                allowed = " or ".join(map(repr, wants))
-                raise ValueError(f"config.json: {self.theirs[name]} is {value!r:.80}; Manta has {allowed} alone")
+                wrong.append(f"{self.theirs[name]} is {value!r:.80}; Manta has {' or '.join(map(repr, wants))} alone")
         for name, value in self.raw.items():
             # Without a number, a list or a "true" it says at most what is not there.
             if name in self.read or HARMLESS.fullmatch(name) or not value or isinstance(value, str):
                 continue
-            raise ValueError(
-                f"config.json: {name!r:.80} is {value!r:.80}, and Manta does not know that field; remove it if it "
-                "changes nothing in what the model computes"
-            )
+            neutral = NEUTRAL.get(name)
+            neutral = self.get(neutral) if isinstance(neutral, str) else neutral
+            if name not in OWN and self.row.keys.get(name) != "" and value != neutral:
+                unknown.append(f"{name!r:.80} is {value!r:.80}")
+        if unknown:
+            these = "that field" if len(unknown) == 1 else "these fields"
+            wrong.append(f"{', '.join(unknown)}, and Manta does not know {these}; remove what changes nothing in what "
+                         "the model computes, here or by --hf-overrides '{\"name\": null}'")  # fmt: skip
+        if wrong:
+            raise ValueError(f"config.json: {'; '.join(wrong)}")
 
 
 JSON_TYPES = {bool: "true or false", str: "a string", list: "a list", dict: "an object"}

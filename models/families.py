@@ -22,50 +22,30 @@ from typing import Any, Literal
 NAMES: dict[str, str | None] = {
     "embed": "embed_tokens",
     "positions": None,  # a table of learned positions
-    "norm": "norm",
-    "head": "lm_head",
-    "layer": "layers",
-    "attn_in": "input_layernorm",
-    "attn_out": None,
-    "mlp_in": "post_attention_layernorm",
-    "mlp_out": None,
+    "norm": "norm", "head": "lm_head", "layer": "layers",
+    "attn_in": "input_layernorm", "attn_out": None, "mlp_in": "post_attention_layernorm", "mlp_out": None,
     "qkv": None,  # q, k and v as one tensor; see `Family.qkv_groups`
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "sinks": "self_attn.sinks",
+    "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
+    "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "sinks": "self_attn.sinks",
     "gate_up": None,  # gate and up as one tensor, one after the other
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
+    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
     "act": "mlp.act_fn",  # parameters of the activation
     "layer_scale": None,  # what the hidden states are multiplied by after a layer
     "layer_embed": None,  # a table of what each layer gets of a token; see `Family.layer_inputs`
-    "layer_projection": None,  # and what makes more of that from the embedding, with its norm
-    "layer_norm": None,
-    "layer_gate": None,  # a layer's own part of it
-    "layer_up": None,
-    "layer_out": None,
-    "router": "mlp.gate",
-    "correction": "mlp.gate.e_score_correction_bias",
+    "layer_projection": None, "layer_norm": None,  # and what makes more of that from the embedding, with its norm
+    "layer_gate": None, "layer_up": None, "layer_out": None,  # a layer's own part of it
+    "router": "mlp.gate", "correction": "mlp.gate.e_score_correction_bias",
     "experts": "mlp.experts",  # experts.0, experts.1, ..., and all experts' tensors stacked
-    "expert_gate": "gate_proj",
-    "expert_up": "up_proj",
-    "expert_down": "down_proj",
-    "experts_gate_up": "mlp.experts.gate_up_proj",
-    "experts_down": "mlp.experts.down_proj",
+    "expert_gate": "gate_proj", "expert_up": "up_proj", "expert_down": "down_proj",
+    "experts_gate_up": "mlp.experts.gate_up_proj", "experts_down": "mlp.experts.down_proj",
     "router_scale": None,  # weights of a norm of what the router sees
     "expert_scale": None,  # what each expert's results are multiplied by
     "dense_out": None,  # norms where experts stand beside a dense MLP: of its results, and of theirs
-    "experts_in": None,
-    "experts_out": None,
+    "experts_in": None, "experts_out": None,
     "shared": "mlp.shared_experts",  # an MLP of its own, beside the routed experts
     "shared_gate": "mlp.shared_expert_gate",
     "delta": "linear_attn",  # all of a layer with the gated delta rule
-}
+}  # fmt: skip
 
 PREFIXES = (  # before the names of a model's body, depending on what saved it; the longest ones first
     "model.language_model.", "language_model.model.", "model.decoder.", "language_model.", "transformer.", "gpt_neox.",
@@ -104,7 +84,8 @@ class Family:
     """Where a family of decoders departs from Llama. A string in the place of a bool is a field of config.json."""
 
     names: dict[str, str | None] = field(default_factory=dict)  # where its parts stand, if not as in `NAMES`
-    keys: dict[str, str] = field(default_factory=dict)  # its names of fields that others call differently, and theirs
+    # Its names of fields that others call differently, and theirs; "" for one that it does not read.
+    keys: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)  # of fields that may be left out, as transformers has them
     # Fields that change the maths, and the only value (or a tuple of all) that Manta has.
     fixed: dict[str, Any] = field(default_factory=dict)
@@ -131,7 +112,8 @@ class Family:
     activation: str = ""  # the MLP's, where config.json's name for it means another one
     interleaved: bool | str = False  # RoPE turns elements 2i and 2i + 1, not i and i + half
     rope: Literal["all", "listed", "windowed"] = "all"  # layers that have it; "windowed": if any, those with a window
-    window: Literal["all", "qwen", "pattern"] = "all"  # layers that have one; "pattern": all but each n-th one
+    # Layers that have one, which `layer_types` says first but where it is "all"; "pattern": all but each n-th one.
+    window: Literal["all", "listed", "qwen", "qwen2_moe", "pattern"] = "all"
     window_field: str = "sliding_window"  # where its size stands
     full_every: int = 0  # that n
     chunked: bool = False  # a window is a chunk, whose first token sees no other (Llama 4)
@@ -164,25 +146,38 @@ class Family:
         return dataclasses.replace(self, **added, **fields)
 
 
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings",
+)  # fmt: skip
+
+
+def sized(*sizes: int | None, **more: Any) -> dict[str, Any]:
+    """Defaults of a family whose files often leave out what is its default: `SIZES`, and more."""
+    return dict(zip(SIZES, sizes, strict=True)) | more
+
+
 LLAMA = Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias")
-QWEN2 = Family(qkv_bias=True, window="qwen", defaults={"sliding_window": 4096})
-QWEN3 = QWEN2.but(qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head")
+MISTRAL = Family(defaults=sized(32000, 4096, 14336, 32, 32, 8, 131072, sliding_window=4096))
+QWEN2_SIZES = sized(151936, 4096, 22016, 32, 32, 32, 32768, sliding_window=4096, max_window_layers=28)
+QWEN2 = Family(qkv_bias=True, window="qwen", defaults=QWEN2_SIZES)
+QWEN3 = QWEN2.but(qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", defaults={"head_dim": 128})
 QWEN_EXPERTS = Routing(renormalize="norm_topk_prob", layers="decoder_sparse_step")
 QWEN_SHARED = dataclasses.replace(QWEN_EXPERTS, shared="shared_expert_intermediate_size", shared_gate=True)
 QWEN_NEXT = Family(
     qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", unit_offset=True, out_gate=True,
     delta="split", fixed={"hidden_act": "silu", "attn_output_gate": True},  # the convolution has it, too
-    defaults={
-        "partial_rotary_factor": 0.25, "head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 2,
+    defaults={**sized(151936, 2048, 5632, 48, 16, 2, 32768), "partial_rotary_factor": 0.25, "head_dim": 256,
         "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
         "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32},
     names={"shared": "mlp.shared_expert"},
 )  # fmt: skip
 LOCAL = {"num_local_experts": "num_experts"}
+OLD = dict.fromkeys(("head_dim", "num_key_value_heads", "intermediate_size", "hidden_act", "layer_norm_eps"), "")
 GEMMA = Family(
     qkv_bias="attention_bias", o_bias="attention_bias", unit_offset=True, embed_scale="sqrt",
     activation="gelu_pytorch_tanh", keys={"hidden_activation": "hidden_act"},
-    defaults={"tie_word_embeddings": True, "head_dim": 256}, fixed={
+    defaults={"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16}, fixed={
         "use_bidirectional_attention": False, "hidden_act": ("gelu", "gelu_pytorch_tanh")},
 )  # fmt: skip
 OUTPUT_NORMS = {
@@ -191,33 +186,30 @@ OUTPUT_NORMS = {
 SANDWICH = OUTPUT_NORMS | {"attn_in": "input_layernorm", "mlp_in": "pre_feedforward_layernorm"}
 GEMMA2 = GEMMA.but(
     names=SANDWICH, window="pattern", full_every=2, attention_scale="query_pre_attn_scalar", caps=True,
-    defaults={
-        "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
-        "sliding_window": 4096},
+    defaults={"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "sliding_window": 4096, "num_key_value_heads": 4},
 )  # fmt: skip
 GEMMA3 = GEMMA2.but(
     full_every=6, qk_norm="head", local_rope="rope_local_base_freq",
     fixed={"attn_logit_softcapping": None},  # transformers does not read it
     defaults={
-        "attn_logit_softcapping": None, "final_logit_softcapping": None, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
-        "rope_local_base_freq": 10000.0},
+        **sized(262208, 2304, 9216, 26, 8, 4, 131072), "attn_logit_softcapping": None, "final_logit_softcapping": None,
+        "sliding_window_pattern": None, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0},
 )  # fmt: skip
 GEMMA4 = Family(
-    qkv_bias="attention_bias", o_bias="attention_bias", embed_scale="sqrt", keys={"hidden_activation": "hidden_act"},
+    qkv_bias="attention_bias", o_bias="attention_bias", embed_scale="sqrt",
+    keys={"hidden_activation": "hidden_act", "hidden_act": "", "attn_logit_softcapping": ""},
     window="pattern", full_every=6, qk_norm="head", v_norm=True, attention_scale="none", caps=True, full_heads=True,
     tied_values="attention_k_eq_v", kv_shared="num_kv_shared_layers", wide_mlp="use_double_wide_mlp",
-    defaults={
-        "tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "hidden_act": "gelu_pytorch_tanh", "sliding_window": 512, "vocab_size": 262144,
-        "max_position_embeddings": 131072, "hidden_size_per_layer_input": 256, "rope_parameters": {
+    defaults={**sized(262144, 2304, 9216, 30, 8, 4, 131072), "tie_word_embeddings": True, "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh", "sliding_window": 512, "vocab_size_per_layer_input": 262144,
+        "hidden_size_per_layer_input": 256, "rope_parameters": {
             "sliding_attention": {"rope_theta": 10000.0},
             "full_attention": {
                 "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0}}},
-    fixed={"use_bidirectional_attention": "vision"},  # which is causal for text
+    fixed={"use_bidirectional_attention": "vision", "rope_scaling": None},  # the first is causal for text
     layer_inputs="hidden_size_per_layer_input",
-    names={
-        **SANDWICH, "layer_scale": "layer_scalar", "layer_embed": "embed_tokens_per_layer",
+    names={**SANDWICH, "layer_scale": "layer_scalar", "layer_embed": "embed_tokens_per_layer",
         "layer_projection": "per_layer_model_projection", "layer_norm": "per_layer_projection_norm",
         "layer_gate": "per_layer_input_gate", "layer_up": "per_layer_projection",
         "layer_out": "post_per_layer_input_norm", "router": "router.proj", "router_scale": "router.scale",
@@ -228,7 +220,7 @@ GEMMA4 = Family(
 )  # fmt: skip
 OLMO2 = Family(
     qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="all", names=OUTPUT_NORMS,
-    defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+    defaults={"rms_norm_eps": 1e-5},
 )  # fmt: skip
 GRANITE = LLAMA.but(
     embed_scale="embedding_multiplier", attention_scale="attention_multiplier", residual_scale="residual_multiplier",
@@ -236,15 +228,14 @@ GRANITE = LLAMA.but(
 )  # fmt: skip
 GLM = Family(
     qkv_bias="attention_bias", interleaved=True,
-    defaults={
-        "partial_rotary_factor": 0.5, "attention_bias": True, "num_key_value_heads": 2, "head_dim": 128,
+    defaults={"partial_rotary_factor": 0.5, "attention_bias": True, "num_key_value_heads": 2, "head_dim": 128,
         "rms_norm_eps": 1.5625e-07},
     names={"gate_up": "mlp.gate_up_proj"},
 )  # fmt: skip
 COHERE = Family(
     qkv_bias="attention_bias", o_bias="attention_bias", norm="layer", parallel=True, one_norm=True,
     interleaved=True, logit_scale="logit_scale", qk_norm="heads", has_qk_norm="use_qk_norm",
-    defaults={"logit_scale": 0.0625, "tie_word_embeddings": True, "layer_norm_eps": 1e-5},
+    defaults={"logit_scale": 0.0625, "tie_word_embeddings": True, "layer_norm_eps": 1e-5, "rope_theta": 500000.0},
 )  # fmt: skip
 DEEPSEEK_EXPERTS = Routing(
     count="n_routed_experts", renormalize="norm_topk_prob", scoring="sigmoid", correction=True, grouped=True,
@@ -252,17 +243,18 @@ DEEPSEEK_EXPERTS = Routing(
 )  # fmt: skip
 DEEPSEEK = Family(
     latent=True, qkv_bias="attention_bias", o_bias="attention_bias", defaults={"kv_lora_rank": 512},
+    keys={"head_dim": "", "qk_head_dim": ""},  # which follow from others
     routing=DEEPSEEK_EXPERTS, fixed={"moe_layer_freq": 1, "mlp_bias": False},
 )  # fmt: skip
 NEOX = Family(
     norm="layer", norm_bias=True, parallel="use_parallel_residual", qkv_bias="attention_bias", o_bias="attention_bias",
     mlp_bias=True, gated=False, qkv_groups=True,
-    keys={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+    keys={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta", "partial_rotary_factor": "",
+        "rope_theta": "", "num_key_value_heads": ""},
     defaults={
         "use_parallel_residual": True, "attention_bias": True, "partial_rotary_factor": 0.25, "hidden_act": "gelu",
         "layer_norm_eps": 1e-5},
-    names={
-        "embed": "embed_in", "norm": "final_layer_norm", "head": "embed_out", "qkv": "attention.query_key_value",
+    names={"embed": "embed_in", "norm": "final_layer_norm", "head": "embed_out", "qkv": "attention.query_key_value",
         "o": "attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"},
 )  # fmt: skip
 
@@ -270,128 +262,126 @@ FAMILIES = {
     "ApertusForCausalLM": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", gated=False,
         names={"attn_in": "attention_layernorm", "mlp_in": "feedforward_layernorm"},
-        defaults={"hidden_act": "xielu", "rms_norm_eps": 1e-5}),
+        defaults={"hidden_act": "xielu", "rms_norm_eps": 1e-5, "rope_theta": 12e6, "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0, "high_freq_factor": 4.0}}, fixed={"qk_norm": True, "post_norm": False}),
     "ArceeForCausalLM": LLAMA.but(gated=False, defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5}),
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": COHERE.but(
         window="pattern", full_every=4, rope="windowed", qk_norm="", defaults={
-            "sliding_window": 4096}, fixed={"use_gated_activation": True, "position_embedding_type": "rope_gptj"}),
+            "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 10000.0},
+        fixed={"use_gated_activation": True, "position_embedding_type": "rope_gptj", "use_qk_norm": False,
+            "order_of_interleaved_layers": "local_attn_first", "layer_switch": 4, "use_parallel_block": True}),
     "DeepseekV2ForCausalLM": DEEPSEEK.but(
         interleaved=True, routing=dataclasses.replace(DEEPSEEK_EXPERTS, scoring="softmax", correction=False),
         fixed={"norm_topk_prob": False},  # where it is true, transformers and DeepSeek's code differ
-        defaults={
-            "first_k_dense_replace": 0, "norm_topk_prob": False, "q_lora_rank": 1536, "n_shared_experts": 2,
+        defaults={"first_k_dense_replace": 0, "norm_topk_prob": False, "q_lora_rank": 1536, "n_shared_experts": 2,
             "topk_method": "greedy"}),
     "DeepseekV3ForCausalLM": DEEPSEEK.but(interleaved="rope_interleave", defaults={
         "rope_interleave": True, "norm_topk_prob": True, "first_k_dense_replace": 3,
         "q_lora_rank": 1536, "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}),
-    "Ernie4_5ForCausalLM": Family(interleaved=True, fixed={"use_bias": False}, defaults={
-        "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "head_dim": 128}),
+    "Ernie4_5ForCausalLM": Family(interleaved=True, fixed={"use_bias": False}, defaults={"head_dim": 128,
+        "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 5e5}),
     "Exaone4ForCausalLM": Family(
-        qk_norm="head", names=OUTPUT_NORMS, window="pattern", full_every=4, rope="windowed",
-        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096}),
+        qk_norm="head", names=OUTPUT_NORMS, window="pattern", full_every=4, rope="windowed", defaults={
+            "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": None, "num_key_value_heads": 32}),
     "FalconForCausalLM": Family(
         norm="layer", norm_bias=True, parallel="parallel_attn", one_norm=True, qkv_bias="bias", o_bias="bias",
         mlp_bias="bias", mlp_times=4, gated=False, qkv_groups=True,
         keys={
             "num_kv_heads": "num_key_value_heads", "n_head": "num_attention_heads", "n_head_kv": "num_key_value_heads",
             "n_layer": "num_hidden_layers", "activation": "hidden_act", "layer_norm_epsilon": "layer_norm_eps",
-            "ffn_hidden_size": "intermediate_size"},
-        defaults={
-            "hidden_act": "gelu", "layer_norm_eps": 1e-5, "max_position_embeddings": 2048, "parallel_attn": True,
+            "ffn_hidden_size": "intermediate_size", "n_embed": "hidden_size", **OLD},
+        defaults={"hidden_act": "gelu", "layer_norm_eps": 1e-5, "max_position_embeddings": 2048, "parallel_attn": True,
             "tie_word_embeddings": True},
         fixed={"alibi": False},
-        names={
-            "embed": "word_embeddings", "norm": "ln_f", "layer": "h", "qkv": "self_attention.query_key_value",
+        names={"embed": "word_embeddings", "norm": "ln_f", "layer": "h", "qkv": "self_attention.query_key_value",
             "o": "self_attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}),
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma4ForCausalLM": GEMMA4,
     "GlmForCausalLM": GLM,
-    "Glm4ForCausalLM": GLM.but(names={
-        "attn_out": "post_self_attn_layernorm", "mlp_in": "post_attention_layernorm",
+    "Glm4ForCausalLM": GLM.but(names={"attn_out": "post_self_attn_layernorm", "mlp_in": "post_attention_layernorm",
         "mlp_out": "post_mlp_layernorm"}),
     "Glm4MoeForCausalLM": Family(
         qkv_bias="attention_bias", qk_norm="head", has_qk_norm="use_qk_norm",
         defaults={
             "partial_rotary_factor": 0.5, "norm_topk_prob": True, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5,
-            "n_shared_experts": 1},
+            "n_shared_experts": 1, "num_key_value_heads": 8},
         routing=DEEPSEEK_EXPERTS),
     "GptOssForCausalLM": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", sinks=True, window="pattern", full_every=2,
         names={"router": "mlp.router"}, activation="swigluoai", keys=LOCAL,
-        defaults={
-            "sliding_window": 128, "attention_bias": True, "rope_theta": 150000.0, "rms_norm_eps": 1e-5,
-            "num_experts_per_tok": 4, "head_dim": 64},
+        defaults={"sliding_window": 128, "attention_bias": True, "rope_theta": 150000.0, "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 4, "head_dim": 64, "num_key_value_heads": 8, "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096}},
         fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"},
         routing=Routing(size="intermediate_size", bias=True, stacked="transposed", interleaved=True)),
     "GPT2LMHeadModel": Family(
         norm="layer", norm_bias=True, qkv_bias=True, o_bias=True, mlp_bias=True, mlp_times=4, gated=False,
         transposed=True,
-        keys={
-            "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+        keys={"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
             "n_positions": "max_position_embeddings", "n_inner": "intermediate_size",
-            "activation_function": "hidden_act", "layer_norm_epsilon": "layer_norm_eps"},
+            "activation_function": "hidden_act", "layer_norm_epsilon": "layer_norm_eps", **OLD},
         defaults={"tie_word_embeddings": True, "hidden_act": "gelu_new", "layer_norm_eps": 1e-5},
-        fixed={
-            "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
-        names={
-            "embed": "wte", "positions": "wpe", "norm": "ln_f", "layer": "h", "attn_in": "ln_1", "mlp_in": "ln_2",
+        fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        names={"embed": "wte", "positions": "wpe", "norm": "ln_f", "layer": "h", "attn_in": "ln_1", "mlp_in": "ln_2",
             "qkv": "attn.c_attn", "o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}),
     "GPTNeoXForCausalLM": NEOX,
     "GraniteForCausalLM": GRANITE,
     "GraniteMoeForCausalLM": GRANITE.but(
-        keys=LOCAL, routing=Routing(size="intermediate_size"),
-        names={
-            "router": "block_sparse_moe.router.layer", "experts": None,
+        keys=LOCAL, mlp_bias=False, routing=Routing(size="intermediate_size"),
+        names={"router": "block_sparse_moe.router.layer", "experts": None,
             "experts_gate_up": "block_sparse_moe.input_linear.weight",
             "experts_down": "block_sparse_moe.output_linear.weight"}),
     "HunYuanDenseV1ForCausalLM": Family(
-        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="after", has_qk_norm="use_qk_norm",
-        defaults={"use_qk_norm": True, "rms_norm_eps": 1e-5},
+        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="after", defaults={"rms_norm_eps": 1e-5},
+        keys=dict.fromkeys(("moe_topk", "moe_intermediate_size", "norm_topk_prob"), ""),
+        fixed={"use_qk_norm": True, "num_experts": 1},
         names={"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"}),
-    "LlamaForCausalLM": LLAMA,
+    "LlamaForCausalLM": LLAMA.but(defaults=sized(32000, 4096, 11008, 32, 32, None, 2048)),
     "Llama4ForCausalLM": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", interleaved=True, rope="listed", window="pattern",
         window_field="attention_chunk_size", chunked=True, qk_norm="unit", has_qk_norm="use_qk_norm",
         keys={"num_local_experts": "num_experts", "intermediate_size": "moe_intermediate_size",
               "intermediate_size_mlp": "intermediate_size"},
-        defaults={
-            "attention_chunk_size": 8192, "use_qk_norm": True, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
-            "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 202048,
-            "num_hidden_layers": 48, "hidden_size": 5120, "moe_intermediate_size": 8192, "intermediate_size": 16384,
-            "num_experts": 16, "num_experts_per_tok": 1, "max_position_embeddings": 131072,
-            "no_rope_layer_interval": 4, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1},
-        names={
-            "gate": "feed_forward.gate_proj", "up": "feed_forward.up_proj", "down": "feed_forward.down_proj",
+        defaults={**sized(202048, 5120, 16384, 48, 40, 8, 131072), "attention_chunk_size": 8192, "use_qk_norm": True,
+            "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "head_dim": 128, "moe_intermediate_size": 8192,
+            "num_experts": 16, "num_experts_per_tok": 1, "no_rope_layer_interval": 4,
+            "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1},
+        names={"gate": "feed_forward.gate_proj", "up": "feed_forward.up_proj", "down": "feed_forward.down_proj",
             "router": "feed_forward.router", "shared": "feed_forward.shared_expert", "experts": None,
             "experts_gate_up": "feed_forward.experts.gate_up_proj", "experts_down": "feed_forward.experts.down_proj"},
         routing=Routing(
             scoring="sigmoid", renormalize=False, weigh_inputs=True, shared="size", stacked="transposed",
             layers="moe_layers")),
     "MiniMaxM2ForCausalLM": Family(
-        qk_norm="all", keys=LOCAL,
-        defaults={"rope_theta": 5000000.0, "head_dim": 128},
+        qk_norm="all", keys=LOCAL, defaults={"rope_theta": 5e6, "head_dim": 128, "num_key_value_heads": 8,
+            "partial_rotary_factor": None, "rotary_dim": None},
         routing=Routing(size="intermediate_size", scoring="sigmoid", correction=True),
-        fixed={"use_qk_norm": True, "qk_norm_type": "per_layer", "shared_intermediate_size": 0},
-        names={
-            "router": "block_sparse_moe.gate", "correction": "block_sparse_moe.e_score_correction_bias",
+        fixed={
+            "use_qk_norm": True, "qk_norm_type": "per_layer", "shared_intermediate_size": 0, "use_routing_bias": True},
+        names={"router": "block_sparse_moe.gate", "correction": "block_sparse_moe.e_score_correction_bias",
             "experts": "block_sparse_moe.experts", "expert_gate": "w1", "expert_up": "w3", "expert_down": "w2",
             "experts_gate_up": "block_sparse_moe.experts.gate_up_proj",
             "experts_down": "block_sparse_moe.experts.down_proj"}),
-    "MinistralForCausalLM": Family(defaults={"sliding_window": 4096}),
-    "Ministral3ForCausalLM": Family(defaults={"rms_norm_eps": 1e-5, "head_dim": 128}),
-    "MistralForCausalLM": Family(defaults={"sliding_window": 4096}),
+    "MinistralForCausalLM": MISTRAL.but(window="listed"),
+    "Ministral3ForCausalLM": Family(defaults=sized(
+        131072, 4096, 14336, 34, 32, 8, 262144, rms_norm_eps=1e-5, head_dim=128, sliding_window=None, rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1})),
+    "MistralForCausalLM": MISTRAL,
     "MixtralForCausalLM": Family(
-        keys=LOCAL, defaults={"rope_theta": 1000000.0, "rms_norm_eps": 1e-5},
+        keys=LOCAL,
+        defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None, "num_key_value_heads": 8},
         routing=Routing(size="intermediate_size"),
-        names={
-            "router": "block_sparse_moe.gate", "experts": "block_sparse_moe.experts", "expert_gate": "w1",
+        names={"router": "block_sparse_moe.gate", "experts": "block_sparse_moe.experts", "expert_gate": "w1",
             "expert_up": "w3", "expert_down": "w2"}),
     "NemotronForCausalLM": Family(
         norm="layer", norm_bias=True, unit_offset=True, qkv_bias="attention_bias", o_bias="attention_bias",
-        mlp_bias="mlp_bias", gated=False, keys={"norm_eps": "layer_norm_eps"},
+        mlp_bias="mlp_bias", gated=False, keys={"norm_eps": "layer_norm_eps", "layer_norm_eps": ""},
         defaults={"hidden_act": "relu2", "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5}),
     "OlmoeForCausalLM": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="all", fixed={"clip_qkv": None},
@@ -399,17 +389,15 @@ FAMILIES = {
         routing=Routing(size="intermediate_size", renormalize="norm_topk_prob")),
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO2.but(
-        window="pattern", full_every=4, local_rope="unscaled", defaults={"sliding_window": 4096}),
+        window="pattern", full_every=4, local_rope="unscaled", defaults={"sliding_window": 4096, "rope_theta": 5e5}),
     "OPTForCausalLM": Family(
         norm="layer", norm_bias="layer_norm_elementwise_affine", qkv_bias="enable_bias", o_bias="enable_bias",
         mlp_bias="enable_bias", gated=False, position_offset=2,
-        keys={"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
-        defaults={
-            "tie_word_embeddings": True, "hidden_act": "relu", "enable_bias": True,
+        keys={"ffn_dim": "intermediate_size", "activation_function": "hidden_act", **OLD},
+        defaults={"tie_word_embeddings": True, "hidden_act": "relu", "enable_bias": True,
             "layer_norm_elementwise_affine": True, "layer_norm_eps": 1e-5},
         fixed={"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True},
-        names={
-            "positions": "embed_positions", "norm": "final_layer_norm", "attn_in": "self_attn_layer_norm",
+        names={"positions": "embed_positions", "norm": "final_layer_norm", "attn_in": "self_attn_layer_norm",
             "mlp_in": "final_layer_norm", "o": "self_attn.out_proj", "up": "fc1", "down": "fc2"}),
     "PhiForCausalLM": Family(
         norm="layer", norm_bias=True, parallel=True, one_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True,
@@ -417,51 +405,52 @@ FAMILIES = {
         defaults={"partial_rotary_factor": 0.5, "hidden_act": "gelu_new", "layer_norm_eps": 1e-5},
         names={"norm": "final_layernorm", "o": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"}),
     "Phi3ForCausalLM": Family(
-        defaults={"rms_norm_eps": 1e-5}, names={"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": None},
+        names={"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
         fixed={"attention_bias": False}),
     "Qwen2ForCausalLM": QWEN2,
     "Qwen2MoeForCausalLM": QWEN2.but(
-        qkv_bias="qkv_bias", keys=LOCAL, defaults={"qkv_bias": True, "norm_topk_prob": False},
-        routing=QWEN_SHARED, names={"shared": "mlp.shared_expert"}),
+        qkv_bias="qkv_bias", window="qwen2_moe", routing=QWEN_SHARED, names={"shared": "mlp.shared_expert"},
+        defaults=sized(151936, 2048, 5632, 24, 16, 16, 32768, qkv_bias=True, norm_topk_prob=False)),
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3MoeForCausalLM": QWEN3.but(
-        routing=QWEN_EXPERTS, keys=LOCAL, defaults={"norm_topk_prob": False}),
+        routing=QWEN_EXPERTS, keys={"layer_types": "", "max_window_layers": "", **LOCAL}, fixed={"use_qk_norm": True},
+        defaults=sized(
+            151936, 2048, 6144, 24, 32, 4, 32768, norm_topk_prob=False, head_dim=None, max_window_layers=0)),
     "Qwen3NextForCausalLM": QWEN_NEXT.but(
         delta="by_heads", defaults={"norm_topk_prob": True},
         routing=QWEN_SHARED),
-    "Qwen3_5ForCausalLM": QWEN_NEXT.but(defaults={"num_key_value_heads": 4}),
+    "Qwen3_5ForCausalLM": QWEN_NEXT.but(defaults=sized(248320, 4096, 12288, 32, 16, 4, 32768)),
     "Qwen3_5MoeForCausalLM": QWEN_NEXT.but(
+        defaults=sized(
+            248320, 2048, None, 40, 16, 2, 32768, num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512,
+            shared_expert_intermediate_size=512),
         routing=Routing(shared="shared_expert_intermediate_size", shared_gate=True)),
-    "SeedOssForCausalLM": LLAMA.but(o_bias="attention_out_bias", defaults={"attention_bias": True, "head_dim": 128}),
+    "SeedOssForCausalLM": LLAMA.but(
+        o_bias="attention_out_bias", defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 8}),
     "SmolLM3ForCausalLM": LLAMA.but(
         rope="listed", window="pattern",
-        defaults={"rope_theta": 2000000.0, "no_rope_layer_interval": 4, "tie_word_embeddings": True}),
+        defaults=sized(128256, 2048, 11008, 36, 16, 4, 32768, rope_theta=2e6, sliding_window=None)
+        | {"no_rope_layer_interval": 4, "tie_word_embeddings": True}),
     "StableLmForCausalLM": Family(
         norm="layer", norm_bias=True, parallel="use_parallel_residual", one_norm=True, qkv_bias="use_qkv_bias",
-        qk_norm="heads", has_qk_norm="qk_layernorm", defaults={"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
-        keys={"rope_pct": "partial_rotary_factor"},
+        qk_norm="heads", has_qk_norm="qk_layernorm", keys={"head_dim": ""}, fixed={"rope_pct": 0.25},
+        defaults={"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5, "num_key_value_heads": 32},
         names={"q_norm": "self_attn.q_layernorm.norms.{}", "k_norm": "self_attn.k_layernorm.norms.{}"}),
     "Starcoder2ForCausalLM": Family(
         norm="layer", norm_bias=True, qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", gated=False,
-        keys={"norm_epsilon": "layer_norm_eps"},
-        defaults={
-            "use_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh",
-            "num_key_value_heads": 2, "layer_norm_eps": 1e-5},
-        names={"up": "mlp.c_fc", "down": "mlp.c_proj"}, fixed={"norm_type": "layer_norm"}),
+        keys={"norm_epsilon": "layer_norm_eps", "layer_norm_eps": ""},
+        defaults={"use_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh",
+            "num_key_value_heads": 2, "layer_norm_eps": 1e-5, "sliding_window": None},
+        names={"up": "mlp.c_fc", "down": "mlp.c_proj"}, fixed={"norm_type": "layer_norm", "mlp_type": "default"}),
 }  # fmt: skip
 
 # Models of text and something else, whose text half is a family: what their `text_config` describes, by its model_type.
 TEXT_HALVES = {
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma4_text": "Gemma4ForCausalLM",
-    "llama4_text": "Llama4ForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-}
+    "gemma3_text": "Gemma3ForCausalLM", "gemma4_text": "Gemma4ForCausalLM", "llama4_text": "Llama4ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+}  # fmt: skip
 # Those whose heads are tied where config.json has no word of it beside its text_config. What that says counts for the
 # others alone (LLaVA).
 TIED_HALVES = ("Gemma3", "Gemma4", "GotOcr2", "InternVL", "LightOnOcr", "MiniCPMOcr", "Mistral3", "Ovis2")
@@ -469,6 +458,15 @@ HEADS: dict[str, Literal["logits", "labels", "none"]] = {  # an architecture's l
     "ForCausalLM": "logits", "LMHeadModel": "logits", "ForSequenceClassification": "labels",
     "ForConditionalGeneration": "logits", "Model": "none",
 }  # fmt: skip
+
+
+def architecture_of(raw: dict[str, Any]) -> str | None:
+    """The architecture that a config.json without `architectures` is of, by its `model_type`."""
+    kind = str(raw.get("model_type"))
+    if isinstance(raw.get("text_config"), dict):
+        return f"{kind}ForConditionalGeneration"
+    plain = kind.removesuffix("_text").replace("_", "").replace("v1dense", "densev1")
+    return next((name for name in FAMILIES if re.sub("ForCausalLM|LMHeadModel|_", "", name).lower() == plain), None)
 
 
 def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["logits", "labels", "none"]]:
@@ -493,7 +491,8 @@ def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["log
     short = [known.removesuffix("ForCausalLM").removesuffix("LMHeadModel") for known in FAMILIES]
     base = re.sub("|".join(HEADS), "", name)
     near = difflib.get_close_matches(base, short, 3, 0.5) if architecture else []
-    what = f"is of a {architecture!r:.80}" if architecture else "names no architecture"
+    kind = architecture or raw.get("model_type")
+    what = f"is of a {kind!r:.80}" if kind else "names no architecture"
     nearest = f" nearest to it are {', '.join(near)};" if near else ""
     raise ValueError(f"config.json {what};{nearest} docs/families.md has the {len(short)} families that Manta runs")
 

@@ -35,7 +35,7 @@ FILES = (  # that the model's shape, its tokenizer and its pooling are read from
     "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json",
     "merges.txt",
     "chat_template.jinja", "additional_chat_templates/*.jinja", "modules.json", "1_Pooling/config.json",
-    "sentence_bert_config.json", "config_sentence_transformers.json",
+    "sentence_bert_config.json", "config_sentence_transformers.json", "hf_quant_config.json",
 )  # fmt: skip
 CONVERT = "Manta reads safetensors alone: convert it, by transformers' save_pretrained or the hub's safetensors/convert"
 FOREIGN = {  # weights that Manta does not read
@@ -257,7 +257,7 @@ def download(config: EngineConfig, cache: str, weights: bool) -> str:
             if more := module_files(folder):
                 fetch(config, cache, more, bool(trouble))
         check_files(name, folder, sizes or os.listdir(folder), weights and not trouble)
-        ModelConfig.from_folder(folder)
+        ModelConfig.from_folder(folder, config.hf_overrides)
         missing = [file for file in weight_names(folder, sizes) if not os.path.isfile(os.path.join(folder, file))]
         if weights and missing:
             if trouble:

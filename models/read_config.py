@@ -7,6 +7,7 @@ Both spellings of transformers, 4 and 5, are understood. Standard library only.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from typing import Any
 from config import MAX_CONTEXT, read_json
 from model_config import Delta, Experts, Latent, ModelConfig, Rope
 from models.config_fields import Fields, label_activation, labels, typed, whole
-from models.families import FAMILIES, Family, Routing, family_of, tied_half
+from models.families import FAMILIES, Family, Routing, architecture_of, family_of, tied_half
 from models.quantization import read_quantization
 from models.read_rope import LAYER_TYPES, WINDOWED, read_ropes, yarn_mscale
 from observe.logs import warn_once
@@ -32,6 +33,39 @@ TRUTHS = (  # fields of a row that are true or false once config.json has been r
     "norm_bias", "parallel", "qkv_bias", "o_bias", "mlp_bias", "has_qk_norm", "interleaved", "tied_values", "wide_mlp",
 )  # fmt: skip
 EXPERT_GATES = ("silu", "gelu_tanh")  # see `ops.expert_gate_up`
+BESIDE_TEXT = ("tie_word_embeddings", "torch_dtype", "dtype", "eos_token_id", "quantization_config")
+AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")  # names of the layers that predict ahead
+
+
+def read_raw(folder: str, overrides: str | None) -> dict[str, Any]:
+    """What a model's config.json holds, as `EngineConfig.hf_overrides` changes it.
+
+    Raises:
+        ValueError: one of them is no JSON object, or a field of the text's half is set beside it.
+    """
+    raw = read_json(folder, "config.json")
+    found = read_json(folder, "hf_quant_config.json", {}).get("quantization")  # where older tools of NVIDIA write it
+    if not raw.get("quantization_config") and isinstance(found, dict) and found.get("quant_algo"):
+        raw["quantization_config"] = {"quant_method": "modelopt", **found}
+    try:
+        changes = json.loads(overrides or "{}")
+    except ValueError:
+        changes = None
+    if not isinstance(changes, dict):
+        raise ValueError(f"hf_overrides is {overrides!r:.200}; it must be a JSON object of fields and their values")
+    if "text_config" in raw and (lost := changes.keys() - raw.keys() - {*BESIDE_TEXT, "architectures"}):
+        raise ValueError(f"hf_overrides has {min(lost)!r:.80}; here a field like that must be in its text_config")
+    return overridden(raw, changes)
+
+
+def overridden(raw: dict[str, Any], changes: dict[str, Any], half: bool = False) -> dict[str, Any]:
+    """The fields with others in their places, as vLLM does it: null drops one, and an object stands for all of the old
+    one, but that of the text's half is merged, and so is all that this `half` holds."""
+    for name, value in changes.items():
+        if isinstance(value, dict) and isinstance(raw.get(name), dict) and (half or name == "text_config"):
+            value = overridden(raw[name], value, True)
+        raw = raw | {name: value}
+    return {name: value for name, value in raw.items() if name not in changes or value is not None}
 
 
 class ConfigReader:
@@ -42,14 +76,14 @@ class ConfigReader:
     """
 
     def __init__(self, raw: dict[str, Any], generation: dict[str, Any]):
-        self.generation = generation
-        self.architecture = (typed("architectures", raw.get("architectures"), list) or [None])[0]
+        self.generation, self.notes = generation, list[str]()
+        self.architecture = (typed("architectures", raw.get("architectures"), list) or [architecture_of(raw)])[0]
         self.name, self.head = family_of(self.architecture, raw)
-        text = raw.get("text_config") if str(self.architecture).endswith("ForConditionalGeneration") else None
+        has_half = str(self.architecture).endswith("ForConditionalGeneration")
+        text = typed("text_config", raw.get("text_config"), dict) if has_half else None
         if text is not None:  # what is said beside the text's half holds for it, too
-            shared = ("torch_dtype", "dtype", "eos_token_id", "quantization_config")
             tied = {"tie_word_embeddings": tied_half(str(self.architecture), raw)}
-            raw = {name: raw[name] for name in shared if name in raw} | text | tied
+            raw = {name: raw[name] for name in BESIDE_TEXT if name in raw} | text | tied
         self.raw, self.fields = raw, Fields(raw, FAMILIES[self.name])
         self.row = self.settled_row(FAMILIES[self.name])
         self.layers = self.fields.whole("num_hidden_layers", 1, 1024)
@@ -99,6 +133,8 @@ class ConfigReader:
             labels=names,
             label_activation=label_activation(f, len(names)) if names else "softmax",
             quantization=read_quantization(f.get("quantization_config")),
+            notes=tuple(self.notes),
+            ahead=max(f.whole(name, 0, 1024, 1) for name in AHEAD),
         )
         f.check_rest()
         return config
@@ -123,10 +159,7 @@ class ConfigReader:
 
     @cached_property
     def hidden_size(self) -> int:
-        size = self.fields.whole("hidden_size", 1, 2**17)
-        if (inner := self.fields.whole("word_embed_proj_dim", 1, 2**17, size)) != size:
-            raise ValueError(f"config.json: word_embed_proj_dim is {inner}; Manta has hidden_size, {size}, alone")
-        return size
+        return self.fields.whole("hidden_size", 1, 2**17)
 
     @cached_property
     def kv_heads(self) -> int:
@@ -239,8 +272,6 @@ class ConfigReader:
         f = self.fields
         if not self.row.latent:
             return None
-        for name in ("head_dim", "qk_head_dim"):  # which follow from the others
-            f.get(name)
         found = Latent(
             q_rank=0 if f.get("q_lora_rank") is None else f.whole("q_lora_rank", 1, 2**16),
             kv_rank=f.whole("kv_lora_rank", 1, 2**16),
@@ -313,15 +344,15 @@ class ConfigReader:
         if row.delta:
             return (0,) * layers
         window = f.whole(row.window_field, 0, 2**31, 0)
-        by_qwen = row.window == "qwen" or row.rope == "listed"
+        by_qwen = row.window.startswith("qwen") or row.rope == "listed"
         if by_qwen and not f.value("use_sliding_window", bool) and not row.chunked:
             window = 0
-        if types := self.listed_types(LAYER_TYPES, ", ".join(LAYER_TYPES)):
+        if row.window != "all" and (types := self.listed_types(LAYER_TYPES, ", ".join(LAYER_TYPES))):
             found = tuple(window if kind in WINDOWED else 0 for kind in types)
             return (*found[:-1], 0) if row.full_heads else found  # transformers, too, has the last one see all
-        if row.window == "qwen":
-            first = f.whole("max_window_layers", 0, 2**31, 0)
-            return tuple(window if i >= first else 0 for i in range(layers))
+        if row.window.startswith("qwen"):
+            first, by_turns = f.whole("max_window_layers", 0, 2**31, 0), row.window == "qwen2_moe"
+            return tuple(window if (i < first and i % 2 == 0 if by_turns else i >= first) else 0 for i in range(layers))
         if row.rope == "listed":  # Llama 4's layers with RoPE have a window, SmolLM3's layers without it
             return tuple(window if has == row.chunked else 0 for has in self.rope_layers())
         if row.window == "pattern":

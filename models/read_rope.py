@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from config import MAX_CONTEXT
-from model_config import Rope
+from model_config import ModelConfig, Rope
 from models.config_fields import number, typed, whole
 
 if TYPE_CHECKING:
@@ -22,16 +22,20 @@ def read_ropes(reader: ConfigReader) -> tuple[tuple[Rope, ...], tuple[int, ...]]
     f, row, windows = reader.fields, reader.row, reader.windows
     if row.name("positions") or row.position_offset:
         return (Rope(1.0, 0, {}),), (0,) * reader.layers
-    given = f.value("rope_parameters", dict)  # transformers 5
-    nested = given if given and set(given) & set(LAYER_TYPES) else None
-    old = dict(f.value("rope_scaling", dict) or {})  # transformers 4
-    flat = old if nested or not given else given
+    given = f.value("rope_parameters", dict)  # transformers 5, whose class may have its own where it is left out
+    given = row.defaults.get("rope_parameters", {}) if given is None else given
+    old = f.value("rope_scaling", dict) or {}  # transformers 4; where both are there, it stands for all of the other
+    nested = given if set(given) & set(LAYER_TYPES) and (row.local_rope or not old) else None
+    flat = (nested.get("full_attention") or {}) | old if nested else old or given
     dims = dict(zip((window > 0 for window in windows), (dim for _, dim in reader.kv_shapes), strict=True))
-    full = read_rope(reader, (nested or {}).get("full_attention") or flat, head_dim=dims.get(False))
+    full = read_rope(reader, flat, head_dim=dims.get(False), layered=bool(nested or row.local_rope))
+    if old and not nested and given.get("rope_theta", full.theta) != full.theta:
+        lost = f"rope_theta is {full.theta:g}: rope_scaling stands for all of rope_parameters, where it is"
+        reader.notes.append(f"{lost} {given['rope_theta']!r:.80}; say it in rope_scaling, too, to keep it")
     local = full
     if row.local_rope or nested:
         theta = "rope_local_base_freq" if row.local_rope == "rope_local_base_freq" else "rope_theta"
-        local = read_rope(reader, (nested or {}).get("sliding_attention") or {}, theta, dims.get(True))
+        local = read_rope(reader, (nested or {}).get("sliding_attention") or {}, theta, dims.get(True), True)
     growth = None
     if row.rope == "listed" and row.chunked:
         growth = f.number("attn_scale", 0, 1e3, 0.1), f.whole("floor_scale", 1, 2**31, 8192), 1
@@ -46,18 +50,21 @@ def read_ropes(reader: ConfigReader) -> tuple[tuple[Rope, ...], tuple[int, ...]]
 
 
 def read_rope(
-    reader: ConfigReader, says: dict[str, Any], theta_field: str = "rope_theta", head_dim: int | None = None
-) -> Rope:
-    """A kind of RoPE, as its own parameters say, and where these are silent the whole config.json."""
+    reader: ConfigReader, says: dict[str, Any], theta_field: str = "rope_theta", head_dim: int | None = None,
+    layered: bool = False,
+) -> Rope:  # fmt: skip
+    """A kind of RoPE, as its own parameters say, and where these are silent the whole config.json: of the trained
+    length that says more than they, unless kinds of layers have a RoPE each (`layered`)."""
     f = reader.fields
     theta = number("rope_theta", says.get("rope_theta"), 2, 1e15, f.number(theta_field, 2, 1e15, 10000))
-    dim = rotary_dim(reader, says, head_dim or reader.head_dim)
     trained = f.whole("max_position_embeddings", 2, MAX_CONTEXT)
     kind = says.get("rope_type") or says.get("type") or "default"
     # Of models that also see: text has the same position in all its parts. And Phi-3's first name for LongRoPE.
     kind = {"mrope": "default", "su": "longrope"}.get(str(kind), kind)
+    kind = "longrope" if kind == "yarn" and says.get("long_factor") else kind
     if kind not in ROPE_KINDS:
         raise ValueError(f"config.json asks for RoPE of type {kind!r:.80}; Manta has {', '.join(ROPE_KINDS)}")
+    dim = rotary_dim(reader, says, head_dim or reader.head_dim, kind)
     if kind == "default":
         return Rope(theta, dim, {})
     if kind == "proportional":  # frequencies are those of the whole head, of which the last ones are 0
@@ -65,7 +72,7 @@ def read_rope(
         return Rope(theta, head_dim or reader.head_dim, {"rope_type": kind, "factor": factor, "rotated": dim})
     longest = trained
     if kind in ("yarn", "longrope", "llama3"):
-        above = f.get("original_max_position_embeddings")
+        above = None if layered else f.get("original_max_position_embeddings")
         name = "original_max_position_embeddings"
         trained = whole(name, says.get(name) if above is None else above, 2, MAX_CONTEXT, longest)
     grown = longest / trained if kind in ("yarn", "longrope") else None
@@ -83,10 +90,8 @@ def read_rope(
     if kind == "yarn":
         scaling["truncate"] = typed("truncate", says.get("truncate"), bool) is not False
     if kind == "llama3":
-        scaling["low_freq_factor"] = low = number("low_freq_factor", says.get("low_freq_factor"), 1e-3, 1e6)
-        scaling["high_freq_factor"] = high = number("high_freq_factor", says.get("high_freq_factor"), 1e-3, 1e6)
-        if low >= high:
-            raise ValueError(f"config.json: low_freq_factor is {low}; it must be below high_freq_factor, {high}")
+        for name in ("low_freq_factor", "high_freq_factor"):
+            scaling[name] = number(name, says.get(name), 1e-3, 1e6)
     if kind == "longrope":
         for name in ("short_factor", "long_factor"):
             factors = typed(name, says.get(name), list) or []
@@ -99,11 +104,13 @@ def read_rope(
     return Rope(theta, dim, scaling, growth)
 
 
-def rotary_dim(reader: ConfigReader, says: dict[str, Any], head_dim: int) -> int:
+def rotary_dim(reader: ConfigReader, says: dict[str, Any], head_dim: int, kind: str) -> int:
     """How many elements of a head are rotated."""
     f = reader.fields
     if reader.latent:
         return reader.latent.rope_dim
+    if "partial_rotary_factor" not in f.row.defaults and kind != "proportional":
+        return head_dim
     share = number(
         "partial_rotary_factor", says.get("partial_rotary_factor"), 0, 1,
         f.number("partial_rotary_factor", 0, 1, f.whole("rotary_dim", 0, head_dim, head_dim) / head_dim),
@@ -112,6 +119,15 @@ def rotary_dim(reader: ConfigReader, says: dict[str, Any], head_dim: int) -> int
     if dim % 2:
         raise ValueError(f"config.json: partial_rotary_factor is {share}; it must leave an even part of {head_dim}")
     return dim
+
+
+def notes_on(config: ModelConfig, length: int) -> tuple[str, ...]:
+    """What the start log says of a model whose sequences may have `length` tokens."""
+    for scaling in (rope.scaling for rope in config.ropes):
+        if scaling.get("rope_type") == "longrope" and length > (short := scaling["original_max_position_embeddings"]):
+            more = f"LongRoPE has long_factor for prompts of any length; --max-model-len {short} has short_factor"
+            return *config.notes, more
+    return config.notes
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

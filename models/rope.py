@@ -47,7 +47,7 @@ def rope_frequencies(rope: Rope, length: int) -> tuple[torch.Tensor, float]:
     if kind == "llama3":  # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, others blended
         low, high = s["low_freq_factor"], s["high_freq_factor"]
         turns = trained * frequencies / (2 * math.pi)  # of each frequency within the original context
-        blend = ((turns - low) / (high - low)).clamp(0, 1)
+        blend = ((turns - low) / max(high - low, 1e-9)).clamp(0, 1)  # without a distance none are blended (Llama 4)
         return blend * frequencies + (1 - blend) * frequencies / factor, 1.0
     if kind == "yarn":  # Peng et al., 2023: as llama3, but blended by the index of the frequency
         turns = s.get("beta_fast") or 32, s.get("beta_slow") or 1

@@ -171,9 +171,11 @@ def start_log(facts: dict[str, Any], workers: str) -> str:
     fit, kinds = f["num_blocks"] // f["blocks_per_request"], len(f["windows"])
     of = f" = {f['num_blocks'] * f['block_size']:,} tokens" if kinds == 1 else f" for {kinds} kinds of layers"
     compiled = f", norms, RoPE and activations compiled in {f['compile_seconds']:.1f} s" if f["compile_seconds"] else ""
+    notes = "".join(f"  note      {note}\n" for note in f["notes"])
     return (
         f"{f['model']}\n"
         f"  model     {f['architecture']}, {f['parameters']:,} parameters in {f['dtype']}\n"
+        f"{notes}"
         f"  device    {f['device']}, backend {f['backend']}{compiled}{workers}\n"
         f"{memory_note(f['memory'])}"
         f"  KV cache  {f['num_blocks']:,} blocks of {f['block_size']}{of} in "

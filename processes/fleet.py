@@ -294,7 +294,8 @@ class FleetClient(DPClient):
     def __init__(self, config: EngineConfig):
         check_engines(config)
         secret, board = read_secret(config, os.environ), Board()
-        ModelConfig.from_folder(config.folder)  # here, because a message of the engine process would only be printed
+        # Here, because a message of the engine process would only be printed.
+        ModelConfig.from_folder(config.folder, config.hf_overrides)
         resources = BackgroundResources(self)
         with resources.all_or_nothing():
             launched = launch(dataclasses.replace(config, runs_functions=True), board, secret)
@@ -320,7 +321,7 @@ def prepare(config: EngineConfig, starts: bool = True) -> tuple[EngineConfig, st
     check_engines(config)
     secret = read_secret(config, os.environ)
     config = find_model(config, weights=starts)
-    model_config = ModelConfig.from_folder(config.folder)
+    model_config = ModelConfig.from_folder(config.folder, config.hf_overrides)
     if starts and config.distributed_executor_backend == "external_launcher":
         config = lead_or_follow(config, model_config)
     return config, secret

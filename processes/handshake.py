@@ -35,7 +35,7 @@ SECRET = "MANTA_DATA_PARALLEL_SECRET"
 # Options in which all hosts must agree, because answers, or what clients count with, depend on them.
 SHARED = (
     "dtype", "max_model_len", "block_size", "max_logprobs", "generation_config", "task", "pooling_type", "load_format",
-    "skip_tokenizer_init", "seed", "batch_invariant", "scheduling_policy", "data_parallel_size",
+    "skip_tokenizer_init", "seed", "batch_invariant", "scheduling_policy", "data_parallel_size", "hf_overrides",
 )  # fmt: skip
 
 

@@ -243,6 +243,10 @@ LLAMAS: dict[str, dict[str, Any]] = {
         "config": "Qwen3Config", "shape": small(130, 64, 5, 1, head_dim=64, tie_word_embeddings=True),
         "dtype": "bfloat16",
     },
+    "llama-llama3-rope-unblended": {  # as Llama 4 Scout has it
+        "config": "LlamaConfig", "tables": [64],
+        "shape": small(99, 64, 4, 2, rope_parameters=LLAMA3 | {"high_freq_factor": 1.0}),
+    },
 }  # fmt: skip
 
 # --- latent attention -------------------------------------------------------------------------------------------------

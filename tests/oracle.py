@@ -1,8 +1,10 @@
 """Makes random tiny checkpoints with transformers, and writes down what transformers computes for them.
 
     python -I oracle.py CASES.json FOLDER
-    python -I oracle.py                        answers lines of JSON: a case of a "name" and a "folder", or "fields" of
-                                               a class; the answer is a line of JSON, too
+    python -I oracle.py                        answers lines of JSON: a case of a "name" and a "folder"; the "fields" of
+                                               a class, "files" that it reads, or "changes" of a shape, each of which
+                                               changes logits or not; or names of settings of "generation"; the answer
+                                               is a line of JSON, too
 
 It runs in a process that cannot see this project, because transformers looks for a package called `kernels` and would
 find ours.
@@ -108,11 +110,53 @@ def fields_of(name: str) -> dict:
     }
 
 
+def as_read(name: str, raw: dict) -> dict:
+    """All that a config class makes of a config.json, its defaults among them; empty where it errs."""
+    try:
+        found = getattr(transformers, name)(**raw).to_dict()
+    except Exception:
+        return {}
+    return json.loads(json.dumps(found, default=str))
+
+
+def random_model(name: str, shape: dict) -> torch.nn.Module:
+    """A model in float32 that computes as it does after training."""
+    config = getattr(transformers, name)(**json.loads(json.dumps(shape)))
+    config.eos_token_id = None
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+
+
+def changed_by(name: str, shape: dict, changes: list[dict]) -> list[str]:
+    """Whether logits are the "same" or have "changed" with each change; "error" where there is no such model."""
+    torch.manual_seed(0)
+    model, prompt, found = random_model(name, shape), torch.arange(3, 27)[None], []
+    for parameter in model.parameters():
+        parameter.data.normal_(1.0 if parameter.ndim == 1 and parameter.mean() > 0.5 else 0.0, 0.15)
+    with torch.no_grad():
+        want, state = model(prompt).logits, model.state_dict()
+        for change in changes:
+            try:
+                model = random_model(name, shape | change)
+                model.load_state_dict(state)
+                logits = model(prompt).logits
+            except Exception:
+                found.append("error")
+                continue
+            found.append("same" if (logits - want).abs().max() <= 1e-5 * want.abs().max() else "changed")
+    return found
+
+
 def answer(line: str) -> dict:
     """What is asked for by a line of JSON."""
     case = json.loads(line)
     if "fields" in case:
         return fields_of(case["fields"])
+    if "files" in case:
+        return {"read": [as_read(case["config"], raw) for raw in case["files"]]}
+    if "generation" in case:
+        return {"names": sorted(transformers.GenerationConfig._get_default_generation_params())}
+    if "changes" in case:
+        return {"found": changed_by(case["config"], case["shape"], case["changes"])}
     try:
         make(case["name"], case, Path(case["folder"]))
     except Exception as error:

@@ -134,6 +134,16 @@ def test_wrong_tensor_is_named(model_folder, change, message):
         make_worker(model_folder)
 
 
+def test_layers_that_predict_ahead_are_passed_over(model_folder):
+    raw = json.loads((model_folder / "config.json").read_text())
+    (model_folder / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 2}))
+    edit(model_folder, lambda t: t.update({f"model.layers.{i}.eh_proj.weight": torch.ones(2, 2) for i in (2, 3)}))
+    make_worker(model_folder)
+    edit(model_folder, lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(2, 2)}))
+    with pytest.raises(ValueError, match=r"has a tensor 'model\.layers\.4\.eh_proj"):
+        make_worker(model_folder)
+
+
 def test_truncated_file_is_named(model_folder):
     path = model_folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])

@@ -42,7 +42,8 @@ EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
 }  # fmt: skip
-WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+LAYERS = ["sliding_attention", "full_attention"]
+WINDOWS = {"architectures": ["MinistralForCausalLM"], "sliding_window": 9, "layer_types": LAYERS}
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4  # layers, K and V, KV heads, tokens, head size, float32
 
 
@@ -312,7 +313,7 @@ def test_the_copies_of_sleeping_weights_are_pinned_where_the_system_allows_it(mo
     ("shape", "windows"),
     [
         ({"sliding_window": 24}, [24]),
-        ({"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}, [0, 24]),
+        (WINDOWS | {"sliding_window": 24}, [0, 24]),
         ({}, [0]),
     ],
 )

@@ -40,7 +40,11 @@ LATENT = {
     "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
     "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 0, "routed_scaling_factor": 1.0,
 }  # fmt: skip
-WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+WINDOWS = {
+    "architectures": ["MinistralForCausalLM"],
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from parallel import Group
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 97, "hidden_size": 64, "intermediate_size": 88,
     "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 96,
-    "attention_bias": True, "tie_word_embeddings": False,
+    "head_dim": 8, "attention_bias": True, "tie_word_embeddings": False,
 }  # fmt: skip
 
 

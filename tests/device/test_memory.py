@@ -200,7 +200,8 @@ STEPS = {
     "mlp mixed": (WIDE, [1, 1, 30], 1, "bfloat16"),
     "decodes": (WIDE, [1] * 16, 1, "float32"),
     "windows": (
-        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}, [1] * 8, 1, "float32"
+        {"architectures": ["MinistralForCausalLM"], "sliding_window": 9,
+         "layer_types": ["sliding_attention", "full_attention"]}, [1] * 8, 1, "float32"
     ),
     "vocabulary": (VOCAB, [1] * 8, 1, "float32"),
     "vocabulary of two": (VOCAB | {"vocab_size": 9001}, [5] * 2, 2, "float32"),

@@ -23,7 +23,6 @@ from device.startup import start_worker
 from forked import run_ranks
 from model_config import ModelConfig
 from models.families import FAMILIES
-from models.read_config import ConfigReader
 from models.shares import check_division
 from oracle_checks import ask, check, known, make_core, make_worker
 from parallel import Group
@@ -110,7 +109,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"layer_types": ["sliding_attention"] * 4}, "'sliding_attention'; Manta has linear_attention and full"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
         ({"layer_types": None, "full_attention_interval": 5}, "asks for no layer of full_attention"),
-        ({"sliding_window": 9}, "'sliding_window' is 9, and Manta does not know that field"),
     ],
 }  # fmt: skip
 
@@ -304,82 +302,3 @@ def test_the_table_of_families_is_up_to_date() -> None:
     page = family_campaign.PAGE.read_text()
     assert page == family_campaign.with_table(page), "run python tests/family_campaign.py --table"
     assert f"[{len(FAMILIES)} families](docs/families.md)" in (family_campaign.ROOT / "README.md").read_text()
-
-
-# --- fields of config.json --------------------------------------------------------------------------------------------
-
-# Fields of transformers' classes that change nothing in what Manta computes.
-HARMLESS = {
-    "attention_dropout", "classifier_dropout", "dropout", "embd_pdrop", "embedding_dropout", "hidden_dropout",
-    "attn_pdrop", "resid_pdrop", "residual_dropout", "layerdrop", "summary_first_dropout", "init_std",
-    "initializer_range", "use_cache", "pretraining_tp", "output_router_logits", "router_aux_loss_coef",
-    "router_jitter_noise", "pad_token_id", "bos_token_id", "eod_token_id", "num_mtp_layers", "is_decoder",
-    "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
-    "eos_token_id",  # is checked apart, because the cases have none
-}  # fmt: skip
-
-
-def changed(value: Any) -> list[Any]:
-    """Other values for a field, of which one at least is not what the model has."""
-    if isinstance(value, bool):
-        return [not value]
-    if isinstance(value, int | float):
-        return [value + 1, value * 2, value / 2, 0.5, 1]
-    if isinstance(value, list):
-        return [[*value[1:], value[0]], value[:-1]] if value else [[1], [0]]
-    if isinstance(value, str):
-        return ["another"]
-    if isinstance(value, dict):
-        return [{"rope_type": "another", "rope_theta": 10000.0}]
-    return [1, 0.5, True, [1], "another"]
-
-
-def reading(raw: dict[str, Any]) -> Any:
-    """What Manta makes of a config.json: the model's shape, or the error that refuses it."""
-    try:
-        return ConfigReader(raw, {}).config()
-    except ValueError as error:
-        return str(error)
-
-
-@pytest.mark.full
-def test_no_field_of_transformers_is_passed_over(checkpoints: Checkpoints) -> None:
-    """A field that is set to another value changes the model's shape or is refused, in one case of its class at least.
-
-    A new version of transformers shows its new fields here.
-    """
-    fields = json.loads((checkpoints.made() / "fields.json").read_text())
-    passed_over = {(kind, name) for kind, known in fields.items() for name in known if name not in HARMLESS}
-    for name, case in CASES.items():
-        raw = json.loads((checkpoints / name / "config.json").read_text())
-        assert not isinstance(reading(raw), str)
-        # Some fields count only where another one is left out, or is set.
-        plain = {field: value for field, value in raw.items() if field != "layer_types"}
-        others = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0, "n_group": 2}
-        for base in (raw, plain, plain | {field: others[field] for field in others if field in raw}):
-            as_it_is = reading(base)
-            for field, default in fields[case["config"]].items():
-                values = changed(base.get(field, default))
-                if any(reading(base | {field: value}) != as_it_is for value in values):
-                    passed_over.discard((case["config"], field))
-    assert passed_over <= {("DeepseekV2Config", "head_dim")}  # it follows from others
-
-
-@pytest.mark.full
-def test_defaults_are_those_of_transformers(checkpoints: Checkpoints) -> None:
-    """A config.json that leaves out what is transformers' default means the same as one that states it."""
-    fields, wrong = json.loads((checkpoints.made() / "fields.json").read_text()), []
-    for name, case in CASES.items():
-        raw = json.loads((checkpoints / name / "config.json").read_text())
-        for field, default in fields[case["config"]].items():
-            if field in HARMLESS or default is None:
-                continue
-            stated = reading(raw | {field: default})
-            left_out = reading({key: value for key, value in raw.items() if key != field})
-            if isinstance(stated, str) or stated == left_out:
-                continue
-            if not isinstance(left_out, str):  # one that is missed is asked for
-                wrong.append((name, field, default))
-    # Without head_dim tensors have other shapes, which the loader names. The last is said by RoPE's own parameters.
-    known = [("qwen3", "head_dim", 128), ("phi4-partial-longrope", "original_max_position_embeddings", 4096)]
-    assert not [each for each in wrong if each not in known]

@@ -63,6 +63,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
                 {name: FILES[name] for name in FILES if name != "tokenizer.json"}
                 | {"tiktoken.model": b"", "tokenizer_config.json": b'{"tokenizer_class": "QWenTokenizer"}'}
             ),
+            "manta/packed": Repo(FILES | {"hf_quant_config.json": b'{"quantization": {"quant_algo": "NVFP4"}}'}),
             "manta/bin": Repo(configs | {"pytorch_model.bin": b""}),
             "manta/huge": Repo(FILES, sizes={"model.safetensors": 10**18}),
         },
@@ -86,6 +87,13 @@ def test_only_what_is_read_is_downloaded_and_once(hub: Hub, tmp_path: Path, capf
     assert find_model(EngineConfig("manta/sharded")) == found
     assert len(hub.downloaded("manta/sharded")) == len([*CONFIGS, *SMALL, INDEX, *weights])
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.full
+def test_overrides_reach_the_process_that_downloads(hub: Hub) -> None:
+    architectures = json.loads(Path(DEMO, "config.json").read_text())["architectures"]
+    found = find_model(EngineConfig("manta/unknown", hf_overrides={"architectures": architectures}))
+    assert Path(found.folder, "model.safetensors").exists()
 
 
 @pytest.mark.full
@@ -155,6 +163,7 @@ def full(*row: Any) -> Any:
         ),
         full("manta/unknown", {}, "Nonesuch"),
         full("manta/tiktoken", {}, r"tiktoken\.model cannot be made into a tokenizer: its tokenizer_class is 'QWen"),
+        full("manta/packed", {}, "quant_method 'modelopt'"),
         full("manta/bin", {}, r"manta/bin has no model\.safetensors, but pytorch_model\.bin; .*: convert it"),
         full(
             "a--b",

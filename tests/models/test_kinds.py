@@ -307,6 +307,7 @@ def test_blocks_of_a_pool_with_windows():
 def test_the_plan_tells_what_windows_save(capsys, tmp_path):
     windows = {"sliding_window": 512, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
     shape = SHAPE | windows | {"num_hidden_layers": 4, "max_position_embeddings": 32768}
+    shape["architectures"] = ["MinistralForCausalLM"]
     (tmp_path / "config.json").write_text(json.dumps(shape))
     config = EngineConfig(str(tmp_path), max_num_batched_tokens=512, max_num_seqs=4)
     print_plan(config, ModelConfig.from_folder(config.model), 8.0)

@@ -1,0 +1,418 @@
+"""config.json as it is published, as `hf_overrides` changes it, without fields, and with fields of other families."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import DATA
+from checkpoints import FAMILIES as CASES
+from config import DEMO, EngineConfig
+from model_config import ModelConfig
+from models.config_fields import HARMLESS
+from models.families import FAMILIES, architecture_of, family_of
+from models.read_config import ConfigReader, overridden
+from models.read_rope import notes_on
+
+# Facts of real files: vision halves and long lists that do not matter are cut.
+PUBLISHED: dict[str, dict[str, Any]] = json.loads((DATA / "configs.json").read_text())
+
+
+def reading(raw: dict[str, Any]) -> Any:
+    """What Manta makes of a config.json: the model's shape, or the error that refuses it."""
+    try:
+        return ConfigReader(raw, {}).config()
+    except ValueError as error:
+        return str(error)
+
+
+def file_of(name: str, **more: Any) -> dict[str, Any]:
+    """A config.json of a tiny model, by the name of its case."""
+    return CASES[name]["shape"] | {"architectures": [family_of_case(name)]} | more
+
+
+def family_of_case(name: str) -> str:
+    base = CASES[name]["config"].removesuffix("Config").removesuffix("Text")
+    return next(found for found in (f"{base}ForCausalLM", f"{base}LMHeadModel") if found in FAMILIES)
+
+
+# --- published files --------------------------------------------------------------------------------------------------
+
+
+def is_supported(raw: dict[str, Any]) -> bool:
+    """Whether a file is of a family that Manta runs."""
+    try:
+        return bool(family_of(raw["architectures"][0], raw))
+    except ValueError:
+        return False
+
+
+def test_files_of_many_families_are_read() -> None:
+    assert len(PUBLISHED) == 50
+    assert sum(map(is_supported, PUBLISHED.values())) >= 24
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_file_is_read_if_its_family_is_known(name: str) -> None:
+    raw = PUBLISHED[name]
+    found = reading(raw)
+    if not is_supported(raw):
+        assert "that Manta runs" in found or "Manta runs the text of" in found
+        assert "\n" not in found
+        return
+    if isinstance(found, str):  # nothing but a way in which its weights are stored may be in the way
+        assert found.startswith("config.json: quantization_config") and "\n" not in found
+        found = reading({field: value for field, value in raw.items() if field != "quantization_config"})
+    text = raw.get("text_config", raw)
+    assert not isinstance(found, str), found
+    assert (found.hidden_size, found.num_layers) == (text["hidden_size"], text["num_hidden_layers"])
+    assert found.vocab_size == text.get("vocab_size", found.vocab_size)
+
+
+def test_what_published_files_say_is_what_is_read() -> None:
+    minimax, oss, scout = (
+        ConfigReader(PUBLISHED[name], {}).config()
+        for name in ("MiniMaxAI/MiniMax-M2.5", "openai/gpt-oss-20b", "meta-llama/Llama-4-Scout-17B-16E-Instruct")
+    )
+    assert (minimax.ropes[0].dim, minimax.head_dim, minimax.ahead) == (64, 128, 3)
+    assert oss.experts and oss.experts.top_k == 4
+    assert oss.ropes[0].scaling["factor"] == 32 and oss.ropes[0].theta == 150000
+    assert scout.ropes[0].scaling["high_freq_factor"] == scout.ropes[0].scaling["low_freq_factor"] == 1
+    assert scout.expert_layers == (True,) * 48 and scout.windows[:4] == (8192, 8192, 8192, 0)
+
+
+GENERATION = {  # of a file that an older transformers has written, or of a half of one
+    "diversity_penalty": 0.0, "early_stopping": True, "length_penalty": 1.0, "no_repeat_ngram_size": 3,
+    "num_beam_groups": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "typical_p": 1.0, "top_k": 50,
+    "max_length": 20, "remove_invalid_values": True,
+}  # fmt: skip
+LEFT = {  # what families' published files have beside the fields of transformers' classes
+    "apertus": {"qk_norm": True, "post_norm": False},
+    "cohere2": {
+        "layer_switch": 4, "order_of_interleaved_layers": "local_attn_first", "rotary_pct": 1.0,
+        "position_embedding_type": "rope_gptj", "use_embedding_sharing": True, "use_gated_activation": True,
+        "use_parallel_block": True, "use_parallel_embedding": True},
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 9, "cache_implementation": "hybrid"},
+    "gpt-neox": {"custom_pipelines": {"text-generation": {"impl": "a.B"}}, "use_deepspeed_checkpointing": True},
+    "gpt-oss": {"experts_per_token": 3, "initial_context_length": 4096},
+    "gpt2": {"n_ctx": 256, "n_special": 0, "predict_special_tokens": True, "summary_type": "cls_index"},
+    "hunyuan": {
+        "anyres_pooling_size": 2, "attention_head_dim": 16, "cla_share_factor": 2, "class_num": 0, "im_end_id": 5,
+        "mask_init_id": 12, "moe_topk": 1, "norm_topk_prob": True, "norm_type": "rms", "num_experts": 1,
+        "num_media_embeds": 257, "num_shared_expert": 1, "routed_scaling_factor": 1.0, "text_start_id": 7,
+        "use_qk_norm": True, "use_rotary_pos_emb": True, "vit_patch": 1, "vit_input_resolution": 224},
+    "llama-biases": {"rope_interleaved": False, "max_sequence_length": 2048, "is_llama_config": True},
+    "minimax-m2": {
+        "use_routing_bias": True, "shared_moe_mode": "sigmoid", "mtp_transformer_layers": 1, "attn_type_list": [1, 1],
+        "use_qk_norm": True, "qk_norm_type": "per_layer"},
+    "opt": {"word_embed_proj_dim": 64, "prefix": "</s>", "activation_dropout": 0.0},
+    "phi3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},
+    "qwen3-moe": {
+        "use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0, "max_window_layers": 62},
+    "stablelm": {"norm_eps": 1e-05, "rope_pct": 0.25},
+    "starcoder2": {
+        "rms_norm_eps": 1e-05, "attention_softmax_in_fp32": True, "layer_norm_epsilon": 1e-05, "mlp_type": "default",
+        "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*LEFT, "qwen2"])
+def test_what_published_files_have_besides_changes_nothing(name: str) -> None:
+    found = reading(file_of(name))
+    assert isinstance(found, ModelConfig), found
+    assert reading(file_of(name, **LEFT.get(name, {}), **GENERATION)) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("minimax-m2", {"use_routing_bias": False}, "use_routing_bias is False; Manta has True alone"),
+        ("gpt-oss", {"experts_per_token": 2}, "'experts_per_token' is 2, and Manta does not know that field"),
+        ("gemma2", {"sliding_window_size": 8}, "'sliding_window_size' is 8, and Manta does not know"),
+        ("phi3", {"full_attn_mod": 2}, "'full_attn_mod' is 2, and Manta does not know"),
+        ("hunyuan", {"num_experts": 2}, "num_experts is 2; Manta has 1 alone"),
+        ("stablelm", {"rope_pct": 0.5}, "rope_pct is 0.5; Manta has 0.25 alone"),
+        ("opt", {"word_embed_proj_dim": 32}, "'word_embed_proj_dim' is 32, and Manta does not know"),
+    ],
+)
+def test_with_another_value_they_are_refused(name: str, change: dict[str, Any], says: str) -> None:
+    assert says in reading(file_of(name, **change))
+
+
+def test_a_refusal_names_all_that_is_not_known() -> None:
+    said = reading(file_of("phi3", gain=1.5, attention_bias=True, extra_layers=[1], named="no number"))
+    assert said == (
+        "config.json: attention_bias is True; Manta has False alone; 'gain' is 1.5, 'extra_layers' is [1], and Manta "
+        "does not know these fields; remove what changes nothing in what the model computes, here or by --hf-overrides "
+        """'{"name": null}'"""
+    )
+
+
+# --- a family's own fields --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "foreign"),
+    [
+        ("llama-biases", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0}),
+        ("llama-biases", {"partial_rotary_factor": 0.5, "rotary_dim": 8, "layer_types": ["sliding_attention"] * 2}),
+        ("gpt-neox", {"num_key_value_heads": 2, "rope_theta": 5.0, "partial_rotary_factor": 1.0}),
+        ("gpt2", {"num_key_value_heads": 2, "head_dim": 8, "hidden_act": "relu", "intermediate_size": 3}),
+        ("falcon-7b", {"intermediate_size": 3, "hidden_act": "relu"}),
+        ("mistral", {"layer_types": ["full_attention"] * 2}),
+        ("gemma4", {"sliding_window_pattern": 2, "attn_logit_softcapping": 0.5}),
+        ("qwen2-moe", {"num_local_experts": 2, "partial_rotary_factor": 0.5}),
+    ],
+)
+def test_a_family_reads_its_own_fields_alone(name: str, foreign: dict[str, Any]) -> None:
+    if name == "qwen2-moe":  # which has no such name for its experts, so that it is an error
+        assert "'num_local_experts' is 2" in reading(file_of(name, **foreign))
+        foreign = {"partial_rotary_factor": 0.5}
+    found = reading(file_of(name))
+    assert isinstance(found, ModelConfig), found
+    assert reading(file_of(name, **foreign)) == found
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        ("llama", "LlamaForCausalLM"), ("gpt2", "GPT2LMHeadModel"), ("gemma3_text", "Gemma3ForCausalLM"),
+        ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"), ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
+        ("granitemoe", "GraniteMoeForCausalLM"), ("bert", None), (None, None),
+    ],
+)  # fmt: skip
+def test_without_architectures_the_model_type_decides(kind: str | None, family: str | None) -> None:
+    assert architecture_of({"model_type": kind}) == family
+    raw = {field: value for field, value in file_of("llama-biases").items() if field != "architectures"}
+    assert isinstance(reading(raw | {"model_type": "llama"}), ModelConfig)
+    assert reading(raw | {"model_type": "bert"}).startswith("config.json is of a 'bert'; ")
+    half = {"model_type": "gemma3", "text_config": PUBLISHED["Qwen/Qwen3-8B"]}
+    assert reading(half).num_layers == 36
+    assert "text_config is [1]; it must be an object" in reading(
+        half | {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": [1]}
+    )
+
+
+# --- changes by an option ---------------------------------------------------------------------------------------------
+
+
+def test_overrides_set_drop_and_merge_as_in_vllm() -> None:
+    raw = {
+        "a": 1, "b": 2, "rope_scaling": {"type": "yarn", "factor": 2},
+        "text_config": {"c": 3, "rope_parameters": {"rope_theta": 5, "rope_type": "default"}},
+    }  # fmt: skip
+    changes = {
+        "a": None, "d": 4, "rope_scaling": {"factor": 8},
+        "text_config": {"c": None, "rope_parameters": {"rope_theta": 7}},
+    }  # fmt: skip
+    assert overridden(raw, changes) == {
+        "b": 2, "d": 4, "rope_scaling": {"factor": 8},
+        "text_config": {"rope_parameters": {"rope_theta": 7, "rope_type": "default"}},
+    }  # fmt: skip
+    assert raw["a"] == 1
+
+
+def test_overrides_reach_other_processes() -> None:
+    config = EngineConfig(DEMO, hf_overrides={"max_position_embeddings": 64, "moonshine_gain": None})
+    sent = EngineConfig(**json.loads(json.dumps(dataclasses.asdict(config))))
+    assert sent == config == EngineConfig(DEMO, hf_overrides='{"max_position_embeddings": 64, "moonshine_gain": null}')
+    assert ModelConfig.from_folder(sent.folder, sent.hf_overrides).max_position == 64
+    assert hash(config)
+
+
+@pytest.mark.parametrize("overrides", ["[1]", "{", "64"])
+def test_overrides_that_are_no_object_are_refused(overrides: str) -> None:
+    with pytest.raises(ValueError, match=r"^hf_overrides is .*; it must be a JSON object"):
+        ModelConfig.from_folder(DEMO, overrides)
+
+
+def test_overrides_of_a_half_for_text_are_in_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["google/gemma-4-26B-A4B"]))
+    with pytest.raises(ValueError, match=r"^hf_overrides has 'rope_theta'; .* must be in its text_config"):
+        ModelConfig.from_folder(str(tmp_path), '{"rope_theta": 5.0}')
+    found = ModelConfig.from_folder(str(tmp_path), '{"dtype": "float16", "text_config": {"sliding_window": 7}}')
+    assert max(found.windows) == 7 and found.hidden_size == 2816
+
+
+def test_yarn_beside_other_parameters_has_an_effect() -> None:
+    """`rope_scaling` stands for all of `rope_parameters`, as in transformers; what that loses is told."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    given = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": yarn}
+    found = reading(file_of("qwen3", **given))
+    assert found.ropes[0].scaling["factor"] == 4 and found.ropes[0].theta == 10000
+    assert notes_on(found, 256) == (
+        "rope_theta is 10000: rope_scaling stands for all of rope_parameters, where it is 1000000.0; say it in "
+        "rope_scaling, too, to keep it",
+    )
+    kept = reading(file_of("qwen3", **given | {"rope_scaling": yarn | {"rope_theta": 1e6}}))
+    assert kept.ropes[0].theta == 1e6 and not kept.notes
+
+
+def test_the_start_log_says_which_factor_of_longrope_serves() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64, "rope_theta": 10000.0, **factors}
+    found = reading(file_of("llama-biases", rope_parameters=rope))
+    assert not notes_on(found, 64)
+    assert "long_factor for prompts of any length; --max-model-len 64 has short_factor" in notes_on(found, 65)[0]
+
+
+# --- transformers' classes --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Iterator[Any]:
+    from family_campaign import Oracle
+
+    found = Oracle()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def files(oracle: Any) -> dict[str, dict[str, Any]]:
+    """A config.json of each case, as transformers saves it: with the fields of its class."""
+    found = {}
+    for name, case in CASES.items():
+        raw = oracle.ask(config=case["config"], files=[case["shape"]])["read"][0]
+        raw = {field: value for field, value in raw.items() if value is not None} | {"eos_token_id": None}
+        found[name] = raw | {"architectures": [family_of_case(name)], "dtype": "float32"}
+    return found
+
+
+# Fields of transformers' classes that change nothing in what Manta computes.
+UNUSED = {
+    "attention_dropout", "classifier_dropout", "dropout", "embd_pdrop", "embedding_dropout", "hidden_dropout",
+    "attn_pdrop", "resid_pdrop", "residual_dropout", "layerdrop", "summary_first_dropout", "init_std",
+    "initializer_range", "use_cache", "pretraining_tp", "output_router_logits", "router_aux_loss_coef",
+    "router_jitter_noise", "pad_token_id", "bos_token_id", "eod_token_id", "num_mtp_layers", "is_decoder",
+    "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
+    "eos_token_id",  # is checked apart, because the cases have none
+}  # fmt: skip
+
+
+def changed(value: Any) -> list[Any]:
+    """Other values for a field, of which one at least is not what the model has."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [value + 1, value * 2, value / 2, 0.5, 1]
+    if isinstance(value, list):
+        return [[*value[1:], value[0]], value[:-1]] if value else [[1], [0]]
+    if isinstance(value, str):
+        return ["another"]
+    if isinstance(value, dict):
+        return [{"rope_type": "another", "rope_theta": 10000.0}]
+    return [1, 0.5, True, [1], "another"]
+
+
+@pytest.mark.full
+def test_no_field_of_transformers_is_passed_over(oracle: Any, files: dict[str, dict[str, Any]]) -> None:
+    """A field that is set to another value changes the model's shape or is refused, in one case of its class at least.
+
+    A new version of transformers shows its new fields here.
+    """
+    fields = {case["config"]: oracle.ask(fields=case["config"]) for case in CASES.values()}
+    passed_over = {(kind, name) for kind, known in fields.items() for name in known if name not in UNUSED}
+    for name, raw in files.items():
+        assert not isinstance(reading(raw), str)
+        # Some fields count only where another one is left out, or is set.
+        plain = {field: value for field, value in raw.items() if field != "layer_types"}
+        others = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "n_group": 2}
+        has = fields[CASES[name]["config"]]
+        for base in (raw, plain, plain | {field: others[field] for field in others if field in has}):
+            as_it_is = reading(base)
+            for field, default in has.items():
+                values = changed(base.get(field, default))
+                if any(reading(base | {field: value}) != as_it_is for value in values):
+                    passed_over.discard((CASES[name]["config"], field))
+    assert passed_over <= {("DeepseekV2Config", "head_dim")}  # it follows from others
+
+
+@pytest.mark.full
+def test_defaults_are_those_of_transformers(oracle: Any, files: dict[str, dict[str, Any]]) -> None:
+    """A config.json without a field means what transformers makes of it, or is refused for the lack of that field."""
+    wrong, windows = [], {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    more = {name: raw | windows for name, raw in files.items() if "use_sliding_window" in raw}
+    assert "qwen2-moe" in more
+    for name, raw in [*files.items(), *more.items()]:
+        rope = raw.get("rope_parameters", {})
+        parts = {f"rope_parameters.{part}": raw | {"rope_parameters": without(rope, part)} for part in rope}
+        lacking = {field: without(raw, field) for field in raw if field not in ("architectures", "model_type")} | parts
+        theirs = oracle.ask(config=CASES[name]["config"], files=list(lacking.values()))["read"]
+        for (field, file), read in zip(lacking.items(), theirs, strict=True):
+            known = {"architectures": raw["architectures"], "eos_token_id": None, "dtype": file.get("dtype")}
+            ours, asked = reading(file), reading(read | known) if read else None
+            refused = isinstance(ours, str) and (ours.startswith("config.json has no") or isinstance(asked, str))
+            if read and ours != asked and not refused:
+                wrong.append((name, field))
+    # Heads of latents have no keys of their own. The others are said by other fields of the files in question.
+    known = [("deepseek-v3", "num_key_value_heads"), ("gemma4-experts", "layer_types"),
+             ("phi4-partial-longrope", "original_max_position_embeddings")]  # fmt: skip
+    assert not [each for each in wrong if each not in known]
+
+
+def without(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    return {field: value for field, value in fields.items() if field != name}
+
+
+@pytest.mark.full
+def test_rope_scaling_beside_rope_parameters_is_read_as_by_transformers(
+    oracle: Any, files: dict[str, dict[str, Any]]
+) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    for name in ("llama-biases", "qwen3", "mistral", "olmo3", "gemma3", "granite", "glm", "qwen3-next", "deepseek-v3"):
+        for scaling in (yarn, yarn | {"rope_theta": 777.0}, {"type": "linear", "factor": 2.0}):
+            file = files[name] | {"rope_scaling": scaling}
+            read = oracle.ask(config=CASES[name]["config"], files=[file])["read"][0]
+            known = {"architectures": file["architectures"], "eos_token_id": None, "dtype": "float32"}
+            assert reading(file) == reading(read | known), (name, scaling)
+
+
+@pytest.mark.full
+def test_model_types_are_those_of_transformers(files: dict[str, dict[str, Any]]) -> None:
+    for raw in files.values():
+        assert architecture_of(raw) == raw["architectures"][0]
+
+
+# What other families have, in a file in which it must mean what it means to transformers.
+FOREIGN: dict[str, list[Any]] = {
+    "attention_bias": [True], "attention_multiplier": [0.3], "attn_logit_softcapping": [0.5], "clip_qkv": [0.1],
+    "embedding_multiplier": [3.0], "final_logit_softcapping": [0.5], "head_dim": [8], "hidden_act": ["relu"],
+    "hidden_activation": ["relu"], "intermediate_size": [24], "layer_norm_eps": [0.5], "layer_norm_epsilon": [0.5],
+    "layer_types": [["sliding_attention"] * 2], "logit_scale": [0.5], "max_window_layers": [0], "mlp_bias": [True],
+    "mlp_layer_types": [["dense"] * 2], "moe_intermediate_size": [8], "n_embed": [32], "n_group": [2],
+    "no_rope_layers": [[0, 0]], "norm_eps": [0.5], "norm_topk_prob": [True, False], "num_experts": [2],
+    "num_key_value_heads": [1], "num_local_experts": [2], "original_max_position_embeddings": [8],
+    "partial_rotary_factor": [0.5], "qk_layernorm": [True], "query_pre_attn_scalar": [3], "residual_multiplier": [0.5],
+    "rms_norm_eps": [0.5], "rope_theta": [50.0], "rotary_dim": [8], "rotary_emb_base": [50], "rotary_pct": [0.5],
+    "routed_scaling_factor": [3.0], "sliding_window": [3], "sliding_window_pattern": [2], "use_bias": [True],
+    "use_parallel_residual": [True, False], "use_qk_norm": [True, False], "use_sliding_window": [True],
+}  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
+def test_foreign_fields_mean_what_they_mean_to_transformers(oracle: Any, name: str) -> None:
+    """Where a field of another family changes what Manta reads, it changes transformers' logits, and the other way
+    round. What is refused is not asked for."""
+    has, raw = oracle.ask(fields=CASES[name]["config"]), file_of(name)
+    as_it_is, asked = reading(raw), []
+    for field, values in FOREIGN.items():
+        for change in ({field: value} for value in values if field not in has):
+            if not isinstance(found := reading(raw | change), str):
+                asked.append((change, "same" if found == as_it_is else "changed"))
+    theirs = oracle.ask(config=CASES[name]["config"], shape=CASES[name]["shape"], changes=[c for c, _ in asked])[
+        "found"
+    ]
+    # Where there is no such model, Manta may do what it likes: weights of other shapes are refused when they are read.
+    assert not [each for each, found in zip(asked, theirs, strict=True) if found not in ("error", each[1])]
+
+
+@pytest.mark.full
+def test_settings_of_generation_change_nothing(oracle: Any) -> None:
+    assert not [name for name in oracle.ask(generation=True)["names"] if not HARMLESS.fullmatch(name)]
