@@ -6,9 +6,10 @@ Its types are in Anthropic's SDK, `anthropic.types`.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from typing import Any
+
+import msgspec
 
 from api import checks
 from api import fields as shared
@@ -64,7 +65,7 @@ def turns_as_chat(api: Api, fields: dict[str, Any]) -> dict[str, Any]:
     chat = as_chat(
         fields, messages, reasoning_effort=fields["output_config"].get("effort"),
         chat_template_kwargs=variables | fields["chat_template_kwargs"],
-        continue_final_message=messages[-1]["role"] == "assistant",
+        continue_final_message=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
         response_format=older if structure is None else structure,
         include_reasoning=thinking.get("display") != "omitted",
     )  # fmt: skip
@@ -150,12 +151,12 @@ class MessageRun(AnswerRun):
 
 
 def content_block(block: Block) -> dict[str, Any]:
-    """A block as Anthropic spells it; of a call that only begins, the input is empty."""
+    """A block as Anthropic spells it; of a call that only begins, the input is empty. It has its numbers as written."""
     if block.kind == CONTENT:
         return {"type": "text", "text": block.text}
     if block.kind == REASONING:
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    return {"type": "tool_use", "id": block.id, "name": block.name, "input": json.loads(block.text or "{}")}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": msgspec.Raw((block.text or "{}").encode())}
 
 
 # --- what it takes ---------------------------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ class Prompts:
         if effort is not None:
             named = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
             variables = named | variables
+        if "enable_thinking" in variables:  # DeepSeek, Granite and Kimi call it so
+            variables = {"thinking": variables["enable_thinking"]} | variables
         source = fields["chat_template"]
         if source is not None and (trouble := self.threads.apply(self._compile, (source,))):
             raise ApiError(400, trouble, "chat_template")

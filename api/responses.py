@@ -24,6 +24,7 @@ from api.response_tools import Tools, response_tools
 from api.routes import Api, Caller, Events
 from api.structure import flat_format
 from text.messages import ITEM_FORMS, ITEM_TOOLS, UNREADABLE, custom_input, item_messages, own_item, response_items
+from text.tools import is_object
 
 # By the kind of a block, or the type of the tool: how an item's id begins, its type, its events, the key of its text.
 KINDS = {
@@ -198,10 +199,11 @@ class Responses(AnswerRun):
         block, (_, kind, _, key) = self._block(at), self._row(at)
         if at < len(self.answer.blocks) - 1:
             status = "completed"
-        status = status if status in ("in_progress", "completed") else "incomplete"
+        broken = block.kind == CALL and status == "completed" and not is_object(block.text)  # by now only in a stream
+        status = status if status in ("in_progress", "completed") and not broken else "incomplete"
         item: dict[str, Any] = {"id": self._id(at), "type": kind, "status": status}
-        if block.kind == CALL:
-            text = custom_input(block.text)[0] if key == "input" else block.text
+        if block.kind == CALL:  # no tool should take a broken input for a shorter one
+            text = custom_input(block.text)[0] if key == "input" and not broken else block.text
             return self.tools.called[block.name] | item | {"call_id": block.id, key: text}
         own: dict[str, Any] = {"summary": []} if block.kind == REASONING else {"role": "assistant"}
         return item | own | {"content": [part_of(block.kind, block.text)]}

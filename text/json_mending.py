@@ -44,7 +44,7 @@ def as_json(text: str) -> str:
     try:
         json.loads(text, parse_constant=int)  # a ValueError: NaN and Infinity are not in JSON
     except (ValueError, RecursionError):
-        for read in (lambda text: int(text, 0), float):
+        for read in (lambda text: int(text, 0), int, float):
             try:
                 number = read(text)
             except ValueError:

@@ -19,7 +19,10 @@ JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", l
 Schema = Mapping[str, Any]
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # the last of them is mostly around one reference
 ALL_TYPES = frozenset((*JSON_TYPES.values(), "null"))
-OTHER_TYPES = {"dict": ("object",), "float": ("number",), "tuple": ("array",), "any": ALL_TYPES}  # as BFCL has them
+OTHER_TYPES = {  # as BFCL and Python have them
+    "dict": ("object",), "float": ("number",), "tuple": ("array",), "list": ("array",), "any": ALL_TYPES,
+    "str": ("string",), "int": ("integer",), "bool": ("boolean",), "None": ("null",),
+}  # fmt: skip
 
 
 # --- what a schema says ----------------------------------------------------------------------------------------------
@@ -90,7 +93,7 @@ def choices(schema: Schema) -> list[Any]:
 def types_of(schema: Schema) -> set[str]:
     """The JSON types of the values that a schema allows; all types where it does not say."""
     types: set[str] = set()
-    for each in branches(schema):
+    for each in [schema] if "type" in schema else branches(schema):
         if isinstance(each.get("type"), str | list):
             types |= named_types(each["type"]) & ALL_TYPES
         else:

@@ -228,6 +228,8 @@ def tag_final_message(messages: list[dict[str, Any]]) -> tuple[list[dict[str, An
     """The messages with a tag after the final one's text, which will show where to cut; and that text."""
     messages = copy.deepcopy(messages)
     final = messages[-1] if messages else {}
+    if final.get("tool_calls"):  # which templates write behind its text
+        raise ValueError("continue_final_message: the final message calls tools; their results must come next")
     content = final.get("content")
     places = [(part, "text") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     for place, key in [(final, "content"), *reversed(places)]:

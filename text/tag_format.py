@@ -44,7 +44,10 @@ def schema_value(text: str, schema: Schema) -> str:
     with contextlib.suppress(ValueError):
         found = mend(text)
         value = json.loads(found)
-        if isinstance(value, float) and value.is_integer() and "integer" in allowed and "number" not in allowed:
+        if type(value) in (int, float) and "string" in allowed and found != text.strip():
+            return json.dumps(text, ensure_ascii=False)  # 007 or +49 is no number where a text may stand
+        is_whole = isinstance(value, float) and value.is_integer()
+        if is_whole and "integer" in allowed and not {"number", "string"} & allowed:
             return str(int(value))
         if type_of(value) in allowed or (type_of(value) == "integer" and "number" in allowed):
             return found
@@ -98,11 +101,19 @@ class TagFormat(ToolParser):
             found = ""
             for texts in zip(ends, others or ends, strict=True):
                 found = yield from source.closes(*texts)
+            if others and not found:  # what says of which type the value is
+                yield from source.follows(self.name_end[-1])
             opening = "{" if calls.bare else ", "
             yield calls.arguments(f"{opening}{json.dumps(given[-1], ensure_ascii=False)}: ")
             yield from self._value(calls, given, bool(others) and found == ends[-1])
-        if (yield from source.char()):
-            yield calls.arguments("{}" if calls.bare else "}")
+        if not (yield from source.char()):
+            return
+        if calls.bare:
+            found = yield from source.follows(*self.ends, *self.begins, self.name, "</")
+            source.at -= len(found)
+            if not found:  # arguments in a form that is not this one
+                raise NoCall
+        yield calls.arguments("{}" if calls.bare else "}")
 
     def _value(self, calls: Calls, given: Sequence[str], is_string: bool) -> Steps[None]:
         """Read the value of the last key given. Strings become arguments as they come, others when they are whole.

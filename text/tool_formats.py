@@ -153,7 +153,7 @@ class JsonFormat(ToolParser):
     def _object(self, calls: Calls) -> Steps[None]:
         """Read an object, after its brace."""
         source = calls.source
-        named, held = False, ""
+        named, held, unread = False, "", False
         yield from source.space()
         while not (yield from source.follows("}")):
             key = yield from source.string()
@@ -175,7 +175,8 @@ class JsonFormat(ToolParser):
                 held = yield from self._arguments(source, first)
                 if named:
                     yield calls.arguments(held)
-            elif key in (*self.arguments, *self.others) or named:
+            elif key in self.others or named:
+                unread = unread or key not in self.others
                 yield from source.value(nothing)
             else:
                 raise NoCall
@@ -184,13 +185,14 @@ class JsonFormat(ToolParser):
             yield from source.space()
         if not named:
             raise NoCall
-        if calls.bare:
-            yield calls.arguments("{}")
+        if calls.bare:  # of arguments by another name nobody knows whether they are these: the call is none
+            yield calls.arguments("{" if unread else "{}")
 
     def _arguments(self, source: Source, first: str) -> Waiting[str]:
         """Read whole arguments, which some models write as JSON in a string."""
         if first != '"':
-            found = yield from source.collect(lambda make: source.value(make, *self.ends))
+            if not (found := (yield from source.collect(lambda make: source.value(make, *self.ends)))):
+                raise NoCall
             return "{}" if found == "null" else found
         text = yield from source.string()
         with contextlib.suppress(ValueError):
@@ -400,7 +402,8 @@ class HarmonyFormat:
         if header:
             yield from source.space()
         if name and (yield from source.char()) == "{":  # in JSON, markers are text
-            yield from source.value(calls.arguments, *self.ends)
+            with contextlib.suppress(NoCall):
+                yield from source.value(calls.arguments, *self.ends)
         stops = markers(frozenset((*self.begins, *self.ends)))
         kind = calls.arguments if name and calls.bare else reasoning if source.in_reasoning else content
         found = yield from source.until(stops, kind, is_cut=bool(name))

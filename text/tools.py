@@ -169,7 +169,7 @@ GLM45 = TagFormat(
     value_end="</arg_value>", end="</tool_call>",
 )  # fmt: skip
 COMMAND = JsonFormat(
-    ("<|START_ACTION|>",), "<|END_ACTION|>", listed=True, inset="\n    ", name="tool_name", arguments=("parameters",),
+    ("<|START_ACTION|>",), "<|END_ACTION|>", listed=True, inset="\n    ", name="tool_name",
     others=("tool_call_id",), written='{"tool_call_id": "{#}", "tool_name": {}, "parameters": ',
 )  # fmt: skip
 JAMBA = JsonFormat(("<tool_calls>",), "</tool_calls>", listed=True)
@@ -395,6 +395,8 @@ def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Step
     except NoCall:
         source.depth = 0
         if source.mark is None:
+            if calls.bare and not source.ended:  # or it would seem to be a call without arguments
+                yield calls.arguments("{")
             yield from source.closes(*format.ends)
         else:
             source.back()

@@ -317,12 +317,14 @@ def test_the_options_name_the_parsers(engine: ScriptedClient) -> None:
 @pytest.mark.parametrize(
     ("fields", "variables"),
     [
-        ({}, {}), ({"thinking": True}, {"enable_thinking": True}),
-        ({"enable_thinking": False}, {"enable_thinking": False}),
-        ({"thinking": {"type": "disabled"}, "enable_thinking": False}, {"enable_thinking": False}),
-        ({"thinking": {"type": "adaptive"}}, {}), ({"reasoning": {"enabled": True}}, {"enable_thinking": True}),
+        ({}, {}), ({"thinking": True}, {"enable_thinking": True, "thinking": True}),
+        ({"enable_thinking": False}, {"enable_thinking": False, "thinking": False}),
+        ({"thinking": {"type": "disabled"}, "enable_thinking": False}, {"enable_thinking": False, "thinking": False}),
+        ({"thinking": {"type": "adaptive"}}, {}),
+        ({"reasoning": {"enabled": True}}, {"enable_thinking": True, "thinking": True}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}),
         ({"reasoning": {"effort": "low"}, "reasoning_effort": "low"}, {"reasoning_effort": "low"}),
-        ({"chat_template_kwargs": {"a": 1}, "thinking": False}, {"a": 1, "enable_thinking": False}),
+        ({"chat_template_kwargs": {"a": 1}, "thinking": False}, {"a": 1, "enable_thinking": False, "thinking": False}),
     ],
 )  # fmt: skip
 def test_other_servers_names_for_thinking_are_the_templates_variables(

@@ -443,22 +443,29 @@ def test_turns(http_client: FlaskClient, engine: ScriptedClient, fields: dict[st
     assert engine.added[0][0] == prompt and post(http_client, COUNT, **fields).json == {"input_tokens": len(prompt)}
 
 
+NOT_BOTH = {"enable_thinking": True, "thinking": False}
+
+
 @pytest.mark.parametrize(
     ("route", "fields", "variables"),
     [
         (TALK, {}, {}),
-        (TALK, {"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        (TALK, {"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
         (TALK, {"thinking": {"type": "adaptive"}}, {}),
         (
             COUNT, {"thinking": {"type": "disabled"}, "chat_template_kwargs": {"enable_thinking": 5}},
-            {"enable_thinking": 5},
+            {"enable_thinking": 5, "thinking": 5},
         ),
         (
             TALK, {"thinking": {"type": "enabled", "budget_tokens": 2000}, "output_config": {"effort": "low"}},
-            {"enable_thinking": True, "thinking_budget": 2000, "reasoning_effort": "low"},
+            {"enable_thinking": True, "thinking": True, "thinking_budget": 2000, "reasoning_effort": "low"},
         ),
         (ASK, {"reasoning": {"effort": "high", "summary": None}}, {"reasoning_effort": "high"}),
-        (ASK, {"reasoning": {"effort": "none"}}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (
+            ASK, {"reasoning": {"effort": "none"}},
+            {"reasoning_effort": "none", "enable_thinking": False, "thinking": False},
+        ),
+        (ASK, {"chat_template_kwargs": {"enable_thinking": True, "thinking": False}}, NOT_BOTH),
         (ASK, {"chat_template_kwargs": {"a": 1}}, {"a": 1}),
     ],
 )  # fmt: skip

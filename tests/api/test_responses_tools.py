@@ -268,6 +268,16 @@ def test_a_custom_tools_call_that_is_cut_has_what_came(served: Any, engine: Scri
     assert len(lengths) > 3
 
 
+def test_a_custom_tools_call_that_breaks_in_a_stream_is_no_shorter_one(served: Any, engine: ScriptedClient) -> None:
+    """Its deltas are sent by then, but the item says that it is incomplete, and its input is no text of the tool's."""
+    http_client, engine.says = served(HERMES), called("patch", '{"input": "say "hi" twice"}')
+    assert ask(http_client, tools=[PATCH], max_output_tokens=300)["output"][0]["type"] == "message"
+    found = typed_events(post(http_client, ASK, tools=[PATCH], stream=True, max_output_tokens=300))
+    item = found[-1]["response"]["output"][0]
+    assert (item["type"], item["status"]) == ("custom_tool_call", "incomplete")
+    assert item["input"].startswith('{"input": "say "')
+
+
 def test_what_the_model_is_told_of_tools(served: Any, engine: ScriptedClient) -> None:
     http_client = served("{{ tools | tojson }}<tool_call>")
     lark, regex = PATCH | {"format": LARK}, PATCH | {"format": LARK | {"syntax": "regex", "definition": "a|b"}}
@@ -538,6 +548,25 @@ def test_what_a_message_asks_of_its_answer_reaches_the_engine(served: Any, engin
     told = error_of(post(http_client, TALK, tools=THEIRS, tool_choice={"type": "tool", "name": "mul"}), 400,
                     "invalid_request_error")  # fmt: skip
     assert "tool_choice names 'mul'; tools has add, sub" in told
+
+
+def test_a_call_without_a_result_is_in_the_prompt(served: Any, engine: ScriptedClient) -> None:
+    http_client = served(HERMES)
+    used = {"type": "tool_use", "id": "call_5", "name": "add", "input": {"x": 1}}
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [{"type": "text", "text": "a"}, used]}]
+    assert post(http_client, TALK, messages=talk).status_code == 200
+    call = {"id": "call_5", "type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+    shown = [talk[0], {"role": "assistant", "content": "a", "tool_calls": [call]}]
+    assert engine.added[0][0] == list(tokens(TOKENIZER.render(shown)))
+    assert post(http_client, COUNT, messages=talk).json == {"input_tokens": len(engine.added[0][0])}
+    with pytest.raises(ValueError, match="the final message calls tools"):
+        TOKENIZER.render(shown, add_generation_prompt=False, continue_final_message=True)
+
+
+@pytest.mark.parametrize("number", ["1e999", "0.1000000000000000000001", str(10**30)])
+def test_an_input_has_its_numbers_as_they_are_written(served: Any, engine: ScriptedClient, number: str) -> None:
+    http_client, engine.says = served(HERMES), called("add", f'{{"x": {number}}}')
+    assert f'"input":{{"x": {number}}}' in post(http_client, TALK, tools=THEIRS, max_tokens=200).text
 
 
 def test_thinking_has_a_budget_and_may_be_left_out(served: Any, engine: ScriptedClient) -> None:

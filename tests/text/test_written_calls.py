@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from config import DEMO
 from text.json_mending import Mender, mend
 from text.messages import chat_messages
 from text.scanning import Part
-from text.tag_format import TagFormat
+from text.tag_format import TagFormat, schema_value
 from text.tool_formats import HarmonyFormat, HeaderFormat, JsonFormat, PythonFormat
 from text.tools import TOOL_PARSERS, new_reader, read_whole
 from tokenizer import Tokenizer
@@ -223,6 +224,7 @@ WRONG = {  # what stands where {"text": ..., "n": 1} should, and what `text` is 
     "an escape of a regular expression": (r'{"text": "\d+\.\x41\'", "n": 1}', r"\d+\.A'"),
     "as Python writes it": ("{'text': 'say \"a\"', 'n': 0x1}", 'say "a"'),
     "keys without quotes": ('{text: "a", n: 1}', "a"),
+    "zeros before a number": ('{"text": "a", "n": 01}', "a"),
 }
 BY_JSON = [name for name, each in TOOL_PARSERS.items() if isinstance(each, (JsonFormat, HeaderFormat, HarmonyFormat))]
 
@@ -264,6 +266,19 @@ def test_a_value_in_a_tag_has_the_type_of_its_schema(parser: str, key: str, spel
     assert json.loads(arguments) == {key: value}
 
 
+LOOSE = [  # a schema, a text, and the value that it spells
+    ({}, "007", "007"), ({}, "+4912", "+4912"), ({"type": ["string", "integer"]}, "5.0", "5.0"), ({}, "5", 5),
+    ({"type": "integer"}, "007", 7), ({"type": "str"}, "5", "5"),
+    ({"type": "string", "anyOf": [{"format": "date"}, {"minLength": 1}]}, "5", "5"), ({"type": "int"}, "3.0", 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), LOOSE)
+def test_what_may_be_a_text_is_not_altered(schema: dict[str, Any], text: str, value: Any) -> None:
+    found = json.loads(schema_value(text, schema))
+    assert (found, type(found)) == (value, type(value))
+
+
 @pytest.mark.parametrize(
     ("key", "text", "value"), [("any", "5", "5"), ("any", "null", "null"), ("n", "5", 5), ("b", "True", True)]
 )
@@ -272,6 +287,27 @@ def test_a_value_that_the_model_calls_a_string_is_one_where_it_may_be(key: str, 
     assert json.loads(whole[1][0][1]) == {key: value}
     for pieces in in_pieces(written("deepseek_v32", [("write", {key: text})]), random.Random(0)):
         assert read(pieces, "deepseek_v32") == whole
+
+
+@pytest.mark.parametrize("parser", TAGGED)
+@pytest.mark.parametrize("other", ['{"text": "a"}', "<text>a</text>", "text: a"])
+def test_arguments_in_another_form_are_not_none_at_all(parser: str, other: str) -> None:
+    answer = written(parser, [("write", {"text": "a"})])
+    format = TOOL_PARSERS[parser]
+    assert isinstance(format, TagFormat)
+    begin, _, rest = answer.partition(format.key)
+    wrong = begin + other + rest.partition(format.value_end)[2]
+    assert not any(part.name for part in whole(wrong, parser))
+    for pieces in ([wrong], [*wrong]):
+        assert read(pieces, parser)[1] == [["write", "{"]]
+    assert read([begin + rest.partition(format.value_end)[2]], parser) == ("", [["write", "{}"]])
+
+
+def test_a_value_whose_type_is_left_out_is_as_its_schema_says() -> None:
+    answer = written("deepseek_v32", [("write", SAID)]).replace(' string="true"', "").replace(' string="false"', "")
+    for pieces in ([answer], [*answer]):
+        ((_, arguments),) = read(pieces, "deepseek_v32")[1]
+        assert json.loads(arguments) == SAID
 
 
 @pytest.mark.parametrize("parser", TAGGED)
@@ -306,7 +342,7 @@ def whole(answer: str, parser: str | None, reasoning_parser: str | None = None) 
 
 
 @pytest.mark.parametrize(
-    "broken", ['{"text": }', '{"n": NaN}', '{"text": "say "a" to b"}', "{}}", '{"text" "a"}', "[1]"]
+    "broken", ['{"text": }', '{"n": NaN}', '{"text": "say "a" to b"}', "{}}", "", '{"text" "a"}', "[1]"]
 )
 def test_what_cannot_be_mended_is_content(broken: str) -> None:
     """Where the answer is read as a whole; in a stream the call has begun, and is true as far as it goes."""
@@ -320,6 +356,27 @@ def test_what_cannot_be_mended_is_content(broken: str) -> None:
     parts = whole(after, "hermes")
     assert [part.name for part in parts if part.name] == ["read"]
     assert "".join(part.content for part in parts) == answer
+
+
+@pytest.mark.parametrize("broken", ['{"text": }', '{"n": NaN}', '{"text": "say "a" to b"}', '{"text" "a"}'])
+def test_what_cannot_be_mended_is_content_in_harmony(broken: str) -> None:
+    answer = f"<|channel|>commentary to=functions.write <|constrain|>json<|message|>{broken}<|call|>"
+    parts = whole(answer, "openai")
+    assert not any(part.name for part in parts) and "".join(part.content for part in parts) == broken
+    streamed = read([answer], "openai")
+    assert streamed == read([*answer], "openai") and not is_json(streamed[1][0][1])
+
+
+@pytest.mark.parametrize("parser", [name for name, each in TOOL_PARSERS.items() if isinstance(each, JsonFormat)])
+@pytest.mark.parametrize("key", ["params", "text"])
+def test_arguments_by_another_name_are_not_none_at_all(parser: str, key: str) -> None:
+    """The tool would run without arguments. Where the name of the function is the key itself, there is no other."""
+    format = TOOL_PARSERS[parser]
+    assert isinstance(format, JsonFormat)
+    answer = re.sub('"(arguments|parameters)"', f'"{key}"', written(parser, [("write", SAID)]))
+    if format.name:
+        assert not any(part.name for part in whole(answer, parser))
+        assert not any(is_json(arguments) for _, arguments in read([answer], parser)[1])
 
 
 def test_many_calls_that_cannot_be_mended_are_read_a_few_times_alone() -> None:
