@@ -294,8 +294,7 @@ class FleetClient(DPClient):
     def __init__(self, config: EngineConfig):
         check_engines(config)
         secret, board = read_secret(config, os.environ), Board()
-        # Here, because a message of the engine process would only be printed.
-        ModelConfig.from_folder(config.folder, config.hf_overrides)
+        ModelConfig.from_folder(config.folder, config.hf_overrides)  # the engine process would only print a message
         resources = BackgroundResources(self)
         with resources.all_or_nothing():
             launched = launch(dataclasses.replace(config, runs_functions=True), board, secret)
