@@ -273,4 +273,5 @@ def test_breakdown_of_the_demo():
     figures, others = breakdown_figures(DEMO, 3, 5, {"device": "cpu"})
     assert (figures["prompt"], others["prompt"]) == ("16", "16 to 18")
     assert figures["sequences"] == 3 and figures["steps"] == 7  # the very last one has no end
-    assert 0 < figures["the engine's own"] + figures["model"] < figures["step"]
+    for part in ("the engine's own", "model"):  # whose medians may add up to more than the median of their steps
+        assert 0 < figures[part] < figures["step"]
