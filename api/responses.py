@@ -58,7 +58,8 @@ def respond(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] 
     owner, previous, items = caller.client, fields["previous_response_id"], fields.pop("input")
     if not items and previous is None:
         raise ApiError(400, "input is []; without a previous response it must have at least one item", "input")
-    items = [api.store.item(owner, item["id"]) if item["type"] == "item_reference" else item for item in items]
+    known = api.store.items(owner, {item["id"] for item in items if item["type"] == "item_reference"})
+    items = [known[item["id"]] if item["type"] == "item_reference" else item for item in items]
     for i, item in enumerate(items):
         item["id"] = item["id"] or f"msg_{caller.name}_{i}"
     if previous is not None:
@@ -256,12 +257,6 @@ def labels(value: Any, asked: Asked) -> dict[str, str]:
     return value
 
 
-def included(value: Any, asked: Asked) -> list[str]:
-    for part in value:
-        asked.ignore(part)
-    return value
-
-
 def response_text(value: dict[str, Any], asked: Asked) -> dict[str, Any]:
     """What OpenAI's Responses API has as `text`, and as its `structure` what that comes to."""
     found: dict[str, Any] = checks.settings("verbosity", format=dict, verbosity=str)(value, asked)
@@ -303,7 +298,7 @@ RESPONSES = Face(
         *shared.ANSWERED,
         *shared.sampling(*shared.SEVERAL, "masked_logprobs"),
         Field("text", dict[str, Any], {}, response_text),
-        Field("include", list[NeverThere], [], included),
+        Field("include", list[NeverThere], [], ignored=True),
         Field("max_tool_calls", shared.Count, about="Of tools that the server runs; it has none.", ignored=True),
         Field("generate", bool, True, about="False only reads the prompt, so that the next one is answered sooner."),
         Field("store", bool, about="Keep the response, to be read or to go on from."),
