@@ -44,7 +44,7 @@ from api.replies import as_api_error
 from api.routes import Api, Caller, Events
 from api.start import engines, read_configs, told_in_a_line, with_policy
 from config import EngineConfig
-from observe.logs import console
+from observe.logs import console, warn_once
 from processes.child import LOOK, Board
 from processes.client import EngineDeadError
 from processes.fleet import Fleet, prepare
@@ -331,12 +331,14 @@ class Batch:
                 while self.api.client.trouble:
                     gevent.sleep(LOOK / 10)
                 try:
-                    answer = self.api.answer(line.face, fields, Caller(name, "batch"))
+                    answer = self.api.answer(line.face, fields, caller := Caller(name, "batch"))
                 except EngineDeadError as error:
                     if attempt == ATTEMPTS:
                         raise ApiError(503, f"{error}; it was so {ATTEMPTS} times when this line was run") from None
                 else:
                     assert not isinstance(answer, Events)
+                    for key in caller.ignored:
+                        warn_once(f"{line.face.paths[0]}: {key} is accepted, and changes nothing")
                     return answer
         raise AssertionError("the last attempt returns or raises")
 

@@ -67,8 +67,7 @@ def stop_strings(value: Any, asked: Asked) -> list[str]:
 def bad_words(value: Any, asked: Asked) -> list[str]:
     if len(value) > MAX_BAD_WORDS:  # before time goes into the tokens of them all
         raise ValueError(f"it must be a list of at most {MAX_BAD_WORDS} strings")
-    longest = asked.config.max_stop_length
-    if not all(len(word) <= longest for word in value):
+    if any(len(word) > (longest := asked.config.max_stop_length) for word in value):
         raise ValueError(f"each must be a string of at most {longest} characters (max_stop_length)")
     return value
 
@@ -102,15 +101,13 @@ def prompts(value: Any, asked: Asked) -> list[str | list[int]]:
     return items
 
 
-def known_keys(
-    value: dict[str, Any], known: Sequence[str], asked: Asked, harmless: Sequence[str] = (), open: bool = False
-) -> None:
-    """Refuse an object with a key that is neither `known` nor `harmless`, unless it is `open` to what is new.
+def known_keys(value: dict[str, Any], known: Sequence[str], asked: Asked, open: bool = False) -> None:
+    """Refuse an object with a key that is not `known`, unless it is `open` to what is new.
 
     What is let in beside what is known is ignored, and named.
     """
     for key in [key for key in value if key not in known]:
-        if not (open or key in harmless or asked.config.allow_unknown_fields):
+        if not (open or asked.config.allow_unknown_fields):
             raise Refusal(f"{reprlib.repr(key)} is unknown; known are {', '.join(known)}", "unknown_parameter")
         if value[key] is not None:
             asked.ignore(key)

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from api.batch_file import ATTEMPTS, Answers, Batch, main, new_parser, open_files, read_flags, read_lines
 from api.options import ServerConfig
 from api.routes import Api
+from observe.logs import warn_once
 from plan import EngineCoreRequest
 from processes.child import Board
 from processes.client import EngineDeadError, Stream
@@ -122,6 +123,14 @@ def test_an_answer_has_openais_form(files, engine):
     assert batch.counts["prefill"] == sum(usage["prompt_tokens"] for usage in usages)
     assert batch.counts["decode"] == 8
     assert batch.summary() == "3 lines answered, of them 0 refused and 0 failed"
+
+
+def test_what_lines_have_that_changes_nothing_is_named_once(files, engine, caplog):
+    warn_once.cache_clear()
+    body = {"prompt": "To be", "max_tokens": 1, "user": "me"}
+    files.ask(line("a", COMPLETIONS, body), line("b", COMPLETIONS, body), line("c", "/tokenize", {"prompt": "To be"}))
+    files.run(engine)
+    assert caplog.messages == ["/v1/completions: user is accepted, and changes nothing"]
 
 
 BAD = {
