@@ -259,7 +259,7 @@ def test_engines_in_lockstep_step_together(make_llm, coordinator, monkeypatch):
 
     Whoever has no work runs empty steps as long as another has some, and all of them stop at the same step.
     """
-    exchange, llms, clients, addresses = threading.Barrier(2), [], [], []
+    exchange, llms, clients, addresses, servers = threading.Barrier(2), [], [], [], []
     for rank in range(2):
         llm = make_llm(threads=1)
         fields = {"data_parallel_size": 2, "lockstep": True, "data_parallel_rank": rank}
@@ -268,9 +268,11 @@ def test_engines_in_lockstep_step_together(make_llm, coordinator, monkeypatch):
         address, listener = socket.socketpair()
         server = (EngineServer, LateServer)[rank](llm.core, listener, coordinator)
         threading.Thread(target=server.run, daemon=True).start()
+        servers.append(server)
         clients.append(MPClient(address))
         addresses.append(address)
         llms.append(llm)
+    eventually(lambda: all(server.lockstep.joined for server in servers), 60)  # else one begins where the other stops
     for number in range(3):
         streams = []
         for rank in range(1 + number % 2):  # in one wave both have work, and another begins as soon as one is over
