@@ -117,8 +117,9 @@ def read_modules(folder: str) -> list[tuple[str, str]]:
 
 
 def module_files(folder: str) -> list[str]:
-    """The files of the modules that are in folders of their own: settings, and weights of a few MB."""
-    return [f"{place}/{name}" for _, place in read_modules(folder) if place for name in DENSE_FILES]
+    """The files of the modules that `modules.json` lists in folders of their own: settings, and weights of a few MB."""
+    listed = read_modules(folder) if os.path.isfile(os.path.join(folder, "modules.json")) else ()
+    return [f"{place}/{name}" for _, place in listed if place for name in DENSE_FILES]
 
 
 def pooling_of(folder: str) -> Any:

@@ -25,6 +25,7 @@ from served import ROOT, alive, eventually, serving
 
 QUESTION = [{"role": "user", "content": "What is 23 + 58?"}]
 CONFIGS = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+MODULES = b'[{"type": "models.Transformer", "path": ""}, {"type": "models.Pooling", "path": "1_Pooling"}]'
 FILES = {name: (Path(DEMO) / name).read_bytes() for name in (*CONFIGS, "model.safetensors")}
 JUNK = [
     "README.md", "picture.png", "pytorch_model.bin", "training_args.bin", "consolidated.safetensors", "model.gguf",
@@ -57,7 +58,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             ),
             "manta/unknown": Repo(FILES | {"config.json": unknown}),
             "manta/embedder": Repo(
-                FILES | {"modules.json": b"[]", "1_Pooling/config.json": b'{"pooling_mode": "mean"}'}
+                FILES | {"modules.json": MODULES, "1_Pooling/config.json": b'{"pooling_mode": "mean"}'}
             ),
             "manta/tiktoken": Repo(
                 {name: FILES[name] for name in FILES if name != "tokenizer.json"}
