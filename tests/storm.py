@@ -65,7 +65,7 @@ DOCUMENTED = (
     "the server is shutting down",
     "rank 0 ",  # at the door, while workers are started anew: died, stopped, makes no progress
 )
-SAYS_WHY = ("too deeply", "takes more than", "took more than", "the prompt is too long")  # what is wrong with a grammar
+SAYS_WHY = ("too deep", "takes more than", "took more than", "the prompt is too long")  # what is wrong with a grammar
 
 
 # --- clients ----------------------------------------------------------------------------------------------------------
