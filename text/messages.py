@@ -180,8 +180,8 @@ def one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for message in messages:
         if message["role"] == "tool":
             id = message.get("tool_call_id")
-            if waiting and (id in waiting if isinstance(id, str) else True):
-                found.append(waiting.pop(id if isinstance(id, str) else next(iter(waiting))))
+            if (call := id if isinstance(id, str) else next(iter(waiting), "")) in waiting:
+                found.append(waiting.pop(call))
             found.append(message)
             continue
         found += waiting.values()
