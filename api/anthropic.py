@@ -165,7 +165,7 @@ def content_block(block: Block) -> dict[str, Any]:
 def turns(value: Any, asked: Asked) -> list[dict[str, Any]]:
     found = joined_turns(value)
     for message in value:
-        checks.known_keys(message, ("role", "content"), asked, open=True)
+        checks.known_keys(message, ("role", "content"), asked, extended=True)
         name_ignored(message["content"], asked)
     return found
 
@@ -174,7 +174,7 @@ def name_ignored(blocks: Any, asked: Asked) -> None:
     """Name the keys of blocks, and of blocks within them, that are not read."""
     for block in blocks if isinstance(blocks, list) else ():
         if isinstance(block, dict) and (known := BLOCK_KEYS.get(block["type"])):
-            checks.known_keys(block, known, asked, open=True)
+            checks.known_keys(block, known, asked, extended=True)
             name_ignored(block.get("content") if "content" in known else None, asked)
 
 

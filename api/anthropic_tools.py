@@ -69,6 +69,6 @@ def message_tools(value: list[dict[str, Any]], asked: Asked) -> list[dict[str, A
         check_function(function, i)
         if "parameters" not in function:
             raise ValueError(f"tool {i} has no input_schema; it must have one, a JSON schema, which is an object")
-        known_keys(tool, ("type", *TOOL_KEYS), asked, open=True)
+        known_keys(tool, ("type", *TOOL_KEYS), asked, extended=True)
         found.append({"type": "function", "function": function})
     return found

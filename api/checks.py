@@ -101,13 +101,13 @@ def prompts(value: Any, asked: Asked) -> list[str | list[int]]:
     return items
 
 
-def known_keys(value: dict[str, Any], known: Sequence[str], asked: Asked, open: bool = False) -> None:
-    """Refuse an object with a key that is not `known`, unless it is `open` to what is new.
+def known_keys(value: dict[str, Any], known: Sequence[str], asked: Asked, extended: bool = False) -> None:
+    """Refuse an object with a key that is not `known`.
 
-    What is let in beside what is known is ignored, and named.
+    One of a kind that is `extended` by the month may have others, which are ignored and named.
     """
     for key in [key for key in value if key not in known]:
-        if not (open or asked.config.allow_unknown_fields):
+        if not (extended or asked.config.allow_unknown_fields):
             raise Refusal(f"{reprlib.repr(key)} is unknown; known are {', '.join(known)}", "unknown_parameter")
         if value[key] is not None:
             asked.ignore(key)

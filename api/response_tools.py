@@ -45,7 +45,7 @@ class Tools:
             if str(kind).startswith(LEFT_OUT):
                 asked.ignore(kind)
             elif kind == "namespace" and space is None and isinstance(tool.get("name"), str):
-                known_keys(tool, TOOL_KEYS[kind], asked, open=True)
+                known_keys(tool, TOOL_KEYS[kind], asked, extended=True)
                 self.add(tool.get("tools"), asked, tool["name"])
             else:
                 function = function_of(tool, kind, i, asked)
@@ -73,7 +73,7 @@ def function_of(tool: dict[str, Any], kind: Any, i: int, asked: Asked) -> dict[s
     if kind not in ("function", "custom"):
         words = f"tool {i} is of the type {reprlib.repr(kind)}; it must be function, custom, or a namespace with a name"
         raise Refusal(words, "unsupported_parameter")
-    known_keys(tool, TOOL_KEYS[kind], asked, open=True)
+    known_keys(tool, TOOL_KEYS[kind], asked, extended=True)
     function = {key: tool[key] for key in TOOL_KEYS["function"][1:] if tool.get(key) is not None}
     check_function(function, i)
     if kind == "function":

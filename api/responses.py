@@ -240,11 +240,11 @@ def input_items(value: Any, asked: Asked) -> list[dict[str, Any]]:
                     message = f"{NO_IMAGE}: {place} is of the type input_image, and this server reads text only"
                     raise ApiError(400, message, f"{place}.image_url", "invalid_value")
                 if isinstance(part, dict):
-                    checks.known_keys(part, ITEM_PART, asked, open=True)
+                    checks.known_keys(part, ITEM_PART, asked, extended=True)
     found = response_items(value)
     for item in items:
         is_own = ITEM_FORMS[item.get("type") or "message"] is own_item
-        checks.known_keys(item, [*item.keys() - {*UNREADABLE}] if is_own else ITEM_KEYS, asked, open=True)
+        checks.known_keys(item, [*item.keys() - {*UNREADABLE}] if is_own else ITEM_KEYS, asked, extended=True)
         if item.get("type") in ITEM_TOOLS:
             Tools().add(item.get("tools"), asked)
     return found
