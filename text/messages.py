@@ -348,29 +348,29 @@ def item_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if kind in ITEM_OUTPUTS:
             output = item.get(ITEM_OUTPUTS[kind])
             text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id") or item["id"], "content": text})
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id") or item["id"], "content": [text]})
         elif kind in ITEM_CALLS:
             if last is None:
-                messages.append(last := {"role": "assistant", "content": ""})
+                messages.append(last := {"role": "assistant", "content": []})
             call = {"id": item.get("call_id") or item["id"], "type": "function", "function": _called(item)}
             last.setdefault("tool_calls", []).append(call)
         elif kind == "reasoning":
-            messages.append({"role": "assistant", "content": "", "reasoning_content": text_of(item)})
+            messages.append({"role": "assistant", "content": [], "reasoning_content": text_of(item)})
         elif kind not in ITEM_TOOLS:
             shown = {key: item[key] for key in item if key not in ("id", "type", "status", *UNREADABLE)}
             note = f"[{kind}: {json.dumps(shown, ensure_ascii=False)}]" if kind in ITEM_NOTES else ""
             role, text = ("assistant", note) if note else (item["role"], text_of(item))
             if role == "assistant" and last and "tool_calls" not in last:
-                last["content"] = "\n".join(filter(None, (last["content"], text)))
+                last["content"].append(text)
             else:
-                messages.append({"role": "system" if role == "developer" else role, "content": text})
-    return messages
+                messages.append({"role": "system" if role == "developer" else role, "content": [text]})
+    # There may be tens of thousands of texts, so those of a message are joined once.
+    return [message | {"content": "\n".join(filter(None, message["content"]))} for message in messages]
 
 
 def _called(item: dict[str, Any]) -> dict[str, Any]:
     """The function of an item that is a call, and its arguments."""
-    kind = item["type"]
-    given = item.get(ITEM_CALLS[kind])
+    given = item.get(ITEM_CALLS[kind := item["type"]])
     is_own = ITEM_FORMS[kind] is own_item
     name = kind.removesuffix("_call") if is_own else call_name(item.get("namespace"), item["name"])
     return {"name": name, "arguments": {"input": given} if kind == "custom_tool_call" else arguments_of(given)}
