@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,12 @@ def eventually(condition: Any, seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.05)
+
+
+def tell_time(monkeypatch: Any, clock: Callable[[], float]) -> None:
+    """Let `clock` be the time for this thread; those that other tests have left running keep the real one."""
+    own, others = threading.get_ident(), time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() if threading.get_ident() == own else others())
 
 
 @contextlib.contextmanager

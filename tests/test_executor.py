@@ -36,7 +36,7 @@ from forked import forked_workers
 from observe.journal import replay
 from plan import EngineCoreRequest, Met, StepPlan
 from ring import Watchdog
-from served import alive, eventually
+from served import alive, eventually, tell_time
 from test_ring import SlowRing, TinyRing
 from test_worker import HYBRID, SHAPE
 from worker_functions import double_of, fail, itself, lose_peers, run_out_once, slow
@@ -255,7 +255,7 @@ def test_a_worker_whose_main_thread_is_stuck_while_idle_is_noticed(monkeypatch):
     """Its process runs, but nothing would read a plan."""
     executor = object.__new__(MpExecutor)
     now, ring = 0.0, SimpleNamespace(beats=0, nap=lambda rank: 0)
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+    tell_time(monkeypatch, lambda: now)
     executor.plans, executor.results, executor.processes = ring, [ring], [SimpleNamespace(pid=os.getpid())]
     executor.watchdogs, executor.next_look, executor.trouble, executor.ready = [Watchdog()], 0.0, "", True
     executor.step_timeout, executor.waiting, said = 30.0, deque(), []
