@@ -162,12 +162,17 @@ class AsyncLLM:
     An engine that has died is replaced. Its requests end with an `EngineDeadError`, as do those that come before its
     successor is ready.
 
+    Args:
+        model: folder in Hugging Face layout, an id on the hub, or all options.
+        fields: any of `EngineConfig`'s.
+
     Raises:
         ValueError: the options or the model are not usable.
         EngineDeadError: the engine does not start; it has said why on stderr.
     """
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, model: EngineConfig | str = EngineConfig.model, **fields: Any):
+        config = EngineConfig.of(model, **fields)
         if (size := config.max_engines) > 1 or config.headless:
             raise ValueError(f"data_parallel_size is {size}; for AsyncLLM it must be 1: several are for the server")
         if config.distributed_executor_backend == "external_launcher":

@@ -5,6 +5,7 @@ Standard library only: every process reads this file, and most of them never imp
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -204,6 +205,14 @@ class EngineConfig(ClusterOptions):
     runs_functions: bool = option(False, "")  # whether the engine's clients may name functions for workers to run
     seed: int = option(0, "seed of requests that bring none, and of dummy weights", 0, 2**63 - 1)
 
+    @classmethod
+    def of(cls, model: str | EngineConfig, **fields: Any) -> EngineConfig:
+        """The options of this model, or options that are there, with these fields; a ValueError names unknown ones."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        if unknown := sorted(fields.keys() - known):
+            raise ValueError(f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        return dataclasses.replace(model, **fields) if isinstance(model, EngineConfig) else cls(model, **fields)
+
     @property
     def folder(self) -> str:
         """Where the model's files are."""
@@ -228,6 +237,8 @@ class EngineConfig(ClusterOptions):
         if isinstance(self.hf_overrides, Mapping):
             object.__setattr__(self, "hf_overrides", json.dumps(self.hf_overrides))
         check_fields(self)
+        if self.model == "demo" and not os.path.isdir(self.model):  # of any folder
+            object.__setattr__(self, "model", DEMO)
         for name, others in (("dtype", DTYPE_NAMES), ("distributed_executor_backend", BACKEND_NAMES)):
             given = getattr(self, name)
             object.__setattr__(self, name, others.get(given, given))

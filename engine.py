@@ -224,10 +224,7 @@ class LLM(PoolingFaces):
 
     @with_options(EngineConfig)
     def __init__(self, model: str = EngineConfig.model, **fields: Any):
-        known = {f.name for f in dataclasses.fields(EngineConfig)}
-        if unknown := sorted(set(fields) - known):
-            raise ValueError(f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-        self.llm_engine = LLMEngine(EngineConfig(model=model, **fields))
+        self.llm_engine = LLMEngine(EngineConfig.of(model, **fields))
         self.config = self.llm_engine.config
         self.tokenizer = self.llm_engine.tokenizer
         self.inputs = self.llm_engine.inputs

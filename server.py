@@ -65,6 +65,11 @@ from tokenizer import Tokenizer
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
+ABOUT = f"""Run a model.
+
+  {PROG}                       serve the bundled demo at http://127.0.0.1:8000
+  {PROG} Qwen/Qwen3-0.6B       serve a model, downloaded from the hub
+  {PROG} chat Qwen/Qwen3-0.6B  talk with it in the terminal"""
 # Endpoints that programs poll, and the page's own files: requests for them are logged at level DEBUG.
 QUIET = ("health", "metrics", "live", "page", "scaling")
 
@@ -215,7 +220,7 @@ def serve(argv: list[str]) -> None:
     If torchrun or `srun` has started this on every rank, rank 0 serves, and the other ranks end when it does.
     """
     parser = OptionParser(
-        EngineConfig, ServerConfig, usage="[COMMAND] [MODEL] [option ...]", description="Run a model.",
+        EngineConfig, ServerConfig, usage="[COMMAND] [MODEL] [option ...]", description=ABOUT,
         commands={name: does for name, (_, does) in COMMANDS.items()},
     )  # fmt: skip
     parser.add_argument(
@@ -239,7 +244,7 @@ def serve(argv: list[str]) -> None:
         if engine_config.headless:
             return follow_server(engine_config, secret)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
-        listener = listen(config.host, config.port)
+        listener = listen(config.host, config.port, "--host and --port")
         address = listener.getsockname()[0]
     names = config.served_model_name or (engine_config.model_name,)
     board = Board()  # what all API processes share: whether the server drains, and a number for each client

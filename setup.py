@@ -17,7 +17,22 @@ ROOMS = [path.parent.name for path in sorted(ROOT.glob("*/__init__.py"))]
 FOLDERS = {"manta": "."} | {f"manta.{name}": name for name in ("bench", "demo", *ROOMS)}
 HOMES = {path.stem: f"manta.{folder}" for folder in ("bench", "demo") for path in (ROOT / folder).glob("*.py")}
 HOMES |= dict.fromkeys([*ROOMS, *(path.stem for path in ROOT.glob("*.py"))], "manta")
-INIT = '"""An LLM inference engine: `from manta.engine import LLM, SamplingParams`, or the command `manta`."""\n'
+INIT = '''"""An LLM inference engine: `from manta import LLM, SamplingParams`, or the command `manta`."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from manta.async_llm import AsyncLLM as AsyncLLM
+    from manta.engine import LLM as LLM
+    from manta.engine import SamplingParams as SamplingParams
+
+
+def __getattr__(name: str) -> Any:  # each of our processes imports this file, and most of them need none of these
+    if module := {"AsyncLLM": "async_llm", "LLM": "engine", "SamplingParams": "engine"}.get(name):
+        return getattr(importlib.import_module(f"manta.{module}"), name)
+    raise AttributeError(f"module 'manta' has no attribute {name!r}")
+'''
 
 
 def packaged(source: str) -> str:
@@ -48,6 +63,7 @@ class BuildPackage(build_py):
         Path(self.build_lib, "manta", "setup.py").unlink()
         # Without this file Python would look for the package's modules in any folder called manta as well, say a clone.
         Path(self.build_lib, "manta", "__init__.py").write_text(INIT, encoding="utf-8")
+        Path(self.build_lib, "manta", "py.typed").touch()  # type checkers read the annotations
 
     def build_module(self, module: str, module_file: str, package: str) -> tuple[str, bool]:
         """Copy one module."""

@@ -2,7 +2,8 @@
 
 Both files have the format of OpenAI's batches. Between them and the engine process there is no HTTP: a line goes to
 `Api.answer`, as the body of a request does. A batch may end at any time, also by `kill -9`: when it is started again
-with the same files, it runs the lines that have no answer yet.
+with the same files, it runs the lines that have no answer yet, and those that were refused and have been mended. The
+last answer of a custom_id is the one that counts.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from api.replies import as_api_error
 from api.routes import Api, Caller, Events
 from api.start import engines, read_configs, told_in_a_line, with_policy
 from config import EngineConfig
-from observe.logs import console, warn_once
+from observe.logs import console, counted, warn_once
 from processes.child import LOOK, Board
 from processes.client import EngineDeadError
 from processes.fleet import Fleet, prepare
@@ -157,6 +158,7 @@ class Answered(msgspec.Struct):
     id: str
     custom_id: str | None
     error: dict[str, Any] | None
+    response: dict[str, Any] | None = None
 
 
 class Answers:
@@ -173,6 +175,7 @@ class Answers:
     def __init__(self, path: str):
         self.path = path
         self.ids: dict[bytes, bool] = {}  # of each custom_id that has an answer or runs, whether this run has met it
+        self.refused: dict[bytes, str] = {}  # of each custom_id whose last answer refuses its line, that line's `id`
         self.reported: set[str] = set()  # the `id` of each line that the output calls no request
         self.writing = Semaphore()  # so that no line gets into another one that a pipe has not taken yet
         try:
@@ -217,18 +220,26 @@ class Answers:
                 if answered.custom_id is None or (answered.error and "line" in answered.error):
                     self.reported.add(answered.id)
                 else:
-                    self.ids[digest(answered.custom_id)] = False
+                    self.ids[key := digest(answered.custom_id)] = False
+                    if 400 <= (answered.response or {}).get("status_code", 0) < 500:
+                        self.refused[key] = answered.id
+                    else:
+                        self.refused.pop(key, None)
         os.ftruncate(self.fd, size)
 
-    def claim(self, custom_id: str) -> bool:
-        """Whether no earlier run has answered this line; an `ApiError` if this run has met another of its name."""
+    def claim(self, custom_id: str, id: str) -> bool:
+        """Whether no earlier run has answered this line, or it was refused then and has been mended since.
+
+        Raises:
+            ApiError: this run has met another line of its name.
+        """
         key = digest(custom_id)
         known = self.ids.get(key)
         if known:
             message = f"custom_id is {custom_id!r:.200}, and so is that of a line before; each must have its own"
             raise ApiError(400, message, "custom_id", "duplicate_custom_id")
         self.ids[key] = True
-        return known is None
+        return known is None or self.refused.get(key, id) != id
 
     def write(self, answer: dict[str, Any]) -> None:
         """Append a line, which stays if this process is killed; an OSError if, say, the disk is full."""
@@ -295,7 +306,7 @@ class Batch:
         try:
             line.read(self.api.config)
             assert line.custom_id
-            if self.answers.claim(line.custom_id):
+            if self.answers.claim(line.custom_id, line.id):
                 return True
         except ApiError as error:
             if line.id not in self.answers.reported:
@@ -377,7 +388,7 @@ class Batch:
     def summary(self) -> str:
         answered, refused, failed, skipped = (self.counts[n] for n in ("answered", "refused", "failed", "skipped"))
         earlier = f"; {skipped} had an answer from an earlier run" if skipped else ""
-        return f"{answered} lines answered, of them {refused} refused and {failed} failed{earlier}"
+        return f"{counted(answered, 'line')} answered, of them {refused} refused and {failed} failed{earlier}"
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from typing import Any, ClassVar, Literal, NoReturn, Protocol, TypeVar, get_args
 from config import PROG, VERSION
 
 T = TypeVar("T")
+OF_REQUESTS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "ignore_eos")  # what `chat` and `complete` take
+HABITS = {"run": "chat", "run-batch": "batch", "start": "serve", "generate": "complete"}  # others' names of commands
 FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}  # letters after a number, as in vLLM
 
 
@@ -124,12 +126,19 @@ class OptionParser(argparse.ArgumentParser):
         """The options that are given on the command line, or else in the file of `--config`; see `from_flags`."""
         if "_ARGCOMPLETE" in os.environ:
             complete(self)
+        if argv and argv[0] in HABITS and self.commands and not os.path.exists(argv[0]):
+            here = HABITS[argv[0]]
+            self.error(f"there is no command {argv[0]}; it is called {here}, as in {self.prog} {here} MODEL")
         flags, surplus = self.parse_known_args([dashed(word) for word in argv])
         if surplus:
             word = next((word for word in surplus if word.startswith("-")), surplus[0])  # the others may be its values
             flag = word.partition("=")[0]
             if not flag.startswith("-"):
                 self.error(f"{word!r} is one argument too many; MODEL is the only one without a flag")
+            if (name := flag.strip("-").replace("-", "_")) in OF_REQUESTS:
+                self.error(
+                    f"{flag} is no option here: a request has {name!r} in its body, and chat and complete take it"
+                )
             self.error(f"there is no option {flag}{nearest(flag, self._option_string_actions)}")
         tag = getattr(flags, "model_tag", None)
         if tag is not None:

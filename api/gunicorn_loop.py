@@ -33,7 +33,7 @@ from api.http import api_error
 from api.options import ServerConfig
 from api.replies import log_request
 from executor import end_with_parent, name_process
-from observe.logs import Repeated, console, logger
+from observe.logs import Repeated, console, counted, logger
 from processes.fleet import Fleet
 
 # Seconds in which signals count as one: Linux tells of a launcher's death (see `end_with_parent`) thread by thread.
@@ -68,6 +68,9 @@ class DrainingArbiter(Arbiter):
         if not self.app.fleet.board.draining:
             self.app.fleet.board.draining = True
             self.deadline, self.first_signal = now + self.app.config.drain_timeout, now
+            left = self.app.fleet.board.in_flight
+            waits = f"after {counted(left, 'answer')} in flight, or at another Ctrl-C"
+            console.info(f"  goodbye   {waits if left else ''}".rstrip())
         elif now > self.first_signal + SAME_SIGNAL:
             self._cut()
 

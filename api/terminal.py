@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from urllib.error import HTTPError, URLError
 
-from api.flags import OptionParser, flag_fields, from_flags, refuse_given
+from api.flags import OF_REQUESTS, OptionParser, flag_fields, from_flags, refuse_given
 from config import PROG, EngineConfig
 from executor import end_with_parent
 from models.hub import find_model
@@ -36,7 +36,7 @@ from sampling_params import SamplingParams
 from tokenizer import Tokenizer
 
 CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})  # what a terminal may obey
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "ignore_eos")  # of SamplingParams
+SAMPLING = (*OF_REQUESTS, "seed")  # of SamplingParams
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError)  # what comes of JSON that is not as it should be
 CONNECT_TIMEOUT = 10  # seconds that a server may take to say which models it has
 SERVER = Path(__file__).parents[1] / "server.py"
@@ -433,6 +433,7 @@ def open_model(flags: argparse.Namespace, options: AnswerOptions, stack: context
         key = options.api_key or os.environ.get("MANTA_API_KEY", "").partition(",")[0]
         return Model(options.url, key, getattr(flags, "model", None), options.sampling)
     refuse_given(flags, ["api_key"], "without --url there is no server that it could be for")
+    vars(flags).setdefault("max_num_seqs", options.max_num_seqs)
     config = find_model(from_flags(EngineConfig, flags))
     if config.task not in ("auto", "generate"):
         raise ValueError(f"task is {config.task!r}; to get answers it must be 'generate'")
@@ -441,7 +442,7 @@ def open_model(flags: argparse.Namespace, options: AnswerOptions, stack: context
     if isinstance(options, ChatOptions) and not Tokenizer(config.folder).has_chat_template:
         raise ValueError(f"{config.model} has no chat template; `{PROG} complete` goes on from a text")
     # Statistics would come between the lines of a conversation.
-    own = [*engine_flags(flags), f"--max-num-seqs={options.max_num_seqs}", "--disable-log-stats"]
+    own = [*engine_flags(flags), "--disable-log-stats"]
     if config.distributed_executor_backend == "auto" and config.world_size == 1:
         own.append("--distributed-executor-backend=uni")
     url, key = stack.enter_context(own_server(own))

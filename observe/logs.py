@@ -151,13 +151,19 @@ class StatLogger:
             "kv_cache_usage": round(now["kv_cache_usage_perc"], 3),
             "prefix_cache_hit_rate": round(grown["prefix_cache_hits_total"] / asked, 3) if asked else None,
         }
+        running = f"{counted(int(now['num_requests_running']), 'request')} running"
         hits = f", {facts['prefix_cache_hit_rate']:.1%} of prompts cached" if asked else ""
         logger.info(
             f"prompt {facts['prompt_tokens_per_second']:,.1f} tok/s, generation "
-            f"{facts['generation_tokens_per_second']:,.1f} tok/s; {facts['requests_running']} requests running, "
+            f"{facts['generation_tokens_per_second']:,.1f} tok/s; {running}, "
             f"{facts['requests_waiting']} waiting, {facts['kv_cache_usage']:.1%} of KV blocks in use{hits}",
             extra={"facts": facts},
         )
+
+
+def counted(count: int, what: str) -> str:
+    """A number and what it counts, like "1 request" and "2 requests"."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def start_log(facts: dict[str, Any], workers: str) -> str:
@@ -179,7 +185,7 @@ def start_log(facts: dict[str, Any], workers: str) -> str:
         f"  device    {f['device']}, backend {f['backend']}{compiled}{workers}\n"
         f"{memory_note(f['memory'])}"
         f"  KV cache  {f['num_blocks']:,} blocks of {f['block_size']}{of} in "
-        f"{f['kv_bytes'] / 2**20:,.0f} MiB: {fit} requests at the full length of "
+        f"{f['kv_bytes'] / 2**20:,.0f} MiB: {counted(fit, 'request')} at the full length of "
         f"{f['max_model_len']:,}\n"
         f"  start-up  {', '.join(f'{phase} {seconds:.2f} s' for phase, seconds in f['startup'].items())}"
     )

@@ -470,13 +470,13 @@ class Board(ctypes.Structure):
             self.answers[self.mine] -= answers
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; a ValueError if the address cannot be had."""
+def listen(host: str, port: int, options: str) -> socket.socket:
+    """A bound socket; a ValueError if the address cannot be had, which names the options that it came from."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}; {options} say where else") from None
     return listener

@@ -119,7 +119,8 @@ class Fleet:
             self.launcher = Launcher(self.config, self.secret)
             self.launcher.wait()
             self.config = dataclasses.replace(self.config, data_parallel_address=self.launcher.facts["address"])
-        port = listen(str(self.config.data_parallel_address), self.config.data_parallel_rpc_port)
+        place = str(self.config.data_parallel_address), self.config.data_parallel_rpc_port
+        port = listen(*place, "--data-parallel-address and --data-parallel-rpc-port")
         clients = {rank: self.ends[rank][1] for rank in self.ranks[self.config.local_engines :]}
         self.gate = GateProcess(self.config, self.secret, port, clients, coordinator)
 

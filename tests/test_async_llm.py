@@ -289,8 +289,11 @@ def test_options_for_which_there_is_no_engine_are_refused():
         ({"distributed_executor_backend": "torchrun"}, "distributed_executor_backend is 'external_launcher'; for Asy"),
         ({"model": "/nowhere"}, "no folder /nowhere"),
     ):
-        with pytest.raises(ValueError, match=message):
-            AsyncLLM(EngineArgs(**fields))
+        for make in (lambda **fields: AsyncLLM(EngineArgs(**fields)), AsyncLLM):
+            with pytest.raises(ValueError, match=message):
+                make(**fields)
+    with pytest.raises(ValueError, match="unknown option max_seqs; known: async_scheduling, "):
+        AsyncLLM("demo", max_seqs=3)
 
 
 @pytest.mark.full

@@ -56,7 +56,7 @@ def run(installed: Path, elsewhere: Path, code: str, *words: str) -> subprocess.
 def test_the_wheel_holds_everything_under_one_name(installed: Path) -> None:
     (facts,) = installed.glob("*.dist-info")
     assert {path.name for path in installed.iterdir()} == {"manta", facts.name}
-    wanted = {path.name for path in ROOT.glob("*.py")} - {"setup.py"} | {"__init__.py"}
+    wanted = {path.name for path in ROOT.glob("*.py")} - {"setup.py"} | {"__init__.py", "py.typed"}
     for folder in ("bench", "demo", "web", *ROOMS):
         wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("*.*")}
     assert {str(path.relative_to(installed / "manta")) for path in installed.glob("manta/**/*.*")} == wanted
@@ -112,9 +112,21 @@ def test_it_depends_on_what_the_requirements_say(installed: Path) -> None:
 
 @pytest.mark.full
 def test_a_script_finds_the_library(installed: Path, elsewhere: Path) -> None:
-    code = f"from manta.engine import LLM; print(LLM().chat({QUESTION}, use_tqdm=False)[0].outputs[0].text)"
+    code = f"from manta import LLM; print(LLM('demo').chat({QUESTION}, use_tqdm=False)[0].outputs[0].text)"
     done = run(installed, elsewhere, code)
     assert done.stdout == "81\n", done.stderr
+
+
+@pytest.mark.full
+def test_the_package_names_its_classes(installed: Path, elsewhere: Path) -> None:
+    code = "import manta, sys; light = 'manta.engine' not in sys.modules; from manta import AsyncLLM, SamplingParams"
+    done = run(installed, elsewhere, f"{code}\nprint(light, AsyncLLM.__name__, SamplingParams(n=2).n)\nmanta.LMM")
+    assert done.stdout == "True AsyncLLM 2\n" and "module 'manta' has no attribute 'LMM'" in done.stderr
+    (elsewhere / "typed.py").write_text("from manta import LLM\n\nLLM('demo', max_num_seqs='3')\n")
+    done = run(
+        installed, elsewhere, "from mypy.main import main; main(clean_exit=True)", "typed.py", "--no-incremental"
+    )
+    assert 'Argument "max_num_seqs" to "LLM" has incompatible type "str"; expected "int"' in done.stdout, done
 
 
 @pytest.mark.full

@@ -456,13 +456,13 @@ def own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 @pytest.mark.parametrize("command", ["chat", "complete"])
 def test_a_server_of_ones_own_gets_the_engines_options(own, strange, monkeypatch, capsys, command):
     about = own(f"  server    {strange.url}")
-    given = ["--max-model-len", "64", "--no-enable-prefix-caching", "--temperature", "0.5"]
+    given = ["--max-model-len=64", "--max-num-batched-tokens=64", "--no-enable-prefix-caching", "--temperature=0.5"]
     assert ask(monkeypatch, command, "demo", *given, text=f"{WELL}\n") == 0
     assert capsys.readouterr().out == "a\n"
     argv, key, pid = json.loads(about.read_text())
     assert set(argv) == {
         "--model=demo", "--max-model-len=64", "--no-enable-prefix-caching", "--max-num-seqs=1", "--disable-log-stats",
-        "--distributed-executor-backend=uni", "--port=0",
+        "--distributed-executor-backend=uni", "--port=0", "--max-num-batched-tokens=64",
     }  # fmt: skip
     assert not alive(pid) and len(key) == 32 and strange.keys == [f"Bearer {key}"] * 2
     fields = {"temperature": 0.5, "stream": True} | ({"max_tokens": -1} if command == "complete" else {})

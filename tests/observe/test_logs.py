@@ -301,7 +301,7 @@ def test_an_engine_tells_its_throughput_while_it_works(
             assert ended() and len(lines) == 1
         else:
             eventually(ended)
-            assert sum("; 1 requests running" in line for line in lines) > 1
+            assert sum("; 1 request running" in line for line in lines) > 1
         client.shutdown()
 
 
