@@ -10,6 +10,7 @@ running groups can grow (`scheduling/reserve.py`).
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Ints
@@ -35,6 +36,20 @@ POLICIES: dict[str, type[Policy]] = {  # by the names of `EngineConfig.schedulin
 }
 
 
+def policy_of(name: str) -> type[Policy]:
+    """The class of a row of `POLICIES`, or one of somebody else's; a ValueError if MODULE:CLASS is not there."""
+    if name in POLICIES:
+        return POLICIES[name]
+    module, _, cls = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), cls)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"scheduling_policy is {name!r:.80}: {error}; the module must be on PYTHONPATH") from None
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise ValueError(f"scheduling_policy is {name!r:.80}; it must be a subclass of scheduling.policy.Policy")
+    return found
+
+
 class Admission:
     """The queues before the door and the free slots behind it.
 
@@ -55,7 +70,7 @@ class Admission:
         self.config, self.counters = config, counters
         self.vocab_size = vocab_size
         self.space, self.blocks = space, space.device
-        self.waiting = self.policy = POLICIES[config.scheduling_policy](config)  # one object: a policy is a queue
+        self.waiting = self.policy = policy_of(config.scheduling_policy)(config)  # one object: a policy is a queue
         self.swapped = GroupQueue(Status.SWAPPED)
         self.trial = Trial()
         self.aside = GroupQueue(Status.ASIDE)  # groups that wait while suspects of the trial run alone

@@ -26,6 +26,7 @@ MAX_CONTEXT = 2**24  # tokens
 STEP_TOKENS = 2048  # of a step, by default; on a GPU there are more, see device/memory.py
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's other names, which vLLM takes, too
 TENSORS = "tensors"  # as the option `weights`: they came as tensors, and cannot be loaded again
+POLICY_NAMES = ("auto", "fcfs", "priority", "fair")
 BACKEND_NAMES = {"torchrun": "external_launcher"}  # another name of an executor, and vLLM's
 MODEL_TAKES = "--model takes a folder in Hugging Face layout or a model's id on the hub, like Qwen/Qwen3-0.6B"
 
@@ -108,10 +109,11 @@ class EngineConfig(ClusterOptions):
     enable_chunked_prefill: bool = option(
         True, "cut long prompts and run them beside decodes; else whole prompts first, and alone"
     )
-    scheduling_policy: Literal["auto", "fcfs", "priority", "fair"] = option(
+    scheduling_policy: str = option(
         "auto",
         "fcfs: first come first served; priority: the lowest value first; fair: the client that has had the fewest "
-        "tokens first, where a client is its API key, else its address; auto: fair with several API keys, else fcfs",
+        "tokens first, where a client is its API key, else its address; auto: fair with several API keys, else fcfs; "
+        "MODULE:CLASS: a Policy of your own",
     )
     scheduler_delay_factor: float = option(
         0.0, "without chunked prefill: wait this times the last prefill's seconds before the next one", 0.0, 1000.0
@@ -242,6 +244,8 @@ class EngineConfig(ClusterOptions):
         for name, others in (("dtype", DTYPE_NAMES), ("distributed_executor_backend", BACKEND_NAMES)):
             given = getattr(self, name)
             object.__setattr__(self, name, others.get(given, given))
+        if self.scheduling_policy not in POLICY_NAMES and not re.fullmatch(r"[\w.]+:\w+", self.scheduling_policy):
+            self._refuse("scheduling_policy", f"allowed: {', '.join(POLICY_NAMES)}, or MODULE:CLASS")
         if self.token_budget < self.max_num_seqs:  # else the last of them would never get a token
             raise ValueError(
                 f"max_num_batched_tokens is {self.token_budget}; it must be at least max_num_seqs, {self.max_num_seqs}"

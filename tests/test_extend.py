@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import pytest
 
-from admission import POLICIES
-from config import EngineConfig
+from admission import POLICIES, policy_of
+from config import POLICY_NAMES, EngineConfig
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "extend.md").read_text()
@@ -24,7 +24,7 @@ from sampling_params import SamplingParams
 from scheduler import Scheduler
 from sequence import Request
 
-config = EngineConfig(scheduling_policy="shortest", max_num_seqs=1)
+config = EngineConfig(scheduling_policy="shortest:Shortest", max_num_seqs=1)
 scheduler = Scheduler(config, num_blocks=16, max_model_len=64, vocab_size=97, eos_token_ids=[])
 for name, length in (("long", 30), ("middle", 20), ("short", 10)):
     scheduler.add(Request(name, [3] * length, SamplingParams(max_tokens=2)))
@@ -72,12 +72,28 @@ def tree(tmp_path: Path) -> Path:
 
 def test_a_scheduling_policy(tree: Path):
     steps = steps_of("A scheduling policy")
-    assert [file for file, _, _ in steps] == ["scheduling/shortest.py", "admission.py", "admission.py", "config.py"]
-    for step in steps:
-        follow(tree, *step)
-    ran = subprocess.run([sys.executable, "-c", RUN], cwd=tree, capture_output=True, text=True)
+    assert [file for file, _, _ in steps] == ["shortest.py"]
+    (tree / "own").mkdir()
+    follow(tree / "own", *steps[0])
+    environment = os.environ | {"PYTHONPATH": str(tree / "own")}
+    ran = subprocess.run([sys.executable, "-c", RUN], cwd=tree, capture_output=True, text=True, env=environment)
     assert ran.stdout.split() == ["short", "middle", "long"], ran.stderr
 
 
 def test_each_policy_that_an_option_names_has_its_row():
-    assert get_args(get_type_hints(EngineConfig)["scheduling_policy"]) == tuple(POLICIES)
+    assert tuple(POLICIES) == POLICY_NAMES
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("shortest", "allowed: auto, fcfs, priority, fair, or MODULE:CLASS"),
+        ("a:b:c", "allowed: auto, fcfs, priority, fair, or MODULE:CLASS"),
+        ("nowhere:Policy", "No module named 'nowhere'; the module must be on PYTHONPATH"),
+        ("json:Policy", "module 'json' has no attribute 'Policy'"),
+        ("json:loads", "it must be a subclass of scheduling.policy.Policy"),
+    ],
+)
+def test_a_policy_that_is_none_is_refused(name: str, words: str):
+    with pytest.raises(ValueError, match=rf"^scheduling_policy is '{name}'.*{words}"):
+        policy_of(EngineConfig(scheduling_policy=name).scheduling_policy)
