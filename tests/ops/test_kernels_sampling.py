@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cpu.sampling
 import oracles
 import reference
 from examples import DRAWN, tried
@@ -125,6 +129,50 @@ test_sample = tried(
     drawn=15,
 )(check_sample)
 test_sample_in_more_cases = pytest.mark.long(settings(DRAWN, max_examples=90)(given(*SAMPLE_CASES)(check_sample)))
+
+
+# For each argument of `sample`, and each field of its `Adjust`, a change that changes which tokens are drawn.
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "temperature": torch.zeros_like,
+    "top_k": torch.ones_like,
+    "top_p": lambda shares: shares * 1e-6,
+    "min_p": torch.ones_like,
+    "seeds": lambda seeds: seeds + 1,
+    "num_known": lambda counts: counts + 1,
+    "adjustments": torch.zeros_like,
+    "penalties": lambda penalties: penalties + 9.0,
+    "token_counts": torch.zeros_like,
+    "bias_ids": lambda ids: torch.where(ids < 8, ids + 20, ids),
+    "biases": lambda biases: biases + 9.0,
+    "bitmask": torch.bitwise_not,
+}
+
+
+def test_each_argument_of_sample_has_a_change() -> None:
+    told = [*inspect.signature(reference.sample).parameters, *reference.Adjust._fields]
+    assert sorted(set(told) - {"logits", "slots", "adjust"}) == sorted(CHANGES)
+
+
+def test_every_backend_honours_each_sampling_parameter(device: str) -> None:
+    """One that passed over an argument would draw as if it had not changed."""
+    count, vocab = 3, 48
+    state = {
+        "temperature": torch.full((count,), 1.5), "top_k": torch.full((count,), 40, dtype=torch.int32),
+        "top_p": torch.full((count,), 0.99), "min_p": torch.full((count,), 1e-5), "seeds": torch.arange(count),
+        "num_known": torch.arange(count, dtype=torch.int32),
+    }  # fmt: skip
+    fields = dict(zip(reference.Adjust._fields, oracles.adjustments([7] * count, vocab), strict=True))
+    fields["bias_ids"] = torch.full_like(fields["bias_ids"], 2**31 - 1)
+    fields["bias_ids"][:, :8], fields["biases"] = torch.arange(8), 4 * torch.rand(count, 1024)
+    logits, slots, drawn = torch.randn(count, vocab), torch.arange(count, dtype=torch.int32), []
+    for name in ("", *CHANGES):
+        args = [CHANGES[name](x) if name == key else x for key, x in state.items()]
+        adjust = [CHANGES[name](x) if name == key else x for key, x in fields.items()]
+        drawn.append(reference.sample(logits, slots, *args, reference.Adjust(*adjust)))
+        assert name == "" or not torch.equal(drawn[-1], drawn[0]), name
+        twins = cpu.sampling.sample, functools.partial(run, "sample", device)
+        for sample, made in zip(twins, (reference.Adjust, kernels.Adjust), strict=True):
+            assert torch.equal(sample(logits, slots, *args, made(*adjust)), drawn[-1]), name
 
 
 @pytest.mark.parametrize("heat", [0.0, pytest.param(1.0, marks=pytest.mark.long)])
