@@ -97,3 +97,14 @@ def test_each_policy_that_an_option_names_has_its_row():
 def test_a_policy_that_is_none_is_refused(name: str, words: str):
     with pytest.raises(ValueError, match=rf"^scheduling_policy is '{name}'.*{words}"):
         policy_of(EngineConfig(scheduling_policy=name).scheduling_policy)
+
+
+def test_a_kernel_is_stepped_through():
+    """It stops in our file at the kernel's first line, and goes on to where something is called."""
+    pytest.importorskip("triton")
+    command, said = [sys.executable, "docs/step_through.py"], "b _attend\nc\np KV, BLOCK_N\ncl 2\nc\n"
+    ran = subprocess.run(command, cwd=ROOT, input=said, capture_output=True, text=True)
+    at = rf"> {re.escape(str(ROOT / 'kernels.py'))}\(\d+\)"
+    assert re.search(rf"{at}attention_decode_kernel\(\)\n-> i_p, i_kv = ", ran.stdout), ran
+    assert re.search(rf"{at}_attend\(\)\n-> .*\n\(Pdb\) \(2, \d+\)\n", ran.stdout), ran
+    assert ran.returncode == 0
