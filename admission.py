@@ -10,12 +10,11 @@ running groups can grow (`scheduling/reserve.py`).
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Ints
 
-from config import EngineConfig
+from config import EngineConfig, load_named
 from kv_cache import BlockSpaceManager, Entry
 from plan import NewRow, StepPlan
 from scheduling.beam import blocks_to_fork
@@ -40,11 +39,7 @@ def policy_of(name: str) -> type[Policy]:
     """The class of a row of `POLICIES`, or one of somebody else's; a ValueError if MODULE:CLASS is not there."""
     if name in POLICIES:
         return POLICIES[name]
-    module, _, cls = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), cls)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"scheduling_policy is {name!r:.80}: {error}; the module must be on PYTHONPATH") from None
+    found = load_named("scheduling_policy", name)
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise ValueError(f"scheduling_policy is {name!r:.80}; it must be a subclass of scheduling.policy.Policy")
     return found

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -49,6 +49,16 @@ class Writes:
     def clear(self) -> None:
         """Forget all writes."""
         del self.places[:], self.values[:]
+
+
+class Processor(Protocol):
+    """What `EngineConfig.logits_processors` names: a class that is made once, with the model's config."""
+
+    def __call__(self, logits: torch.Tensor, slots: torch.Tensor, state: BatchState) -> torch.Tensor:
+        """The logits [R, V] to sample from, for rows in `slots` [R] int32, -1 for padding; the given ones stay.
+
+        CUDA graphs record this, and a start measures it on meta tensors: no shape may depend on what tensors hold.
+        """
 
 
 class BatchState:
@@ -104,6 +114,7 @@ class BatchState:
         kinds: int = 1, writes: Callable[[torch.Tensor], Writes] | None = None,
     ):  # fmt: skip
         self.block_size, self.device = block_size, device
+        self.processors: list[Processor] = []  # see `Processor`
         if kinds > 1:  # each kind's tables begin at a multiple of 16 bytes, too
             max_blocks = -(-max_blocks // ALIGNMENT) * ALIGNMENT
         shapes: dict[str, tuple[int, ...]] = {
@@ -297,6 +308,8 @@ class BatchState:
 
     def sample(self, ops: ModuleType, logits: torch.Tensor, slots: torch.Tensor, adjust: Any) -> torch.Tensor:
         """The next token [R] of each of `slots` [R], from logits [R, vocab]; `adjust` is this step's."""
+        for processor in self.processors:
+            logits = processor(logits, slots, self)
         if adjust is not None:
             ops.mask_words(slots, self.token_ids, self.num_known, self.num_prompt, self.bad_words, adjust)
         return ops.sample(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -55,7 +56,7 @@ class EngineConfig(ClusterOptions):
             "data_parallel_secret_file",
             "headless", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_rank",
             "data_parallel_size_max"),
-        "limits of a request": ("max_logprobs",),
+        "limits of a request, and changes of its logits": ("max_logprobs", "logits_processors"),
         "diagnostics": (
             "log_level", "log_format", "disable_log_stats", "log_scheduler", "trace", "torch_profiler_dir",
             "sanitize_kv"),
@@ -184,6 +185,7 @@ class EngineConfig(ClusterOptions):
     pooling_type: Literal["auto", "last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len"] = option(
         "auto", "which hidden states make an embedding; auto: what the model's folder says, else the last token's"
     )
+    logits_processors: tuple[str, ...] = option((), "MODULE:CLASS of one's own that changes logits (may be repeated)")
     max_logprobs: int = option(20, "likeliest tokens whose log-probabilities a request may ask for", 0, 1024)
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and outputs are token ids alone")
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
@@ -246,6 +248,10 @@ class EngineConfig(ClusterOptions):
             object.__setattr__(self, name, others.get(given, given))
         if self.scheduling_policy not in POLICY_NAMES and not re.fullmatch(r"[\w.]+:\w+", self.scheduling_policy):
             self._refuse("scheduling_policy", f"allowed: {', '.join(POLICY_NAMES)}, or MODULE:CLASS")
+        if wrong := [name for name in self.logits_processors if not re.fullmatch(r"[\w.]+:\w+", name)]:
+            raise ValueError(f"logits_processors has {wrong[0]!r:.80}; it must be MODULE:CLASS")
+        if self.logits_processors and self.makes_vectors:
+            self._refuse("logits_processors", f"with task {self.task!r}, which has no logits, it must be left out")
         if self.token_budget < self.max_num_seqs:  # else the last of them would never get a token
             raise ValueError(
                 f"max_num_batched_tokens is {self.token_budget}; it must be at least max_num_seqs, {self.max_num_seqs}"
@@ -288,6 +294,15 @@ class EngineConfig(ClusterOptions):
                 f"pipeline_layer_partition is {listed!r}, {count} counts; there must be one for each stage, and "
                 f"pipeline_parallel_size is {stages}"
             )
+
+
+def load_named(option: str, name: str) -> Any:
+    """What an option names as MODULE:CLASS; a ValueError if it is not there."""
+    module, _, cls = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), cls)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{option} is {name!r:.80}: {error}; the module must be on PYTHONPATH") from None
 
 
 def weights_in(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from batch_state import BatchState
-from config import EngineConfig
+from config import EngineConfig, load_named
 from device.compile_guard import kernels_of, unlaunched
 from model import Transformer
 from model_config import ModelConfig
@@ -43,7 +43,9 @@ def new_state(
     """The batch state of `slots` sequences. Nothing is sampled where prompts are pooled."""
     vocab_size, kinds = 0 if config.makes_vectors else model.config.vocab_size, len(model.layout.windows)
     columns = table_columns(config, max_model_len)
-    return BatchState(slots, max_model_len, columns, config.block_size, vocab_size, device, kinds, writes)
+    state = BatchState(slots, max_model_len, columns, config.block_size, vocab_size, device, kinds, writes)
+    state.processors = [load_named("logits_processors", name)(model.config) for name in config.logits_processors]
+    return state
 
 
 def table_columns(config: EngineConfig, max_model_len: int) -> int:

@@ -188,7 +188,8 @@ class Start:
             if self.builder and rows == "both" and model.dtype == torch.bfloat16:
                 multiplied = self.builder.ask(multiply_job())
             self.parameters = {}
-            self.greedy_head = cpu_weights.prepare(model, rows, files, multiplied)
+            head = cpu_weights.prepare(model, rows, files, multiplied)
+            self.greedy_head = None if config.logits_processors else head  # it makes no logits
         elif config.batch_invariant and self.ops.BACKEND == "triton":
             model.be_batch_invariant()  # a library's rounding depends on the number of rows
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from admission import POLICIES, policy_of
-from config import POLICY_NAMES, EngineConfig
+from config import POLICY_NAMES, EngineConfig, load_named
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "extend.md").read_text()
@@ -97,6 +97,36 @@ def test_each_policy_that_an_option_names_has_its_row():
 def test_a_policy_that_is_none_is_refused(name: str, words: str):
     with pytest.raises(ValueError, match=rf"^scheduling_policy is '{name}'.*{words}"):
         policy_of(EngineConfig(scheduling_policy=name).scheduling_policy)
+
+
+REPEATED = """
+from engine import LLM, SamplingParams
+
+if __name__ == "__main__":
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logit_bias={9: 100, 11: 80})
+    for options in ({}, {"logits_processors": ("norepeat:NoRepeat",)}):
+        for backend in ("cpu", "reference"):
+            llm = LLM("demo", backend=backend, device="cpu", max_model_len=64, max_num_seqs=2, **options)
+            print(set(llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids))
+"""
+
+
+def test_a_logits_processor(tmp_path: Path):
+    """A bias comes after it, so a biased token may follow itself where the processor has not ruled it out."""
+    (step,) = steps_of("Logits of one's own")
+    follow(tmp_path, *step)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", REPEATED], cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert ran.stdout.splitlines() == ["{9}"] * 2 + ["{9, 11}"] * 2, ran.stderr
+
+
+def test_a_logits_processor_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="logits_processors has 'here'; it must be MODULE:CLASS"):
+        EngineConfig(logits_processors=("here",))
+    with pytest.raises(ValueError, match=r"logits_processors is .*; with task 'embed', which has no logits"):
+        EngineConfig(logits_processors=("a:B",), task="embed")
+    with pytest.raises(ValueError, match="logits_processors is 'nowhere:B': No module named 'nowhere'"):
+        load_named("logits_processors", "nowhere:B")
 
 
 def test_a_kernel_is_stepped_through():
