@@ -91,8 +91,7 @@ class Delta:
 
     def weights(self, hidden_size: int) -> int:
         """Numbers in a layer's matrices."""
-        values = self.value_heads * self.value_dim
-        return hidden_size * (self.channels + 2 * values + 2 * self.value_heads)
+        return hidden_size * (self.channels + 2 * self.value_heads * (self.value_dim + 1))
 
     def share(self, ranks: int) -> Delta:
         """The sizes of each rank, which has some of the heads."""
@@ -142,6 +141,7 @@ class ModelConfig:
     notes: tuple[str, ...] = field(default=(), compare=False)  # for the start log: what may surprise
     normalize: bool | None = None  # whether an embedding is divided by its length; None: see `models.pooling`
     vector_size: int = 0  # of an embedding
+    poolings: tuple[str, ...] = ()  # of its hidden states; see `ops.pool`
 
     def page(self, ranks: int, layer: int) -> tuple[int, int, int]:
         """What a place of the pool holds in a layer, on each of `ranks`: parts, heads, and numbers of each of them.

@@ -75,11 +75,12 @@ def compare(
     """How well texts go together, and the prompts that were run for it.
 
     For an embedder that is the cosine of two embeddings. For a classifier with one label, it is what the classifier
-    says of both texts as one prompt.
+    says of both texts as one prompt, with the model's own prompt before the first one.
     """
     api.need_task("embed", "score")
     if api.facts["task"] == "score":
-        pairs = zip(first * (len(second) // len(first)), second, strict=True)
+        before = named(api, fields)
+        pairs = zip([before + each for each in first] * (len(second) // len(first)), second, strict=True)
         prompts: list[Any] = [api.prompts.encode(fields, pair, True) for pair in pairs]
         return [numbers(found)[0] for found in pool(api, kind, fields, caller, prompts)], prompts
     prompts = encoded(api, fields, first + second, True)
@@ -96,10 +97,7 @@ def inputs(api: Api, fields: dict[str, Any], *tasks: str) -> list[Prompt]:
 
 def encoded(api: Api, fields: dict[str, Any], prompts: Sequence[str | list[int]], special: bool) -> list[Prompt]:
     """Texts as the model was trained with them: after its prompt, and cut to its context. Token ids stay."""
-    try:
-        before = opening(api.facts, fields.get("prompt_name"))
-    except ValueError as error:
-        raise ApiError(400, str(error), "prompt_name") from None
+    before = named(api, fields)
     cuts = api.facts["cuts_texts"] and fields["truncate_prompt_tokens"] is None
     cut = fields | {"truncate_prompt_tokens": -1} if cuts else fields
     given = [before + each if isinstance(each, str) else each for each in prompts]
@@ -107,6 +105,14 @@ def encoded(api: Api, fields: dict[str, Any], prompts: Sequence[str | list[int]]
     if cuts and any(text is None and isinstance(each, str) for (text, _), each in zip(found, given, strict=True)):
         warn_once(CUT.format(api.facts["max_model_len"]))
     return found
+
+
+def named(api: Api, fields: dict[str, Any]) -> str:
+    """The model's prompt that a request names, or its default."""
+    try:
+        return opening(api.facts, fields.get("prompt_name"))
+    except ValueError as error:
+        raise ApiError(400, str(error), "prompt_name") from None
 
 
 def pool(
@@ -195,6 +201,7 @@ SCORE = Face(
         ACTIVATION,
         Field("text_1", TEXTS, None, texts, "A text, or as many as text_2 has; vLLM: queries."),
         Field("text_2", TEXTS, None, texts, "A text or several; vLLM: documents."),
+        NAME,
         *LAST,
     ),
     score,
@@ -211,6 +218,7 @@ RERANK = Face(
         Field("documents", DOCUMENTS, None, documents, "Texts, or objects with a text."),
         Field("top_n", shared.Count, 0, about="How many to return; 0 is all."),
         Field("return_documents", bool, True),
+        NAME,
         *LAST,
     ),
     rerank,

@@ -25,6 +25,7 @@ from models.dequantize import ACTIVATIONS, Packed, Scales, find_scales, open_ten
 from models.families import PREFIXES, our_name
 from models.hub import INDEX, checkpoint_files
 from models.shares import Part
+from models.tied_head import stand_in
 
 # Constants that old checkpoints have: RoPE's frequencies, masks, and two of xIELU's numbers.
 IGNORED = (
@@ -99,7 +100,8 @@ def find_weights(
     index = None if folder in paths else read_json(folder, INDEX, {}).get("weight_map")
     if index and os.path.basename(paths[0]) not in index.values():  # it is of older files
         index = None
-    files = [find_slices(path, wanted, model, found, scales, index) for path in paths]
+    instead = stand_in(paths, model.config, scales)
+    files = [find_slices(path, wanted, model, found, scales, index, instead) for path in paths]
     check_complete(folder, wanted, found)
     return found, files
 
@@ -121,14 +123,15 @@ def check_complete(folder: str, wanted: dict[str, Part], found: dict[str, str]) 
             needed -= set(part.instead_of)
     if missing := needed - found.keys():
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        prefix = max((saved.removesuffix(name) for name, saved in found.items()), key=len, default="")
+        saved_as = [saved.removesuffix(name) for name, saved in found.items() if saved.endswith(name)]
+        prefix = max(saved_as, key=len, default="")
         prefix = "" if min(missing).endswith(HEADS) else prefix
         raise ValueError(f"{folder} has no tensor {prefix}{min(missing)}{more}")
 
 
 def find_slices(
     path: str, wanted: dict[str, Part], model: Transformer, found: dict[str, str], scales: dict[str, Scales],
-    index: dict[str, str] | None = None,
+    index: dict[str, str] | None, instead: dict[str, str],
 ) -> dict[str, list[Pair]]:  # fmt: skip
     """What is to be copied out of a file, by name. The sources are views of the mapped file; only its header is read.
 
@@ -136,6 +139,7 @@ def find_slices(
         found: our names and the checkpoint's of what was found so far; this file's are added.
         scales: of the tensors that are stored in fewer bits.
         index: names what counts; of the rest of a file only what is wanted is taken.
+        instead: our names of tensors that are wanted under other names, see `stand_in`.
 
     Raises:
         ValueError: the file is damaged, or a tensor of it is surplus, misshapen, of another dtype, or in two files.
@@ -148,7 +152,7 @@ def find_slices(
                 continue
             of = scales.get(saved)
             plain = of.plain if of else saved
-            name = our_name(plain, wanted)
+            name = instead.get(plain) or our_name(plain, wanted)
             if name is None and (skipped(plain, model) or (index and saved not in index)):
                 continue
             if name in found:

@@ -28,16 +28,18 @@ HARMLESS = re.compile(
     r"num_labels|problem_type|classifier_.*|summary_.*|sbert_ce.*|sentence_transformers|"
     r"(vision|audio|text|image|video).*_(config|token.*|index)|mm_tokens_per_image|use_mrope|(anyres|vit)_.*|class_num|"
     r"num_media_embeds|predict_special_tokens|use_sliding_window|max_window_layers|layer_types|.*norm_eps(ilon)?|"
-    r"rotary_emb_base|hidden_act_param|attn_type_list|dense_list|cla_share_factor|cohere_.*"
+    r"rotary_emb_base|hidden_act_param|attn_type_list|dense_list|cla_share_factor|cohere_.*|max_new_tokens"
 )
 # Fields of some families, which other families' files have, too. They are read where the row has a default for them.
 OWN = {"sliding_window", "sliding_window_pattern", "mlp_layer_types", "partial_rotary_factor", "rotary_dim"}
 # Fields that nobody reads, by the value with which they change nothing, or the field that says the same.
 NEUTRAL: dict[str, float | str] = {
-    "attention_head_dim": "head_dim", "compression_ratio": 1, "embedding_multiplier": 1,
-    "experts_per_token": "num_experts_per_tok", "full_attn_mod": 1, "interpolate_factor": 1, "logit_scale": 1,
-    "logits_scaling": 1, "moe_layer_freq": 1, "n_group": 1, "num_shared_expert": 1, "residual_multiplier": 1,
-    "rope_ratio": 1, "rotary_pct": 1, "rotary_scaling_factor": 1, "routed_scaling_factor": 1,
+    "apply_query_key_layer_scaling": True, "attention_head_dim": "head_dim", "compression_ratio": 1,
+    "embedding_multiplier": 1, "enable_lm_head_fp32": True, "experts_per_token": "num_experts_per_tok", "ff_factor": 4,
+    "full_attn_mod": 1, "interleave_moe_layer_step": 1, "interpolate_factor": 1, "kv_channels": "head_dim",
+    "logit_scale": 1, "logits_scaling": 1, "moe_layer_freq": 1, "n_group": 1, "norm_topk_prob": True,
+    "normalize_attention_scores": True, "num_heads": "num_attention_heads", "num_shared_expert": 1,
+    "residual_multiplier": 1, "rope_ratio": 1, "rotary_pct": 1, "rotary_scaling_factor": 1, "routed_scaling_factor": 1,
     "scale_attn_weights": True, "sliding_window_size": "sliding_window", "topk_group": 1,
     "use_embedding_sharing": "tie_word_embeddings", "use_rotary_pos_emb": True, "word_embed_proj_dim": "hidden_size",
 }  # fmt: skip
@@ -82,6 +84,7 @@ class Fields:
             ValueError: names all fields that may change something.
         """
         wrong, unknown = [], []
+        displaced = {ours for ours, name in self.theirs.items() if name != ours}  # another name of these has been read
         for name, want in self.row.fixed.items():
             value, wants = self.get(name), want if isinstance(want, tuple) else (want,)
             if name in self.theirs and value is not None and value not in wants:
@@ -90,7 +93,7 @@ class Fields:
             # Without a number, a list or a "true" it says at most what is not there.
             if name in self.read or HARMLESS.fullmatch(name) or not value or isinstance(value, str):
                 continue
-            neutral = NEUTRAL.get(name)
+            neutral = NEUTRAL.get(name, name if name in displaced else None)
             neutral = self.get(neutral) if isinstance(neutral, str) else neutral
             if name not in OWN and self.row.keys.get(name) != "" and value != neutral:
                 unknown.append(f"{name!r:.80} is {value!r:.80}")

@@ -173,6 +173,7 @@ QWEN_NEXT = Family(
     names={"shared": "mlp.shared_expert"},
 )  # fmt: skip
 LOCAL = {"num_local_experts": "num_experts"}
+ROUTED = {"num_local_experts": "n_routed_experts"}
 OLD = dict.fromkeys(("head_dim", "num_key_value_heads", "intermediate_size", "hidden_act", "layer_norm_eps"), "")
 GEMMA = Family(
     qkv_bias="attention_bias", o_bias="attention_bias", unit_offset=True, embed_scale="sqrt",
@@ -243,7 +244,7 @@ DEEPSEEK_EXPERTS = Routing(
 )  # fmt: skip
 DEEPSEEK = Family(
     latent=True, qkv_bias="attention_bias", o_bias="attention_bias", defaults={"kv_lora_rank": 512},
-    keys={"head_dim": "", "qk_head_dim": ""},  # which follow from others
+    keys={"head_dim": "", "qk_head_dim": "", **ROUTED},  # heads' sizes follow from others
     routing=DEEPSEEK_EXPERTS, fixed={"moe_layer_freq": 1, "mlp_bias": False},
 )  # fmt: skip
 NEOX = Family(
@@ -309,7 +310,7 @@ FAMILIES = {
         defaults={
             "partial_rotary_factor": 0.5, "norm_topk_prob": True, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5,
             "n_shared_experts": 1, "num_key_value_heads": 8},
-        routing=DEEPSEEK_EXPERTS),
+        keys=ROUTED, routing=DEEPSEEK_EXPERTS),
     "GptOssForCausalLM": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", sinks=True, window="pattern", full_every=2,
         names={"router": "mlp.router"}, activation="swigluoai", keys=LOCAL,
@@ -384,7 +385,7 @@ FAMILIES = {
         mlp_bias="mlp_bias", gated=False, keys={"norm_eps": "layer_norm_eps", "layer_norm_eps": ""},
         defaults={"hidden_act": "relu2", "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5}),
     "OlmoeForCausalLM": Family(
-        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="all", fixed={"clip_qkv": None},
+        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="all", fixed={"clip_qkv": None}, keys=LOCAL,
         defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": False},
         routing=Routing(size="intermediate_size", renormalize="norm_topk_prob")),
     "Olmo2ForCausalLM": OLMO2,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+from collections import OrderedDict
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -14,7 +16,7 @@ import torch.nn.functional as F
 from config import EngineConfig
 from model_config import ModelConfig
 from models.dequantize import opened
-from models.pooling import DENSE_FILES, Dense, dense_layers
+from models.pooling import MODULE_WEIGHTS, Dense, dense_layers
 from sampling_params import PoolingParams
 
 if TYPE_CHECKING:
@@ -25,28 +27,29 @@ class Pooler:
     """Makes one vector of each prompt's hidden states.
 
     Args:
-        ops: the backend. config: of the model. kind: see `ops.pool`. layers: what follows the pooling.
+        ops: the backend. config: of the model. layers: what follows the pooling.
     """
 
-    def __init__(self, ops: ModuleType, config: ModelConfig, kind: str, layers: Sequence[torch.nn.Module] = ()):
-        self.ops, self.config, self.kind, self.layers = ops, config, kind, layers
+    def __init__(self, ops: ModuleType, config: ModelConfig, layers: Sequence[torch.nn.Module] = ()):
+        self.ops, self.config, self.layers = ops, config, layers
 
     @classmethod
     def of(cls, config: EngineConfig, model: Transformer) -> Pooler | None:
         """That of an engine with these options; None where prompts are not pooled."""
         if not config.makes_vectors:
             return None
-        dense = dense_layers(config.folder, model.config.hidden_size) if config.task == "embed" else []
+        size = model.config.hidden_size * len(model.config.poolings)
+        dense = dense_layers(config.folder, size) if config.task == "embed" else []
         dummy = config.load_format == "dummy" or model.device == "meta"
         layers = [load_dense(each, "" if dummy else config.folder, model.device) for each in dense]
-        return cls(model.ops, model.config, config.pooling_type, layers)
+        return cls(model.ops, model.config, layers)
 
     def __call__(self, hidden: torch.Tensor, starts: torch.Tensor, head: torch.Tensor | None) -> torch.Tensor:
         """A vector for each prompt [B, size or labels] float32 of hidden states [T, hidden].
 
         Where a model has a classification `head` [labels, hidden], it is the head's outputs.
         """
-        pooled = self.ops.pool(hidden, starts, self.kind)
+        pooled = torch.cat([self.ops.pool(hidden, starts, kind) for kind in self.config.poolings], 1)
         for layer in self.layers:
             pooled = layer(pooled)
         return pooled if head is None else F.linear(pooled, head)
@@ -77,18 +80,40 @@ class Pooler:
         return found
 
 
+class DenseLayer(torch.nn.Module):
+    """What a `Dense` stands for. Its parts are called as in sentence-transformers' files."""
+
+    def __init__(self, dense: Dense):
+        super().__init__()
+        self.linear = torch.nn.Linear(dense.inputs, dense.outputs, dense.bias)
+        self.activation = getattr(torch.nn, dense.activation)()
+        self.residual: torch.nn.Module | None = torch.nn.Identity() if dense.residual else None
+        if dense.residual and dense.inputs != dense.outputs:
+            self.residual = torch.nn.Linear(dense.inputs, dense.outputs, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.activation(self.linear(x))
+        return y if self.residual is None else y + self.residual(x)
+
+
 def load_dense(dense: Dense, folder: str, device: str) -> torch.nn.Module:
     """A layer after the pooling, in float32; with weights that are made up where there is no `folder` of the model.
 
     Raises:
         ValueError: its weights are missing, damaged or misshapen.
     """
-    linear = torch.nn.Linear(dense.inputs, dense.outputs, dense.bias, device=device, dtype=torch.float32)
+    norm = dense.kind == "LayerNorm"
+    layer = torch.nn.Sequential(OrderedDict(norm=torch.nn.LayerNorm(dense.inputs))) if norm else DenseLayer(dense)
     if folder:
-        path = os.path.join(folder, dense.folder, DENSE_FILES[1])
+        paths = [os.path.join(folder, dense.folder, name) for name in MODULE_WEIGHTS]
+        path = next(filter(os.path.isfile, paths), paths[0])
         try:
-            with opened(path) as file:
-                linear.load_state_dict({name.removeprefix("linear."): file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-        except (OSError, RuntimeError) as error:
-            raise ValueError(f"{path} does not fill {dense}: {' '.join(str(error).split())}") from None
-    return torch.nn.Sequential(linear, getattr(torch.nn, dense.activation)()).requires_grad_(False)
+            if path == paths[0]:
+                with opened(path) as file:
+                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            else:
+                tensors = torch.load(path, map_location="cpu", weights_only=True)  # runs nothing that is in it
+            layer.load_state_dict(tensors)
+        except (OSError, RuntimeError, EOFError, TypeError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{path} does not fill {dense}: {' '.join(str(error).split()):.300}") from None
+    return layer.float().to(device).requires_grad_(False)

@@ -23,27 +23,32 @@ from models.config_fields import whole
 from sampling_params import PoolingParams, SamplingParams
 
 POOLINGS = ("last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len")  # see `ops.pool`
-THEIRS = re.compile("^pooling_mode_|_?tokens?$")  # what sentence-transformers' names have more, as "lasttoken"
+THEIRS = re.compile("_?tokens?$")  # what sentence-transformers' names have more, as "lasttoken"
+OLD_MODES = (  # its fields before it had `pooling_mode`, in the order of the vectors of several
+    "cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken"
+)  # fmt: skip
 POOLING = os.path.join("1_Pooling", "config.json")
 PROMPTS = "config_sentence_transformers.json"
-MODULES = re.compile(
-    r"Transformer: Pooling:(\w[\w.-]*)?( Dense:\w[\w.-]*)*( Normalize:(\w[\w.-]*)?)?"
-)  # and their folders
+MODULES = re.compile(  # and their folders
+    r"Transformer: Pooling:(\w[\w.-]*)?( (Dense|LayerNorm|Dropout):\w[\w.-]*)*( Normalize:(\w[\w.-]*)?)?"
+)
 USUAL = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "")]  # where no file says so
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")  # of Dense layers, as torch.nn has them
-VECTOR = (None, "sentence_embedding")
-DENSE_FIELDS = {"use_residual": (None, False), "module_input_name": VECTOR, "module_output_name": VECTOR}
-DENSE_FILES = ("config.json", "model.safetensors")
+NAMED = dict.fromkeys(("module_input_name", "module_output_name"), (None, "sentence_embedding"))
+TRUTHS = (True, False)
+MODULE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first one that is there counts
 
 
 class Dense(NamedTuple):
-    """A layer after the pooling: an activation of a product with what its folder has."""
+    """A layer after the pooling: an activation of a product with what its folder has, or a LayerNorm."""
 
+    kind: str
     folder: str  # below the model's
     inputs: int
     outputs: int
     bias: bool
     activation: str
+    residual: bool  # whether the inputs, made as long by another product where they are not, are added
 
 
 def settle_task(config: EngineConfig, model_config: ModelConfig) -> tuple[EngineConfig, ModelConfig]:
@@ -75,21 +80,21 @@ def settle_task(config: EngineConfig, model_config: ModelConfig) -> tuple[Engine
     if config.preemption_mode == "swap":
         raise ValueError(f"preemption_mode is 'swap'; with the task {task!r} nothing is preempted")
     pooling, normalize, longest = config.pooling_type, model_config.normalize, config.max_model_len
-    size = model_config.hidden_size
+    size, kinds = model_config.hidden_size, ("last" if pooling == "auto" else pooling,)
     if task == "embed":
         head = "none"
         if normalize is None:
             normalize = read_modules(folder)[-1][0] == "Normalize"
         if pooling == "auto":
-            pooling = pooling_of(folder)
-        size = next((dense.outputs for dense in reversed(dense_layers(folder, size))), size)
+            kinds = poolings_of(folder)
+        size = [size * len(kinds), *(dense.outputs for dense in dense_layers(folder, size * len(kinds)))][-1]
         if longest is None:
             longest = trained_length(folder, model_config.max_position)
     config = dataclasses.replace(
-        config, task=task, pooling_type="last" if pooling == "auto" else pooling, max_model_len=longest,
+        config, task=task, pooling_type=kinds[0] if len(kinds) == 1 else "auto", max_model_len=longest,
         enable_chunked_prefill=False, enable_prefix_caching=False, preemption_mode="recompute",
     )  # fmt: skip
-    return config, dataclasses.replace(model_config, head=head, normalize=normalize, vector_size=size)
+    return config, dataclasses.replace(model_config, head=head, normalize=normalize, vector_size=size, poolings=kinds)
 
 
 def is_sentence_transformer(folder: str) -> bool:
@@ -119,45 +124,49 @@ def read_modules(folder: str) -> list[tuple[str, str]]:
 def module_files(folder: str) -> list[str]:
     """The files of the modules that `modules.json` lists in folders of their own: settings, and weights of a few MB."""
     listed = read_modules(folder) if os.path.isfile(os.path.join(folder, "modules.json")) else ()
-    return [f"{place}/{name}" for _, place in listed if place for name in DENSE_FILES]
+    return [f"{place}/{name}" for _, place in listed if place for name in ("config.json", *MODULE_WEIGHTS)]
 
 
-def pooling_of(folder: str) -> Any:
-    """The `pooling_type` that a folder's pooling asks for; the last token's where nothing says so.
+def poolings_of(folder: str) -> tuple[Any, ...]:
+    """The kinds of pooling that a folder asks for, whose vectors follow one another; the last token's where nothing
+    says so.
 
     Raises:
-        ValueError: it is another one than Manta has, or several, or it leaves out the tokens of a prompt.
+        ValueError: one of them is none that Manta has, or it leaves out the tokens of a prompt.
     """
     name = os.path.join(read_modules(folder)[1][1], "config.json")
     if not (raw := read_json(folder, name, {})):
-        return "last"
-    modes = raw.get("pooling_mode") or [key for key in raw if key.startswith("pooling_mode_") and raw[key]] or "mean"
+        return ("last",)
+    modes = raw.get("pooling_mode") or [mode for mode in OLD_MODES if raw.get("pooling_mode_" + mode)] or "mean"
     modes = [THEIRS.sub("", str(mode)) for mode in (modes if isinstance(modes, list) else [modes])]
-    if len(modes) != 1 or modes[0] not in POOLINGS:
+    if set(modes) - set(POOLINGS):
         asked, known = ", ".join(modes), ", ".join(POOLINGS)
         raise ValueError(f"{name} asks for the pooling {asked:.80}; Manta has {known}: pooling_type can choose one")
     if raw.get("include_prompt") is False and any(read_prompts(folder)[0].values()):
         raise ValueError(f"{name} has include_prompt false, which leaves out prompts; Manta pools all tokens")
-    return modes[0]
+    return tuple(modes)
 
 
 def dense_layers(folder: str, size: int) -> list[Dense]:
-    """The layers that make an embedding of pooled hidden states of this `size`.
+    """The layers that make an embedding of a pooled vector of this `size`.
 
     Raises:
         ValueError: a field of theirs is out of range, or of another kind than Manta has.
     """
     found = []
-    for place in [place for kind, place in read_modules(folder) if kind == "Dense"]:
+    for kind, place in read_modules(folder):
+        if kind not in ("Dense", "LayerNorm"):
+            continue
         raw = read_json(folder, os.path.join(place, "config.json"))
         bias, activation = raw.get("bias", True), str(raw.get("activation_function", "Tanh")).rpartition(".")[2]
-        said = raw | {"bias": bias, "activation_function": activation}
-        known = {"in_features": (size,), "bias": (True, False), "activation_function": ACTIVATIONS}
-        for field, allowed in (known | DENSE_FIELDS).items():
+        said = {"use_residual": False} | raw | {"bias": bias, "activation_function": activation}
+        known = {"in_features": (size,), "bias": TRUTHS, "activation_function": ACTIVATIONS, "use_residual": TRUTHS}
+        known = known | NAMED if kind == "Dense" else {"dimension": (size,)}
+        for field, allowed in known.items():
             if (value := said.get(field)) not in allowed:
                 raise ValueError(f"{place}: {field} is {value!r:.80}; Manta has {' or '.join(map(str, allowed))}")
-        outputs = whole("out_features", raw.get("out_features"), 1, 2**17)
-        found.append(Dense(place, size, outputs, bias, activation))
+        outputs = whole("out_features", raw.get("out_features"), 1, 2**17) if kind == "Dense" else size
+        found.append(Dense(kind, place, size, outputs, bias, activation, said["use_residual"]))
         size = outputs
     return found
 
@@ -225,10 +234,10 @@ def check_pooling(
 def task_facts(config: EngineConfig, model_config: ModelConfig) -> dict[str, Any]:
     """What clients want to know of an engine's task."""
     embeds = config.task == "embed"
-    prompts, default = read_prompts(config.folder) if embeds else ({}, None)
+    prompts, default = read_prompts(config.folder) if config.task in ("embed", "score") else ({}, None)
     return {
         "task": config.task,
-        "pooling_type": config.pooling_type,
+        "pooling_type": "+".join(model_config.poolings),
         "normalize": model_config.normalize,
         "num_labels": len(model_config.labels),
         "labels": model_config.labels,

@@ -14,7 +14,7 @@ KNOWN = {  # fields by quant_method. Those that are not read below say nothing o
     # the program that wrote them.
     "fp8": (
         "quant_method", "weight_block_size", "fmt", "expert_dtype", "activation_scheme", "modules_to_not_convert",
-        "ignored_layers", "modules_to_convert", "scale_fmt", "dequantize"),
+        "ignored_layers", "modules_to_convert", "scale_fmt", "dequantize", "kv_cache_scheme"),
     "compressed-tensors": (
         "quant_method", "format", "config_groups", "sparsity_config", "transform_config", "ignore",
         "quantization_status", "global_compression_ratio", "version", "compressor_version", "kv_cache_scheme"),
@@ -43,15 +43,15 @@ def read_quantization(raw: Any) -> Quantization | None:
         raise ValueError(f"config.json: quantization_config is {raw!r:.80}; it must be an object")
     method = raw.get("quant_method")
     if method not in KNOWN:
+        kind = f"the quant_method {method!r:.80}" if method else "no quant_method, as files of MLX"
+        kind += f" ({raw['quant_algo']:.40})" if isinstance(raw.get("quant_algo"), str) else ""
+        raise ValueError(f"config.json: quantization_config has {kind}; Manta reads {', '.join(KNOWN)}")
+    unknown = {name: value for name, value in raw.items() if name not in KNOWN[method] and value is not None}
+    if told := ", ".join(f"{name!r:.80}, {value!r:.80}" for name, value in unknown.items()):
         raise ValueError(
-            f"config.json: quantization_config has the quant_method {method!r:.80}; Manta reads {', '.join(KNOWN)}"
+            f"config.json: quantization_config has {told}, and Manta does not know that; remove what changes nothing "
+            "in what the weights are"
         )
-    for name, value in raw.items():
-        if name not in KNOWN[method] and value is not None:
-            raise ValueError(
-                f"config.json: quantization_config has {name!r:.80}, {value!r:.80}, and Manta does not know that "
-                "field; remove it if it changes nothing in what the weights are"
-            )
     if method == "mxfp4":
         return Quantization("mxfp4")
     if method == "compressed-tensors":

@@ -132,7 +132,7 @@ class ConfigReader:
             head=self.head,
             labels=names,
             label_activation=label_activation(f, len(names)) if names else "softmax",
-            quantization=read_quantization(f.get("quantization_config")),
+            quantization=read_quantization(f.get("quantization_config") or f.get("quantization")),  # MLX's
             notes=tuple(self.notes),
             ahead=max(f.whole(name, 0, 1024, 1) for name in AHEAD),
         )
@@ -143,7 +143,8 @@ class ConfigReader:
         """The family's row with what config.json says in the place of the names of its fields."""
         f, r = self.fields, row.routing
         if r:
-            told = not r.only_if or f.truth(r.only_if)
+            told = f.get(r.count) != 0 and (not r.only_if or f.truth(r.only_if))
+            f.read |= set() if told else {f.theirs.get(name, name) for name in (r.top_k, r.size, r.layers)}
             row = row.but(routing=replace(r, renormalize=f.truth(r.renormalize)) if told else None)
         row = row.but(**{name: f.truth(getattr(row, name)) for name in TRUTHS})
         if not row.has_qk_norm:
@@ -383,6 +384,11 @@ class ConfigReader:
     def max_position(self) -> int:
         """Tokens of context, as the RoPE that reaches farthest has them."""
         trained = self.fields.whole("max_position_embeddings", 2, MAX_CONTEXT)
+        if dual := self.fields.value("dual_chunk_attention_config", dict):  # in one chunk it is plain attention
+            chunk, near = (whole(name, dual.get(name), 0, MAX_CONTEXT) for name in ("chunk_size", "local_size"))
+            if (plain := max(2, chunk - near)) < trained:
+                self.notes.append(f"dual_chunk_attention_config counts beyond {plain:,} tokens; the context ends there")
+                return plain
         kinds = [rope.scaling for rope in self.ropes[0] if rope.scaling.get("rope_type") in ("dynamic", "yarn")]
         # The factor is what the context grows by, whatever config.json holds.
         longest = max([trained, *(int(s["original_max_position_embeddings"] * s["factor"]) for s in kinds)])

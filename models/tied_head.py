@@ -1,5 +1,6 @@
 """Whether a model's files have a head of its own where config.json says that it is the table of embeddings: merged
-adapters and resized tables leave one. As in transformers, it counts if it differs; one that is equal takes no memory.
+adapters and resized tables leave one. As in transformers, it counts if it differs; one that is equal takes no memory,
+and one without a table beside it is the table.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ import dataclasses
 import torch
 
 from model_config import ModelConfig
-from models.dequantize import Packed, find_scales, open_tensor, opened
+from models.dequantize import Packed, Scales, find_scales, open_tensor, opened
 from models.families import our_name
 from models.hub import checkpoint_files
 
 ROWS = 512  # are compared at a time
+Tables = dict[str, tuple[str, torch.Tensor | Packed]]
 
 
 def settle_head(source: str, config: ModelConfig) -> ModelConfig:
@@ -24,17 +26,30 @@ def settle_head(source: str, config: ModelConfig) -> ModelConfig:
     """
     if not config.tie_word_embeddings or config.head != "logits":
         return config
-    names, found = [f"{config.row.name(part)}.weight" for part in ("embed", "head")], {}
     paths = checkpoint_files(source)
-    scales = find_scales(paths, config.quantization)
+    found = find_tables(paths, config, find_scales(paths, config.quantization))
+    own = len(found) == 2 and not equal(*(tensor for _, tensor in found.values()))
+    return dataclasses.replace(config, tie_word_embeddings=not own)
+
+
+def find_tables(paths: list[str], config: ModelConfig, scales: dict[str, Scales]) -> Tables:
+    """The table of embeddings and the head, as far as the files have them: the names that they have there, by ours."""
+    names, found = [f"{config.row.name(part)}.weight" for part in ("embed", "head")], {}
     for path in paths:
         with opened(path) as file:
             for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
                 of = scales.get(saved)
-                if name := our_name(of.plain if of else saved, names):
-                    found[name] = open_tensor(file, saved, of, config.quantization)
-    own = len(found) == 2 and not equal(*found.values())
-    return dataclasses.replace(config, tie_word_embeddings=not own)
+                plain = of.plain if of else saved
+                if name := our_name(plain, names):
+                    found[name] = plain, open_tensor(file, saved, of, config.quantization)
+    return found
+
+
+def stand_in(paths: list[str], config: ModelConfig, scales: dict[str, Scales]) -> dict[str, str]:
+    """Our name of the table of embeddings, by that of the head which is it, where a tied model has saved no other."""
+    found = find_tables(paths, config, scales) if config.tie_word_embeddings else {}
+    table = f"{config.row.name('embed')}.weight"
+    return {saved: table for saved, _ in found.values()} if table not in found else {}
 
 
 def equal(one: torch.Tensor | Packed, other: torch.Tensor | Packed) -> bool:

@@ -120,11 +120,12 @@ class PoolingFaces:
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
         tokenization_kwargs: dict[str, Any] | None = None,
+        prompt_name: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well each of `text_2` goes with its partner in `text_1`, or with the only one there.
 
         For an embedder that is the cosine of the two embeddings, and a result has the tokens of both texts. For a
-        classifier with one label, it is what the classifier says of the two texts as one prompt.
+        classifier with one label, it is what the classifier says of both as one prompt: `prompt_name` is for the first.
 
         Raises:
             ValueError: the numbers of texts differ, the task of this engine is another one, or see `generate`.
@@ -132,22 +133,21 @@ class PoolingFaces:
         self._check_task("score", ("embed", "score"))
         first, second = ([text] if isinstance(text, str) else list(text) for text in (text_1, text_2))
         if not first or len(first) not in (1, len(second)):
-            raise ValueError(
-                f"text_1 has {len(first)} texts for {len(second)} of text_2; it must have as many, or 1 text"
-            )
+            raise ValueError(f"text_1 has {len(first)} texts for {len(second)} of text_2; it must have as many, or 1")
         if not all(isinstance(text, str) for text in (*first, *second)):
             raise ValueError("text_1 or text_2 has what is no string")
         first, keep = first * (len(second) // len(first)), self._kept(tokenization_kwargs)
         if self.llm_engine.client.facts["task"] == "score":
-            pairs = zip(first, second, strict=True)
-            if keep is None:
-                ids = [self.tokenizer.encode_pair(*pair) for pair in pairs]
-            else:
-                ids = [self.tokenizer.encode_cut(pair, keep, "right")[0] for pair in pairs]
+            before, encoder = opening(self.llm_engine.client.facts, prompt_name), self.tokenizer
+            pairs = [(before + a, b) for a, b in zip(first, second, strict=True)]
+            ids = [
+                encoder.encode_pair(*pair) if keep is None else encoder.encode_cut(pair, keep, "right")[0]
+                for pair in pairs
+            ]
             found = self._pool(ids, pooling_params, use_tqdm)
             return [one.having(ScoringOutput(*one.outputs.data or [math.nan])) for one in found]  # it has one label
         distinct = list(dict.fromkeys(first + second))
-        ids = self._pooled_ids(distinct, keep)
+        ids = self._pooled_ids(distinct, keep, prompt_name)
         vectors = dict(zip(distinct, self._pool(ids, pooling_params, use_tqdm), strict=True))
         return [scored(vectors[a], vectors[b]) for a, b in zip(first, second, strict=True)]
 

@@ -136,6 +136,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4": case(
         "Llama4TextConfig", **HEAD16, **LOCAL_EXPERTS | {"num_experts_per_tok": 1}, intermediate_size_mlp=80,
         num_hidden_layers=4, attention_chunk_size=16, floor_scale=8, interleave_moe_layer_step=2),
+    "llama4-dense": case(  # MobileLLM R1
+        "Llama4TextConfig", **HEAD16, num_local_experts=0, moe_layers=[], intermediate_size_mlp=80,
+        attention_chunk_size=16, tie_word_embeddings=True),
     "minimax-m2": case("MiniMaxM2Config", **HEAD16, **LOCAL_EXPERTS, rope_parameters={
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
     "ministral": case(

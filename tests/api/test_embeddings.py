@@ -186,6 +186,17 @@ def test_texts_come_after_the_models_prompt(engine: ScriptedClient, route: str) 
     assert post(http_client, "/tokenize", prompt="To be").json["tokens"] == TOKENIZER.encode("To be")
 
 
+@pytest.mark.parametrize("route", ["/score", "/rerank"])
+def test_pairs_begin_with_the_models_prompt(engine: ScriptedClient, route: str) -> None:
+    """As in a CrossEncoder of sentence-transformers: the prompt goes before the first text alone."""
+    http_client = client_of(engine, FACTS | SAID | {"task": "score", "labels": ("relevant",), "vector_size": 32})
+    for fields, before in (({}, "Find: "), ({"prompt_name": "query"}, "Find: "), ({"prompt_name": ""}, "")):
+        post(http_client, route, **GOOD[route], **fields)
+        assert [ids for ids, _ in engine.pooled] == [TOKENIZER.encode_pair(f"{before}a", "b")]
+        engine.pooled.clear()
+    assert refusal(post(http_client, route, **GOOD[route], prompt_name="passage"))["param"] == "prompt_name"
+
+
 def test_long_texts_are_cut_where_sentence_transformers_does(
     engine: ScriptedClient, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -53,8 +53,8 @@ def is_supported(raw: dict[str, Any]) -> bool:
 
 
 def test_files_of_many_families_are_read() -> None:
-    assert len(PUBLISHED) == 50
-    assert sum(map(is_supported, PUBLISHED.values())) >= 24
+    assert len(PUBLISHED) == 55
+    assert sum(map(is_supported, PUBLISHED.values())) >= 29
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -82,6 +82,8 @@ def test_what_published_files_say_is_what_is_read() -> None:
     assert (minimax.ropes[0].dim, minimax.head_dim, minimax.ahead) == (64, 128, 3)
     assert oss.experts and oss.experts.top_k == 4
     assert oss.ropes[0].scaling["factor"] == 32 and oss.ropes[0].theta == 150000
+    falcon = ConfigReader(PUBLISHED["tiiuae/falcon-40b"], {}).config()
+    assert (falcon.num_heads, falcon.num_kv_heads, falcon.num_layers) == (128, 8, 60)
     assert scout.ropes[0].scaling["high_freq_factor"] == scout.ropes[0].scaling["low_freq_factor"] == 1
     assert scout.expert_layers == (True,) * 48 and scout.windows[:4] == (8192, 8192, 8192, 0)
 
@@ -97,15 +99,21 @@ LEFT = {  # what families' published files have beside the fields of transformer
         "layer_switch": 4, "order_of_interleaved_layers": "local_attn_first", "rotary_pct": 1.0,
         "position_embedding_type": "rope_gptj", "use_embedding_sharing": True, "use_gated_activation": True,
         "use_parallel_block": True, "use_parallel_embedding": True},
+    "falcon-7b": {"n_head": 4, "n_layer": 2, "ff_factor": 4, "apply_residual_connection_post_layernorm": False},
     "gemma2": {"hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 9, "cache_implementation": "hybrid"},
+    "glm4-moe": {"num_local_experts": 8, "num_nextn_predict_layers": 1},
     "gpt-neox": {"custom_pipelines": {"text-generation": {"impl": "a.B"}}, "use_deepspeed_checkpointing": True},
     "gpt-oss": {"experts_per_token": 3, "initial_context_length": 4096},
-    "gpt2": {"n_ctx": 256, "n_special": 0, "predict_special_tokens": True, "summary_type": "cls_index"},
+    "gpt2": {
+        "apply_query_key_layer_scaling": True, "normalize_attention_scores": True, "n_ctx": 256, "n_special": 0,
+        "predict_special_tokens": True, "summary_type": "cls_index"},
     "hunyuan": {
         "anyres_pooling_size": 2, "attention_head_dim": 16, "cla_share_factor": 2, "class_num": 0, "im_end_id": 5,
         "mask_init_id": 12, "moe_topk": 1, "norm_topk_prob": True, "norm_type": "rms", "num_experts": 1,
         "num_media_embeds": 257, "num_shared_expert": 1, "routed_scaling_factor": 1.0, "text_start_id": 7,
-        "use_qk_norm": True, "use_rotary_pos_emb": True, "vit_patch": 1, "vit_input_resolution": 224},
+        "use_qk_norm": True, "use_rotary_pos_emb": True, "vit_patch": 1, "vit_input_resolution": 224,
+        "enable_lm_head_fp32": True, "use_cla": False, "kv_channels": 16},
+    "llama4-dense": {"num_experts_per_tok": 0, "for_llm_compressor": False, "router_jitter_noise": 0.0},
     "llama-biases": {"rope_interleaved": False, "max_sequence_length": 2048, "is_llama_config": True},
     "minimax-m2": {
         "use_routing_bias": True, "shared_moe_mode": "sigmoid", "mtp_transformer_layers": 1, "attn_type_list": [1, 1],
@@ -114,7 +122,8 @@ LEFT = {  # what families' published files have beside the fields of transformer
     "phi3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},
     "qwen3-moe": {
         "use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0, "max_window_layers": 62},
-    "stablelm": {"norm_eps": 1e-05, "rope_pct": 0.25},
+    "qwen3.5-moe": {"norm_topk_prob": True, "mamba_ssm_dtype": "float32"},
+    "stablelm": {"norm_eps": 1e-05, "rope_pct": 0.25, "num_heads": 4, "rotary_scaling_factor": 1.0},
     "starcoder2": {
         "rms_norm_eps": 1e-05, "attention_softmax_in_fp32": True, "layer_norm_epsilon": 1e-05, "mlp_type": "default",
         "scale_attention_softmax_in_fp32": True, "scale_attn_weights": True},
@@ -133,6 +142,8 @@ def test_what_published_files_have_besides_changes_nothing(name: str) -> None:
     [
         ("minimax-m2", {"use_routing_bias": False}, "use_routing_bias is False; Manta has True alone"),
         ("gpt-oss", {"experts_per_token": 2}, "'experts_per_token' is 2, and Manta does not know that field"),
+        ("falcon-7b", {"n_head": 8}, "'num_attention_heads' is 4, and Manta does not know that field"),
+        ("qwen3.5-moe", {"norm_topk_prob": False, "num_heads": 2}, "'num_heads' is 2, and Manta does not know"),
         ("gemma2", {"sliding_window_size": 8}, "'sliding_window_size' is 8, and Manta does not know"),
         ("phi3", {"full_attn_mod": 2}, "'full_attn_mod' is 2, and Manta does not know"),
         ("hunyuan", {"num_experts": 2}, "num_experts is 2; Manta has 1 alone"),
@@ -259,6 +270,21 @@ def test_the_start_log_says_which_factor_of_longrope_serves() -> None:
     found = reading(file_of("llama-biases", rope_parameters=rope))
     assert not notes_on(found, 64)
     assert "long_factor for prompts of any length; --max-model-len 64 has short_factor" in notes_on(found, 65)[0]
+
+
+def test_attention_by_dual_chunks_is_plain_within_one_chunk() -> None:
+    raw = PUBLISHED["Qwen/Qwen2.5-14B-Instruct-1M"]
+    found, plain = reading(raw), reading(raw | {"dual_chunk_attention_config": None})
+    assert found == dataclasses.replace(plain, max_position=262144 - 8192) and plain.max_position == 1010000
+    assert found.notes == ("dual_chunk_attention_config counts beyond 253,952 tokens; the context ends there",)
+    short = raw | {"max_position_embeddings": 253952}
+    assert reading(short) == found and reading(short).notes == ()
+    for dual, says in (
+        ({"chunk_size": 9}, "has no local_size"),
+        ([1], "must be an object"),
+        ({"chunk_size": -1}, "-1"),
+    ):
+        assert says in reading(raw | {"dual_chunk_attention_config": dual})
 
 
 # --- transformers' classes --------------------------------------------------------------------------------------------

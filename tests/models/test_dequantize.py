@@ -322,12 +322,16 @@ def test_what_config_json_says_of_the_weights(raw: Any, found: Quantization | No
     [
         ("fp8", "is 'fp8'; it must be an object"),
         ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'; Manta reads fp8, compressed-tensors, mxfp4"),
-        ({"bits": 4}, "quant_method None"),
+        ({"bits": 4}, "has no quant_method, as files of MLX; Manta reads fp8, compressed-tensors, mxfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"quant_method 'modelopt' \(NVFP4\); Manta reads fp8"),
         (FP8 | {"weight_block_size": [128]}, "weight_block_size is"),
         (FP8 | {"weight_block_size": [128, True]}, "weight_block_size is"),
         (FP8 | {"fmt": "e5m2"}, "the fmt 'e5m2'; Manta reads e4m3"),
         (FP8 | {"expert_dtype": "fp4"}, "expert_dtype 'fp4', not fp8"),
-        (FP8 | {"twist": 3}, "quantization_config has 'twist', 3, and Manta does not know that field"),
+        (
+            FP8 | {"twist": 3, "spin": "up"},
+            "quantization_config has 'twist', 3, 'spin', 'up', and Manta does not know that",
+        ),
         (MXFP4 | {"weight_block_size": [1, 2]}, "has 'weight_block_size'"),
         (compressed(num_bits=4), "of 'group_0' as type, num_bits, strategy and symmetric .'float', 4"),
         (compressed(symmetric=False), "Manta reads float, 8"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -55,15 +56,26 @@ def save_modules(folder: Path, pooling: dict[str, Any], *modules: str, place: st
     (folder / place / "config.json").write_text(json.dumps(pooling | {"word_embedding_dimension": 64}))
 
 
-def save_dense(folder: Path, **changes: Any) -> Weights:
-    """Write the folder of a Dense layer; returns its weights."""
-    settings, generator = DENSE | changes, torch.Generator().manual_seed(0)
-    weights = {"linear.weight": torch.randn(40, 64, generator=generator) / 8}
-    if settings["bias"]:
-        weights["linear.bias"] = torch.randn(40, generator=generator)
-    (folder / "2_Dense").mkdir(exist_ok=True)
-    (folder / "2_Dense" / "config.json").write_text(json.dumps(settings))
-    save_file(weights, folder / "2_Dense" / "model.safetensors")
+def save_dense(folder: Path, place: str = "2_Dense", old: bool = False, **changes: Any) -> Weights:
+    """Write the folder of a Dense layer, with weights as torch saved them of `old`; returns these."""
+    settings = DENSE | changes
+    inputs, outputs = settings["in_features"], settings["out_features"]
+    shapes = {"linear.weight": (outputs, inputs)} | ({"linear.bias": (outputs,)} if settings["bias"] else {})
+    if settings.get("use_residual") and inputs != outputs:
+        shapes["residual.weight"] = outputs, inputs
+    return save_module(folder / place, settings, shapes, old)
+
+
+def save_module(folder: Path, settings: dict[str, Any], shapes: dict[str, tuple[int, ...]], old: bool) -> Weights:
+    """Write the folder of a module with weights of these shapes; returns these."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    torch.save(weights, folder / "pytorch_model.bin")
+    if not old:
+        save_file(weights, folder / "model.safetensors")
     return weights
 
 
@@ -91,13 +103,34 @@ def test_dense_layers_follow_the_pooling(folder: Path) -> None:
             llm.embed("a", PoolingParams(41), use_tqdm=False)
 
 
+@pytest.mark.parametrize("outputs", [40, 128])
+def test_several_poolings_a_norm_and_a_residual(folder: Path, outputs: int) -> None:
+    """In the order of the library, whatever that of the file is; and with weights as torch saved them."""
+    oracle = load_file(QWEN3 / "oracle.safetensors")
+    hidden = [oracle[f"hidden{i}"] for i in range(len(PROMPTS))]
+    want = torch.stack([torch.cat((each[0], each.mean(0))) for each in hidden])
+    modes = {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True, "pooling_mode_max_tokens": False}
+    save_modules(folder, modes, "LayerNorm", "Dense", "Dropout")
+    shapes = {"norm.weight": (128,), "norm.bias": (128,)}
+    norm = save_module(folder / "2_LayerNorm", {"dimension": 128}, shapes, True)
+    dense = save_dense(folder, "3_Dense", True, in_features=128, out_features=outputs, use_residual=True)
+    want = torch.nn.functional.layer_norm(want, (128,), norm["norm.weight"], norm["norm.bias"])
+    residual = want @ dense["residual.weight"].T if outputs == 40 else want
+    want = torch.tanh(want @ dense["linear.weight"].T + dense["linear.bias"]) + residual
+    llm = make(folder)
+    found = torch.tensor([one.outputs.embedding for one in llm.embed(PROMPTS, RAW, use_tqdm=False)])
+    assert (found - want).abs().max() <= 1e-4
+    assert (llm.core.facts["vector_size"], llm.core.facts["pooling_type"]) == (outputs, "cls+mean")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"in_features": 32}, "2_Dense: in_features is 32; Manta has 64"),
         ({"out_features": "40"}, "out_features is '40'; it must be a whole number"),
         ({"activation_function": "torch.nn.Mish"}, "activation_function is 'Mish'; Manta has Identity or Tanh or"),
-        ({"use_residual": True}, "2_Dense: use_residual is True; Manta has None or False"),
+        ({"use_residual": None}, "2_Dense: use_residual is None; Manta has True or False"),
+        ({"use_residual": True}, r"model\.safetensors does not fill Dense\(.*residual"),
         (
             {"module_input_name": "token_embeddings"},
             "2_Dense: module_input_name is 'token_embeddings'; Manta has None or",
@@ -114,8 +147,29 @@ def test_dense_layers_that_manta_does_not_have_are_refused(folder: Path, changes
     (folder / "2_Dense" / "config.json").write_text(json.dumps(DENSE | (changes or {})))
     if changes is None:
         (folder / "2_Dense" / "model.safetensors").unlink()
+        (folder / "2_Dense" / "pytorch_model.bin").unlink()
     with pytest.raises(ValueError, match=message):
         make(folder)
+
+
+class Runs:
+    """An object whose pickle makes a folder when it is read."""
+
+    def __init__(self, made: Path):
+        self.made = made
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.made),)
+
+
+def test_weights_as_torch_saved_them_run_nothing(folder: Path) -> None:
+    save_modules(folder, {"pooling_mode": "mean"}, "Dense")
+    save_dense(folder, old=True)
+    for content in (Runs(folder / "ran"), "x", [1]):
+        torch.save(content, folder / "2_Dense" / "pytorch_model.bin")
+        with pytest.raises(ValueError, match=r"2_Dense/pytorch_model\.bin does not fill Dense\("):
+            make(folder)
+    assert not (folder / "ran").exists()
 
 
 def test_texts_get_the_models_prompt_lower_case_and_are_cut(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -162,14 +216,29 @@ print(json.dumps([model.encode([text], prompt_name=name)[0].tolist() for text, n
 """
 
 
+OLD_MODES = {f"pooling_mode_{mode}": True for mode in (
+    "lasttoken", "mean_tokens", "weightedmean_tokens", "cls_token", "max_tokens", "mean_sqrt_len_tokens")}  # fmt: skip
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("mode", ["lasttoken", "mean", "cls", "max", "weightedmean", "mean_sqrt_len_tokens"])
-def test_embeddings_equal_sentence_transformers(folder: Path, mode: str) -> None:
+@pytest.mark.parametrize(
+    "mode", ["lasttoken", "mean", "weightedmean", "mean_sqrt_len_tokens", ["max", "cls"], "all"], ids=str
+)
+def test_embeddings_equal_sentence_transformers(folder: Path, mode: Any) -> None:
     library = importlib.util.find_spec("sentence_transformers")
     if library is None or library.origin is None:
         pytest.skip("sentence-transformers is not installed")
-    save_modules(folder, {"pooling_mode": mode}, "Dense", *["Normalize"] * (mode != "mean"), place="pooled")
-    save_dense(folder)
+    kinds = ["Dense", *["Normalize"] * (mode != "mean")]
+    if mode in ("lasttoken", "mean"):
+        save_dense(folder, old=mode == "mean")
+    else:
+        size = 64 * (6 if mode == "all" else 2 if isinstance(mode, list) else 1)
+        kinds = ["LayerNorm", "Dense", "Dense", "Normalize"]
+        shapes = {"norm.weight": (size,), "norm.bias": (size,)}
+        save_module(folder / "2_LayerNorm", {"dimension": size}, shapes, mode == "all")
+        save_dense(folder, "3_Dense", mode != "all", in_features=size, use_residual=True)
+        save_dense(folder, "4_Dense", in_features=40, use_residual=True)
+    save_modules(folder, OLD_MODES if mode == "all" else {"pooling_mode": mode}, *kinds, place="pooled")
     save_settings(folder)
     asked = [(text, name) for text in ("To be", LONG, "or not") for name in (None, "query", "document")]
     # -I: transformers looks for a package called `kernels`, and would find ours.

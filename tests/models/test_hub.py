@@ -25,7 +25,8 @@ from served import ROOT, alive, eventually, serving
 
 QUESTION = [{"role": "user", "content": "What is 23 + 58?"}]
 CONFIGS = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
-MODULES = b'[{"type": "models.Transformer", "path": ""}, {"type": "models.Pooling", "path": "1_Pooling"}]'
+KINDS = {"Transformer": "", "Pooling": "1_Pooling", "Dense": "2_Dense"}  # of modules, and their folders
+PACKED = {"quant_algo": "NVFP4"}
 FILES = {name: (Path(DEMO) / name).read_bytes() for name in (*CONFIGS, "model.safetensors")}
 JUNK = [
     "README.md", "picture.png", "pytorch_model.bin", "training_args.bin", "consolidated.safetensors", "model.gguf",
@@ -33,6 +34,13 @@ JUNK = [
     "onnx/config.json", "2_Dense/model.safetensors",
 ]  # fmt: skip
 SMALL = ["1_Pooling/config.json", "added_tokens.json", "chat_template.jinja", "modules.json", "tokenizer.model"]
+
+
+CONFIG = json.loads(FILES["config.json"])
+
+
+def as_json(value: Any) -> bytes:
+    return json.dumps(value).encode()
 
 
 def shards() -> dict[str, bytes]:
@@ -47,7 +55,7 @@ def shards() -> dict[str, bytes]:
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub, which this process and its children use, with a cache that is empty."""
     configs = {name: FILES[name] for name in CONFIGS}
-    unknown = json.dumps(json.loads(FILES["config.json"]) | {"architectures": ["Nonesuch"]}).encode()
+    unknown = as_json(CONFIG | {"architectures": ["Nonesuch"]})
     made = Hub(
         {
             "manta/demo": Repo(FILES),
@@ -58,13 +66,24 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             ),
             "manta/unknown": Repo(FILES | {"config.json": unknown}),
             "manta/embedder": Repo(
-                FILES | {"modules.json": MODULES, "1_Pooling/config.json": b'{"pooling_mode": "mean"}'}
+                FILES
+                | {
+                    "modules.json": as_json([{"type": f"models.{kind}", "path": path} for kind, path in KINDS.items()]),
+                    "1_Pooling/config.json": b'{"pooling_mode": "mean"}',
+                    "2_Dense/config.json": as_json({"in_features": CONFIG["hidden_size"], "out_features": 8}),
+                    "2_Dense/pytorch_model.bin": b"x",
+                    "2_Dense/README.md": b"y",
+                }
             ),
             "manta/tiktoken": Repo(
                 {name: FILES[name] for name in FILES if name != "tokenizer.json"}
                 | {"tiktoken.model": b"", "tokenizer_config.json": b'{"tokenizer_class": "QWenTokenizer"}'}
             ),
-            "manta/packed": Repo(FILES | {"hf_quant_config.json": b'{"quantization": {"quant_algo": "NVFP4"}}'}),
+            "manta/packed": Repo(FILES | {"hf_quant_config.json": as_json({"quantization": PACKED})}),
+            "manta/nvfp4": Repo(
+                FILES
+                | {"config.json": as_json(CONFIG | {"quantization_config": {"quant_method": "modelopt", **PACKED}})}
+            ),
             "manta/bin": Repo(configs | {"pytorch_model.bin": b""}),
             "manta/huge": Repo(FILES, sizes={"model.safetensors": 10**18}),
         },
@@ -92,7 +111,7 @@ def test_only_what_is_read_is_downloaded_and_once(hub: Hub, tmp_path: Path, capf
 
 @pytest.mark.full
 def test_overrides_reach_the_process_that_downloads(hub: Hub) -> None:
-    architectures = json.loads(Path(DEMO, "config.json").read_text())["architectures"]
+    architectures = CONFIG["architectures"]
     found = find_model(EngineConfig("manta/unknown", hf_overrides={"architectures": architectures}))
     assert Path(found.folder, "model.safetensors").exists()
 
@@ -164,7 +183,8 @@ def full(*row: Any) -> Any:
         ),
         full("manta/unknown", {}, "Nonesuch"),
         full("manta/tiktoken", {}, r"tiktoken\.model cannot be made into a tokenizer: its tokenizer_class is 'QWen"),
-        full("manta/packed", {}, "quant_method 'modelopt'"),
+        full("manta/packed", {}, r"quant_method 'modelopt' \(NVFP4\); Manta reads fp8, compressed-tensors, mxfp4"),
+        full("manta/nvfp4", {}, r"quant_method 'modelopt' \(NVFP4\); Manta reads fp8, compressed-tensors, mxfp4"),
         full("manta/bin", {}, r"manta/bin has no model\.safetensors, but pytorch_model\.bin; .*: convert it"),
         full(
             "a--b",
@@ -283,6 +303,8 @@ def test_an_embedder_is_known_by_its_files(hub: Hub) -> None:
     found = find_model(EngineConfig("manta/embedder"), weights=False)
     settled, _ = settle_task(found, ModelConfig.from_folder(found.folder))
     assert (settled.task, settled.pooling_type) == ("embed", "mean")
+    assert {name for name in hub.downloaded("manta/embedder") if "_" in name and "/" in name} == {
+        "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/pytorch_model.bin"}  # fmt: skip
 
 
 @pytest.mark.full

@@ -26,7 +26,7 @@ from device.memory import fit_pool, largest_step
 from device.startup import print_plan, start_worker
 from engine import LLM, PoolingParams, SamplingParams
 from model_config import ModelConfig
-from models.pooling import settle_task
+from models.pooling import settle_task, task_facts
 from observe.journal import Journal, replay
 from plan import EngineCoreRequest, StepResult
 from processes.client import MPClient
@@ -166,6 +166,8 @@ def test_a_checkpoint_for_text_is_an_embedder_too(checkpoints, llm):
         ({"pooling_mode_weightedmean_tokens": True, "include_prompt": False}, [], "weightedmean", False),
         ({"pooling_mode_max_tokens": True}, [], "max", False),
         ({"pooling_mode": "mean_sqrt_len_tokens"}, [], "mean_sqrt_len", False),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, [], "cls+mean", False),
+        ({"pooling_mode": ["mean", "cls"]}, ["Dropout", "Normalize"], "mean+cls", True),
         ({"word_embedding_dimension": 64}, [], "mean", False),  # the library's default
         (None, ["Normalize"], "last", True),
     ],
@@ -175,7 +177,9 @@ def test_a_folder_of_sentence_transformers_says_what_it_is(tmp_path, pooling, mo
     sentence_transformer(tmp_path, pooling, *modules)
     model_config = ModelConfig.from_folder(str(tmp_path))
     config, settled = settle_task(EngineConfig(str(tmp_path)), model_config)
-    assert (config.task, config.pooling_type, settled.normalize) == ("embed", kind, normalize)
+    facts = task_facts(config, settled)
+    assert [facts[name] for name in ("task", "pooling_type", "normalize")] == ["embed", kind, normalize]
+    assert facts["vector_size"] == model_config.hidden_size * (kind.count("+") + 1)
     assert settle_task(config, settled) == (config, settled)
     assert settle_task(EngineConfig(str(tmp_path), task="generate"), model_config)[0].makes_vectors is False
     assert settle_task(EngineConfig(str(tmp_path), pooling_type="cls"), model_config)[0].pooling_type == "cls"
@@ -201,7 +205,7 @@ def test_a_folder_of_sentence_transformers_says_what_it_is(tmp_path, pooling, mo
             [],
             "asks for the pooling min; Manta has last, mean, cls, max, weightedmean, mean_s",
         ),
-        ({"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}, [], "asks for the pooling max, cls;"),
+        ({"pooling_mode": ["max", "clsmean"]}, [], "asks for the pooling max, clsmean; Manta has last"),
         (
             {},
             ["Normalize", "Dense"],
@@ -461,6 +465,13 @@ def test_scores_are_cosines_of_an_embedder_and_what_a_classifier_says_of_a_pair(
     ids = ranker.tokenizer.encode(texts[0]) + ranker.tokenizer.encode(texts[1])  # the demo puts nothing between them
     assert pair.prompt_token_ids == ids
     assert [pair.outputs.score] == ranker.classify(ids, use_tqdm=False)[0].outputs.probs
+    settings = checkpoints / "first-1" / "config_sentence_transformers.json"
+    settings.write_text('{"prompts": {"query": "To ask: "}, "default_prompt_name": "query"}')
+    asking = make(checkpoints / "first-1")
+    settings.unlink()
+    for name, before in ((None, "To ask: "), ("query", "To ask: "), ("", "")):
+        (pair,) = asking.score(*texts[:2], use_tqdm=False, prompt_name=name)
+        assert pair.prompt_token_ids == asking.tokenizer.encode_pair(before + texts[0], texts[1])
     for bad in ((["a", "b"], "c"), ("a", ["b", 3]), ([], [])):
         with pytest.raises(ValueError, match="text_1"):
             ranker.score(*bad, use_tqdm=False)

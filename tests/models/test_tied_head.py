@@ -63,6 +63,28 @@ def with_head(folder: Path, factor: float, name: str = "lm_head.weight") -> None
     save_file(tensors | {name: head}, folder / "model.safetensors")
 
 
+def without_table(folder: Path) -> None:
+    """Leave the head alone of a tied pair."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors.pop("model.embed_tokens.weight")}, folder / "model.safetensors")
+
+
+def test_a_head_without_a_table_is_the_table(copied: Path) -> None:
+    plain, folder = make_worker(TIED), copied
+    without_table(folder)
+    alone = make_worker(folder)
+    assert torch.equal(logits(alone), logits(plain)) and alone.start.num_parameters == plain.start.num_parameters
+    plain.check_weights(str(folder))
+    alone.check_weights(str(TIED))
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 3}))
+    with pytest.raises(ValueError, match=r"has no tensor model\.layers\.2\."):
+        make_worker(folder)
+    (folder / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": False}))
+    with pytest.raises(ValueError, match=r"has no tensor model\.embed_tokens\.weight"):
+        make_worker(folder)
+
+
 def test_a_head_that_differs_is_used_and_one_that_is_equal_takes_no_memory(copied: Path) -> None:
     plain, folder = make_worker(TIED), copied
     with_head(folder, 1.0)
@@ -119,13 +141,13 @@ def test_who_decides_of_a_text_half(architecture: str, beside: Any, inside: Any,
 
 @pytest.mark.full
 def test_heads_equal_transformers(tmp_path: Path, copied: Path) -> None:
-    """Models that see as transformers saves them, tied or not; and a tied one whose files have another head."""
+    """Models that see as transformers saves them, tied or not; tied ones with another head, or with nothing else."""
     cases = {f"{name}-{tied}": case(name, tie_word_embeddings=tied) for name in SEEING for tied in (True, False)}
     cases |= {f"{name}-unsaid": case(name) for name in SEEING}
-    cases["merged"] = {"config": "LlamaConfig", "head": "AutoModelForCausalLM", "prompts": [PROMPT]}
-    with_head(copied, 2.0)
-    (copied / "oracle.safetensors").unlink()
-    copied.rename(tmp_path / "merged")
+    for name, change in (("merged", lambda folder: with_head(folder, 2.0)), ("alone", without_table)):
+        cases[name] = {"config": "LlamaConfig", "head": "AutoModelForCausalLM", "prompts": [PROMPT]}
+        change(made := Path(shutil.copytree(copied, tmp_path / name)))
+        (made / "oracle.safetensors").unlink()
     ask_transformers(cases, tmp_path)
     for name in cases:
         found, oracle = logits(make_worker(tmp_path / name)), load_file(tmp_path / name / "oracle.safetensors")
