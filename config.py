@@ -240,6 +240,8 @@ class EngineConfig(ClusterOptions):
     def __post_init__(self) -> None:
         if isinstance(self.hf_overrides, Mapping):
             object.__setattr__(self, "hf_overrides", json.dumps(self.hf_overrides))
+        if isinstance(self.logits_processors, list):  # of a script, or as JSON had it
+            object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
         check_fields(self)
         if self.model == "demo" and not os.path.isdir(self.model):  # of any folder
             object.__setattr__(self, "model", DEMO)
