@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -84,6 +84,7 @@ class BatchState:
         device: where the tensors lie.
         kinds: K, kinds of layers. Each kind has a block table for every slot.
         writes: makes a replacement of `Writes` for a CPU, where changes are written at once.
+        processors: change logits before `sample`.
     """
 
     token_ids: torch.Tensor  # [S, max_model_len + 1] int32, all known tokens
@@ -111,10 +112,9 @@ class BatchState:
 
     def __init__(
         self, slots: int, max_model_len: int, max_blocks: int, block_size: int, vocab_size: int, device: str,
-        kinds: int = 1, writes: Callable[[torch.Tensor], Writes] | None = None,
+        kinds: int = 1, writes: Callable[[torch.Tensor], Writes] | None = None, processors: Sequence[Processor] = (),
     ):  # fmt: skip
-        self.block_size, self.device = block_size, device
-        self.processors: list[Processor] = []  # see `Processor`
+        self.block_size, self.device, self.processors = block_size, device, processors
         if kinds > 1:  # each kind's tables begin at a multiple of 16 bytes, too
             max_blocks = -(-max_blocks // ALIGNMENT) * ALIGNMENT
         shapes: dict[str, tuple[int, ...]] = {

@@ -326,7 +326,7 @@ class Transformer(Owner):
             f"{name('head')}.bias": (self.head_bias, "vocab"),
             "score.weight": (self.score, "all"),
         })  # fmt: skip
-        for i, layer in enumerate(self.layers):
+        for i, layer in zip(self.row.saved_layers(), self.layers, strict=False):
             root = f"{name('layer')}.{i}."
             for own, part in layer.parts(shares).items():
                 found[root + own] = part._replace(instead_of=tuple(root + other for other in part.instead_of))

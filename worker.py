@@ -407,7 +407,8 @@ class Worker:
         logits, ids = hidden.new_empty(0, self.model.config.vocab_size), slots.new_empty(0, dtype=torch.int64)
         if shape.samples:
             self.mark("logits")
-            found = self.greedy_head.find(hidden, state, sampling) if self.greedy_head else None
+            head = None if state.processors else self.greedy_head  # which makes no logits
+            found = head.find(hidden, state, sampling) if head else None
             if found is None:
                 logits = self.model.logits(hidden)
                 self.mark("sample")

@@ -43,9 +43,8 @@ def new_state(
     """The batch state of `slots` sequences. Nothing is sampled where prompts are pooled."""
     vocab_size, kinds = 0 if config.makes_vectors else model.config.vocab_size, len(model.layout.windows)
     columns = table_columns(config, max_model_len)
-    state = BatchState(slots, max_model_len, columns, config.block_size, vocab_size, device, kinds, writes)
-    state.processors = [load_named("logits_processors", name)(model.config) for name in config.logits_processors]
-    return state
+    made = [load_named("logits_processors", name)(model.config) for name in config.logits_processors]
+    return BatchState(slots, max_model_len, columns, config.block_size, vocab_size, device, kinds, writes, made)
 
 
 def table_columns(config: EngineConfig, max_model_len: int) -> int:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from config import read_json
 from model import Transformer
 from models.dequantize import ACTIVATIONS, Packed, Scales, find_scales, open_tensor, opened
-from models.families import PREFIXES, our_name
+from models.families import HALF_PREFIXES, PREFIXES, our_name
 from models.hub import INDEX, checkpoint_files
 from models.shares import Part
 from models.tied_head import stand_in
@@ -33,11 +33,6 @@ IGNORED = (
     ".act_fn.beta", ".act_fn.eps",
 )  # fmt: skip
 HEADS = ("lm_head.weight", "embed_out.weight", "score.weight")  # not read where tied, or where the task needs none
-# Halves of a model that are not for text, and layers that predict tokens ahead (after the last one).
-BESIDE = (
-    "vision_tower.", "vision_model.", "multi_modal_projector.", "visual.", "audio_tower.", "embed_vision.",
-    "embed_audio.", "mtp.",
-)  # fmt: skip
 READERS = 2  # one copies while the other waits for the disk; torch divides each copy among the cores
 PIECE_BYTES = 4 * 2**20  # are copied and added up at a time on a CPU, so that the sum finds them in its cache
 BUFFERS, BUFFER_BYTES = 4, 32 * 2**20  # two are filled and two emptied; a call's time is small beside that of its bytes
@@ -163,7 +158,12 @@ def find_slices(
                 whole = open_tensor(file, saved, of, model.config.quantization)
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from None
-            shape, part = list(whole.shape), wanted[name]
+            if name == f"{model.row.name('embed')}.weight" and model.row.image_rows:
+                whole = whole[: -model.row.image_rows]
+            part, either = wanted[name], model.row.routing and model.row.routing.stacked == "either"
+            if either and len(part.shape) == 3 and list(whole.shape) != list(part.shape):
+                whole = whole.mT
+            shape = list(whole.shape)
             if shape != list(part.shape):
                 raise ValueError(f"{path}: tensor {saved} has shape {shape}; config.json asks for {list(part.shape)}")
             found[name] = plain
@@ -180,18 +180,21 @@ def pairs(whole: torch.Tensor | Packed, part: Part) -> list[Pair]:
 
 def skipped(saved: str, model: Transformer) -> bool:
     """Whether a tensor that nobody wants may stand in a checkpoint."""
-    if saved.endswith(IGNORED + HEADS):
-        return True
     row, sources = model.row, model.config.kv_sources
+    of_layer = any(saved.startswith(f"{prefix}{row.name('layer')}.") for prefix in PREFIXES)
+    of_other = row.half and not of_layer and not saved.startswith(HALF_PREFIXES)  # than the text
+    if of_other or saved.endswith(IGNORED + HEADS):
+        return True
     for prefix in PREFIXES:
         name = saved.removeprefix(prefix)
-        if name.startswith(BESIDE):
+        if name.startswith("mtp."):  # so does all of this
             return True
         layer, _, rest = name.partition(".")
         number, _, rest = rest.partition(".")
         if layer == row.name("layer") and number.isdigit():
             i = int(number)
-            if 0 <= i - model.config.num_layers < model.config.ahead:  # it predicts tokens ahead (DeepSeek V3)
+            ahead = i - model.config.num_layers - len(row.image_layers)  # it predicts tokens ahead (DeepSeek V3)
+            if i in row.image_layers or 0 <= ahead < model.config.ahead:
                 return True
             reads = i < len(sources) and 0 <= sources[i] != i  # the keys and values of another layer
             if reads and rest.startswith(tuple(f"{row.name(part)}." for part in ("k", "v", "k_norm"))):

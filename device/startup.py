@@ -188,8 +188,7 @@ class Start:
             if self.builder and rows == "both" and model.dtype == torch.bfloat16:
                 multiplied = self.builder.ask(multiply_job())
             self.parameters = {}
-            head = cpu_weights.prepare(model, rows, files, multiplied)
-            self.greedy_head = None if config.logits_processors else head  # it makes no logits
+            self.greedy_head = cpu_weights.prepare(model, rows, files, multiplied)
         elif config.batch_invariant and self.ops.BACKEND == "triton":
             model.be_batch_invariant()  # a library's rounding depends on the number of rows
 

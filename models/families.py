@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -47,10 +48,13 @@ NAMES: dict[str, str | None] = {
     "delta": "linear_attn",  # all of a layer with the gated delta rule
 }  # fmt: skip
 
-PREFIXES = (  # before the names of a model's body, depending on what saved it; the longest ones first
-    "model.language_model.", "language_model.model.", "model.decoder.", "language_model.", "transformer.", "gpt_neox.",
-    "decoder.", "model.", "",
+# Before the names of a model's body, depending on what saved it; the longest ones first. The first ones are of the text
+# of a model that also sees or hears.
+HALF_PREFIXES = (
+    "model.language_model.model.", "model.language_model.", "language_model.model.", "language_model.",
+    "model.text_model.", "thinker.model.", "language.model.", "language.", "llm.model.", "llm.",
 )  # fmt: skip
+PREFIXES = (*HALF_PREFIXES, "model.decoder.", "thinker.", "transformer.", "gpt_neox.", "decoder.", "model.", "")
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ class Routing:
     weigh_inputs: bool = False  # see `ops.expert_gate_up`
     beside: bool = False  # each layer has a dense MLP, too, and adds the sum of both after a norm of each (Gemma 4)
     only_if: str = ""  # without this field no layer has experts
-    stacked: Literal["plain", "transposed"] = "plain"  # stacked tensors are [experts, outputs, inputs], or inputs first
+    # Stacked tensors are [experts, outputs, inputs], or inputs come first, or their shapes tell.
+    stacked: Literal["plain", "transposed", "either"] = "plain"
     interleaved: bool = False  # whether the rows of gate and up alternate
     # Which layers have experts: all, from "first_k_dense_replace" on, each "decoder_sparse_step"-th but for
     # "mlp_only_layers", or those in "moe_layers".
@@ -128,6 +133,9 @@ class Family:
     caps: bool = False  # "attn_logit_softcapping" and "final_logit_softcapping" cap scores and logits (Gemma 2)
     sinks: bool = False  # each head has a key of its own without a value (GPT-OSS)
     position_offset: int = 0  # row of the table of learned positions that belongs to position 0
+    half: bool = False  # it is the text of a model that also sees or hears, which has other tensors, too
+    image_layers: str | tuple[int, ...] = ()  # that do nothing without an image, and so are not there (Mllama)
+    image_rows: int = 0  # of the table of embeddings, after those of the vocabulary; nor are these
     qkv_groups: bool = False  # the tensor of q, k and v lies by groups of heads that share a key: [KV, G + 2, D]
     transposed: bool = False  # matrices are stored as [inputs, outputs]
     routing: Routing | None = None  # of a family with experts
@@ -139,6 +147,10 @@ class Family:
     def name(self, part: str) -> str:
         """Where a part stands in a checkpoint; "" if it is not there."""
         return (self.names[part] if part in self.names else NAMES[part]) or ""
+
+    def saved_layers(self) -> Iterator[int]:
+        """The numbers that the layers have in a checkpoint."""
+        return (i for i in itertools.count() if i not in self.image_layers)
 
     def but(self, **fields: Any) -> Family:
         """A row that differs from this one. Names and fields of config.json are added to its own."""
@@ -446,15 +458,6 @@ FAMILIES = {
         names={"up": "mlp.c_fc", "down": "mlp.c_proj"}, fixed={"norm_type": "layer_norm", "mlp_type": "default"}),
 }  # fmt: skip
 
-# Models of text and something else, whose text half is a family: what their `text_config` describes, by its model_type.
-TEXT_HALVES = {
-    "gemma3_text": "Gemma3ForCausalLM", "gemma4_text": "Gemma4ForCausalLM", "llama4_text": "Llama4ForCausalLM",
-    "ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-}  # fmt: skip
-# Those whose heads are tied where config.json has no word of it beside its text_config. What that says counts for the
-# others alone (LLaVA).
-TIED_HALVES = ("Gemma3", "Gemma4", "GotOcr2", "InternVL", "LightOnOcr", "MiniCPMOcr", "Mistral3", "Ovis2")
 HEADS: dict[str, Literal["logits", "labels", "none"]] = {  # an architecture's last part and the head that it means
     "ForCausalLM": "logits", "LMHeadModel": "logits", "ForSequenceClassification": "labels",
     "ForConditionalGeneration": "logits", "Model": "none",
@@ -477,14 +480,6 @@ def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["log
         ValueError: it is of no family; the nearest names are named first.
     """
     name = str(architecture)
-    text = raw.get("text_config")
-    if name.endswith("ForConditionalGeneration") and isinstance(text, dict):
-        if (kind := text.get("model_type")) in TEXT_HALVES:
-            return TEXT_HALVES[kind], "logits"
-        raise ValueError(
-            f"config.json is of a {name!r:.80} whose text is of {kind!r:.80}; Manta runs the text of "
-            f"{', '.join(TEXT_HALVES)}"
-        )
     for ending, head in HEADS.items():
         for full in ("ForCausalLM", "LMHeadModel"):
             if name.endswith(ending) and name.removesuffix(ending) + full in FAMILIES:
@@ -496,13 +491,6 @@ def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["log
     what = f"is of a {kind!r:.80}" if kind else "names no architecture"
     nearest = f" nearest to it are {', '.join(near)};" if near else ""
     raise ValueError(f"config.json {what};{nearest} docs/families.md has the {len(short)} families that Manta runs")
-
-
-def tied_half(architecture: str, raw: dict[str, Any]) -> Any:
-    """What a config.json with a `text_config` says of whether the head is the table of embeddings."""
-    if architecture.removesuffix("ForConditionalGeneration") in TIED_HALVES:
-        return raw.get("tie_word_embeddings", True)
-    return raw.get("tie_word_embeddings") or raw["text_config"].get("tie_word_embeddings", False)
 
 
 def our_name(saved: str, wanted: Collection[str]) -> str | None:

@@ -16,9 +16,10 @@ from typing import Any
 from config import MAX_CONTEXT, read_json
 from model_config import Delta, Experts, Latent, ModelConfig, Rope
 from models.config_fields import Fields, label_activation, labels, typed, whole
-from models.families import FAMILIES, Family, Routing, architecture_of, family_of, tied_half
+from models.families import FAMILIES, Family, Routing, architecture_of, family_of
 from models.quantization import read_quantization
 from models.read_rope import LAYER_TYPES, WINDOWED, read_ropes, yarn_mscale
+from models.text_halves import FIELDS, row_of, text_half, tied_half
 from observe.logs import warn_once
 
 DELTA_TYPES = ("linear_attention", "full_attention")
@@ -34,6 +35,7 @@ TRUTHS = (  # fields of a row that are true or false once config.json has been r
 )  # fmt: skip
 EXPERT_GATES = ("silu", "gelu_tanh")  # see `ops.expert_gate_up`
 BESIDE_TEXT = ("tie_word_embeddings", "torch_dtype", "dtype", "eos_token_id", "quantization_config")
+HALVES = (*FIELDS, "thinker_config")  # the last one has a text_config of its own (Qwen Omni)
 AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")  # names of the layers that predict ahead
 
 
@@ -53,8 +55,9 @@ def read_raw(folder: str, overrides: str | None) -> dict[str, Any]:
         changes = None
     if not isinstance(changes, dict):
         raise ValueError(f"hf_overrides is {overrides!r:.200}; it must be a JSON object of fields and their values")
-    if "text_config" in raw and (lost := changes.keys() - raw.keys() - {*BESIDE_TEXT, "architectures"}):
-        raise ValueError(f"hf_overrides has {min(lost)!r:.80}; here a field like that must be in its text_config")
+    within = next((name for name in HALVES if name in raw), None)
+    if within and (lost := changes.keys() - raw.keys() - {*BESIDE_TEXT, "architectures"}):
+        raise ValueError(f"hf_overrides has {min(lost)!r:.80}; here a field like that must be in its {within}")
     return overridden(raw, changes)
 
 
@@ -62,7 +65,7 @@ def overridden(raw: dict[str, Any], changes: dict[str, Any], half: bool = False)
     """The fields with others in their places, as vLLM does it: null drops one, and an object stands for all of the old
     one, but that of the text's half is merged, and so is all that this `half` holds."""
     for name, value in changes.items():
-        if isinstance(value, dict) and isinstance(raw.get(name), dict) and (half or name == "text_config"):
+        if isinstance(value, dict) and isinstance(raw.get(name), dict) and (half or name in HALVES):
             value = overridden(raw[name], value, True)
         raw = raw | {name: value}
     return {name: value for name, value in raw.items() if name not in changes or value is not None}
@@ -78,15 +81,20 @@ class ConfigReader:
     def __init__(self, raw: dict[str, Any], generation: dict[str, Any]):
         self.generation, self.notes = generation, list[str]()
         self.architecture = (typed("architectures", raw.get("architectures"), list) or [architecture_of(raw)])[0]
-        self.name, self.head = family_of(self.architecture, raw)
-        has_half = str(self.architecture).endswith("ForConditionalGeneration")
-        text = typed("text_config", raw.get("text_config"), dict) if has_half else None
-        if text is not None:  # what is said beside the text's half holds for it, too
-            tied = {"tie_word_embeddings": tied_half(str(self.architecture), raw)}
-            raw = {name: raw[name] for name in BESIDE_TEXT if name in raw} | text | tied
-        self.raw, self.fields = raw, Fields(raw, FAMILIES[self.name])
-        self.row = self.settled_row(FAMILIES[self.name])
-        self.layers = self.fields.whole("num_hidden_layers", 1, 1024)
+        if (thinker := typed("thinker_config", raw.get("thinker_config"), dict)) is not None:
+            raw = {name: raw[name] for name in BESIDE_TEXT if name in raw} | thinker
+        if (half := text_half(self.architecture, raw)) is None:
+            self.name, self.head = family_of(self.architecture, raw)
+            row = FAMILIES[self.name]
+        else:  # what is said beside the text's half holds for it, too
+            (self.name, row), self.head = row_of(self.architecture, half), "logits"
+            tied = {"tie_word_embeddings": tied_half(self.architecture, raw, half)}
+            raw = {name: raw[name] for name in BESIDE_TEXT if name in raw} | half | tied
+        self.raw, self.fields = raw, Fields(raw, row)
+        layers = range(self.fields.whole("num_hidden_layers", 1, 1024))
+        listed = self.fields.value(row.image_layers, list) or () if isinstance(row.image_layers, str) else ()
+        self.row = self.settled_row(row.but(image_layers=tuple(i for i in layers if i in listed)))
+        self.layers = whole("num_hidden_layers", len(layers) - len(self.row.image_layers), 1, 1024)
         self.heads = self.fields.whole("num_attention_heads", 1, 1024)
 
     def config(self) -> ModelConfig:

@@ -318,6 +318,90 @@ SEARCHED: dict[str, dict[str, Any]] = {
     "qwen3-two-eos": {"config": "Qwen3Config", "shape": small(71, 64, 8, 2, head_dim=32, eos_token_id=[5, 9])},
 }
 
+# --- models that also see or hear -------------------------------------------------------------------------------------
+
+# Of a half that is not asked for anything here: each class takes the names that it knows.
+OTHER_HALF = {
+    "hidden_size": 32, "embed_dim": 32, "d_model": 32, "hidden_dim": 32, "out_hidden_size": 64, "output_dim": 64,
+    "num_hidden_layers": 1, "depth": 1, "encoder_layers": 1, "num_layers": 1, "num_global_layers": 1,
+    "num_attention_heads": 2, "attention_heads": 2, "num_heads": 2, "encoder_attention_heads": 2,
+    "intermediate_size": 32, "encoder_ffn_dim": 32, "image_size": 16, "patch_size": 8, "num_mel_bins": 8,
+    "projection_dim": 32, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "mlp_dim": 32,
+    "image_token_embed_dim": 32, "downsample_hidden_size": 8, "output_channels": 8,
+}  # fmt: skip
+
+
+def seeing(config: str, kind: str, half: str = "vision_config", text: dict[str, Any] | None = None, **more: Any) -> Any:
+    """A model of text and something else, whose `text_config` is of a model_type `kind`."""
+    fields = {"text_config": shape(model_type=kind, **text or {}), half: OTHER_HALF | more.pop(half, {})}
+    return {"config": f"{config}Config", "shape": fields | more, "head": "AutoModelForMultimodalLM",
+            "prompts": [[(7 * i) % 90 for i in range(30)]]}  # fmt: skip
+
+
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}}
+HALF_MROPE = {"rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
+LATENT_TEXT = ROUTED | LATENT | {"n_group": 4, "topk_group": 2}
+CLIP, SIGLIP = ({"vision_config": {"model_type": f"{name}_vision_model"}} for name in ("clip", "siglip"))
+SEEING: dict[str, dict[str, Any]] = {
+    "aya-vision": seeing("AyaVision", "cohere2", text={"logit_scale": 0.3, "sliding_window": 9}, **SIGLIP),
+    "cohere2-vision": seeing("Cohere2Vision", "cohere2", text={"logit_scale": 0.3, "sliding_window": 9}, **SIGLIP,
+        alignment_intermediate_size=32),
+    "deepseek-vl": seeing("DeepseekVL", "llama", **SIGLIP),
+    "exaone-4.5": seeing("Exaone4_5_", "exaone4", text={"sliding_window": 9, "num_hidden_layers": 4}),
+    "fun-asr-nano": seeing("FunAsrNano", "qwen3", "audio_config", HEAD16, adaptor_config=OTHER_HALF | {
+        "hidden_size": 64, "intermediate_size": 16}),
+    "gemma3": seeing("Gemma3", "gemma3_text", text=HEAD16 | {"sliding_window": 9}, **SIGLIP),
+    "glm4v": seeing("Glm4v", "glm4v_text", text=HALF_MROPE),
+    "glm4v-moe": seeing("Glm4vMoe", "glm4v_moe_text", text=HALF_MROPE | ROUTED),
+    "glm4.6v": seeing("Glm46V", "glm4v_moe_text", text=HALF_MROPE | ROUTED),
+    "glm-asr": seeing("GlmAsr", "llama", "audio_config"),
+    "glm-ocr": seeing("GlmOcr", "glm_ocr_text", text={"head_dim": 32, "rope_parameters": MROPE["rope_parameters"] | {
+        "mrope_section": [6, 5, 5]}}),
+    "got-ocr2": seeing("GotOcr2", "qwen2"),
+    "granite-speech": seeing("GraniteSpeech", "granite", "encoder_config", {
+        "embedding_multiplier": 3.0, "logits_scaling": 0.7}, projector_config=OTHER_HALF),
+    "hunyuan-vl": seeing("HunYuanVL", "hunyuan_vl_text", text={"head_dim": 16, "rope_parameters": {
+        "rope_type": "xdrope", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0, "xdrope_section": [2, 2, 2, 2]}}),
+    "idefics2": seeing("Idefics2", "mistral", perceiver_config=OTHER_HALF),
+    "idefics3": seeing("Idefics3", "llama"),
+    "internvl": seeing("InternVL", "qwen2", vision_config={"image_size": [16, 16], "patch_size": [8, 8]}),
+    "internvl-qwen3": seeing("InternVL", "qwen3", text=HEAD16),
+    "janus": seeing("Janus", "llama", vq_config={
+        "base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "num_embeddings": 8, "projection_dim": 32,
+        "image_token_embed_dim": 32}),
+    "kimi-k2.5": seeing("Kimi_K25", "deepseek_v3", text=LATENT_TEXT),
+    "lighton-ocr": seeing("LightOnOcr", "qwen3", text=HEAD16),
+    "llama4": seeing("Llama4", "llama4_text", text=HEAD16 | LOCAL_EXPERTS | {"num_experts_per_tok": 1}),
+    "llava": seeing("Llava", "llama", **CLIP),
+    "llava-next": seeing("LlavaNext", "mistral", text={"sliding_window": 9}, **CLIP),
+    "llava-next-video": seeing("LlavaNextVideo", "llama", **CLIP),
+    "llava-onevision": seeing("LlavaOnevision", "qwen2", text={"tie_word_embeddings": True}, **SIGLIP),
+    "mistral3": seeing("Mistral3", "mistral", vision_config={"model_type": "pixtral", "head_dim": 16}),
+    "mistral3-ministral3": seeing("Mistral3", "ministral3", vision_config={"model_type": "pixtral", "head_dim": 16}),
+    "mllama": seeing("Mllama", "mllama_text_model", text={
+        "num_hidden_layers": 4, "cross_attention_layers": [1, 3], "bos_token_id": 1}),
+    "moss-transcribe": seeing("MossTranscribeDiarize", "qwen3", "audio_config", HEAD16),
+    "ovis2": seeing("Ovis2", "qwen2", vision_config={"vocab_size": 16}, vocab_size=99, hidden_size=64),
+    "paddleocr-vl": seeing("PaddleOCRVL", "paddleocr_vl_text", text=MROPE | HEAD16 | {"use_bias": True}),
+    "qianfan-ocr": seeing("QianfanOCR", "qwen3", text=HEAD16),
+    "qwen2-audio": seeing("Qwen2Audio", "qwen2", "audio_config"),
+    "qwen2-vl": seeing("Qwen2VL", "qwen2_vl_text", text=MROPE),
+    "qwen2.5-vl": seeing("Qwen2_5_VL", "qwen2_5_vl_text", text=MROPE | {
+        "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen2.5-omni": seeing("Qwen2_5OmniThinker", "qwen2_5_omni_text", text=MROPE, audio_config=OTHER_HALF),
+    "qwen3-omni": seeing("Qwen3OmniMoeThinker", "qwen3_omni_moe_text", text=MROPE | HEAD16 | EXPERTS,
+        audio_config=OTHER_HALF),
+    "qwen3.5": seeing("Qwen3_5", "qwen3_5_text", text=DELTA),
+    "qwen3-vl": seeing("Qwen3VL", "qwen3_vl_text", text=MROPE | HEAD16),
+    "qwen3-vl-moe": seeing("Qwen3VLMoe", "qwen3_vl_moe_text", text=MROPE | HEAD16 | EXPERTS),
+    "qwen3-vl-moe-saved": seeing("Qwen3VLMoe", "qwen3_vl_moe_text", text=MROPE | HEAD16 | EXPERTS),
+    "smolvlm": seeing("SmolVLM", "llama"),
+    "video-llama-3": seeing("VideoLlama3", "qwen2"),
+    "video-llava": seeing("VideoLlava", "llama", **CLIP),
+    "vip-llava": seeing("VipLlava", "llama", **CLIP),
+    "voxtral": seeing("Voxtral", "llama", "audio_config"),
+}  # fmt: skip
+
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 GROUPS = {"families": FAMILIES, "llamas": LLAMAS, "latents": LATENTS, "pooled": POOLED, "beams": SEARCHED}

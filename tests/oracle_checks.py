@@ -23,6 +23,16 @@ def make_worker(folder: Path, **fields: Any) -> Worker:
     return start_worker(EngineConfig(str(folder), **options | fields), ModelConfig.from_folder(str(folder)))
 
 
+def logits_of(worker: Worker, prompt: list[int]) -> torch.Tensor:
+    """Of a prompt's tokens [T, V]."""
+    seen, forward = [], worker.model.forward
+    worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
+    kinds, _, per_seq = worker.state.block_tables.shape
+    blocks = torch.arange(kinds * per_seq).view(kinds, per_seq).tolist()
+    worker.step(StepPlan(0, rows=[(0, len(prompt))], new=[NewRow(slot=0, token_ids=prompt, blocks=blocks)]))
+    return worker.model.logits(seen[0])
+
+
 def check(worker: Worker, case: dict, oracle: dict[str, torch.Tensor]) -> None:
     """All prompts in one batch: logits of every position, then greedy tokens, against transformers."""
     seen, forward = [], worker.model.forward
