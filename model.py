@@ -23,6 +23,7 @@ from models.delta_net import DeltaNet
 from models.expert_layers import ExpertMlp, ExpertsBeside
 from models.latent_attention import LatentAttention
 from models.layer_inputs import LayerGate, LayerInputs
+from models.pooled import LabelHead
 from models.rope import query_scales, rope_table
 from models.shares import Part, Parts, Shares, check_division
 from parallel import Group
@@ -75,8 +76,7 @@ class Transformer(Owner):
             self.head = new_last(vocab, size)
         has_bias = config.head == "logits" and self.row.head_bias
         self.head_bias = new_last(vocab) if has_bias else None
-        # The classification head, the same on each rank.
-        self.score = new_last(len(config.labels), size, dtype=torch.float32) if config.head == "labels" else None
+        self.score = LabelHead(config, new_last) if config.head == "labels" else None
         interleaved = bool(self.row.interleaved)
         with torch.device("cpu"):  # to compute on the meta device torch imports SymPy and more, which takes seconds
             rotations = [rope_table(rope, max_model_len, interleaved) for rope in config.ropes]
@@ -102,7 +102,7 @@ class Transformer(Owner):
         """Layer i, whose weights are not filled yet."""
         config, ops, heads = self.config, self.ops, self.num_heads
         new = self.memory(i in self.span)
-        attention: Attention | DeltaNet
+        attention: Attention | DeltaNet | None = None  # of Nemotron's layers some have none
         if i in config.delta_layers:
             own_states = [layer for layer in config.delta_layers if layer in self.span]
             place = own_states.index(i) if i in self.span else -1
@@ -110,7 +110,7 @@ class Transformer(Owner):
         elif config.latent:
             place = self.layout.places[i][1]
             attention = LatentAttention(config, ops, i, place, heads, self.max_model_len, new)
-        else:
+        elif config.kv_sources[i] >= 0:
             attention = Attention(config, ops, self.group, i, heads, new)
         return Layer(config, ops, self.group, i, attention, new)
 
@@ -156,9 +156,12 @@ class Transformer(Owner):
                 x = layer.mlp(layer.mlp_in(residual) if layer.mlp_in else x, step)
                 x = self.add(add_up(x.add_(y)), residual, following)
                 continue
-            x = add_up(layer.attention(x, step))
-            x = layer.attn_out(x) if layer.attn_out else x
-            x = self.add(x, residual, layer.mlp_in)
+            if layer.attention:
+                x = add_up(layer.attention(x, step))
+                x = layer.attn_out(x) if layer.attn_out else x
+                x = self.add(x, residual, layer.mlp_in)
+            elif layer.mlp_in:
+                x = layer.mlp_in(residual)
             x = add_up(layer.mlp(x, step))
             x = layer.beside(x, residual, step) if layer.beside else x
             x = layer.mlp_out(x) if layer.mlp_out else x
@@ -204,7 +207,8 @@ class Transformer(Owner):
         self.enter(x)
         for i in self.span:
             layer = self.layers[i]
-            layer.attention.rehearse(x, step)
+            if layer.attention:
+                layer.attention.rehearse(x, step)
             y = layer.mlp(self.add(torch.zeros_like(x), x, layer.mlp_in).clone(), step)
         self.add(y, x, self.following(self.span[-1]))
         if self.head is not None and self.group.pipeline.last:
@@ -304,6 +308,8 @@ class Transformer(Owner):
         yield self
         if pipeline.last:
             yield self.norm
+        if pipeline.last and self.score:
+            yield self.score
         if self.layer_inputs and pipeline.first:
             yield from self.layer_inputs.owners()
         for i in self.span:
@@ -324,8 +330,9 @@ class Transformer(Owner):
             f"{name('positions')}.weight": (self.positions, "all"),
             f"{name('head')}.weight": (head, "vocab"),
             f"{name('head')}.bias": (self.head_bias, "vocab"),
-            "score.weight": (self.score, "all"),
         })  # fmt: skip
+        if self.score:
+            found |= self.score.parts(shares)
         for i, layer in zip(self.row.saved_layers(), self.layers, strict=False):
             root = f"{name('layer')}.{i}."
             for own, part in layer.parts(shares).items():
@@ -349,6 +356,10 @@ class Transformer(Owner):
         for owner in self.owners():
             if owner is not self:
                 owner.finish()
+        if self.row.head_norm and torch.is_tensor(self.head) and self.group.pipeline.last:
+            columns = self.row.head_norm == "columns"  # of which each rank has a part
+            squares = torch.linalg.vector_norm(self.head, dim=1 - columns, keepdim=True, dtype=torch.float32).square()
+            self.head /= (self.group.all_reduce(squares) if columns else squares).sqrt() + 1e-7
 
     def to_float(self) -> None:
         """Keep the weights of norms in float32."""
@@ -387,7 +398,8 @@ class Layer(Owner):
     def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, attention: Any, new: New):
         self.row, self.attention = c.row, attention
         self.attn_in, self.attn_out, self.mlp_in, self.mlp_out = (
-            Norm(c, ops, c.hidden_size, new) if c.row.name(part) else None for part in NORMS
+            Norm(c, ops, c.hidden_size, new) if c.row.name(part) and (attention or part != "attn_in") else None
+            for part in NORMS
         )
         self.mlp: Mlp | ExpertMlp
         self.beside: ExpertsBeside | None = None
@@ -403,8 +415,8 @@ class Layer(Owner):
 
     def parts(self, shares: Shares) -> Parts:
         """Which tensors of the checkpoint fill it, by names within the layer."""
-        result = self.attention.parts(shares) | self.mlp.parts(shares)
-        for more in (self.beside, self.gate):
+        result = self.mlp.parts(shares)
+        for more in (self.attention, self.beside, self.gate):
             result |= more.parts(shares) if more else {}
         for part in NORMS:
             if norm := getattr(self, part):

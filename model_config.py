@@ -119,7 +119,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     windows: tuple[int, ...]  # per layer: how many latest tokens attention sees; 0 is all
     kv_shapes: tuple[tuple[int, int], ...]  # per layer: KV heads, and head_dim
-    kv_sources: tuple[int, ...]  # per layer: whose keys and values it reads, mostly its own; -1: it has a state instead
+    kv_sources: tuple[int, ...]  # per layer: whose keys and values it reads, mostly its own; -1: it has none
     scale: float  # of attention's scores
     dtype: str
     eos_token_ids: tuple[int, ...]
@@ -138,6 +138,7 @@ class ModelConfig:
     label_activation: Literal["softmax", "sigmoid", "identity"] = "softmax"  # what makes of these what is returned
     ahead: int = 1  # layers after the last one that a checkpoint may have, which predict tokens ahead
     quantization: Quantization | None = None  # how the weights are stored, where it is not as numbers
+    mlp_sizes: tuple[int, ...] = ()  # per layer, where these differ
     notes: tuple[str, ...] = field(default=(), compare=False)  # for the start log: what may surprise
     normalize: bool | None = None  # whether an embedding is divided by its length; None: see `models.pooling`
     vector_size: int = 0  # of an embedding
@@ -156,7 +157,7 @@ class ModelConfig:
     @property
     def delta_layers(self) -> tuple[int, ...]:
         """The layers with the gated delta rule."""
-        return tuple(i for i, source in enumerate(self.kv_sources) if source < 0)
+        return tuple(i for i, source in enumerate(self.kv_sources) if source < 0 and self.delta)
 
     def state_size(self, ranks: int, layers: range) -> int:
         """Float32 numbers of a sequence's state over `layers` on each of `ranks`: a multiple of 4, for alignment."""
@@ -167,7 +168,8 @@ class ModelConfig:
 
     def mlp_size(self, layer: int) -> int:
         """Of a layer's dense MLP, which may be twice as wide in layers without keys of their own."""
-        return self.intermediate_size * (2 if self.row.wide_mlp and self.kv_sources[layer] != layer else 1)
+        size = self.mlp_sizes[layer] if self.mlp_sizes else self.intermediate_size
+        return size * (2 if self.row.wide_mlp and self.kv_sources[layer] != layer else 1)
 
     def layout(self, ranks: int, layers: range | None = None) -> KVLayout:
         """How the layers lie in the pages of each rank's pool, or in those of a stage with these `layers`.

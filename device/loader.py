@@ -29,10 +29,11 @@ from models.tied_head import stand_in
 
 # Constants that old checkpoints have: RoPE's frequencies, masks, and two of xIELU's numbers.
 IGNORED = (
-    ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
-    ".act_fn.beta", ".act_fn.eps",
+    ".rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias",
+    ".attention.masked_bias", ".act_fn.beta", ".act_fn.eps",
 )  # fmt: skip
-HEADS = ("lm_head.weight", "embed_out.weight", "score.weight")  # not read where tied, or where the task needs none
+HEADS = ("lm_head.weight", "embed_out.weight", "score.weight", "score.0.weight", "score.0.bias", "score.2.weight",
+         "score.2.bias")  # fmt: skip  # not read where tied, or where the task needs none
 READERS = 2  # one copies while the other waits for the disk; torch divides each copy among the cores
 PIECE_BYTES = 4 * 2**20  # are copied and added up at a time on a CPU, so that the sum finds them in its cache
 BUFFERS, BUFFER_BYTES = 4, 32 * 2**20  # two are filled and two emptied; a call's time is small beside that of its bytes
@@ -187,7 +188,7 @@ def skipped(saved: str, model: Transformer) -> bool:
         return True
     for prefix in PREFIXES:
         name = saved.removeprefix(prefix)
-        if name.startswith("mtp."):  # so does all of this
+        if name.startswith(("mtp.", "mtp_layers.")):  # so does all of this
             return True
         layer, _, rest = name.partition(".")
         number, _, rest = rest.partition(".")

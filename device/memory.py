@@ -244,10 +244,9 @@ def piece_bytes(config: EngineConfig, dry: Worker) -> int:
         return 0
     model, most, parts = dry.model, sizes[-1], [layer.attention for layer in dry.model.layers]
     c = model.config
-    queries = {
-        part.heads * (c.head_dim if c.latent else dim) for part, (_, dim) in zip(parts, c.kv_shapes, strict=True)
-    }
-    shared = c.hidden_size + sum(queries) + sum({part.width for part in parts})
+    found = [(part, dim) for part, (_, dim) in zip(parts, c.kv_shapes, strict=True) if part]
+    queries = {part.heads * (c.head_dim if c.latent else dim) for part, dim in found}
+    shared = c.hidden_size + sum(queries) + sum({part.width for part, _ in found})
     inputs = 8 + 2 * 4 + 8 * len(model.layout.windows)
     graphs = len(sizes) * (len(parts) + 1)
     return most * (model.dtype.itemsize * shared + inputs) + count_step(dry, [most])[0] + graphs * PIECE
@@ -410,7 +409,7 @@ def check_room(
         ValueError: names what they take and what is free.
     """
     c = model_config
-    with_keys = [shape for i, shape in enumerate(c.kv_shapes) if i not in c.delta_layers]
+    with_keys = [shape for shape, source in zip(c.kv_shapes, c.kv_sources, strict=True) if source >= 0]
     q = c.num_heads * (3 if c.row.out_gate else 2)  # heads of queries, gates and results
     attention = sum(c.hidden_size * (q + 2 * kv_heads) * dim for kv_heads, dim in with_keys)
     if c.delta:
@@ -418,9 +417,8 @@ def check_room(
     if c.latent:
         attention = c.num_layers * c.latent.weights(c.hidden_size, c.num_heads)
     tables = 2 if c.head == "logits" and not c.tie_word_embeddings else 1  # of the vocabulary's size
-    matrices = (
-        attention + c.num_layers * c.hidden_size * 3 * c.intermediate_size + tables * c.vocab_size * c.hidden_size
-    )
+    mlps = 3 * c.hidden_size * sum(map(c.mlp_size, range(c.num_layers)))
+    matrices = attention + mlps + tables * c.vocab_size * c.hidden_size
     size = matrices * dtype.itemsize // config.world_size + max_model_len * 2 * c.head_dim * 4
     if device == "cuda":
         torch.cuda.empty_cache()  # an engine that was closed in this process has left its memory to torch

@@ -28,7 +28,8 @@ HARMLESS = re.compile(
     r"num_labels|problem_type|classifier_.*|summary_.*|sbert_ce.*|sentence_transformers|"
     r"(vision|audio|text|image|video|perceiver).*_(config|token.*|index)|pixel_shuffle_factor|mm_tokens_per_image|use_mrope|(anyres|vit)_.*|class_num|"
     r"num_media_embeds|predict_special_tokens|use_sliding_window|max_window_layers|layer_types|.*norm_eps(ilon)?|"
-    r"rotary_emb_base|hidden_act_param|attn_type_list|dense_list|cla_share_factor|cohere_.*|max_new_tokens"
+    r"rotary_emb_base|hidden_act_param|max_tokenizer_truncation|attn_type_list|dense_list|cla_share_factor|cohere_.*|"
+    r"max_new_tokens"
 )
 # Fields of some families, which other families' files have, too. They are read where the row has a default for them.
 OWN = {"sliding_window", "sliding_window_pattern", "mlp_layer_types", "partial_rotary_factor", "rotary_dim"}
@@ -37,9 +38,11 @@ NEUTRAL: dict[str, float | str] = {
     "apply_query_key_layer_scaling": True, "attention_head_dim": "head_dim", "compression_ratio": 1,
     "embedding_multiplier": 1, "enable_lm_head_fp32": True, "experts_per_token": "num_experts_per_tok", "ff_factor": 4,
     "full_attn_mod": 1, "interleave_moe_layer_step": 1, "interpolate_factor": 1, "kv_channels": "head_dim",
-    "logit_scale": 1, "logits_scaling": 1, "moe_layer_freq": 1, "n_group": 1, "norm_topk_prob": True,
-    "normalize_attention_scores": True, "num_heads": "num_attention_heads", "num_shared_expert": 1,
-    "residual_multiplier": 1, "rope_ratio": 1, "rotary_pct": 1, "rotary_scaling_factor": 1, "routed_scaling_factor": 1,
+    "logit_scale": 1, "logits_scaling": 1, "moe_layer_freq": 1,
+    "moe_shared_expert_intermediate_size": "moe_intermediate_size", "mup_denominator": "num_hidden_layers",
+    "n_group": 1, "norm_topk_prob": True, "normalize_attention_scores": True, "num_heads": "num_attention_heads",
+    "num_shared_expert": 1, "residual_multiplier": 1, "rope_ratio": 1, "rotary_pct": 1, "rotary_scaling_factor": 1,
+    "routed_scaling_factor": 1,
     "scale_attn_weights": True, "sliding_window_size": "sliding_window", "topk_group": 1,
     "use_embedding_sharing": "tie_word_embeddings", "use_rotary_pos_emb": True, "word_embed_proj_dim": "hidden_size",
 }  # fmt: skip

@@ -103,6 +103,7 @@ class Family:
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     head_bias: bool = False
+    head_norm: Literal["", "rows", "columns"] = ""  # each of the head's is divided by its length (Baichuan 2, Ling)
     # The norm of q and k: over each "head" with the same weights, or with weights for all "heads"; over "all" heads
     # together; over each head "after" RoPE; or over each head without weights, a "unit" norm of layers with RoPE.
     qk_norm: Literal["", "head", "heads", "all", "after", "unit"] = ""
@@ -112,13 +113,15 @@ class Family:
     tied_values: bool | str = False  # layers that see all have no weights for v: it is k before its norm
     kv_shared: Literal["", "num_kv_shared_layers"] = ""  # so many last layers read the keys and values of earlier ones
     wide_mlp: bool | str = False  # the MLPs of these layers are twice as wide
+    blocks: bool = False  # "block_configs" says of each layer how wide its MLP is, and its attention, if it has any
     mlp_times: int = 0  # the MLP is so many times as wide as the hidden states where no field says it
+    mlp_halved: bool = False  # the field that says it counts gate and up together (Qwen 1)
     gated: bool = True  # the MLP is down(act(gate) * up), else down(act(up))
     activation: str = ""  # the MLP's, where config.json's name for it means another one
     interleaved: bool | str = False  # RoPE turns elements 2i and 2i + 1, not i and i + half
     rope: Literal["all", "listed", "windowed"] = "all"  # layers that have it; "windowed": if any, those with a window
     # Layers that have one, which `layer_types` says first but where it is "all"; "pattern": all but each n-th one.
-    window: Literal["all", "listed", "qwen", "qwen2_moe", "pattern"] = "all"
+    window: Literal["all", "listed", "qwen", "qwen2_moe", "pattern", "attention_types"] = "all"
     window_field: str = "sliding_window"  # where its size stands
     full_every: int = 0  # that n
     chunked: bool = False  # a window is a chunk, whose first token sees no other (Llama 4)
@@ -127,7 +130,7 @@ class Family:
     embed_scale: str = ""  # of embeddings: "sqrt" of their size, or a field
     # Of scores: a field that has it, or the size of a head that counts instead of `head_dim`; or "none".
     attention_scale: Literal["", "attention_multiplier", "query_pre_attn_scalar", "none"] = ""
-    residual_scale: str = ""
+    residual_scale: str = ""  # for these, see `ConfigReader.factor`
     logit_scale: str = ""
     logit_divisor: str = ""
     caps: bool = False  # "attn_logit_softcapping" and "final_logit_softcapping" cap scores and logits (Gemma 2)
@@ -235,9 +238,23 @@ OLMO2 = Family(
     qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="all", names=OUTPUT_NORMS,
     defaults={"rms_norm_eps": 1e-5},
 )  # fmt: skip
+BAILING_EXPERTS = Routing(renormalize="norm_topk_prob", shared="n_shared_experts", layers="first_k_dense_replace")
+BAILING = Family(
+    qkv_bias="use_qkv_bias", o_bias="use_bias",
+    keys={"num_shared_experts": "n_shared_experts", "score_function": "scoring_func"},
+    fixed={"tie_word_embeddings": False, "use_rmsnorm": True, "moe_router_enable_shared_expert": True},
+    names={"embed": "word_embeddings", "qkv": "attention.query_key_value", "o": "attention.dense",
+        "q_norm": "attention.query_layernorm", "k_norm": "attention.key_layernorm"},
+    routing=BAILING_EXPERTS,
+)  # fmt: skip
 GRANITE = LLAMA.but(
     embed_scale="embedding_multiplier", attention_scale="attention_multiplier", residual_scale="residual_multiplier",
-    logit_divisor="logits_scaling",
+    logit_divisor="logits_scaling", defaults={"attention_multiplier": 1.0},
+)  # fmt: skip
+MINICPM = Family(
+    qkv_bias="attention_bias", o_bias="attention_bias", embed_scale="scale_emb", residual_scale="scale_depth",
+    logit_scale="dim_model_base",
+    defaults={"scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "tie_word_embeddings": True},
 )  # fmt: skip
 GLM = Family(
     qkv_bias="attention_bias", interleaved=True,
@@ -255,9 +272,21 @@ DEEPSEEK_EXPERTS = Routing(
     scale="routed_scaling_factor", shared="n_shared_experts", layers="first_k_dense_replace",
 )  # fmt: skip
 DEEPSEEK = Family(
-    latent=True, qkv_bias="attention_bias", o_bias="attention_bias", defaults={"kv_lora_rank": 512},
+    latent=True, qkv_bias="attention_bias", o_bias="attention_bias",
+    defaults={"kv_lora_rank": 512, "v_head_dim": 128},
     keys={"head_dim": "", "qk_head_dim": "", **ROUTED},  # heads' sizes follow from others
     routing=DEEPSEEK_EXPERTS, fixed={"moe_layer_freq": 1, "mlp_bias": False},
+)  # fmt: skip
+GPT2 = Family(
+    norm="layer", norm_bias=True, qkv_bias=True, o_bias=True, mlp_bias=True, mlp_times=4, gated=False,
+    transposed=True,
+    keys={"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings", "n_inner": "intermediate_size",
+        "activation_function": "hidden_act", "layer_norm_epsilon": "layer_norm_eps", **OLD},
+    defaults={"tie_word_embeddings": True, "hidden_act": "gelu_new", "layer_norm_eps": 1e-5},
+    fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    names={"embed": "wte", "positions": "wpe", "norm": "ln_f", "layer": "h", "attn_in": "ln_1", "mlp_in": "ln_2",
+        "qkv": "attn.c_attn", "o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"},
 )  # fmt: skip
 NEOX = Family(
     norm="layer", norm_bias=True, parallel="use_parallel_residual", qkv_bias="attention_bias", o_bias="attention_bias",
@@ -279,12 +308,44 @@ FAMILIES = {
                 "rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "original_max_position_embeddings": 8192,
                 "low_freq_factor": 1.0, "high_freq_factor": 4.0}}, fixed={"qk_norm": True, "post_norm": False}),
     "ArceeForCausalLM": LLAMA.but(gated=False, defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5}),
+    "BaichuanForCausalLM": Family(
+        keys={"num_key_value_heads": ""}, fixed={"tie_word_embeddings": False}, names={"qkv": "self_attn.W_pack"}),
+    "ChatGLMForCausalLM": Family(
+        qkv_bias="add_qkv_bias", interleaved=True,
+        keys={"num_layers": "num_hidden_layers", "padded_vocab_size": "vocab_size", "seq_length":
+            "max_position_embeddings", "ffn_hidden_size": "intermediate_size", "layernorm_epsilon": "rms_norm_eps",
+            "kv_channels": "head_dim", "multi_query_group_num": "num_key_value_heads",
+            **dict.fromkeys(("num_hidden_layers", "vocab_size"), "")},
+        defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_ratio": 1},
+        fixed={"original_rope": True, "rmsnorm": True, "post_layer_norm": True, "multi_query_attention": True,
+            "apply_residual_connection_post_layernorm": False, "add_bias_linear": False},
+        names={"embed": "embedding.word_embeddings", "layer": "encoder.layers", "norm": "encoder.final_layernorm",
+            "head": "output_layer", "qkv": "self_attention.query_key_value", "o": "self_attention.dense",
+            "gate_up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}),
+    "BailingMoeForCausalLM": BAILING.but(
+        defaults={"use_bias": True, "rms_norm_eps": 1e-5, "norm_topk_prob": True}),
+    "BailingMoeV2ForCausalLM": BAILING.but(
+        qk_norm="head", has_qk_norm="use_qk_norm", routing=dataclasses.replace(
+            BAILING_EXPERTS, renormalize=True, scoring="sigmoid", correction=True, grouped=True,
+            scale="routed_scaling_factor"),
+        defaults={"n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True, "head_dim": 128,
+            "n_group": 8, "topk_group": 4, "partial_rotary_factor": None, "rotary_dim": None, "rope_theta": 600000.0},
+        fixed={"norm_head": False, "norm_topk_prob": True, "moe_router_enable_expert_bias": True},
+        names={"correction": "mlp.gate.expert_bias"}),
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": COHERE.but(
         window="pattern", full_every=4, rope="windowed", qk_norm="", defaults={
             "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 10000.0},
         fixed={"use_gated_activation": True, "position_embedding_type": "rope_gptj", "use_qk_norm": False,
             "order_of_interleaved_layers": "local_attn_first", "layer_switch": 4, "use_parallel_block": True}),
+    "CwmForCausalLM": Family(
+        mlp_bias="mlp_bias", window="pattern", keys={"sliding_window_pattern": ""},
+        defaults=sized(
+            128256, 6144, 21504, 64, 48, 8, 131072, head_dim=128, rms_norm_eps=1e-5, rope_theta=1e6,
+            sliding_window=8192, sliding_window_pattern="GLLL", rope_parameters={
+                "rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0, "high_freq_factor": 4.0})),
+    "DeciLMForCausalLM": LLAMA.but(blocks=True, keys={"num_key_value_heads": "", "intermediate_size": ""}),
     "DeepseekV2ForCausalLM": DEEPSEEK.but(
         interleaved=True, routing=dataclasses.replace(DEEPSEEK_EXPERTS, scoring="softmax", correction=False),
         fixed={"norm_topk_prob": False},  # where it is true, transformers and DeepSeek's code differ
@@ -295,6 +356,13 @@ FAMILIES = {
         "q_lora_rank": 1536, "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}),
     "Ernie4_5ForCausalLM": Family(interleaved=True, fixed={"use_bias": False}, defaults={"head_dim": 128,
         "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 5e5}),
+    "ExaoneForCausalLM": Family(
+        keys={"num_layers": "num_hidden_layers", "activation_function": "hidden_act",
+            "layer_norm_epsilon": "rms_norm_eps"},
+        defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+        names={"embed": "wte", "norm": "ln_f", "layer": "h", "attn_in": "ln_1", "mlp_in": "ln_2",
+            "q": "attn.attention.q_proj", "k": "attn.attention.k_proj", "v": "attn.attention.v_proj",
+            "o": "attn.attention.out_proj", "gate": "mlp.c_fc_0", "up": "mlp.c_fc_1", "down": "mlp.c_proj"}),
     "Exaone4ForCausalLM": Family(
         qk_norm="head", names=OUTPUT_NORMS, window="pattern", full_every=4, rope="windowed", defaults={
             "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": None, "num_key_value_heads": 32}),
@@ -332,16 +400,24 @@ FAMILIES = {
                 "original_max_position_embeddings": 4096}},
         fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"},
         routing=Routing(size="intermediate_size", bias=True, stacked="transposed", interleaved=True)),
-    "GPT2LMHeadModel": Family(
-        norm="layer", norm_bias=True, qkv_bias=True, o_bias=True, mlp_bias=True, mlp_times=4, gated=False,
-        transposed=True,
-        keys={"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
-            "n_positions": "max_position_embeddings", "n_inner": "intermediate_size",
-            "activation_function": "hidden_act", "layer_norm_epsilon": "layer_norm_eps", **OLD},
-        defaults={"tie_word_embeddings": True, "hidden_act": "gelu_new", "layer_norm_eps": 1e-5},
-        fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
-        names={"embed": "wte", "positions": "wpe", "norm": "ln_f", "layer": "h", "attn_in": "ln_1", "mlp_in": "ln_2",
-            "qkv": "attn.c_attn", "o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}),
+    "GPT2LMHeadModel": GPT2,
+    "GPTBigCodeForCausalLM": GPT2.but(
+        transposed=False, qkv_groups=True, defaults={"hidden_act": "gelu_pytorch_tanh"},
+        keys={"pad_key_length": "", "validate_runner_input": ""}),
+    "GPTJForCausalLM": GPT2.but(
+        qkv_bias=False, o_bias=False, transposed=False, parallel=True, one_norm=True, interleaved=True, head_bias=True,
+        keys=dict.fromkeys(("partial_rotary_factor", "rope_theta", "rope_scaling", "rope_parameters"), ""),
+        defaults={"partial_rotary_factor": None, "rotary_dim": 64, "tie_word_embeddings": False},
+        fixed={"rotary": True},
+        names={"positions": None, "qkv": None, "q": "attn.q_proj", "k": "attn.k_proj", "v": "attn.v_proj",
+            "o": "attn.out_proj", "up": "mlp.fc_in", "down": "mlp.fc_out"}),
+    "GPTNeoForCausalLM": GPT2.but(
+        qkv_bias=False, transposed=False, attention_scale="none", window="attention_types", window_field="window_size",
+        keys={"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "attention_layers": "",
+            "intermediate_size": "intermediate_size"},
+        defaults={"attention_types": [[["global", "local"], 12]], "window_size": 256},
+        names={"qkv": None, "q": "attn.attention.q_proj", "k": "attn.attention.k_proj", "v": "attn.attention.v_proj",
+            "o": "attn.attention.out_proj"}),
     "GPTNeoXForCausalLM": NEOX,
     "GraniteForCausalLM": GRANITE,
     "GraniteMoeForCausalLM": GRANITE.but(
@@ -349,11 +425,37 @@ FAMILIES = {
         names={"router": "block_sparse_moe.router.layer", "experts": None,
             "experts_gate_up": "block_sparse_moe.input_linear.weight",
             "experts_down": "block_sparse_moe.output_linear.weight"}),
+    "HeliumForCausalLM": Family(
+        qkv_bias="attention_bias", mlp_bias="mlp_bias", interleaved=True, defaults=sized(
+            48000, 2560, 7040, 24, 20, 20, 4096, head_dim=128, rms_norm_eps=1e-8, rope_theta=100000.0)),
     "HunYuanDenseV1ForCausalLM": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="after", defaults={"rms_norm_eps": 1e-5},
         keys=dict.fromkeys(("moe_topk", "moe_intermediate_size", "norm_topk_prob"), ""),
         fixed={"use_qk_norm": True, "num_experts": 1},
         names={"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"}),
+    "HyperCLOVAXForCausalLM": GRANITE.but(
+        logit_scale="logits_scaling", logit_divisor="", names={"attn_out": "post_norm1", "mlp_out": "post_norm2"},
+        fixed={"use_post_norm": True},
+        defaults=sized(32000, 4096, 11008, 32, 32, None, 2048, attention_multiplier=None)),
+    "InternLMForCausalLM": Family(
+        qkv_bias="bias", o_bias="bias", defaults={"bias": True, "max_position_embeddings": 2048},
+        fixed={"rotary": ({"base": 10000, "type": "dynamic"}, {"base": 10000, "type": "origin"})}),
+    "InternLM2ForCausalLM": Family(
+        qkv_bias="bias", o_bias="bias", qkv_groups=True, defaults={"bias": True},
+        names={"embed": "tok_embeddings", "head": "output", "attn_in": "attention_norm", "mlp_in": "ffn_norm",
+            "qkv": "attention.wqkv", "o": "attention.wo", "gate": "feed_forward.w1", "up": "feed_forward.w3",
+            "down": "feed_forward.w2"}),
+    "InternLM3ForCausalLM": Family(
+        qkv_bias="attention_bias", o_bias="mlp_bias", mlp_bias="mlp_bias",
+        keys={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+        defaults=sized(128512, 4096, 10240, 48, 32, 2, 32768, head_dim=128, rms_norm_eps=1e-5)),
+    "IQuestCoderForCausalLM": LLAMA.but(
+        defaults=sized(76800, 5120, 27648, 80, 40, 8, 131072, head_dim=128, rms_norm_eps=1e-5),
+        fixed={"clip_qkv": None, "use_sliding_window": False}),
+    "Jais2ForCausalLM": LLAMA.but(
+        norm="layer", norm_bias=True, gated=False, defaults=sized(
+            150272, 3328, 26624, 32, 26, None, 8192, hidden_act="relu2", attention_bias=True, mlp_bias=True,
+            layer_norm_eps=1e-5)),
     "LlamaForCausalLM": LLAMA.but(defaults=sized(32000, 4096, 11008, 32, 32, None, 2048)),
     "Llama4ForCausalLM": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", interleaved=True, rope="listed", window="pattern",
@@ -370,6 +472,11 @@ FAMILIES = {
         routing=Routing(
             scoring="sigmoid", renormalize=False, weigh_inputs=True, shared="size", stacked="transposed",
             layers="moe_layers")),
+    "MiniCPMForCausalLM": MINICPM,
+    "MiniCPM3ForCausalLM": MINICPM.but(
+        latent=True, mlp_bias="mlp_bias", keys={"head_dim": "", "qk_head_dim": ""}, defaults=sized(
+            73448, 2560, 6400, 62, 40, 40, 32768, rms_norm_eps=1e-5, scale_emb=12, scale_depth=1.4,
+            dim_model_base=256, kv_lora_rank=256, q_lora_rank=768, qk_nope_head_dim=64, qk_rope_head_dim=32)),
     "MiniMaxM2ForCausalLM": Family(
         qk_norm="all", keys=LOCAL, defaults={"rope_theta": 5e6, "head_dim": 128, "num_key_value_heads": 8,
             "partial_rotary_factor": None, "rotary_dim": None},
@@ -412,6 +519,8 @@ FAMILIES = {
         fixed={"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True},
         names={"positions": "embed_positions", "norm": "final_layer_norm", "attn_in": "self_attn_layer_norm",
             "mlp_in": "final_layer_norm", "o": "self_attn.out_proj", "up": "fc1", "down": "fc2"}),
+    "OrionForCausalLM": Family(
+        norm="layer", norm_bias=True, keys={"rms_norm_eps": "layer_norm_eps", "layer_norm_eps": ""}),
     "PhiForCausalLM": Family(
         norm="layer", norm_bias=True, parallel=True, one_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True,
         head_bias=True, gated=False, fixed={"qk_layernorm": False},
@@ -421,7 +530,16 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": None},
         names={"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
         fixed={"attention_bias": False}),
-    "Qwen2ForCausalLM": QWEN2,
+    "QWenLMHeadModel": Family(
+        qkv_bias=True, mlp_halved=True,
+        # Beyond `seq_length` attention is not the same, so that is the context.
+        keys={"seq_length": "max_position_embeddings", "rotary_emb_base": "rope_theta", "kv_channels": "head_dim",
+            "layer_norm_epsilon": "rms_norm_eps", **dict.fromkeys(
+                ("max_position_embeddings", "num_key_value_heads", "use_dynamic_ntk", "use_logn_attn"), "")},
+        fixed={"no_bias": True},
+        names={"embed": "wte", "norm": "ln_f", "layer": "h", "attn_in": "ln_1", "mlp_in": "ln_2",
+            "qkv": "attn.c_attn", "o": "attn.c_proj", "gate": "mlp.w2", "up": "mlp.w1", "down": "mlp.c_proj"}),
+    "Qwen2ForCausalLM": QWEN2.but(keys={"attention_bias": ""}),  # it always has these biases
     "Qwen2MoeForCausalLM": QWEN2.but(
         qkv_bias="qkv_bias", window="qwen2_moe", routing=QWEN_SHARED, names={"shared": "mlp.shared_expert"},
         defaults=sized(151936, 2048, 5632, 24, 16, 16, 32768, qkv_bias=True, norm_topk_prob=False)),
@@ -456,12 +574,28 @@ FAMILIES = {
         defaults={"use_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh",
             "num_key_value_heads": 2, "layer_norm_eps": 1e-5, "sliding_window": None},
         names={"up": "mlp.c_fc", "down": "mlp.c_proj"}, fixed={"norm_type": "layer_norm", "mlp_type": "default"}),
+    "VaultGemmaForCausalLM": GEMMA2.but(
+        names={"attn_out": None, "mlp_out": None}, defaults=sized(256000, 2304, 9216, 26, 8, 4, 8192)),
+    "YiForCausalLM": Family(names={"attn_in": "ln1", "mlp_in": "ln2"}),
 }  # fmt: skip
+
+# Other names of families: in published files, and in those of classes that transformers computes by another one.
+ALIASES = {
+    **dict.fromkeys(("AquilaForCausalLM", "AquilaModel", "LLaMAForCausalLM", "XverseForCausalLM"), "LlamaForCausalLM"),
+    "BaiChuanForCausalLM": "BaichuanForCausalLM",
+    "ChatGLMModel": "ChatGLMForCausalLM",
+    "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
+    "KimiK2ForCausalLM": "DeepseekV3ForCausalLM",
+    "MiMoForCausalLM": "Qwen2ForCausalLM",
+}
+LLAMAS = {"internlm3": "InternLM3ForCausalLM", "iquestcoder": "IQuestCoderForCausalLM"}  # by their model_type
 
 HEADS: dict[str, Literal["logits", "labels", "none"]] = {  # an architecture's last part and the head that it means
     "ForCausalLM": "logits", "LMHeadModel": "logits", "ForSequenceClassification": "labels",
     "ForConditionalGeneration": "logits", "Model": "none",
 }  # fmt: skip
+# Reward models of Qwen2, whose classification heads have two matrices, and how many labels they have.
+REWARDS = {"Qwen2ForRewardModel": 1, "Qwen2ForProcessRewardModel": 2}
 
 
 def architecture_of(raw: dict[str, Any]) -> str | None:
@@ -470,7 +604,8 @@ def architecture_of(raw: dict[str, Any]) -> str | None:
     if isinstance(raw.get("text_config"), dict):
         return f"{kind}ForConditionalGeneration"
     plain = kind.removesuffix("_text").replace("_", "").replace("v1dense", "densev1")
-    return next((name for name in FAMILIES if re.sub("ForCausalLM|LMHeadModel|_", "", name).lower() == plain), None)
+    known = (*FAMILIES, *ALIASES)
+    return next((name for name in known if re.sub("ForCausalLM|LMHeadModel|_", "", name).lower() == plain), None)
 
 
 def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["logits", "labels", "none"]]:
@@ -479,7 +614,11 @@ def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["log
     Raises:
         ValueError: it is of no family; the nearest names are named first.
     """
-    name = str(architecture)
+    name = ALIASES.get(str(architecture), str(architecture))
+    if name == "LlamaForCausalLM":
+        name = LLAMAS.get(str(raw.get("model_type")), name)
+    if name in REWARDS:
+        return "Qwen2ForCausalLM", "labels"
     for ending, head in HEADS.items():
         for full in ("ForCausalLM", "LMHeadModel"):
             if name.endswith(ending) and name.removesuffix(ending) + full in FAMILIES:

@@ -14,13 +14,44 @@ import torch
 import torch.nn.functional as F
 
 from config import EngineConfig
+from layers import New, Owner
 from model_config import ModelConfig
 from models.dequantize import opened
+from models.families import REWARDS
 from models.pooling import MODULE_WEIGHTS, Dense, dense_layers
+from models.shares import Parts, Shares
 from sampling_params import PoolingParams
 
 if TYPE_CHECKING:
     from model import Transformer
+
+
+class LabelHead(Owner):
+    """A classification head in float32, the same on each rank: one matrix, or two with biases and a ReLU between."""
+
+    hidden: torch.Tensor | None = None
+
+    def __init__(self, c: ModelConfig, new: New):
+        size, count = c.hidden_size, len(c.labels)
+        self.out = new(count, size, dtype=torch.float32)
+        if c.architecture in REWARDS:
+            self.hidden, self.hidden_bias = (new(*shape, dtype=torch.float32) for shape in ((size, size), (size,)))
+            self.out_bias = new(count, dtype=torch.float32)
+
+    def parts(self, shares: Shares) -> Parts:
+        """Which tensors of the checkpoint fill it."""
+        if self.hidden is None:
+            return shares.parts({"score.weight": (self.out, "all")})
+        return shares.parts({
+            "score.0.weight": (self.hidden, "all"), "score.0.bias": (self.hidden_bias, "all"),
+            "score.2.weight": (self.out, "all"), "score.2.bias": (self.out_bias, "all"),
+        })  # fmt: skip
+
+    def __call__(self, pooled: torch.Tensor) -> torch.Tensor:
+        """The outputs [B, labels] for pooled hidden states [B, hidden]."""
+        if self.hidden is None:
+            return F.linear(pooled, self.out)
+        return F.linear(F.linear(pooled, self.hidden, self.hidden_bias).relu(), self.out, self.out_bias)
 
 
 class Pooler:
@@ -44,15 +75,15 @@ class Pooler:
         layers = [load_dense(each, "" if dummy else config.folder, model.device) for each in dense]
         return cls(model.ops, model.config, layers)
 
-    def __call__(self, hidden: torch.Tensor, starts: torch.Tensor, head: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, starts: torch.Tensor, head: LabelHead | None) -> torch.Tensor:
         """A vector for each prompt [B, size or labels] float32 of hidden states [T, hidden].
 
-        Where a model has a classification `head` [labels, hidden], it is the head's outputs.
+        Where a model has a classification `head`, it is the head's outputs.
         """
         pooled = torch.cat([self.ops.pool(hidden, starts, kind) for kind in self.config.poolings], 1)
         for layer in self.layers:
             pooled = layer(pooled)
-        return pooled if head is None else F.linear(pooled, head)
+        return pooled if head is None else head(pooled)
 
     def finish(self, wanted: list[PoolingParams | None], vectors: np.ndarray) -> list[bytes]:
         """What requests get of their `vectors` [B, size or labels] float32, as float32.

@@ -11,12 +11,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from config import MAX_CONTEXT, read_json
 from model_config import Delta, Experts, Latent, ModelConfig, Rope
 from models.config_fields import Fields, label_activation, labels, typed, whole
-from models.families import FAMILIES, Family, Routing, architecture_of, family_of
+from models.families import FAMILIES, REWARDS, Family, Routing, architecture_of, family_of
 from models.quantization import read_quantization
 from models.read_rope import LAYER_TYPES, WINDOWED, read_ropes, yarn_mscale
 from models.text_halves import FIELDS, row_of, text_half, tied_half
@@ -104,13 +104,14 @@ class ConfigReader:
             raise ValueError("config.json asks for attention in both directions; Manta has only causal attention")
         vocab_size, latent = f.whole("vocab_size", 1, 2**24), self.latent
         experts, expert_layers = self.experts()
-        scale, names = self.attention_scale(), labels(f) if self.head == "labels" else ()
+        scale, (names, label_kind) = self.attention_scale(), self.labels()
         config = ModelConfig(
             architecture=str(self.architecture),
             row=row,
             vocab_size=vocab_size,
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size(),
+            mlp_sizes=tuple(size for _, size in self.blocks) if row.blocks else (),
             num_layers=self.layers,
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
@@ -139,7 +140,7 @@ class ConfigReader:
             delta=self.delta(),
             head=self.head,
             labels=names,
-            label_activation=label_activation(f, len(names)) if names else "softmax",
+            label_activation=label_kind,
             quantization=read_quantization(f.get("quantization_config") or f.get("quantization")),  # MLX's
             notes=tuple(self.notes),
             ahead=max(f.whole(name, 0, 1024, 1) for name in AHEAD),
@@ -162,6 +163,10 @@ class ConfigReader:
             norms = f.whole("num_ln_in_parallel_attn", 1, 2, 2 if new else 1)
             if new and norms == 2 and row.parallel:
                 row = row.but(one_norm=False, names={"attn_in": "ln_attn", "mlp_in": "ln_mlp"})
+        if self.name == "BaichuanForCausalLM":  # version 2 alone has this field
+            row = row.but(head_norm="rows" if "z_loss_weight" in self.raw else "")
+        if self.name == "BailingMoeForCausalLM" and f.truth("norm_head"):
+            row = row.but(head_norm="columns")
         return row.but(names={"mlp_in": None}) if row.parallel and row.one_norm else row
 
     # --- sizes --------------------------------------------------------------------------------------------------------
@@ -173,7 +178,9 @@ class ConfigReader:
     @cached_property
     def kv_heads(self) -> int:
         count = self.fields.whole("num_key_value_heads", 1, 1024, self.heads)
-        if self.name == "FalconForCausalLM":
+        if self.row.blocks:
+            count = max(heads for heads, _ in self.blocks)
+        if self.name in ("FalconForCausalLM", "GPTBigCodeForCausalLM"):
             new, multi = self.fields.truth("new_decoder_architecture"), self.fields.get("multi_query") is not False
             count = count if new else 1 if multi else self.heads
         if self.heads % count:
@@ -198,6 +205,8 @@ class ConfigReader:
     def kv_shapes(self) -> tuple[tuple[int, int], ...]:
         """KV heads and head_dim of each layer; those that see all may have their own (Gemma 4)."""
         f, row, common = self.fields, self.row, (self.kv_heads, self.head_dim)
+        if row.blocks:
+            return tuple((heads or self.kv_heads, self.head_dim) for heads, _ in self.blocks)
         if not row.full_heads:
             return (common,) * self.layers
         kv_heads = f.whole("num_global_key_value_heads", 1, 1024, self.kv_heads)
@@ -227,6 +236,30 @@ class ConfigReader:
         return kv_heads, head_dim
 
     @cached_property
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """Of each layer that a search has shaped (Nemotron): its KV heads, 0 without attention, and its MLP's size."""
+        listed, found = self.fields.value("block_configs", list) or [], []
+        if len(listed) != self.layers:
+            raise ValueError(f"config.json: block_configs has {len(listed)} entries for {self.layers} layers")
+        for i, block in enumerate(listed):
+            block = typed(f"block_configs[{i}]", block, dict) or {}
+            attention, mlp = (
+                Fields(typed(name, block.get(name), dict) or {}, Family()) for name in ("attention", "ffn")
+            )
+            if mlp.truth("no_op"):
+                raise ValueError(f"config.json: block_configs[{i}] asks for no MLP; Manta has layers without attention")
+            wide = int(2 * mlp.number("ffn_mult", 1e-3, 1e3) * self.hidden_size / 3)
+            shared = attention.whole("n_heads_in_group", 1, self.heads, 1)  # queries that share keys
+            if self.heads % shared:
+                raise ValueError(f"config.json: n_heads_in_group is {shared}; it must divide {self.heads} heads")
+            found.append((0 if attention.truth("no_op") else self.heads // shared, -(-wide // 256) * 256))
+            attention.check_rest()
+            mlp.check_rest()
+        if not any(heads for heads, _ in found):
+            raise ValueError("config.json: block_configs has no layer with attention; Manta needs at least one")
+        return tuple(found)
+
+    @cached_property
     def kinds(self) -> tuple[str, ...]:
         """Which layers have attention, and which the gated delta rule: listed, or each n-th has attention."""
         every = self.fields.whole("full_attention_interval", 1, 1024)
@@ -249,6 +282,8 @@ class ConfigReader:
         """The layer whose keys and values each layer reads: the last ones may read those of the last layer before all
         of them that sees as much (Gemma 4)."""
         row = self.row
+        if row.blocks:
+            return tuple(i if heads else -1 for i, (heads, _) in enumerate(self.blocks))
         if row.delta:
             return tuple(i if kind == "full_attention" else -1 for i, kind in enumerate(self.kinds))
         own = self.layers - (self.fields.whole(row.kv_shared, 0, self.layers - 1, 0) if row.kv_shared else 0)
@@ -263,8 +298,11 @@ class ConfigReader:
     def intermediate_size(self) -> int:
         """Of the MLP; where all layers have experts nothing need be said."""
         f, r = self.fields, self.row.routing
+        if self.row.blocks:
+            return max(size for _, size in self.blocks)
         default = f.whole(r.size, 1, 2**20) if r and r.layers == "all" and not r.beside else None
-        return f.whole("intermediate_size", 1, 2**20, self.row.mlp_times * self.hidden_size or default)
+        size = f.whole("intermediate_size", 1, 2**20, self.row.mlp_times * self.hidden_size or default)
+        return size // 2 if self.row.mlp_halved else size
 
     def layer_input_size(self, vocab_size: int) -> int:
         """Of what each layer gets of a token beside its hidden states; 0 for nothing."""
@@ -286,7 +324,7 @@ class ConfigReader:
             kv_rank=f.whole("kv_lora_rank", 1, 2**16),
             rope_dim=f.whole("qk_rope_head_dim", 2, 1024, 64),
             nope_dim=f.whole("qk_nope_head_dim", 1, 1024, 128),
-            v_dim=f.whole("v_head_dim", 1, 1024, 128),
+            v_dim=f.whole("v_head_dim", 1, 1024, self.hidden_size // self.heads),
         )
         if found.v_dim > (most := found.nope_dim + found.rope_dim):
             raise ValueError(f"config.json: v_head_dim is {found.v_dim}; Manta has at most {most}")
@@ -364,6 +402,8 @@ class ConfigReader:
             return tuple(window if (i < first and i % 2 == 0 if by_turns else i >= first) else 0 for i in range(layers))
         if row.rope == "listed":  # Llama 4's layers with RoPE have a window, SmolLM3's layers without it
             return tuple(window if has == row.chunked else 0 for has in self.rope_layers())
+        if row.window == "attention_types":
+            return tuple(window if local else 0 for local in self.local_layers())
         if row.window == "pattern":
             return tuple(0 if full else window for full in self.full_layers())
         return (window,) * layers
@@ -375,6 +415,15 @@ class ConfigReader:
             return [pattern[i % len(pattern)] == "G" for i in range(self.layers)]
         every = whole("sliding_window_pattern", pattern, 1, 1024, self.row.full_every)
         return [(i + 1) % every == 0 for i in range(self.layers)]
+
+    def local_layers(self) -> list[bool]:
+        """Which layers have a window, by GPT-Neo's list: some kinds, which repeat some times; and so on."""
+        found, kinds = self.fields.value("attention_types", list), []
+        with contextlib.suppress(TypeError, ValueError):
+            kinds = [kind for repeated, times in found for kind in list(repeated) * times]
+        if len(kinds) != self.layers or any(kind not in ("global", "local") for kind in kinds):
+            raise ValueError(f"config.json: attention_types is {found!r:.80}; it must say global or local by layer")
+        return [kind == "local" for kind in kinds]
 
     def rope_layers(self) -> list[bool]:
         """Which layers have RoPE."""
@@ -413,7 +462,7 @@ class ConfigReader:
         """What scores are multiplied by."""
         f, row = self.fields, self.row
         if row.attention_scale == "attention_multiplier":
-            return f.number("attention_multiplier", 1e-6, 1e6, 1.0)
+            return f.number("attention_multiplier", 1e-6, 1e6, self.head_dim**-0.5)
         if row.attention_scale == "none":
             return 1.0
         size = f.number(row.attention_scale, 1e-6, 1e9) if row.attention_scale else float(self.head_dim)
@@ -426,6 +475,17 @@ class ConfigReader:
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
+    def labels(self) -> tuple[tuple[str, ...], Literal["softmax", "sigmoid", "identity"]]:
+        """The names of a classification head's outputs, if there is one, and what becomes of these outputs."""
+        if self.head != "labels":
+            return (), "softmax"
+        if count := REWARDS.get(str(self.architecture)):  # whatever the file says, as in Qwen's code
+            if count > 1:
+                self.notes.append("the labels are of a prompt's last token; let it be <extra_0>, which ends a step")
+            return tuple(f"LABEL_{i}" for i in range(count)), "softmax" if count > 1 else "identity"
+        names = labels(self.fields)
+        return names, label_activation(self.fields, len(names))
+
     def cap(self, name: str) -> float:
         """A soft cap; 0 for none."""
         if not self.row.caps or self.fields.get(name) is None:
@@ -433,10 +493,11 @@ class ConfigReader:
         return self.fields.number(name, 1e-3, 1e6)
 
     def factor(self, name: str) -> float:
-        """A factor that the family names; 1 where it names none."""
+        """A factor that the family names; 1 where it names none. Two of MiniCPM's are for a model of size 1."""
         if name == "sqrt":
             return self.hidden_size**0.5
-        return self.fields.number(name, 1e-6, 1e6, 1.0) if name else 1.0
+        size = {"scale_depth": self.layers**0.5, "dim_model_base": self.hidden_size}.get(name, 1.0)
+        return self.fields.number(name, 1e-6, 1e6, size) / size if name else 1.0
 
 
 def expert_layers(f: Fields, r: Routing, count: int) -> tuple[bool, ...]:

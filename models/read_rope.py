@@ -57,6 +57,7 @@ def read_rope(
     length that says more than they, unless kinds of layers have a RoPE each (`layered`)."""
     f = reader.fields
     theta = number("rope_theta", says.get("rope_theta"), 2, 1e15, f.number(theta_field, 2, 1e15, 10000))
+    theta *= f.number("rope_ratio", 1e-3, 1e6) if "rope_ratio" in f.row.defaults else 1
     trained = f.whole("max_position_embeddings", 2, MAX_CONTEXT)
     kind = says.get("rope_type") or says.get("type") or "default"
     # Of models that also see: text has the same position in all its parts. And Phi-3's first name for LongRoPE.

@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from renamed import of_transformers, rename
+
 TESTS = Path(__file__).parent
 DATA = TESTS / "data"
 NEW = 64  # tokens that transformers goes on with
@@ -80,6 +82,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": case(
         "Cohere2Config", tie_word_embeddings=True, sliding_window=9, num_hidden_layers=4,
         layer_types=["sliding_attention"] * 3 + ["full_attention"]),
+    "nemotron-super": case("DeciLMConfig", intermediate_size=512, num_hidden_layers=4, mlp_bias=True),
     "deepseek-v2": case("DeepseekV2Config", **ROUTED | LATENT | {"n_group": 4, "topk_group": 2},
                         topk_method="group_limited_greedy", norm_topk_prob=False),
     "deepseek-v2-lite": case("DeepseekV2Config", **ROUTED | LATENT | {"q_lora_rank": None}, topk_method="greedy"),
@@ -184,6 +187,55 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm-parallel-qk-norm": case("StableLmConfig", use_parallel_residual=True, qk_layernorm=True),
     "starcoder2": case("Starcoder2Config", tie_word_embeddings=True, sliding_window=9),
     "qwen3-moe-of-7": case("Qwen3MoeConfig", **HEAD16, **EXPERTS | {"num_experts": 7}, norm_topk_prob=True),
+    # Later ones come last, because the prompts of all are drawn one after the other.
+    "cwm": case("CwmConfig", **HEAD16, sliding_window=9, num_hidden_layers=5, bos_token_id=0),
+    "gpt-bigcode": case("GPTBigCodeConfig", **OWN_HEADS, intermediate_size=ABSENT, tie_word_embeddings=True),
+    "gptj": case("GPTJConfig", **OWN_HEADS, intermediate_size=ABSENT, rotary_dim=8),
+    "gpt-neo": case(
+        "GPTNeoConfig", **OWN_HEADS, intermediate_size=ABSENT, attention_types=[[["global", "local"], 2]],
+        num_hidden_layers=4, window_size=9, tie_word_embeddings=True),
+    "helium": case("HeliumConfig", **HEAD16, mlp_bias=True, attention_bias=True),
+    "hyperclovax": case(
+        "HyperCLOVAXConfig", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4,
+        logits_scaling=0.7),
+    "internlm3": case("InternLM3Config", **HEAD16, attention_bias=True, mlp_bias=True),
+    "iquestcoder": case("IQuestCoderConfig", **HEAD16),
+    "jais2": case("Jais2Config"),
+    "minicpm3": case("MiniCPM3Config", **LATENT, tie_word_embeddings=True, dim_model_base=24, rope_parameters={
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256,
+        "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0] * 4}),
+    "vaultgemma": case(
+        "VaultGemmaConfig", **HEAD16, tie_word_embeddings=True, query_pre_attn_scalar=24, sliding_window=9,
+        attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+}  # fmt: skip
+
+# --- models of remote code --------------------------------------------------------------------------------------------
+
+
+def remote(architecture: str, config: str, **more: Any) -> dict[str, Any]:
+    """A model that computes what a class of transformers does; tests/models/test_remote_code.py renames its files."""
+    return case(config, **more) | {"architecture": architecture}
+
+
+THETA = {"rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}
+REMOTE: dict[str, dict[str, Any]] = {
+    "bailing": remote("BailingMoeForCausalLM", "MixtralConfig", **THETA, **LOCAL_EXPERTS),
+    "bailing-v2": remote(
+        "BailingMoeV2ForCausalLM", "Glm4MoeConfig", **HEAD16, **ROUTED | {"n_group": 4, "topk_group": 2},
+        use_qk_norm=True, attention_bias=True, rms_norm_eps=1e-3,
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.5}),
+    "baichuan": remote("BaichuanForCausalLM", "LlamaConfig", **THETA, num_key_value_heads=4),
+    "chatglm": remote("ChatGLMForCausalLM", "GlmConfig", **HEAD16, **THETA, attention_bias=True),
+    "exaone": remote("ExaoneForCausalLM", "LlamaConfig", **THETA),
+    "internlm": remote("InternLMForCausalLM", "LlamaConfig", **THETA, num_key_value_heads=4, attention_bias=True),
+    "internlm2": remote("InternLM2ForCausalLM", "LlamaConfig", **THETA, attention_bias=True),
+    "minicpm": remote(
+        "MiniCPMForCausalLM", "GraniteConfig", **THETA, embedding_multiplier=3.0, attention_multiplier=0.25,
+        residual_multiplier=1.4 / 2**0.5, logits_scaling=64 / 24),
+    "orion": remote("OrionForCausalLM", "StableLmConfig", layer_norm_eps=1e-3, rope_parameters={
+        "rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 1.0}),
+    "qwen": remote("QWenLMHeadModel", "Qwen2Config", **THETA, num_key_value_heads=4),
+    "yi": remote("YiForCausalLM", "LlamaConfig", **THETA),
 }  # fmt: skip
 
 # --- positions, windows, files ----------------------------------------------------------------------------------------
@@ -272,6 +324,8 @@ LATENTS: dict[str, dict[str, Any]] = {
         "topk_method": "greedy", "q_lora_rank": None, "v_head_dim": 24,
         "rope_parameters": LATENT_YARN | {"mscale": 1.0}}},
     "deepseek-v3": {"config": "DeepseekV3Config", "shape": LATENT_SHAPE | {"rope_parameters": LATENT_YARN}},
+    "kimi-k2": {"config": "DeepseekV3Config", "shape": LATENT_SHAPE | {
+        "n_group": 1, "topk_group": 1, "rope_parameters": LATENT_YARN | {"beta_fast": 1.0, "beta_slow": 1.0}}},
     "deepseek-v3-halves-biases": {"config": "DeepseekV3Config", "shape": LATENT_SHAPE | {
         "rope_interleave": False, "attention_bias": True}},
 }  # fmt: skip
@@ -404,10 +458,13 @@ SEEING: dict[str, dict[str, Any]] = {
 
 # --- all of them ------------------------------------------------------------------------------------------------------
 
-GROUPS = {"families": FAMILIES, "llamas": LLAMAS, "latents": LATENTS, "pooled": POOLED, "beams": SEARCHED}
+GROUPS = {
+    "families": FAMILIES, "remote": REMOTE, "llamas": LLAMAS, "latents": LATENTS, "pooled": POOLED, "beams": SEARCHED,
+}  # fmt: skip
 KEPT = {
     "families": (
         "qwen3", "gemma3", "gpt-oss", "deepseek-v3", "qwen3-next", "llama4", "falcon-7b", "gemma4-shared"),
+    "remote": (),
     "llamas": ("llama-gqa-llama3-rope-tied", "llama-longrope", "qwen2-sharded-tied"),
     "latents": ("deepseek-v3",),
     "pooled": ("qwen3", "labels-3"),
@@ -417,13 +474,13 @@ KEPT = {
 
 def ask() -> None:
     """Add to each case what transformers is asked: prompts of tokens, how many tokens more, and beams."""
-    lengths = {"families": (7, 41), "pooled": (1, 7, 41, 100, 1, 64), "beams": (1, 7, 23)}
+    lengths = {"families": (7, 41), "remote": (7, 41), "pooled": (1, 7, 41, 100, 1, 64), "beams": (1, 7, 23)}
     for group, cases in GROUPS.items():
-        rng, first = random.Random(0), int(group == "families")
+        first = int(group == "families")
         for name, each in cases.items():
-            vocab = each["shape"]["vocab_size"]
+            rng, vocab = random.Random(name), each["shape"]["vocab_size"]  # a new case changes no other one's prompts
             each["prompts"] = [[rng.randrange(first, vocab) for _ in range(n)] for n in lengths.get(group, (1, 7, 41))]
-            if group == "families":
+            if group in ("families", "remote"):
                 each["generated"] = [1]
             if group == "beams":
                 each["beams"] = [{"max_new_tokens": NEW_OF_BEAMS} | arguments for arguments in BEAMS]
@@ -437,10 +494,12 @@ ask()
 
 def ask_transformers(cases: dict[str, dict[str, Any]], folder: Path) -> None:
     """Make a folder for each case. One process makes all, because importing transformers takes long."""
-    (folder / "cases.json").write_text(json.dumps(cases))
+    (folder / "cases.json").write_text(json.dumps({name: of_transformers(case) for name, case in cases.items()}))
     # -I: transformers looks for a package called `kernels`, and would find ours.
     command = [sys.executable, "-I", TESTS / "oracle.py", folder / "cases.json", folder]
     subprocess.run(command, check=True, cwd=folder)
+    for name, case in cases.items():
+        rename(folder / name, case)
 
 
 def tiers(group: str, names: Iterable[str] = ()) -> list[Any]:

@@ -34,8 +34,9 @@ from safetensors.torch import load_file
 from config import EngineConfig
 from device.startup import start_worker
 from model_config import ModelConfig
-from models.families import FAMILIES
+from models.families import ALIASES, FAMILIES
 from plan import NewRow, StepPlan
+from renamed import RENAMED, of_transformers, rename
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "bench_results" / "families.json"
@@ -95,6 +96,10 @@ FIELDS: dict[str, Draw] = {
         ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
         one_of(1e-6, 1e-5, 1e-3, 1e-2)),
     "sliding_window": maybe(lambda rng, _: rng.randint(2, 24)),  # transformers' cache errs where it is 1
+    "window_size": lambda rng, _: rng.randint(2, 24),
+    "attention_types": lambda rng, so_far: [
+        [[rng.choice(("global", "local"))], 1] for _ in range(so_far["num_hidden_layers"])
+    ],
     "max_window_layers": lambda rng, so_far: rng.randint(0, so_far["num_hidden_layers"]),
     "layer_types": kinds_of_layers,
     "attention_chunk_size": lambda rng, _: rng.randint(2, 24),
@@ -105,6 +110,9 @@ FIELDS: dict[str, Draw] = {
     **dict.fromkeys(
         ("embedding_multiplier", "logits_scaling", "logit_scale", "routed_scaling_factor"), between(0.2, 3)),
     **dict.fromkeys(("residual_multiplier", "attention_multiplier"), between(0.1, 0.8)),
+    "scale_emb": between(0.5, 12),
+    "scale_depth": maybe(between(0.1, 1.4)),
+    "dim_model_base": maybe(one_of(16, 40, 256)),
     "query_pre_attn_scalar": one_of(8, 24, 100),
     "attn_logit_softcapping": maybe(between(2, 50)),
     "final_logit_softcapping": maybe(between(2, 30)),
@@ -178,10 +186,20 @@ def draw(rng: random.Random, config: str, has: dict[str, Any]) -> dict[str, Any]
         shape["sliding_window"] = rng.randint(2, 24)
     if config in QWEN_NEXT:
         shape["layer_types"] = delta_layers(rng, shape)
+    if config == "CwmConfig":
+        shape["bos_token_id"] = 0  # its class needs one
+    if config == "HeliumConfig":
+        shape["hidden_size"] = heads * dim
+    if config == "InternLM3Config":
+        shape["mlp_bias"] = shape["attention_bias"]
+    if config == "GPTJConfig":
+        shape["rotary_dim"] = rng.randrange(2, dim + 1, 2)
     if config == "FalconConfig":
         shape["parallel_attn"] |= shape["new_decoder_architecture"]
         if not shape["new_decoder_architecture"]:
             shape["num_ln_in_parallel_attn"] = shape["num_kv_heads"] = None
+    if config == "DeciLMConfig":
+        shape["intermediate_size"] = 512
     experts = next((shape[n] for n in ("num_local_experts", "num_experts", "n_routed_experts") if n in shape), 0)
     if experts:
         shape["num_experts_per_tok"] = rng.randint(1, min(4, experts))
@@ -193,7 +211,7 @@ def draw(rng: random.Random, config: str, has: dict[str, Any]) -> dict[str, Any]
                 shape["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
     act = next((n for n in ("hidden_act", "hidden_activation", "activation_function", "activation") if n in has), "")
     if act and config not in ("GptOssConfig", "ApertusConfig", *QWEN_NEXT):
-        if config.startswith("Gemma"):
+        if "Gemma" in config:
             shape[act] = "gelu_pytorch_tanh"
         else:
             row = FAMILIES[architecture_of(config)]
@@ -351,8 +369,9 @@ def compare(folder: Path, case: dict[str, Any], rng: random.Random) -> None:
 def run(oracle: Oracle, case: dict[str, Any], folder: Path, rng: random.Random) -> tuple[str, str]:
     """The family of a case, and what is wrong with it; "" for nothing."""
     try:
-        if error := oracle.ask(folder=str(folder), **case).get("error"):
+        if error := oracle.ask(folder=str(folder), **of_transformers(case)).get("error"):
             return "", f"transformers: {error}"
+        rename(folder, case)
         family = json.loads((folder / "config.json").read_text())["architectures"][0]
         try:
             compare(folder, case, rng)
@@ -383,7 +402,8 @@ def main() -> None:
     found: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     failed = 0
     for config in classes:
-        has, rng = oracle.ask(fields=config), random.Random(f"{args.seed} {config}")
+        of = RENAMED[config].of if config in RENAMED else config
+        has, rng = oracle.ask(fields=of), random.Random(f"{args.seed} {config}")
         drawn = passed = 0
         for i in range(args.count):
             case = {"name": "a" * (i + 1), "config": config, "shape": draw(rng, config, has), "new": NEW, "exact": True}
@@ -408,21 +428,30 @@ def main() -> None:
 
 
 KNOWN = {  # what people know a family by, where its name does not say it
-    "DeepseekV2ForCausalLM": "DeepSeek V2, V2.5, Coder V2", "DeepseekV3ForCausalLM": "DeepSeek V3, R1",
+    "BailingMoeForCausalLM": "Ling, Ring 1, 1.5", "BailingMoeV2ForCausalLM": "Ling, Ring 2",
+    "DeciLMForCausalLM": "Nemotron Super 49B",
+    "DeepseekV2ForCausalLM": "DeepSeek V2, V2.5, Coder V2", "DeepseekV3ForCausalLM": "DeepSeek V3, R1, Kimi K2",
     "Ernie4_5ForCausalLM": "ERNIE 4.5 (dense)", "Exaone4ForCausalLM": "EXAONE 4.0", "GlmForCausalLM": "GLM-4-9B",
     "Glm4ForCausalLM": "GLM-4-0414", "Glm4MoeForCausalLM": "GLM-4.5, 4.6", "GptOssForCausalLM": "GPT-OSS",
     "GPT2LMHeadModel": "GPT-2", "GPTNeoXForCausalLM": "Pythia, GPT-NeoX", "GraniteForCausalLM": "Granite 3",
-    "HunYuanDenseV1ForCausalLM": "Hunyuan (dense)", "LlamaForCausalLM": "Llama 1 to 3.3, Yi, Vicuna",
+    "HunYuanDenseV1ForCausalLM": "Hunyuan (dense)", "LlamaForCausalLM": "Llama 1 to 3.3, Yi, Vicuna, Aquila, XVERSE",
     "Llama4ForCausalLM": "Llama 4 Scout, Maverick (text)", "MistralForCausalLM": "Mistral 7B, Nemo, Small",
     "Ministral3ForCausalLM": "Ministral 3", "CohereForCausalLM": "Command R",
     "Cohere2ForCausalLM": "Command R7B, Command A", "Gemma4ForCausalLM": "Gemma 4 (text)",
-    "PhiForCausalLM": "Phi-1, 2", "Phi3ForCausalLM": "Phi-3, 3.5, 4", "Qwen2ForCausalLM": "Qwen 2, 2.5, QwQ",
+    "PhiForCausalLM": "Phi-1, 2", "Phi3ForCausalLM": "Phi-3, 3.5, 4", "Qwen2ForCausalLM": "Qwen 2, 2.5, QwQ, MiMo",
     "Gemma3ForCausalLM": "Gemma 3 (text)", "MiniMaxM2ForCausalLM": "MiniMax M2", "Olmo2ForCausalLM": "OLMo 2",
     "Olmo3ForCausalLM": "OLMo 3", "SmolLM3ForCausalLM": "SmolLM3", "SeedOssForCausalLM": "Seed-OSS",
     "Gemma2ForCausalLM": "Gemma 2", "GraniteMoeForCausalLM": "Granite 3 MoE", "OlmoeForCausalLM": "OLMoE",
     "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-57B-A14B", "Qwen3MoeForCausalLM": "Qwen3 MoE",
     "Qwen3NextForCausalLM": "Qwen3-Next", "Qwen3_5ForCausalLM": "Qwen3.5 (text)",
-    "Qwen3_5MoeForCausalLM": "Qwen3.5 MoE (text)",
+    "Qwen3_5MoeForCausalLM": "Qwen3.5 MoE (text)", "BaichuanForCausalLM": "Baichuan, Baichuan 2 (7B)",
+    "ChatGLMForCausalLM": "ChatGLM 2, 3, GLM-4-9B (2024)", "CwmForCausalLM": "CWM",
+    "ExaoneForCausalLM": "EXAONE 3, 3.5", "GPTBigCodeForCausalLM": "StarCoder, SantaCoder",
+    "GPTJForCausalLM": "GPT-J", "GPTNeoForCausalLM": "GPT-Neo",
+    "HyperCLOVAXForCausalLM": "HyperCLOVA X Think", "InternLM2ForCausalLM": "InternLM 2, 2.5",
+    "InternLM3ForCausalLM": "InternLM 3", "IQuestCoderForCausalLM": "IQuest Coder", "Jais2ForCausalLM": "Jais 2",
+    "MiniCPMForCausalLM": "MiniCPM 1, 2, 4", "MiniCPM3ForCausalLM": "MiniCPM 3", "QWenLMHeadModel": "Qwen (1)",
+    "YiForCausalLM": "Yi (its first files)",
 }  # fmt: skip
 BEGIN, END = "<!-- the table: python tests/family_campaign.py --table -->", "<!-- its end -->"
 TRAITS = {  # what a row's field says, in words
@@ -430,10 +459,12 @@ TRAITS = {  # what a row's field says, in words
     "qk_norm": {"head": "q/k norm", "heads": "q/k norm by head", "all": "q/k norm over all heads",
                 "after": "q/k norm after RoPE", "unit": "q/k norm without weights"},
     "rope": {"listed": "some layers without RoPE", "windowed": "RoPE in window layers"},
-    "window": {"pattern": "windows in some layers", "qwen": ""}, "chunked": {True: "chunks"},
+    "window": {"pattern": "windows in some layers", "attention_types": "windows in some layers"},
+    "chunked": {True: "chunks"},
     "local_rope": {"rope_local_base_freq": "two RoPEs", "unscaled": "two RoPEs"}, "caps": {True: "soft caps"},
     "sinks": {True: "sinks"}, "latent": {True: "latent attention"}, "parallel": {True: "parallel MLP"},
     "full_heads": {True: "other heads in layers that see all"}, "v_norm": {True: "norm of values"},
+    "blocks": {True: "some layers without attention, MLPs of several sizes"},
     "kv_shared": {"num_kv_shared_layers": "shared keys"},
     "layer_inputs": {"hidden_size_per_layer_input": "embeddings for each layer"},
     "delta": {"split": "gated delta rule in some layers", "by_heads": "gated delta rule in some layers"},
@@ -444,14 +475,20 @@ TRAITS = {  # what a row's field says, in words
 
 def table() -> str:
     """The families, what sets each apart, and how many of its drawn shapes passed, as a table in Markdown."""
+    from checkpoints import REMOTE
+
     found = json.loads(RESULT.read_text())
+    remote = {case["architecture"]: case["config"].replace("Config", "ForCausalLM") for case in REMOTE.values()}
     lines = ["| `architectures` | known as | beside Llama | shapes that passed |", "|---|---|---|---|"]
     for name, row in FAMILIES.items():
         traits = [words.get(getattr(row, field)) for field, words in TRAITS.items()]
         if isinstance(row.parallel, str):
             traits.append("parallel MLP if asked for")
         if row.residual_scale:
-            traits.append("scaled embeddings, residuals, scores and logits")
+            scores = ", scores" if row.attention_scale else ""
+            traits.append(f"scaled embeddings, residuals{scores} and logits")
+        if name == "BaichuanForCausalLM":
+            traits.append("normalized head (Baichuan 2)")
         if row.name("positions"):
             traits.append("learned positions")
         if row.names.get("attn_out"):
@@ -459,10 +496,12 @@ def table() -> str:
         if r := row.routing:
             traits.append(f"experts ({r.scoring}{', in groups' if r.grouped else ''}{', shared' if r.shared else ''})")
         base = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-        passed = found.get(name, {"passed": 0, "drawn": 0})
+        passed = found.get(name)
+        tried = f"{passed['passed']} of {passed['drawn']}" if passed else f"1, as `{remote.get(name, 'none')}`"
         told = ", ".join(trait for trait in traits if trait) or "biases, names or sizes"
         told = "" if name == "LlamaForCausalLM" else told
-        lines.append(f"| `{name}` | {KNOWN.get(name, base)} | {told} | {passed['passed']} of {passed['drawn']} |")
+        names = ", ".join(f"`{each}`" for each in (name, *(alias for alias, of in ALIASES.items() if of == name)))
+        lines.append(f"| {names} | {KNOWN.get(name, base)} | {told} | {tried} |")
     return "\n".join(lines)
 
 

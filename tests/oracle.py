@@ -16,6 +16,7 @@ Entry j of the case's `beams` is a dict of arguments of `generate`: its answers 
 row, filled up with -1, and their scores `scores{j}.{i}`.
 A case with a `head` is saved without one for logits: `AutoModel`, or `AutoModelForSequenceClassification`. Of it there
 are the hidden states `hidden{i}` of each prompt, or what the classification head says of it, `labels{i}`.
+Of the parameters that `zeros` names the last inputs are 0, from its number on.
 With `exact`, `exact{i}` are the logits of float64, as far as transformers computes in it.
 For each length of the case's `tables`, `table{length}` has cos | sin of that many positions.
 
@@ -40,6 +41,9 @@ def make_checkpoint(name: str, case: dict, folder: Path, kind: type, more: dict)
     with torch.no_grad():  # wide enough that the logits differ clearly and every weight matters
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if parameter.ndim == 1 and parameter.mean() > 0.5 else 0.0, 0.15)
+            for part, first in case.get("zeros", {}).items():
+                if part in name:
+                    parameter[..., first:] = 0.0
             if name.endswith(".A_log"):  # of recurrent states, which then remember some tens of tokens
                 parameter.sub_(3.0)
         for name, buffer in model.named_buffers():

@@ -1,9 +1,9 @@
 """Vocabularies in other files than `tokenizer.json`, made into the same `tokenizers.Tokenizer` when they are loaded.
 
 `tokenizer.model` is SentencePiece's (Llama 2, Mistral 7B, Gemma), `tekken.json` is Mistral's list of byte strings that
-tiktoken ranks, `tiktoken.model` is Kimi's, and `vocab.json` with `merges.txt` is GPT-2's byte-level BPE. The JSON files
-beside them, or beside `tokenizer.json`, add tokens and say which are special. A vocabulary that would not give the ids
-of its own library is refused, and the error says why.
+tiktoken ranks, as Kimi's `tiktoken.model`, Qwen 1's `qwen.tiktoken` and GLM-4's `tokenizer.model` are, and `vocab.json`
+with `merges.txt` is GPT-2's byte-level BPE. The JSON files beside them, or beside `tokenizer.json`, add tokens and say
+which are special. A vocabulary that would not give the ids of its own library is refused, and the error says why.
 """
 
 from __future__ import annotations
@@ -42,7 +42,17 @@ KIMI = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-KIMI_RESERVED = 256  # special tokens after the others
+# How the classes whose files tiktoken reads split a text.
+TIKTOKEN = {
+    "TikTokenTokenizer": KIMI, "QWenTokenizer": QWEN2, "ChatGLM4Tokenizer": QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),
+}  # fmt: skip
+AFTER = {  # special tokens that classes have after their files'; {} is the id
+    "TikTokenTokenizer": ("<|reserved_token_{}|>",) * 256,
+    "QWenTokenizer": ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))),
+    "ChatGLMTokenizer": (
+        "[MASK]", "[gMASK]", "[sMASK]", "sop", "eop", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+}  # fmt: skip
+BEFORE = {"ChatGLMTokenizer": ["[gMASK]", "sop"], "ChatGLM4Tokenizer": ["[gMASK]", "<sop>"]}  # in front of each text
 # How the classes of tokenizers that are saved as vocab.json and merges.txt split a text; None is GPT-2's own way.
 SPLITS = {"GPT2Tokenizer": None, "CodeGenTokenizer": None, "Qwen2Tokenizer": QWEN2}
 WITHOUT_PREFIX = ("", "PreTrainedTokenizer", "TokenizersBackend", "GemmaTokenizer")  # classes without add_prefix_space
@@ -161,6 +171,8 @@ def set_prefix(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
 
 def read_sentencepiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str]]:
     """A `tokenizer.model`: see sentencepiece_model.proto for the numbers of the fields."""
+    if settings.config.get("tokenizer_class") in TIKTOKEN:
+        return read_tiktoken(path, settings)
     model = list(fields(path.read_bytes()))
     pieces = [read_piece(value) for number, value in model if number == 1]
     last = dict(model)  # of a field that comes several times the last value counts
@@ -194,7 +206,8 @@ def read_sentencepiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[
         # A Metaspace puts its character in front only where the text does not begin with it, which is right where
         # spaces are squeezed. Elsewhere it must always be there: so the first of two puts a plain space in front (the
         # normalizer has replaced all others), and the second spells it as the vocabulary does.
-        scheme = "always" if settings.config.get("legacy") else "first"
+        legacy = settings.config.get("legacy", "auto_map" in settings.config)  # as classes of models' own code are
+        scheme = "always" if legacy else "first"
         steps = [(SPACE, scheme)] if squeeze else [(" ", scheme), (SPACE, "never")]
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Metaspace(char, where, split=False) for char, where in steps]
@@ -356,19 +369,19 @@ def read_merges(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, st
 
 def read_tiktoken(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str]]:
     """A `tiktoken.model`: lines of a byte string and its rank, which is its id. The pattern is its class's own."""
-    kind = settings.config.get("tokenizer_class")
-    if kind != "TikTokenTokenizer":
-        raise ValueError(f"its tokenizer_class is {kind!r:.80}; Manta knows that of Kimi alone, TikTokenTokenizer")
+    kind = str(settings.config.get("tokenizer_class"))
+    if kind not in TIKTOKEN:
+        raise ValueError(f"its tokenizer_class is {kind!r:.80}; Manta converts {', '.join(TIKTOKEN)}")
     ranks = {}
     for line in path.read_bytes().splitlines():
         token, _, rank = line.partition(b" ")
         ranks["".join(SPELLING[byte] for byte in base64.b64decode(token))] = int(rank)
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError("its ranks are not those from 0 on, each of one token")
-    tokenizer = byte_level(ranks, merges_of(ranks), KIMI, prefix=False, ignore_merges=True)
-    reserved = set(range(len(ranks), len(ranks) + KIMI_RESERVED)) - set(settings.added)
-    added = {id: AddedToken(f"<|reserved_token_{id}|>", special=True, normalized=False) for id in reserved}
-    return finish(tokenizer, settings, added, {}, adds_bos=False)
+    tokenizer = byte_level(ranks, merges_of(ranks), TIKTOKEN[kind], prefix=False, ignore_merges=True)
+    if kind == "QWenTokenizer":
+        tokenizer.normalizer = normalizers.NFC()
+    return finish(tokenizer, settings, {}, {}, adds_bos=False)
 
 
 def byte_level(
@@ -422,7 +435,12 @@ def finish(
     Raises:
         ValueError: a token has another id in the vocabulary, or its id leaves a gap after the vocabulary.
     """
-    added, names = settings.added | added, names | settings.names
+    kind = str(settings.config.get("tokenizer_class"))
+    after = {  # letters in a word are no token
+        id: AddedToken(text.format(id), special=True, normalized=False, single_word=text.isalpha())
+        for id, text in enumerate(AFTER.get(kind, ()), tokenizer.get_vocab_size())
+    }
+    added, names = after | settings.added | added, names | settings.names
     for text in sorted(settings.special | set(names.values())):
         id = tokenizer.token_to_id(text)
         if id is not None and id not in added:
@@ -433,6 +451,7 @@ def finish(
     adds = {"bos_token": settings.config.get("add_bos_token"), "eos_token": settings.config.get("add_eos_token")}
     adds["bos_token"] = adds_bos if adds["bos_token"] is None else adds["bos_token"]
     bos, eos = ([names[name]] if adds[name] and name in names else [] for name in ("bos_token", "eos_token"))
+    bos = BEFORE.get(kind, bos)
     around = {text: tokenizer.token_to_id(text) for text in bos + eos}
     if missing := [text for text, id in around.items() if id is None]:
         raise ValueError(f"token {missing[0]!r:.80} goes around each text and is not in the vocabulary")
@@ -458,5 +477,5 @@ def check_ids(tokenizer: Tokenizer, expected: dict[int, str]) -> None:
 
 READERS = {  # the first of them that is there counts
     "tokenizer.json": read_plain, "tekken.json": read_tekken, "tokenizer.model": read_sentencepiece,
-    "tiktoken.model": read_tiktoken, "vocab.json": read_merges,
+    "tiktoken.model": read_tiktoken, "qwen.tiktoken": read_tiktoken, "vocab.json": read_merges,
 }  # fmt: skip

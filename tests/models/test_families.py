@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 
 import family_campaign
 import reference
+from checkpoints import DATA, KEPT, LLAMAS, REMOTE, Checkpoints, tiers
 from checkpoints import FAMILIES as CASES
-from checkpoints import KEPT, Checkpoints, tiers
 from config import EngineConfig
 from device.memory import stage_layers
 from device.startup import start_worker
 from forked import run_ranks
 from model_config import ModelConfig
-from models.families import FAMILIES
+from models.families import FAMILIES, family_of
 from models.shares import check_division
 from oracle_checks import ask, check, known, make_core, make_worker
 from parallel import Group
@@ -36,8 +36,9 @@ def checkpoints(shared: Path) -> Checkpoints:
 
 @pytest.mark.full
 def test_every_family_has_a_case(checkpoints: Checkpoints) -> None:
-    named = {ModelConfig.from_folder(str(checkpoints / name)).architecture for name in CASES}
-    assert named == set(FAMILIES)
+    raws = [json.loads((checkpoints / name / "config.json").read_text()) for name in CASES]
+    named = {family_of(raw["architectures"][0], raw)[0] for raw in raws}
+    assert named | {case["architecture"] for case in REMOTE.values()} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", tiers("families"))
@@ -88,6 +89,17 @@ def test_the_text_half_of_qwen_3_5_is_read(checkpoints: Checkpoints, tmp_path: P
     save_file(tensors | odd, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"has a tensor '.*layers\.0\.self_attn\.k_proj\.weight"):
         make_worker(tmp_path, threads=1)
+
+
+def test_mimo_is_qwen_2_beside_layers_that_predict_tokens_ahead(tmp_path: Path) -> None:
+    folder = DATA / "llamas" / "qwen2-sharded-tied"
+    more = {"architectures": ["MiMoForCausalLM"], "attention_bias": True, "num_nextn_predict_layers": 1}
+    raw = json.loads((folder / "config.json").read_text()) | more
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    tensors = {name: x for path in folder.glob("model-*.safetensors") for name, x in load_file(path).items()}
+    tensors["model.mtp_layers.0.input_proj.weight"] = torch.ones(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    check(make_worker(tmp_path, threads=1), LLAMAS["qwen2-sharded-tied"], load_file(folder / "oracle.safetensors"))
 
 
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {

@@ -77,7 +77,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             ),
             "manta/tiktoken": Repo(
                 {name: FILES[name] for name in FILES if name != "tokenizer.json"}
-                | {"tiktoken.model": b"", "tokenizer_config.json": b'{"tokenizer_class": "QWenTokenizer"}'}
+                | {"tiktoken.model": b"", "tokenizer_config.json": b'{"tokenizer_class": "HYTokenizer"}'}
             ),
             "manta/packed": Repo(FILES | {"hf_quant_config.json": as_json({"quantization": PACKED})}),
             "manta/nvfp4": Repo(
@@ -182,7 +182,7 @@ def full(*row: Any) -> Any:
             r"manta/huge needs 1,000,000,000\.00 GB, and .* has room for .*: make room, or name another",
         ),
         full("manta/unknown", {}, "Nonesuch"),
-        full("manta/tiktoken", {}, r"tiktoken\.model cannot be made into a tokenizer: its tokenizer_class is 'QWen"),
+        full("manta/tiktoken", {}, r"tiktoken\.model cannot be made into a tokenizer: its tokenizer_class is 'HYT"),
         full("manta/packed", {}, r"quant_method 'modelopt' \(NVFP4\); Manta reads fp8, compressed-tensors, mxfp4"),
         full("manta/nvfp4", {}, r"quant_method 'modelopt' \(NVFP4\); Manta reads fp8, compressed-tensors, mxfp4"),
         full("manta/bin", {}, r"manta/bin has no model\.safetensors, but pytorch_model\.bin; .*: convert it"),

@@ -569,6 +569,29 @@ def test_a_plan_has_no_room_for_what_is_not_done(checkpoints, capsys, monkeypatc
     assert capsys.readouterr().out == told
 
 
+@pytest.mark.parametrize(("kind", "count"), [("Reward", 1), ("ProcessReward", 2)])
+def test_the_head_of_a_reward_model_has_two_matrices(checkpoints, tmp_path, kind, count):
+    """As in Qwen's code, which transformers does not have; the body is Llama's here, with biases of 0."""
+    folder, prompts = shutil.copytree(checkpoints / "labels-3", tmp_path / "model"), CASES["labels-3"]["prompts"]
+    raw, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw | {"architectures": [f"Qwen2For{kind}Model"]}))
+    del tensors["score.weight"]
+    for name in [name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
+        tensors[name.replace("weight", "bias")] = torch.zeros(len(tensors[name]))
+    one, two = torch.nn.Linear(64, 64), torch.nn.Linear(64, count)
+    head = torch.nn.Sequential(one, torch.nn.ReLU(), two).requires_grad_(False)
+    save_file(tensors | {f"score.{name}": x for name, x in head.state_dict().items()}, folder / "model.safetensors")
+    found = make(folder, task="embed").embed(prompts, RAW, use_tqdm=False)
+    want = head(torch.tensor([each.outputs.embedding for each in found]))
+    llm = make(folder)
+    assert llm.core.facts["task"] == ("classify" if count > 1 else "score")
+    probs = torch.tensor([each.outputs.probs for each in llm.classify(prompts, use_tqdm=False)])
+    assert (probs - (want.softmax(-1) if count > 1 else want)).abs().max() <= 1e-5
+    save_file(tensors | {"score.0.weight": one.weight}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has no tensor score\.0\.bias and 2 more"):
+        make(folder)
+
+
 def test_a_head_is_not_loaded_where_it_is_not_needed(checkpoints):
     core = EngineCore(EngineConfig(str(checkpoints / "labels-3"), task="embed", dtype="float32", device="cpu"))
     assert core.executor.worker.model.score is None and core.facts["task"] == "embed"

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import struct
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -467,9 +468,9 @@ def test_kimis_vocabulary_has_its_special_tokens(tmp_path: Path, ranks: dict[byt
     ("change", "spoiled", "message"),
     [
         (
-            {"tokenizer_class": "QWenTokenizer"},
+            {"tokenizer_class": "HYTokenizer"},
             None,
-            "tokenizer_class is 'QWenTokenizer'; Manta knows that of Kimi alone",
+            "tokenizer_class is 'HYTokenizer'; Manta converts TikTokenTokenizer, QWenTokenizer, ChatGLM4Tokenizer",
         ),
         ({}, b"AA== 7", "its ranks are not those from 0 on"),
         ({}, b"AA==", "cannot be made into a tokenizer"),
@@ -485,6 +486,65 @@ def test_a_tiktoken_model_that_is_wrong_is_refused(
     with pytest.raises(ValueError, match=message) as caught:
         Tokenizer(str(tmp_path))
     assert "\n" not in str(caught.value) and "tiktoken.model" in str(caught.value)
+
+
+# The file of a class, how it splits digits, tokens that the files beside it name, and texts of some special ids.
+TIKTOKEN_CLASSES = {
+    "QWenTokenizer": ("qwen.tiktoken", r"\p{N}", {}, {500: "<|endoftext|>", 502: "<|im_end|>", 707: "<|extra_204|>"}),
+    "ChatGLM4Tokenizer": (
+        "tokenizer.model", r"\p{N}{1,3}", {"500": "<|endoftext|>", "501": "[gMASK]", "502": "<sop>"}, {501: "[gMASK]"}),
+}  # fmt: skip
+
+
+def of_class(folder: Path, ranks: dict[bytes, int], kind: str) -> Path:
+    name, _, named, _ = TIKTOKEN_CLASSES[kind]
+    added = {id: {"content": text, "special": True} for id, text in named.items()}
+    kimi(folder, ranks, tokenizer_class=kind, added_tokens_decoder=added, bos_token=None)
+    (folder / "tiktoken.model").rename(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module", params=TIKTOKEN_CLASSES)
+def classes(request: pytest.FixtureRequest, ranks: dict[bytes, int], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A class's tokenizer as Manta reads it, and what tiktoken makes of its ranks and pattern."""
+    import tiktoken
+
+    first = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+    rest = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    pattern = f"{first}|{TIKTOKEN_CLASSES[request.param][1]}|{rest}"
+    theirs = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    return request.param, Tokenizer(str(of_class(tmp_path_factory.mktemp("class"), ranks, request.param))), theirs
+
+
+@pytest.mark.full
+@settings(deadline=None)
+@given(text=TEXTS | st.text(max_size=20) | st.text(st.sampled_from("Aa中文's 9\n.é"), max_size=20))
+def test_other_classes_give_the_ids_of_tiktoken(classes: tuple[str, Tokenizer, Any], text: str) -> None:
+    kind, reads, theirs = classes
+    text = unicodedata.normalize("NFC", text) if kind == "QWenTokenizer" else text
+    assert reads.encode(text, False) == theirs.encode(text)
+
+
+@pytest.mark.parametrize("kind", TIKTOKEN_CLASSES)
+def test_classes_have_their_special_tokens(tmp_path: Path, ranks: dict[bytes, int], kind: str) -> None:
+    """ChatGLM's put two of them in front of each text, and Qwen's composes letters and accents first."""
+    reads, special = Tokenizer(str(of_class(tmp_path, ranks, kind))), TIKTOKEN_CLASSES[kind][3]
+    assert {id: reads.token(id) for id in special} == special and reads.special_ids >= set(special)
+    before = [501, 502] if kind == "ChatGLM4Tokenizer" else []
+    assert reads.encode("the") == before + reads.encode("the", False)
+    accent = reads.encode("e\u0301", False) == reads.encode("é", False)
+    assert accent == (kind == "QWenTokenizer")
+
+
+def test_chatglm_3_has_tokens_after_its_pieces(tmp_path: Path, llama: bytes) -> None:
+    """Letters within a word are none of them, whatever they spell, and a prefix goes before each part."""
+    config = {"tokenizer_class": "ChatGLMTokenizer", "auto_map": {"AutoTokenizer": ["a.B", None]},
+              "added_tokens_decoder": {"601": {"content": "[gMASK]"}, "606": {"content": "<|user|>"}}}  # fmt: skip
+    reads = ours(llama, tmp_path, tokenizer_config=config)
+    assert [reads.token(id) for id in (600, 601, 603, 608)] == ["[MASK]", "[gMASK]", "sop", "<|observation|>"]
+    assert reads.encode("the")[:2] == [601, 603]
+    assert not {603, 604} & set(reads.encode("people philosophy", False))
+    assert reads.encode("the<|user|>the", False) == [*reads.encode("the", False), 606, *reads.encode("the", False)]
 
 
 @pytest.mark.parametrize(("kind", "pattern"), [("GPT2Tokenizer", None), ("Qwen2TokenizerFast", QWEN2)])
