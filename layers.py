@@ -147,6 +147,8 @@ class Attention(Owner):
             self.q_norm = new(*(heads, dim) if wide else (dim,), dtype=dtype)
             self.k_norm = new(*(kv_heads, dim) if wide else (dim,), dtype=dtype) if self.stores else self.q_norm
         self.sinks = new(heads) if row.sinks else None
+        slopes = c.slopes[group.rank * heads : (group.rank + 1) * heads]
+        self.slopes = torch.tensor(slopes, dtype=torch.float32, device=self.o.device) if slopes else None
         if row.qk_norm == "all":  # ranks that hold the same KV head all count it
             self.norm_sizes = new(2, dtype=torch.float32)
 
@@ -223,6 +225,8 @@ class Attention(Owner):
         """The rotated queries [T, heads, dim] of hidden states x, whose keys and values go into the pool."""
         row, c, qkv = self.row, self.config, linear(x, self.qkv, self.qkv_bias)
         scales = self.all_heads(qkv) if row.qk_norm == "all" else None
+        if c.clip_qkv:
+            qkv.clamp_(-c.clip_qkv, c.clip_qkv)
         kv = step.pool[self.kind][self.place]
         q = self.ops.qk_norm_rope_store(
             qkv, self.q_norm, self.k_norm, c.norm_eps, step.rotations[self.rope], step.batch.slot_mapping[self.kind],
@@ -246,8 +250,9 @@ class Attention(Owner):
         parts = []
         chunked = self.row.chunked and window > 0
         few, rest = (q, None) if n == q.shape[0] else q.split_with_sizes((n, q.shape[0] - n))
+        more = c.soft_cap, self.sinks, self.slopes
         if n > 0:
-            parts.append(self.ops.attention_decode(few, kv, step.plans[self.kind], c.scale, c.soft_cap, self.sinks))
+            parts.append(self.ops.attention_decode(few, kv, step.plans[self.kind], c.scale, *more))
         if rest is not None:
             rows = (
                 batch.block_tables[self.kind],
@@ -256,8 +261,7 @@ class Attention(Owner):
                 batch.query_starts,
                 batch.max_query_len,
             )
-            more = c.scale, window, c.soft_cap, self.sinks, None, chunked
-            parts.append(self.ops.attention_prefill(rest, kv, rows, *more))
+            parts.append(self.ops.attention_prefill(rest, kv, rows, c.scale, window, *more, chunked))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 

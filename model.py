@@ -65,6 +65,7 @@ class Transformer(Owner):
         new_first, new_last = self.memory(pipeline.first), self.memory(pipeline.last)
         tied = config.head == "logits" and config.tie_word_embeddings
         self.embedding = (new_last if tied and pipeline.last else new_first)(vocab, size)
+        self.embed_norm = Norm(config, ops, size, new_first) if self.row.name("embed_norm") else None
         self.positions: torch.Tensor | None = None  # the table of learned positions
         if self.row.name("positions"):
             self.positions = new_first(config.max_position + self.row.position_offset, size)
@@ -277,7 +278,7 @@ class Transformer(Owner):
             x *= self.embed_scale
         if self.positions is not None:
             x += F.embedding(positions + self.row.position_offset, self.positions)
-        return x
+        return self.embed_norm(x) if self.embed_norm else x
 
     def look_up(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Rows [T, size] of a table that the ranks divide. A rank has zeros for ids that it does not hold, so the sum
@@ -310,8 +311,9 @@ class Transformer(Owner):
             yield self.norm
         if pipeline.last and self.score:
             yield self.score
-        if self.layer_inputs and pipeline.first:
-            yield from self.layer_inputs.owners()
+        for owner in (self.embed_norm, self.layer_inputs):
+            if owner and pipeline.first:
+                yield from owner.owners()
         for i in self.span:
             yield from self.layers[i].owners()
 
@@ -324,6 +326,7 @@ class Transformer(Owner):
         shares = Shares(self.config.vocab_size, self.group)
         found = shares.parts({f"{name('embed')}.weight": (self.embedding, "vocab")})
         found |= self.norm.parts(name("norm"), shares)
+        found |= self.embed_norm.parts(name("embed_norm"), shares) if self.embed_norm else {}
         if self.layer_inputs:
             found |= self.layer_inputs.parts(shares)
         found |= shares.parts({

@@ -123,6 +123,8 @@ class ModelConfig:
     scale: float  # of attention's scores
     dtype: str
     eos_token_ids: tuple[int, ...]
+    slopes: tuple[float, ...] = ()  # of ALiBi, for each head; see `ops.attention_decode`
+    clip_qkv: float = 0.0  # queries, keys and values are cut to this range as they are projected; 0 for none
     soft_cap: float = 0.0  # of attention's scores
     logit_cap: float = 0.0
     embed_scale: float = 1.0

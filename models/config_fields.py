@@ -49,9 +49,16 @@ NEUTRAL: dict[str, float | str] = {
 
 
 class Fields:
-    """The fields of a config.json under the names that most families have for them. It notes which are read."""
+    """The fields of a config.json under the names that most families have for them. It notes which are read.
+
+    Those in an object that the row's `keys` look into are fields like others, with names like "attn_config.alibi".
+    """
 
     def __init__(self, raw: dict[str, Any], row: Family):
+        for outer in {name.partition(".")[0] for name in row.keys if "." in name} & raw.keys():
+            inner = typed(outer, raw[outer], dict) or {}
+            inner = {f"{outer}.{name}": value for name, value in inner.items() if not HARMLESS.fullmatch(name)}
+            raw = raw | {outer: None} | inner
         self.raw, self.row, self.read = raw, row, set[str]()
         theirs = {ours: name for name, ours in row.keys.items() if ours and name in raw}
         known = {name for name in raw if name not in row.keys and (name not in OWN or name in row.defaults)}

@@ -22,6 +22,7 @@ from typing import Any, Literal
 # (`attn_in`, `mlp_in`), or on what comes out of them (`attn_out`, `mlp_out`).
 NAMES: dict[str, str | None] = {
     "embed": "embed_tokens",
+    "embed_norm": None,  # a norm of the embeddings
     "positions": None,  # a table of learned positions
     "norm": "norm", "head": "lm_head", "layer": "layers",
     "attn_in": "input_layernorm", "attn_out": None, "mlp_in": "post_attention_layernorm", "mlp_out": None,
@@ -135,6 +136,9 @@ class Family:
     logit_divisor: str = ""
     caps: bool = False  # "attn_logit_softcapping" and "final_logit_softcapping" cap scores and logits (Gemma 2)
     sinks: bool = False  # each head has a key of its own without a value (GPT-OSS)
+    alibi: bool | str = False  # scores fall with the distance of a key, instead of RoPE
+    scaled_slopes: bool = False  # that is added before scores are scaled (Falcon)
+    clip: str = ""  # the field of what queries, keys and values are cut to as they are projected
     position_offset: int = 0  # row of the table of learned positions that belongs to position 0
     half: bool = False  # it is the text of a model that also sees or hears, which has other tensors, too
     image_layers: str | tuple[int, ...] = ()  # that do nothing without an image, and so are not there (Mllama)
@@ -256,6 +260,9 @@ MINICPM = Family(
     logit_scale="dim_model_base",
     defaults={"scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "tie_word_embeddings": True},
 )  # fmt: skip
+BAICHUAN = Family(
+    keys={"num_key_value_heads": ""}, fixed={"tie_word_embeddings": False}, names={"qkv": "self_attn.W_pack"}
+)
 GLM = Family(
     qkv_bias="attention_bias", interleaved=True,
     defaults={"partial_rotary_factor": 0.5, "attention_bias": True, "num_key_value_heads": 2, "head_dim": 128,
@@ -299,6 +306,10 @@ NEOX = Family(
     names={"embed": "embed_in", "norm": "final_layer_norm", "head": "embed_out", "qkv": "attention.query_key_value",
         "o": "attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"},
 )  # fmt: skip
+BLOOM_NAMES: dict[str, str | None] = {
+    "embed": "word_embeddings", "norm": "ln_f", "layer": "h", "qkv": "self_attention.query_key_value",
+    "o": "self_attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h",
+}  # fmt: skip
 
 FAMILIES = {
     "ApertusForCausalLM": Family(
@@ -308,8 +319,7 @@ FAMILIES = {
                 "rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "original_max_position_embeddings": 8192,
                 "low_freq_factor": 1.0, "high_freq_factor": 4.0}}, fixed={"qk_norm": True, "post_norm": False}),
     "ArceeForCausalLM": LLAMA.but(gated=False, defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5}),
-    "BaichuanForCausalLM": Family(
-        keys={"num_key_value_heads": ""}, fixed={"tie_word_embeddings": False}, names={"qkv": "self_attn.W_pack"}),
+    "BaichuanForCausalLM": BAICHUAN.but(keys={"model_max_length": "max_position_embeddings"}),
     "ChatGLMForCausalLM": Family(
         qkv_bias="add_qkv_bias", interleaved=True,
         keys={"num_layers": "num_hidden_layers", "padded_vocab_size": "vocab_size", "seq_length":
@@ -332,6 +342,15 @@ FAMILIES = {
             "n_group": 8, "topk_group": 4, "partial_rotary_factor": None, "rotary_dim": None, "rope_theta": 600000.0},
         fixed={"norm_head": False, "norm_topk_prob": True, "moe_router_enable_expert_bias": True},
         names={"correction": "mlp.gate.expert_bias"}),
+    "BloomForCausalLM": Family(
+        norm="layer", norm_bias=True, qkv_bias=True, o_bias=True, mlp_bias=True, mlp_times=4, gated=False,
+        activation="gelu_pytorch_tanh", qkv_groups=True, alibi=True,
+        keys={"n_embed": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
+            "seq_length": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps", **OLD,
+            **dict.fromkeys(("masked_softmax_fusion", "offset_alibi", "skip_bias_add", "slow_but_exact"), "")},
+        defaults={"layer_norm_eps": 1e-5, "max_position_embeddings": 2048, "tie_word_embeddings": True},
+        fixed={"apply_residual_connection_post_layernorm": False},
+        names={"embed_norm": "word_embeddings_layernorm", **BLOOM_NAMES}),
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": COHERE.but(
         window="pattern", full_every=4, rope="windowed", qk_norm="", defaults={
@@ -375,9 +394,7 @@ FAMILIES = {
             "ffn_hidden_size": "intermediate_size", "n_embed": "hidden_size", **OLD},
         defaults={"hidden_act": "gelu", "layer_norm_eps": 1e-5, "max_position_embeddings": 2048, "parallel_attn": True,
             "tie_word_embeddings": True},
-        fixed={"alibi": False},
-        names={"embed": "word_embeddings", "norm": "ln_f", "layer": "h", "qkv": "self_attention.query_key_value",
-            "o": "self_attention.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}),
+        alibi="alibi", scaled_slopes=True, names=BLOOM_NAMES),
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
@@ -499,6 +516,18 @@ FAMILIES = {
         routing=Routing(size="intermediate_size"),
         names={"router": "block_sparse_moe.gate", "experts": "block_sparse_moe.experts", "expert_gate": "w1",
             "expert_up": "w3", "expert_down": "w2"}),
+    "MptForCausalLM": Family(
+        norm="layer", mlp_times=4, gated=False, activation="gelu", alibi=True, clip="clip_qkv",
+        keys={"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers",
+            "max_seq_len": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps",
+            "attn_config.clip_qkv": "clip_qkv", "attn_config.alibi_bias_max": "alibi_bias_max", **OLD, **dict.fromkeys(
+                ("alibi_bias_max", "clip_qkv", "embedding_fraction", "init_config", "learned_pos_emb",
+                "max_position_embeddings"), "")},
+        defaults={"layer_norm_eps": 1e-5, "max_position_embeddings": 2048, "tie_word_embeddings": True},
+        fixed={"attn_config.alibi": True, "attn_config.attn_type": "multihead_attention", "expansion_ratio": 4,
+            "logit_scale": 1, "no_bias": True, "norm_type": ("low_precision_layernorm", "layernorm")},
+        names={"embed": "wte", "norm": "norm_f", "layer": "blocks", "attn_in": "norm_1", "mlp_in": "norm_2",
+            "qkv": "attn.Wqkv", "o": "attn.out_proj", "up": "ffn.up_proj", "down": "ffn.down_proj"}),
     "NemotronForCausalLM": Family(
         norm="layer", norm_bias=True, unit_offset=True, qkv_bias="attention_bias", o_bias="attention_bias",
         mlp_bias="mlp_bias", gated=False, keys={"norm_eps": "layer_norm_eps", "layer_norm_eps": ""},
@@ -587,6 +616,7 @@ ALIASES = {
     "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
     "KimiK2ForCausalLM": "DeepseekV3ForCausalLM",
     "MiMoForCausalLM": "Qwen2ForCausalLM",
+    "MPTForCausalLM": "MptForCausalLM",
 }
 LLAMAS = {"internlm3": "InternLM3ForCausalLM", "iquestcoder": "IQuestCoderForCausalLM"}  # by their model_type
 

@@ -18,7 +18,7 @@ from model_config import Delta, Experts, Latent, ModelConfig, Rope
 from models.config_fields import Fields, label_activation, labels, typed, whole
 from models.families import FAMILIES, REWARDS, Family, Routing, architecture_of, family_of
 from models.quantization import read_quantization
-from models.read_rope import LAYER_TYPES, WINDOWED, read_ropes, yarn_mscale
+from models.read_rope import LAYER_TYPES, WINDOWED, read_ropes, read_slopes, yarn_mscale
 from models.text_halves import FIELDS, row_of, text_half, tied_half
 from observe.logs import warn_once
 
@@ -32,6 +32,7 @@ ACTIVATIONS = {  # config.json's names and ours
 GATES = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 TRUTHS = (  # fields of a row that are true or false once config.json has been read
     "norm_bias", "parallel", "qkv_bias", "o_bias", "mlp_bias", "has_qk_norm", "interleaved", "tied_values", "wide_mlp",
+    "alibi",
 )  # fmt: skip
 EXPERT_GATES = ("silu", "gelu_tanh")  # see `ops.expert_gate_up`
 BESIDE_TEXT = ("tie_word_embeddings", "torch_dtype", "dtype", "eos_token_id", "quantization_config")
@@ -128,6 +129,8 @@ class ConfigReader:
             scale=scale,
             dtype=dtype_of(f),
             eos_token_ids=eos_token_ids(self.generation.get("eos_token_id", self.raw.get("eos_token_id")), vocab_size),
+            slopes=read_slopes(self),
+            clip_qkv=f.number(row.clip, 0, 1e6, 0.0) if row.clip else 0.0,
             soft_cap=self.cap("attn_logit_softcapping"),
             logit_cap=self.cap("final_logit_softcapping"),
             embed_scale=self.factor(row.embed_scale),
@@ -163,8 +166,9 @@ class ConfigReader:
             norms = f.whole("num_ln_in_parallel_attn", 1, 2, 2 if new else 1)
             if new and norms == 2 and row.parallel:
                 row = row.but(one_norm=False, names={"attn_in": "ln_attn", "mlp_in": "ln_mlp"})
-        if self.name == "BaichuanForCausalLM":  # version 2 alone has this field
-            row = row.but(head_norm="rows" if "z_loss_weight" in self.raw else "")
+        if self.name == "BaichuanForCausalLM":  # the 13B has ALiBi; Baichuan 2 has more tokens, and a norm of the head
+            newer = "z_loss_weight" in self.raw or f.whole("vocab_size", 1, 2**24) >= 125696
+            row = row.but(alibi="max_position_embeddings" not in self.raw, head_norm="rows" if newer else "")
         if self.name == "BailingMoeForCausalLM" and f.truth("norm_head"):
             row = row.but(head_norm="columns")
         return row.but(names={"mlp_in": None}) if row.parallel and row.one_norm else row

@@ -20,7 +20,9 @@ LAYER_TYPES = ("full_attention", *WINDOWED)
 def read_ropes(reader: ConfigReader) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
     """The different kinds of RoPE, and which of them each layer has."""
     f, row, windows = reader.fields, reader.row, reader.windows
-    if row.name("positions") or row.position_offset:
+    if row.name("positions") or row.position_offset or row.alibi:
+        for unused in ("rope_parameters", "rope_scaling", "rope_theta"):
+            f.get(unused)
         return (Rope(1.0, 0, {}),), (0,) * reader.layers
     given = f.value("rope_parameters", dict)  # transformers 5, whose class may have its own where it is left out
     given = row.defaults.get("rope_parameters", {}) if given is None else given
@@ -120,6 +122,18 @@ def rotary_dim(reader: ConfigReader, says: dict[str, Any], head_dim: int, kind: 
     if dim % 2:
         raise ValueError(f"config.json: partial_rotary_factor is {share}; it must leave an even part of {head_dim}")
     return dim
+
+
+def read_slopes(reader: ConfigReader) -> tuple[float, ...]:
+    """ALiBi's slope of each head (Press et al., 2022), if there is ALiBi: with P, the power of two from their number
+    on, these are 2^(-8 i / P) for i from 1 to P. Where there are fewer heads, they have the even i first."""
+    heads, row = reader.heads, reader.row
+    if not row.alibi:
+        return ()
+    power, most = 1 << (heads - 1).bit_length(), reader.fields.number("alibi_bias_max", 1, 1024, 8)
+    steps = [*range(2, power + 1, 2), *range(1, power + 1, 2)]
+    scale = reader.head_dim**-0.5 if row.scaled_slopes else 1.0
+    return tuple(scale * 2 ** (-most * i / power) for i in (sorted(steps) if power == heads else steps[:heads]))
 
 
 def notes_on(config: ModelConfig, length: int) -> tuple[str, ...]:

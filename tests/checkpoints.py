@@ -139,9 +139,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4": case(
         "Llama4TextConfig", **HEAD16, **LOCAL_EXPERTS | {"num_experts_per_tok": 1}, intermediate_size_mlp=80,
         num_hidden_layers=4, attention_chunk_size=16, floor_scale=8, interleave_moe_layer_step=2),
-    "llama4-dense": case(  # MobileLLM R1
-        "Llama4TextConfig", **HEAD16, num_local_experts=0, moe_layers=[], intermediate_size_mlp=80,
-        attention_chunk_size=16, tie_word_embeddings=True),
     "minimax-m2": case("MiniMaxM2Config", **HEAD16, **LOCAL_EXPERTS, rope_parameters={
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
     "ministral": case(
@@ -187,7 +184,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm-parallel-qk-norm": case("StableLmConfig", use_parallel_residual=True, qk_layernorm=True),
     "starcoder2": case("Starcoder2Config", tie_word_embeddings=True, sliding_window=9),
     "qwen3-moe-of-7": case("Qwen3MoeConfig", **HEAD16, **EXPERTS | {"num_experts": 7}, norm_topk_prob=True),
-    # Later ones come last, because the prompts of all are drawn one after the other.
     "cwm": case("CwmConfig", **HEAD16, sliding_window=9, num_hidden_layers=5, bos_token_id=0),
     "gpt-bigcode": case("GPTBigCodeConfig", **OWN_HEADS, intermediate_size=ABSENT, tie_word_embeddings=True),
     "gptj": case("GPTJConfig", **OWN_HEADS, intermediate_size=ABSENT, rotary_dim=8),
@@ -207,6 +203,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "vaultgemma": case(
         "VaultGemmaConfig", **HEAD16, tie_word_embeddings=True, query_pre_attn_scalar=24, sliding_window=9,
         attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+    "bloom": case(
+        "BloomConfig", **OWN_HEADS, hidden_size=24, num_attention_heads=6, intermediate_size=ABSENT),
+    "falcon-rw": case(
+        "FalconConfig", **FALCON, multi_query=False, parallel_attn=False, bias=True, alibi=True,
+        tie_word_embeddings=True),
+    "mpt": case(
+        "MptConfig", **OWN_HEADS, hidden_size=96, num_attention_heads=6, intermediate_size=ABSENT,
+        attn_config={"clip_qkv": 0.8}, tie_word_embeddings=True),
+    "llama4-dense": case(  # MobileLLM R1
+        "Llama4TextConfig", **HEAD16, num_local_experts=0, moe_layers=[], intermediate_size_mlp=80,
+        attention_chunk_size=16, tie_word_embeddings=True),
 }  # fmt: skip
 
 # --- models of remote code --------------------------------------------------------------------------------------------
@@ -237,6 +244,8 @@ REMOTE: dict[str, dict[str, Any]] = {
     "qwen": remote("QWenLMHeadModel", "Qwen2Config", **THETA, num_key_value_heads=4),
     "yi": remote("YiForCausalLM", "LlamaConfig", **THETA),
 }  # fmt: skip
+
+FORMULAS = {"BaichuanForCausalLM"}  # families without a class in transformers: tests/models/test_formulas.py
 
 # --- positions, windows, files ----------------------------------------------------------------------------------------
 
@@ -463,7 +472,8 @@ GROUPS = {
 }  # fmt: skip
 KEPT = {
     "families": (
-        "qwen3", "gemma3", "gpt-oss", "deepseek-v3", "qwen3-next", "llama4", "falcon-7b", "gemma4-shared"),
+        "qwen3", "gemma3", "gpt-oss", "deepseek-v3", "qwen3-next", "llama4", "falcon-7b", "gemma4-shared",
+        "bloom"),
     "remote": (),
     "llamas": ("llama-gqa-llama3-rope-tied", "llama-longrope", "qwen2-sharded-tied"),
     "latents": ("deepseek-v3",),

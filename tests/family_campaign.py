@@ -91,7 +91,7 @@ FIELDS: dict[str, Draw] = {
         ("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_qkv_bias", "bias",
          "use_bias", "enable_bias", "use_parallel_residual", "parallel_attn", "multi_query", "new_decoder_architecture",
          "use_qk_norm", "qk_layernorm", "norm_topk_prob", "rope_interleave", "attn_temperature_tuning",
-         "use_sliding_window"), flip),
+         "use_sliding_window", "alibi"), flip),
     **dict.fromkeys(
         ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
         one_of(1e-6, 1e-5, 1e-3, 1e-2)),
@@ -120,6 +120,7 @@ FIELDS: dict[str, Draw] = {
     "ffn_hidden_size": maybe(one_of(40, 64, 96)),
     "n_inner": maybe(one_of(40, 64, 96)),
     "ffn_dim": one_of(40, 64, 96),
+    "attn_config": lambda rng, _: {"clip_qkv": rng.choice((None, 0.5, 2.0))},
     "intermediate_size_mlp": one_of(24, 40, 72),
     "num_local_experts": one_of(2, 5, 8),
     "num_experts": one_of(2, 5, 8),
@@ -147,7 +148,7 @@ QWEN_NEXT = ("Qwen3NextConfig", "Qwen3_5TextConfig", "Qwen3_5MoeTextConfig")
 LEFT_ALONE = {  # what Manta has one value of, or what another field says
     "Ernie4_5Config": {"use_bias"}, "Phi3Config": {"attention_bias"}, "PhiConfig": {"qk_layernorm"},
     "MiniMaxM2Config": {"use_qk_norm"}, "Llama4TextConfig": {"layer_types", "sliding_window"},
-    "DeepseekV2Config": {"mlp_bias", "norm_topk_prob"}, "SmolLM3Config": {"layer_types"},
+    "DeepseekV2Config": {"mlp_bias", "norm_topk_prob"}, "SmolLM3Config": {"layer_types"}, "MptConfig": {"logit_scale"},
     "Gemma3TextConfig": {"attn_logit_softcapping"}, **{name: {"layer_types"} for name in QWEN_NEXT},
 }  # fmt: skip
 PARTIAL = {"partial_rotary_factor"}
@@ -429,6 +430,7 @@ def main() -> None:
 
 KNOWN = {  # what people know a family by, where its name does not say it
     "BailingMoeForCausalLM": "Ling, Ring 1, 1.5", "BailingMoeV2ForCausalLM": "Ling, Ring 2",
+    "BaichuanForCausalLM": "Baichuan, Baichuan 2", "BloomForCausalLM": "Bloom, BLOOMZ",
     "DeciLMForCausalLM": "Nemotron Super 49B",
     "DeepseekV2ForCausalLM": "DeepSeek V2, V2.5, Coder V2", "DeepseekV3ForCausalLM": "DeepSeek V3, R1, Kimi K2",
     "Ernie4_5ForCausalLM": "ERNIE 4.5 (dense)", "Exaone4ForCausalLM": "EXAONE 4.0", "GlmForCausalLM": "GLM-4-9B",
@@ -444,7 +446,7 @@ KNOWN = {  # what people know a family by, where its name does not say it
     "Gemma2ForCausalLM": "Gemma 2", "GraniteMoeForCausalLM": "Granite 3 MoE", "OlmoeForCausalLM": "OLMoE",
     "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-57B-A14B", "Qwen3MoeForCausalLM": "Qwen3 MoE",
     "Qwen3NextForCausalLM": "Qwen3-Next", "Qwen3_5ForCausalLM": "Qwen3.5 (text)",
-    "Qwen3_5MoeForCausalLM": "Qwen3.5 MoE (text)", "BaichuanForCausalLM": "Baichuan, Baichuan 2 (7B)",
+    "Qwen3_5MoeForCausalLM": "Qwen3.5 MoE (text)",
     "ChatGLMForCausalLM": "ChatGLM 2, 3, GLM-4-9B (2024)", "CwmForCausalLM": "CWM",
     "ExaoneForCausalLM": "EXAONE 3, 3.5", "GPTBigCodeForCausalLM": "StarCoder, SantaCoder",
     "GPTJForCausalLM": "GPT-J", "GPTNeoForCausalLM": "GPT-Neo",
@@ -462,7 +464,9 @@ TRAITS = {  # what a row's field says, in words
     "window": {"pattern": "windows in some layers", "attention_types": "windows in some layers"},
     "chunked": {True: "chunks"},
     "local_rope": {"rope_local_base_freq": "two RoPEs", "unscaled": "two RoPEs"}, "caps": {True: "soft caps"},
-    "sinks": {True: "sinks"}, "latent": {True: "latent attention"}, "parallel": {True: "parallel MLP"},
+    "sinks": {True: "sinks"}, "alibi": {True: "ALiBi", "alibi": "ALiBi if asked for"},
+    "clip": {"clip_qkv": "bounds of q, k and v"},
+    "latent": {True: "latent attention"}, "parallel": {True: "parallel MLP"},
     "full_heads": {True: "other heads in layers that see all"}, "v_norm": {True: "norm of values"},
     "blocks": {True: "some layers without attention, MLPs of several sizes"},
     "kv_shared": {"num_kv_shared_layers": "shared keys"},
@@ -487,8 +491,10 @@ def table() -> str:
         if row.residual_scale:
             scores = ", scores" if row.attention_scale else ""
             traits.append(f"scaled embeddings, residuals{scores} and logits")
+        if row.name("embed_norm"):
+            traits.append("norm of embeddings")
         if name == "BaichuanForCausalLM":
-            traits.append("normalized head (Baichuan 2)")
+            traits.append("ALiBi (13B), normalized head (Baichuan 2)")
         if row.name("positions"):
             traits.append("learned positions")
         if row.names.get("attn_out"):

@@ -58,7 +58,8 @@ def make(name: str, case: dict, folder: Path) -> None:
     kind = getattr(transformers, case.get("head", "AutoModelForCausalLM"))
     if not (folder / "config.json").exists():
         make_checkpoint(name, case, folder, kind, more)
-    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **more)
+    attention = "sdpa" if case["shape"].get("alibi") else "eager"  # Falcon's eager attention adds ALiBi twice
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention, **more)
     if "head" in case:
         with torch.no_grad():
             outputs = [model(torch.tensor([prompt])) for prompt in case["prompts"]]

@@ -22,7 +22,10 @@ from models.text_halves import row_of, text_half
 from renamed import RENAMED, published
 
 # Facts of real files: vision halves and long lists that do not matter are cut.
-WIDTH, DEPTH = ("hidden_size", "n_embd"), ("num_hidden_layers", "num_layers", "n_layer")
+WIDTH, DEPTH = (
+    ("hidden_size", "n_embd", "n_embed", "d_model"),
+    ("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
+)
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((DATA / "configs.json").read_text())
 
 
@@ -57,8 +60,8 @@ def is_supported(raw: dict[str, Any]) -> bool:
 
 
 def test_files_of_many_families_are_read() -> None:
-    assert len(PUBLISHED) == 64
-    assert sum(map(is_supported, PUBLISHED.values())) >= 43
+    assert len(PUBLISHED) == 67
+    assert sum(map(is_supported, PUBLISHED.values())) >= 46
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -120,11 +123,16 @@ GENERATION = {  # of a file that an older transformers has written, or of a half
 }  # fmt: skip
 LEFT = {  # what families' published files have beside the fields of transformers' classes
     "apertus": {"qk_norm": True, "post_norm": False},
+    "bloom": {
+        "attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "masked_softmax_fusion": True, "n_inner": None,
+        "offset_alibi": 100, "pretraining_tp": 4, "skip_bias_add": True, "skip_bias_add_qkv": False,
+        "slow_but_exact": True, "unk_token_id": 0},
     "cohere2": {
         "layer_switch": 4, "order_of_interleaved_layers": "local_attn_first", "rotary_pct": 1.0,
         "position_embedding_type": "rope_gptj", "use_embedding_sharing": True, "use_gated_activation": True,
         "use_parallel_block": True, "use_parallel_embedding": True},
     "falcon-7b": {"n_head": 4, "n_layer": 2, "ff_factor": 4, "apply_residual_connection_post_layernorm": False},
+    "falcon-rw": {"rope_theta": 10000.0, "rope_scaling": None, "apply_residual_connection_post_layernorm": False},
     "gemma2": {"hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 9, "cache_implementation": "hybrid"},
     "gpt-bigcode": {"pad_key_length": True, "validate_runner_input": True, "pre_allocate_kv_cache": False},
     "gpt-neo": {"attention_layers": ["global", "local"] * 2, "gradient_checkpointing": False},
@@ -146,6 +154,10 @@ LEFT = {  # what families' published files have beside the fields of transformer
     "minimax-m2": {
         "use_routing_bias": True, "shared_moe_mode": "sigmoid", "mtp_transformer_layers": 1, "attn_type_list": [1, 1],
         "use_qk_norm": True, "qk_norm_type": "per_layer"},
+    "mpt": {
+        "emb_pdrop": 0, "embedding_fraction": 1.0, "expansion_ratio": 4, "init_config": {"name": "kaiming_normal_"},
+        "init_device": "cpu", "learned_pos_emb": True, "no_bias": True, "norm_type": "low_precision_layernorm",
+        "tokenizer_name": "EleutherAI/gpt-neox-20b", "verbose": 0, "logit_scale": None},
     "opt": {"word_embed_proj_dim": 64, "prefix": "</s>", "activation_dropout": 0.0},
     "phi3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},
     "qwen3-moe": {
@@ -169,6 +181,13 @@ def test_what_published_files_have_besides_changes_nothing(name: str) -> None:
     ("name", "change", "says"),
     [
         ("minimax-m2", {"use_routing_bias": False}, "use_routing_bias is False; Manta has True alone"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "layernorm is True; Manta has False alone"),
+        ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi is False; Manta has True alone"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "'attn_config.qk_ln' is True, and Manta does not know that field"),
+        ("mpt", {"attn_config": {"clip_qkv": -1}}, "attn_config.clip_qkv is -1; it must be a number from 0 to"),
+        ("mpt", {"attn_config": {"alibi_bias_max": 0}}, "attn_config.alibi_bias_max is 0; it must be a number from 1"),
+        ("mpt", {"attn_config": [8]}, "attn_config is [8]; it must be an object"),
+        ("mpt", {"no_bias": False}, "no_bias is False; Manta has True alone"),
         ("gpt-oss", {"experts_per_token": 2}, "'experts_per_token' is 2, and Manta does not know that field"),
         ("falcon-7b", {"n_head": 8}, "'num_attention_heads' is 4, and Manta does not know that field"),
         ("qwen3.5-moe", {"norm_topk_prob": False, "num_heads": 2}, "'num_heads' is 2, and Manta does not know"),
@@ -245,7 +264,8 @@ def test_a_family_reads_its_own_fields_alone(name: str, foreign: dict[str, Any])
     [
         ("llama", "LlamaForCausalLM"), ("gpt2", "GPT2LMHeadModel"), ("gemma3_text", "Gemma3ForCausalLM"),
         ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"), ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
-        ("granitemoe", "GraniteMoeForCausalLM"), ("kimi_k2", "KimiK2ForCausalLM"), ("bert", None), (None, None),
+        ("granitemoe", "GraniteMoeForCausalLM"), ("kimi_k2", "KimiK2ForCausalLM"), ("mpt", "MptForCausalLM"),
+        ("bert", None), (None, None),
     ],
 )  # fmt: skip
 def test_without_architectures_the_model_type_decides(kind: str | None, family: str | None) -> None:
@@ -371,6 +391,7 @@ UNUSED = {
     "router_jitter_noise", "pad_token_id", "bos_token_id", "eod_token_id", "num_mtp_layers", "is_decoder",
     "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
     "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "embed_dropout", "resid_dropout",
+    "emb_pdrop", "embedding_fraction", "init_device", "learned_pos_emb", "slow_but_exact",
     "eos_token_id",  # is checked apart, because the cases have none
 }  # fmt: skip
 

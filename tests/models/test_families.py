@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import family_campaign
 import reference
-from checkpoints import DATA, KEPT, LLAMAS, REMOTE, Checkpoints, tiers
+from checkpoints import DATA, FORMULAS, KEPT, LLAMAS, REMOTE, Checkpoints, tiers
 from checkpoints import FAMILIES as CASES
 from config import EngineConfig
 from device.memory import stage_layers
@@ -38,7 +38,7 @@ def checkpoints(shared: Path) -> Checkpoints:
 def test_every_family_has_a_case(checkpoints: Checkpoints) -> None:
     raws = [json.loads((checkpoints / name / "config.json").read_text()) for name in CASES]
     named = {family_of(raw["architectures"][0], raw)[0] for raw in raws}
-    assert named | {case["architecture"] for case in REMOTE.values()} == set(FAMILIES)
+    assert named | {case["architecture"] for case in REMOTE.values()} | FORMULAS == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", tiers("families"))
@@ -157,11 +157,11 @@ def test_ranks_must_divide_the_heads_of_keys(checkpoints: Checkpoints, tmp_path:
 
 # --- ways that must not change the tokens -----------------------------------------------------------------------------
 
-# One case of each path through kernels and cache: norms, RoPE, windows, caps, sinks, chunks, experts, latents.
+# One case of each path through kernels and cache: norms, RoPE, windows, caps, sinks, chunks, experts, latents, ALiBi.
 PATHS = (
     "qwen3", "cohere2", "falcon-7b", "gemma2", "gemma3", "gpt-oss", "llama4", "deepseek-v2", "deepseek-v3",
     "granite-moe", "minimax-m2", "ministral3", "opt", "gemma4", "gemma4-shared", "gemma4-experts", "qwen3-next",
-    "qwen3.5",
+    "qwen3.5", "bloom",
 )  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def test_chunks_and_prefix_hits_change_nothing(checkpoints: Checkpoints, name: s
 
 # The default run does this one way or the other, and both ways with recurrent states.
 PREEMPTED = {
-    "recompute": ("qwen3", "gpt-oss", "llama4", "qwen3-next"),
+    "recompute": ("qwen3", "gpt-oss", "llama4", "qwen3-next", "bloom"),
     "swap": ("gemma3", "deepseek-v3", "falcon-7b", "gemma4-shared", "qwen3-next"),
 }
 
