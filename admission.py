@@ -3,9 +3,8 @@
 A running group has block tables and slots of the workers' batch state. It gets both in `let_in` and gives them back in
 `release`. `preempt` takes them for another request, and puts the group back into a queue.
 
-All queues have one order, and no group overtakes the first one. This comes in when there are slots for all sequences
-that it may come to have, some of the step's tokens, and enough blocks: for its own tokens, and a reserve into which all
-running groups can grow (`scheduling/reserve.py`).
+All queues have one order, and no group overtakes the first one. It comes in when there are slots for all its sequences
+to come, some of the step's tokens, and blocks for its own tokens and for running groups to grow (`Reserve`).
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class Admission:
         """Forget the last step's decisions."""
         self.now = now
         self.preempted: list[tuple[str, str, str]] = []  # in this step: (group, how, for which request)
-        self.held_up: tuple[str, ...] = ()  # (group, why): the first that could not come in
+        self.obstacle: tuple[str, ...] = ()  # (group, why): the first that could not come in
         self.urgent: SequenceGroup | None = None  # a waiting group for which others are preempted in this step
 
     # --- the queues -------------------------------------------------------------------------------------------------
@@ -123,8 +122,8 @@ class Admission:
         """Trust nothing that these plans were to move, because nobody knows which moves were made."""
         self.space.forget_moves(plans)
         written = {host for plan in plans for _, host in plan.swap_out}  # most of them copies of the prefix cache
-        held = (block for group in self.swapped for seq in group.seqs for block in by_column(seq.host_tables))
-        if any(plan.state_out for plan in plans) or not written.isdisjoint(held):
+        swapped = (block for group in self.swapped for seq in group.seqs for block in by_column(seq.host_tables))
+        if any(plan.state_out for plan in plans) or not written.isdisjoint(swapped):
             self.drop_swapped(now)
 
     def lose_pools(self, now: float) -> None:
@@ -161,15 +160,14 @@ class Admission:
     ) -> Iterator[SequenceGroup]:
         """Let groups in, in order, until one does not fit or has another status: no group overtakes it.
 
-        Each group is yielded with its blocks and slots. The caller puts it into `running` and takes its tokens from
-        `budget` before it asks for the next one.
+        Each has its blocks and slots. The caller puts it into `running` and takes its tokens from `budget` at once.
         """
         growth: float | None = None
         while (group := self.first()) and group.status in statuses:
             if self.now > group.timeline.begun:
                 self.policy.passed_over(group, running)
             if why := self._obstacle(group, budget):
-                self.held_up = (group.name, why)
+                self.obstacle = (group.name, why)
                 return
             if group.status is Status.WAITING and self.samples.follows(group, plan):
                 self.samples.hold(self.waiting.pop(Status.HELD), self.now)
@@ -178,23 +176,23 @@ class Admission:
             # A prompt that becomes a vector may have a step of its own, however long it is.
             whole = self.config.makes_vectors and budget.tokens == self.config.token_budget
             if not (chunked or whole) and length - group.seqs[0].num_computed > budget.tokens:
-                self.held_up = (group.name, "tokens")
+                self.obstacle = (group.name, "tokens")
                 return
             growth = self.reserve.growth(running) if growth is None else growth
             growth += self.reserve.growth([group])
             kept = self._kept(group, growth) if running else 0  # with nothing running the group may fill the pool
             if not self._find_room(group, plan, budget.tokens if chunked else length, kept, alone=not running):
-                self.held_up = (group.name, "blocks")
+                self.obstacle = (group.name, "blocks")
                 return
             queue = self.waiting if group.status is Status.WAITING else self.swapped
             yield queue.pop(Status.RUNNING)
 
     def _obstacle(self, group: SequenceGroup, budget: SchedulingBudget) -> str:
         """Why a group cannot come in, whatever blocks are free; empty: it can."""
-        if budget.tokens <= 0 or budget.seqs <= 0:
-            short = "step" if budget.tokens > 0 else "tokens"  # only this lane is full
+        if budget.tokens <= 0 or budget.seqs <= 0:  # slots, this lane, or the step's tokens are used up
+            short = "step" if budget.tokens > 0 else "tokens"
             return short if self.free_slots else "slots"
-        if any(name == group.name for name, _, _ in self.preempted):  # by this very plan, to make way
+        if any(name == group.name for name, _, _ in self.preempted):  # this plan has just preempted it
             return "step"
         return "slots" if len(self.free_slots) < group.width else ""
 
@@ -212,9 +210,7 @@ class Admission:
             return []
         group, slots = self.waiting.first(), len(self.free_slots)
         victims: list[SequenceGroup] = []
-        holders = [
-            r for r in self.samples.holders if self.policy.yields(min(r.groups, key=lambda each: each.key), group)
-        ]
+        holders = [r for r in self.samples.holders if self.policy.yields(min(r.groups, key=lambda g: g.key), group)]
         if group is not self.first() or not (holders or self.policy.yields(running[-1], group)):
             return []
         entry, beam_blocks = self._entry(group, plan)
@@ -228,7 +224,7 @@ class Admission:
             counts = self.blocks.ref_counts
             return sum(dropped[block] == counts[block] and block not in shared for block in set(blocks))
 
-        holders = holders if left < 0 else []
+        holders = holders if left < 0 else []  # they give blocks only, of which there may be enough
         left += sum(drop(request.prompt_tables) for request in holders)
         for victim in reversed(running):
             if not self.policy.yields(victim, group) or (left >= 0 and slots >= group.width):
@@ -297,12 +293,12 @@ class Admission:
         """Put a sequence into a spare slot of its group; one that has a slot enters it again."""
         group, request = seq.group, seq.group.request
         params = request.params
-        if seq.slot >= 0:
+        if seq.slot >= 0:  # the plan's `released` is applied before its `new`
             self.released.append(seq.slot)
         else:
             seq.slot = group.spare_slots.pop()
         seq.stale = False
-        masked = params.constrained  # its masks stand for what is left out below
+        masked = params.constrained  # its mask covers what stays empty below
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         plan.new.append(
             NewRow(
@@ -330,10 +326,10 @@ class Admission:
                 masked_logprobs=masked and (params.masked_logprobs or group.beams is not None),
             )
         )
-        if (again := seq.lost - seq.num_computed) > 0:
+        if (again := seq.num_forgotten - seq.num_computed) > 0:
             self.counters["num_recomputed_tokens_total"] += again
             group.timeline.note(recomputed_tokens=again)
-        seq.lost = 0
+        seq.num_forgotten = 0
 
     # --- the way out ------------------------------------------------------------------------------------------------
 
@@ -345,21 +341,21 @@ class Admission:
         # A recurrent state cannot go back: if it has seen the last token, which is computed again, it is of no use.
         ahead = self.space.states is not None and any(seq.num_computed >= seq.num_tokens for seq in group.seqs)
         for seq in group.seqs:  # what a step in flight is about to sample is dropped, and sampled again
-            self.stop_decoding(seq)
+            self.leave_batch(seq)  # which counts its tokens; `release` would do so too late
             seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
             self.space.pass_windows(seq)
         group.num_preemptions += 1
         self.counters["num_preemptions_total"] += 1
         self.reserve.preempted()
-        held = self.swap.held(group.seqs)
-        tokens = min(sum(seq.num_computed for seq in group.seqs), len(held[0]) * self.config.block_size)
-        swaps = not ahead and self.swap.pays(group, held, tokens)
+        blocks = self.swap.blocks_of(group.seqs)
+        tokens = min(sum(seq.num_computed for seq in group.seqs), len(blocks[0]) * self.config.block_size)
+        swaps = not ahead and self.swap.pays(group, blocks, tokens)
         how = "swap" if swaps else "recompute"
         self.preempted.append((group.name, how, cause.request_id))
         group.timeline.note(preempted={"for": cause.request_id, "by": how, "tokens": tokens})
         if swaps:
             self.swap.out(group.seqs, plan)
-            self.counters["num_swapped_blocks_total"] += sum(map(len, held))
+            self.counters["num_swapped_blocks_total"] += sum(map(len, blocks))
             self.counters["num_swapped_tokens_total"] += tokens
             self.release(group)
             group.timeline.enter("swapped", self.now, waits=True)
@@ -382,7 +378,7 @@ class Admission:
     def leave(self, seqs: Ints[Sequence]) -> None:
         """Take the blocks and slots of sequences; the slots become their groups' spare ones."""
         for seq in seqs:
-            self.stop_decoding(seq)
+            self.leave_batch(seq)
             self.blocks.free(by_column(seq.tables))
             seq.tables, seq.num_published = [], 0
             if seq.slot >= 0:
@@ -390,7 +386,7 @@ class Admission:
                 self.released.append(seq.slot)
                 seq.slot = -1
 
-    def stop_decoding(self, seq: Sequence) -> None:
+    def leave_batch(self, seq: Sequence) -> None:
         """Take a sequence out of its batch of decodes, if it is in one, and publish the blocks that it has filled."""
         if seq.batch is not None:
             seq.batch.leave(seq)

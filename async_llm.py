@@ -78,8 +78,7 @@ def in_thread(method: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, A
 class AsyncMPClient:
     """`EngineCoreClient` for asyncio, of an engine process, which it starts and replaces. It waits until that is ready.
 
-    Its methods are the ones of that name there. A stream is an `AsyncStream`. `shutdown` is no coroutine, because it
-    may be called when no loop runs any more.
+    Its methods are the ones of that name there. A stream is an `AsyncStream`. `shutdown` also works without a loop.
 
     Raises:
         EngineDeadError: the engine does not start; it has said why on stderr.
@@ -159,8 +158,7 @@ class AsyncMPClient:
 class AsyncLLM:
     """A model in a process of its own, for asyncio. This waits until the engine is ready.
 
-    An engine that has died is replaced. Its requests end with an `EngineDeadError`, as do those that come before its
-    successor is ready.
+    An engine that has died is replaced. Requests end with an `EngineDeadError` until its successor is ready.
 
     Args:
         model: folder in Hugging Face layout, an id on the hub, or all options.

@@ -87,6 +87,7 @@ class BatchState:
         processors: change logits before `sample`.
     """
 
+    # Each annotation below is a part.
     token_ids: torch.Tensor  # [S, max_model_len + 1] int32, all known tokens
     num_known: torch.Tensor  # [S] int32
     num_computed: torch.Tensor  # [S] int32, of the known tokens
@@ -102,7 +103,7 @@ class BatchState:
     biases: torch.Tensor
     bitmask: torch.Tensor
     num_prompt: torch.Tensor  # [S] int32, of the known tokens; set only if there are bad words
-    bad_words: torch.Tensor  # [S, 128, 16] int32, see `ops.mask_words`; set only then
+    bad_words: torch.Tensor  # [S, 128, 16] int32: 64 words in two spellings, see `ops.mask_words`; set only then
     stop_bits: torch.Tensor  # [S, V / 32] int32, bit token % 32 of word token // 32: the token ends the sequence
     slots: torch.Tensor  # [S] int32, the slot of each of the step's rows; -1 marks a padding row, which changes nothing
     query_starts: torch.Tensor  # [S + 1] int32, where each row's tokens begin
@@ -211,7 +212,7 @@ class BatchState:
             bits = self._bits(row.allowed)
         bits &= ~self._bits(barred) & ~self._bits(bit_words(word[0] for word in row.bad_words if len(word) == 1))
         self._write("bitmask", row.slot, bits)
-        # `mask_words` lets a word's last token be drawn where the word does not match, so no other rule may bar it.
+        # `mask_words` resets a word's last token each step, so words whose last token another rule bars are left out.
         words = [word for word in row.bad_words if len(word) > 1 and int(bits[word[-1] // 32]) >> word[-1] % 32 & 1]
         if not words:
             return MASK

@@ -82,8 +82,8 @@ def scheduler_sizes(config: EngineConfig, model_config: ModelConfig, known: dict
 
 
 def may_plan_ahead(scheduler: Scheduler, ahead: int) -> bool:
-    """Whether the next step may be planned now: its lane has less than `ahead` in flight, and at most half of its
-    groups need a token of those for a mask."""
+    """Whether the next step may be planned now. Its lane (groups that run in the same steps) has fewer than `ahead`
+    steps in flight, and at most half its groups wait for one of their tokens to make a grammar mask."""
     lane = scheduler.next_lane()
     waiting = sum(awaits_token(group.seqs[0]) for group in lane.others if group.request.params.constrained)
     return lane.flying < ahead and 2 * waiting <= len(lane.decodes) + len(lane.others)
@@ -121,14 +121,14 @@ class EngineCore:
         self.stat_logger = StatLogger(self.metrics)
         self.plans: deque[StepPlan] = deque()  # of the steps in flight, the oldest first
         overlap = self.executor.overlaps if config.async_scheduling is None else config.async_scheduling
-        # The most steps in flight: of one lane (groups that run in the same steps; a lane for each stage), and of all.
+        # The most steps in flight: of one lane, and of all. There are as many lanes as pipeline stages.
         self.ahead = 2 if overlap else 1
         self.depth = config.pipeline_parallel_size - 1 + self.ahead
         self.compiling: dict[str, tuple[Request, float]] = {}  # requests that wait for their grammars, and until when
-        self.held: dict[str, EngineCoreRequest] = {}  # requests that wait for new weights
-        self.holding = False  # whether new requests must be held, because an update of weights is about to begin
+        self.paused: dict[str, EngineCoreRequest] = {}  # requests that wait for new weights
+        self.pausing = False  # whether new requests must wait, because an update of weights is about to begin
         self.news = Outputs()  # what `tell` has not returned yet
-        # Called after an update of weights, with the options that an engine in the place of this one must start with.
+        # Called after an update of weights, with the options for this engine's replacement.
         self.on_weights: Callable[[dict[str, Any]], None] = lambda options: None
 
     @property
@@ -143,10 +143,10 @@ class EngineCore:
             ValueError: it can never run; see `Scheduler.add` and `check_pooling`.
         """
         r = request
-        if any(r.request_id in known for known in (self.held, self.compiling, self.scheduler.requests)):
+        if any(r.request_id in known for known in (self.paused, self.compiling, self.scheduler.requests)):
             raise ValueError(f"request id {r.request_id!r} is in use by a request in flight")
-        if self.holding:
-            self.held[r.request_id] = r
+        if self.pausing:
+            self.paused[r.request_id] = r
             return
         queued = Request(r.request_id, r.prompt_token_ids, r.params, r.salt, r.priority, r.client, r.pooling)
         queued.delay = time.monotonic() - r.arrival_time
@@ -176,9 +176,9 @@ class EngineCore:
     @undisturbed()
     def admit(self) -> None:
         """Queue the requests whose grammars or weights are ready now; `tell` has the errors of refused ones."""
-        for request_id in [] if self.holding else list(self.held):
+        for request_id in [] if self.pausing else list(self.paused):
             try:
-                self.add(self.held.pop(request_id))
+                self.add(self.paused.pop(request_id))
             except ValueError as error:
                 self.news.outputs.append(error_output(request_id, str(error)))
         for request, until in [*self.compiling.values()]:
@@ -206,16 +206,16 @@ class EngineCore:
         if index is None:
             if waits := self.compiling.pop(request_id, None):
                 self.grammars.leave(waits[0])
-            self.held.pop(request_id, None)
+            self.paused.pop(request_id, None)
         self.scheduler.abort(request_id, index, reason)
         self._observe("aborted", request_id, index, reason)
 
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether a step would do anything, if only tell news."""
         return bool(self.plans or self.compiling or self.news) or self._may_run()
 
     def _may_run(self) -> bool:
-        """Whether a request could be run now."""
+        """Whether a request could be run now: one has not finished, and the workers are awake."""
         return not self.workers.asleep and self.scheduler.has_work()
 
     def step(self, start: bool | None = None) -> Outputs:
@@ -226,9 +226,9 @@ class EngineCore:
     def advance(self, start: bool | None = None) -> None:
         """Take the result of the oldest step in flight, and start the next step; `tell` has the news.
 
-        Workers in other processes compute the new step while the caller handles the news. With asynchronous scheduling
-        they also compute a step while the next one is planned. A call brings no news if it takes no result, because
-        more steps may be in flight, or if the workers had to be started anew.
+        Workers in other processes compute the new step while the caller handles the news, and with asynchronous
+        scheduling while the next one is planned. There is no news if no result was taken, or if the workers were
+        restarted.
 
         Args:
             start: whether to start a step, unless the workers are started anew; None: if there is anything to run.
@@ -239,7 +239,7 @@ class EngineCore:
         """
         self.workers.check_whole()
         self._observe("tick")
-        if self.held or self.compiling:
+        if self.paused or self.compiling:
             self.admit()
         restarts = self.workers.num_restarts
         more = self._may_run() if start is None else start
@@ -249,7 +249,7 @@ class EngineCore:
         self._make_masks()
         if self.compiling and not (more or self.plans):
             wait([request.grammar for request, _ in self.compiling.values()], GLANCE, FIRST_COMPLETED)
-        # A restart has dropped the plans. A caller that gave `start` decides again before another step starts.
+        # A restart has dropped the plans. After it, a caller that gave `start` decides again.
         more = self._may_run() if start is None else start and self.workers.num_restarts == restarts
         if more and (not self.plans or self.scheduler.next_lane().flying < self.ahead):
             try:
@@ -267,13 +267,13 @@ class EngineCore:
         """Plan the next step, with the masks of its rows."""
         with self.span("schedule"):
             self.plans.append(self.scheduler.schedule())
-            failed = self.grammars.fill(self.plans[-1], self.scheduler.in_flight[-1].others)
+            failed = self.grammars.fill(self.plans[-1], self.scheduler.in_flight[-1].other_rows)
         self._observe("planned", self.plans[-1])
         if failed:
             self._give_up(failed)
 
     def _make_masks(self) -> None:
-        """Make masks for the next step, and end requests that cannot go on."""
+        """Make masks for the next step; groups whose masks are `late` sit it out, and those that cannot go on end."""
         if not (groups := [group for group in self.scheduler.others if group.request.params.constrained]):
             self.scheduler.late = ()
             return
@@ -310,7 +310,7 @@ class EngineCore:
             raise
 
     def _observe(self, event: str, *args: Any) -> None:
-        """Tell all observers (journal, live view, trace) what happens: call this method of theirs, see `Observer`."""
+        """Tell all observers (journal, live view, trace) what happens: call their method `event`, see `Observer`."""
         for observer in self.observers:
             getattr(observer, event)(*args)
 
@@ -325,7 +325,7 @@ class EngineCore:
 
     @undisturbed()
     def _start_over(self, lost: bool, cause: str | None) -> int:
-        """Give up the steps in flight, see `Scheduler.start_over`; returns how many requests go on."""
+        """Give up the steps in flight; the KV cache may be `lost`, too. Returns how many requests go on."""
         self._observe("started_over", lost, cause)
         self.executor.forget()
         self.plans.clear()
@@ -333,7 +333,7 @@ class EngineCore:
         return len(self.scheduler.requests)
 
     def busy(self) -> bool:
-        """Whether requests must end before weights may be updated."""
+        """Whether requests must end before weights may be updated. While workers sleep, none would end."""
         return not self.workers.asleep and bool(self.plans or self.compiling or self.scheduler.has_work())
 
     def update_weights(self, source: str, lasting: bool = True) -> int:

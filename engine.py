@@ -70,8 +70,7 @@ def new_client(config: EngineConfig) -> InprocClient | FleetClient:
     """Start an engine in this process, or engines in processes of their own; returns a client of them. See `LLM`.
 
     Raises:
-        ValueError: MANTA_ENABLE_V1_MULTIPROCESSING is neither 0 nor 1, or does not go with this system or the options;
-            or an engine does not start.
+        ValueError: MANTA_ENABLE_V1_MULTIPROCESSING is wrong, alone or with these options; or an engine does not start.
     """
     if (apart := os.environ.get(OWN_PROCESS, "0")) not in ("0", "1"):
         raise ValueError(f"{OWN_PROCESS} is {apart!r:.80} in the environment; it must be 0 or 1")
@@ -79,7 +78,7 @@ def new_client(config: EngineConfig) -> InprocClient | FleetClient:
         return InprocClient(EngineCore(config))
     if sys.platform == "win32" or config.distributed_executor_backend == "external_launcher":
         where = "on Windows" if sys.platform == "win32" else "with distributed_executor_backend 'external_launcher'"
-        raise ValueError(f"{OWN_PROCESS} is 1, or data_parallel_size above 1; {where} they must be 0 and 1")
+        raise ValueError(f"{where}, {OWN_PROCESS} must be 0 and data_parallel_size 1")
     # imported here, because a script with the engine in this process does not need it
     from processes.fleet import FleetClient
 
@@ -119,7 +118,7 @@ class LLMEngine:
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; raises a ValueError if there is none, or the engine is closed."""
-        assert self.client
+        _ = self.client
         if isinstance(self.tokenizer, NoTokenizer):
             raise ValueError("this engine has no tokenizer (skip_tokenizer_init)")
         return self.tokenizer
@@ -137,14 +136,15 @@ class LLMEngine:
             ValueError: it can never run, or the id is in use.
         """
         request, choices = self.inputs.request(request_id, prompt, params, priority)
-        if request_id in self.live:  # with several engines, another one would take it
+        if request_id in self.live:  # each engine checks only its own ids
             raise ValueError(f"request id {request_id!r} is in use by a request in flight")
         self.client.add_request(request, self.stream)
         self.live[request_id] = choices
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """Give up a request, or several; `step` returns no more of them. An unknown id has just finished."""
+        """Give up a request, or several; `step` returns no more of them. An unknown id is ignored."""
         for name in [request_id] if isinstance(request_id, str) else request_id:
+            self.grown.pop(name, None)
             if self.live.pop(name, None):
                 self.client.abort(name)
 
@@ -198,18 +198,18 @@ class LLMEngine:
             self._client.shutdown()
             self._client = None
             self.live.clear()
+            self.grown.clear()
 
 
 class LLM(PoolingFaces):
     """A model for scripts. `with LLM(...) as llm:` closes it at the end.
 
     The engine runs in this process, and only while a method such as `generate` waits for it. With
-    MANTA_ENABLE_V1_MULTIPROCESSING=1 in the environment it has a process of its own. Each of several engines always has
-    one. If an engine dies, it is replaced, and methods that waited for it raise an `EngineDeadError`.
+    MANTA_ENABLE_V1_MULTIPROCESSING=1 in the environment it has a process of its own. With several engines, each always
+    has one. If an engine dies, it is replaced, and methods that waited for it raise an `EngineDeadError`.
 
-    If torchrun or Slurm's `srun` starts the script on every rank, with
-    `distributed_executor_backend="external_launcher"`, only rank 0 returns from here. The other ranks do what rank 0
-    says until its script has ended.
+    If torchrun or Slurm's `srun` starts the script on every rank (`distributed_executor_backend="external_launcher"`),
+    only rank 0 returns from here. The other ranks do what rank 0 says until its script has ended.
 
     Args:
         model: folder in Hugging Face layout, or an id on the hub.
@@ -238,7 +238,7 @@ class LLM(PoolingFaces):
 
     @property
     def client(self) -> InprocClient | FleetClient:
-        """See `LLMEngine.client`."""
+        """See `LLMEngine.client`. `utility` calls one of `core.UTILITIES`, `utility_on_all` one that all must run."""
         return self.llm_engine.client
 
     @property
@@ -285,11 +285,9 @@ class LLM(PoolingFaces):
         """Call a method of `Worker`, or a function with the worker, on each device; returns the results.
 
         Args:
-            method: its name, or the function. An engine in another process must be able to import it, so it cannot be
-                in the script itself or in another function.
+            method: its name, or the function, which an engine in another process imports (not from the script itself).
             timeout: seconds that the call may take. A worker in this process finishes it all the same.
-            args, kwargs: further arguments of the call. Only numbers, texts, bytes, lists and dicts go to an engine in
-                another process, and only these come back from a worker in another one.
+            args, kwargs: of the call. Only numbers, texts, bytes, lists and dicts go to another process and back.
 
         Raises:
             ValueError: there is no such method, it failed, or it cannot be sent.
@@ -365,10 +363,10 @@ class LLM(PoolingFaces):
             params = list(sampling_params)
         else:
             params = [sampling_params or self.get_default_sampling_params()] * len(items)
-        ranks = priority if isinstance(priority, list | tuple) else [priority or 0] * len(items)
-        if len(ranks) != len(items):
-            raise ValueError(f"priority has {len(ranks)} entries for {len(items)} prompts")
-        made = [self.inputs.request(next(self.ids), *each) for each in zip(items, params, ranks, strict=True)]
+        priorities = priority if isinstance(priority, list | tuple) else [priority or 0] * len(items)
+        if len(priorities) != len(items):
+            raise ValueError(f"priority has {len(priorities)} entries for {len(items)} prompts")
+        made = [self.inputs.request(next(self.ids), *each) for each in zip(items, params, priorities, strict=True)]
         live, stream = {}, Stream()
         try:
             for request, choices in made:
@@ -382,7 +380,7 @@ class LLM(PoolingFaces):
     def chat(
         self,
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -399,8 +397,7 @@ class LLM(PoolingFaces):
             chat_template_kwargs: further variables of the template. For the other arguments see `Tokenizer.render`.
 
         Raises:
-            ValueError: a message is malformed, the template refuses a conversation, or a variable has a reserved name;
-                see also `generate`.
+            ValueError: a message or a variable is wrong, or the template refuses a conversation; see also `generate`.
         """
         if not isinstance(messages, list):
             raise ValueError(f"messages is {messages!r:.80}; it must be a conversation or a list of conversations")
@@ -412,7 +409,10 @@ class LLM(PoolingFaces):
         params = sampling_params or self.get_default_sampling_params()
         end = self.tokenizer.turn_end(chat_template)  # trainers often name it nowhere else
         if end is not None and end not in self.client.facts["eos_token_ids"]:
-            params = [_ended_by(p, end) for p in params] if isinstance(params, list) else _ended_by(params, end)
+            if isinstance(params, SamplingParams):
+                params = _ended_by(params, end)
+            else:
+                params = [_ended_by(each, end) for each in params]
         return self.generate(ids, params, use_tqdm)
 
     def beam_search(
@@ -420,8 +420,7 @@ class LLM(PoolingFaces):
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best answers to each prompt, by log-probability / length^penalty, the best first.
 
-        As in vLLM, `tokens` and `text` have the prompt before the answer, and special tokens are in the text. The
-        length is the answer's, as in transformers; see `scheduling/beam.py`.
+        As in vLLM, `tokens` and `text` begin with the prompt, and have special tokens. The length is the answer's.
 
         Raises:
             ValueError: see `generate`.

@@ -19,11 +19,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import spawn
 from multiprocessing.connection import wait
 from typing import Any, Protocol
@@ -35,7 +36,7 @@ from device.serve import NEVER, SCRIPT, new_worker, script_of_caller, work
 from model_config import ModelConfig
 from observe.logs import logger, set_up
 from plan import Call, Kwargs, Met, Method, Reply, StepPlan, StepResult, joined
-from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog, meeting_place
+from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog
 
 TURN = 0.05  # seconds to wait for one rank's reply before looking at the next rank's
 STARTING = threading.Lock()  # held while a worker's process starts
@@ -137,8 +138,7 @@ class MpExecutor:
     """A process for each rank. If `peers` share the experts, its workers start when theirs do.
 
     Attributes:
-        on_trouble: called with a message when the engine is stuck, because a worker shows no heartbeat or a call that
-            was given up still runs; and with None when the engine goes on.
+        on_trouble: called with a message when a worker or a given-up call holds up the engine, and with None after it.
 
     Raises:
         ValueError: see `start_worker`; or this process only imports a script that another one runs.
@@ -160,11 +160,11 @@ class MpExecutor:
         self.processes: list[Any] = []  # of multiprocessing, or with the same methods
         self.plans: Any = None  # a ring's writing end, or an object with the same methods
         self.results: list[Any] = []  # the reading end of each rank's ring, or such an object
-        self.held: list[Any] = []  # rings and other things to close when the processes have ended
-        self.waiting: deque[int] = deque()  # steps without a result yet
+        self.resources: list[Any] = []  # rings and other things to close when the processes have ended
+        self.unanswered: deque[int] = deque()  # steps without a result yet
         self.on_trouble: Callable[[str | None], None] = lambda trouble: None
         self.step_timeout = config.step_timeout or MIN_STEP_TIMEOUT  # until warm-up has told more
-        self.close = weakref.finalize(self, end, self.processes, self.held)
+        self.close = weakref.finalize(self, end, self.processes, self.resources)
         try:
             self.start(config)
         except BaseException:
@@ -189,7 +189,7 @@ class MpExecutor:
         self.next_look = 0.0
         self.trouble = ""  # what `on_trouble` was last called with
         self.ready = False  # all workers have started
-        self.whole = False  # not in a start, nor while a message is written: Ctrl-C may keep it from some ranks
+        self.whole = False  # False during a start or a write, which Ctrl-C may break off half done
         with contextlib.ExitStack() as until_ready:
             self._launch(config, size, until_ready)
             self.all_facts = self._replies(time.monotonic(), config.startup_timeout)
@@ -204,7 +204,7 @@ class MpExecutor:
         script = None if method == "fork" else script_of_caller()
         plans, results = RingBuffer(size), [RingBuffer(1) for _ in range(size)]
         self.plans, self.results = plans, results
-        self.held += [plans, *results]
+        self.resources += [plans, *results]
         for rank, ring in enumerate(results):
             args = (config, self.model_config, rank, rendezvous, plans, ring, script)
             process = context.Process(target=worker_main, args=args, name=f"manta-worker-{rank}", daemon=True)
@@ -224,7 +224,7 @@ class MpExecutor:
             WorkerError: see `result`; or a worker has not taken the plan within `step_timeout` seconds.
         """
         self._heed_peers()
-        self.waiting.append(plan.step)
+        self.unanswered.append(plan.step)
         self.catch_up()
         self._send(plan)
 
@@ -234,13 +234,13 @@ class MpExecutor:
         Raises:
             WorkerError: a worker has died, failed, or takes more than `step_timeout` seconds.
         """
-        results = [self._result(rank, self.waiting[0]) for rank in range(len(self.processes))]
-        self.waiting.popleft()
+        results = [self._result(rank, self.unanswered[0]) for rank in range(len(self.processes))]
+        self.unanswered.popleft()
         return joined(results, self.config.tensor_parallel_size)
 
     def forget(self) -> None:
         """Give up the results of plans that were handed over."""
-        self.waiting.clear()
+        self.unanswered.clear()
 
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
@@ -249,8 +249,7 @@ class MpExecutor:
 
         Raises:
             ValueError: it failed, or the function cannot be sent.
-            TimeoutError: a rank has not replied within `timeout`, and what it replies later is dropped. Or one still
-                runs an earlier call, which was given up; then this one is not sent.
+            TimeoutError: a rank has not replied within `timeout`; or an earlier call still runs, and this is not sent.
             WorkerError: see `result`.
         """
         call = Call.of(self.call_id + 1, method, args, kwargs)
@@ -280,7 +279,7 @@ class MpExecutor:
 
     def check(self) -> None:
         """See whether all workers live, also idle ones; raises what `result` does."""
-        self._attend(idle=not self.waiting)
+        self._attend(idle=not self.unanswered)
 
     def note(self) -> str:
         """What the start log adds about the workers."""
@@ -293,8 +292,8 @@ class MpExecutor:
         Raises:
             ValueError, WorkerError, OSError: they do not come up again; another try may go better.
         """
-        end(self.processes, self.held)
-        self.waiting.clear()
+        end(self.processes, self.resources)
+        self.unanswered.clear()
         self.start(config)
 
     def _send(self, message: StepPlan | Call) -> None:
@@ -331,9 +330,8 @@ class MpExecutor:
     def _look(self, idle: bool = False) -> None:
         """Look at the workers' heartbeats, if the last look is long enough ago.
 
-        An idle worker's main thread wakes up now and then, and counts these naps. While a step or a call runs, which
-        may be slow, another thread counts heartbeats. While a worker starts, loading a library may hold up all its
-        threads, so only the system can tell whether it is stopped.
+        An idle worker's main thread wakes up now and then, and counts these naps. While a step or a call runs, another
+        thread counts heartbeats. During a start all threads may be held up: only the system tells if it is stopped.
 
         Raises:
             WorkerError: one has stood still for `step_timeout` seconds.
@@ -348,13 +346,12 @@ class MpExecutor:
                 waits = idle and rank not in self.owing
                 still = watchdog.look(self.plans.nap(rank) if waits else self.results[rank].beats)
             else:
-                still = watchdog.look(0 if self._is_stopped(process) else watchdog.beats + 1)
+                still = watchdog.still_if(self._is_stopped(process))
             if still >= self.step_timeout:
                 raise self._stuck(rank, self.step_timeout)
             if still >= STALL and not trouble:
                 trouble = str(self._stuck(rank, STALL))
-        # This count stands still only while a call that was given up holds up the engine.
-        held_up = self.held_up.look(0 if self.owing and not idle else self.held_up.beats + 1)
+        held_up = self.held_up.still_if(bool(self.owing) and not idle)
         if held_up >= STALL and not trouble:
             trouble = f"all requests wait until rank {min(self.owing)} has done a call that was given up"
         if self.ready and bool(trouble) != bool(self.trouble):  # nobody expects steps during a start
@@ -398,8 +395,9 @@ class MpExecutor:
         message = self.codec.decode(data)
         if isinstance(message, StepResult):
             self.early[rank].append(message)
-        elif self.ready and (not message.call_id or (message.failed and rank in self.owing)):  # nobody waits for it
-            kind = BlamelessError if message.blameless or message.failed else WorkerError
+        # Nobody waits for this error. (call_id 0: the worker itself failed.)
+        elif self.ready and (not message.call_id or (message.raised == "CallError" and rank in self.owing)):
+            kind = BlamelessError if message.raised in ("PeersGone", "CallError") else WorkerError
             raise self._error(rank, "has failed", message.error, kind)
         elif rank in self.owing:
             self.owing.remove(rank)  # nobody waits for it any more
@@ -430,7 +428,7 @@ class MpExecutor:
 
     def _error(self, rank: int, what: str, why: str = "", kind: type[WorkerError] = WorkerError) -> WorkerError:
         """An error that says what happened to a rank, and in which step. A call that was given up blames no request."""
-        where = f" in step {self.waiting[0]}" if self.waiting else " while idle"
+        where = f" in step {self.unanswered[0]}" if self.unanswered else " while idle"
         if not self.ready:
             where = " while it starts"
         elif rank in self.owing:
@@ -445,8 +443,8 @@ def start_method() -> str:
     if asked not in allowed:
         raise ValueError(f"MANTA_WORKER_MULTIPROC_METHOD is {asked!r}; it must be {' or '.join(allowed)}")
     if asked == "fork" and (torch := sys.modules.get("torch")):
-        reasons = ("loaded torch, whose threads a fork lacks", "initialised CUDA, which a fork cannot use")
-        why = reasons[torch.cuda.is_initialized()]
+        cuda = torch.cuda.is_initialized()
+        why = "initialised CUDA, which a fork cannot use" if cuda else "loaded torch, whose threads a fork lacks"
         logger.warning(f"MANTA_WORKER_MULTIPROC_METHOD is 'fork', but this process has {why}: workers are spawned")
         return "spawn"
     if asked == "forkserver":  # the server itself must not import the caller's script
@@ -475,17 +473,31 @@ def start_alone(process: Any) -> None:
             spawn.get_preparation_data = prepare
 
 
-def end(processes: list[Any], held: list[Any]) -> None:
+def end(processes: list[Any], resources: list[Any]) -> None:
     """Kill worker processes and free what was shared with them; empties both lists."""
     started = [process for process in processes if process.pid is not None]
     for process in started:
         process.kill()
     for process in started:
         process.join(KILL_TIMEOUT)
-    for thing in held:
-        thing.close()
+    for resource in resources:
+        resource.close()
     processes.clear()
-    held.clear()
+    resources.clear()
+
+
+@contextlib.contextmanager
+def meeting_place() -> Iterator[str]:
+    """A file for ranks to meet by, see `Group.connect`. On Linux it is in memory, so that no kill leaves it behind."""
+    if not hasattr(os, "memfd_create"):
+        with tempfile.TemporaryDirectory(prefix="manta-") as folder:
+            yield f"file://{folder}/ranks"
+        return
+    fd = os.memfd_create("manta-ranks")
+    try:
+        yield f"file:///proc/{os.getpid()}/fd/{fd}"
+    finally:
+        os.close(fd)
 
 
 # --- in a worker's process ------------------------------------------------------------------------------------------

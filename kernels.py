@@ -5,7 +5,7 @@ launch. Inside kernels a prefix tells what a name is: i_ an index, o_ offsets, m
 values. Kernels run on CUDA, and on the CPU under TRITON_INTERPRET=1. The folder ops/ has more of them, which this file
 passes on: of matrix products, experts, latent attention, delta-rule layers and sampling.
 
-Shapes are named as in reference.py, and G = H / KV.
+Shapes: B rows, T tokens, H heads, KV heads of keys and values, D elements of a head; G = H / KV. See reference.py.
 
 A kernel is compiled for a model's shape, never for a step's: the sizes of a step only size the grid, and arrays of
 integers that callers slice at any offset are not specialized on alignment.
@@ -279,8 +279,9 @@ def square_sums(qkv: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Tensor
 def _activate(b_x, alphas, ACTIVATION: tl.constexpr):
     """The activation of b_x [..] float32, as `act` has it.
 
-    silu and gelu_tanh are x sigmoid(z): silu's z is x itself, and gelu_tanh has the z below, because (1 + tanh(z / 2))
-    / 2 = sigmoid(z). In xielu e^x - 1 - x would lose all digits of a small x, so there its Taylor series stands.
+    silu and gelu_tanh are x sigmoid(z): silu's z is x itself, and gelu_tanh has the z below, because
+    (1 + tanh(z / 2)) / 2 = sigmoid(z). In xielu e^x - 1 - x would lose all digits of a small x, so there its Taylor
+    series stands.
     """
     if ACTIVATION == "silu" or ACTIVATION == "gelu_tanh":
         b_z = b_x
@@ -453,8 +454,8 @@ def attention_decode_kernel(
 
     A row that lies in several shares is cut into pieces, one for each. A program has at most two such pieces, of its
     first row and of its last: partial [P, 2, KV, TOKENS G, D] and partial_lse [P, 2, KV, TOKENS G] float32. `arrived`
-    counts a row's stored pieces, and the program that stores the last one adds them up. The count is never reset: every
-    layer adds the same number, so a multiple of it means the last piece, however often a CUDA graph is replayed.
+    counts a row's stored pieces, and the program that stores the last one adds them up. Only planning resets the count:
+    within a step every layer adds the same number, so a multiple means the last piece.
     LeanAttention: Sanovar et al., 2024. Stream-K: Osama et al., 2023.
     """
     i_p, i_kv = tl.program_id(0), tl.program_id(1)

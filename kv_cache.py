@@ -1,8 +1,7 @@
 """Which blocks of the paged KV cache hold what: who owns them, what can be found again, and what is reused first.
 
-Blocks are integers here; the tensors behind them live in the worker. `BlockManager` keeps the books of one pool, the
-device's or the host's. `BlockSpaceManager` uses both for the tables of sequences: sharing, copy on write, and host
-memory as the prefix cache's second tier.
+Blocks are integers here; the tensors behind them live in the worker. `BlockManager` keeps the books of one pool, and
+`BlockSpaceManager` those of all tables: sharing, copy on write, and host memory as the prefix cache's second tier.
 
 A block is in one of three states:
 
@@ -11,15 +10,13 @@ A block is in one of three states:
     free     ref_count = 0 and no hash
 
 Layers that see different windows of the latest tokens are different kinds, and a sequence has a block table for each
-kind (`models/kv_layout.py`). All kinds share one pool. A table holds -1 where the window has passed and the block was
-given back.
+kind (`models/kv_layout.py`). All kinds share one pool. Where a window has passed, the table holds -1.
 
 A block is found by its chained hash together with its kind. A cached prefix of p tokens is a hit if every block that a
 token at position p sees is found: all blocks of a kind without a window, the last window's blocks of one with a window.
 In a model with recurrent layers, a state that has seen exactly this prefix must be found, too.
 
-Every operation is O(1) a block. Paging is vLLM's idea (Kwon et al., 2023), as is finding shared prefixes by chained
-hashes of full blocks.
+Every operation is O(1) a block. Paging and prefixes by chained hashes are vLLM's ideas (Kwon et al., 2023).
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ class BlockManager:
         num_blocks: size of the pool.
         block_size: tokens in a block.
         enable_prefix_caching: let freed blocks be found again by the hash of what they hold.
-        num_lookahead_slots: places for tokens that a sequence owns behind its own.
+        num_lookahead_slots: extra token places after a sequence's tokens, for guesses at the next ones.
         keep_evicted: note in `evicted` which cached blocks are about to be overwritten, for a second tier to keep.
     """
 
@@ -89,7 +86,7 @@ class BlockManager:
         return len(self.idle)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens and the look-ahead slots after them."""
+        """Blocks that hold `num_tokens` tokens and the look-ahead slots after them, in one table."""
         return -(-(num_tokens + self.num_lookahead_slots) // self.block_size)
 
     def can_allocate(self, num_blocks: int, kept: int | None = None) -> AllocStatus:
@@ -136,7 +133,7 @@ class BlockManager:
                     self.idle.move_to_end(block, last=False)
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Let `block`, whose tokens are all computed, be found by `digest`, unless another block already is."""
+        """Let `block`, whose tokens are all computed, be found by `digest`, unless another block has that digest."""
         if self.enable_prefix_caching and self.hashes[block] is None and digest not in self.block_of:
             self.hashes[block], self.findable[block] = digest, 1
             self.block_of[digest] = block
@@ -185,12 +182,11 @@ class BlockSpaceManager:
     """The device's blocks, the host's, and the tables of all sequences.
 
     Every move of a block's content goes into the step's plan. The workers make the moves in this order: out to the
-    host, in from it, copies on the device, and then the step's tokens. So if one kind of move reads a block, only a
-    later kind may fill it in the same plan: blocks that must not be overwritten yet stay pinned until the plan is made.
-    Plans run in order, so a block that a step in flight still reads may be handed out at once: a later plan fills it.
+    host, in from it, copies on the device, and then the step's tokens. In one plan, only a later kind of move may fill
+    a block that an earlier one reads; until then it is pinned. Plans run in order, so a block that a step in flight
+    still reads may be handed out at once: a later plan fills it.
 
-    A kind that sees all tokens gets the blocks of a whole prompt when the sequence is let in. One with a window gets
-    them step by step, as the window gives others back.
+    A kind that sees all tokens gets a whole prompt's blocks at once. One with a window gets them step by step.
 
     Args:
         config: block size, prefix caching, look-ahead, and tokens of a step.
@@ -222,9 +218,11 @@ class BlockSpaceManager:
         self.pinned: list[int] = []  # the device's blocks to free once the plan is made
         self.host_pinned: list[int] = []  # and the host's
         self.copies_left = num_host_blocks  # how many copies the host gets until a prompt asks for a dropped block
-        self.lost: OrderedDict[bytes, None] = OrderedDict()  # the keys of blocks that were dropped without a copy
+        self.uncopied: OrderedDict[bytes, None] = OrderedDict()  # the keys of blocks that were dropped without a copy
 
     # --- how many blocks --------------------------------------------------------------------------------------------
+    # blocks_for: one table's, for so many tokens       goals: each kind's          most: the most that sequences hold
+    # missing: what tables lack of their goals          lacks: the sum of that
 
     def goals(self, tokens: int, reach: int) -> list[int]:
         """Blocks that each kind's table needs for `tokens` tokens; with a window, only for the first `reach` of them.
@@ -236,11 +234,11 @@ class BlockSpaceManager:
         return [part if window else whole for window in self.windows]
 
     def missing(self, tables: list[list[int]], tokens: int, reach: int) -> list[int]:
-        """Blocks that each of these tables lacks to reach `goals`."""
+        """Blocks that each of these tables lacks of its goal."""
         return [max(0, goal - len(table)) for goal, table in zip(self.goals(tokens, reach), tables, strict=True)]
 
     def lacks(self, seq: Sequence, tokens: int, reach: int) -> int:
-        """Blocks that a sequence's tables lack to reach `goals`."""
+        """Blocks that a sequence's tables lack of their goals, in sum."""
         return sum(self.missing(seq.tables, tokens, reach))
 
     def most(self, tokens: int, spread: int = 0, width: int = 1, shared: int = 0) -> int:
@@ -259,8 +257,7 @@ class BlockSpaceManager:
         """How a sequence could be let in, if its next step computes at most `most` tokens.
 
         It shares blocks of the prefix cache, some of which may come back from host memory. If `prompt_tables`, in which
-        another sample has computed the prompt, hold more, it shares these. Prompt tokens that have yet to be scored are
-        computed again, because the cache has no hidden states.
+        another sample has computed the prompt, hold more, it shares these. Prompt tokens to be scored are recomputed.
         """
         last = len(seq.tokens) - 1  # must be computed in any case: its hidden state yields the next token
         if seq.group.request.score is not None:
@@ -324,8 +321,8 @@ class BlockSpaceManager:
                 most = next((i for i, key in enumerate(keys) if key not in device and key not in host), most)
         if states:
             most = states.longest(hashes, most)
-        # Only the last blocks of a window count. If one is missing, the hit must end before it, and all kinds must be
-        # checked again. Beams that will branch off see a window before the first token that they do not share.
+        # Only the last blocks of a window count. If one is missing, start over (kind = -1) with the shorter prefix.
+        # Beams that will branch off see a window before the first token that they do not share.
         begins = [0] * len(tables)
         known, kind = [most] * len(tables), 0  # by kind: from here up to `most` all blocks are found
         while kind < len(tables):
@@ -345,7 +342,7 @@ class BlockSpaceManager:
                 if block < 0:
                     fetched[column, kind] = host[key]
                 tables[kind].append(block)
-        if fetched or (most < len(hashes) and any(hashes[most] + mark in self.lost for mark in self.marks)):
+        if fetched or (most < len(hashes) and any(hashes[most] + mark in self.uncopied for mark in self.marks)):
             self.copies_left = self.host.num_blocks
         return min(most * size, last), tables, fetched
 
@@ -422,9 +419,9 @@ class BlockSpaceManager:
         most = min(COPIES + sum(count for _, count in plan.rows) // self.block_size, self.copies_left, host.num_free)
         dropped = [pair for pair in device.evicted if pair[1] not in host.block_of]
         first = max(0, len(dropped) - most)  # the beginnings of prompts come last, and are worth the most
-        self.lost |= dict.fromkeys(digest for _, digest in dropped[:first])
-        while len(self.lost) > host.num_blocks:
-            self.lost.popitem(last=False)
+        self.uncopied |= dict.fromkeys(digest for _, digest in dropped[:first])
+        while len(self.uncopied) > host.num_blocks:
+            self.uncopied.popitem(last=False)
         idle = ((block, device.hashes[block]) for block in islice(device.idle, 4 * most))
         ahead = [(block, digest) for block, digest in idle if digest is not None and digest not in host.block_of]
         moved = [*dropped[first:], *ahead][:most]
@@ -432,7 +429,7 @@ class BlockSpaceManager:
         for (block, digest), copy in zip(moved, kept, strict=True):
             host.publish(copy, digest)
             plan.swap_out.append((block, copy))
-        plan.ahead = len(moved) - min(len(dropped), most)
+        plan.num_beside = len(moved) - min(len(dropped), most)
         self.copies_left -= len(moved)
         device.evicted.clear()
         return kept[::-1]

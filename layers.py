@@ -1,4 +1,4 @@
-"""The parts of a decoder layer: norms, attention, and the MLP, which is dense or made of experts.
+"""The parts of a decoder layer: norms, attention, and the MLP. Experts are in `models/expert_layers.py`.
 
 Each part holds a rank's share of its weights, and its `parts` says which tensors of a checkpoint fill them. The row of
 its family says which parts a layer has, and how they depart from Llama's.
@@ -116,7 +116,7 @@ class Attention(Owner):
     gate: Weight | None = None  # of the results
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
-    norm_sizes: torch.Tensor | None = None  # how many elements of q, and of k, one norm adds up
+    norm_sizes: torch.Tensor | None = None  # elements that one norm of q, or of k, covers
 
     def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, heads: int, new: New):
         row = c.row
@@ -230,7 +230,8 @@ class Attention(Owner):
         kv = step.pool[self.kind][self.place]
         q = self.ops.qk_norm_rope_store(
             qkv, self.q_norm, self.k_norm, c.norm_eps, step.rotations[self.rope], step.batch.slot_mapping[self.kind],
-            kv if self.stores else kv[:, :, :0], bool(row.interleaved), row.norm, row.qk_norm == "after", scales,
+            kv if self.stores else kv[:, :, :0],  # no KV heads, so nothing is stored
+            bool(row.interleaved), row.norm, row.qk_norm == "after", scales,
             row.v_norm,
         )  # fmt: skip
         growth = step.query_scales[self.rope]

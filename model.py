@@ -51,7 +51,7 @@ class Transformer(Owner):
         self, config: ModelConfig, ops: ModuleType, device: str, dtype: torch.dtype, max_model_len: int, group: Group
     ):
         check_division(config, group)
-        self.config, self.row = config, config.row
+        self.config, self.row = config, config.row  # its family's row of `FAMILIES`
         self.ops, self.group = ops, group
         self.device, self.dtype = device, dtype
         self.max_model_len = max_model_len
@@ -148,7 +148,7 @@ class Transformer(Owner):
             residual = incoming[:, : c.hidden_size].contiguous()
             if c.layer_input_size:
                 inputs = incoming[:, c.hidden_size :].unflatten(1, (-1, c.layer_input_size))
-        # Layers add to the residual. x is its norm, the input of attention and of the MLP; and then their output.
+        # Layers add to the residual. x: first the part's normed input, then its output.
         x = self.enter(residual)
         for i in self.span:
             layer, following = self.layers[i], self.following(i)
@@ -223,7 +223,7 @@ class Transformer(Owner):
         layers = self.views(pool)
         plans = [
             self.ops.plan_decode(of[0], table, *rows, w, 1, chunked and w > 0) if of else None
-            for of, (table, w) in zip(layers, kinds, strict=False)
+            for of, (table, w) in zip(layers, kinds, strict=False)  # without decodes there are no plans
         ]
         rotations = [table[batch.positions] for table in self.rotations]
         scales = [None if table is None else table[batch.positions] for table in self.query_scales]
@@ -356,6 +356,7 @@ class Transformer(Owner):
             owner.batch_invariant = True
 
     def finish(self) -> None:
+        """See `Owner.finish`."""
         for owner in self.owners():
             if owner is not self:
                 owner.finish()

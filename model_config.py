@@ -69,8 +69,7 @@ class Latent:
 class Delta:
     """Sizes of layers with the gated delta rule, whose state stands for all tokens so far; see `ops.delta_rule`.
 
-    Each head of q and k serves as many heads of v as there are for each. A convolution mixes each channel of q, k and v
-    with the same channel of the tokens before.
+    Each head of q and k serves as many heads of v as there are for each. A convolution mixes each channel over time.
     """
 
     key_heads: int
@@ -176,8 +175,7 @@ class ModelConfig:
     def layout(self, ranks: int, layers: range | None = None) -> KVLayout:
         """How the layers lie in the pages of each rank's pool, or in those of a stage with these `layers`.
 
-        Layers without keys of their own have no place there, but that of the layer whose keys they read, if they read
-        any. Those of other stages have none.
+        Layers without keys of their own have the place of the layer whose keys they read. Other stages' have none.
         """
         owners = [i for i, source in enumerate(self.kv_sources) if source == i]
         shapes = [self.page(ranks, i) for i in owners]

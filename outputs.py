@@ -4,8 +4,7 @@
     Choices         one request: an answer for each sample, and the choice of those that its client gets
     Vector          one request that samples nothing: the vector that is made of its prompt
 
-`LLM` and the server feed the engine's outputs to these. Text is made here, outside of the engine, so stop strings are
-found here: they end an answer before the engine knows.
+`LLM` and the server feed the engine's outputs to these. Text is made here, so stop strings are found here.
 """
 
 from __future__ import annotations

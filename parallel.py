@@ -186,14 +186,12 @@ class Pipeline:
     """One of the stages that the layers are divided in, and what goes from stage to stage.
 
     Hidden states go to the rank of the same number in the next stage. What the last stage samples goes back to the
-    first, as the input of the sequence's next step. Each direction between two ranks has a link of its own, so that on
-    GPUs neither waits for the other.
+    first, as the input of the sequence's next step. Each direction has its own link, so that on GPUs neither waits.
 
     A stage does not wait for the next one to take what it sends: it keeps the tensor until it has gone, and meanwhile
     computes its next step, which is for other sequences (GPipe, Huang et al., 2019; the schedule is PipeDream's).
 
-    Until `live` is set, nothing is exchanged, so that a stage warms up by itself: zeros come in, and what goes out is
-    dropped.
+    Until `live` is set, a stage warms up by itself: zeros come in, and what goes out is dropped.
 
     Args:
         stage: this process's, from 0, and stages: how many there are.

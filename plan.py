@@ -1,4 +1,4 @@
-"""Every record that travels: plans and results between the scheduler and the workers, messages between processes.
+"""Every record that travels: plans and results between scheduler and workers, and below, messages between processes.
 
 A plan carries differences, not batches: the workers keep the state of every running sequence.
 """
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sampling_params import PoolingParams, SamplingParams
 
@@ -73,7 +73,7 @@ class StepPlan:
     released: list[int] = field(default_factory=list)  # slots whose sequence has left; applied before `new`
     # Blocks to move before the step runs, in this order; a block that an earlier one frees, a later one may fill.
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
-    ahead: int = 0  # how many of the last `swap_out` moves may run beside the step, which leaves their blocks alone
+    num_beside: int = 0  # how many of the last `swap_out` moves may run during the step; it leaves their blocks alone
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
     # Recurrent states to move in the same way, if the model has some: rows of the state pools, see `StateRoom`.
@@ -116,7 +116,7 @@ class StepResult:
     scores: dict[int, list[Logprobs]] = field(default_factory=dict)  # the same for the prompt tokens of `NewRow.score`
     pooled: dict[int, bytes] = field(default_factory=dict)  # by index of the row: the vector, in float32
     error: str | None = None  # why the step failed; then there are no tokens
-    phases: list[tuple[str, str, float, float]] = field(default_factory=list)  # for `--trace`: lane, name, begin, end
+    phases: list[tuple[str, str, float, float]] = field(default_factory=list)  # for `--trace`: row, name, begin, end
 
 
 def joined(results: list[StepResult], stage_size: int) -> StepResult:
@@ -126,7 +126,7 @@ def joined(results: list[StepResult], stage_size: int) -> StepResult:
     result, stages = results[-stage_size], results[::stage_size]
     if len(stages) > 1:
         found = ((i, *phase) for i, stage in enumerate(stages) for phase in stage.phases)
-        result.phases = [(f"{lane} {i}", name, begin, end) for i, lane, name, begin, end in found]
+        result.phases = [(f"{row} {i}", name, begin, end) for i, row, name, begin, end in found]
     return result
 
 
@@ -295,13 +295,11 @@ class Reply:
     call_id: int
     value: Any = None
     error: str | None = None
-    late: bool = False  # the error is a TimeoutError
-    blameless: bool = False  # the error is a PeersGone
-    failed: bool = False  # the error is a CallError
+    raised: Literal["", "TimeoutError", "PeersGone", "CallError"] = ""  # the error's class, where it matters
 
     def refusal(self) -> ValueError:
         """The error, to be raised."""
-        return (CallError if self.failed else ValueError)(self.error)
+        return (CallError if self.raised == "CallError" else ValueError)(self.error)
 
 
 @dataclass(slots=True)

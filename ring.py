@@ -6,11 +6,10 @@ A ring has chunks, one writer and many readers:
                payload [chunk_bytes]
 
 Every reader gets every message, in order. A message that is longer than a chunk takes several, one after the other. The
-k-th that is written (from 1 on) goes into chunk k mod num_chunks. `written` becomes k when its payload is there, and a
-reader's word when that reader has taken it. The writer uses the chunk again once all readers have. So no word has two
-writers and there is no lock. The design is vLLM's `shm_broadcast`. The words are sequence numbers instead of flags, so
-that a message lost, repeated or overtaken cannot look like the next one. `length` is how
-many bytes of the message are left, with this chunk's.
+k-th chunk that is written (from 1 on) goes into chunk (k - 1) mod num_chunks. `written` becomes k when its payload is
+there, and a reader's word when that reader has taken it. The writer uses the chunk again once all readers have. So no
+word has two writers and there is no lock. The design is vLLM's `shm_broadcast`, but words are sequence numbers, not
+flags: no chunk lost, repeated or overtaken looks like the next. `length` is what is left of the message, in bytes.
 
 A reader spins for a moment, since a message mostly comes soon, and then sleeps until a socket, its bell, wakes it.
 Nothing here has a name in the file system, so nothing is left there, whichever process is killed.
@@ -51,17 +50,17 @@ WORD = 8  # bytes
 
 
 class Codec:
-    """Turns messages into bytes and back: msgpack, never pickle. `kinds` is the union of their classes.
+    """Turns messages into bytes and back: msgpack, never pickle. `classes` is a union of theirs.
 
     A message is written as the name of its class and its fields. Each decoding thread needs a codec of its own.
     """
 
-    def __init__(self, kinds: Any = Message):
+    def __init__(self, classes: Any = Message):
         import msgspec  # here, because a script that uses `LLM` on one device does not need it
 
         self.encoder = msgspec.msgpack.Encoder()
         self.envelope = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
-        self.bodies = {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(kinds)}
+        self.bodies = {cls.__name__: msgspec.msgpack.Decoder(cls) for cls in get_args(classes)}
 
     def encode(self, message: Any) -> bytes:
         return self.encoder.encode((type(message).__name__, message))
@@ -74,10 +73,9 @@ class Codec:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hold back Ctrl-C until the end of this, so that it never leaves what we keep half written.
+    """Hold back Ctrl-C until the end of this, so that nothing is left half done: a read below, or the engine's books.
 
-    A step enters this several times. So it uses the module below `signal`, which makes no enums of handlers: 3 us
-    instead of 22.
+    A step enters this several times. So it uses the module below `signal`, without enums: 3 us instead of 22.
     """
     handler = _signal.getsignal(_signal.SIGINT)
     pending: list[Any] = []
@@ -96,16 +94,15 @@ def undisturbed() -> Iterator[None]:
 class RingTimeout(RuntimeError):
     """A reader takes no messages, or the rest of a message does not come; `reader` is that reader's number."""
 
-    def __init__(self, reader: int, message: int, seconds: float):
-        super().__init__(f"reader {reader} has not taken message {message} within {seconds:g} s")
+    def __init__(self, reader: int, what: str):
+        super().__init__(what)
         self.reader = reader
 
 
 class Watchdog:
     """Measures how long another process's count of heartbeats stands still. Call `look` at least once a second.
 
-    Only time in which this process runs counts: if both processes were stopped, or the whole machine, the other one
-    is not to blame.
+    Only time in which this process runs counts: if the whole machine stood still, the other one is not to blame.
     """
 
     def __init__(self) -> None:
@@ -119,6 +116,10 @@ class Watchdog:
         self.still = 0.0 if beats != self.beats else self.still + min(now - self.last, GAP)
         self.beats, self.last = beats, now
         return self.still
+
+    def still_if(self, condition: bool) -> float:
+        """Seconds for which `condition` has held, where there is no count to look at."""
+        return self.look(0 if condition else self.beats + 1)
 
 
 class RingBuffer:
@@ -143,7 +144,8 @@ class RingBuffer:
         self._map()
 
     def _words(self) -> int:
-        return (self.num_chunks * (2 + self.num_readers) + self.num_readers + 1 + 7) // 8 * 8
+        words = self.num_chunks * (2 + self.num_readers) + self.num_readers + 1
+        return (words + 7) // 8 * 8  # rounded up to 64 bytes
 
     def _map(self) -> None:
         self.memory = mmap.mmap(self.fd, 0)
@@ -186,8 +188,7 @@ class RingBuffer:
         `look` must take what readers write to this process: a reader that waits for room there reads nothing here.
 
         Raises:
-            RingTimeout: a reader has not made room within `timeout` seconds. No reader gets the message; of one that
-                is larger than a chunk they may have the beginning.
+            RingTimeout: a reader has not made room in time. No reader gets the message; of a large one, maybe a part.
         """
         deadline = time.monotonic() + timeout
         length = len(message)
@@ -201,7 +202,8 @@ class RingBuffer:
         for reader in range(self.num_readers):
             while self.words[at + 2 + reader] + self.num_chunks <= self.count:
                 if time.monotonic() > deadline:
-                    raise RingTimeout(reader, self.count - self.num_chunks + 1, timeout)
+                    late = self.count - self.num_chunks + 1
+                    raise RingTimeout(reader, f"reader {reader} has not taken message {late} within {timeout:g} s")
                 look()
                 time.sleep(NAP)
         self.payloads[begin : begin + len(part)] = part
@@ -262,7 +264,7 @@ class RingBuffer:
                     message, self.parts = b"".join(self.parts), []
                     return message
         if self.parts:
-            raise RingTimeout(self.reader, self.count + 1, BROKEN_OFF)
+            raise RingTimeout(self.reader, f"the rest of a message has not come within {BROKEN_OFF:g} s")
         return None
 
     def _wait(self, timeout: float) -> bool:
@@ -296,17 +298,3 @@ class RingBuffer:
         for pair in self.bells:
             for end in pair:
                 end.close()
-
-
-@contextlib.contextmanager
-def meeting_place() -> Iterator[str]:
-    """A file for ranks to meet by, see `Group.connect`. On Linux it is in memory, so that no kill leaves it behind."""
-    if not hasattr(os, "memfd_create"):
-        with tempfile.TemporaryDirectory(prefix="manta-") as folder:
-            yield f"file://{folder}/ranks"
-        return
-    fd = os.memfd_create("manta-ranks")
-    try:
-        yield f"file:///proc/{os.getpid()}/fd/{fd}"
-    finally:
-        os.close(fd)

@@ -156,8 +156,7 @@ class SamplingParams:
         min_tokens: of output, before which no end-of-sequence token, stop token or stop string ends it.
         bad_words: texts that are not written: the last token of one is not drawn after the others of it.
         bad_word_ids: their tokens, which `Tokenizer.bad_word_ids` makes of them; `LLM` and the server fill it in.
-        truncate_prompt_tokens: keep this many tokens of the prompt, its last ones; -1 keeps what the context holds
-            beside one token of output.
+        truncate_prompt_tokens: keep this many of the prompt's last tokens; -1 leaves room for one token of output.
         structured_outputs: what the text must be; a dict of `StructuredOutputsParams`' fields will do, too.
         masked_logprobs: of structured outputs, give log-probabilities among the tokens that were allowed.
         thinking_token_budget: tokens of hidden reasoning after which it is brought to its end; None sets no limit.
@@ -416,10 +415,9 @@ class PoolingParams:
     """How a vector is made of a prompt, where nothing is sampled; names and meanings are vLLM's.
 
     Attributes:
-        dimensions: of the vector, which is cut to its first ones (Matryoshka representation learning, Kusupati et al.,
-            2022); None leaves all.
-        use_activation: of an embedding, divide it by its length; of classes, make logits probabilities. None does what
-            the model's folder says, or else does it.
+        dimensions: the vector is cut to its first ones (Matryoshka, Kusupati et al., 2022); None leaves all.
+        use_activation: divide an embedding by its length, make logits of classes probabilities. None asks the model's
+            folder, and does so unless that says no.
     """
 
     dimensions: int | None = None

@@ -12,19 +12,17 @@ budget until `num_computed` has caught up, and then the model's last hidden stat
 Waiting, running and swapped groups are in the same order: by class, then by arrival. The policy sets the class: `fcfs`
 gives all requests the same one, `priority` takes the request's priority, and `fair` the tokens that its client has had.
 The first in order goes first, and the last one that runs is preempted first. So no later request of a class passes an
-earlier one, and the first in order computes at least a token in every step. A request therefore ends at most as many
-steps after its arrival as it and the requests before it have tokens. There are three exceptions. Samples branch off
-when their prompt is computed, and sequences that came in by then may run on first. The classic order may put
-`max_num_seqs` steps of prompts before a step of decodes. Under `fair` the first in order may wait for running groups
-that are behind it by at most a step's tokens.
+earlier one, and the first in order computes at least a token in every step. So a request takes at most as many steps as
+it and all earlier ones have tokens. There are three exceptions. Samples branch off when their prompt is computed, and
+sequences that came in by then may run on first. Without chunked prefill (`scheduling/classic.py`), `max_num_seqs` steps
+of prompts may come before a step of decodes. Under `fair` the first may wait for groups a step's tokens behind it.
 
 `schedule()` makes a `StepPlan` of differences for the workers; `update()` takes their `StepResult`. The next plan may
 be made before the last result is in: it must know that a token will come (`num_known`), not which. If that token ends
-its sequence, the plan has run a row too many, whose token is dropped.
+its sequence, the token of the next row is dropped.
 
 `Admission` decides which groups are let in. Sequences that decode form a batch (`scheduling/decodes.py`), so a step
-handles one by one only those that need a block or end. Each group is in a lane, one for each pipeline stage, and the
-lanes' steps take turns (`scheduling/lanes.py`).
+looks only at those that need a block or end. Groups are in lanes, whose steps take turns (`scheduling/lanes.py`).
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ class Scheduler:
 
     Args:
         config: the engine's options.
-        num_blocks: size of the KV pool.
+        num_blocks: size of the KV pool. A block holds `block_size` tokens' keys and values; a table lists blocks.
         max_model_len: tokens that a sequence may have, prompt and output together.
         vocab_size: token ids of a prompt must be below it.
         eos_token_ids: tokens that end a request which does not `ignore_eos`.
@@ -70,7 +68,7 @@ class Scheduler:
         clock: in seconds; only the classic order's delay and what `explain` reports depend on it.
 
     Raises:
-        ValueError: a step has fewer tokens than the longest prompt. Without chunked prefill it must fit, unless pooled.
+        ValueError: without chunked prefill the longest prompt must fit into one step, unless prompts are pooled.
     """
 
     def __init__(
@@ -147,14 +145,14 @@ class Scheduler:
         if (request := self.requests.get(request_id)) is None:
             return
         for group in [group for group in request.groups if index is None or group.index == index]:
-            leave = self._stop if group.status is Status.RUNNING else self.admission.withdraw
+            leave = self._take_out if group.status is Status.RUNNING else self.admission.withdraw
             leave(group)
             self._finish(group, reason)
 
-    def _stop(self, group: SequenceGroup) -> None:
+    def _take_out(self, group: SequenceGroup) -> None:
         """Take `group` out of the running ones, and out of its lane."""
         self.running.remove(group)
-        if group.seqs[0].batch is None:
+        if group.seqs[0].batch is None:  # it is not in the batch of decodes
             assert group.lane
             group.lane.others.remove(group)
 
@@ -192,7 +190,7 @@ class Scheduler:
         self.admission.begin_step(now)
         # After crashes, suspects run alone, in turns (`scheduling/trial.py`). Between turns nothing may be in flight.
         if self.admission.trial.settled and not any(earlier.seqs for earlier in self.in_flight):
-            self._stop_running(now)  # all queue again, so that they come in in order
+            self._recompute_running(now)  # all queue again, so that they come in in order
             self.admission.drop_swapped(now)
             self.admission.start_turn()
         lane, most = self.lanes.take_turn(len(self.waiting) + len(self.swapped))
@@ -202,14 +200,14 @@ class Scheduler:
             why_waiting = "trial"
         else:
             why_waiting = self.schedule_mixed(flight) if self.classic is None else self.classic.schedule(flight)
-        flight.others.sort(key=lambda row: row[1] > 1)  # stable: rows of one token first, as the workers' kernels want
+        flight.other_rows.sort(key=lambda row: row[1] > 1)  # stable: rows of one token first, as kernels want
         plan.rows = flight.decodes.rows
-        if flight.others:
-            plan.rows = plan.rows + [(seq.slot, count) for seq, count, _ in flight.others]
+        if flight.other_rows:
+            plan.rows = plan.rows + [(seq.slot, count) for seq, count, _ in flight.other_rows]
         plan.released, self.admission.released = self.admission.released, []
         self.space.planned(plan)
-        if self.admission.held_up:
-            why_waiting = self.admission.held_up[1]
+        if self.admission.obstacle:
+            why_waiting = self.admission.obstacle[1]
         if self.admission.aside:
             why_waiting = "trial"
         self.waits.advance(now, why_waiting if self.waiting or self.swapped or self.admission.aside else "step")
@@ -246,9 +244,9 @@ class Scheduler:
     def _preempt_last(self, plan: StepPlan, cause: Request) -> SequenceGroup:
         """Preempt the last running group, to make room for `cause`; returns it."""
         victim = self.running[-1]
-        for flight in self.in_flight:  # it may run again before they land: they do not count then
+        for flight in self.in_flight:  # what these steps bring it is dropped, even if it runs again first
             flight.dropped.update(victim.seqs)
-        self._stop(victim)
+        self._take_out(victim)
         self.admission.preempt(victim, plan, cause)
         return victim
 
@@ -278,7 +276,7 @@ class Scheduler:
         Returns whether a group was preempted.
         """
         lane, decodes = flight.lane, flight.lane.decodes
-        before = len(self.admission.preempted)
+        before = len(self.running)
         to_come = lane.width  # one token is kept for each sequence that comes later in this step
         due = [seq.group for seq in decodes.pop_due()]
         shares = {}
@@ -290,7 +288,7 @@ class Scheduler:
                 continue
             seq = group.seqs[0]
             if seq.batch is not None and seq.num_known + 1 >= group.limit:  # this step samples its last token
-                self.admission.stop_decoding(seq)
+                self.admission.leave_batch(seq)
                 lane.others.append(group)
             if seq.batch is None:
                 to_come -= group.width
@@ -303,7 +301,7 @@ class Scheduler:
                 shares[group.request.client] -= taken
         flight.decodes, flight.decode_step = decodes.run(), decodes.steps
         flight.budget.take(len(decodes), seqs=len(decodes))
-        return len(self.admission.preempted) > before
+        return len(self.running) < before
 
     def _most_tokens(self, group: SequenceGroup, left: int, shares: dict[str, int]) -> int:
         """How many of `left` tokens a running group may compute; one for each sequence after it is kept already.
@@ -360,7 +358,7 @@ class Scheduler:
         stopped = frozenset(result.stopped)
         news = self._take_decodes(flight, result.token_ids[:num_decodes], stopped)
         beams: dict[str, list[tuple[Sequence, int, Logprobs]]] = {}
-        for i, (seq, _, computed) in enumerate(flight.others, num_decodes):
+        for i, (seq, _, computed) in enumerate(flight.other_rows, num_decodes):
             request = seq.group.request
             if request.groups and (scores := request.take_scores(computed, result.scores.get(i, []))):
                 news.outputs.append(EngineOutput(request.request_id, [], prompt_logprobs=scores))
@@ -394,7 +392,7 @@ class Scheduler:
             self.running = [group for group in self.running if group.status is Status.RUNNING]
         while found := self.lanes.surplus(flight.lane):
             seq, lane = found
-            self.admission.stop_decoding(seq)
+            self.admission.leave_batch(seq)
             lane.put(seq.group)
         self.admission.trial.landed(self.in_flight)
         return news
@@ -429,7 +427,7 @@ class Scheduler:
         request = group.request
         output = EngineOutput(request.request_id, [token], num_cached_tokens=request.num_cached, index=group.index)
         output.time_in_queue = request.time_in_queue
-        if request.params.max_tokens == 0:
+        if request.params.max_tokens == 0:  # the sampled token is not wanted
             output.token_ids, output.finish_reason = [], "length"
             seq.tokens.pop()
         elif stopped:
@@ -463,7 +461,7 @@ class Scheduler:
             guilty, error = blamed
             self.abort(guilty.request_id, reason="error")
             outputs = [error_output(guilty.request_id, error, engine_fault=not lost)]
-        self._stop_running(now)
+        self._recompute_running(now)
         if lost:
             self.admission.lose_pools(now)
             self.admission.start_turn()
@@ -471,7 +469,7 @@ class Scheduler:
             self.admission.forget_moves(plans, now)
         return outputs
 
-    def _stop_running(self, now: float) -> None:
+    def _recompute_running(self, now: float) -> None:
         """Have all running groups compute their tokens again; no step may be in flight."""
         running, self.running = self.running, []
         for lane in self.lanes:

@@ -63,15 +63,14 @@ class Sequence:
     Its parts, and the names of the counts of tokens up to each bar:
 
         prompt |  output delivered |  undelivered |  in flight |
-    num_prompt |    len(delivered) |   num_tokens |  num_known |
+    num_prompt |    len(delivered) |   num_tokens |  num_known |    num_computed = num_known - 1 while it decodes
 
-    A batch of decodes keeps the undelivered tokens. Steps in flight will sample the last ones. `num_computed` is less
-    than `num_known`: by one while the sequence decodes, by more in the midst of a prompt.
+    A batch of decodes keeps the undelivered tokens, and steps in flight will sample the last ones.
     """
 
     group: SequenceGroup
     delivered: list[int]  # see `tokens`
-    batch: DecodeBatch | None = None  # in which it decodes; it sets the next three
+    batch: DecodeBatch | None = None  # in which it decodes; it sets the next four
     place: int = 0  # among the rows of the batch
     due: int = 0  # the step of the batch that must look at it
     next_delivery: int = 0  # the step of the batch whose token is delivered next
@@ -81,9 +80,9 @@ class Sequence:
     tables: list[list[int]] = field(default_factory=list)  # blocks for each kind of layers; -1: a window has passed it
     host_tables: list[list[int]] = field(default_factory=list)  # the same in host memory, while swapped
     host_state: int = -1  # the row of its recurrent state in host memory
-    kept_state: bytes = b""  # hash of its latest state in the prefix cache, if that is behind the prompt
+    kept_state: bytes = b""  # hash of its latest state in the prefix cache, if that is after the prompt
     slot: int = -1  # a row of the workers' batch state while running
-    lost: int = 0  # tokens that had been computed when it was preempted, to be computed again
+    num_forgotten: int = 0  # tokens that had been computed when it was preempted, to be computed again
     stale: bool = False  # beam search chose another last token than the workers have
     logprob: float = 0.0  # of its output, where log-probabilities are asked for
     constraint: Any = None  # a `scheduling.grammar.Constraint`, if it needs masks
@@ -116,7 +115,7 @@ class Sequence:
 
     @property
     def num_known(self) -> int:
-        """Its tokens with those that steps in flight will sample: the last computed token yields one more."""
+        """The number of tokens once the steps in flight have sampled."""
         return max(len(self.delivered), self.num_computed + 1)
 
     @property
@@ -173,7 +172,7 @@ class SequenceGroup:
         """Forget what is computed: the first beam computes its tokens again, then the others branch off it."""
         first, *others = [*self.seqs, *(child for child, _, _ in self.births)]
         for seq in (first, *others):
-            seq.lost, seq.num_computed = seq.num_computed, 0
+            seq.num_forgotten, seq.num_computed = seq.num_computed, 0
         self.seqs, self.births = [first], []
         for seq in others:
             shared = next(i for i, (a, b) in enumerate(zip(first.tokens, seq.tokens, strict=True)) if a != b)
@@ -196,7 +195,7 @@ class SequenceGroup:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What a client asked for; times are the scheduler's, in seconds."""
+    """What a client asked for (its message is an `EngineCoreRequest`), and what became of it; times in seconds."""
 
     request_id: str  # unique among the requests in flight
     prompt: Ints[int]
@@ -206,8 +205,8 @@ class Request:
     client: str = ""
     pooling: PoolingParams | None = None  # what is made of the prompt; None: an answer, as `params` say
     stop_ids: frozenset[int] = frozenset()
-    stops: dict[int, int] = field(default_factory=dict)  # `stop_ids` as `bit_words`
-    allowed: dict[int, int] | None = None  # the tokens that may be drawn, as `bit_words`; None: all
+    stops: dict[int, int] = field(default_factory=dict)  # `stop_ids` as `plan.bit_words`
+    allowed: dict[int, int] | None = None  # the tokens that may be drawn, in the same form; None: all
     grammar: Any = None  # a future `scheduling.sandbox.Grammar`, where its output is structured
     arrival: float = 0.0
     delay: float = 0.0  # from when its client sent it to `arrival`
@@ -245,7 +244,7 @@ class Request:
         return None if k is None or self.num_scored >= self.num_prompt else (k, self.num_scored, self.num_prompt)
 
     def take_scores(self, computed: int, scores: list[Any]) -> list[Any]:
-        """Those of `scores` that were not reported before; the row has scored up to the token after `computed` ones.
+        """The new ones of `scores`, which end at the token after `computed`.
 
         The others were reported before a preemption, or by another sample.
         """
@@ -304,8 +303,8 @@ class Flight:
     budget: SchedulingBudget
     planned_at: float  # in the clock's seconds
     decodes: DecodeRows = field(default_factory=DecodeRows)  # the plan's first rows
-    decode_step: int = 0  # `DecodeBatch.steps` with this one
-    others: list[tuple[Sequence, int, int]] = field(default_factory=list)  # (sequence, tokens, `num_computed` then)
+    decode_step: int = 0  # `DecodeBatch.steps` after this step
+    other_rows: list[tuple[Sequence, int, int]] = field(default_factory=list)  # (sequence, tokens, `num_computed` then)
     grown: list[Sequence] = field(default_factory=list)  # decodes that get a new block, because their last is full
     is_prefill: bool = False  # a step of prompts alone, in the classic order
     dropped: set[Sequence] = field(default_factory=set)  # preempted since: what they sample is sampled again
@@ -313,7 +312,7 @@ class Flight:
     @property
     def seqs(self) -> list[Sequence]:
         """The sequence of each row."""
-        return [*self.decodes.seqs, *(seq for seq, _, _ in self.others)]
+        return [*self.decodes.seqs, *(seq for seq, _, _ in self.other_rows)]
 
     def brings(self, seq: Sequence) -> bool:
         """Whether `seq` gets what the step has sampled: it was not aborted, preempted or ended meanwhile."""
@@ -325,7 +324,7 @@ class Flight:
             seq.group.timeline.chunk(count)
         seq.num_computed += count
         self.budget.take(count)
-        self.others.append((seq, count, seq.num_computed))
+        self.other_rows.append((seq, count, seq.num_computed))
 
 
 def derived_seed(seed: int, name: str) -> int:

@@ -2,11 +2,11 @@
 """The OpenAI-compatible server: `python server.py MODEL`.
 
     create_app  the Flask app: paths, keys and errors, and the page in `web/`
-    serve       starts the engine's process, then gunicorn's gevent workers, which run the Flask app
+    serve       starts the engine's process, then the API processes (gunicorn's), which run the Flask app
     main        the command line: runs `serve` or another command
 
-Gunicorn's workers turn prompts into tokens and tokens into text, so the engine's loop does not have to. They find a
-client's mistake before the first byte of the reply, and answer it with 400. The routes are in `api/routes.py`.
+API processes turn prompts into tokens and tokens into text, so the engine's loop does not have to. They find a client's
+mistake before the first byte of the reply, and answer it with 400. The routes are in `api/routes.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 if sys.platform == "win32":  # gunicorn could not even be imported
     sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: Windows has no fork; use WSL, or LLM of engine.py\n")
@@ -50,7 +51,7 @@ from api.http import (
 )
 from api.options import ServerConfig, with_all_keys
 from api.paths import paths_of
-from api.replies import ClientGone, Peer, log_request
+from api.replies import ClientGone, Remote, log_request
 from api.routes import Api, Caller, Events
 from api.start import engines, read_configs, told_in_a_line, with_policy
 from api.telemetry import Spans, check_telemetry
@@ -74,18 +75,18 @@ ABOUT = f"""Run a model.
 QUIET = ("health", "metrics", "live", "page", "scaling")
 
 
-def face_with_errors() -> Face | None:
-    """The face (an API of `api/`) whose path this request asks for, if it has an error format of its own; else None."""
+def own_error_body() -> Callable[[ApiError], dict[str, Any]] | None:
+    """How the API that this request asks for writes an error; None: as OpenAI does. So far only Anthropic's differs."""
     path = request.path.rstrip("/")
-    return next((face for face in FACES if face.error_body and path.endswith(face.paths)), None)
+    return next((face.error_body for face in FACES if face.error_body and path.endswith(face.paths)), None)
 
 
 def answer_face(api: Api, face: Face) -> Response:
-    """The Flask view of a face: read the body, and reply with JSON or with events."""
+    """The Flask view of a face (one API of `api/`): read the body, and reply with JSON or with events."""
     body = body_of(api)
     sock, reply_to = request.environ.get("gunicorn.socket"), request.environ.get("manta.response")
-    peer = Peer(sock, reply_to.probe if reply_to else None) if sock else None
-    caller = g.caller = Caller(g.name, g.client, peer, g.body.close)
+    remote = Remote(sock, reply_to.probe if reply_to else None) if sock else None
+    caller = g.caller = Caller(g.name, g.client, remote, g.body.close)
     answer = api.answer(face, body, caller)
     return stream(answer, api.config) if isinstance(answer, Events) else reply(answer)
 
@@ -121,14 +122,14 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
 
 def guard(app: Flask, api: Api, address: str) -> None:
     """Refuse requests without a key, from foreign pages, and while the server drains."""
-    config, board = api.config, api.board
+    config, board = api.config, api.board  # the board tells all API processes whether the server drains
     keys = [key.encode() for key in config.api_key]
     metrics_keys = [config.metrics_key.encode()] if config.metrics_key else keys
     local = not keys and is_loopback(address)  # no key is needed there, so keep foreign web pages out
     hosts = (*config.allowed_hosts, config.host.lower())
 
     @app.before_request
-    def allow_preflight() -> Response | None:
+    def begin_request() -> Response | None:
         g.name, g.begun = uuid.uuid4().hex, time.monotonic()
         g.client = board.tag("address", request.remote_addr or "")
         if local:
@@ -143,7 +144,8 @@ def guard(app: Flask, api: Api, address: str) -> None:
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = [request.headers.get("X-Api-Key", "").encode()]
         given += [bearer.encode()] if scheme.lower() == "bearer" else []
-        found = [mine for mine in allowed for theirs in given if hmac.compare_digest(mine, theirs)]  # all, always
+        # This compares every pair, so the time tells nothing.
+        found = [mine for mine in allowed for theirs in given if hmac.compare_digest(mine, theirs)]
         if not found:
             raise ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY, or X-Api-Key")
         g.client = board.tag("key", found[0].decode())
@@ -175,10 +177,11 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
         if several_keys and answer.status < 500:
             if "body" in g:
                 g.body.close()
+            # Slow down a client that keeps sending bad requests.
             gevent.sleep(refusals.wait(g.client, time.monotonic() - g.begun))
         g.error = str(answer)
-        face = face_with_errors()
-        response = reply(face.error_body(answer) if face and face.error_body else answer.body(), answer.status)
+        error_body = own_error_body()
+        response = reply(error_body(answer) if error_body else answer.body(), answer.status)
         response.headers.update(headers | STATUS_HEADERS.get(answer.status, {}))
         return response
 
@@ -191,8 +194,8 @@ def log_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> None:
         given = request.headers.get("X-Request-Id", "")
         name = given if REQUEST_ID.fullmatch(given) else g.name
         response.headers["X-Request-Id"] = name
-        if face_with_errors():
-            response.headers["Request-Id"] = name  # where Anthropic's SDK looks for it
+        if own_error_body():  # this is Anthropic's API, whose SDK looks for the id here
+            response.headers["Request-Id"] = name
         place = (request.method, request.root_path + request.path)
         headers, status = request.headers, response.status_code
         client, begun = g.client, g.begun
@@ -247,7 +250,7 @@ def serve(argv: list[str]) -> None:
         listener = listen(config.host, config.port, "--host and --port")
         address = listener.getsockname()[0]
     names = config.served_model_name or (engine_config.model_name,)
-    board = Board()  # what all API processes share: whether the server drains, and a number for each client
+    board = Board()
     with engines("server", engine_config, board, secret) as fleet:
 
         def make_app() -> Flask:

@@ -1,8 +1,7 @@
 """Text to token ids and back: tokenization, conversations as prompts, incremental detokenization, stop strings.
 
 Everything comes from the model's folder: `tokenizer.json` does the tokenizing (the `tokenizers` library), or a file of
-another kind that `text/vocabularies.py` makes into the same; and `text/templates.py` runs the chat template. Nothing
-here knows of tensors or HTTP.
+another kind that `text/vocabularies.py` makes into the same; and `text/templates.py` runs the chat template.
 """
 
 from __future__ import annotations
@@ -302,8 +301,7 @@ class Detokenizer:
     Elsewhere a token's text depends on its neighbours (spaces, clean-ups), so the latest tokens are decoded together
     with a few before them and only the difference is new: vLLM's method of two offsets. vLLM takes a U+FFFD at the end
     of that text for an unfinished character; here the tokens' bytes decide, so that a genuine U+FFFD goes out at once.
-    The library's `DecodeStream` would hold it back, never let out an unfinished end, and raise an error at some bytes
-    that are not UTF-8.
+    The library's `DecodeStream` would hold it back, never let out an unfinished end, and fail at some bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams):

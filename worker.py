@@ -1,9 +1,8 @@
 """One device: the weights, the KV pool, the batch state, and `Worker.step(plan) -> StepResult`.
 
 The batch lives on the device. Plans carry differences, which go into tensors at fixed addresses with one row (a
-"slot") for each sequence that runs. `prepare_inputs` makes a step's inputs from them and `post_update` writes the
-sampled tokens back, so a decoding sequence's next token never travels through the host. `device/startup.py` makes a
-worker ready for its first step.
+"slot") for each sequence that runs. `prepare_inputs` makes a step's inputs from them and `post_update` writes sampled
+tokens back, so a decode's next token never travels through the host. `device/startup.py` makes a worker ready.
 """
 
 from __future__ import annotations
@@ -41,16 +40,14 @@ class LateCompile(RuntimeError):
 
 
 class Worker:
-    """Runs the model, or this rank's share of it, on one device. All ranks get the same plans and have equal results.
+    """Runs the model, or this rank's share, on one device. All ranks get the same plans; a stage's have equal results.
 
     Args:
         config: the engine's options.
         model: the model, filled with weights.
-        pool: the KV pool [num_blocks, L, 2, KV, block_size, D] on the device, or one of latents. A page, which is what
-            a block holds, has L layers; see `KVLayout`.
+        pool: the KV pool [num_blocks, layers of a page, 2, KV, block_size, D] on the device, or one of latents.
         host_pool: blocks of the same shape in the host's memory.
-        states: recurrent states [rows, size] float32 on the device, first one row for each slot; see `StepPlan`. The
-            size is 0 if no layer has a state.
+        states: recurrent states [rows, size or 0] float32 on the device, first a row for each slot; see `StepPlan`.
         host_states: rows of the same size in the host's memory.
         state: what the device knows of the sequences that run.
         gatherer: gathers the log-probabilities that requests ask for.
@@ -90,7 +87,7 @@ class Worker:
         self.clock: DeviceClock | None = None  # on a GPU that traces
         self.trace(bool(config.trace))
         self.graph_sizes: list[int] = []  # numbers of rows that decode steps are padded to; empty: no padding
-        # Each CUDA graph, and the tensor that it fills: the news, or before the last stage the hidden states.
+        # Each CUDA graph, and the tensor that it fills: the first that `forward` returns.
         self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self.pieces: PiecewiseGraphs | None = None  # for small steps that have no graph
         self.incoming = torch.empty(0)  # where graphs read the previous stage's output
@@ -184,8 +181,7 @@ class Worker:
     def agree(self, peers: ExpertGroup, plan: StepPlan) -> None:
         """Agree with the engines that share the experts on the tokens of this step's messages: the most that one has.
 
-        An engine that only decodes counts the rows that its CUDA graph pads them to. So where all engines only decode,
-        each has a graph of the size that they agree on.
+        An engine that only decodes counts its rows as its graph pads them: if all do, each has a graph of that size.
         """
         sizes, tokens = self.graph_sizes, sum(count for _, count in plan.rows)
         if sizes and tokens and tokens == len(plan.rows):
@@ -231,8 +227,7 @@ class Worker:
             graph.replay()
         else:
             self.running = rows
-            logits, news = self.forward(shape, plan, rows.scoring, incoming)
-            result = news if self.pipeline.last else logits
+            result, logits = self.forward(shape, plan, rows.scoring, incoming)
         self.mark("results")
         if self.pipeline.live:
             self.send(rows, result)
@@ -289,12 +284,12 @@ class Worker:
         pipeline = self.pipeline
         self.mark("receive")
         if pipeline.first:
-            self.catch_up(plan.rows)
+            self.take_sampled(plan.rows)
             return None
         x = pipeline.receive((shape.tokens, self.model.passed_sizes[0]), self.model.dtype, self.device)
         return self.incoming[: shape.tokens].copy_(x) if shape in self.graphs else x
 
-    def catch_up(self, rows: list[tuple[int, int]] | None = None) -> None:
+    def take_sampled(self, rows: list[tuple[int, int]] | None = None) -> None:
         """On the first stage: receive tokens that earlier steps have sampled for `rows`, or all that are to come."""
         receive = self.pipeline.receive
         self.sampled.take(rows, lambda count: receive((count,), torch.int32, self.device))
@@ -354,12 +349,11 @@ class Worker:
         """Make the inputs, run the model, sample and update the state, for the rows that the batch state holds.
 
         Apart from the shape, everything is read from the device. So one CUDA graph serves every step of that shape.
-        The `plan` is for the sanitizer and latent attention. Scores of prompt tokens go into `scoring`. `incoming` is
-        the previous stage's output.
+        The `plan` is for the sanitizer and latent attention. Scores of prompt tokens go into `scoring`.
 
         Returns:
-            logits [samples, vocab], and the news that `post_update` returns. With pooling: the vectors, twice. Before
-            the last stage: hidden states in place of logits, and news without meaning.
+            what the step brings: before the last stage hidden states, with pooling vectors, else the sampled tokens as
+            `post_update` returns them. And the logits [samples, vocab], if it samples here.
         """
         self.mark("prepare_inputs")
         self.group.exchanged.clear()
@@ -385,17 +379,17 @@ class Worker:
         else:
             hidden = self.model.forward(batch, self.pool, self.states, incoming)
         self.exchanges = self.exchanges or [*self.group.exchanged]
+        logits = hidden.new_empty(0, self.model.config.vocab_size)
         if self.sanitizer and plan:
             self.sanitizer.check_hidden(plan, hidden)
-        if not self.pipeline.last:  # count the tokens that the last stage will sample
-            if self.pooler:
-                return hidden, hidden
-            self.mark("post_update")
-            return hidden, self.post_update(shape, torch.zeros(shape.samples, dtype=torch.int64, device=self.device))
+        if not self.pipeline.last:
+            if not self.pooler:  # count the tokens that the last stage will sample
+                self.mark("post_update")
+                self.post_update(shape, torch.zeros(shape.samples, dtype=torch.int64, device=self.device))
+            return hidden, logits
         if self.pooler:
             self.mark("pool")
-            vectors = self.pooler(hidden, starts, self.model.score)
-            return vectors, vectors
+            return self.pooler(hidden, starts, self.model.score), logits
         if scoring:
             self.mark("score")
             self.gatherer.score(hidden, scoring, state.token_ids, self.model.logits)
@@ -404,7 +398,7 @@ class Worker:
         else:
             sampling = slots
         adjust = state.adjust(ops) if shape.adjusted else None
-        logits, ids = hidden.new_empty(0, self.model.config.vocab_size), slots.new_empty(0, dtype=torch.int64)
+        ids = slots.new_empty(0, dtype=torch.int64)
         if shape.samples:
             self.mark("logits")
             head = None if state.processors else self.greedy_head  # which makes no logits
@@ -415,10 +409,10 @@ class Worker:
                 found = state.sample(ops, logits, sampling, adjust)
             ids = found
         self.mark("post_update")
-        return logits, self.post_update(shape, ids, adjust)
+        return self.post_update(shape, ids, adjust), logits
 
     def post_update(self, shape: StepShape, ids: torch.Tensor, adjust: Any = None) -> torch.Tensor:
-        """Write the sampled tokens into the batch state; returns the news, see `ops.post_update`."""
+        """Write the sampled tokens into the batch state; returns them for the host, see `ops.post_update`."""
         state = self.state
         return self.ops.post_update(
             state.token_ids, state.num_known, state.num_computed, state.slots[: shape.rows],
@@ -427,7 +421,7 @@ class Worker:
 
     def move_blocks(self, plan: StepPlan) -> None:
         """Swap and copy blocks in the plan's order: out, in, copies; and then recurrent states in the same way."""
-        begin = len(plan.swap_out) - plan.ahead
+        begin = len(plan.swap_out) - plan.num_beside
         for device, host, out, back, copies in (
             (self.pool, self.host_pool, plan.swap_out[:begin], plan.swap_in, plan.copies),
             (self.states, self.host_states, plan.state_out, plan.state_in, plan.state_copies),
@@ -438,7 +432,7 @@ class Worker:
                 self.ops.swap_blocks(host, device, to_device(np.array(back, dtype=np.int64), self.device))
             if copies:
                 self.ops.copy_blocks(device, to_device(np.array(copies, dtype=np.int64), self.device))
-        if plan.ahead:
+        if plan.num_beside:
             pairs, stream = to_device(np.array(plan.swap_out[begin:], dtype=np.int64), self.device), None
             if self.device != "cpu":  # copied beside the step: after all steps before it, and ahead of all after it
                 self.copying = stream = self.copying or torch.cuda.Stream()
@@ -454,7 +448,7 @@ class Launched:
 
     unfinished: StepResult  # what the host knows already
     rows: Rows | None = None
-    news: torch.Tensor | None = None  # [2, R or more] of `ops.post_update`, on the host; complete after `done`
+    brought: torch.Tensor | None = None  # `forward`'s result on the host: [2, R or more] or vectors; there after `done`
     logprobs: Gathered | None = None  # of `Rows.asked`; complete after `done`
     finish: Callable[[np.ndarray], list[bytes]] | None = None  # with pooling: turns vectors into bytes
     done: torch.cuda.Event | None = None  # happens when the device has finished; None: it has
@@ -474,11 +468,11 @@ class Launched:
         if self.done is not None:
             self.done.synchronize()
         result, rows = self.unfinished, self.rows
-        if self.finish and self.news is not None:
-            result.pooled = dict(enumerate(self.finish(self.news.numpy())))
+        if self.finish and self.brought is not None:
+            result.pooled = dict(enumerate(self.finish(self.brought.numpy())))
             result.token_ids = [-1] * len(result.pooled)
-        elif rows and self.news is not None:
-            result.token_ids, stops = (news[: len(rows.sampling)] for news in self.news.tolist())
+        elif rows and self.brought is not None:
+            result.token_ids, stops = (part[: len(rows.sampling)] for part in self.brought.tolist())
             if 1 in stops:
                 result.stopped = rows.sampling[np.flatnonzero(stops)].tolist()
             if not rows.decode:  # some rows bring no token

@@ -38,7 +38,7 @@ FIRST_PROBE = 0.005  # seconds until it is seen whether a client still reads; th
 NESTED = 4  # lists and objects within each other, down to the longest lists of a reply
 
 
-class Peer(NamedTuple):
+class Remote(NamedTuple):
     """The HTTP client at the other end of a connection; for `probe` see `NamelessResponse.probe`."""
 
     sock: socket.socket
@@ -70,18 +70,18 @@ class Job:
     def __init__(self, id: str, owner: str, fields: dict[str, Any], requests: Sequence[Choices | Vector]):
         self.id, self.owner, self.fields, self.requests = id, owner, fields, requests
 
-    def run(self, client: EngineClient, peer: Peer | None, timeout: float) -> Iterator[tuple[int, int, str]]:
+    def run(self, client: EngineClient, remote: Remote | None, timeout: float) -> Iterator[tuple[int, int, str]]:
         """Run the requests; yields which of them has news, which of its answers, and the new text, until all are done.
 
         Whatever still runs when this ends is aborted. All of it may take `timeout` seconds.
 
         Raises:
             ApiError: the engine refused or failed, or the time is up.
-            ClientGone: the connection to the `peer` is closed.
+            ClientGone: the connection to the `remote` is closed.
             EngineDeadError: the engine process is gone.
         """
         live, stream, deadline = {}, Stream(), time.monotonic() + timeout
-        watcher = gevent.spawn(watch, peer, stream) if peer else None
+        watcher = gevent.spawn(watch, remote, stream) if remote else None
         salt, priority = self.fields.get("cache_salt", ""), self.fields["priority"]
         try:
             for i, asked in enumerate(self.requests):
@@ -222,13 +222,13 @@ class Run(Job):
         super().__init__(id, owner, fields, self.requests)
         self.answers = {drawn: Answer(drawn, reading) for asked in self.requests for drawn in asked.drawn}
 
-    def news(self, client: EngineClient, peer: Peer | None, timeout: float) -> News:
+    def news(self, client: EngineClient, remote: Remote | None, timeout: float) -> News:
         """Run all prompts; yields what is new (it may be no text) until all are done. See `Job.run`."""
         scores = self.top is not None or self.fields["prompt_logprobs"] is not None
         if self.requests[0].params.max_tokens == 0 and not scores:  # this asks nothing of the engine
             yield from self._echoes(client)
             return
-        for i, index, new in self.run(client, peer, timeout):
+        for i, index, new in self.run(client, remote, timeout):
             yield i * self.n + index, new
 
     def whole(self) -> dict[str, Any]:
@@ -303,16 +303,16 @@ class AnswerRun(Run):
         raise NotImplementedError
 
 
-def watch(peer: Peer, stream: Stream) -> None:
+def watch(remote: Remote, stream: Stream) -> None:
     """Tell `stream` when the client hangs up. This runs in a greenlet of its own.
 
     A client that has ended what it sends may still read. Only a write can tell: where nobody reads, the next one fails.
     """
     pause = FIRST_PROBE
     with contextlib.suppress(OSError):
-        if peer.sock.recv(1, socket.MSG_PEEK):  # bytes of its next request, after which only a write of the reply tells
+        if remote.sock.recv(1, socket.MSG_PEEK):  # bytes of its next request: only a write of the reply tells then
             return
-        while peer.probe and peer.probe():
+        while remote.probe and remote.probe():
             gevent.sleep(pause)
             pause *= 2
     stream.put(ClientGone())

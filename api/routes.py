@@ -19,7 +19,7 @@ from api.fields import ApiError, Face, read_fields, without_folders
 from api.options import ServerConfig
 from api.prompts import Prompts
 from api.reading import Parsers
-from api.replies import EngineClient, Job, Peer
+from api.replies import EngineClient, Job, Remote
 from api.response_store import Store
 from api.viewers import Viewers, exposition
 from processes.child import Board
@@ -32,7 +32,7 @@ class Caller:
 
     name: str  # of the request, unique; it becomes a part of the reply's id
     client: str  # whose request it is, for fairness, cached prefixes and `explain`
-    peer: Peer | None = None
+    remote: Remote | None = None
     release: Callable[[], None] = lambda: None  # is called when nothing refers to the request's body any more
     job: Job | None = None  # what the engine does for it, once it has been sent there
     ignored: list[str] = field(default_factory=list)  # names of what was accepted and changes nothing

@@ -82,7 +82,7 @@ def work(
                 else:
                     send(answer(worker, message, codec, script))
         except PeersGone as error:
-            return send(codec.encode(Reply(0, error=str(error), blameless=True)))
+            return send(codec.encode(Reply(0, error=str(error), raised="PeersGone")))
         except Exception as error:
             send(codec.encode(Reply(0, error=f"{type(error).__name__}: {error}")))
             raise
@@ -103,7 +103,7 @@ def answer(worker: Any, message: StepPlan | Call, codec: Codec, script: dict[str
     except Exception as error:  # the caller hears of it
         if failed := isinstance(error, CallError):
             logger.warning(str(error), exc_info=True)
-        return codec.encode(Reply(message.call_id, error=str(error), failed=failed))
+        return codec.encode(Reply(message.call_id, error=str(error), raised="CallError" if failed else ""))
 
 
 def import_script(script: dict[str, str]) -> None:

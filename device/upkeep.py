@@ -66,7 +66,7 @@ class KeptWorker(Worker):
         self.graphs.clear()
         self.pieces = None
         if KV_CACHE not in self.asleep:
-            self.catch_up()  # what the last stage has sampled is on its way
+            self.take_sampled()  # what the last stage has sampled is on its way
             self.rows = self.sanitizer = None
             self.pool, self.states = self.pool[:1].clone(), self.states[:0].clone()  # a block's size may be asked for
             if self.device == "cpu":  # what is pinned beside a GPU stays

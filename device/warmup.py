@@ -35,9 +35,9 @@ def rehearse(start: Start) -> None:
                 for count, length in (warm_up_prompts(start), (1, 1)):
                     shape = dry.shape_of(np.full(count, length), np.ones(count, dtype=bool))
                     shape = shape._replace(adjusted=adjusted)
-                    logits, news = dry.forward(shape, incoming=dry.receive(shape, StepPlan(0)))
+                    brought, logits = dry.forward(shape, incoming=dry.receive(shape, StepPlan(0)))
                     if last and not config.makes_vectors:
-                        ops.logprobs(logits, news[0].long(), int(adjusted))
+                        ops.logprobs(logits, brought[0].long(), int(adjusted))
             if config.makes_vectors:
                 return
             if last:
@@ -136,9 +136,9 @@ def warm_up_prompts(start: Start) -> tuple[int, int]:
 def capture(start: Start, worker: Worker) -> None:
     """Capture a CUDA graph of a decode step for each size that steps are padded to, the largest first.
 
-    The graphs share their memory, because they never run at the same time. What is read afterwards are the news,
-    which each graph keeps, or before the last stage the hidden states, for which all have one buffer. A step that
-    must tell log-probabilities needs its logits afterwards, so it runs without a graph.
+    The graphs share their memory, because they never run at the same time. What is read afterwards are the sampled
+    tokens, which each graph keeps, or before the last stage the hidden states, for which all have one buffer. A step
+    that must tell log-probabilities needs its logits afterwards, so it runs without a graph.
     """
     rows = start.config.max_num_seqs
     pipeline, experts = start.group.pipeline, start.group.experts
@@ -161,7 +161,7 @@ def capture(start: Start, worker: Worker) -> None:
         worker.forward(shape, incoming=incoming)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):  # the next graph reuses the memory of all that nobody refers to
-            result = worker.forward(shape, incoming=incoming)[pipeline.last]
+            result = worker.forward(shape, incoming=incoming)[0]
             if not pipeline.last:
                 result = outgoing[: shape.tokens].copy_(result)
         worker.graphs[shape] = graph, result

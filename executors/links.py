@@ -110,7 +110,8 @@ class RankLink:
                 except BlockingIOError:
                     if time.monotonic() > deadline:
                         self.closed = True  # what follows half a message would be nonsense
-                        raise RingTimeout(self.rank, self.counts[MESSAGE], timeout) from None
+                        what = f"reader {self.rank} has not taken message {self.counts[MESSAGE]} within {timeout:g} s"
+                        raise RingTimeout(self.rank, what) from None
                     time.sleep(NAP)
                     look()
                 except OSError:

@@ -302,7 +302,7 @@ class RayExecutor(MpExecutor):
             except OSError as error:
                 raise WorkerError(f"rank {rank} at {looked.address} cannot be reached: {error}") from None
             self.results.append(process.link)
-            self.held.append(process.link)
+            self.resources.append(process.link)
         self.plans = RankLinks(self.results)
         self.placed = True
 
@@ -325,7 +325,7 @@ class RayExecutor(MpExecutor):
         group = placement_group(bundles, strategy, bundle_label_selector=selector)
         held = contextlib.ExitStack()
         held.callback(give_back, group)
-        self.held.append(held)
+        self.resources.append(held)
         while not is_ready(group):
             need = f"{sum(sizes)} {self.kind}s"
             if time.monotonic() > deadline:

@@ -59,7 +59,7 @@ class ExternalExecutor(UniExecutor):
         self.worker.group.set_timeout(self.step_timeout)
         self.codec, self.channel = Codec(), self.worker.group.channel(self.step_timeout)
         # This also runs when the process ends.
-        self.finalize = weakref.finalize(self, let_go, self.channel, self.worker.catch_up)
+        self.finalize = weakref.finalize(self, let_go, self.channel, self.worker.take_sampled)
 
     def submit(self, plan: StepPlan) -> None:
         """Hand a plan over. If there are several stages, this one, the first, runs it now."""
@@ -109,11 +109,11 @@ class ExternalExecutor(UniExecutor):
         self.finalize()
 
 
-def let_go(channel: Any, catch_up: Callable[[], None]) -> None:
+def let_go(channel: Any, take_sampled: Callable[[], None]) -> None:
     """Tell the other ranks to end once nothing is on its way; log the error if one has ended already."""
     try:
         if channel.in_step:
-            catch_up()
+            take_sampled()
         channel.close()
     except ConnectionError as error:
         logger.error(str(error))

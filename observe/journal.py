@@ -104,7 +104,7 @@ def decisions(scheduler: Scheduler) -> dict[str, Any]:
         "rows": [[seq.group.name, count] for seq, (_, count) in zip(flight.seqs, plan.rows, strict=True)],
         "preempted": [list(entry) for entry in scheduler.admission.preempted],
         "moves": [len(pairs) for pairs in moves],
-        "held_up": list(scheduler.admission.held_up),
+        "held_up": list(scheduler.admission.obstacle),
         "waiting": len(scheduler.waiting),
         "swapped": len(scheduler.swapped),
         "free_blocks": scheduler.blocks.num_free,

@@ -68,7 +68,7 @@ class Recorder(Observer):
             self.recording = False
             self.flying.clear()
             return
-        others = self.scheduler.in_flight[-1].others
+        others = self.scheduler.in_flight[-1].other_rows
         prompts = [n for seq, n, computed in others if n > 1 or computed <= seq.group.request.num_prompt]
         step = {
             "step": plan.step,

@@ -188,7 +188,7 @@ class Child:
     def look(self) -> None:
         """Kill the process if it takes too long to start, or has stood still for too long."""
         if self.starting:  # it does not beat yet
-            still = self.watchdog.look(0 if is_stopped(self.process.pid) else self.watchdog.beats + 1)
+            still = self.watchdog.still_if(is_stopped(self.process.pid))
             if time.monotonic() > self.begun + self.startup_timeout + STOP_TIMEOUT:  # its own limit comes first
                 self._kill(f"is not ready after {self.startup_timeout:g} s (startup_timeout)")
         else:

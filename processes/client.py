@@ -331,7 +331,7 @@ class MPClient(EngineCoreClient):
         if reply is None:
             raise EngineDeadError(self.said or GONE)
         if reply.error:
-            raise (TimeoutError if reply.late else ValueError)(reply.error)
+            raise (TimeoutError if reply.raised == "TimeoutError" else ValueError)(reply.error)
         return {self.rank: reply.value}
 
     def shutdown(self) -> None:

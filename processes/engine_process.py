@@ -80,8 +80,8 @@ class EngineServer:
 
     def _load(self) -> Load:
         scheduler = self.core.scheduler
-        waiting = len(self.core.held) + sum(map(len, (scheduler.waiting, scheduler.swapped, scheduler.admission.aside)))
-        return Load(self.load.rank, waiting, len(scheduler.running))
+        queued = sum(map(len, (scheduler.waiting, scheduler.swapped, scheduler.admission.aside)))
+        return Load(self.load.rank, len(self.core.paused) + queued, len(scheduler.running))
 
     def _report(self) -> None:
         """Tell the coordinator what has changed."""
@@ -190,7 +190,7 @@ class EngineServer:
         elif isinstance(message, Call):
             if message.method in AFTER_ALL:
                 self.deferred.append((client, message))
-                self.core.holding = True
+                self.core.pausing = True
             else:
                 self._call(client, message)
         else:
@@ -202,7 +202,7 @@ class EngineServer:
     def _call_deferred(self) -> None:
         while self.deferred and not self.core.busy():
             client, call = self.deferred.popleft()
-            self.core.holding = bool(self.deferred)
+            self.core.pausing = bool(self.deferred)
             self._call(client, call)
 
     def _call(self, client: socket.socket, call: Call) -> None:
@@ -211,7 +211,7 @@ class EngineServer:
         except Exception as error:  # the caller hears of it, and the engine goes on
             late = isinstance(error, TimeoutError)
             said = str(error) if late or isinstance(error, ValueError) else repr(error)
-            self.frames.send(client, Reply(call.call_id, error=said, late=late))
+            self.frames.send(client, Reply(call.call_id, error=said, raised="TimeoutError" if late else ""))
 
 
 def engine_main() -> None:

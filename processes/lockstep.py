@@ -25,10 +25,10 @@ import os
 import queue
 import socket
 
+from executor import meeting_place
 from plan import Health, Met
 from processes.connection import Connection
 from processes.messages import Meet, Wave, WaveReport
-from ring import meeting_place
 
 WAVE_STEPS = 32  # steps by which a wave goes on (vLLM's number); a report must come back in half of them
 

@@ -166,7 +166,7 @@ class Fair(Policy):
             seq = group.seqs[0]
             output = seq.num_tokens - request.num_prompt
             # A request may be aborted within its prompt. `lost` is what it had computed before a preemption.
-            left = 0 if output else request.num_prompt - max(seq.num_computed, seq.lost)
+            left = 0 if output else request.num_prompt - max(seq.num_computed, seq.num_forgotten)
             left = max(0, min(left, group.charged_prompt))  # even if less of it is cached by now
             client.counter -= left + OUTPUT_WEIGHT * (group.charged_output - output * group.width)
             client.outstanding -= group.charged_prompt + OUTPUT_WEIGHT * group.charged_output

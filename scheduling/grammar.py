@@ -329,7 +329,7 @@ class Grammars:
         return constraint.work
 
     def fill(self, plan: StepPlan, rows: Iterable[tuple[Sequence, int, int]]) -> dict[Request, str]:
-        """Give a plan the masks of its constrained rows that sample, of its `Flight.others`.
+        """Give a plan the masks of its constrained rows that sample, of its `Flight.other_rows`.
 
         A sequence that was preempted may have none yet; that mask is waited for, at most MASK_TIMEOUT. Returns why
         requests cannot go on at all. The caller must abort them, because their rows may sample any token.

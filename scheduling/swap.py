@@ -18,34 +18,34 @@ class Swap:
         self.block_size, self.space = config.block_size, space
         self.device, self.host = space.device, space.host
 
-    def held(self, seqs: Ints[Sequence]) -> list[list[int]]:
+    def blocks_of(self, seqs: Ints[Sequence]) -> list[list[int]]:
         """The blocks of what `seqs` have computed, by kind, each once."""
         columns = [self.host.blocks_for(seq.num_computed) for seq in seqs]
         kinds = zip(*(seq.tables for seq in seqs), strict=True)
         parts = ([table[:count] for table, count in zip(tables, columns, strict=True)] for tables in kinds)
         return [list(dict.fromkeys(block for part in kind for block in part if block >= 0)) for kind in parts]
 
-    def pays(self, group: SequenceGroup, held: list[list[int]], tokens: int) -> bool:
+    def pays(self, group: SequenceGroup, blocks: list[list[int]], tokens: int) -> bool:
         """Whether a group that holds these blocks of `tokens` tokens is preempted by swap.
 
         In mode `auto` beams are, because that keeps what they share. So is a single sequence if moving its blocks and
         state takes less time than computing what nobody else has, by the kind of layers that sees most.
         """
-        count, states = sum(map(len, held)), self.space.states
+        count, states = sum(map(len, blocks)), self.space.states
         if self.mode == "recompute" or not count or self.host.can_allocate(count, kept=0) is not AllocStatus.OK:
             return False
         if states and states.host.can_allocate(len(group.seqs), kept=0) is not AllocStatus.OK:
             return False
         if self.mode == "swap" or group.beams is not None:
             return True
-        alone = sum(self.device.ref_counts[block] == 1 for block in held[0]) * self.block_size
+        alone = sum(self.device.ref_counts[block] == 1 for block in blocks[0]) * self.block_size
         size = count + (states.room.blocks if states else 0)
         return size * self.cost < min(tokens, alone)
 
     def out(self, seqs: Ints[Sequence], plan: StepPlan) -> None:
         """Copy the computed blocks of `seqs` to host memory, where the prefix cache can find them, too."""
-        held = [block for block in by_column(self.held(seqs)) if block >= 0]
-        moved = dict(zip(held, self.host.allocate(len(held)), strict=True))
+        blocks = [block for block in by_column(self.blocks_of(seqs)) if block >= 0]
+        moved = dict(zip(blocks, self.host.allocate(len(blocks)), strict=True))
         plan.swap_out += moved.items()
         for seq in seqs:
             columns = self.host.blocks_for(seq.num_computed)

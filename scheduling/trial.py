@@ -73,7 +73,7 @@ class Trial:
             return
         flying = Counter[Sequence]()
         for flight in in_flight:
-            rows = [(seq, 1) for seq in flight.decodes.seqs] + [(seq, count) for seq, count, _ in flight.others]
+            rows = [(seq, 1) for seq in flight.decodes.seqs] + [(seq, count) for seq, count, _ in flight.other_rows]
             flying.update({seq: count for seq, count in rows if seq not in flight.dropped})
         for request, suspicion in list(self.suspects.items()):
             live = [group for group in suspicion.goals if group.status is not Status.FINISHED]

@@ -73,7 +73,7 @@ def expected_beams(prompt: list[int], max_tokens: int, limit: int, width: int, n
 
 def ahead_of(plan: StepPlan) -> list[tuple[int, int]]:
     """Which blocks may move to the host while the plan's step runs."""
-    return plan.swap_out[len(plan.swap_out) - plan.ahead :]
+    return plan.swap_out[len(plan.swap_out) - plan.num_beside :]
 
 
 class FakeWorker:
@@ -111,7 +111,7 @@ class FakeWorker:
     def move(self, plan: StepPlan, most: int = NUM_MOVES) -> None:
         """Make a plan's moves, or only the first `most` kinds of them."""
         for pairs, origin, goal in (
-            (plan.swap_out[: len(plan.swap_out) - plan.ahead], self.pool, self.host),
+            (plan.swap_out[: len(plan.swap_out) - plan.num_beside], self.pool, self.host),
             (plan.swap_in, self.host, self.pool),
             (plan.copies, self.pool, self.pool),
             (plan.state_out, self.states, self.host_states),

@@ -300,7 +300,7 @@ def test_a_pool_smaller_than_the_context_shortens_it(make_llm):
 
 def test_requests_that_wait_for_new_weights_run_or_are_refused_or_given_up(llm, monkeypatch):
     core, params = llm.core, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    monkeypatch.setattr(core, "holding", True)
+    monkeypatch.setattr(core, "pausing", True)
     for name, prompt in (("fine", [5, 6]), ("bad", [10**6]), ("left", [5, 6])):
         core.add(EngineCoreRequest(name, prompt, params))
     with pytest.raises(ValueError, match="'fine' is in use"):
@@ -308,7 +308,7 @@ def test_requests_that_wait_for_new_weights_run_or_are_refused_or_given_up(llm, 
     core.abort("left")
     core.admit()
     assert not core.has_work()
-    core.holding, news = False, []
+    core.pausing, news = False, []
     core.admit()
     while core.has_work():
         news += core.step()

@@ -258,7 +258,7 @@ def test_a_worker_whose_main_thread_is_stuck_while_idle_is_noticed(monkeypatch):
     tell_time(monkeypatch, lambda: now)
     executor.plans, executor.results, executor.processes = ring, [ring], [SimpleNamespace(pid=os.getpid())]
     executor.watchdogs, executor.next_look, executor.trouble, executor.ready = [Watchdog()], 0.0, "", True
-    executor.step_timeout, executor.waiting, said = 30.0, deque(), []
+    executor.step_timeout, executor.unanswered, said = 30.0, deque(), []
     executor.on_trouble, executor.peers, executor.owing, executor.held_up = said.append, None, set(), Watchdog()
     for ring.beats in range(12):
         executor._look(idle=True)

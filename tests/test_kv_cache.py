@@ -238,7 +238,7 @@ def test_blocks_that_will_be_reused_next_are_copied_to_the_host_before_that():
     engine.run()
     plans = engine.plans[begin:]
     assert all(len(plan.swap_out) <= COPIES + sum(count for _, count in plan.rows) // 4 for plan in plans)
-    assert sum(plan.ahead for plan in plans) == sum(len(plan.swap_out) for plan in plans) > 20
+    assert sum(plan.num_beside for plan in plans) == sum(len(plan.swap_out) for plan in plans) > 20
     assert len(host.block_of) > 20
     again = engine.add("again", prompt(120), max_tokens=2, ignore_eos=True)
     engine.run()
@@ -255,7 +255,7 @@ def test_nothing_is_copied_to_the_host_that_nobody_asks_for():
         engine.run()
         counts.append(sum(len(plan.swap_out) for plan in engine.plans))
     assert counts[7] == counts[11] == 24 < counts[12]
-    assert len(engine.scheduler.space.lost) <= 24
+    assert len(engine.scheduler.space.uncopied) <= 24
 
 
 def test_swapped_blocks_can_be_found_by_others():

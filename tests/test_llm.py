@@ -12,7 +12,8 @@ import pytest
 
 from config import DEMO, EngineConfig
 from engine import LLM, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
-from plan import StepResult
+from plan import EngineOutput, StepResult
+from processes.client import EngineDeadError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 QUESTION = [{"role": "user", "content": "What is 23 + 58?"}]
@@ -102,7 +103,7 @@ def test_the_templates_own_end_of_a_turn_ends_a_chat(llm, monkeypatch):
     template = "{% for m in messages %}{{ m.content }}" + llm.tokenizer.token(other) + "\n{% endfor %}"
     ends, past_ends, asked = replace(GREEDY, ignore_eos=False), replace(GREEDY, ignore_eos=True), []
     monkeypatch.setattr(llm, "generate", lambda ids, params, use_tqdm: asked.append(params) or [])
-    for params in (ends, None, [past_ends, replace(ends, stop_token_ids=[9])]):
+    for params in (ends, None, (past_ends, replace(ends, stop_token_ids=[9]))):
         llm.chat([QUESTION, QUESTION], params, chat_template=template)
     llm.chat(QUESTION, ends)
     assert [asked[0].stop_token_ids, asked[1].stop_token_ids] == [(other,), (other,)]
@@ -323,6 +324,24 @@ def test_an_engine_tells_all_that_a_request_has_so_far(llm, engine_of_mine):
     assert all(wanted.outputs[0].text.startswith(text) for text in texts) and texts[0] != texts[-1]
     assert [len(answer.token_ids) for answer in told["b"][-1].outputs] == [3, 3]
     assert told["a"][0].metrics.finished_time is None and told["a"][-1].metrics.finished_time is not None
+
+
+def test_what_an_engine_gave_up_is_told_no_more(engine_of_mine, monkeypatch):
+    engine = LLMEngine(engine_of_mine.config)
+    monkeypatch.setattr(engine.client, "get_output", lambda stream, timeout=None: stream.get(0))
+    for name in "abc":
+        engine.add_request(name, "To be", GREEDY)
+    ended = EngineOutput("b", [5], "stop", finished=True)
+    for news in (EngineOutput("a", [5]), ended, EngineDeadError("the engine process has ended")):
+        engine.stream.put(news)
+    with pytest.raises(EngineDeadError):
+        engine.step()
+    assert list(run(engine)) == ["b"] and not engine.has_unfinished_requests()
+    for name, give_up in (("d", lambda: engine.abort_request("d")), ("e", engine.close)):
+        engine.add_request(name, "To be", GREEDY)
+        engine._follow(EngineOutput(name, [5]))  # and Ctrl-C keeps `step` from returning it
+        give_up()
+        assert not engine.has_unfinished_requests()
 
 
 def test_an_engine_ends_at_a_stop_string_and_lets_requests_go(llm, engine_of_mine):

@@ -190,7 +190,7 @@ def test_only_1_and_0_are_allowed(monkeypatch, make_llm):
     with pytest.raises(ValueError, match=f"{OWN_PROCESS} is 'yes' in the environment; it must be 0 or 1"):
         make_llm()
     monkeypatch.setenv(OWN_PROCESS, "1")
-    with pytest.raises(ValueError, match="with distributed_executor_backend 'external_launcher' they must be 0 and 1"):
+    with pytest.raises(ValueError, match="backend 'external_launcher', MANTA_ENABLE_V1_MULTIPROCESSING must be 0 and"):
         make_llm(distributed_executor_backend="torchrun")
 
 

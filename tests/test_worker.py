@@ -680,7 +680,7 @@ def test_what_is_copied_beside_a_step_lies_between_the_steps_around_it(make, mon
     monkeypatch.setattr(worker, "ops", SimpleNamespace(**vars(worker.ops) | {"swap_blocks": swap}))
     monkeypatch.setattr(worker_module, "to_device", lambda array, device: torch.from_numpy(array))
     worker.device = "cuda"
-    for plan in (StepPlan(0, swap_out=[(1, 2), (3, 4)], ahead=1), StepPlan(1, swap_in=[(4, 5)]), StepPlan(2)):
+    for plan in (StepPlan(0, swap_out=[(1, 2), (3, 4)], num_beside=1), StepPlan(1, swap_in=[(4, 5)]), StepPlan(2)):
         worker.execute(plan)
     assert log == [[[1, 2]], "own waits", "begin", [[3, 4]], "end", "main waits", [[4, 5]]]
 
@@ -691,8 +691,7 @@ def test_a_step_is_not_done_before_the_device_is(make):
     launched = worker.launch(StepPlan(3, rows=[(0, 2)], new=[row(0, [1, 2])]))
     assert launched.ready() and launched.step == 3
     launched.done = SimpleNamespace(query=lambda: bool(order), synchronize=lambda: order.append("waited"))
-    news = launched.news
-
-    launched.news = SimpleNamespace(tolist=lambda: order.append("read") or news.tolist())
+    brought = launched.brought
+    launched.brought = SimpleNamespace(tolist=lambda: order.append("read") or brought.tolist())
     assert not launched.ready()
-    assert launched.result().token_ids == news[0].tolist() and order == ["waited", "read"] and launched.ready()
+    assert launched.result().token_ids == brought[0].tolist() and order == ["waited", "read"] and launched.ready()

@@ -47,9 +47,9 @@ class FakeGraph:
 
     def __init__(self, worker: Worker, shape: StepShape):
         self.worker, self.shape, self.replays = worker, shape, 0
-        self.ids = worker.forward(shape)[1].zero_()
+        self.ids = worker.forward(shape)[0].zero_()
 
     def replay(self) -> None:
         self.replays += 1
         with torch.inference_mode():
-            self.ids.copy_(self.worker.forward(self.shape)[1])
+            self.ids.copy_(self.worker.forward(self.shape)[0])

@@ -99,7 +99,7 @@ class Ranks(MpExecutor):
             self.processes.append(thread)
         ring.be_writer()
         self.plans = RankLinks(self.results) if self.far else ring
-        self.held += [*self.results, ring]
+        self.resources += [*self.results, ring]
         for thread in self.processes:
             thread.start()
 
@@ -264,9 +264,9 @@ def test_after_a_start_that_was_broken_off_all_start_again(ranks, monkeypatch):
 
 def test_what_was_shared_with_ranks_that_have_ended_is_given_back(ranks):
     executor = ranks(meeting(2, set()), 2)
-    first = [*executor.held]
+    first = [*executor.resources]
     executor.restart(executor.config)
-    second = [*executor.held]
+    second = [*executor.resources]
     executor.close()
     assert len(first) == len(second) == 3 and all(ring.memory.closed for ring in first + second)
 

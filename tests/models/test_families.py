@@ -255,7 +255,7 @@ def answer(config: EngineConfig, rank: int, rendezvous: str, prompts: list[list[
     results = [worker.step(StepPlan(0, rows=[(i, len(prompt)) for i, prompt in enumerate(prompts)], new=new))]
     logits = worker.model.logits(seen[0]) if worker.pipeline.last else None
     results += [worker.step(StepPlan(i, rows=[(0, 1), (1, 1)])) for i in range(1, 5)]
-    worker.catch_up()  # or this stage could leave before the last one has sent what it sampled
+    worker.take_sampled()  # or this stage could leave before the last one has sent what it sampled
     worker.group.close()
     return logits, [result.token_ids[1] for result in results]
 
