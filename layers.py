@@ -137,7 +137,7 @@ class Attention(Owner):
         # All that follows only some families have; for the words of `qk_norm` see `Family`.
         self.qkv_bias = new(q_size + 2 * kv_size) if row.qkv_bias else None
         self.gate = new(q_size, c.hidden_size) if row.out_gate else None
-        self.gate_bias = new(q_size) if row.out_gate and row.qkv_bias else None
+        self.gate_bias = new(q_size) if row.out_gate and row.qkv_bias and not row.name("out_gate") else None
         self.o_bias = new(c.hidden_size) if row.o_bias else None
         dtype = torch.float32 if row.unit_offset else None
         wide = row.qk_norm in ("heads", "all")
@@ -171,7 +171,7 @@ class Attention(Owner):
                 else:
                     fill(f"{name}.{ending}", (q, k, v), "col", "kv", "kv")
                 continue
-            if isinstance(gate, torch.Tensor):
+            if isinstance(gate, torch.Tensor) and not row.name("out_gate"):
                 result[f"{row.name('q')}.{ending}"] = shares.by_heads((q, gate), ("col", "col"), self.heads)
             else:
                 fill(f"{row.name('q')}.{ending}", (q,), "col")
@@ -182,6 +182,8 @@ class Attention(Owner):
                 fill(f"{row.name('v')}.{ending}", (v,), "kv")
         fill(f"{row.name('o')}.weight", (self.o,), "row")
         result |= shares.parts({f"{row.name('o')}.bias": (self.o_bias, "first")})
+        if name := row.name("out_gate"):
+            result |= shares.parts({f"{name}.weight": (self.gate, "col")})
         for part, norm, word in (("q_norm", self.q_norm, "col"), ("k_norm", self.k_norm, "kv")):
             if norm is None or row.qk_norm == "unit" or (part == "k_norm" and not self.stores):
                 continue

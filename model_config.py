@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from config import read_json
-from models.families import Family
+from models.family_row import Family
 from models.kv_layout import KVLayout, layout_of, part_of
 from models.quantization import Quantization
 
@@ -40,6 +40,8 @@ class Experts:
     groups: int
     top_groups: int
     scale: float
+    average: bool = False  # whether the sum with the shared expert is halved
+    margin: float = 0.0  # of the router `models.expert_layers.mix`
 
 
 @dataclass(frozen=True)

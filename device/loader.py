@@ -188,7 +188,7 @@ def skipped(saved: str, model: Transformer) -> bool:
         return True
     for prefix in PREFIXES:
         name = saved.removeprefix(prefix)
-        if name.startswith(("mtp.", "mtp_layers.")):  # so does all of this
+        if name.startswith(("mtp.", "mtp_")):  # so does all of this
             return True
         layer, _, rest = name.partition(".")
         number, _, rest = rest.partition(".")

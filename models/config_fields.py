@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from models.families import Family
+from models.family_row import Family
 
 # Fields that change nothing in what is computed here: of training, of files, of generation (whose settings are in
 # generation_config.json), and of halves of a model that are not for text.
 HARMLESS = re.compile(
     r".*dropout.*|.*pdrop|.*_drop|layerdrop|.*init.*(std|range|factor).*|.*initializer.*|init_method.*|pretraining_tp|"
-    r".*aux_loss.*|.*z_loss.*|router_jitter_noise|.*checkpointing.*|neftune_noise_alpha|use_liger_kernel|unsloth.*|"
-    r"seq_aux|ep_size|mlm.*|mtp_.*|use_mtp|_.*|architectures|model_type|auto_map|name_or_path|transformers_version|"
+    r".*aux_loss.*|.*z_loss.*|(input|router)_jitter_noise|.*checkpointing.*|neftune_noise_alpha|use_liger_kernel|"
+    r"unsloth.*|seq_aux|ep_size|mlm.*|mtp_.*|use_mtp|_.*|architectures|model_type|auto_map|name_or_path|transformers_version|"
     r"transformers\.js_config|tokenizer_class|vocab_file|keys_to_ignore.*|custom_pipelines?|prefix|finetuning_task|"
     r"task_specific_params|torchscript|is_composition|is_llama_config|for_llm_compressor|torch_dtype|dtype|"
     r"use_bfloat16|(bf|fp)(16|32)|(scale_)?attention_softmax_in_fp32|reorder_and_upcast_attn|attn_implementation|"
@@ -29,7 +29,7 @@ HARMLESS = re.compile(
     r"(vision|audio|text|image|video|perceiver).*_(config|token.*|index)|pixel_shuffle_factor|mm_tokens_per_image|use_mrope|(anyres|vit)_.*|class_num|"
     r"num_media_embeds|predict_special_tokens|use_sliding_window|max_window_layers|layer_types|.*norm_eps(ilon)?|"
     r"rotary_emb_base|hidden_act_param|max_tokenizer_truncation|attn_type_list|dense_list|cla_share_factor|cohere_.*|"
-    r"max_new_tokens"
+    r"max_new_tokens|moe_capacity|moe_use_aux_free|load_balance_coeff|use_grouped_mm"
 )
 # Fields of some families, which other families' files have, too. They are read where the row has a default for them.
 OWN = {"sliding_window", "sliding_window_pattern", "mlp_layer_types", "partial_rotary_factor", "rotary_dim"}
@@ -40,9 +40,9 @@ NEUTRAL: dict[str, float | str] = {
     "full_attn_mod": 1, "interleave_moe_layer_step": 1, "interpolate_factor": 1, "kv_channels": "head_dim",
     "logit_scale": 1, "logits_scaling": 1, "moe_layer_freq": 1,
     "moe_shared_expert_intermediate_size": "moe_intermediate_size", "mup_denominator": "num_hidden_layers",
-    "n_group": 1, "norm_topk_prob": True, "normalize_attention_scores": True, "num_heads": "num_attention_heads",
-    "num_shared_expert": 1, "residual_multiplier": 1, "rope_ratio": 1, "rotary_pct": 1, "rotary_scaling_factor": 1,
-    "routed_scaling_factor": 1,
+    "n_group": 1, "norm_topk_prob": True, "normalize_attention_scores": True, "num_expert_groups": 1,
+    "num_heads": "num_attention_heads", "num_limited_groups": 1, "num_shared_expert": 1, "residual_multiplier": 1,
+    "rope_ratio": 1, "rotary_pct": 1, "rotary_scaling_factor": 1, "routed_scaling_factor": 1,
     "scale_attn_weights": True, "sliding_window_size": "sliding_window", "topk_group": 1,
     "use_embedding_sharing": "tie_word_embeddings", "use_rotary_pos_emb": True, "word_embed_proj_dim": "hidden_size",
 }  # fmt: skip
@@ -80,8 +80,10 @@ class Fields:
         return number(self.theirs.get(name, name), self.get(name), low, high, default)
 
     def whole(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        """A whole number; see `number`."""
-        return whole(self.theirs.get(name, name), self.get(name), low, high, default)
+        """A whole number; see `number`. A list of the same one for each layer counts as that (HunYuan)."""
+        value = self.get(name)
+        value = value[0] if isinstance(value, list) and value and value == value[:1] * len(value) else value
+        return whole(self.theirs.get(name, name), value, low, high, default)
 
     def truth(self, name: bool | str) -> bool:
         """A field that is true or false, or the row's own word."""
@@ -105,7 +107,7 @@ class Fields:
                 continue
             neutral = NEUTRAL.get(name, name if name in displaced else None)
             neutral = self.get(neutral) if isinstance(neutral, str) else neutral
-            if name not in OWN and self.row.keys.get(name) != "" and value != neutral:
+            if self.row.keys.get(name, name) not in {*OWN, ""} and value != neutral:
                 unknown.append(f"{name!r:.80} is {value!r:.80}")
         if unknown:
             these = "that field" if len(unknown) == 1 else "these fields"

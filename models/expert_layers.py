@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 
 import torch
@@ -45,11 +46,13 @@ class ExpertMlp(Owner):
 
     def parts(self, shares: Shares) -> Parts:
         """What of the checkpoint fills it: a tensor for each expert, or one for all."""
-        name, r = self.row.name, self.r
+        name, r, correction = self.row.name, self.r, self.correction
+        if correction is not None and r.correction == "row":
+            correction = correction[None]
         result = shares.parts({
             f"{name('router')}.weight": (self.router, "all"),
             f"{name('router')}.bias": (self.router_bias, "all"),
-            name("correction"): (self.correction, "all"),
+            name("correction"): (correction, "all"),
             name("expert_scale"): (self.expert_scale, "all"),
         })  # fmt: skip
         out, into, shift = ("all", "all", "all") if self.ranks else ("col", "row", "first")
@@ -88,16 +91,20 @@ class ExpertMlp(Owner):
         """
         e, ops, r = self.e, self.ops, self.r
         logits = linear(x if seen is None else seen, self.router, self.router_bias)
-        weights, ids = ops.route(
-            logits, e.top_k, r.scoring, self.correction, e.groups, e.top_groups, e.renormalize, e.scale,
-            step.batch.padded_slots,
-        )  # fmt: skip
+        slots = step.batch.padded_slots
+        if r.scoring == "mixer":
+            weights, ids = mix(logits, e.margin, slots)
+        else:
+            weights, ids = ops.route(
+                logits, e.top_k, r.scoring, self.correction, e.groups, e.top_groups, e.renormalize, e.scale, slots
+            )
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[ids]
         y = self.meet(x, weights, ids)
         if self.shared:
             more = self.shared(x, step)
             y += more if self.shared_gate is None else more * linear(x, self.shared_gate).sigmoid()
+            y = y / 2 if e.average else y
         return y
 
     def meet(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -114,6 +121,23 @@ class ExpertMlp(Owner):
         """Let this rank's experts meet the tokens of other engines, while this engine has none; `like` is [0, H]."""
         none = like.new_empty(0, self.e.top_k, dtype=torch.float32)
         self.meet(like, none, none.int())
+
+
+def mix(logits: torch.Tensor, margin: float, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two best experts of each token, as `ops.route` gives them, weighed by SparseMixer (Liu et al., 2023).
+
+    Each weight is that of a softmax over the experts that are not chosen yet and not much worse: by no more than
+    `margin` of the best one's logit, or of their own if its absolute value is larger.
+    """
+    logits, chosen = logits.float(), []
+    left = logits
+    for _ in range(2):
+        best, id = left.max(-1, keepdim=True)
+        far = (best - logits) / logits.abs().maximum(best) > margin
+        chosen.append((left.masked_fill(far, -math.inf).softmax(-1).gather(-1, id), id))
+        left = left.scatter(-1, id, -math.inf)
+    weights, ids = (torch.cat(parts, -1) for parts in zip(*chosen, strict=True))
+    return weights, (ids if slots is None else ids.masked_fill(slots[:, None] < 0, -1)).int()
 
 
 class ExpertsBeside(Owner):

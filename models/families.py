@@ -11,43 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import itertools
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection
 from typing import Any, Literal
 
-# Where a part of the model stands in a checkpoint, without ".weight" and ".bias", and without the prefix before
-# "layers". A part that a row sets to None is not there. Norms stand where they are named: before attention or the MLP
-# (`attn_in`, `mlp_in`), or on what comes out of them (`attn_out`, `mlp_out`).
-NAMES: dict[str, str | None] = {
-    "embed": "embed_tokens",
-    "embed_norm": None,  # a norm of the embeddings
-    "positions": None,  # a table of learned positions
-    "norm": "norm", "head": "lm_head", "layer": "layers",
-    "attn_in": "input_layernorm", "attn_out": None, "mlp_in": "post_attention_layernorm", "mlp_out": None,
-    "qkv": None,  # q, k and v as one tensor; see `Family.qkv_groups`
-    "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
-    "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "sinks": "self_attn.sinks",
-    "gate_up": None,  # gate and up as one tensor, one after the other
-    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
-    "act": "mlp.act_fn",  # parameters of the activation
-    "layer_scale": None,  # what the hidden states are multiplied by after a layer
-    "layer_embed": None,  # a table of what each layer gets of a token; see `Family.layer_inputs`
-    "layer_projection": None, "layer_norm": None,  # and what makes more of that from the embedding, with its norm
-    "layer_gate": None, "layer_up": None, "layer_out": None,  # a layer's own part of it
-    "router": "mlp.gate", "correction": "mlp.gate.e_score_correction_bias",
-    "experts": "mlp.experts",  # experts.0, experts.1, ..., and all experts' tensors stacked
-    "expert_gate": "gate_proj", "expert_up": "up_proj", "expert_down": "down_proj",
-    "experts_gate_up": "mlp.experts.gate_up_proj", "experts_down": "mlp.experts.down_proj",
-    "router_scale": None,  # weights of a norm of what the router sees
-    "expert_scale": None,  # what each expert's results are multiplied by
-    "dense_out": None,  # norms where experts stand beside a dense MLP: of its results, and of theirs
-    "experts_in": None, "experts_out": None,
-    "shared": "mlp.shared_experts",  # an MLP of its own, beside the routed experts
-    "shared_gate": "mlp.shared_expert_gate",
-    "delta": "linear_attn",  # all of a layer with the gated delta rule
-}  # fmt: skip
+from models.family_row import Family, Routing
 
 # Before the names of a model's body, depending on what saved it; the longest ones first. The first ones are of the text
 # of a model that also sees or hears.
@@ -56,115 +24,6 @@ HALF_PREFIXES = (
     "model.text_model.", "thinker.model.", "language.model.", "language.", "llm.model.", "llm.",
 )  # fmt: skip
 PREFIXES = (*HALF_PREFIXES, "model.decoder.", "thinker.", "transformer.", "gpt_neox.", "decoder.", "model.", "")
-
-
-@dataclass(frozen=True)
-class Routing:
-    """How tokens find their experts. A string that is no value of a `Literal` is a field of config.json."""
-
-    count: str = "num_experts"
-    top_k: str = "num_experts_per_tok"  # experts of a token
-    size: str = "moe_intermediate_size"  # of an expert's intermediate layer
-    scoring: Literal["softmax", "sigmoid"] = "softmax"  # what makes scores of the router's logits
-    renormalize: bool | str = True  # whether a token's weights are divided by their sum
-    correction: bool = False  # whether a bias takes part in the choice of experts, not in their weights (DeepSeek V3)
-    grouped: bool = False  # whether only the best groups of experts are chosen from (DeepSeek)
-    scale: str = ""  # of the weights
-    # The number of shared experts of `size`, or their whole size; "size": there is one of `size`; "": there is none.
-    shared: Literal["", "n_shared_experts", "shared_expert_intermediate_size", "size"] = ""
-    shared_gate: bool = False  # whether a sigmoid of the token weighs the shared expert (Qwen2-MoE)
-    bias: bool = False  # whether the router and the experts have biases
-    weigh_inputs: bool = False  # see `ops.expert_gate_up`
-    beside: bool = False  # each layer has a dense MLP, too, and adds the sum of both after a norm of each (Gemma 4)
-    only_if: str = ""  # without this field no layer has experts
-    # Stacked tensors are [experts, outputs, inputs], or inputs come first, or their shapes tell.
-    stacked: Literal["plain", "transposed", "either"] = "plain"
-    interleaved: bool = False  # whether the rows of gate and up alternate
-    # Which layers have experts: all, from "first_k_dense_replace" on, each "decoder_sparse_step"-th but for
-    # "mlp_only_layers", or those in "moe_layers".
-    layers: Literal["all", "first_k_dense_replace", "decoder_sparse_step", "moe_layers"] = "all"
-
-
-@dataclass(frozen=True)
-class Family:
-    """Where a family of decoders departs from Llama. A string in the place of a bool is a field of config.json."""
-
-    names: dict[str, str | None] = field(default_factory=dict)  # where its parts stand, if not as in `NAMES`
-    # Its names of fields that others call differently, and theirs; "" for one that it does not read.
-    keys: dict[str, str] = field(default_factory=dict)
-    defaults: dict[str, Any] = field(default_factory=dict)  # of fields that may be left out, as transformers has them
-    # Fields that change the maths, and the only value (or a tuple of all) that Manta has.
-    fixed: dict[str, Any] = field(default_factory=dict)
-    norm: Literal["rms", "layer"] = "rms"  # RMSNorm or LayerNorm
-    norm_bias: bool | str = False
-    unit_offset: bool = False  # norms' weights are stored less 1 (Gemma)
-    parallel: bool | str = False  # attention and MLP start from the same hidden states, and are added to them together
-    one_norm: bool = False  # where they do, they have the same norm
-    qkv_bias: bool | str = False
-    o_bias: bool | str = False
-    mlp_bias: bool | str = False
-    head_bias: bool = False
-    head_norm: Literal["", "rows", "columns"] = ""  # each of the head's is divided by its length (Baichuan 2, Ling)
-    # The norm of q and k: over each "head" with the same weights, or with weights for all "heads"; over "all" heads
-    # together; over each head "after" RoPE; or over each head without weights, a "unit" norm of layers with RoPE.
-    qk_norm: Literal["", "head", "heads", "all", "after", "unit"] = ""
-    has_qk_norm: bool | str = True
-    v_norm: bool = False  # each head of v has a norm without weights
-    full_heads: bool = False  # layers that see all have their own KV heads and head_dim; the last is one (Gemma 4)
-    tied_values: bool | str = False  # layers that see all have no weights for v: it is k before its norm
-    kv_shared: Literal["", "num_kv_shared_layers"] = ""  # so many last layers read the keys and values of earlier ones
-    wide_mlp: bool | str = False  # the MLPs of these layers are twice as wide
-    blocks: bool = False  # "block_configs" says of each layer how wide its MLP is, and its attention, if it has any
-    mlp_times: int = 0  # the MLP is so many times as wide as the hidden states where no field says it
-    mlp_halved: bool = False  # the field that says it counts gate and up together (Qwen 1)
-    gated: bool = True  # the MLP is down(act(gate) * up), else down(act(up))
-    activation: str = ""  # the MLP's, where config.json's name for it means another one
-    interleaved: bool | str = False  # RoPE turns elements 2i and 2i + 1, not i and i + half
-    rope: Literal["all", "listed", "windowed"] = "all"  # layers that have it; "windowed": if any, those with a window
-    # Layers that have one, which `layer_types` says first but where it is "all"; "pattern": all but each n-th one.
-    window: Literal["all", "listed", "qwen", "qwen2_moe", "pattern", "attention_types"] = "all"
-    window_field: str = "sliding_window"  # where its size stands
-    full_every: int = 0  # that n
-    chunked: bool = False  # a window is a chunk, whose first token sees no other (Llama 4)
-    local_rope: Literal["", "rope_local_base_freq", "unscaled"] = ""  # layers with a window have a RoPE of their own
-    layer_inputs: str = ""  # the size of what each layer gets of a token beside its hidden states (Gemma 4)
-    embed_scale: str = ""  # of embeddings: "sqrt" of their size, or a field
-    # Of scores: a field that has it, or the size of a head that counts instead of `head_dim`; or "none".
-    attention_scale: Literal["", "attention_multiplier", "query_pre_attn_scalar", "none"] = ""
-    residual_scale: str = ""  # for these, see `ConfigReader.factor`
-    logit_scale: str = ""
-    logit_divisor: str = ""
-    caps: bool = False  # "attn_logit_softcapping" and "final_logit_softcapping" cap scores and logits (Gemma 2)
-    sinks: bool = False  # each head has a key of its own without a value (GPT-OSS)
-    alibi: bool | str = False  # scores fall with the distance of a key, instead of RoPE
-    scaled_slopes: bool = False  # that is added before scores are scaled (Falcon)
-    clip: str = ""  # the field of what queries, keys and values are cut to as they are projected
-    position_offset: int = 0  # row of the table of learned positions that belongs to position 0
-    half: bool = False  # it is the text of a model that also sees or hears, which has other tensors, too
-    image_layers: str | tuple[int, ...] = ()  # that do nothing without an image, and so are not there (Mllama)
-    image_rows: int = 0  # of the table of embeddings, after those of the vocabulary; nor are these
-    qkv_groups: bool = False  # the tensor of q, k and v lies by groups of heads that share a key: [KV, G + 2, D]
-    transposed: bool = False  # matrices are stored as [inputs, outputs]
-    routing: Routing | None = None  # of a family with experts
-    latent: bool = False  # attention by latents (DeepSeek)
-    out_gate: bool = False  # a gate follows each head in the tensor of q; its sigmoid multiplies the head's results
-    # Some layers have the gated delta rule instead of attention (Qwen3-Next). How their tensors lie: `DeltaNet.slots`.
-    delta: Literal["", "split", "by_heads"] = ""
-
-    def name(self, part: str) -> str:
-        """Where a part stands in a checkpoint; "" if it is not there."""
-        return (self.names[part] if part in self.names else NAMES[part]) or ""
-
-    def saved_layers(self) -> Iterator[int]:
-        """The numbers that the layers have in a checkpoint."""
-        return (i for i in itertools.count() if i not in self.image_layers)
-
-    def but(self, **fields: Any) -> Family:
-        """A row that differs from this one. Names and fields of config.json are added to its own."""
-        added = {name: getattr(self, name) | fields.pop(name, {}) for name in ("names", "keys", "defaults", "fixed")}
-        return dataclasses.replace(self, **added, **fields)
-
-
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings",
@@ -192,6 +51,10 @@ QWEN_NEXT = Family(
     names={"shared": "mlp.shared_expert"},
 )  # fmt: skip
 LOCAL = {"num_local_experts": "num_experts"}
+MIXTRAL_NAMES: dict[str, str | None] = {
+    "router": "block_sparse_moe.gate", "experts": "block_sparse_moe.experts", "expert_gate": "w1", "expert_up": "w3",
+    "expert_down": "w2",
+}  # fmt: skip
 ROUTED = {"num_local_experts": "n_routed_experts"}
 OLD = dict.fromkeys(("head_dim", "num_key_value_heads", "intermediate_size", "hidden_act", "layer_norm_eps"), "")
 GEMMA = Family(
@@ -260,6 +123,21 @@ MINICPM = Family(
     logit_scale="dim_model_base",
     defaults={"scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "tie_word_embeddings": True},
 )  # fmt: skip
+GRANITE_MOE = GRANITE.but(
+    keys=LOCAL, mlp_bias=False, routing=Routing(size="intermediate_size"),
+    names={"router": "block_sparse_moe.router.layer", "experts": None,
+        "experts_gate_up": "block_sparse_moe.input_linear.weight",
+        "experts_down": "block_sparse_moe.output_linear.weight"},
+)  # fmt: skip
+ERNIE = Family(
+    interleaved=True, fixed={"use_bias": False},
+    defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 5e5},
+)  # fmt: skip
+HUNYUAN = Family(
+    qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="after", defaults={"rms_norm_eps": 1e-5},
+    keys={"moe_intermediate_size": ""}, fixed={"use_qk_norm": True},
+    names={"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
+)  # fmt: skip
 BAICHUAN = Family(
     keys={"num_key_value_heads": ""}, fixed={"tie_word_embeddings": False}, names={"qkv": "self_attn.W_pack"}
 )
@@ -273,6 +151,12 @@ COHERE = Family(
     qkv_bias="attention_bias", o_bias="attention_bias", norm="layer", parallel=True, one_norm=True,
     interleaved=True, logit_scale="logit_scale", qk_norm="heads", has_qk_norm="use_qk_norm",
     defaults={"logit_scale": 0.0625, "tie_word_embeddings": True, "layer_norm_eps": 1e-5, "rope_theta": 500000.0},
+)  # fmt: skip
+COHERE2 = COHERE.but(
+    window="pattern", full_every=4, rope="windowed", qk_norm="", defaults={
+        "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 10000.0},
+    fixed={"use_gated_activation": True, "position_embedding_type": "rope_gptj", "use_qk_norm": False,
+        "order_of_interleaved_layers": "local_attn_first", "layer_switch": 4, "use_parallel_block": True},
 )  # fmt: skip
 DEEPSEEK_EXPERTS = Routing(
     count="n_routed_experts", renormalize="norm_topk_prob", scoring="sigmoid", correction=True, grouped=True,
@@ -312,6 +196,20 @@ BLOOM_NAMES: dict[str, str | None] = {
 }  # fmt: skip
 
 FAMILIES = {
+    "AfmoeForCausalLM": Family(
+        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", out_gate=True, embed_scale="mup_enabled",
+        window="pattern", full_every=4, rope="windowed",
+        keys={"global_attn_every_n_layers": "sliding_window_pattern", "num_dense_layers": "first_k_dense_replace",
+            "num_shared_experts": "n_shared_experts"},
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 1024, "head_dim": 128, "first_k_dense_replace": 1,
+            "n_shared_experts": 2},
+        fixed={"route_norm": True, "score_func": "sigmoid"},
+        routing=Routing(
+            scoring="sigmoid", correction=True, scale="route_scale", shared="n_shared_experts",
+            layers="first_k_dense_replace"),
+        names={"out_gate": "self_attn.gate_proj", "attn_out": "post_attention_layernorm",
+            "mlp_in": "pre_mlp_layernorm", "mlp_out": "post_mlp_layernorm", "router": "mlp.router.gate",
+            "correction": "mlp.expert_bias"}),
     "ApertusForCausalLM": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", gated=False,
         names={"attn_in": "attention_layernorm", "mlp_in": "feedforward_layernorm"},
@@ -352,11 +250,16 @@ FAMILIES = {
         fixed={"apply_residual_connection_post_layernorm": False},
         names={"embed_norm": "word_embeddings_layernorm", **BLOOM_NAMES}),
     "CohereForCausalLM": COHERE,
-    "Cohere2ForCausalLM": COHERE.but(
-        window="pattern", full_every=4, rope="windowed", qk_norm="", defaults={
-            "sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 10000.0},
-        fixed={"use_gated_activation": True, "position_embedding_type": "rope_gptj", "use_qk_norm": False,
-            "order_of_interleaved_layers": "local_attn_first", "layer_switch": 4, "use_parallel_block": True}),
+    "Cohere2ForCausalLM": COHERE2,
+    "Cohere2MoeForCausalLM": COHERE2.but(
+        norm="either", dense_prefix=True,
+        keys={"intermediate_size": "moe_intermediate_size", "prefix_dense_intermediate_size": "intermediate_size",
+            "num_shared_experts": "n_shared_experts"},
+        defaults={"mlp_layer_types": None, "norm_topk_prob": True, "head_dim": 128},
+        fixed={"expert_selection_fn": ("softmax", "sigmoid"), "shared_expert_combination_strategy": ("average", "sum")},
+        routing=Routing(
+            scoring="expert_selection_fn", renormalize="norm_topk_prob", shared="n_shared_experts", average=True,
+            layers="first_k_dense_replace")),
     "CwmForCausalLM": Family(
         mlp_bias="mlp_bias", window="pattern", keys={"sliding_window_pattern": ""},
         defaults=sized(
@@ -373,8 +276,18 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": DEEPSEEK.but(interleaved="rope_interleave", defaults={
         "rope_interleave": True, "norm_topk_prob": True, "first_k_dense_replace": 3,
         "q_lora_rank": 1536, "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}),
-    "Ernie4_5ForCausalLM": Family(interleaved=True, fixed={"use_bias": False}, defaults={"head_dim": 128,
-        "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 5e5}),
+    "Dots1ForCausalLM": Family(
+        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", window="qwen",
+        keys={"use_sliding_window": "", **ROUTED}, routing=DEEPSEEK_EXPERTS,
+        defaults={"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 62,
+            "num_key_value_heads": 32, "norm_topk_prob": False}),
+    "Ernie4_5ForCausalLM": ERNIE.but(defaults={"head_dim": 128, "num_key_value_heads": 2}),
+    "Ernie4_5_MoeForCausalLM": ERNIE.but(
+        keys={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok",
+            "moe_num_shared_experts": "n_shared_experts"},
+        defaults={"num_key_value_heads": 4, "n_shared_experts": 2, "moe_layer_start_index": 1},
+        fixed={"moe_norm_min": 1e-12}, names={"correction": "mlp.moe_statics.e_score_correction_bias"},
+        routing=Routing(correction="row", shared="n_shared_experts", layers="moe_layer_interval")),
     "ExaoneForCausalLM": Family(
         keys={"num_layers": "num_hidden_layers", "activation_function": "hidden_act",
             "layer_norm_epsilon": "rms_norm_eps"},
@@ -385,6 +298,14 @@ FAMILIES = {
     "Exaone4ForCausalLM": Family(
         qk_norm="head", names=OUTPUT_NORMS, window="pattern", full_every=4, rope="windowed", defaults={
             "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": None, "num_key_value_heads": 32}),
+    "ExaoneMoeForCausalLM": Family(
+        qk_norm="head", window="pattern", full_every=4, rope="windowed",
+        keys={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts", "is_moe_layer": "",
+            "first_last_k_dense_replace": ""},
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": None, "mlp_layer_types": None,
+            "num_key_value_heads": 32, "first_k_dense_replace": 1, "n_shared_experts": 1, "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5},
+        names={"correction": "mlp.e_score_correction_bias"}, routing=DEEPSEEK_EXPERTS),
     "FalconForCausalLM": Family(
         norm="layer", norm_bias=True, parallel="parallel_attn", one_norm=True, qkv_bias="bias", o_bias="bias",
         mlp_bias="bias", mlp_times=4, gated=False, qkv_groups=True,
@@ -395,6 +316,9 @@ FAMILIES = {
         defaults={"hidden_act": "gelu", "layer_norm_eps": 1e-5, "max_position_embeddings": 2048, "parallel_attn": True,
             "tie_word_embeddings": True},
         alibi="alibi", scaled_slopes=True, names=BLOOM_NAMES),
+    "FlexOlmoForCausalLM": OLMO2.but(
+        defaults={"rms_norm_eps": 1e-6, "rope_theta": 5e5, "norm_topk_prob": False},
+        routing=Routing(size="intermediate_size", renormalize="norm_topk_prob")),
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
@@ -408,6 +332,10 @@ FAMILIES = {
             "partial_rotary_factor": 0.5, "norm_topk_prob": True, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5,
             "n_shared_experts": 1, "num_key_value_heads": 8},
         keys=ROUTED, routing=DEEPSEEK_EXPERTS),
+    "Glm4MoeLiteForCausalLM": DEEPSEEK.but(interleaved="rope_interleave", defaults={
+        "rope_interleave": True, "norm_topk_prob": True, "first_k_dense_replace": 1, "mlp_layer_types": None,
+        "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_shared_experts": 1, "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 1.8}),
     "GptOssForCausalLM": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", sinks=True, window="pattern", full_every=2,
         names={"router": "mlp.router"}, activation="swigluoai", keys=LOCAL,
@@ -437,19 +365,22 @@ FAMILIES = {
             "o": "attn.attention.out_proj"}),
     "GPTNeoXForCausalLM": NEOX,
     "GraniteForCausalLM": GRANITE,
-    "GraniteMoeForCausalLM": GRANITE.but(
-        keys=LOCAL, mlp_bias=False, routing=Routing(size="intermediate_size"),
-        names={"router": "block_sparse_moe.router.layer", "experts": None,
-            "experts_gate_up": "block_sparse_moe.input_linear.weight",
-            "experts_down": "block_sparse_moe.output_linear.weight"}),
+    "GraniteMoeForCausalLM": GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": GRANITE_MOE.but(
+        keys={"shared_intermediate_size": "shared_expert_intermediate_size"},
+        defaults={"shared_expert_intermediate_size": 0},
+        routing=Routing(size="intermediate_size", shared="shared_expert_intermediate_size"),
+        names={"shared": "shared_mlp", "gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"}),
     "HeliumForCausalLM": Family(
         qkv_bias="attention_bias", mlp_bias="mlp_bias", interleaved=True, defaults=sized(
             48000, 2560, 7040, 24, 20, 20, 4096, head_dim=128, rms_norm_eps=1e-8, rope_theta=100000.0)),
-    "HunYuanDenseV1ForCausalLM": Family(
-        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="after", defaults={"rms_norm_eps": 1e-5},
-        keys=dict.fromkeys(("moe_topk", "moe_intermediate_size", "norm_topk_prob"), ""),
-        fixed={"use_qk_norm": True, "num_experts": 1},
-        names={"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"}),
+    "HunYuanDenseV1ForCausalLM": HUNYUAN.but(
+        keys={"moe_topk": "", "norm_topk_prob": ""}, fixed={"num_experts": 1}),
+    "HunYuanMoEV1ForCausalLM": HUNYUAN.but(
+        keys={"moe_topk": "num_experts_per_tok", "num_shared_expert": ""}, defaults={"num_experts_per_tok": 1},
+        fixed={"norm_topk_prob": True, "use_mixed_mlp_moe": True},
+        routing=Routing(size="intermediate_size", shared="size"),
+        names={"router": "mlp.gate.wg", "shared": "mlp.shared_mlp"}),
     "HyperCLOVAXForCausalLM": GRANITE.but(
         logit_scale="logits_scaling", logit_divisor="", names={"attn_out": "post_norm1", "mlp_out": "post_norm2"},
         fixed={"use_post_norm": True},
@@ -500,8 +431,7 @@ FAMILIES = {
         routing=Routing(size="intermediate_size", scoring="sigmoid", correction=True),
         fixed={
             "use_qk_norm": True, "qk_norm_type": "per_layer", "shared_intermediate_size": 0, "use_routing_bias": True},
-        names={"router": "block_sparse_moe.gate", "correction": "block_sparse_moe.e_score_correction_bias",
-            "experts": "block_sparse_moe.experts", "expert_gate": "w1", "expert_up": "w3", "expert_down": "w2",
+        names={**MIXTRAL_NAMES, "correction": "block_sparse_moe.e_score_correction_bias",
             "experts_gate_up": "block_sparse_moe.experts.gate_up_proj",
             "experts_down": "block_sparse_moe.experts.down_proj"}),
     "MinistralForCausalLM": MISTRAL.but(window="listed"),
@@ -513,9 +443,7 @@ FAMILIES = {
     "MixtralForCausalLM": Family(
         keys=LOCAL,
         defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None, "num_key_value_heads": 8},
-        routing=Routing(size="intermediate_size"),
-        names={"router": "block_sparse_moe.gate", "experts": "block_sparse_moe.experts", "expert_gate": "w1",
-            "expert_up": "w3", "expert_down": "w2"}),
+        routing=Routing(size="intermediate_size"), names=MIXTRAL_NAMES),
     "MptForCausalLM": Family(
         norm="layer", mlp_times=4, gated=False, activation="gelu", alibi=True, clip="clip_qkv",
         keys={"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers",
@@ -559,6 +487,13 @@ FAMILIES = {
         defaults={"rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": None},
         names={"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
         fixed={"attention_bias": False}),
+    "PhimoeForCausalLM": Family(
+        norm="layer", norm_bias=True, qkv_bias="attention_bias", o_bias="attention_bias", head_bias="lm_head_bias",
+        keys={"rms_norm_eps": "layer_norm_eps", "layer_norm_eps": "", "original_max_position_embeddings": "", **LOCAL},
+        defaults={"layer_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "num_key_value_heads": 8,
+            "num_experts_per_tok": 2},
+        fixed={"num_experts_per_tok": 2}, names=MIXTRAL_NAMES,
+        routing=Routing(size="intermediate_size", scoring="mixer")),
     "QWenLMHeadModel": Family(
         qkv_bias=True, mlp_halved=True,
         # Beyond `seq_length` attention is not the same, so that is the context.
@@ -592,6 +527,11 @@ FAMILIES = {
         rope="listed", window="pattern",
         defaults=sized(128256, 2048, 11008, 36, 16, 4, 32768, rope_theta=2e6, sliding_window=None)
         | {"no_rope_layer_interval": 4, "tie_word_embeddings": True}),
+    "SolarOpenForCausalLM": Family(
+        qkv_bias="attention_bias", keys={"intermediate_size": "", **ROUTED},
+        routing=dataclasses.replace(DEEPSEEK_EXPERTS, layers="all"),
+        defaults={"partial_rotary_factor": None, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "head_dim": 128,
+            "num_key_value_heads": 8, "n_shared_experts": 1, "norm_topk_prob": True}),
     "StableLmForCausalLM": Family(
         norm="layer", norm_bias=True, parallel="use_parallel_residual", one_norm=True, qkv_bias="use_qkv_bias",
         qk_norm="heads", has_qk_norm="qk_layernorm", keys={"head_dim": ""}, fixed={"rope_pct": 0.25},
@@ -614,9 +554,12 @@ ALIASES = {
     "BaiChuanForCausalLM": "BaichuanForCausalLM",
     "ChatGLMModel": "ChatGLMForCausalLM",
     "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
+    "Ernie4_5_MoEForCausalLM": "Ernie4_5_MoeForCausalLM",
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "KimiK2ForCausalLM": "DeepseekV3ForCausalLM",
     "MiMoForCausalLM": "Qwen2ForCausalLM",
     "MPTForCausalLM": "MptForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
 }
 LLAMAS = {"internlm3": "InternLM3ForCausalLM", "iquestcoder": "IQuestCoderForCausalLM"}  # by their model_type
 
@@ -633,7 +576,7 @@ def architecture_of(raw: dict[str, Any]) -> str | None:
     kind = str(raw.get("model_type"))
     if isinstance(raw.get("text_config"), dict):
         return f"{kind}ForConditionalGeneration"
-    plain = kind.removesuffix("_text").replace("_", "").replace("v1dense", "densev1")
+    plain = re.sub("v1(dense|moe)", r"\1v1", kind.removesuffix("_text").replace("_", ""))
     known = (*FAMILIES, *ALIASES)
     return next((name for name in known if re.sub("ForCausalLM|LMHeadModel|_", "", name).lower() == plain), None)
 

@@ -16,7 +16,8 @@ from typing import Any, Literal
 from config import MAX_CONTEXT, read_json
 from model_config import Delta, Experts, Latent, ModelConfig, Rope
 from models.config_fields import Fields, label_activation, labels, typed, whole
-from models.families import FAMILIES, REWARDS, Family, Routing, architecture_of, family_of
+from models.families import FAMILIES, REWARDS, architecture_of, family_of
+from models.family_row import Family, Routing
 from models.quantization import read_quantization
 from models.read_rope import LAYER_TYPES, WINDOWED, read_ropes, read_slopes, yarn_mscale
 from models.text_halves import FIELDS, row_of, text_half, tied_half
@@ -31,8 +32,8 @@ ACTIVATIONS = {  # config.json's names and ours
 }  # fmt: skip
 GATES = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 TRUTHS = (  # fields of a row that are true or false once config.json has been read
-    "norm_bias", "parallel", "qkv_bias", "o_bias", "mlp_bias", "has_qk_norm", "interleaved", "tied_values", "wide_mlp",
-    "alibi",
+    "norm_bias", "parallel", "qkv_bias", "o_bias", "mlp_bias", "head_bias", "has_qk_norm", "interleaved",
+    "tied_values", "wide_mlp", "alibi",
 )  # fmt: skip
 EXPERT_GATES = ("silu", "gelu_tanh")  # see `ops.expert_gate_up`
 BESIDE_TEXT = ("tie_word_embeddings", "torch_dtype", "dtype", "eos_token_id", "quantization_config")
@@ -157,7 +158,12 @@ class ConfigReader:
         if r:
             told = f.get(r.count) != 0 and (not r.only_if or f.truth(r.only_if))
             f.read |= set() if told else {f.theirs.get(name, name) for name in (r.top_k, r.size, r.layers)}
-            row = row.but(routing=replace(r, renormalize=f.truth(r.renormalize)) if told else None)
+            by_field = r.scoring == "expert_selection_fn"
+            scoring = f.value(r.scoring, str) or "softmax" if by_field else r.scoring
+            renormalize = f.truth(r.renormalize) or (by_field and scoring == "softmax")
+            row = row.but(routing=replace(r, scoring=scoring, renormalize=renormalize) if told else None)
+        if row.norm == "either":
+            row = row.but(norm="layer" if f.get("rms_norm_eps") is None else "rms")
         row = row.but(**{name: f.truth(getattr(row, name)) for name in TRUTHS})
         if not row.has_qk_norm:
             row = row.but(qk_norm="")
@@ -300,11 +306,12 @@ class ConfigReader:
         return tuple(sources)
 
     def intermediate_size(self) -> int:
-        """Of the MLP; where all layers have experts nothing need be said."""
+        """Of the MLP; where all layers have experts, or it has a name of its own, nothing need be said."""
         f, r = self.fields, self.row.routing
         if self.row.blocks:
             return max(size for _, size in self.blocks)
-        default = f.whole(r.size, 1, 2**20) if r and r.layers == "all" and not r.beside else None
+        alike = r and (r.layers == "all" or self.row.keys.get("intermediate_size") == r.size)
+        default = f.whole(r.size, 1, 2**20) if r and alike and not r.beside else None
         size = f.whole("intermediate_size", 1, 2**20, self.row.mlp_times * self.hidden_size or default)
         return size // 2 if self.row.mlp_halved else size
 
@@ -362,7 +369,7 @@ class ConfigReader:
         if r.shared == "n_shared_experts":
             shared = f.whole(r.shared, 0, 64, 0) * size
         elif r.shared:
-            shared = size if r.shared == "size" else f.whole(r.shared, 1, 2**20)
+            shared = size if r.shared == "size" else f.whole(r.shared, 0, 2**20)
         groups = f.whole("n_group", 1, count, 1) if r.grouped else 1
         f.get("topk_group")  # says nothing where there is one group
         method = f.value("topk_method", str)
@@ -382,8 +389,10 @@ class ConfigReader:
             shared_size=shared,
             renormalize=bool(r.renormalize),
             groups=groups,
-            top_groups=f.whole("topk_group", 1, count, groups) if groups > 1 else 1,
+            top_groups=f.whole("topk_group", 1, count, 1) if groups > 1 else 1,
             scale=f.number(r.scale, 1e-6, 1e6, 1.0) if r.scale else 1.0,
+            average=r.average and shared > 0 and f.get("shared_expert_combination_strategy") != "sum",
+            margin=2 * f.number("router_jitter_noise", 0, 1, 0.01) if r.scoring == "mixer" else 0.0,
         ), expert_layers(f, r, self.layers)
 
     # --- attention ----------------------------------------------------------------------------------------------------
@@ -418,7 +427,14 @@ class ConfigReader:
         if isinstance(pattern, str) and pattern and not set(pattern) - {"L", "G"}:
             return [pattern[i % len(pattern)] == "G" for i in range(self.layers)]
         every = whole("sliding_window_pattern", pattern, 1, 1024, self.row.full_every)
-        return [(i + 1) % every == 0 for i in range(self.layers)]
+        first = self.fields.whole("first_k_dense_replace", 0, 1024, 0) if self.row.dense_prefix else 0
+        return [
+            (i + 1) % self.prefix_every == 0 if i < first else (i - first + 1) % every == 0 for i in range(self.layers)
+        ]
+
+    @cached_property
+    def prefix_every(self) -> int:
+        return self.fields.whole("prefix_dense_sliding_window_pattern", 1, 1024, 1) if self.row.dense_prefix else 0
 
     def local_layers(self) -> list[bool]:
         """Which layers have a window, by GPT-Neo's list: some kinds, which repeat some times; and so on."""
@@ -438,7 +454,8 @@ class ConfigReader:
                 raise ValueError(f"config.json: no_rope_layers is {listed!r:.80}; it must have 1 for each with RoPE")
             return [bool(has) for has in listed] if listed else [(i + 1) % step != 0 for i in range(self.layers)]
         if row.rope == "windowed" and f.get(row.window_field):
-            return [window > 0 for window in self.windows]
+            routed = self.experts()[1] if self.prefix_every == 1 else (True,) * self.layers
+            return [window > 0 or not has for window, has in zip(self.windows, routed, strict=True)]
         return [True] * self.layers
 
     @cached_property
@@ -498,6 +515,8 @@ class ConfigReader:
 
     def factor(self, name: str) -> float:
         """A factor that the family names; 1 where it names none. Two of MiniCPM's are for a model of size 1."""
+        if name == "mup_enabled":
+            name = "sqrt" if self.fields.truth(name) else ""
         if name == "sqrt":
             return self.hidden_size**0.5
         size = {"scale_depth": self.layers**0.5, "dim_model_base": self.hidden_size}.get(name, 1.0)
@@ -508,6 +527,7 @@ def expert_layers(f: Fields, r: Routing, count: int) -> tuple[bool, ...]:
     """Which layers have experts."""
     layers = range(count)
     if types := f.value("mlp_layer_types", list):
+        f.get(r.layers)  # which says nothing beside them
         if len(types) != count or set(types) - {"dense", "sparse"}:
             raise ValueError(f"config.json: mlp_layer_types is {types!r:.80}; it must say dense or sparse by layer")
         return tuple(kind == "sparse" for kind in types)
@@ -521,6 +541,10 @@ def expert_layers(f: Fields, r: Routing, count: int) -> tuple[bool, ...]:
         step = f.whole("interleave_moe_layer_step", 1, 1024, 1)
         listed = f.value("moe_layers", list)
         return tuple(i in listed if listed is not None else (i + 1) % step == 0 for i in layers)
+    if r.layers == "moe_layer_interval":
+        step, first = f.whole(r.layers, 1, 1024, 1), f.whole("moe_layer_start_index", 0, 1024, 0)
+        last = f.whole("moe_layer_end_index", -1, 1024, -1)
+        return tuple((i + 1) % step == 0 and first <= i and (last < 0 or i <= last) for i in layers)
     return (True,) * count
 
 

@@ -101,6 +101,9 @@ def read_rope(
             if len(factors) != dim // 2:
                 raise ValueError(f"config.json: {name} has {len(factors)} numbers; it must have {dim // 2}")
             scaling[name] = [number(name, each, 1e-3, 1e6) for each in factors]
+        for name in ("short_mscale", "long_mscale"):  # Phi-3.5-MoE's
+            if says.get(name) is not None:
+                scaling[name] = number(name, says[name], 1e-3, 1e3)
     growth = None
     if says.get("llama_4_scaling_beta"):
         growth = number("llama_4_scaling_beta", says["llama_4_scaling_beta"], 0, 1e3), trained, 0

@@ -63,7 +63,8 @@ def rope_frequencies(rope: Rope, length: int) -> tuple[torch.Tensor, float]:
             scale /= yarn_mscale(factor, of_all) if mscale and of_all else 1.0
         return (1 - blend) * frequencies + blend * frequencies / factor, scale
     if kind == "longrope":  # Ding et al., 2024: each frequency has a factor that was found by search
-        factors = s["long_factor"] if length > trained else s["short_factor"]
+        reach = "long" if length > trained else "short"
         scale = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
-        return frequencies / torch.tensor(factors, dtype=torch.float32), s.get("attention_factor") or scale
+        scale = s.get(f"{reach}_mscale") or s.get("attention_factor") or scale
+        return frequencies / torch.tensor(s[f"{reach}_factor"], dtype=torch.float32), scale
     return frequencies, 1.0

@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 from models.config_fields import typed
-from models.families import FAMILIES, LOCAL, QWEN2, QWEN_EXPERTS, Family, Routing, architecture_of, sized
+from models.families import FAMILIES, LOCAL, QWEN2, QWEN_EXPERTS, architecture_of, sized
+from models.family_row import Family, Routing
 
 FIELDS = ("text_config", "llm_config", "language_config")  # one of them has all that config.json says of the text
 FLAT = ("hunyuanvl", "paddleocrvl", "qwen2vl", "qwen25vl")  # in whose older files it stands beside all else

@@ -49,6 +49,10 @@ def case(config: str, **more: Any) -> dict[str, Any]:
     return {"config": config, "shape": shape(**more)}
 
 
+def without(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    return {field: value for field, value in fields.items() if field != name}
+
+
 HEAD16 = {"head_dim": 16}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24}
@@ -214,6 +218,38 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4-dense": case(  # MobileLLM R1
         "Llama4TextConfig", **HEAD16, num_local_experts=0, moe_layers=[], intermediate_size_mlp=80,
         attention_chunk_size=16, tie_word_embeddings=True),
+    "afmoe": case(
+        "AfmoeConfig", **HEAD16, **EXPERTS, num_shared_experts=2, num_dense_layers=1, route_scale=1.7, mup_enabled=True,
+        attention_bias=True, sliding_window=9, num_hidden_layers=3, global_attn_every_n_layers=3),
+    "cohere2-moe": case(
+        "Cohere2MoeConfig", **HEAD16, num_experts=8, num_experts_per_tok=3, intermediate_size=24, num_shared_experts=2,
+        num_hidden_layers=4, prefix_dense_intermediate_size=40, first_k_dense_replace=1, rms_norm_eps=1e-5,
+        sliding_window=9, expert_selection_fn="sigmoid", norm_topk_prob=False, tie_word_embeddings=True),
+    "dots1": case(
+        "Dots1Config", **ROUTED | {"n_group": 4, "topk_group": 2}, sliding_window=9, max_window_layers=1,
+        norm_topk_prob=True),
+    "ernie-moe": case(
+        "Ernie4_5_MoeConfig", moe_num_experts=8, moe_k=3, moe_intermediate_size=24, moe_num_shared_experts=2,
+        num_hidden_layers=3, tie_word_embeddings=True),
+    "exaone-moe": case(
+        "ExaoneMoeConfig", **HEAD16, **EXPERTS, num_shared_experts=1, n_group=1, topk_group=1, sliding_window=9,
+        num_hidden_layers=4, routed_scaling_factor=1.7),
+    "flex-olmo": case("FlexOlmoConfig", num_experts=8, num_experts_per_tok=3, intermediate_size=24),
+    "glm4-moe-lite": case("Glm4MoeLiteConfig", **without(ROUTED, "first_k_dense_replace") | LATENT),
+    "granite-moe-shared": case(
+        "GraniteMoeSharedConfig", **LOCAL_EXPERTS, shared_intermediate_size=40, residual_multiplier=0.4),
+    "hunyuan-moe": case(
+        "HunYuanMoEV1Config", **HEAD16, num_experts=8, moe_topk=3, intermediate_size=24, rope_parameters={
+            "rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 10000.0}),
+    "phimoe": case(
+        "PhimoeConfig", **LOCAL_EXPERTS | {"num_experts_per_tok": 2}, attention_bias=True, lm_head_bias=True,
+        router_jitter_noise=0.1, rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256,
+            "short_factor": [1.0 + i / 9 for i in range(8)], "long_factor": [2.0 + i for i in range(8)],
+            "short_mscale": 1.2, "long_mscale": 1.4}),
+    "solar-open": case(
+        "SolarOpenConfig", **HEAD16, **without(ROUTED, "first_k_dense_replace"), intermediate_size=ABSENT,
+        attention_bias=True, rope_parameters=YARN),
 }  # fmt: skip
 
 # --- models of remote code --------------------------------------------------------------------------------------------

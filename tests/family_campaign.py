@@ -91,11 +91,14 @@ FIELDS: dict[str, Draw] = {
         ("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_qkv_bias", "bias",
          "use_bias", "enable_bias", "use_parallel_residual", "parallel_attn", "multi_query", "new_decoder_architecture",
          "use_qk_norm", "qk_layernorm", "norm_topk_prob", "rope_interleave", "attn_temperature_tuning",
-         "use_sliding_window", "alibi"), flip),
+         "use_sliding_window", "mup_enabled", "lm_head_bias", "alibi"), flip),
     **dict.fromkeys(
         ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
         one_of(1e-6, 1e-5, 1e-3, 1e-2)),
     "sliding_window": maybe(lambda rng, _: rng.randint(2, 24)),  # transformers' cache errs where it is 1
+    **dict.fromkeys(("sliding_window_pattern", "global_attn_every_n_layers"), one_of(1, 2, 4)),
+    "prefix_dense_sliding_window_pattern": one_of(1, 2),
+    "prefix_dense_intermediate_size": maybe(one_of(40, 72)),
     "window_size": lambda rng, _: rng.randint(2, 24),
     "attention_types": lambda rng, so_far: [
         [[rng.choice(("global", "local"))], 1] for _ in range(so_far["num_hidden_layers"])
@@ -108,7 +111,8 @@ FIELDS: dict[str, Draw] = {
     "floor_scale": one_of(4, 8, 32),
     "attn_scale": between(0.05, 0.5),
     **dict.fromkeys(
-        ("embedding_multiplier", "logits_scaling", "logit_scale", "routed_scaling_factor"), between(0.2, 3)),
+        ("embedding_multiplier", "logits_scaling", "logit_scale", "routed_scaling_factor", "route_scale"),
+        between(0.2, 3)),
     **dict.fromkeys(("residual_multiplier", "attention_multiplier"), between(0.1, 0.8)),
     "scale_emb": between(0.5, 12),
     "scale_depth": maybe(between(0.1, 1.4)),
@@ -124,11 +128,20 @@ FIELDS: dict[str, Draw] = {
     "intermediate_size_mlp": one_of(24, 40, 72),
     "num_local_experts": one_of(2, 5, 8),
     "num_experts": one_of(2, 5, 8),
+    "moe_num_experts": one_of(2, 5, 8),
     "n_routed_experts": one_of(4, 8, 12),
     "moe_intermediate_size": one_of(8, 24, 40),
     "shared_expert_intermediate_size": one_of(8, 24, 40),
-    "n_shared_experts": one_of(1, 2),
-    "first_k_dense_replace": lambda rng, so_far: rng.randint(0, so_far["num_hidden_layers"]),
+    "shared_intermediate_size": one_of(0, 24, 40),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), one_of(1, 2)),
+    **dict.fromkeys(
+        ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"),
+        lambda rng, so_far: rng.randint(0, so_far["num_hidden_layers"])),
+    "moe_layer_end_index": lambda rng, so_far: rng.randint(-1, so_far["num_hidden_layers"] - 1),
+    "moe_layer_interval": one_of(1, 2),
+    "mlp_layer_types": maybe(lambda rng, so_far: rng.choices(("dense", "sparse"), k=so_far["num_hidden_layers"])),
+    "expert_selection_fn": one_of("softmax", "sigmoid"),
+    "shared_expert_combination_strategy": one_of("average", "sum"),
     "decoder_sparse_step": one_of(1, 2),
     "mlp_only_layers": maybe(some_layers(0.3)),
     "interleave_moe_layer_step": one_of(1, 2),
@@ -146,9 +159,10 @@ FIELDS: dict[str, Draw] = {
 }  # fmt: skip
 QWEN_NEXT = ("Qwen3NextConfig", "Qwen3_5TextConfig", "Qwen3_5MoeTextConfig")
 LEFT_ALONE = {  # what Manta has one value of, or what another field says
-    "Ernie4_5Config": {"use_bias"}, "Phi3Config": {"attention_bias"}, "PhiConfig": {"qk_layernorm"},
-    "MiniMaxM2Config": {"use_qk_norm"}, "Llama4TextConfig": {"layer_types", "sliding_window"},
-    "DeepseekV2Config": {"mlp_bias", "norm_topk_prob"}, "SmolLM3Config": {"layer_types"}, "MptConfig": {"logit_scale"},
+    "Ernie4_5Config": {"use_bias"}, "Ernie4_5_MoeConfig": {"use_bias"}, "Phi3Config": {"attention_bias"},
+    "PhiConfig": {"qk_layernorm"}, "MiniMaxM2Config": {"use_qk_norm"}, "SmolLM3Config": {"layer_types"},
+    "Llama4TextConfig": {"layer_types", "sliding_window"}, "DeepseekV2Config": {"mlp_bias", "norm_topk_prob"},
+    "MptConfig": {"logit_scale"},
     "Gemma3TextConfig": {"attn_logit_softcapping"}, **{name: {"layer_types"} for name in QWEN_NEXT},
 }  # fmt: skip
 PARTIAL = {"partial_rotary_factor"}
@@ -201,9 +215,13 @@ def draw(rng: random.Random, config: str, has: dict[str, Any]) -> dict[str, Any]
             shape["num_ln_in_parallel_attn"] = shape["num_kv_heads"] = None
     if config == "DeciLMConfig":
         shape["intermediate_size"] = 512
-    experts = next((shape[n] for n in ("num_local_experts", "num_experts", "n_routed_experts") if n in shape), 0)
+    counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    experts = next((shape[n] for n in counts if n in shape), 0)
     if experts:
-        shape["num_experts_per_tok"] = rng.randint(1, min(4, experts))
+        top_k = next((n for n in ("moe_k", "moe_topk") if n in has), "num_experts_per_tok")
+        shape[top_k] = rng.randint(1, min(4, experts))
+        if config == "PhimoeConfig":
+            shape |= {top_k: 2, "router_jitter_noise": rng.choice((0.01, 0.1, 0.3))}
         if "n_group" in has:
             groups = rng.choice([n for n in (1, 2, 4) if experts % n == 0 and experts // n >= 2])
             shape["n_group"], shape["topk_group"] = groups, rng.randint(1, groups)
@@ -219,6 +237,8 @@ def draw(rng: random.Random, config: str, has: dict[str, Any]) -> dict[str, Any]
             shape[act] = rng.choice(EXPERT_GATE if row.routing else GATE if row.gated else PLAIN)
     if "rope_parameters" in has:
         shape["rope_parameters"] = draw_rope(rng, config, shape, dim)
+    if config == "Cohere2MoeConfig":  # where no epsilon of RMSNorm is said, it has LayerNorm
+        shape |= {"rope_theta": rng.choice((100.0, 10000.0)), "rms_norm_eps": rng.choice((None, 1e-5, 1e-3))}
     if config == "Gemma4TextConfig":
         draw_gemma4(rng, shape)
     return shape
@@ -277,9 +297,9 @@ def draw_rope(rng: random.Random, config: str, shape: dict[str, Any], dim: int) 
         kinds = ["yarn"]
     if config in ("FalconConfig", "MiniMaxM2Config") or dim < 4:
         kinds = ["default"]
-    if config in ("DeepseekV2Config", "DeepseekV3Config"):
+    if config in ("DeepseekV2Config", "DeepseekV3Config", "Glm4MoeLiteConfig"):
         kinds = ["default", "yarn"]
-    if config == "Phi3Config":
+    if config in ("Phi3Config", "PhimoeConfig"):
         kinds = ["default", "longrope"]
     if config == "Llama4TextConfig":  # its norm undoes what other kinds multiply q and k by, but for its epsilon
         kinds = ["default", "linear", "llama3"]
@@ -296,6 +316,8 @@ def draw_rope(rng: random.Random, config: str, shape: dict[str, Any], dim: int) 
         rope["original_max_position_embeddings"] = rng.choice((4, 64))
         for name in ("short_factor", "long_factor"):
             rope[name] = [round(rng.uniform(1, 8), 2) for _ in range(dim // 2)]
+        if config == "PhimoeConfig":  # in which transformers has the short factors at any length
+            rope |= {"original_max_position_embeddings": 64, "short_mscale": 1.2, "long_mscale": 1.4}
         if config == "Phi3Config":
             shape["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
             del rope["factor"]
@@ -446,7 +468,11 @@ KNOWN = {  # what people know a family by, where its name does not say it
     "Gemma2ForCausalLM": "Gemma 2", "GraniteMoeForCausalLM": "Granite 3 MoE", "OlmoeForCausalLM": "OLMoE",
     "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-57B-A14B", "Qwen3MoeForCausalLM": "Qwen3 MoE",
     "Qwen3NextForCausalLM": "Qwen3-Next", "Qwen3_5ForCausalLM": "Qwen3.5 (text)",
-    "Qwen3_5MoeForCausalLM": "Qwen3.5 MoE (text)",
+    "Qwen3_5MoeForCausalLM": "Qwen3.5 MoE (text)", "AfmoeForCausalLM": "Arcee Trinity", "Dots1ForCausalLM": "dots.llm1",
+    "Ernie4_5_MoeForCausalLM": "ERNIE 4.5", "ExaoneMoeForCausalLM": "K-EXAONE", "FlexOlmoForCausalLM": "FlexOlmo",
+    "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash", "HunYuanMoEV1ForCausalLM": "Hunyuan A13B",
+    "PhimoeForCausalLM": "Phi-3.5-MoE", "SolarOpenForCausalLM": "Solar Open",
+    "Cohere2MoeForCausalLM": "North Mini Code", "GraniteMoeSharedForCausalLM": "Granite MoE Shared",
     "ChatGLMForCausalLM": "ChatGLM 2, 3, GLM-4-9B (2024)", "CwmForCausalLM": "CWM",
     "ExaoneForCausalLM": "EXAONE 3, 3.5", "GPTBigCodeForCausalLM": "StarCoder, SantaCoder",
     "GPTJForCausalLM": "GPT-J", "GPTNeoForCausalLM": "GPT-Neo",
@@ -457,7 +483,8 @@ KNOWN = {  # what people know a family by, where its name does not say it
 }  # fmt: skip
 BEGIN, END = "<!-- the table: python tests/family_campaign.py --table -->", "<!-- its end -->"
 TRAITS = {  # what a row's field says, in words
-    "norm": {"layer": "LayerNorm"}, "unit_offset": {True: "norms stored less 1"}, "gated": {False: "plain MLP"},
+    "norm": {"layer": "LayerNorm", "either": "RMSNorm or LayerNorm"}, "unit_offset": {True: "norms stored less 1"},
+    "gated": {False: "plain MLP"},
     "qk_norm": {"head": "q/k norm", "heads": "q/k norm by head", "all": "q/k norm over all heads",
                 "after": "q/k norm after RoPE", "unit": "q/k norm without weights"},
     "rope": {"listed": "some layers without RoPE", "windowed": "RoPE in window layers"},
@@ -472,7 +499,8 @@ TRAITS = {  # what a row's field says, in words
     "kv_shared": {"num_kv_shared_layers": "shared keys"},
     "layer_inputs": {"hidden_size_per_layer_input": "embeddings for each layer"},
     "delta": {"split": "gated delta rule in some layers", "by_heads": "gated delta rule in some layers"},
-    "out_gate": {True: "gated attention"}, "embed_scale": {"sqrt": "scaled embeddings"},
+    "out_gate": {True: "gated attention"},
+    "embed_scale": {"sqrt": "scaled embeddings", "mup_enabled": "scaled embeddings if asked for"},
     "interleaved": {True: "interleaved RoPE"},
 }  # fmt: skip
 
@@ -500,7 +528,8 @@ def table() -> str:
         if row.names.get("attn_out"):
             traits.append("norms after attention and MLP")
         if r := row.routing:
-            traits.append(f"experts ({r.scoring}{', in groups' if r.grouped else ''}{', shared' if r.shared else ''})")
+            scoring = {"expert_selection_fn": "softmax or sigmoid", "mixer": "SparseMixer"}.get(r.scoring, r.scoring)
+            traits.append(f"experts ({scoring}{', in groups' if r.grouped else ''}{', shared' if r.shared else ''})")
         base = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
         passed = found.get(name)
         tried = f"{passed['passed']} of {passed['drawn']}" if passed else f"1, as `{remote.get(name, 'none')}`"

@@ -49,6 +49,8 @@ def make_checkpoint(name: str, case: dict, folder: Path, kind: type, more: dict)
         for name, buffer in model.named_buffers():
             if name.endswith(".layer_scalar"):  # Gemma 4's, which is saved like a weight
                 buffer.normal_(0.8, 0.15)
+            if name.endswith("e_score_correction_bias"):  # of routers
+                buffer.normal_(0.0, 0.15)
     dtype = getattr(torch, case.get("dtype", "float32"))
     model.to(dtype).save_pretrained(folder, max_shard_size=case.get("shard", "1GB"))
 

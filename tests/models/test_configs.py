@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from checkpoints import DATA
+from checkpoints import DATA, without
 from checkpoints import FAMILIES as CASES
 from config import DEMO, EngineConfig
 from model_config import ModelConfig
@@ -60,8 +60,8 @@ def is_supported(raw: dict[str, Any]) -> bool:
 
 
 def test_files_of_many_families_are_read() -> None:
-    assert len(PUBLISHED) == 67
-    assert sum(map(is_supported, PUBLISHED.values())) >= 46
+    assert len(PUBLISHED) == 75
+    assert sum(map(is_supported, PUBLISHED.values())) >= 54
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -122,6 +122,9 @@ GENERATION = {  # of a file that an older transformers has written, or of a half
     "max_length": 20, "remove_invalid_values": True,
 }  # fmt: skip
 LEFT = {  # what families' published files have beside the fields of transformers' classes
+    "afmoe": {
+        "load_balance_coeff": 0.001, "n_group": 1, "topk_group": 1, "num_expert_groups": 1, "num_limited_groups": 1,
+        "route_norm": True, "score_func": "sigmoid", "use_grouped_mm": True},
     "apertus": {"qk_norm": True, "post_norm": False},
     "bloom": {
         "attention_softmax_in_fp32": True, "bias_dropout_fusion": True, "masked_softmax_fusion": True, "n_inner": None,
@@ -131,6 +134,12 @@ LEFT = {  # what families' published files have beside the fields of transformer
         "layer_switch": 4, "order_of_interleaved_layers": "local_attn_first", "rotary_pct": 1.0,
         "position_embedding_type": "rope_gptj", "use_embedding_sharing": True, "use_gated_activation": True,
         "use_parallel_block": True, "use_parallel_embedding": True},
+    "cohere2-moe": {"use_parallel_block": True, "use_qk_norm": False, "layer_norm_bias": False},
+    "dots1": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    "ernie-moe": {"moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_use_aux_free": True},
+    "exaone-moe": {
+        "first_last_k_dense_replace": 1, "is_moe_layer": [False, True, True, True], "sliding_window_pattern": "LLLG",
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "falcon-7b": {"n_head": 4, "n_layer": 2, "ff_factor": 4, "apply_residual_connection_post_layernorm": False},
     "falcon-rw": {"rope_theta": 10000.0, "rope_scaling": None, "apply_residual_connection_post_layernorm": False},
     "gemma2": {"hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 9, "cache_implementation": "hybrid"},
@@ -149,6 +158,11 @@ LEFT = {  # what families' published files have beside the fields of transformer
         "num_media_embeds": 257, "num_shared_expert": 1, "routed_scaling_factor": 1.0, "text_start_id": 7,
         "use_qk_norm": True, "use_rotary_pos_emb": True, "vit_patch": 1, "vit_input_resolution": 224,
         "enable_lm_head_fp32": True, "use_cla": False, "kv_channels": 16},
+    "glm4-moe-lite": {"first_k_dense_replace": 1, "partial_rotary_factor": 1.0, "topk_method": "noaux_tc"},
+    "hunyuan-moe": {
+        "attention_head_dim": 16, "moe_intermediate_size": [24, 24], "moe_topk": [3, 3], "moe_layer_num_skipped": 0,
+        "norm_topk_prob": True, "num_shared_expert": [1, 1], "use_mixed_mlp_moe": True, "use_qk_norm": True,
+        "routed_scaling_factor": False},
     "llama4-dense": {"num_experts_per_tok": 0, "for_llm_compressor": False, "router_jitter_noise": 0.0},
     "llama-biases": {"rope_interleaved": False, "max_sequence_length": 2048, "is_llama_config": True},
     "minimax-m2": {
@@ -180,6 +194,11 @@ def test_what_published_files_have_besides_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
+        ("afmoe", {"score_func": "softmax"}, "score_func is 'softmax'; Manta has 'sigmoid' alone"),
+        ("cohere2-moe", {"expert_selection_fn": "tanh"}, "is 'tanh'; Manta has 'softmax' or 'sigmoid' alone"),
+        ("ernie-moe", {"moe_norm_min": 0.5}, "moe_norm_min is 0.5; Manta has 1e-12 alone"),
+        ("hunyuan-moe", {"moe_topk": [3, 2]}, "moe_topk is [3, 2]; it must be a whole number"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3; Manta has 2 alone"),
         ("minimax-m2", {"use_routing_bias": False}, "use_routing_bias is False; Manta has True alone"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "layernorm is True; Manta has False alone"),
         ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi is False; Manta has True alone"),
@@ -264,7 +283,8 @@ def test_a_family_reads_its_own_fields_alone(name: str, foreign: dict[str, Any])
     [
         ("llama", "LlamaForCausalLM"), ("gpt2", "GPT2LMHeadModel"), ("gemma3_text", "Gemma3ForCausalLM"),
         ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"), ("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
-        ("granitemoe", "GraniteMoeForCausalLM"), ("kimi_k2", "KimiK2ForCausalLM"), ("mpt", "MptForCausalLM"),
+        ("granitemoe", "GraniteMoeForCausalLM"), ("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM"),
+        ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"), ("kimi_k2", "KimiK2ForCausalLM"), ("mpt", "MptForCausalLM"),
         ("bert", None), (None, None),
     ],
 )  # fmt: skip
@@ -390,6 +410,7 @@ UNUSED = {
     "initializer_range", "use_cache", "pretraining_tp", "output_router_logits", "router_aux_loss_coef",
     "router_jitter_noise", "pad_token_id", "bos_token_id", "eod_token_id", "num_mtp_layers", "is_decoder",
     "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
+    "input_jitter_noise", "sep_token_id",
     "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "embed_dropout", "resid_dropout",
     "emb_pdrop", "embedding_fraction", "init_device", "learned_pos_emb", "slow_but_exact",
     "eos_token_id",  # is checked apart, because the cases have none
@@ -422,7 +443,7 @@ def test_no_field_of_transformers_is_passed_over(oracle: Any, files: dict[str, d
     for name, raw in files.items():
         assert not isinstance(reading(raw), str)
         # Some fields count only where another one is left out, or is set.
-        plain = {field: value for field, value in raw.items() if field != "layer_types"}
+        plain = without(without(without(raw, "layer_types"), "mlp_layer_types"), "rms_norm_eps")
         others = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "n_group": 2}
         has = fields[CASES[name]["config"]]
         for base in (raw, plain, plain | {field: others[field] for field in others if field in has}):
@@ -452,13 +473,13 @@ def test_defaults_are_those_of_transformers(oracle: Any, files: dict[str, dict[s
             if read and ours != asked and not refused:
                 wrong.append((name, field))
     # Heads of latents have no keys of their own. The others are said by other fields of the files in question.
-    known = [("deepseek-v3", "num_key_value_heads"), ("gemma4-experts", "layer_types"),
-             ("phi4-partial-longrope", "original_max_position_embeddings")]  # fmt: skip
+    known = [
+        ("deepseek-v3", "num_key_value_heads"),
+        ("glm4-moe-lite", "num_key_value_heads"),
+        ("gemma4-experts", "layer_types"),
+        ("phi4-partial-longrope", "original_max_position_embeddings"),
+    ]
     assert not [each for each in wrong if each not in known]
-
-
-def without(fields: dict[str, Any], name: str) -> dict[str, Any]:
-    return {field: value for field, value in fields.items() if field != name}
 
 
 @pytest.mark.full

@@ -1,8 +1,9 @@
-"""The routers and experts of the families against transformers, on the specification."""
+"""The routers and experts of the families against transformers, on the specification; and one that is no kernel."""
 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 import reference
+from models.expert_layers import mix
 
-pytestmark = pytest.mark.full
 LOCAL, PLAIN = {"num_local_experts": 16, "num_experts_per_tok": 3}, {"num_experts": 16, "num_experts_per_tok": 3}
 V3 = {"n_routed_experts": 16, "num_experts_per_tok": 3, "n_shared_experts": 1, "n_group": 4, "topk_group": 2,
       "routed_scaling_factor": 2.5}  # fmt: skip
@@ -62,6 +63,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     return load_file(out)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_of_experts_gives_what_transformers_does(oracle: dict[str, torch.Tensor], name: str) -> None:
     found = {key.removeprefix(name + " "): x for key, x in oracle.items() if key.rpartition(" ")[0] == name}
@@ -77,3 +79,13 @@ def test_a_layer_of_experts_gives_what_transformers_does(oracle: dict[str, torch
     h = reference.expert_gate_up(found["x"], gate_up, gate_up_bias, plan, activation or "silu")
     y = reference.expert_down(h, found["down"], found.get("down_bias"), plan)
     torch.testing.assert_close(y, found["y"], rtol=1e-4, atol=1e-4 * float(found["y"].abs().max()))
+
+
+def test_the_mixer_weighs_an_expert_among_those_that_are_hardly_worse() -> None:
+    """Its margin is a share of the best logit, or of their own absolute value; who is chosen already is left out."""
+    two = 1 / (1 + math.exp(-0.1))
+    logits = torch.tensor([[2.0, 1.9, -1.0, 0.0], [-1.0, -5.0, -1.1, -5.2], [1.9, 2.0, 1.95, -9.0]])
+    weights, ids = mix(logits, 0.2, torch.tensor([0, 1, -1]))
+    third = 1 / (1 + math.exp(-0.05) + math.exp(-0.1)), 1 / (1 + math.exp(-0.05))
+    torch.testing.assert_close(weights, torch.tensor([[two, 1.0], [two, 1.0], third]))
+    assert ids.tolist() == [[0, 1], [0, 2], [-1, -1]] and ids.dtype == torch.int32
