@@ -89,7 +89,7 @@ class Norm(Owner):
         row = c.row
         self.ops, self.eps = ops, c.norm_eps
         self.layer = row.norm == "layer"
-        self.offset = row.unit_offset
+        self.offset, self.stored = row.unit_offset, row.norm_weight
         self.weight = new(size, dtype=torch.float32 if row.unit_offset else None)
         self.bias = new(size) if row.norm_bias else None
 
@@ -101,11 +101,14 @@ class Norm(Owner):
 
     def parts(self, name: str, shares: Shares) -> Parts:
         """Which tensors of the checkpoint fill it."""
-        return shares.parts({f"{name}.weight": (self.weight, "all"), f"{name}.bias": (self.bias, "all")})
+        weights = {f"{name}.weight": (self.weight, "all"), f"{name}.bias": (self.bias, "all")}
+        return shares.parts(weights) if self.stored else {}
 
     def finish(self) -> None:
         if self.offset:
             self.weight += 1
+        if not self.stored:
+            self.weight.fill_(1)
 
 
 class Attention(Owner):

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from layers import Attention, Batch, Cut, Mlp, New, Norm, Owner, Step, Weight, linear
 from model_config import ModelConfig
+from models.altup import AltUp, AltUpLayer, SparseMlp
 from models.delta_net import DeltaNet
 from models.expert_layers import ExpertMlp, ExpertsBeside
 from models.latent_attention import LatentAttention
@@ -70,7 +71,9 @@ class Transformer(Owner):
         if self.row.name("positions"):
             self.positions = new_first(config.max_position + self.row.position_offset, size)
         self.layers = [self.new_layer(i) for i in range(config.num_layers)]
-        self.layer_inputs = LayerInputs(config, ops, vocab, new_first) if config.layer_input_size else None
+        self.layer_inputs = LayerInputs(config, ops, group.size, new_first) if config.layer_input_size else None
+        self.altup = AltUp(config, ops, group, new_first, new_last) if config.streams else None
+        self.width = size * max(1, config.streams)  # of what stages hand on beside inputs of layers
         self.norm = Norm(config, ops, size, new_last)
         self.head: Weight | None = self.embedding if tied and pipeline.last else None
         if config.head == "logits" and not tied:
@@ -133,23 +136,33 @@ class Transformer(Owner):
             cut: takes the place of each attention; see `PiecewiseGraphs`.
 
         Returns:
-            the hidden states [T, hidden] after the last norm. Before the last stage: the residual [T, hidden], and
+            the hidden states [T, hidden] after the last norm. Before the last stage: the residual [T, width], and
             beside it the inputs of later layers, if layers have inputs (Gemma 4).
         """
-        c, inputs = self.config, None
-        add_up = self.group.all_reduce
+        inputs, size = None, self.config.layer_input_size
         step = self.new_step(batch, pool, states)
         step.cut = cut
         if incoming is None:
             residual = self.embed(batch.input_ids, batch.positions)
             if own := self.layer_inputs:
-                inputs = own(residual, self.look_up(batch.input_ids, own.table))
+                inputs = own(residual, self.look_up(own.known(batch.input_ids), own.table))
         else:
-            residual = incoming[:, : c.hidden_size].contiguous()
-            if c.layer_input_size:
-                inputs = incoming[:, c.hidden_size :].unflatten(1, (-1, c.layer_input_size))
-        # Layers add to the residual. x: first the part's normed input, then its output.
-        x = self.enter(residual)
+            residual = incoming[:, : self.width].contiguous()
+            if size:
+                inputs = incoming[:, self.width :].unflatten(1, (-1, size))
+        if self.altup:
+            x = self.altup(residual, self.layers[self.span.start : self.span.stop], inputs, step)
+            x = self.norm(x) if self.group.pipeline.last else x
+        else:
+            x = self.run(residual, inputs, step)
+        if inputs is None or self.group.pipeline.last:
+            return x
+        return torch.cat((x, inputs[:, len(self.span) :].flatten(1)), 1)
+
+    def run(self, residual: torch.Tensor, inputs: torch.Tensor | None, step: Step) -> torch.Tensor:
+        """The norm that follows the layers, or on a stage before the last one the residual. Layers add to that in
+        place. x: first the part's normed input, then its output."""
+        add_up, x = self.group.all_reduce, self.enter(residual)
         for i in self.span:
             layer, following = self.layers[i], self.following(i)
             if self.row.parallel:
@@ -169,9 +182,7 @@ class Transformer(Owner):
             x = self.add(x, residual, following if layer.scale is None else None)
             if layer.scale is not None:
                 x = layer.end(residual, None if inputs is None else inputs[:, i - self.span.start], following)
-        if inputs is None or self.group.pipeline.last:
-            return x
-        return torch.cat((x, inputs[:, len(self.span) :].flatten(1)), 1)
+        return x
 
     def following(self, i: int) -> Norm | None:
         """The norm that follows layer i: the next layer's first, or the last norm. None at the end of a stage that has
@@ -185,7 +196,7 @@ class Transformer(Owner):
         """Numbers per token that come from the stage before, and that go to the next one; 0 without such a stage."""
         c, pipeline = self.config, self.group.pipeline
         incoming, outgoing = (
-            c.hidden_size + len(self.layers[begin:]) * c.layer_input_size for begin in (self.span.start, self.span.stop)
+            self.width + len(self.layers[begin:]) * c.layer_input_size for begin in (self.span.start, self.span.stop)
         )
         return 0 if pipeline.first else incoming, 0 if pipeline.last else outgoing
 
@@ -314,6 +325,8 @@ class Transformer(Owner):
         for owner in (self.embed_norm, self.layer_inputs):
             if owner and pipeline.first:
                 yield from owner.owners()
+        if self.altup:
+            yield from self.altup.owners()
         for i in self.span:
             yield from self.layers[i].owners()
 
@@ -327,8 +340,8 @@ class Transformer(Owner):
         found = shares.parts({f"{name('embed')}.weight": (self.embedding, "vocab")})
         found |= self.norm.parts(name("norm"), shares)
         found |= self.embed_norm.parts(name("embed_norm"), shares) if self.embed_norm else {}
-        if self.layer_inputs:
-            found |= self.layer_inputs.parts(shares)
+        for more in (self.layer_inputs, self.altup):
+            found |= more.parts(shares) if more else {}
         found |= shares.parts({
             f"{name('positions')}.weight": (self.positions, "all"),
             f"{name('head')}.weight": (head, "vocab"),
@@ -410,17 +423,20 @@ class Layer(Owner):
         routed = c.expert_layers[i] and c.row.routing
         if routed and not routed.beside:
             self.mlp = ExpertMlp(c, ops, group, new)
+        elif c.sparsity and c.sparsity[i]:
+            self.mlp = SparseMlp(c, ops, group, i, new)
         else:
-            self.mlp = Mlp(c, ops, c.mlp_size(i) // group.size, new)
+            self.mlp = Mlp(c, ops, c.mlp_sizes[i] // group.size, new)
         if routed and routed.beside:
             self.beside = ExpertsBeside(c, ops, group, new)
         self.gate = LayerGate(c, ops, new) if c.layer_input_size else None
+        self.altup = AltUpLayer(c, ops, group, new) if c.streams else None
         self.scale = new(1) if c.row.name("layer_scale") else None  # of the hidden states
 
     def parts(self, shares: Shares) -> Parts:
         """Which tensors of the checkpoint fill it, by names within the layer."""
         result = self.mlp.parts(shares)
-        for more in (self.attention, self.beside, self.gate):
+        for more in (self.attention, self.beside, self.gate, self.altup):
             result |= more.parts(shares) if more else {}
         for part in NORMS:
             if norm := getattr(self, part):

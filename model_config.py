@@ -107,7 +107,7 @@ class ModelConfig:
     row: Family  # with strings for fields of config.json replaced by what these say
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    mlp_sizes: tuple[int, ...]  # of each layer's dense MLP
     num_layers: int
     num_heads: int
     num_kv_heads: int  # of most layers, as is head_dim; see `kv_shapes`
@@ -132,6 +132,10 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     layer_input_size: int = 0  # of what each layer gets of a token beside its hidden states
+    layer_vocab: int = 0  # tokens of the table of these; all others have what token 0 has
+    streams: int = 0  # of hidden states; see models/altup.py, also for the next two
+    laurel_rank: int = 0
+    sparsity: tuple[float, ...] = ()  # the share of each layer's gates that becomes 0
     experts: Experts | None = None
     expert_layers: tuple[bool, ...] = ()
     latent: Latent | None = None
@@ -141,7 +145,6 @@ class ModelConfig:
     label_activation: Literal["softmax", "sigmoid", "identity"] = "softmax"  # what makes of these what is returned
     ahead: int = 1  # layers after the last one that a checkpoint may have, which predict tokens ahead
     quantization: Quantization | None = None  # how the weights are stored, where it is not as numbers
-    mlp_sizes: tuple[int, ...] = ()  # per layer, where these differ
     notes: tuple[str, ...] = field(default=(), compare=False)  # for the start log: what may surprise
     normalize: bool | None = None  # whether an embedding is divided by its length; None: see `models.pooling`
     vector_size: int = 0  # of an embedding
@@ -168,11 +171,6 @@ class ModelConfig:
             return 0
         count = sum(i in layers for i in self.delta_layers)
         return -(-count * sum(self.delta.share(ranks).state) // 4) * 4
-
-    def mlp_size(self, layer: int) -> int:
-        """Of a layer's dense MLP, which may be twice as wide in layers without keys of their own."""
-        size = self.mlp_sizes[layer] if self.mlp_sizes else self.intermediate_size
-        return size * (2 if self.row.wide_mlp and self.kv_sources[layer] != layer else 1)
 
     def layout(self, ranks: int, layers: range | None = None) -> KVLayout:
         """How the layers lie in the pages of each rank's pool, or in those of a stage with these `layers`.

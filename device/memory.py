@@ -417,8 +417,7 @@ def check_room(
     if c.latent:
         attention = c.num_layers * c.latent.weights(c.hidden_size, c.num_heads)
     tables = 2 if c.head == "logits" and not c.tie_word_embeddings else 1  # of the vocabulary's size
-    mlps = 3 * c.hidden_size * sum(map(c.mlp_size, range(c.num_layers)))
-    matrices = attention + mlps + tables * c.vocab_size * c.hidden_size
+    matrices = attention + c.hidden_size * (3 * sum(c.mlp_sizes) + tables * c.vocab_size)
     size = matrices * dtype.itemsize // config.world_size + max_model_len * 2 * c.head_dim * 4
     if device == "cuda":
         torch.cuda.empty_cache()  # an engine that was closed in this process has left its memory to torch

@@ -79,27 +79,13 @@ GEMMA3 = GEMMA2.but(
         **sized(262208, 2304, 9216, 26, 8, 4, 131072), "attn_logit_softcapping": None, "final_logit_softcapping": None,
         "sliding_window_pattern": None, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0},
 )  # fmt: skip
-GEMMA4 = Family(
-    qkv_bias="attention_bias", o_bias="attention_bias", embed_scale="sqrt",
+LAYER_INPUTS = Family(  # Gemma 3n and 4
+    qkv_bias="attention_bias", o_bias="attention_bias", embed_scale="sqrt", names=SANDWICH,
     keys={"hidden_activation": "hidden_act", "hidden_act": "", "attn_logit_softcapping": ""},
-    window="pattern", full_every=6, qk_norm="head", v_norm=True, attention_scale="none", caps=True, full_heads=True,
-    tied_values="attention_k_eq_v", kv_shared="num_kv_shared_layers", wide_mlp="use_double_wide_mlp",
-    defaults={**sized(262144, 2304, 9216, 30, 8, 4, 131072), "tie_word_embeddings": True, "head_dim": 256,
-        "hidden_act": "gelu_pytorch_tanh", "sliding_window": 512, "vocab_size_per_layer_input": 262144,
-        "hidden_size_per_layer_input": 256, "rope_parameters": {
-            "sliding_attention": {"rope_theta": 10000.0},
-            "full_attention": {
-                "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0}}},
-    fixed={"use_bidirectional_attention": "vision", "rope_scaling": None},  # the first is causal for text
+    window="pattern", qk_norm="head", v_norm=True, attention_scale="none", caps=True, kv_shared="num_kv_shared_layers",
+    defaults={"tie_word_embeddings": True, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 512,
+        "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256},
     layer_inputs="hidden_size_per_layer_input",
-    names={**SANDWICH, "layer_scale": "layer_scalar", "layer_embed": "embed_tokens_per_layer",
-        "layer_projection": "per_layer_model_projection", "layer_norm": "per_layer_projection_norm",
-        "layer_gate": "per_layer_input_gate", "layer_up": "per_layer_projection",
-        "layer_out": "post_per_layer_input_norm", "router": "router.proj", "router_scale": "router.scale",
-        "expert_scale": "router.per_expert_scale", "dense_out": "post_feedforward_layernorm_1",
-        "experts_in": "pre_feedforward_layernorm_2", "experts_out": "post_feedforward_layernorm_2", "experts": None,
-        "experts_gate_up": "experts.gate_up_proj", "experts_down": "experts.down_proj"},
-    routing=Routing(top_k="top_k_experts", beside=True, only_if="enable_moe_block"),
 )  # fmt: skip
 OLMO2 = Family(
     qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="all", names=OUTPUT_NORMS,
@@ -322,7 +308,25 @@ FAMILIES = {
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
-    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma3nForCausalLM": LAYER_INPUTS.but(
+        full_every=5, local_rope="rope_local_base_freq", streams="altup_num_inputs",
+        defaults={**sized(262400, 2048, 16384, 35, 8, 2, 32768), "final_logit_softcapping": 30.0,
+            "num_kv_shared_layers": 15, "altup_num_inputs": 4, "laurel_rank": 64, "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0},
+        keys=dict.fromkeys(("query_pre_attn_scalar", "altup_coef_clip", "altup_lr_multiplier"), ""),
+        fixed={"altup_active_idx": 0, "altup_correct_scale": True}),
+    "Gemma4ForCausalLM": LAYER_INPUTS.but(
+        full_every=6, full_heads=True, tied_values="attention_k_eq_v", wide_mlp="use_double_wide_mlp",
+        defaults={**sized(262144, 2304, 9216, 30, 8, 4, 131072), "rope_parameters": {
+                "sliding_attention": {"rope_theta": 10000.0},
+                "full_attention": {
+                    "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0}}},
+        fixed={"use_bidirectional_attention": "vision", "rope_scaling": None},  # the first is causal for text
+        names={"layer_scale": "layer_scalar", "router": "router.proj", "router_scale": "router.scale",
+            "expert_scale": "router.per_expert_scale", "dense_out": "post_feedforward_layernorm_1",
+            "experts_in": "pre_feedforward_layernorm_2", "experts_out": "post_feedforward_layernorm_2", "experts": None,
+            "experts_gate_up": "experts.gate_up_proj", "experts_down": "experts.down_proj"},
+        routing=Routing(top_k="top_k_experts", beside=True, only_if="enable_moe_block")),
     "GlmForCausalLM": GLM,
     "Glm4ForCausalLM": GLM.but(names={"attn_out": "post_self_attn_layernorm", "mlp_in": "post_attention_layernorm",
         "mlp_out": "post_mlp_layernorm"}),
@@ -460,6 +464,9 @@ FAMILIES = {
         norm="layer", norm_bias=True, unit_offset=True, qkv_bias="attention_bias", o_bias="attention_bias",
         mlp_bias="mlp_bias", gated=False, keys={"norm_eps": "layer_norm_eps", "layer_norm_eps": ""},
         defaults={"hidden_act": "relu2", "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5}),
+    "OlmoForCausalLM": Family(
+        norm="layer", norm_weight=False, clip="clip_qkv", qkv_bias="attention_bias", o_bias="attention_bias",
+        keys={"layer_norm_eps": ""}, defaults=sized(50304, 4096, 11008, 32, 32, None, 2048, layer_norm_eps=1e-5)),
     "OlmoeForCausalLM": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="all", fixed={"clip_qkv": None}, keys=LOCAL,
         defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": False},
@@ -468,12 +475,13 @@ FAMILIES = {
     "Olmo3ForCausalLM": OLMO2.but(
         window="pattern", full_every=4, local_rope="unscaled", defaults={"sliding_window": 4096, "rope_theta": 5e5}),
     "OPTForCausalLM": Family(
-        norm="layer", norm_bias="layer_norm_elementwise_affine", qkv_bias="enable_bias", o_bias="enable_bias",
+        norm="layer", norm_weight="layer_norm_elementwise_affine",
+        norm_bias="layer_norm_elementwise_affine", qkv_bias="enable_bias", o_bias="enable_bias",
         mlp_bias="enable_bias", gated=False, position_offset=2,
         keys={"ffn_dim": "intermediate_size", "activation_function": "hidden_act", **OLD},
         defaults={"tie_word_embeddings": True, "hidden_act": "relu", "enable_bias": True,
             "layer_norm_elementwise_affine": True, "layer_norm_eps": 1e-5},
-        fixed={"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True},
+        fixed={"do_layer_norm_before": True, "_remove_final_layer_norm": False},
         names={"positions": "embed_positions", "norm": "final_layer_norm", "attn_in": "self_attn_layer_norm",
             "mlp_in": "final_layer_norm", "o": "self_attn.out_proj", "up": "fc1", "down": "fc2"}),
     "OrionForCausalLM": Family(

@@ -28,9 +28,6 @@ NAMES: dict[str, str | None] = {
     "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
     "act": "mlp.act_fn",  # parameters of the activation
     "layer_scale": None,  # what the hidden states are multiplied by after a layer
-    "layer_embed": None,  # a table of what each layer gets of a token; see `Family.layer_inputs`
-    "layer_projection": None, "layer_norm": None,  # and what makes more of that from the embedding, with its norm
-    "layer_gate": None, "layer_up": None, "layer_out": None,  # a layer's own part of it
     "router": "mlp.gate", "correction": "mlp.gate.e_score_correction_bias",
     "experts": "mlp.experts",  # experts.0, experts.1, ..., and all experts' tensors stacked
     "expert_gate": "gate_proj", "expert_up": "up_proj", "expert_down": "down_proj",
@@ -88,6 +85,7 @@ class Family:
     fixed: dict[str, Any] = field(default_factory=dict)
     # RMSNorm or LayerNorm; "either": RMSNorm where "rms_norm_eps" is said.
     norm: Literal["rms", "layer", "either"] = "rms"
+    norm_weight: bool | str = True  # False: they have none, nor biases (OLMo 1)
     norm_bias: bool | str = False
     unit_offset: bool = False  # norms' weights are stored less 1 (Gemma)
     parallel: bool | str = False  # attention and MLP start from the same hidden states, and are added to them together
@@ -123,6 +121,7 @@ class Family:
     chunked: bool = False  # a window is a chunk, whose first token sees no other (Llama 4)
     local_rope: Literal["", "rope_local_base_freq", "unscaled"] = ""  # layers with a window have a RoPE of their own
     layer_inputs: str = ""  # the size of what each layer gets of a token beside its hidden states (Gemma 4)
+    streams: str = ""  # how many streams of hidden states there are; see models/altup.py
     embed_scale: str = ""  # of embeddings: "sqrt" of their size; "mup_enabled" says whether it is that; or a field
     # Of scores: a field that has it, or the size of a head that counts instead of `head_dim`; or "none".
     attention_scale: Literal["", "attention_multiplier", "query_pre_attn_scalar", "none"] = ""

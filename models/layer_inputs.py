@@ -13,13 +13,13 @@ from models.shares import Parts, Shares
 
 class LayerInputs(Owner):
     """What each layer gets of a token beside its hidden states (Gemma 4): (norm(W e / sqrt(hidden)) + u) / sqrt(2),
-    where e is the token's embedding, and u what a table has of it, times sqrt(size)."""
+    where e is the token's embedding, and u what a table has of it, or of token 0 if not, times sqrt(size)."""
 
     matrices = ("projection",)
 
-    def __init__(self, c: ModelConfig, ops: ModuleType, vocab: int, new: New):
-        self.config, self.row, self.size = c, c.row, c.layer_input_size
-        self.table = new(vocab, c.num_layers * self.size)
+    def __init__(self, c: ModelConfig, ops: ModuleType, ranks: int, new: New):
+        self.config, self.size = c, c.layer_input_size
+        self.table = new(-(-c.layer_vocab // ranks), c.num_layers * self.size)
         self.projection: Weight = new(c.num_layers * self.size, c.hidden_size)
         self.norm = Norm(c, ops, self.size, new)
         # Rounded as a weight, as `embed_scale` is.
@@ -27,10 +27,15 @@ class LayerInputs(Owner):
 
     def parts(self, shares: Shares) -> Parts:
         """What of the checkpoint fills it."""
-        name = self.row.name
-        table, projection = f"{name('layer_embed')}.weight", f"{name('layer_projection')}.weight"
-        weights = {table: (self.table, "vocab"), projection: (self.projection, "all")}
-        return shares.parts(weights) | self.norm.parts(name("layer_norm"), shares)
+        table = {"embed_tokens_per_layer.weight": (self.table, "vocab")}
+        return Shares(self.config.layer_vocab, shares.group).parts(table) | shares.parts({
+            "per_layer_model_projection.weight": (self.projection, "all"),
+            "per_layer_projection_norm.weight": (self.norm.weight, "all"),
+        })  # fmt: skip
+
+    def known(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows of the table for tokens [T]."""
+        return ids.masked_fill(ids >= self.config.layer_vocab, 0)
 
     def __call__(self, x: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         """[T, layers, size] for embeddings x [T, hidden] and what the table has of their tokens [T, layers * size]."""
@@ -45,17 +50,17 @@ class LayerGate(Owner):
     matrices = ("gate", "up")
 
     def __init__(self, c: ModelConfig, ops: ModuleType, new: New):
-        self.ops, self.row, self.activation = ops, c.row, c.activation
+        self.ops, self.activation = ops, c.activation
         self.gate: Weight = new(c.layer_input_size, c.hidden_size)
         self.up: Weight = new(c.hidden_size, c.layer_input_size)
         self.norm = Norm(c, ops, c.hidden_size, new)
 
     def parts(self, shares: Shares) -> Parts:
         """What of the checkpoint fills it, by names within the layer."""
-        name = self.row.name
-        gate, up = f"{name('layer_gate')}.weight", f"{name('layer_up')}.weight"
-        weights = {gate: (self.gate, "all"), up: (self.up, "all")}
-        return shares.parts(weights) | self.norm.parts(name("layer_out"), shares)
+        return shares.parts({
+            "per_layer_input_gate.weight": (self.gate, "all"), "per_layer_projection.weight": (self.up, "all"),
+            "post_per_layer_input_norm.weight": (self.norm.weight, "all"),
+        })  # fmt: skip
 
     def __call__(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """What is added to hidden states x [T, hidden] for the layer's inputs [T, size]."""

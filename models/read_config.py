@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from config import MAX_CONTEXT, read_json
 from model_config import Delta, Experts, Latent, ModelConfig, Rope
-from models.config_fields import Fields, label_activation, labels, typed, whole
+from models.config_fields import Fields, label_activation, labels, number, typed, whole
 from models.families import FAMILIES, REWARDS, architecture_of, family_of
 from models.family_row import Family, Routing
 from models.quantization import read_quantization
@@ -32,7 +32,7 @@ ACTIVATIONS = {  # config.json's names and ours
 }  # fmt: skip
 GATES = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 TRUTHS = (  # fields of a row that are true or false once config.json has been read
-    "norm_bias", "parallel", "qkv_bias", "o_bias", "mlp_bias", "head_bias", "has_qk_norm", "interleaved",
+    "norm_weight", "norm_bias", "parallel", "qkv_bias", "o_bias", "mlp_bias", "head_bias", "has_qk_norm", "interleaved",
     "tied_values", "wide_mlp", "alibi",
 )  # fmt: skip
 EXPERT_GATES = ("silu", "gelu_tanh")  # see `ops.expert_gate_up`
@@ -112,8 +112,7 @@ class ConfigReader:
             row=row,
             vocab_size=vocab_size,
             hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size(),
-            mlp_sizes=tuple(size for _, size in self.blocks) if row.blocks else (),
+            mlp_sizes=self.mlp_sizes,
             num_layers=self.layers,
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
@@ -126,7 +125,7 @@ class ConfigReader:
             tie_word_embeddings=bool(f.value("tie_word_embeddings", bool)),
             windows=self.windows,
             kv_shapes=self.kv_shapes,
-            kv_sources=self.kv_sources(),
+            kv_sources=self.kv_sources,
             scale=scale,
             dtype=dtype_of(f),
             eos_token_ids=eos_token_ids(self.generation.get("eos_token_id", self.raw.get("eos_token_id")), vocab_size),
@@ -137,7 +136,11 @@ class ConfigReader:
             embed_scale=self.factor(row.embed_scale),
             residual_scale=self.factor(row.residual_scale),
             logit_scale=self.factor(row.logit_scale) / self.factor(row.logit_divisor),
-            layer_input_size=self.layer_input_size(vocab_size),
+            layer_input_size=f.whole(row.layer_inputs, 1 if row.streams else 0, 2**16, 0) if row.layer_inputs else 0,
+            layer_vocab=f.whole("vocab_size_per_layer_input", 1, 2**24, vocab_size) if row.layer_inputs else 0,
+            streams=f.whole(row.streams, 2, 16) if row.streams else 0,
+            laurel_rank=f.whole("laurel_rank", 1, 2**16) if row.streams else 0,
+            sparsity=self.sparsity(),
             experts=experts,
             expert_layers=expert_layers,
             latent=latent,
@@ -279,15 +282,21 @@ class ConfigReader:
             raise ValueError("config.json asks for no layer of full_attention; Manta needs at least one")
         return tuple(kinds)
 
+    def listed(self, name: str) -> list[Any]:
+        """What a field lists, one entry for each layer; maybe nothing."""
+        found = self.fields.value(name, list) or []
+        if found and len(found) != self.layers:
+            raise ValueError(f"config.json: {name} has {len(found)} entries for {self.layers} layers")
+        return found
+
     def listed_types(self, known: Sequence[str], told: str) -> list[str]:
         """The kinds of layers that config.json lists, all of them `known`, which errors have `told`; maybe none."""
-        kinds = self.fields.value("layer_types", list) or []
-        if kinds and len(kinds) != self.layers:
-            raise ValueError(f"layer_types has {len(kinds)} entries for {self.layers} layers")
+        kinds = self.listed("layer_types")
         if unknown := [kind for kind in kinds if kind not in known]:
             raise ValueError(f"layer_types has {unknown[0]!r:.80}; Manta has {told}")
         return kinds
 
+    @cached_property
     def kv_sources(self) -> tuple[int, ...]:
         """The layer whose keys and values each layer reads: the last ones may read those of the last layer before all
         of them that sees as much (Gemma 4)."""
@@ -305,25 +314,27 @@ class ConfigReader:
             sources.append(alike[-1])
         return tuple(sources)
 
-    def intermediate_size(self) -> int:
-        """Of the MLP; where all layers have experts, or it has a name of its own, nothing need be said."""
-        f, r = self.fields, self.row.routing
-        if self.row.blocks:
-            return max(size for _, size in self.blocks)
-        alike = r and (r.layers == "all" or self.row.keys.get("intermediate_size") == r.size)
+    @cached_property
+    def mlp_sizes(self) -> tuple[int, ...]:
+        """Of each layer's MLP, which may be twice as wide in layers without keys of their own, or listed (Gemma 3n).
+        Where all layers have experts, or these have a name of their own, nothing need be said."""
+        f, r, row = self.fields, self.row.routing, self.row
+        if row.streams and isinstance(f.get(name := "intermediate_size"), list):
+            return tuple(whole(name, each, 1, 2**20) for each in self.listed(name))
+        if row.blocks:
+            return tuple(size for _, size in self.blocks)
+        alike = r and (r.layers == "all" or row.keys.get("intermediate_size") == r.size)
         default = f.whole(r.size, 1, 2**20) if r and alike and not r.beside else None
-        size = f.whole("intermediate_size", 1, 2**20, self.row.mlp_times * self.hidden_size or default)
-        return size // 2 if self.row.mlp_halved else size
+        size = f.whole("intermediate_size", 1, 2**20, row.mlp_times * self.hidden_size or default)
+        size = size // 2 if row.mlp_halved else size
+        return tuple(2 * size if row.wide_mlp and i != source else size for i, source in enumerate(self.kv_sources))
 
-    def layer_input_size(self, vocab_size: int) -> int:
-        """Of what each layer gets of a token beside its hidden states; 0 for nothing."""
-        if not self.row.layer_inputs:
-            return 0
-        size = self.fields.whole(self.row.layer_inputs, 0, 2**16, 0)
-        known = self.fields.whole("vocab_size_per_layer_input", 1, 2**24, vocab_size)
-        if size and known != vocab_size:
-            raise ValueError(f"config.json: vocab_size_per_layer_input is {known}; Manta has vocab_size, {vocab_size}")
-        return size
+    def sparsity(self) -> tuple[float, ...]:
+        """The share of each layer's gates that becomes 0."""
+        if not self.row.streams:
+            return ()
+        name, usual = "activation_sparsity_pattern", [0.95 * (i < 10 < self.layers) for i in range(self.layers)]
+        return tuple(number(name, each, 0, 0.9999) for each in self.listed(name) or usual)
 
     @cached_property
     def latent(self) -> Latent | None:

@@ -68,9 +68,9 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Those whose heads are tied where nothing is said of it beside the text's half, which has a say in the others (LLaVA).
 TIED_HALVES = {
-    "ayavision", "cohere2vision", "deepseekvl", "deepseekvlhybrid", "funasrnano", "gemma3", "gemma4", "glmasr",
-    "gotocr2", "granitespeech", "granitespeechplus", "hunyuanvl", "internvl", "janus", "kimik25", "lightonocr",
-    "minicpmocr", "mistral3", "mosstranscribediarize", "ovis2", "paddleocrvl", "paligemma", "qwen3asr",
+    "ayavision", "cohere2vision", "deepseekvl", "deepseekvlhybrid", "funasrnano", "gemma3", "gemma3n", "gemma4",
+    "glmasr", "gotocr2", "granitespeech", "granitespeechplus", "hunyuanvl", "internvl", "janus", "kimik25",
+    "lightonocr", "minicpmocr", "mistral3", "mosstranscribediarize", "ovis2", "paddleocrvl", "paligemma", "qwen3asr",
 }  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def wrapper_of(architecture: Any) -> str:
 
 def text_half(architecture: Any, raw: dict[str, Any]) -> dict[str, Any] | None:
     """What a config.json says of the text of a model that also sees or hears; None where all of it is of text."""
-    if architecture in FAMILIES or re.search("Classification$|(?<!Chat)(?<!Omni)Model$", str(architecture)):
+    if str(architecture) in FAMILIES or re.search("Classification$|(?<!Chat)(?<!Omni)Model$", str(architecture)):
         return None
     found, wrapper = [typed(name, raw.get(name), dict) for name in FIELDS], wrapper_of(architecture)
     if wrapper in FLAT:

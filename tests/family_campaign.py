@@ -91,7 +91,7 @@ FIELDS: dict[str, Draw] = {
         ("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_qkv_bias", "bias",
          "use_bias", "enable_bias", "use_parallel_residual", "parallel_attn", "multi_query", "new_decoder_architecture",
          "use_qk_norm", "qk_layernorm", "norm_topk_prob", "rope_interleave", "attn_temperature_tuning",
-         "use_sliding_window", "mup_enabled", "lm_head_bias", "alibi"), flip),
+         "use_sliding_window", "mup_enabled", "lm_head_bias", "alibi", "layer_norm_elementwise_affine"), flip),
     **dict.fromkeys(
         ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
         one_of(1e-6, 1e-5, 1e-3, 1e-2)),
@@ -120,6 +120,7 @@ FIELDS: dict[str, Draw] = {
     "query_pre_attn_scalar": one_of(8, 24, 100),
     "attn_logit_softcapping": maybe(between(2, 50)),
     "final_logit_softcapping": maybe(between(2, 30)),
+    "clip_qkv": maybe(between(0.2, 2)),
     "num_ln_in_parallel_attn": maybe(one_of(1, 2)),
     "ffn_hidden_size": maybe(one_of(40, 64, 96)),
     "n_inner": maybe(one_of(40, 64, 96)),
@@ -162,7 +163,7 @@ LEFT_ALONE = {  # what Manta has one value of, or what another field says
     "Ernie4_5Config": {"use_bias"}, "Ernie4_5_MoeConfig": {"use_bias"}, "Phi3Config": {"attention_bias"},
     "PhiConfig": {"qk_layernorm"}, "MiniMaxM2Config": {"use_qk_norm"}, "SmolLM3Config": {"layer_types"},
     "Llama4TextConfig": {"layer_types", "sliding_window"}, "DeepseekV2Config": {"mlp_bias", "norm_topk_prob"},
-    "MptConfig": {"logit_scale"},
+    "MptConfig": {"logit_scale"}, "OlmoeConfig": {"clip_qkv"},
     "Gemma3TextConfig": {"attn_logit_softcapping"}, **{name: {"layer_types"} for name in QWEN_NEXT},
 }  # fmt: skip
 PARTIAL = {"partial_rotary_factor"}
@@ -241,7 +242,25 @@ def draw(rng: random.Random, config: str, has: dict[str, Any]) -> dict[str, Any]
         shape |= {"rope_theta": rng.choice((100.0, 10000.0)), "rms_norm_eps": rng.choice((None, 1e-5, 1e-3))}
     if config == "Gemma4TextConfig":
         draw_gemma4(rng, shape)
+    if config == "Gemma3nTextConfig":
+        draw_gemma3n(rng, shape)
     return shape
+
+
+def draw_gemma3n(rng: random.Random, shape: dict[str, Any]) -> None:
+    """What only Gemma 3n has, some of which follows from other fields."""
+    layers = shape["num_hidden_layers"]
+    types = shape["layer_types"] or ["sliding_attention"] * layers
+    shared = [n for n in range(layers) if set(types[: layers - n]) == set(types)]
+    shape |= {
+        "num_kv_shared_layers": rng.choice(shared), "hidden_size_per_layer_input": rng.choice((4, 8)),
+        "vocab_size_per_layer_input": shape["vocab_size"] + rng.choice((-9, 0, 9)),
+        "altup_num_inputs": rng.choice((2, 3, 4)), "laurel_rank": rng.choice((3, 8)),
+        "activation_sparsity_pattern": rng.choice((None, [rng.choice((0.0, 0.3, 0.5, 0.95)) for _ in types])),
+        "final_logit_softcapping": shape["final_logit_softcapping"] or 30.0,
+    }  # fmt: skip
+    if rng.random() < 0.5:
+        shape["intermediate_size"] = [rng.choice((24, 41, 72)) for _ in types]
 
 
 def draw_gemma4(rng: random.Random, shape: dict[str, Any]) -> None:
@@ -281,7 +300,7 @@ def architecture_of(config: str) -> str:
 
 def draw_rope(rng: random.Random, config: str, shape: dict[str, Any], dim: int) -> dict[str, Any]:
     """Parameters of RoPE, for each kind of layers where the class wants that."""
-    if config == "Gemma3TextConfig" or (config == "Olmo3Config" and rng.random() < 0.8):
+    if config in ("Gemma3TextConfig", "Gemma3nTextConfig") or (config == "Olmo3Config" and rng.random() < 0.8):
         kinds = ("full_attention", "sliding_attention")
         ropes = {kind: draw_rope(rng, "", shape, dim) for kind in kinds}
         for rope in ropes.values():  # transformers reads it where there is but one kind of layers
@@ -462,8 +481,10 @@ KNOWN = {  # what people know a family by, where its name does not say it
     "Llama4ForCausalLM": "Llama 4 Scout, Maverick (text)", "MistralForCausalLM": "Mistral 7B, Nemo, Small",
     "Ministral3ForCausalLM": "Ministral 3", "CohereForCausalLM": "Command R",
     "Cohere2ForCausalLM": "Command R7B, Command A", "Gemma4ForCausalLM": "Gemma 4 (text)",
+    "Gemma3nForCausalLM": "Gemma 3n (text)",
     "PhiForCausalLM": "Phi-1, 2", "Phi3ForCausalLM": "Phi-3, 3.5, 4", "Qwen2ForCausalLM": "Qwen 2, 2.5, QwQ, MiMo",
     "Gemma3ForCausalLM": "Gemma 3 (text)", "MiniMaxM2ForCausalLM": "MiniMax M2", "Olmo2ForCausalLM": "OLMo 2",
+    "OlmoForCausalLM": "OLMo 1",
     "Olmo3ForCausalLM": "OLMo 3", "SmolLM3ForCausalLM": "SmolLM3", "SeedOssForCausalLM": "Seed-OSS",
     "Gemma2ForCausalLM": "Gemma 2", "GraniteMoeForCausalLM": "Granite 3 MoE", "OlmoeForCausalLM": "OLMoE",
     "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-57B-A14B", "Qwen3MoeForCausalLM": "Qwen3 MoE",
@@ -484,7 +505,7 @@ KNOWN = {  # what people know a family by, where its name does not say it
 BEGIN, END = "<!-- the table: python tests/family_campaign.py --table -->", "<!-- its end -->"
 TRAITS = {  # what a row's field says, in words
     "norm": {"layer": "LayerNorm", "either": "RMSNorm or LayerNorm"}, "unit_offset": {True: "norms stored less 1"},
-    "gated": {False: "plain MLP"},
+    "norm_weight": {False: "norms without weights"}, "gated": {False: "plain MLP"},
     "qk_norm": {"head": "q/k norm", "heads": "q/k norm by head", "all": "q/k norm over all heads",
                 "after": "q/k norm after RoPE", "unit": "q/k norm without weights"},
     "rope": {"listed": "some layers without RoPE", "windowed": "RoPE in window layers"},
@@ -498,6 +519,7 @@ TRAITS = {  # what a row's field says, in words
     "blocks": {True: "some layers without attention, MLPs of several sizes"},
     "kv_shared": {"num_kv_shared_layers": "shared keys"},
     "layer_inputs": {"hidden_size_per_layer_input": "embeddings for each layer"},
+    "streams": {"altup_num_inputs": "AltUp, LAuReL, sparse gates"},
     "delta": {"split": "gated delta rule in some layers", "by_heads": "gated delta rule in some layers"},
     "out_gate": {True: "gated attention"},
     "embed_scale": {"sqrt": "scaled embeddings", "mup_enabled": "scaled embeddings if asked for"},

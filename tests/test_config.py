@@ -19,8 +19,6 @@ from sampling_params import default_sampling
 ROOT = Path(__file__).parent.parent
 # As their checkpoints have them; none of these has all the fields of a Llama.
 OTHERS: dict[str, dict[str, Any]] = {
-    "BloomForCausalLM": {
-        "model_type": "bloom", "vocab_size": 250880, "hidden_size": 1024, "n_layer": 24, "n_head": 16},
     "MambaForCausalLM": {
         "model_type": "mamba", "vocab_size": 50280, "hidden_size": 768, "state_size": 16, "num_hidden_layers": 24,
         "hidden_act": "silu"},
@@ -42,7 +40,7 @@ def test_a_config_without_an_architecture_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("Qwen3OmniForCausalLM", "Qwen3"), ("Gemma3nForCausalLM", "Gemma3"), ("LlamaModelForCausalLM", "Llama")],
+    [("Qwen3OmniForCausalLM", "Qwen3"), ("Gemma3mForCausalLM", "Gemma3"), ("LlamaModelForCausalLM", "Llama")],
 )
 def test_the_nearest_families_are_named_first(tmp_path: Path, name: str, near: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))

@@ -45,6 +45,10 @@ WINDOWS = {
     "sliding_window": 24,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+STREAMS = {
+    "architectures": ["Gemma3nForCausalLM"], "num_hidden_layers": 1, "num_kv_shared_layers": 0, "sliding_window": 24,
+    "hidden_size_per_layer_input": 8, "laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.5],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +89,9 @@ def plain(configure) -> EngineCore:
             {"preemption_mode": "swap", "schedule_conservativeness": 0.0, "num_gpu_blocks_override": 8},
             marks=pytest.mark.long,
         ),
+        pytest.param(STREAMS, {"max_model_len": 48}, marks=pytest.mark.long),
     ],
-    ids=["swap", "windows", "batch invariant", "latents", "states"],
+    ids=["swap", "windows", "batch invariant", "latents", "states", "streams"],
 )
 def test_warm_up_covers_random_traffic(configure, shape, fields):
     """There are chunks, batches of all sizes, samples that share blocks, beams, swaps and every sampling parameter."""
@@ -157,6 +162,7 @@ def test_a_new_shape_is_refused_by_name(plain, kernel_device, monkeypatch):
             marks=pytest.mark.full,
         ),
         pytest.param(HYBRID, {"batch_invariant": True}, marks=pytest.mark.long),
+        pytest.param(STREAMS, {"batch_invariant": True}, marks=pytest.mark.long),
     ],
     ids=[
         "plain",
@@ -166,6 +172,7 @@ def test_a_new_shape_is_refused_by_name(plain, kernel_device, monkeypatch):
         "latents, batch invariant",
         "states",
         "states, batch invariant",
+        "streams, batch invariant",
     ],
 )
 def test_a_rehearsal_launches_what_warm_up_does(configure, shape, fields):

@@ -106,7 +106,7 @@ def test_what_published_files_say_is_what_is_read() -> None:
         )
     )
     assert nemotron.kv_sources.count(-1) == 31 and set(nemotron.kv_shapes) == {(8, 128)}
-    assert (nemotron.mlp_size(0), nemotron.mlp_size(1), min(nemotron.mlp_sizes)) == (14336, 28672, 2816)
+    assert (*nemotron.mlp_sizes[:2], min(nemotron.mlp_sizes)) == (14336, 28672, 2816)
     assert (minimax.ropes[0].dim, minimax.head_dim, minimax.ahead) == (64, 128, 3)
     assert oss.experts and oss.experts.top_k == 4
     assert oss.ropes[0].scaling["factor"] == 32 and oss.ropes[0].theta == 150000
@@ -143,6 +143,7 @@ LEFT = {  # what families' published files have beside the fields of transformer
     "falcon-7b": {"n_head": 4, "n_layer": 2, "ff_factor": 4, "apply_residual_connection_post_layernorm": False},
     "falcon-rw": {"rope_theta": 10000.0, "rope_scaling": None, "apply_residual_connection_post_layernorm": False},
     "gemma2": {"hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 9, "cache_implementation": "hybrid"},
+    "gemma3n": {"query_pre_attn_scalar": 256, "altup_lr_multiplier": 1.0, "hidden_act": "relu"},
     "gpt-bigcode": {"pad_key_length": True, "validate_runner_input": True, "pre_allocate_kv_cache": False},
     "gpt-neo": {"attention_layers": ["global", "local"] * 2, "gradient_checkpointing": False},
     "gptj": {"rotary": True, "scale_attn_weights": True},
@@ -411,6 +412,7 @@ UNUSED = {
     "router_jitter_noise", "pad_token_id", "bos_token_id", "eod_token_id", "num_mtp_layers", "is_decoder",
     "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
     "input_jitter_noise", "sep_token_id",
+    "altup_coef_clip",  # in training alone
     "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "embed_dropout", "resid_dropout",
     "emb_pdrop", "embedding_fraction", "init_device", "learned_pos_emb", "slow_but_exact",
     "eos_token_id",  # is checked apart, because the cases have none

@@ -69,6 +69,22 @@ def test_the_text_half_of_gemma_4_is_read(checkpoints: Checkpoints, tmp_path: Pa
         make_worker(tmp_path, threads=1)
 
 
+def test_the_text_half_of_gemma_3n_is_read(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """With the keys that its later layers do not read, and fields that change nothing."""
+    folder = checkpoints / "gemma3n"
+    text = json.loads((folder / "config.json").read_text())
+    text |= {"query_pre_attn_scalar": 256, "altup_lr_multiplier": 1.0}
+    raw = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": text,
+           "vision_config": {"hidden_size": 8}, "audio_config": {}, "audio_soft_tokens_per_image": 188}  # fmt: skip
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    beside = ("language_model.layers.3.self_attn.k_proj.weight", "language_model.layers.4.self_attn.v_proj.bias",
+              "vision_tower.a", "embed_vision.embedding.weight", "audio_tower.c", "embed_audio.d")  # fmt: skip
+    save_file(tensors | {f"model.{name}": torch.ones(2) for name in beside}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    check(make_worker(tmp_path, threads=1), CASES["gemma3n"], load_file(folder / "oracle.safetensors"))
+
+
 @pytest.mark.parametrize("name", tiers("families", ["qwen3.5", "qwen3.5-moe"]))
 def test_the_text_half_of_qwen_3_5_is_read(checkpoints: Checkpoints, tmp_path: Path, name: str) -> None:
     """What is for images or predicts tokens ahead is passed over, and RoPE's sections change nothing for text."""
@@ -103,13 +119,24 @@ def test_mimo_is_qwen_2_beside_layers_that_predict_tokens_ahead(tmp_path: Path) 
 
 
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "gemma3n": [
+        ({"altup_active_idx": 1}, "altup_active_idx is 1; Manta has 0 alone"),
+        ({"altup_correct_scale": False}, "altup_correct_scale is False; Manta has True alone"),
+        ({"altup_num_inputs": 1}, "altup_num_inputs is 1; it must be a whole number from 2 to 16"),
+        ({"laurel_rank": 0}, "laurel_rank is 0; it must be a whole number from 1"),
+        ({"hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input is 0; it must be a whole number from 1"),
+        ({"activation_sparsity_pattern": [0.5]}, "activation_sparsity_pattern has 1 entries for 5 layers"),
+        ({"activation_sparsity_pattern": [1, 0, 0, 0, 0]}, "activation_sparsity_pattern is 1; it must be a number"),
+        ({"activation_sparsity_pattern": 0.5}, "activation_sparsity_pattern is 0.5; it must be a list"),
+        ({"intermediate_size": [32] * 4}, "intermediate_size has 4 entries for 5 layers"),
+        ({"intermediate_size": ["a"] * 5}, "intermediate_size is 'a'; it must be a whole number"),
+    ],
     "gemma4-shared": [
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'; Manta has 'vision' alone"),
         ({"per_layer_config": {"0": {"head_dim": 32}}}, r"per_layer_config has layers \['0'\]"),
         ({"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 16}}}, "must have the same for all layers"),
         ({"per_layer_config": {i: {"head_dim": 32, "window": 3} for i in "13"}}, "'window' is 3"),
         ({"num_kv_shared_layers": 3}, "num_kv_shared_layers leaves no layer whose keys layer 1 could read"),
-        ({"vocab_size_per_layer_input": 98}, "vocab_size_per_layer_input is 98; Manta has vocab_size, 99"),
         ({"num_global_key_value_heads": 3, "attention_k_eq_v": True, "per_layer_config": None}, "3 KV heads of 512"),
     ],
     "qwen3.5": [
@@ -161,7 +188,7 @@ def test_ranks_must_divide_the_heads_of_keys(checkpoints: Checkpoints, tmp_path:
 PATHS = (
     "qwen3", "cohere2", "falcon-7b", "gemma2", "gemma3", "gpt-oss", "llama4", "deepseek-v2", "deepseek-v3",
     "granite-moe", "minimax-m2", "ministral3", "opt", "gemma4", "gemma4-shared", "gemma4-experts", "qwen3-next",
-    "qwen3.5", "bloom",
+    "qwen3.5", "bloom", "gemma3n",
 )  # fmt: skip
 
 
@@ -177,7 +204,7 @@ def test_chunks_and_prefix_hits_change_nothing(checkpoints: Checkpoints, name: s
 
 # The default run does this one way or the other, and both ways with recurrent states.
 PREEMPTED = {
-    "recompute": ("qwen3", "gpt-oss", "llama4", "qwen3-next", "bloom"),
+    "recompute": ("qwen3", "gpt-oss", "llama4", "qwen3-next", "bloom", "gemma3n"),
     "swap": ("gemma3", "deepseek-v3", "falcon-7b", "gemma4-shared", "qwen3-next"),
 }
 

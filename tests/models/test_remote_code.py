@@ -166,7 +166,7 @@ def test_ling_divides_each_column_of_its_head_by_its_length(checkpoints: Checkpo
 @pytest.mark.parametrize("name", CASES)
 def test_a_published_config_means_what_that_of_the_class_does(name: str) -> None:
     found = ConfigReader(config_of(name), {}).config()
-    assert (found.hidden_size, found.intermediate_size, found.num_layers, found.num_heads) == (64, 80, 2, 4)
+    assert (found.hidden_size, found.mlp_sizes, found.num_layers, found.num_heads) == (64, (80, 80), 2, 4)
     assert (found.vocab_size, found.max_position, found.norm_eps, found.head) == (99, 256, 1e-3, "logits")
     assert {rope.theta for rope in found.ropes} == {50000.0}
 
