@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from config import DEMO
 from engine import LLM
@@ -23,6 +24,9 @@ from executor import visible_gpus
 from sampling_params import SamplingParams
 from tasks import Tasks
 
+# A machine may be slow, and other programs may run beside the tests.
+settings.register_profile("manta", deadline=None)
+settings.load_profile("manta")
 # torch takes seconds to load. Many tests do without it, so here it is imported where it is used.
 if GPU := bool(visible_gpus()):
     import torch

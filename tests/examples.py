@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-DRAWN = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DRAWN = settings(derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def tried(*strategies: st.SearchStrategy[Any], on: list[tuple[Any, ...]], drawn: int) -> Callable[..., Any]:

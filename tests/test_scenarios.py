@@ -343,7 +343,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 class TestTraffic(Traffic.TestCase):
-    settings = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+    settings = settings(max_examples=12, suppress_health_check=list(HealthCheck), print_blob=True)
 
 
 @pytest.mark.full

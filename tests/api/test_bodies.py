@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from api import bodies
@@ -45,7 +45,6 @@ def counted(value: Any) -> tuple[int, int]:
     return 1 + sum(lists for lists, _ in inner), max(0, len(value) - 1) + sum(commas for _, commas in inner)
 
 
-@settings(deadline=None)
 @given(value=values, part=st.integers(1, 20), spaced=st.booleans())
 def test_values_are_counted_outside_of_strings(value: Any, part: int, spaced: bool) -> None:
     text = json.dumps(value, indent=1 if spaced else None, ensure_ascii=spaced).encode()

@@ -285,7 +285,7 @@ def scripted() -> tuple[ScriptedClient, FlaskClient]:
     return engine, client_of(engine)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     route=st.sampled_from([COMPLETIONS, CHAT]),
     answers=st.lists(st.lists(st.sampled_from(ODD + IDS[:18] * 2), min_size=1, max_size=12), min_size=1, max_size=3),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -66,7 +66,6 @@ def test_every_small_float_is_what_the_formats_say():
     assert same(powers[:255], codes[:255].view(torch.float8_e8m0fnu).float()) and not powers[255].isfinite()
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_any_part_of_8_bit_floats_is_that_of_the_whole(data: st.DataObject):
     """Of blocks that divide nothing, of rows, and of all; also with every other row, or transposed."""
@@ -99,7 +98,6 @@ def check_parts(packed: Packed, whole: torch.Tensor, data: st.DataObject) -> Non
         assert same(torch.cat([piece.float() for piece in part.split(rows)]), expected)
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_any_part_of_4_bit_floats_is_that_of_the_whole(data: st.DataObject):
     torch.manual_seed(data.draw(st.integers(0, 99)))

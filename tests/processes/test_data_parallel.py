@@ -148,7 +148,7 @@ def test_an_engine_ignores_waves_that_are_stale():
 
 
 @given(st.integers(0, 2**32), st.integers(1, 4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_engines_in_lockstep_stop_at_the_same_step(seed: int, size: int) -> None:
     """Whoever is slow and however late messages are; one engine and the coordinator are replaced on the way."""
     rng = random.Random(seed)

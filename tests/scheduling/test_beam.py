@@ -113,15 +113,15 @@ def check_search(data, seed, width, stops, max_tokens, penalty, early):
 
 
 def test_search_goes_by_the_letter():
-    settings(max_examples=150, deadline=None)(SEARCHES(check_search))()
+    settings(max_examples=150)(SEARCHES(check_search))()
 
 
 @pytest.mark.full
 def test_more_searches_go_by_the_letter():
-    settings(max_examples=400, deadline=None)(SEARCHES(check_search))()
+    settings(max_examples=400)(SEARCHES(check_search))()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), vocab=st.integers(1, 4), stops=st.integers(0, 3), max_tokens=st.integers(1, 4),
        penalty=PENALTIES, early=EARLY)  # fmt: skip
 def test_search_wide_enough_finds_everything(seed, vocab, stops, max_tokens, penalty, early):
@@ -141,7 +141,7 @@ def test_search_wide_enough_finds_everything(seed, vocab, stops, max_tokens, pen
     assert [answer.score for answer in search.answers] == pytest.approx([score for score, _, _ in everything])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), seed=st.integers(0, 10**6), vocab=st.integers(1, 6), max_tokens=st.integers(1, 6),
        penalty=PENALTIES, early=EARLY)  # fmt: skip
 def test_as_many_answers_as_beams(data, seed, vocab, max_tokens, penalty, early):

@@ -141,7 +141,7 @@ def pieces_of(parser):
 
 
 @pytest.mark.parametrize("parser", sorted(TOOL_PARSERS))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_text_is_read_alike_however_it_is_cut(parser, data):
     text = "".join(data.draw(pieces_of(parser)))
@@ -154,7 +154,7 @@ def test_any_text_is_read_alike_however_it_is_cut(parser, data):
 
 
 @pytest.mark.parametrize("parser", sorted(set(TOOL_PARSERS) - {"openai"}))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_what_is_no_call_is_content_to_the_last_character(parser, data):
     text = "".join(data.draw(pieces_of(parser)))
@@ -162,7 +162,7 @@ def test_what_is_no_call_is_content_to_the_last_character(parser, data):
 
 
 @pytest.mark.parametrize("answer", [a for a in DATA["answers"] if a["calls"]][::3], ids=lambda answer: answer["parser"])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(before=st.text("ab жé.\n"), after=st.text("ab жé.\n"))
 def test_text_around_calls_is_content(answer, before, after):
     if answer["parser"] == "openai" or answer["content"]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -91,7 +91,6 @@ def check_text(both: Both, text: str) -> None:
 
 
 @pytest.mark.full
-@settings(deadline=None)
 @given(text=TEXTS)
 def test_ids_and_texts_are_those_of_sentencepiece(both: Both, text: str) -> None:
     check_text(both, text)
@@ -104,7 +103,6 @@ def test_rows_of_spaces_are_cut_as_by_sentencepiece(both: Both) -> None:
 
 
 @pytest.mark.full
-@settings(deadline=None)
 @given(data=st.data())
 def test_any_ids_have_the_text_of_sentencepiece(both: Both, data: st.DataObject) -> None:
     """But the `tokenizers` library shows a U+FFFD for each byte of a row that is not UTF-8, and strips a byte, too."""
@@ -116,7 +114,6 @@ def test_any_ids_have_the_text_of_sentencepiece(both: Both, data: st.DataObject)
 
 
 @pytest.mark.full
-@settings(deadline=None)
 @given(text=TEXTS)
 def test_transformers_agrees(agreeing: tuple[Tokenizer, Any], text: str) -> None:
     reads, theirs = agreeing
@@ -373,7 +370,6 @@ def encoding(ranks: dict[bytes, int]) -> Any:
 
 
 @pytest.mark.full
-@settings(deadline=None)
 @given(text=TEXTS | st.text(max_size=20))
 def test_a_tekken_gives_the_ids_of_tiktoken(mistral: Tokenizer, encoding: Any, text: str) -> None:
     assert mistral.encode(text) == [1] + [id + 20 for id in encoding.encode(text, disallowed_special=())]
@@ -446,7 +442,6 @@ def kimis(ranks: dict[bytes, int], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.full
-@settings(deadline=None)
 @given(text=TEXTS | st.text(max_size=20) | st.text(st.sampled_from("Aa中文's 9\n.é"), max_size=20))
 def test_kimis_vocabulary_gives_the_ids_of_tiktoken(kimis: tuple[Tokenizer, Any], text: str) -> None:
     ours, theirs = kimis
@@ -517,7 +512,6 @@ def classes(request: pytest.FixtureRequest, ranks: dict[bytes, int], tmp_path_fa
 
 
 @pytest.mark.full
-@settings(deadline=None)
 @given(text=TEXTS | st.text(max_size=20) | st.text(st.sampled_from("Aa中文's 9\n.é"), max_size=20))
 def test_other_classes_give_the_ids_of_tiktoken(classes: tuple[str, Tokenizer, Any], text: str) -> None:
     kind, reads, theirs = classes
