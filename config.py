@@ -75,7 +75,7 @@ class EngineConfig(ClusterOptions):
     )
     hf_overrides: str | None = option(
         None,
-        "JSON object of fields of config.json with other values, null to drop one; those in text_config are merged",
+        "JSON object of fields of config.json with other values, null to drop one; those of a text half are merged",
     )
     snapshot: str = option("", "")  # the folder that the model was downloaded to, if it was; see `hub.find_model`
     dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] = option(

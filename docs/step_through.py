@@ -22,4 +22,8 @@ plan = kernels.plan_decode(kv, table, slots, seq_lens, num_heads=4, window=0)
 debugger, code = pdb.Pdb(), kernels.attention_decode_kernel.fn.__code__
 debugger.rcLines.append("continue")  # to where the kernel begins
 debugger.set_break(code.co_filename, [line for _, line in dis.findlinestarts(code)][1], temporary=True)
-debugger.runcall(kernels.attention_decode, q, kv, plan, scale=32**-0.5)
+try:
+    debugger.runcall(kernels.attention_decode, q, kv, plan, scale=32**-0.5)
+except Exception:
+    if not debugger.quitting:
+        raise
