@@ -98,6 +98,8 @@ class ConfigReader:
         self.row = self.settled_row(row.but(image_layers=tuple(i for i in layers if i in listed)))
         self.layers = whole("num_hidden_layers", len(layers) - len(self.row.image_layers), 1, 1024)
         self.heads = self.fields.whole("num_attention_heads", 1, 1024)
+        shape = self.layers, self.heads, self.hidden_size
+        self.blocks = read_blocks(self.fields, *shape) if self.row.blocks else ()
 
     def config(self) -> ModelConfig:
         """The shape that it describes."""
@@ -131,8 +133,8 @@ class ConfigReader:
             eos_token_ids=eos_token_ids(self.generation.get("eos_token_id", self.raw.get("eos_token_id")), vocab_size),
             slopes=read_slopes(self),
             clip_qkv=f.number(row.clip, 0, 1e6, 0.0) if row.clip else 0.0,
-            soft_cap=self.cap("attn_logit_softcapping"),
-            logit_cap=self.cap("final_logit_softcapping"),
+            soft_cap=cap(f, row, "attn_logit_softcapping"),
+            logit_cap=cap(f, row, "final_logit_softcapping"),
             embed_scale=self.factor(row.embed_scale),
             residual_scale=self.factor(row.residual_scale),
             logit_scale=self.factor(row.logit_scale) / self.factor(row.logit_divisor),
@@ -140,7 +142,7 @@ class ConfigReader:
             layer_vocab=f.whole("vocab_size_per_layer_input", 1, 2**24, vocab_size) if row.layer_inputs else 0,
             streams=f.whole(row.streams, 2, 16) if row.streams else 0,
             laurel_rank=f.whole("laurel_rank", 1, 2**16) if row.streams else 0,
-            sparsity=self.sparsity(),
+            sparsity=sparsity_of(self),
             experts=experts,
             expert_layers=expert_layers,
             latent=latent,
@@ -249,30 +251,6 @@ class ConfigReader:
         return kv_heads, head_dim
 
     @cached_property
-    def blocks(self) -> tuple[tuple[int, int], ...]:
-        """Of each layer that a search has shaped (Nemotron): its KV heads, 0 without attention, and its MLP's size."""
-        listed, found = self.fields.value("block_configs", list) or [], []
-        if len(listed) != self.layers:
-            raise ValueError(f"config.json: block_configs has {len(listed)} entries for {self.layers} layers")
-        for i, block in enumerate(listed):
-            block = typed(f"block_configs[{i}]", block, dict) or {}
-            attention, mlp = (
-                Fields(typed(name, block.get(name), dict) or {}, Family()) for name in ("attention", "ffn")
-            )
-            if mlp.truth("no_op"):
-                raise ValueError(f"config.json: block_configs[{i}] asks for no MLP; Manta has layers without attention")
-            wide = int(2 * mlp.number("ffn_mult", 1e-3, 1e3) * self.hidden_size / 3)
-            shared = attention.whole("n_heads_in_group", 1, self.heads, 1)  # queries that share keys
-            if self.heads % shared:
-                raise ValueError(f"config.json: n_heads_in_group is {shared}; it must divide {self.heads} heads")
-            found.append((0 if attention.truth("no_op") else self.heads // shared, -(-wide // 256) * 256))
-            attention.check_rest()
-            mlp.check_rest()
-        if not any(heads for heads, _ in found):
-            raise ValueError("config.json: block_configs has no layer with attention; Manta needs at least one")
-        return tuple(found)
-
-    @cached_property
     def kinds(self) -> tuple[str, ...]:
         """Which layers have attention, and which the gated delta rule: listed, or each n-th has attention."""
         every = self.fields.whole("full_attention_interval", 1, 1024)
@@ -328,13 +306,6 @@ class ConfigReader:
         size = f.whole("intermediate_size", 1, 2**20, row.mlp_times * self.hidden_size or default)
         size = size // 2 if row.mlp_halved else size
         return tuple(2 * size if row.wide_mlp and i != source else size for i, source in enumerate(self.kv_sources))
-
-    def sparsity(self) -> tuple[float, ...]:
-        """The share of each layer's gates that becomes 0."""
-        if not self.row.streams:
-            return ()
-        name, usual = "activation_sparsity_pattern", [0.95 * (i < 10 < self.layers) for i in range(self.layers)]
-        return tuple(number(name, each, 0, 0.9999) for each in self.listed(name) or usual)
 
     @cached_property
     def latent(self) -> Latent | None:
@@ -518,12 +489,6 @@ class ConfigReader:
         names = labels(self.fields)
         return names, label_activation(self.fields, len(names))
 
-    def cap(self, name: str) -> float:
-        """A soft cap; 0 for none."""
-        if not self.row.caps or self.fields.get(name) is None:
-            return 0.0
-        return self.fields.number(name, 1e-3, 1e6)
-
     def factor(self, name: str) -> float:
         """A factor that the family names; 1 where it names none. Two of MiniCPM's are for a model of size 1."""
         if name == "mup_enabled":
@@ -532,6 +497,43 @@ class ConfigReader:
             return self.hidden_size**0.5
         size = {"scale_depth": self.layers**0.5, "dim_model_base": self.hidden_size}.get(name, 1.0)
         return self.fields.number(name, 1e-6, 1e6, size) / size if name else 1.0
+
+
+def read_blocks(f: Fields, layers: int, heads: int, hidden_size: int) -> tuple[tuple[int, int], ...]:
+    """Of each layer that a search has shaped (Nemotron): its KV heads, 0 without attention, and its MLP's size."""
+    listed, found = f.value("block_configs", list) or [], []
+    if len(listed) != layers:
+        raise ValueError(f"config.json: block_configs has {len(listed)} entries for {layers} layers")
+    for i, block in enumerate(listed):
+        block = typed(f"block_configs[{i}]", block, dict) or {}
+        attention, mlp = (Fields(typed(name, block.get(name), dict) or {}, Family()) for name in ("attention", "ffn"))
+        if mlp.truth("no_op"):
+            raise ValueError(f"config.json: block_configs[{i}] asks for no MLP; Manta has layers without attention")
+        wide = int(2 * mlp.number("ffn_mult", 1e-3, 1e3) * hidden_size / 3)
+        shared = attention.whole("n_heads_in_group", 1, heads, 1)  # queries that share keys
+        if heads % shared:
+            raise ValueError(f"config.json: n_heads_in_group is {shared}; it must divide {heads} heads")
+        found.append((0 if attention.truth("no_op") else heads // shared, -(-wide // 256) * 256))
+        attention.check_rest()
+        mlp.check_rest()
+    if not any(count for count, _ in found):
+        raise ValueError("config.json: block_configs has no layer with attention; Manta needs at least one")
+    return tuple(found)
+
+
+def sparsity_of(reader: ConfigReader) -> tuple[float, ...]:
+    """The share of each layer's gates that becomes 0."""
+    if not reader.row.streams:
+        return ()
+    name, usual = "activation_sparsity_pattern", [0.95 * (i < 10 < reader.layers) for i in range(reader.layers)]
+    return tuple(number(name, each, 0, 0.9999) for each in reader.listed(name) or usual)
+
+
+def cap(f: Fields, row: Family, name: str) -> float:
+    """A soft cap; 0 for none."""
+    if not row.caps or f.get(name) is None:
+        return 0.0
+    return f.number(name, 1e-3, 1e6)
 
 
 def expert_layers(f: Fields, r: Routing, count: int) -> tuple[bool, ...]:
