@@ -89,8 +89,11 @@ class Fields:
         """A field that is true or false, or the row's own word."""
         return name if isinstance(name, bool) else bool(self.value(name, bool))
 
-    def check_rest(self) -> None:
+    def check_rest(self, head_dim: int | None = None) -> None:
         """Check that what nobody has read changes nothing.
+
+        Args:
+            head_dim: what is read as that, whether or not a field says it.
 
         Raises:
             ValueError: names all fields that may change something.
@@ -106,7 +109,8 @@ class Fields:
             if name in self.read or HARMLESS.fullmatch(name) or not value or isinstance(value, str):
                 continue
             neutral = NEUTRAL.get(name, name if name in displaced else None)
-            neutral = self.get(neutral) if isinstance(neutral, str) else neutral
+            if isinstance(neutral, str):
+                neutral = head_dim if neutral == "head_dim" else self.get(neutral)
             if self.row.keys.get(name, name) not in {*OWN, ""} and value != neutral:
                 unknown.append(f"{name!r:.80} is {value!r:.80}")
         if unknown:

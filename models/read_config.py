@@ -152,9 +152,9 @@ class ConfigReader:
             label_activation=label_kind,
             quantization=read_quantization(f.get("quantization_config") or f.get("quantization")),  # MLX's
             notes=tuple(self.notes),
-            ahead=max(f.whole(name, 0, 1024, 1) for name in AHEAD),
+            ahead=max(f.whole(name, 0, 1024, 1 if experts else 0) for name in AHEAD),
         )
-        f.check_rest()
+        f.check_rest(self.head_dim)
         return config
 
     def settled_row(self, row: Family) -> Family:
@@ -179,7 +179,8 @@ class ConfigReader:
                 row = row.but(one_norm=False, names={"attn_in": "ln_attn", "mlp_in": "ln_mlp"})
         if self.name == "BaichuanForCausalLM":  # the 13B has ALiBi; Baichuan 2 has more tokens, and a norm of the head
             newer = "z_loss_weight" in self.raw or f.whole("vocab_size", 1, 2**24) >= 125696
-            row = row.but(alibi="max_position_embeddings" not in self.raw, head_norm="rows" if newer else "")
+            alibi = {4096: False, 5120: True}.get(self.hidden_size, "max_position_embeddings" not in self.raw)
+            row = row.but(alibi=alibi, head_norm="rows" if newer else "")
         if self.name == "BailingMoeForCausalLM" and f.truth("norm_head"):
             row = row.but(head_norm="columns")
         return row.but(names={"mlp_in": None}) if row.parallel and row.one_norm else row
@@ -196,7 +197,10 @@ class ConfigReader:
         if self.row.blocks:
             count = max(heads for heads, _ in self.blocks)
         if self.name in ("FalconForCausalLM", "GPTBigCodeForCausalLM"):
-            new, multi = self.fields.truth("new_decoder_architecture"), self.fields.get("multi_query") is not False
+            new, multi = (
+                self.fields.truth("new_decoder_architecture"),
+                self.fields.value("multi_query", bool) is not False,
+            )
             count = count if new else 1 if multi else self.heads
         if self.heads % count:
             raise ValueError(

@@ -28,7 +28,8 @@ def read_ropes(reader: ConfigReader) -> tuple[tuple[Rope, ...], tuple[int, ...]]
     given = row.defaults.get("rope_parameters", {}) if given is None else given
     old = f.value("rope_scaling", dict) or {}  # transformers 4; where both are there, it stands for all of the other
     nested = given if set(given) & set(LAYER_TYPES) and (row.local_rope or not old) else None
-    flat = (nested.get("full_attention") or {}) | old if nested else old or given
+    kinds = {kind: typed(kind, (nested or {}).get(kind), dict) or {} for kind in LAYER_TYPES}
+    flat = kinds["full_attention"] | old if nested else old or given
     dims = dict(zip((window > 0 for window in windows), (dim for _, dim in reader.kv_shapes), strict=True))
     full = read_rope(reader, flat, head_dim=dims.get(False), layered=bool(nested or row.local_rope))
     if old and not nested and given.get("rope_theta", full.theta) != full.theta:
@@ -37,7 +38,7 @@ def read_ropes(reader: ConfigReader) -> tuple[tuple[Rope, ...], tuple[int, ...]]
     local = full
     if row.local_rope or nested:
         theta = "rope_local_base_freq" if row.local_rope == "rope_local_base_freq" else "rope_theta"
-        local = read_rope(reader, (nested or {}).get("sliding_attention") or {}, theta, dims.get(True), True)
+        local = read_rope(reader, kinds["sliding_attention"], theta, dims.get(True), True)
     growth = None
     if row.rope == "listed" and row.chunked:
         growth = f.number("attn_scale", 0, 1e3, 0.1), f.whole("floor_scale", 1, 2**31, 8192), 1
@@ -59,7 +60,12 @@ def read_rope(
     length that says more than they, unless kinds of layers have a RoPE each (`layered`)."""
     f = reader.fields
     theta = number("rope_theta", says.get("rope_theta"), 2, 1e15, f.number(theta_field, 2, 1e15, 10000))
-    theta *= f.number("rope_ratio", 1e-3, 1e6) if "rope_ratio" in f.row.defaults else 1
+    theta *= (ratio := f.number("rope_ratio", 1e-3, 1e6) if "rope_ratio" in f.row.defaults else 1)
+    if 1 < ratio < 50:  # ChatGLM 2's; later ones have 50 and more
+        raise ValueError(
+            f"config.json: rope_ratio is {ratio:g}, by which ChatGLM 2 divides positions and others multiply theta; "
+            f"say which: rope_ratio 1 and rope_scaling {{'rope_type': 'linear', 'factor': {ratio:g}}}, or rope_theta"
+        )
     trained = f.whole("max_position_embeddings", 2, MAX_CONTEXT)
     kind = says.get("rope_type") or says.get("type") or "default"
     # Of models that also see: text has the same position in all its parts. And Phi-3's first name for LongRoPE.
@@ -85,6 +91,8 @@ def read_rope(
                       ("mscale_all_dim", 0)):  # fmt: skip
         if says.get(name) is not None:
             scaling[name] = number(name, says[name], low, 1e3)
+    if kind == "dynamic" and dim == 2:
+        raise ValueError("config.json asks for dynamic RoPE of 2 elements of a head; it needs 4")
     if kind == "dynamic" and says.get("alpha"):  # HunYuan's: as if theta were larger, at any length
         theta *= number("alpha", says["alpha"], 1e-3, 1e9) ** (dim / (dim - 2))
         return Rope(theta, dim, {})
@@ -141,10 +149,14 @@ def read_slopes(reader: ConfigReader) -> tuple[float, ...]:
 
 def notes_on(config: ModelConfig, length: int) -> tuple[str, ...]:
     """What the start log says of a model whose sequences may have `length` tokens."""
+    told = {
+        "longrope": "LongRoPE has long_factor for prompts of any length; --max-model-len {} has short_factor",
+        "dynamic": "dynamic RoPE is that of the longest sequence for all; --max-model-len {} has the trained one",
+    }
     for scaling in (rope.scaling for rope in config.ropes):
-        if scaling.get("rope_type") == "longrope" and length > (short := scaling["original_max_position_embeddings"]):
-            more = f"LongRoPE has long_factor for prompts of any length; --max-model-len {short} has short_factor"
-            return *config.notes, more
+        short, more = scaling.get("original_max_position_embeddings", length), told.get(scaling.get("rope_type", ""))
+        if more and length > short:
+            return *config.notes, more.format(short)
     return config.notes
 
 

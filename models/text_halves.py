@@ -54,7 +54,7 @@ HALVES = {  # by the model_type of the text, where no family is called so
 # What a class puts where its text's half of a file is silent, by its name; see `wrapper_of`.
 WRAPPERS: dict[str, dict[str, Any]] = {
     name: {"model_type": kind} for kind, names in {
-        "cohere2": "ayavision cohere2vision", "deepseek_v3": "kimik25", "glm4v_text": "glm46v",
+        "cohere2": "ayavision cohere2vision", "deepseek_v3": "kimik25 kimivl", "glm4v_text": "glm46v",
         "llama": "deepseekvl idefics3 janus llava llavanext llavanextvideo smolvlm videollava vipllava",
         "granite": "granitespeech", "mistral": "idefics2 mistral3", "mllama_text_model": "mllama",
         "qwen2": "gotocr2 internvl llavaonevision ovis2 qwen2audio videollama3",

@@ -269,13 +269,13 @@ def remote(architecture: str, config: str, **more: Any) -> dict[str, Any]:
     return case(config, **more) | {"architecture": architecture}
 
 
-THETA = {"rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}
+THETA = {"rms_norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
 REMOTE: dict[str, dict[str, Any]] = {
     "bailing": remote("BailingMoeForCausalLM", "MixtralConfig", **THETA, **LOCAL_EXPERTS),
     "bailing-v2": remote(
         "BailingMoeV2ForCausalLM", "Glm4MoeConfig", **HEAD16, **ROUTED | {"n_group": 4, "topk_group": 2},
         use_qk_norm=True, attention_bias=True, rms_norm_eps=1e-3,
-        rope_parameters={"rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.5}),
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5}),
     "baichuan": remote("BaichuanForCausalLM", "LlamaConfig", **THETA, num_key_value_heads=4),
     "chatglm": remote("ChatGLMForCausalLM", "GlmConfig", **HEAD16, **THETA, attention_bias=True),
     "exaone": remote("ExaoneForCausalLM", "LlamaConfig", **THETA),
@@ -285,7 +285,7 @@ REMOTE: dict[str, dict[str, Any]] = {
         "MiniCPMForCausalLM", "GraniteConfig", **THETA, embedding_multiplier=3.0, attention_multiplier=0.25,
         residual_multiplier=1.4 / 2**0.5, logits_scaling=64 / 24),
     "orion": remote("OrionForCausalLM", "StableLmConfig", layer_norm_eps=1e-3, rope_parameters={
-        "rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 1.0}),
+        "rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 1.0}),
     "qwen": remote("QWenLMHeadModel", "Qwen2Config", **THETA, num_key_value_heads=4),
     "yi": remote("YiForCausalLM", "LlamaConfig", **THETA),
 }  # fmt: skip

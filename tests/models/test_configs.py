@@ -60,7 +60,7 @@ def is_supported(raw: dict[str, Any]) -> bool:
 
 
 def test_files_of_many_families_are_read() -> None:
-    assert len(PUBLISHED) == 75
+    assert len(PUBLISHED) == 76
     assert sum(map(is_supported, PUBLISHED.values())) >= 54
 
 
@@ -80,6 +80,12 @@ def test_a_published_file_is_read_if_its_family_is_known(name: str) -> None:
     sizes = [[text[name] for name in names if name in text] for names in (WIDTH, DEPTH)]
     assert [found.hidden_size] == sizes[0][:1] and [found.num_layers] == sizes[1][:1]
     assert found.vocab_size == text.get("vocab_size", found.vocab_size)
+
+
+def test_a_context_in_the_file_of_baichuan_13b_leaves_it_alibi() -> None:
+    large, small = (PUBLISHED[f"baichuan-inc/{name}"] for name in ("Baichuan-13B-Chat", "Baichuan2-7B-Chat"))
+    assert reading(large | {"max_position_embeddings": 4096}) == reading(large) and reading(large).row.alibi
+    assert not reading({name: value for name, value in small.items() if name != "max_position_embeddings"}).row.alibi
 
 
 def test_kimis_ends_are_those_of_all_files(tmp_path: Path) -> None:
@@ -219,6 +225,16 @@ def test_what_published_files_have_besides_changes_nothing(name: str) -> None:
         ("gpt-neo", {"attention_types": [["global"], 4]}, "attention_types is [['global'], 4]; it must say global or"),
         ("gpt-neo", {"attention_types": [[["global", "far"], 2]]}, "it must say global or local by layer"),
         ("hyperclovax", {"use_post_norm": False}, "use_post_norm is False; Manta has True alone"),
+        ("hunyuan-moe", {"attention_head_dim": 8}, "'attention_head_dim' is 8, and Manta does not know that field"),
+        ("llama-biases", {"kv_channels": 8}, "'kv_channels' is 8, and Manta does not know that field"),
+        ("gemma3", {"rope_parameters": {"full_attention": [8]}}, "full_attention is [8]; it must be an object"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": "x"}}, "sliding_attention is 'x'; it must be an object"),
+        (
+            "glm",
+            {"head_dim": 4, "rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": 9.0}},
+            "dynamic RoPE of 2 elements of a head; it needs 4",
+        ),
+        ("gpt-bigcode", {"multi_query": 0}, "multi_query is 0; it must be true or false"),
         ("opt", {"word_embed_proj_dim": 32}, "'word_embed_proj_dim' is 32, and Manta does not know"),
     ],
 )
@@ -362,6 +378,11 @@ def test_the_start_log_says_which_factor_of_longrope_serves() -> None:
     found = reading(file_of("llama-biases", rope_parameters=rope))
     assert not notes_on(found, 64)
     assert "long_factor for prompts of any length; --max-model-len 64 has short_factor" in notes_on(found, 65)[0]
+    found = reading(PUBLISHED["internlm/internlm3-8b-instruct"])
+    assert not notes_on(found, 32768)
+    assert (
+        "longest sequence for all; --max-model-len 32768 has the trained one" in notes_on(found, found.max_position)[0]
+    )
 
 
 def test_attention_by_dual_chunks_is_plain_within_one_chunk() -> None:

@@ -118,6 +118,18 @@ def test_mimo_is_qwen_2_beside_layers_that_predict_tokens_ahead(tmp_path: Path) 
     check(make_worker(tmp_path, threads=1), LLAMAS["qwen2-sharded-tied"], load_file(folder / "oracle.safetensors"))
 
 
+def test_a_layer_more_than_a_model_without_experts_has_is_refused(tmp_path: Path) -> None:
+    """No file of such a model has layers that predict ahead among the others without saying so."""
+    folder = DATA / "families" / "qwen3"
+    raw = json.loads((folder / "config.json").read_text())
+    layers = raw["num_hidden_layers"] - 1
+    raw = {name: value for name, value in raw.items() if name != "layer_types"} | {"num_hidden_layers": layers}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file(load_file(folder / "model.safetensors"), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"has a tensor 'model\.layers\.{layers}\..*that Qwen3ForCausalLM has not"):
+        make_worker(tmp_path, threads=1)
+
+
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "gemma3n": [
         ({"altup_active_idx": 1}, "altup_active_idx is 1; Manta has 0 alone"),

@@ -61,7 +61,7 @@ PUBLISHED = {
                 "num_key_value_heads": "multi_query_group_num", "rms_norm_eps": "layernorm_epsilon",
                 "vocab_size": "padded_vocab_size", "max_position_embeddings": "seq_length", "rope_theta": "",
                 "attention_bias": "add_qkv_bias"},
-        more={"rope_ratio": 5, "multi_query_attention": True, "original_rope": True, "rmsnorm": True, "vocab_size": 9,
+        more={"rope_ratio": 50, "multi_query_attention": True, "original_rope": True, "rmsnorm": True, "vocab_size": 9,
               "post_layer_norm": True, "add_bias_linear": False, "apply_query_key_layer_scaling": True}),
     "exaone": Published(
         names=GPT2 | {"self_attn": "attn.attention", "o_proj": "out_proj", "gate_proj": "c_fc_0", "up_proj": "c_fc_1",
@@ -168,7 +168,7 @@ def test_a_published_config_means_what_that_of_the_class_does(name: str) -> None
     found = ConfigReader(config_of(name), {}).config()
     assert (found.hidden_size, found.mlp_sizes, found.num_layers, found.num_heads) == (64, (80, 80), 2, 4)
     assert (found.vocab_size, found.max_position, found.norm_eps, found.head) == (99, 256, 1e-3, "logits")
-    assert {rope.theta for rope in found.ropes} == {50000.0}
+    assert {rope.theta for rope in found.ropes} == {500000.0}
 
 
 @pytest.mark.parametrize(
@@ -178,6 +178,11 @@ def test_a_published_config_means_what_that_of_the_class_does(name: str) -> None
         ("bailing-v2", {"norm_topk_prob": False}, "norm_topk_prob is False; Manta has True alone"),
         ("bailing-v2", {"moe_shared_expert_intermediate_size": 48}, "size' is 48, and Manta does not know"),
         ("chatglm", {"original_rope": False}, "original_rope is False; Manta has True alone"),
+        (
+            "chatglm",
+            {"rope_ratio": 16},
+            "rope_ratio is 16, by which ChatGLM 2 divides positions",
+        ),
         ("chatglm", {"position_encoding_2d": True}, "'position_encoding_2d' is True, and Manta does not know"),
         ("internlm", {"rotary": {"base": 500, "type": "dynamic"}}, "rotary is {'base': 500, 'type': 'dynamic'}; Manta"),
         ("minicpm", {"num_experts": 8}, "'num_experts' is 8, and Manta does not know"),
@@ -190,6 +195,13 @@ def test_what_a_published_model_does_not_have_is_refused(name: str, change: dict
     with pytest.raises(ValueError, match=r"^config\.json: ") as caught:
         ConfigReader(config_of(name) | change, {}).config()
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_either_meaning_of_rope_ratio_can_be_said() -> None:
+    raw = config_of("chatglm") | {"rope_ratio": 1}
+    linear = ConfigReader(raw | {"rope_scaling": {"rope_type": "linear", "factor": 16}}, {}).config().ropes[0]
+    assert (linear.theta, linear.scaling["factor"], linear.dim) == (10000, 16, 8)
+    assert ConfigReader(raw | {"rope_theta": 160000}, {}).config().ropes[0].theta == 160000
 
 
 @pytest.mark.parametrize("alias", ALIASES)

@@ -53,6 +53,10 @@ def test_what_a_file_leaves_out_is_as_its_class_has_it() -> None:
     assert (voxtral.head_dim, voxtral.num_layers, voxtral.ropes[0].theta) == (128, 2, 1e8)
     glm = read("Glm4vForConditionalGeneration", model_type="glm4v", text_config={})
     assert (glm.hidden_size, glm.ropes[0].dim, glm.row.interleaved) == (4096, 128, True)
+    kimi = read("KimiVLForConditionalGeneration", model_type="kimi_vl", text_config=shape(
+        kv_lora_rank=32, q_lora_rank=None, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=8,
+        num_experts_per_tok=2, moe_intermediate_size=24, n_group=1))  # fmt: skip
+    assert kimi.latent and kimi.experts and kimi.row.routing and kimi.row.routing.scoring == "sigmoid"
     mllama = read("MllamaForConditionalGeneration", text_config={})
     assert (mllama.num_layers, next(i for i, n in enumerate(mllama.row.saved_layers()) if n == 39)) == (32, 31)
 
