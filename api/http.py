@@ -29,10 +29,8 @@ BODY_PART = 2**14  # bytes of a body to read at a time
 HOST_PORT = re.compile(r":\d*\Z", re.ASCII)
 HEADER_NAMES = re.compile(r"[\w-]+(, *[\w-]+)*", re.ASCII)
 WEB = Path(__file__).parents[1] / "web"
-PAGE = {  # the files of the page, and their content types
-    "/": ("index.html", "text/html; charset=utf-8"), "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-}  # fmt: skip
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+PAGE = {"/" + path.name.replace("index.html", ""): path for path in sorted(WEB.iterdir()) if path.suffix in KINDS}
 # The page runs its own script and speaks to its own server only, whatever a model writes into it.
 PAGE_HEADERS = {
     "Cache-Control": "no-cache",
@@ -150,17 +148,18 @@ def in_time(events: Iterator[bytes], write_timeout: float) -> Iterator[bytes]:
 
 
 @functools.cache
-def file_of_page(name: str) -> bytes:
+def file_of_page(path: Path) -> bytes:
     """A file of the page, which is read once, so that all its files are of one age."""
-    return (WEB / name).read_bytes()
+    return path.read_bytes()
 
 
 def page() -> Response:
     """The file of the page that this request is for."""
     if request.root_path and not request.environ["PATH_INFO"]:  # the page's links are relative to the slash
         return Response(status=308, headers={"Location": request.root_path + "/"})
-    name, kind = PAGE[request.url_rule.rule]  # type: ignore[union-attr]
-    response = Response(file_of_page(name), content_type=kind, headers=PAGE_HEADERS)
+    path = PAGE[request.url_rule.rule]  # type: ignore[union-attr]
+    kind = f"{KINDS[path.suffix]}; charset=utf-8"
+    response = Response(file_of_page(path), content_type=kind, headers=PAGE_HEADERS)
     response.add_etag()
     response.make_conditional(request)
     return response

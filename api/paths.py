@@ -5,7 +5,7 @@ from __future__ import annotations
 from flask import Response, g, request
 
 from api.control import CONTROL_PATHS, scale, scaling
-from api.http import body_of, page, reply, stream
+from api.http import KINDS, PAGE, body_of, page, reply, stream
 from api.openapi import Path, openapi
 from api.response_store import MOST_ITEMS
 from api.routes import Api
@@ -18,9 +18,8 @@ PAGE_OF_ITEMS = {
 }  # fmt: skip
 ENGINES = {"data_parallel_size": {"type": "integer", "minimum": 1}}
 PATHS = (
-    Path("GET", "/", "page", "The page: a chat, and the engine at work.", lambda api: page(), "text/html"),
-    Path("GET", "/page.css", "page", "Its style.", lambda api: page(), "text/css"),
-    Path("GET", "/page.js", "page", "Its script.", lambda api: page(), "text/javascript"),
+    *(Path("GET", path, "page", "The page: a chat, and the engine at work.", lambda api: page(), KINDS[file.suffix])
+      for path, file in PAGE.items()),
     Path("GET", "/v1/models", "models", "The model's names.", lambda api: reply(api.models())),
     Path("GET", "/v1/models/<path:name>", "model", "One of them.",
          lambda api, name: reply(api.model(name.rstrip("/")))),

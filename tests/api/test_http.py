@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
+from api import http
 from api.http import Refusals
 from api.options import ServerConfig
 from api.routes import Api
@@ -151,7 +152,8 @@ def test_a_root_path_may_be_there_or_cut_off(engine: ScriptedClient) -> None:
 
 def test_the_page_needs_no_key_and_runs_nothing_but_its_own_script(engine: ScriptedClient) -> None:
     http_client = client_of(engine, api_key=("one",))
-    for path, kind in (("/", "text/html"), ("/page.css", "text/css"), ("/page.js", "text/javascript")):
+    for path, kind in (("/", "text/html"), ("/page.css", "text/css"), ("/page.js", "text/javascript"),
+                       ("/markdown.js", "text/javascript")):  # fmt: skip
         page = http_client.get(path)
         assert page.status_code == 200 and page.data and page.content_type == f"{kind}; charset=utf-8"
         assert page.headers["Cache-Control"] == "no-cache" and page.headers["X-Content-Type-Options"] == "nosniff"
@@ -166,11 +168,11 @@ def test_the_page_needs_no_key_and_runs_nothing_but_its_own_script(engine: Scrip
 
 def test_the_page_asks_for_nothing_outside_its_folder(engine: ScriptedClient) -> None:
     """So it works offline, and under any path. Under `root_path` the slash after it is what its links start from."""
-    files = {path: client_of(engine).get(path).text for path in ("/", "/page.css", "/page.js")}
+    files = {path: client_of(engine).get(path).text for path in http.PAGE}
     for path, text in files.items():
         assert not re.findall(r"""(?:https?:)?//(?!www\.w3\.org/2000/svg)[\w.-]+\.\w""", text), path
         assert not re.search(r"""(?:src|href|ask)(?:=|\()["'`]/""", text), path
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", files["/page.js"])
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", text), path
     http_client = client_of(engine, root_path="/llm/v2")
     for path, text in files.items():
         assert http_client.get("/llm/v2" + path).text == text

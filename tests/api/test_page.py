@@ -5,116 +5,38 @@ from __future__ import annotations
 import functools
 import json
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from served import Server, eventually, serving
+from served import Server, eventually
 
-playwright = pytest.importorskip("playwright.sync_api", reason="it drives the browser")
+pytest.importorskip("playwright.sync_api", reason="it drives the browser")
 pytest.importorskip("axe_playwright_python", reason="it finds what keeps people out")
-from axe_playwright_python.sync_playwright import Axe  # noqa: E402
-from playwright.sync_api import Browser, Page, Route, expect  # noqa: E402
+from playwright.sync_api import Page, Route, expect
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on the path"),
-]
-QUIET = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update",
-]  # fmt: skip
-CHAT, LIVE = "**/v1/chat/completions", "**/live"
+from browsing import (  # noqa: F401
+    CHAT,
+    LIVE,
+    MARKS,
+    answered,
+    ask,
+    browser,
+    chunk,
+    events,
+    excused,
+    grave,
+    open_page,
+    page,
+    server,
+    streams,
+    surely,
+    without_end,
+)
 
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A pool of 64 blocks, in which one answer of a thousand tokens fits and two do not."""
-    flags = ("--block-size", "16", "--num-gpu-blocks-override", "64", "--max-model-len", "1000")
-    with serving(tmp_path_factory.mktemp("page"), *flags) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=QUIET)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def excused() -> list[str]:
-    """Words of the complaints that a test means the browser to write to its console. All others fail the test."""
-    return []
-
-
-@pytest.fixture
-def open_page(server: Server, browser: Browser, excused: list[str]) -> Iterator[Callable[..., Page]]:
-    """Opens the page with routes in between and a script before its own; options are of the browser's context."""
-    contexts: list[Any] = []
-    complaints: list[str] = []
-
-    def opened(routes: dict[Any, Callable[[Route], None]] | None = None, script: str = "", **options: Any) -> Page:
-        contexts.append(browser.new_context(**({"viewport": {"width": 1440, "height": 900}} | options)))
-        page = contexts[-1].new_page()
-        page.set_default_timeout(10_000)
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        for url, handler in (routes or {}).items():
-            page.route(url, handler)
-        page.add_init_script(script)
-        page.goto(f"http://127.0.0.1:{server.port}/")
-        return page
-
-    yield opened
-    for context in contexts:
-        context.close()
-    assert [line for line in complaints if not any(words in line for words in excused)] == []
-
-
-@pytest.fixture
-def page(open_page: Callable[..., Page]) -> Page:
-    return open_page()
-
-
-def events(*news: dict[str, Any]) -> str:
-    return "".join(f"data: {json.dumps(event)}\n\n" for event in news)
-
-
-def streams(*news: dict[str, Any]) -> Callable[[Route], None]:
-    """Answers a request with these events, and hangs up."""
-    return lambda route: route.fulfill(content_type="text/event-stream", body=events(*news))
-
-
-def chunk(content: str, reason: str | None = None, logprobs: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    choice = {"index": 0, "delta": {"content": content}, "finish_reason": reason}
-    return {"id": "chatcmpl-1", "choices": [choice | {"logprobs": logprobs and {"content": logprobs}}]}
-
-
-def surely(route: Route) -> None:
-    """Has the model write what is likeliest, because a sampled sum is wrong once in a while."""
-    route.continue_(post_data=json.dumps(route.request.post_data_json | {"temperature": 0}))
-
-
-def without_end(route: Route) -> None:
-    """Has the model write on until the context is full."""
-    route.continue_(post_data=json.dumps(route.request.post_data_json | {"ignore_eos": True, "temperature": 1}))
-
-
-def ask(page: Page, text: str) -> None:
-    page.get_by_label("Your message").fill(text)
-    page.get_by_label("Your message").press("Enter")
-
-
-def answered(page: Page, count: int = 1) -> Any:
-    """The text of the latest of so many answers, once it has ended."""
-    expect(page.get_by_role("button", name=re.compile("Regenerate|Try again"))).to_have_count(count)
-    return page.locator(".assistant .text").last
+pytestmark = MARKS
 
 
 # --- chat ------------------------------------------------------------------------------------------------------------
@@ -126,7 +48,9 @@ def test_a_conversation(page: Page) -> None:
     ask(page, "What is my cat?")
     expect(answered(page, 2)).to_have_text("Otto")
     expect(page.locator("#announcer")).to_have_text("The model: Otto")
-    expect(page.locator(".assistant .actions").last).to_contain_text(re.compile(r"^\d tokens · first after \d"))
+    expect(page.locator(".assistant .actions").last).to_contain_text(
+        re.compile(r"^\d tokens · [\d.,]+ tokens/s · first after \d")
+    )
     page.get_by_role("button", name="New chat").click()
     expect(page.locator(".message")).to_have_count(0)
     page.get_by_role("button", name="What is 23 + 58?").click()
@@ -142,12 +66,12 @@ def test_an_answer_streams_and_stops(open_page: Callable[..., Page], server: Ser
     expect(text).not_to_have_text(first)
     page.get_by_role("button", name="Stop").click()
     expect(page.locator(".assistant .actions")).to_contain_text("stopped")
-    expect(page.get_by_label("Your message")).to_be_focused()
+    expect(page.get_by_label("Your message", exact=True)).to_be_focused()
     assert text.inner_text().startswith(first)
     eventually(lambda: server.running() == 0)
 
 
-def test_regenerate_and_edit(page: Page) -> None:
+def test_an_answer_is_made_again(page: Page) -> None:
     page.route(CHAT, surely)
     ask(page, "What is 2 + 2?")
     answered(page)
@@ -155,11 +79,7 @@ def test_regenerate_and_edit(page: Page) -> None:
         page.get_by_role("button", name="Regenerate").click()
     assert request.value.post_data_json["messages"] == [{"role": "user", "content": "What is 2 + 2?"}]
     expect(answered(page)).to_have_text("4")
-    page.get_by_role("button", name="Edit").click()
-    expect(page.get_by_label("Your message")).to_have_value("What is 2 + 2?")
-    expect(page.locator(".message")).to_have_count(0)
-    ask(page, "What is 2 + 3?")
-    expect(answered(page)).to_have_text("5")
+    expect(page.locator(".versions")).to_have_text("‹2 / 2›")
 
 
 def test_settings_are_the_models_unless_they_say_otherwise(page: Page) -> None:
@@ -167,7 +87,8 @@ def test_settings_are_the_models_unless_they_say_otherwise(page: Page) -> None:
         ask(page, "Hi")
     messages = [{"role": "user", "content": "Hi"}]
     assert request.value.post_data_json == {
-        "messages": messages, "stream": True, "stream_options": {"include_usage": True}, "separate_reasoning": False,
+        "messages": messages, "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }  # fmt: skip
     answered(page)
     page.get_by_role("button", name="New chat").click()
@@ -198,6 +119,34 @@ def test_what_the_server_refuses_is_said_in_its_words(page: Page, excused: list[
     page.get_by_label("Temperature").fill("0")
     page.get_by_role("button", name="Try again").click()
     expect(answered(page)).to_have_text("7")
+
+
+@pytest.mark.parametrize(("width", "height"), [(380, 700), (900, 900), (1440, 900)])
+def test_the_chat_scrolls_to_the_answer_and_nothing_shows_below_the_composer(
+    open_page: Callable[..., Page], width: int, height: int
+) -> None:
+    text = "\n".join(f"Line {i}" for i in range(200))
+    page = open_page({CHAT: streams(chunk(text), chunk("", "stop"))}, viewport={"width": width, "height": height})
+    ask(page, "Hi")
+    answered(page)
+    scroll, composer = page.locator("#conversation").bounding_box(), page.locator("#composer").bounding_box()
+    last = page.locator(".assistant .actions").bounding_box()
+    assert scroll and composer and last
+    assert last["y"] + last["height"] <= scroll["y"] + scroll["height"] + 8 <= composer["y"] + 8
+    assert composer["y"] + composer["height"] <= height
+
+
+def test_a_message_that_is_too_long_comes_back(page: Page, excused: list[str]) -> None:
+    excused.append("400 (BAD REQUEST)")
+    ask(page, "What is 1 + 1?")
+    answered(page)
+    ask(page, long := "word " * 3000)
+    expect(page.get_by_role("alert")).to_contain_text("maximum context length is 1000 tokens")
+    expect(page.get_by_label("Your message", exact=True)).to_have_value(long.strip())
+    expect(page.locator(".message")).to_have_count(2)
+    ask(page, "What is 2 + 2?")
+    expect(page.get_by_role("alert")).to_be_hidden()
+    expect(answered(page, 2)).to_have_text("4")
 
 
 @pytest.mark.parametrize(
@@ -233,7 +182,7 @@ def test_text_is_never_markup(open_page: Callable[..., Page]) -> None:
     assert answered(page).inner_text() == text
     page.locator(".token").hover()
     assert page.locator("#tip").inner_text().startswith("<img")
-    assert page.locator("img, b").count() == 0
+    assert page.locator("img, .text b").count() == 0
 
 
 # --- log-probabilities -----------------------------------------------------------------------------------------------
@@ -362,14 +311,14 @@ def send(page: Page, *engines: dict[str, Any], time: float = 1.0, **more: Any) -
     page.evaluate("text => stream.enqueue(new TextEncoder().encode(text))", text)
 
 
-def colour_of_block(page: Page, number: int) -> list[int]:
+def colour_of_block(page: Page, number: int, x: int = 12) -> list[int]:
     """What the middle of a block's cell looks like; all cells are in the first line."""
-    script = """number => {
+    script = """([number, x]) => {
       const copy = new OffscreenCanvas(blocks.width, blocks.height).getContext("2d");
       copy.drawImage(blocks, 0, 0);
-      return [...copy.getImageData(26 * number + 12, 12, 1, 1).data];
+      return [...copy.getImageData(26 * number + x, 12, 1, 1).data];
     }"""
-    return page.evaluate(script, number)
+    return page.evaluate(script, [number, x])
 
 
 def test_the_map_shows_whose_each_block_is(live: Callable[..., Page]) -> None:
@@ -390,6 +339,89 @@ def test_the_map_shows_whose_each_block_is(live: Callable[..., Page]) -> None:
     expect(page.locator("#requests .row").last).to_have_text("another key’s request0 of 7 read · waiting")
     expect(page.locator("#requests .row").last).to_be_disabled()
     expect(page.locator("#steps-text")).to_contain_text("Step 1: 1 decoding, 90 prompt tokens, 1 preempted, 2.5 ms")
+
+
+def lit(page: Page) -> float:
+    """The share of the map's cells that are not the colour of a free block."""
+    script = """() => {
+      const copy = new OffscreenCanvas(blocks.width, blocks.height).getContext("2d");
+      copy.drawImage(blocks, 0, 0);
+      const { data } = copy.getImageData(0, 0, blocks.width, blocks.height);
+      const ink = document.querySelector("[data-ink=free]");
+      const free = getComputedStyle(ink).backgroundColor.match(/\\d+/g).map(Number);
+      let [all, others] = [0, 0];
+      for (let i = 0; i < data.length; i += 4) {
+        if (data[i + 3] < 255) continue;
+        all++;
+        others += free.some((part, which) => Math.abs(part - data[i + which]) > 3);
+      }
+      return others / all;
+    }"""
+    return page.evaluate(script)
+
+
+def test_the_map_of_a_large_pool_is_as_large_as_what_is_used(live: Callable[..., Page]) -> None:
+    page = live()
+    streams = [run for key in range(1, 21) for run in ([key, 7], [0, 190])]
+    send(page, engine(num_blocks=4096, blocks=[*streams, [0, 156]]))
+    expect(page.locator("#blocks-text")).to_contain_text("140 of 4,096 blocks")
+    eventually(lambda: lit(page) > 0.8)
+    high = page.locator("#blocks").evaluate("canvas => canvas.clientHeight")
+    moved = [run for key in range(21, 41) for run in ([0, 190], [key, 7])]  # the same in other blocks
+    send(page, engine(num_blocks=4096, blocks=[*moved, [0, 156]]), time=2)
+    expect(page.locator("#used")).to_have_text("3 %")
+    eventually(lambda: lit(page) > 0.8)
+    assert page.locator("#blocks").evaluate("canvas => canvas.clientHeight") == high
+    send(page, engine(num_blocks=8192, blocks=[[1, 3000], [0, 5192]]), time=3)
+    expect(page.locator("#cells-text")).to_contain_text("Each cell stands for 4 blocks.")
+    eventually(lambda: 0.3 < lit(page) < 0.45)
+
+
+def test_your_own_request_has_its_first_words_as_its_name(live: Callable[..., Page]) -> None:
+    page = live()
+    page.route(CHAT, streams(chunk("Yes."), chunk("", "stop")))
+    ask(page, "Is this request mine, or is it somebody else's, whom I do not know?")
+    answered(page)
+    mine = engine()["requests"][0] | {"id": "chatcmpl-1", "key": 5}
+    end = {"id": "chatcmpl-1", "reason": "stop", "prompt": 9, "output": 3, "ttft": 0.1, "e2e": 0.2, "preemptions": 0}
+    send(page, engine(requests=[mine, *engine()["requests"]], blocks=[[5, 5], [1, 5]], finished=[end]))
+    words = "“Is this request mine, or is it somebody …”"
+    expect(page.locator("#requests .row.mine .name")).to_have_text([words])
+    expect(page.locator("#finished .row.mine .name")).to_have_text([words])
+    text = page.evaluate("getComputedStyle(document.body).color.match(/\\d+/g).map(Number)")
+    eventually(lambda: colour_of_block(page, 0, 1)[:3] == text)
+    assert colour_of_block(page, 7, 1)[:3] != text
+
+
+def test_nothing_empty_is_shown_and_plots_tell_their_values(live: Callable[..., Page]) -> None:
+    page = live()
+    send(page, engine(requests=[], steps=[], blocks=[[0, 10]]))
+    expect(page.locator("#quiet")).to_be_visible()
+    expect(page.locator(".card:visible")).to_have_count(2)
+    for i in range(6):
+        step = {"step": i, "ms": 2.5, "prefill": 0, "decode": 40 + i, "preempted": 0}
+        counters = dict.fromkeys(COUNTERS, 0) | {"generation_tokens": 30 * i}
+        send(page, engine(steps=[step], counters=counters), time=1 + i)
+    expect(page.locator("#quiet")).to_be_hidden()
+    expect(page.locator(".card:visible")).to_have_count(8)
+    expect(page.locator("#throughput-text")).to_contain_text("30 generated")
+    for plot, left, words in (
+        ("steps", False, "Step 5: 45 decoding, 0 prompt tokens, 2.5 ms"),
+        ("throughput", False, "0 s ago: 30 generated and 0 prompt tokens a second"),
+        ("throughput", True, "5 s ago: 0 generated and 0 prompt tokens a second"),
+    ):
+        page.locator(f"#{plot}").scroll_into_view_if_needed()
+        page.wait_for_timeout(100)  # because a tip hides when something scrolls
+        box = page.locator(f"#{plot}").bounding_box()
+        assert box
+        page.locator(f"#{plot}").hover(position={"x": 60 if left else box["width"] - 3, "y": 30})
+        expect(page.get_by_role("tooltip")).to_have_text(words)
+    scale = """id => {
+      const copy = new OffscreenCanvas(44, 400).getContext("2d");
+      copy.drawImage(document.getElementById(id), 0, 0);
+      return copy.getImageData(0, 0, 44, 400).data.some(Boolean);
+    }"""
+    assert page.evaluate(scale, "steps") and page.evaluate(scale, "latency")
 
 
 def test_rates_are_of_the_last_second(live: Callable[..., Page]) -> None:
@@ -507,13 +539,6 @@ def test_a_request_is_explained_while_it_runs(open_page: Callable[..., Page]) ->
 
 
 # --- for everybody ---------------------------------------------------------------------------------------------------
-
-
-def grave(page: Page) -> list[str]:
-    """What axe finds that keeps somebody from using the page."""
-    found = Axe().run(page).response["violations"]
-    return [f"{each['id']}: {[node['html'] for node in each['nodes']]}" for each in found
-            if each["impact"] in ("serious", "critical")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (1440, "dark"), (380, "light")])
