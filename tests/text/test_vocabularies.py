@@ -530,6 +530,7 @@ def test_classes_have_their_special_tokens(tmp_path: Path, ranks: dict[bytes, in
     assert accent == (kind == "QWenTokenizer")
 
 
+@pytest.mark.full
 def test_chatglm_3_has_tokens_after_its_pieces(tmp_path: Path, llama: bytes) -> None:
     """Letters within a word are none of them, whatever they spell, and a prefix goes before each part."""
     config = {"tokenizer_class": "ChatGLMTokenizer", "auto_map": {"AutoTokenizer": ["a.B", None]},
