@@ -370,7 +370,7 @@ def test_batch_invariant_products_are_the_kernels_own(make, monkeypatch):
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     "shape",
-    [pytest.param(ONE_LAYER, marks=pytest.mark.full), pytest.param(HYBRID, marks=pytest.mark.long)],
+    [pytest.param(ONE_LAYER, marks=pytest.mark.long), pytest.param(HYBRID, marks=pytest.mark.long)],
     ids=["keys", "states"],
 )
 def test_kernels_give_a_token_the_same_logits_however_its_sequence_was_cut(make, few_programs, monkeypatch, shape):
@@ -472,7 +472,7 @@ def test_a_sequence_is_stopped_by_its_own_tokens_alone(make):
 
 
 @pytest.mark.parametrize(
-    "backend", ["cpu", "reference", pytest.param("triton", marks=[pytest.mark.interpreted, pytest.mark.full])]
+    "backend", ["cpu", "reference", pytest.param("triton", marks=[pytest.mark.interpreted, pytest.mark.long])]
 )
 def test_padded_and_replayed_decode_steps_change_nothing(make, few_programs, backend):
     """Rows come and go, some with penalties or log-probabilities. Steps with a prompt are not replayed."""
@@ -559,8 +559,7 @@ class RecordedGraph(TorchDispatchMode):
     "shape",
     [
         ONE_LAYER,
-        *(pytest.param(shape, marks=pytest.mark.full) for shape in ({}, EXPERTS | ONE_LAYER)),
-        *(pytest.param(shape, marks=pytest.mark.long) for shape in (WINDOWS, LATENT)),
+        *(pytest.param(shape, marks=pytest.mark.long) for shape in ({}, EXPERTS | ONE_LAYER, WINDOWS, LATENT)),
     ],
     ids=["one layer", "plain", "experts", "windows", "latents"],
 )

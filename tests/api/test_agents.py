@@ -330,7 +330,7 @@ def brief(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "share", [pytest.param(0.01, id="few"), pytest.param(0.3, id="many", marks=pytest.mark.full)]
+    "share", [pytest.param(0.01, id="few"), pytest.param(0.3, id="many", marks=pytest.mark.long)]
 )  # fmt: skip
 @pytest.mark.parametrize("route", ["/v1/messages", "/v1/messages/count_tokens", "/v1/responses"])
 def test_a_body_with_something_wrong_is_answered_or_refused(

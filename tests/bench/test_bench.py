@@ -189,7 +189,7 @@ def test_a_peer_that_ends_is_named(fake):
         fake([[1]], 2)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_transformers_is_a_peer(tmp_path):
     folder = str(tmp_path / "model")
     make_model(Path(folder), SHAPES["qwen3-0.6b"] | TINY | {"dtype": "float32"})

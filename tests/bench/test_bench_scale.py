@@ -140,7 +140,7 @@ def test_prefixes_are_found_where_they_are_sent():
     assert several["of one cache"] > 0.8  # because each router tells the others
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_scale_figures():
     figures = scale_figures(None, 2400, [2, 4], [0.5], checked=100, processes=1)
     shown = [(f["engines"], f["policy"], f["engine"], f["routers"]) for f in figures]

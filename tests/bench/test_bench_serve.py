@@ -153,7 +153,7 @@ def test_arrivals_do_not_wait_for_answers():
     assert first.times[0] >= 0.02  # it was answered when the last had come, and is timed from its own arrival
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_serve_replays_a_trace_on_a_server(trace, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out.json"
     trace.write_text(TRACE + TRACE.partition("\n")[2])
@@ -190,7 +190,7 @@ def test_startup_phases_add_up():
     }  # fmt: skip
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_phases_of_a_start_add_up():
     (figures,) = startup_figures(DEMO, 1)
     *phases, ready, first, whole = (value for name, value in figures.items() if name != "start")
@@ -198,7 +198,7 @@ def test_phases_of_a_start_add_up():
     assert sum(phases) == pytest.approx(ready) and ready + first == pytest.approx(whole)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_streams_are_read_to_their_ends():
     generated, streamed = streams_figures(DEMO, [2], 16, 1)
     assert streamed["concurrent"] == 2 and streamed["tok/s"] > 0
@@ -206,7 +206,7 @@ def test_streams_are_read_to_their_ends():
     assert generated["of generate"] == 1 and generated["p99"] == "-"
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_viewers_watch_while_streams_are_read():
     (figures,) = viewers_figures(DEMO, 2, 2, 100, 1)
     assert figures["viewers"] == 2 and figures["fewest events"] > 0 and figures["tok/s watched"] > 0

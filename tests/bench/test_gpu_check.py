@@ -44,7 +44,7 @@ main()
 """
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_part_that_goes_wrong_costs_itself_alone(tmp_path):
     script = tmp_path / "parts.py"
     script.write_text(PARTS.replace("BENCH", repr(str(ROOT / "bench"))))

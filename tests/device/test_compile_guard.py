@@ -153,13 +153,13 @@ def test_a_new_shape_is_refused_by_name(plain, kernel_device, monkeypatch):
         pytest.param(
             LATENT,
             {"max_model_len": 40, "max_num_batched_tokens": 32, "max_num_seqs": 2},
-            marks=pytest.mark.full,
+            marks=pytest.mark.long,
         ),
         pytest.param(LATENT, {"batch_invariant": True}, marks=pytest.mark.long),
         pytest.param(
             HYBRID,
             {"max_model_len": 20, "max_num_batched_tokens": 16, "max_num_seqs": 2},
-            marks=pytest.mark.full,
+            marks=pytest.mark.long,
         ),
         pytest.param(HYBRID, {"batch_invariant": True}, marks=pytest.mark.long),
         pytest.param(STREAMS, {"batch_invariant": True}, marks=pytest.mark.long),

@@ -310,7 +310,7 @@ class EmptyGraph:
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(WIDE, marks=pytest.mark.full),
+        pytest.param(WIDE, marks=pytest.mark.long),
         pytest.param(LATENT, marks=pytest.mark.long),
         pytest.param({"architectures": ["Gemma4ForCausalLM"], **GEMMA4}, marks=pytest.mark.long),
     ],

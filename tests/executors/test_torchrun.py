@@ -133,7 +133,7 @@ def test_where_a_rank_is_gone_all_of_them_end(tmp_path: Path, killed: str) -> No
         assert "new workers" not in log and "starting another" not in log
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_where_torchrun_is_killed_its_ranks_drain_and_end(tmp_path: Path) -> None:
     with two_ranks(tmp_path) as server:
         reader = Reader(server, prompt="Once", max_tokens=60)
@@ -290,7 +290,7 @@ def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_two_tasks_of_slurm_give_the_tokens_of_one_rank_and_end_together(llm: LLM, tmp_path: Path) -> None:
     """Nothing ends the other one here, as `srun` without --kill-on-bad-exit does not."""
     more = "print(flush=True)\ninput()\nllm.generate(PROMPTS, params, use_tqdm=False)\n"
@@ -346,7 +346,8 @@ def hosts() -> Iterator[list[str]]:
         yield names
 
 
-@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.long
+@pytest.mark.parametrize("stages", [1, 2])
 def test_two_hosts_serve_one_model(hosts: list[str], tmp_path: Path, stages: int) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable", "TMPDIR": str(tmp_path)}
     log, nodes = tmp_path / "log", []

@@ -204,7 +204,10 @@ PATHS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", tiers("families"))
+@pytest.mark.parametrize(
+    "name",
+    [*tiers("families", PATHS), *(pytest.param(name, marks=pytest.mark.long) for name in CASES if name not in PATHS)],
+)
 def test_chunks_and_prefix_hits_change_nothing(checkpoints: Checkpoints, name: str) -> None:
     core = make_core(checkpoints / name, sanitize_kv=name in PATHS)
     ask(core, known(checkpoints, name, 0, 20))
@@ -242,12 +245,7 @@ def test_the_specification_gives_the_same(checkpoints: Checkpoints, name: str) -
     ask(make_core(checkpoints / name, backend="reference"), known(checkpoints, name, 0, 10))
 
 
-QUICK = (
-    "gemma2",
-    "deepseek-v3",
-    "gpt-oss",
-    "qwen3.5",
-)  # the others take the interpreter minutes
+QUICK = ("gemma2", "gpt-oss")  # the others take the interpreter longer
 
 
 @pytest.mark.interpreted

@@ -427,9 +427,9 @@ STARVED = {"num_gpu_blocks_override": 9, "block_size": 8, "max_model_len": 64}
     "fields",
     [
         {**STARVED, "preemption_mode": "recompute"},
-        pytest.param({**STARVED, "preemption_mode": "swap", "swap_space": 0.05}, marks=pytest.mark.full),
+        pytest.param({**STARVED, "preemption_mode": "swap", "swap_space": 0.05}, marks=pytest.mark.long),
         pytest.param({"max_num_batched_tokens": 16, "max_num_seqs": 8}, marks=pytest.mark.full),
-        pytest.param({"enable_chunked_prefill": False}, marks=pytest.mark.full),
+        pytest.param({"enable_chunked_prefill": False}, marks=pytest.mark.long),
         pytest.param({"distributed_executor_backend": "mp", "async_scheduling": True}, marks=pytest.mark.full),
     ],
     ids=["recompute", "swap", "chunks", "classic", "ahead"],
