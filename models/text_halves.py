@@ -69,8 +69,9 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 # Those whose heads are tied where nothing is said of it beside the text's half, which has a say in the others (LLaVA).
 TIED_HALVES = {
     "ayavision", "cohere2vision", "deepseekvl", "deepseekvlhybrid", "funasrnano", "gemma3", "gemma3n", "gemma4",
-    "glmasr", "gotocr2", "granitespeech", "granitespeechplus", "hunyuanvl", "internvl", "janus", "kimik25",
-    "lightonocr", "minicpmocr", "mistral3", "mosstranscribediarize", "ovis2", "paddleocrvl", "paligemma", "qwen3asr",
+    "glmasr", "gotocr2", "granitespeech", "granitespeechplus", "hunyuanvl", "hyperclovaxvisionv2", "internvl", "janus",
+    "kimik25", "lightonocr", "minicpmocr", "mistral3", "mosstranscribediarize", "ovis2", "paddleocrvl", "paligemma",
+    "qwen3asr",
 }  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def make(name: str, case: dict, folder: Path) -> None:
     kind = getattr(transformers, case.get("head", "AutoModelForCausalLM"))
     if not (folder / "config.json").exists():
         make_checkpoint(name, case, folder, kind, more)
-    attention = "sdpa" if case["shape"].get("alibi") else "eager"  # Falcon's eager attention adds ALiBi twice
+    attention = "sdpa" if case.get("shape", {}).get("alibi") else "eager"  # Falcon's eager attention adds ALiBi twice
     model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention, **more)
     if "head" in case:
         with torch.no_grad():

@@ -51,7 +51,7 @@ EVERY_FILE = [
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
 MOST_STORY_LINES = 7000
 MOST_LINES = {
-    ".": 10051, "api": 6260, "cpu": 1950, "device": 2600, "executors": 1000, "models": 4338, "observe": 1500,
+    ".": 10051, "api": 6260, "cpu": 1950, "device": 2600, "executors": 1000, "models": 4339, "observe": 1500,
     "ops": 2000, "processes": 3802, "scheduling": 2350, "text": 4069,
 }  # fmt: skip
 STDLIB_ONLY = {

@@ -122,6 +122,10 @@ def test_the_package_names_its_classes(installed: Path, elsewhere: Path) -> None
     code = "import manta, sys; light = 'manta.engine' not in sys.modules; from manta import AsyncLLM, SamplingParams"
     done = run(installed, elsewhere, f"{code}\nprint(light, AsyncLLM.__name__, SamplingParams(n=2).n)\nmanta.LMM")
     assert done.stdout == "True AsyncLLM 2\n" and "module 'manta' has no attribute 'LMM'" in done.stderr
+
+
+@pytest.mark.long
+def test_type_checkers_see_the_package(installed: Path, elsewhere: Path) -> None:
     (elsewhere / "typed.py").write_text("from manta import LLM\n\nLLM('demo', max_num_seqs='3')\n")
     done = run(
         installed, elsewhere, "from mypy.main import main; main(clean_exit=True)", "typed.py", "--no-incremental"
