@@ -98,8 +98,7 @@ class ConfigReader:
         self.row = self.settled_row(row.but(image_layers=tuple(i for i in layers if i in listed)))
         self.layers = whole("num_hidden_layers", len(layers) - len(self.row.image_layers), 1, 1024)
         self.heads = self.fields.whole("num_attention_heads", 1, 1024)
-        shape = self.layers, self.heads, self.hidden_size
-        self.blocks = read_blocks(self.fields, *shape) if self.row.blocks else ()
+        self.blocks = read_blocks(self.fields, self.layers, self.heads, self.hidden_size) if self.row.blocks else ()
 
     def config(self) -> ModelConfig:
         """The shape that it describes."""
@@ -108,7 +107,7 @@ class ConfigReader:
             raise ValueError("config.json asks for attention in both directions; Manta has only causal attention")
         vocab_size, latent = f.whole("vocab_size", 1, 2**24), self.latent
         experts, expert_layers = self.experts()
-        scale, (names, label_kind) = self.attention_scale(), self.labels()
+        scale, (names, label_kind) = self.attention_scale(), outputs_of(self)
         config = ModelConfig(
             architecture=str(self.architecture),
             row=row,
@@ -482,17 +481,6 @@ class ConfigReader:
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
-    def labels(self) -> tuple[tuple[str, ...], Literal["softmax", "sigmoid", "identity"]]:
-        """The names of a classification head's outputs, if there is one, and what becomes of these outputs."""
-        if self.head != "labels":
-            return (), "softmax"
-        if count := REWARDS.get(str(self.architecture)):  # whatever the file says, as in Qwen's code
-            if count > 1:
-                self.notes.append("the labels are of a prompt's last token; let it be <extra_0>, which ends a step")
-            return tuple(f"LABEL_{i}" for i in range(count)), "softmax" if count > 1 else "identity"
-        names = labels(self.fields)
-        return names, label_activation(self.fields, len(names))
-
     def factor(self, name: str) -> float:
         """A factor that the family names; 1 where it names none. Two of MiniCPM's are for a model of size 1."""
         if name == "mup_enabled":
@@ -501,6 +489,18 @@ class ConfigReader:
             return self.hidden_size**0.5
         size = {"scale_depth": self.layers**0.5, "dim_model_base": self.hidden_size}.get(name, 1.0)
         return self.fields.number(name, 1e-6, 1e6, size) / size if name else 1.0
+
+
+def outputs_of(reader: ConfigReader) -> tuple[tuple[str, ...], Literal["softmax", "sigmoid", "identity"]]:
+    """The names of a classification head's outputs, if there is one, and what becomes of these outputs."""
+    if reader.head != "labels":
+        return (), "softmax"
+    if count := REWARDS.get(str(reader.architecture)):  # whatever the file says, as in Qwen's code
+        if count > 1:
+            reader.notes.append("the labels are of a prompt's last token; let it be <extra_0>, which ends a step")
+        return tuple(f"LABEL_{i}" for i in range(count)), "softmax" if count > 1 else "identity"
+    names = labels(reader.fields)
+    return names, label_activation(reader.fields, len(names))
 
 
 def read_blocks(f: Fields, layers: int, heads: int, hidden_size: int) -> tuple[tuple[int, int], ...]:
