@@ -78,8 +78,7 @@ class Transformer(Owner):
         self.head: Weight | None = self.embedding if tied and pipeline.last else None
         if config.head == "logits" and not tied:
             self.head = new_last(vocab, size)
-        has_bias = config.head == "logits" and self.row.head_bias
-        self.head_bias = new_last(vocab) if has_bias else None
+        self.head_bias = new_last(vocab) if config.head == "logits" and self.row.head_bias else None
         self.score = LabelHead(config, new_last) if config.head == "labels" else None
         interleaved = bool(self.row.interleaved)
         with torch.device("cpu"):  # to compute on the meta device torch imports SymPy and more, which takes seconds
