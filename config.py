@@ -28,6 +28,7 @@ STEP_TOKENS = 2048  # of a step, by default; on a GPU there are more, see device
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's other names, which vLLM takes, too
 TENSORS = "tensors"  # as the option `weights`: they came as tensors, and cannot be loaded again
 POLICY_NAMES = ("auto", "fcfs", "priority", "fair")
+NAMED = re.compile(r"[\w.]+:\w+")  # MODULE:CLASS, see `load_named`
 BACKEND_NAMES = {"torchrun": "external_launcher"}  # another name of an executor, and vLLM's
 MODEL_TAKES = "--model takes a folder in Hugging Face layout or a model's id on the hub, like Qwen/Qwen3-0.6B"
 
@@ -248,9 +249,9 @@ class EngineConfig(ClusterOptions):
         for name, others in (("dtype", DTYPE_NAMES), ("distributed_executor_backend", BACKEND_NAMES)):
             given = getattr(self, name)
             object.__setattr__(self, name, others.get(given, given))
-        if self.scheduling_policy not in POLICY_NAMES and not re.fullmatch(r"[\w.]+:\w+", self.scheduling_policy):
+        if self.scheduling_policy not in POLICY_NAMES and not NAMED.fullmatch(self.scheduling_policy):
             self._refuse("scheduling_policy", f"allowed: {', '.join(POLICY_NAMES)}, or MODULE:CLASS")
-        if wrong := [name for name in self.logits_processors if not re.fullmatch(r"[\w.]+:\w+", name)]:
+        if wrong := [name for name in self.logits_processors if not NAMED.fullmatch(name)]:
             raise ValueError(f"logits_processors has {wrong[0]!r:.80}; it must be MODULE:CLASS")
         if self.logits_processors and self.makes_vectors:
             self._refuse("logits_processors", f"with task {self.task!r}, which has no logits, it must be left out")
