@@ -26,7 +26,6 @@ class Server:
     def __init__(self, *flags: str, folder: Path, launcher: Sequence[str] = (), root: Path = ROOT):
         self.log = folder / "log"
         self.tmp = Path(tempfile.mkdtemp())
-        self.shm = set(os.listdir("/dev/shm"))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.tmp)}
         fixed = ("--port", "0", "--device", "cpu", "--dtype", "float32")
         command = [sys.executable, *launcher, "server.py", *fixed, *flags]
@@ -38,6 +37,7 @@ class Server:
             self.process.kill()
             raise
         self.pids = self.family()
+        self.shm = shared_memory(self.pids)
         self.clients: list[Any] = []
 
     def _wait_for(self, pattern: str) -> str:
@@ -101,7 +101,7 @@ class Server:
         """Nothing of it is left: no process, no shared memory, no file."""
         eventually(lambda: not any(alive(pid) for pid in self.pids), seconds)
         eventually(lambda: not list(self.tmp.iterdir()), 5)
-        eventually(lambda: not set(os.listdir("/dev/shm")) - self.shm - shared_memory_in_use(), seconds)
+        eventually(lambda: not self.shm & set(os.listdir("/dev/shm")), seconds)
         self.tmp.rmdir()
 
 
@@ -111,12 +111,12 @@ def counts(server: Server, name: str) -> dict[str, float]:
     return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
 
 
-def shared_memory_in_use() -> set[str]:
-    """The names of the shared memory that a process has, of whatever test."""
+def shared_memory(pids: Sequence[int]) -> set[str]:
+    """The names of the shared memory that these processes have; what other tests leave is not among them."""
     found: set[str] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+    for pid in pids:
         with contextlib.suppress(OSError):
-            found |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
+            found |= set(re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text()))
     return found
 
 
