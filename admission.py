@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from collections.abc import Sequence as Ints
+from collections.abc import Sequence as Items
 
 from config import EngineConfig, load_named
 from kv_cache import BlockSpaceManager, Entry
@@ -118,7 +118,7 @@ class Admission:
             group.timeline.note(started_over=True)
             self.wait(group, now)
 
-    def forget_moves(self, plans: Ints[StepPlan], now: float) -> None:
+    def forget_moves(self, plans: Items[StepPlan], now: float) -> None:
         """Trust nothing that these plans were to move, because nobody knows which moves were made."""
         self.space.forget_moves(plans)
         written = {host for plan in plans for _, host in plan.swap_out}  # most of them copies of the prefix cache
@@ -138,7 +138,7 @@ class Admission:
         firsts = [queue.first() for queue in (self.waiting, self.swapped) if queue]
         return min(firsts, key=lambda group: group.key, default=None)
 
-    def entrant(self, plan: StepPlan, running: Ints[SequenceGroup]) -> tuple[SequenceGroup, int] | None:
+    def entrant(self, plan: StepPlan, running: Items[SequenceGroup]) -> tuple[SequenceGroup, int] | None:
         """The group that comes in next, and the tokens that it has yet to compute; None if there is no room for it."""
         group = self.first()
         if group is None or len(self.free_slots) < group.width:
@@ -156,7 +156,7 @@ class Admission:
     # --- who comes in -----------------------------------------------------------------------------------------------
 
     def let_in(
-        self, plan: StepPlan, budget: SchedulingBudget, running: Ints[SequenceGroup], statuses: Collection[Status]
+        self, plan: StepPlan, budget: SchedulingBudget, running: Items[SequenceGroup], statuses: Collection[Status]
     ) -> Iterator[SequenceGroup]:
         """Let groups in, in order, until one does not fit or has another status: no group overtakes it.
 
@@ -200,7 +200,7 @@ class Admission:
         """Blocks that must be left free when `group` is let in and groups are expected to grow by `growth`."""
         return self.blocks.watermark_blocks + (0 if group is self.urgent else int(growth))
 
-    def make_way(self, running: Ints[SequenceGroup], plan: StepPlan) -> list[SequenceGroup]:
+    def make_way(self, running: Items[SequenceGroup], plan: StepPlan) -> list[SequenceGroup]:
         """The running groups to preempt, last first, for the first in line to fit; none if it would not fit even then.
 
         Only groups of a worse class make way. Prompt blocks that are kept for samples of such groups are given up
@@ -375,7 +375,7 @@ class Admission:
         self.free_slots += group.spare_slots
         group.spare_slots = []
 
-    def leave(self, seqs: Ints[Sequence]) -> None:
+    def leave(self, seqs: Items[Sequence]) -> None:
         """Take the blocks and slots of sequences; the slots become their groups' spare ones."""
         for seq in seqs:
             self.leave_batch(seq)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from models.logprobs import Scoring
 
 NO_ID = 2**31 - 1
-ALIGNMENT = 4  # words: every part begins at a multiple of 16 bytes, because kernels are compiled for that
-FLOATS = ("temperature", "top_p", "min_p", "penalties", "biases")  # the parts that hold no integers
+ALIGNMENT = 4  # words: every tensor begins at a multiple of 16 bytes, because kernels are compiled for that
+FLOATS = ("temperature", "top_p", "min_p", "penalties", "biases")  # the tensors that hold no integers
 
 
 class StepShape(NamedTuple):
@@ -35,20 +35,20 @@ class StepShape(NamedTuple):
 
 
 class Writes:
-    """Changes of the batch state, gathered on the host: see `ops.apply_writes`."""
+    """Changes of the batch state, gathered on the host: see `reference.apply_writes`."""
 
     def __init__(self) -> None:
-        self.places, self.values = array("q"), array("i")  # (at, begin, length) of each write; the words to write
+        self.ranges, self.values = array("q"), array("i")  # (at, begin, length) of each write; the words to write
 
     def add(self, at: int, values: array | np.ndarray) -> None:
         """Write `values`, of 4 bytes each, from word `at` on. No two writes may overlap."""
         begin = len(self.values)
         self.values.frombytes(values.tobytes())
-        self.places.extend((at, begin, len(self.values) - begin))
+        self.ranges.extend((at, begin, len(self.values) - begin))
 
     def clear(self) -> None:
         """Forget all writes."""
-        del self.places[:], self.values[:]
+        del self.ranges[:], self.values[:]
 
 
 class Processor(Protocol):
@@ -64,13 +64,13 @@ class Processor(Protocol):
 class BatchState:
     """What the device knows of each running sequence, one row ("slot") each, and of the rows of a step.
 
-    All parts but the token counts lie in one tensor of 4-byte words, so that one copy and one kernel bring all that a
-    plan changes (`Writes`). Each part has a fixed address, so that one CUDA graph serves every step of its shape.
+    All tensors but the token counts lie in one, of 4-byte words, so that one copy and one kernel bring all that a plan
+    changes (`Writes`). Each has a fixed address, so that one CUDA graph serves every step of its shape.
 
     A few arrays are on the host. `to_compute` says how many of a slot's known tokens are still to be computed, which is
     always one while it decodes. So the worker knows which rows sample without asking the device. `num_logprobs`,
     `masked_logprobs` and `scores` are needed on the host alone, and `adjusted` mirrors `adjustments`. `stops_barred`
-    counts down the samples for which min_tokens still bars a slot's stop tokens: it is one more than these, or 0 if
+    counts down the draws for which min_tokens still bars a slot's stop tokens: it is one more than these, or 0 if
     there is no bar. `barred_rows` has what such slots entered with.
 
     The token counts take 4 bytes for each slot and token of the vocabulary, with or without penalties, so that nothing
@@ -87,7 +87,7 @@ class BatchState:
         processors: change logits before `sample`.
     """
 
-    # Each annotation below is a part.
+    # Each annotation below is a tensor in `words`, which `__init__` makes.
     token_ids: torch.Tensor  # [S, max_model_len + 1] int32, all known tokens
     num_known: torch.Tensor  # [S] int32
     num_computed: torch.Tensor  # [S] int32, of the known tokens
@@ -97,13 +97,13 @@ class BatchState:
     min_p: torch.Tensor
     top_k: torch.Tensor  # [S] int32
     seeds: torch.Tensor  # [S] int64
-    adjustments: torch.Tensor  # for this and the next four see `ops.Adjust`
+    adjustments: torch.Tensor  # for this and the next four see `reference.Adjust`
     penalties: torch.Tensor
     bias_ids: torch.Tensor
     biases: torch.Tensor
     bitmask: torch.Tensor
     num_prompt: torch.Tensor  # [S] int32, of the known tokens; set only if there are bad words
-    bad_words: torch.Tensor  # [S, 128, 16] int32: 64 words in two spellings, see `ops.mask_words`; set only then
+    bad_words: torch.Tensor  # [S, 128, 16] int32: 64 words in two spellings, see `reference.mask_words`; set only then
     stop_bits: torch.Tensor  # [S, V / 32] int32, bit token % 32 of word token // 32: the token ends the sequence
     slots: torch.Tensor  # [S] int32, the slot of each of the step's rows; -1 marks a padding row, which changes nothing
     query_starts: torch.Tensor  # [S + 1] int32, where each row's tokens begin
@@ -129,7 +129,7 @@ class BatchState:
         sizes = [-(-math.prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes.values()]
         begins = np.cumsum([0, *sizes]).tolist()
         self.words = torch.zeros(begins.pop(), dtype=torch.int32, device=device)
-        self.places: dict[str, tuple[int, int]] = {}  # of each part: its first word, and words per slot
+        self.places: dict[str, tuple[int, int]] = {}  # of each tensor: its first word, and words per slot
         for (name, shape), begin in zip(shapes.items(), begins, strict=True):
             self.places[name] = begin, math.prod(shape[2:] if name == "block_tables" else shape[1:])
             part = self.words[begin : begin + math.prod(shape)].view(shape)
@@ -183,7 +183,7 @@ class BatchState:
         self._write("adjustments", slot, array("i", (bits,)))
 
     def _enter_adjustments(self, row: NewRow) -> int:
-        """Note what changes the logits of a new row; returns its `adjustments`, see `ops.Adjust`."""
+        """Note what changes the logits of a new row; returns its `adjustments`, see `reference.Adjust`."""
         slot, bias = row.slot, row.logit_bias
         if row.penalties is not None:
             self._write("penalties", slot, array("f", row.penalties))
@@ -196,7 +196,7 @@ class BatchState:
             self._write("bias_ids", slot, array("i", ordered + [NO_ID] * (MAX_LOGIT_BIAS - len(bias))))
             self._write("biases", slot, array("f", [bias[token] for token in ordered]))
         self.stops_barred[slot] = row.min_tokens + 1 if row.min_tokens and row.stops else 0
-        if self.stops_barred[slot]:  # one more, because `advance` takes one off before each sample
+        if self.stops_barred[slot]:  # one more, because `advance` takes one off before each draw
             self.barred_rows[slot] = row
         return PENALTIES * (row.penalties is not None) | BIAS * (bias is not None) | self._enter_mask(row)
 
@@ -263,11 +263,11 @@ class BatchState:
 
     def apply(self, ops: ModuleType) -> None:
         """Bring all that was noted to the device, by one copy from pinned memory and one kernel."""
-        places, values = self.writes.places, self.writes.values
-        if not places:
+        ranges, values = self.writes.ranges, self.writes.values
+        if not ranges:
             return
-        staged = np.frombuffer(bytearray(places.tobytes() + values.tobytes()), dtype=np.int32)
-        ops.apply_writes(self.words, to_device(staged, self.device), len(places) // 3)
+        staged = np.frombuffer(bytearray(ranges.tobytes() + values.tobytes()), dtype=np.int32)
+        ops.apply_writes(self.words, to_device(staged, self.device), len(ranges) // 3)
         self.writes.clear()
 
     def forget(self) -> None:
@@ -289,13 +289,13 @@ class BatchState:
         self.to_compute[slots] = left + samples
         for slot in slots[samples & (self.stops_barred[slots] > 0)].tolist():
             self.stops_barred[slot] -= 1
-            if not self.stops_barred[slot]:  # from this sample on
+            if not self.stops_barred[slot]:  # from this draw on
                 others = self.adjusted[slot] & ~(MASK | BAD_WORDS)
                 self._note(slot, others | self._enter_mask(self.barred_rows.pop(slot)))
         return samples
 
     def adjust(self, ops: ModuleType) -> Any:
-        """The `ops.Adjust` of all slots."""
+        """The `Adjust` of all slots."""
         changes = self.penalties, self.token_counts, self.bias_ids, self.biases, self.bitmask
         return ops.Adjust(self.adjustments, *changes)
 

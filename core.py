@@ -1,7 +1,7 @@
-"""The engine's one loop: `EngineCore` owns the scheduler and the executor.
+"""The body of the engine's loop: `EngineCore` owns the scheduler and the executor.
 
-Each `step()` plans, runs and reports. `device/workers.py` replaces dead workers and changes their weights. `engine.py`
-runs the loop in the caller's process, `processes/engine_process.py` in a process of its own.
+Each `step()` takes a result, starts the next step, and returns the news. `InprocClient` calls it in the caller's
+process, `processes/engine_process.py` in one of its own. If a worker dies, `device/workers.py` replaces all of them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each op is a kernel, whose docstring opens with its formula and shapes, and a launcher in three parts: check, allocate,
 launch. Inside kernels a prefix tells what a name is: i_ an index, o_ offsets, m_ a mask, p_ pointers, b_ a block of
 values. Kernels run on CUDA, and on the CPU under TRITON_INTERPRET=1. The folder ops/ has more of them, which this file
-passes on: of matrix products, experts, latent attention, delta-rule layers and sampling.
+passes on: of matrix products, experts, latent attention, delta rules and sampling. `ops/attention.py` has helpers.
 
 Shapes: B rows, T tokens, H heads, KV heads of keys and values, D elements of a head; G = H / KV. See reference.py.
 
@@ -352,7 +352,7 @@ def act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None) ->
 
 @triton.jit
 def _first_key(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
-    """The first key that tokens at `position` see: the one where their chunk begins, or where their window does.
+    """The first key that tokens at `position` see: where their attention chunk begins, or where their window does.
 
     For a window it may lie before 0. For a chunk the position must be at least 0.
     """
@@ -583,7 +583,7 @@ def attention_decode(
     partial = torch.empty(programs, 2, kv_heads, rows, head_dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(programs, 2, kv_heads, rows, dtype=torch.float32, device=q.device)
 
-    least = max(1, 32 * rows // block_n)  # items of a share: then at most a sixteenth of the bytes moved are pieces
+    least = max(1, 32 * rows // block_n)  # items of a share, about: so pieces are a small part of the bytes
     block_r = min(triton.next_power_of_2(rows), DECODE_PARTIALS // block_d)
     attention_decode_kernel[(programs, kv_heads)](
         q, kv, block_tables, slots, seq_lens, items, arrived, sinks, slopes, out, partial, partial_lse, batch,
@@ -914,13 +914,13 @@ def post_update(
 def move_blocks_kernel(source, target, pairs, num_pairs, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """target[dst] = source[src] for each (src, dst) of pairs; both [num_blocks, SIZE], pairs [num_pairs, 2] int64.
 
-    The programs, of which there may be any number, take turns with the chunks of BLOCK items.
+    The programs, of which there may be any number, take turns with the pieces of BLOCK items.
     """
-    CHUNKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
-    for i_c in range(tl.program_id(0), num_pairs * CHUNKS, tl.num_programs(0)):
-        i_src = tl.load(pairs + i_c // CHUNKS * 2)
-        i_dst = tl.load(pairs + i_c // CHUNKS * 2 + 1)
-        o_x = i_c % CHUNKS * BLOCK + tl.arange(0, BLOCK)
+    PIECES: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    for i_piece in range(tl.program_id(0), num_pairs * PIECES, tl.num_programs(0)):
+        i_src = tl.load(pairs + i_piece // PIECES * 2)
+        i_dst = tl.load(pairs + i_piece // PIECES * 2 + 1)
+        o_x = i_piece % PIECES * BLOCK + tl.arange(0, BLOCK)
         m_x = o_x < SIZE
         tl.store(target + i_dst * SIZE + o_x, tl.load(source + i_src * SIZE + o_x, mask=m_x), mask=m_x)
 

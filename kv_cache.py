@@ -1,9 +1,9 @@
 """Which blocks of the paged KV cache hold what: who owns them, what can be found again, and what is reused first.
 
 Blocks are integers here; the tensors behind them live in the worker. `BlockManager` keeps the books of one pool, and
-`BlockSpaceManager` those of all tables: sharing, copy on write, and host memory as the prefix cache's second tier.
+`BlockSpaceManager` those of all tables: sharing, copies of shared blocks, and host memory as the cache's second tier.
 
-A block is in one of three states:
+A block is in one of three states, and `num_free` counts the last two:
 
     used     ref_count > 0: it stands in the tables of that many sequences
     cached   ref_count = 0, but its hash can still be found: it is reused last, the least recently freed first
@@ -25,7 +25,7 @@ import enum
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from collections.abc import Sequence as Ints
+from collections.abc import Sequence as Items
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -56,7 +56,7 @@ class BlockManager:
         num_blocks: size of the pool.
         block_size: tokens in a block.
         enable_prefix_caching: let freed blocks be found again by the hash of what they hold.
-        num_lookahead_slots: extra token places after a sequence's tokens, for guesses at the next ones.
+        num_lookahead_slots: room to keep after a sequence's tokens, in tokens. Nothing uses it yet.
         keep_evicted: note in `evicted` which cached blocks are about to be overwritten, for a second tier to keep.
     """
 
@@ -82,7 +82,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that an allocation can take (cached ones among them)."""
+        """Blocks that an allocation can take: the free and the cached ones."""
         return len(self.idle)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -119,7 +119,7 @@ class BlockManager:
                     del self.idle[block]
                 self.ref_counts[block] += 1
 
-    def free(self, blocks: Ints[int]) -> None:
+    def free(self, blocks: Items[int]) -> None:
         """Drop a reference to each of `blocks`, one sequence's table in order."""
         # Backwards, so that the tail of a prefix is reused before its head: a head without its tail is still a hit.
         for block in reversed(blocks):
@@ -150,7 +150,7 @@ class BlockManager:
         self.block_of.clear()
         self.hashes, self.findable = [None] * self.num_blocks, bytearray(self.num_blocks)
 
-    def check_integrity(self, tables: Iterable[Ints[int]]) -> None:
+    def check_integrity(self, tables: Iterable[Items[int]]) -> None:
         """Assert that the books agree with `tables`, the block tables of all that own blocks."""
         owners = Counter(block for table in tables for block in table if block >= 0)
         for block, count in enumerate(self.ref_counts):
@@ -182,9 +182,9 @@ class BlockSpaceManager:
     """The device's blocks, the host's, and the tables of all sequences.
 
     Every move of a block's content goes into the step's plan. The workers make the moves in this order: out to the
-    host, in from it, copies on the device, and then the step's tokens. In one plan, only a later kind of move may fill
-    a block that an earlier one reads; until then it is pinned. Plans run in order, so a block that a step in flight
-    still reads may be handed out at once: a later plan fills it.
+    host, in from it, copies on the device, and then the step's tokens. A block that a move reads may only be filled by
+    a later kind of move. If another kind could fill it, it is pinned: not reused while this plan is made. Plans run in
+    order, so a block that a step in flight still reads may be handed out at once: a later plan fills it.
 
     A kind that sees all tokens gets a whole prompt's blocks at once. One with a window gets them step by step.
 
@@ -200,7 +200,7 @@ class BlockSpaceManager:
         config: EngineConfig,
         num_blocks: int,
         num_host_blocks: int,
-        windows: Ints[int],
+        windows: Items[int],
         states: StateManager | None = None,
         manager: type[BlockManager] = BlockManager,
     ):
@@ -217,12 +217,10 @@ class BlockSpaceManager:
         self.states = states
         self.pinned: list[int] = []  # the device's blocks to free once the plan is made
         self.host_pinned: list[int] = []  # and the host's
-        self.copies_left = num_host_blocks  # how many copies the host gets until a prompt asks for a dropped block
+        self.copies_left = num_host_blocks  # copies to the host until a prompt asks for a dropped block
         self.uncopied: OrderedDict[bytes, None] = OrderedDict()  # the keys of blocks that were dropped without a copy
 
     # --- how many blocks --------------------------------------------------------------------------------------------
-    # blocks_for: one table's, for so many tokens       goals: each kind's          most: the most that sequences hold
-    # missing: what tables lack of their goals          lacks: the sum of that
 
     def goals(self, tokens: int, reach: int) -> list[int]:
         """Blocks that each kind's table needs for `tokens` tokens; with a window, only for the first `reach` of them.
@@ -409,11 +407,11 @@ class BlockSpaceManager:
             self.states.planned()
 
     def _keep(self, plan: StepPlan) -> list[int]:
-        """Copy cached blocks to the host: those that the plan overwrites, then those that come next in later plans.
+        """Copy cached blocks to the host: those that the plan overwrites, then those that later plans overwrite first.
 
         The latter may be copied while the step runs. A step copies at most as many blocks as its tokens fill, and
-        COPIES more. It copies none once a host pool's worth was copied since a prompt last asked for a block that the
-        device had dropped, because then a hit is not likely. Returns the host's blocks, for the caller to free.
+        COPIES more. After as many copies as the host has blocks it waits until a prompt asks for a block that the
+        device has dropped: else hits are not likely. Returns the host's blocks, for the caller to free.
         """
         device, host = self.device, self.host
         most = min(COPIES + sum(count for _, count in plan.rows) // self.block_size, self.copies_left, host.num_free)
@@ -441,7 +439,7 @@ class BlockSpaceManager:
         if self.states:
             self.states.snapshots.reset_prefix_cache()
 
-    def forget_moves(self, plans: Ints[StepPlan]) -> None:
+    def forget_moves(self, plans: Items[StepPlan]) -> None:
         """Let nobody find what these plans were to move, nor any snapshot: a step may have failed before its moves."""
         for plan in plans:
             for pool, moves in ((self.host, plan.swap_out), (self.device, plan.swap_in)):

@@ -1,7 +1,8 @@
-"""The parts of a decoder layer: norms, attention, and the MLP. Experts are in `models/expert_layers.py`.
+"""The sublayers of a decoder layer: norms, attention, and the MLP. Experts are in `models/expert_layers.py`.
 
-Each part holds a rank's share of its weights, and its `parts` says which tensors of a checkpoint fill them. The row of
-its family says which parts a layer has, and how they depart from Llama's.
+A family's row (`models/families.py`) says which sublayers a layer has, and how they depart from Llama's. Each holds a
+rank's share of its weights. Its method `parts` says where each tensor of a checkpoint goes, and a word says which share
+a rank takes: "col", "row", "kv", "vocab", "all" or "first"; see `Shares.share`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One transformer, whose layers are put together as its family's row says.
 
-The compute-heavy steps are the `ops` that the worker hands in (Triton kernels, or their plain torch twins); matrix
-products are torch's. Each rank of a group holds a share of every weight. A word for each weight says which share:
-"col", "row", "kv", "vocab", "all" or "first"; see `Shares.share`.
+The compute-heavy steps are the `ops` that the worker hands in (Triton kernels, or their plain torch twins). Most matrix
+products are torch's.
 """
 
 from __future__ import annotations
@@ -159,8 +158,8 @@ class Transformer(Owner):
         return torch.cat((x, inputs[:, len(self.span) :].flatten(1)), 1)
 
     def run(self, residual: torch.Tensor, inputs: torch.Tensor | None, step: Step) -> torch.Tensor:
-        """The norm that follows the layers, or on a stage before the last one the residual. Layers add to that in
-        place. x: first the part's normed input, then its output."""
+        """The norm that follows the layers; before the last stage, the residual. `residual` changes in place.
+        The variable x holds a sublayer's input, and then its output."""
         add_up, x = self.group.all_reduce, self.enter(residual)
         for i in self.span:
             layer, following = self.layers[i], self.following(i)

@@ -30,7 +30,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Experts:
-    """A layer's experts; see `Routing` and `ops.route`."""
+    """A layer's experts; see `Routing` and `reference.route`."""
 
     count: int
     top_k: int
@@ -69,7 +69,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class Delta:
-    """Sizes of layers with the gated delta rule, whose state stands for all tokens so far; see `ops.delta_rule`.
+    """Sizes of layers with the gated delta rule, whose state stands for all tokens so far; see `reference.delta_rule`.
 
     Each head of q and k serves as many heads of v as there are for each. A convolution mixes each channel over time.
     """
@@ -116,7 +116,7 @@ class ModelConfig:
     ropes: tuple[Rope, ...]  # the different ones
     layer_ropes: tuple[int, ...]  # which of them each layer has
     max_position: int  # tokens of context, those that RoPE's scaling adds among them
-    activation: str  # of the MLP; see `ops.act_mul`
+    activation: str  # of the MLP; see `reference.act_mul`
     tie_word_embeddings: bool
     windows: tuple[int, ...]  # per layer: how many latest tokens attention sees; 0 is all
     kv_shapes: tuple[tuple[int, int], ...]  # per layer: KV heads, and head_dim
@@ -124,7 +124,7 @@ class ModelConfig:
     scale: float  # of attention's scores
     dtype: str
     eos_token_ids: tuple[int, ...]
-    slopes: tuple[float, ...] = ()  # of ALiBi, for each head; see `ops.attention_decode`
+    slopes: tuple[float, ...] = ()  # of ALiBi, for each head; see `reference.attention_decode`
     clip_qkv: float = 0.0  # queries, keys and values are cut to this range as they are projected; 0 for none
     soft_cap: float = 0.0  # of attention's scores
     logit_cap: float = 0.0
@@ -148,7 +148,7 @@ class ModelConfig:
     notes: tuple[str, ...] = field(default=(), compare=False)  # for the start log: what may surprise
     normalize: bool | None = None  # whether an embedding is divided by its length; None: see `models.pooling`
     vector_size: int = 0  # of an embedding
-    poolings: tuple[str, ...] = ()  # of its hidden states; see `ops.pool`
+    poolings: tuple[str, ...] = ()  # of its hidden states; see `reference.pool`
 
     def page(self, ranks: int, layer: int) -> tuple[int, int, int]:
         """What a place of the pool holds in a layer, on each of `ranks`: parts, heads, and numbers of each of them.

@@ -1,6 +1,6 @@
 """Every record that travels: plans and results between scheduler and workers, and below, messages between processes.
 
-A plan carries differences, not batches: the workers keep the state of every running sequence.
+A plan has its rows in full, and only the differences of all else: the workers keep the state of running sequences.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sampling_params import PoolingParams, SamplingParams
 Method = str | Callable[..., Any]  # the name of a method of `Worker`, or a function whose first argument is a worker
 Kwargs = Mapping[str, Any] | None  # of a method
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
-TAGS = WEIGHTS, KV_CACHE  # what can sleep, by vLLM's names
+TAGS = WEIGHTS, KV_CACHE  # what workers free while they sleep (`Workers.sleep`), by vLLM's names
 # What changes a sequence's logits: bits of `Adjust.adjustments` in reference.py, whose ops import nothing of ours.
 PENALTIES, BIAS, MASK, BAD_WORDS = 1, 2, 4, 8
 
@@ -50,7 +50,7 @@ class NewRow:
     min_tokens: int = 0  # how many tokens must be sampled before one of `stops` may be drawn
     bad_words: list[list[int]] = field(default_factory=list)  # the last token of each is not drawn after the others
     pooling: PoolingParams | None = None  # what is made of the hidden states; None: the next token
-    constrained: bool = False  # each of its samples comes with a mask, which heeds `allowed` and the like, too
+    constrained: bool = False  # each of its tokens is drawn under a mask, which heeds `allowed` and the like, too
     masked_logprobs: bool = False  # its log-probabilities are taken over the tokens that the mask allows
 
 

@@ -7,9 +7,9 @@ float64, and the other two against the same formulas and against this one. It is
 Shapes: B rows (sequences) of a step, T its tokens, R the rows that sample, S slots of the batch state, M blocks of a
 sequence, H query heads, KV key/value heads, D head_dim, V vocabulary; of a layer of experts, E experts on this rank, k
 choices of a token, H inputs, I intermediate. A slot is a row of the batch state. The slot -1 marks a padding row,
-which changes nothing. The pool of keys and values is [num_blocks, num_layers, 2, KV, block_size, D], and `kv` is one
-layer of it: pool[:, layer]. Where a model caches one latent of R + P numbers for each token, the pool is
-[num_blocks, num_layers, 1, 1, block_size, R + P]: no values, and one head. See `latent_store`.
+which changes nothing. `kv` is a layer's view of the KV pool (`Transformer.views`): [num_blocks, 2, KV, block_size, D],
+keys and values. Where a model caches one latent of R + P numbers for each token, it is [num_blocks, 1, 1, block_size,
+R + P]: no values, and one head. See `latent_store`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Messages as bytes, and a ring in shared memory that carries them between the processes of a machine.
 
-A ring has chunks, one writer and many readers:
+A ring has chunks, one writer and many readers. All words lie before all payloads:
 
-    chunk i:   written | length | read by 0 | read by 1 | ...        one 64-bit word each
-               payload [chunk_bytes]
+    words of chunk i      written | length | read by 0 | read by 1 | ...        64 bits each
+    payload of chunk i    [chunk_bytes]
 
-Every reader gets every message, in order. A message that is longer than a chunk takes several, one after the other. The
-k-th chunk that is written (from 1 on) goes into chunk (k - 1) mod num_chunks. `written` becomes k when its payload is
-there, and a reader's word when that reader has taken it. The writer uses the chunk again once all readers have. So no
-word has two writers and there is no lock. The design is vLLM's `shm_broadcast`, but words are sequence numbers, not
-flags: no chunk lost, repeated or overtaken looks like the next. `length` is what is left of the message, in bytes.
+Every reader gets every message, in order. A message that is longer than a chunk goes in pieces. The k-th piece that is
+written (from 1 on) goes into chunk (k - 1) mod num_chunks. `written` becomes k when its payload is there, and a
+reader's word when that reader has taken it. The writer uses the chunk again once all readers have. So no word has two
+writers and there is no lock. The design is vLLM's `shm_broadcast`, but words are sequence numbers, not flags: no piece
+lost, repeated or overtaken looks like the next. `length` is what is left of the message, in bytes.
 
 A reader spins for a moment, since a message mostly comes soon, and then sleeps until a socket, its bell, wakes it.
 Nothing here has a name in the file system, so nothing is left there, whichever process is killed.
@@ -40,7 +40,7 @@ from plan import Message
 CHUNK_BYTES = 1 << 18  # a plan is mostly a few KB; one with a prompt of 50,000 tokens may be larger
 NUM_CHUNKS = 8
 SPIN = 100e-6  # seconds before a reader sleeps; an immediate answer comes sooner, and waking up takes half as long
-NAP = 500e-6  # seconds between a writer's looks while there is no room
+PAUSE = 500e-6  # seconds between a writer's looks while there is no room
 BACKSTOP = 1.0  # seconds that a reader sleeps at most, in case it ever misses the bell
 BEAT = 0.5  # seconds between two heartbeats, and between two looks at them
 STALL = 3.5  # seconds without a heartbeat after which a process counts as stuck, at most 4.5 after it stopped
@@ -128,7 +128,7 @@ class RingBuffer:
     Args:
         num_readers: processes that read; each has a number from 0 on.
         chunk_bytes: payload of a chunk.
-        num_chunks: chunks that the writer may be ahead of the slowest reader.
+        num_chunks: pieces that the writer may be ahead of the slowest reader.
     """
 
     def __init__(self, num_readers: int, chunk_bytes: int = CHUNK_BYTES, num_chunks: int = NUM_CHUNKS):
@@ -153,9 +153,9 @@ class RingBuffer:
         self.payloads = memoryview(self.memory)[self._words() * WORD :]
         self.asleep = self.num_chunks * (2 + self.num_readers)  # index of each reader's word: its nap's number, or 0
         self.pulse = self.asleep + self.num_readers  # index of the word in which the writer counts its heartbeats
-        self.count = 0  # chunks written, or read, at this end
+        self.count = 0  # pieces written, or read, at this end
         self.naps = 0  # of this reader
-        self.parts: list[bytes] = []  # of a message, so far; they stay if Ctrl-C breaks off reading it
+        self.pieces: list[bytes] = []  # of a message, so far; they stay if Ctrl-C breaks off reading it
         self.fence = threading.Lock()
         for bell, _ in self.bells:
             bell.setblocking(False)
@@ -183,7 +183,7 @@ class RingBuffer:
             theirs.close()
 
     def write(self, message: bytes, timeout: float, look: Callable[[], None] = lambda: None) -> None:
-        """Put a message in; waits while there is no room, and calls `look` every NAP while it does.
+        """Put a message in; waits while there is no room, and calls `look` every PAUSE while it does.
 
         `look` must take what readers write to this process: a reader that waits for room there reads nothing here.
 
@@ -195,8 +195,8 @@ class RingBuffer:
         for begin in range(0, length or 1, self.chunk_bytes):
             self._put(message[begin : begin + self.chunk_bytes], length - begin, timeout, deadline, look)
 
-    def _put(self, part: bytes, left: int, timeout: float, deadline: float, look: Callable[[], None]) -> None:
-        """Put the next part of a message into a chunk; the message has `left` bytes still to come, with this part."""
+    def _put(self, piece: bytes, left: int, timeout: float, deadline: float, look: Callable[[], None]) -> None:
+        """Put the next piece of a message into a chunk; the message has `left` bytes still to come, with this piece."""
         chunk = self.count % self.num_chunks
         at, begin = chunk * (2 + self.num_readers), chunk * self.chunk_bytes
         for reader in range(self.num_readers):
@@ -205,8 +205,8 @@ class RingBuffer:
                     late = self.count - self.num_chunks + 1
                     raise RingTimeout(reader, f"reader {reader} has not taken message {late} within {timeout:g} s")
                 look()
-                time.sleep(NAP)
-        self.payloads[begin : begin + len(part)] = part
+                time.sleep(PAUSE)
+        self.payloads[begin : begin + len(piece)] = piece
         self.words[at + 1] = left
         self._order()  # the payload is there before its number
         self.count += 1
@@ -248,22 +248,22 @@ class RingBuffer:
         Raises:
             RingTimeout: a message has begun, and its rest does not come within BROKEN_OFF seconds.
         """
-        while self._wait(BROKEN_OFF if self.parts else timeout):
+        while self._wait(BROKEN_OFF if self.pieces else timeout):
             self._order()  # the number was there before the payload is read
             chunk = self.count % self.num_chunks
             at, begin = chunk * (2 + self.num_readers), chunk * self.chunk_bytes
             left = self.words[at + 1]
-            part = bytes(self.payloads[begin : begin + min(left, self.chunk_bytes)])
+            piece = bytes(self.payloads[begin : begin + min(left, self.chunk_bytes)])
             with undisturbed():
                 self.count += 1
                 assert self.words[at] == self.count, "the writer overtook a reader"
                 self._order()  # the payload was read before the chunk is given back
                 self.words[at + 2 + self.reader] = self.count
-                self.parts.append(part)
+                self.pieces.append(piece)
                 if left <= self.chunk_bytes:
-                    message, self.parts = b"".join(self.parts), []
+                    message, self.pieces = b"".join(self.pieces), []
                     return message
-        if self.parts:
+        if self.pieces:
             raise RingTimeout(self.reader, f"the rest of a message has not come within {BROKEN_OFF:g} s")
         return None
 

@@ -1,8 +1,8 @@
-"""What runs next. The scheduler speaks integers only: it never imports torch and never touches a tensor.
+"""What runs next. The scheduler never imports torch and never touches a tensor.
 
 There is no prefill phase and no decode phase. Each sequence has `tokens` (its prompt, then its output) and
-`num_computed`, how many of them have their keys and values in the cache. A step gives each sequence some tokens of the
-budget until `num_computed` has caught up, and then the model's last hidden state yields the next token.
+`num_computed`, how many of them are in the cache once the latest plan has run. A step gives each sequence some tokens
+of the budget until `num_computed` has caught up, and then the model's last hidden state yields the next token.
 
     add -> waiting -> running -> finished
               ^        |  ^
@@ -11,15 +11,16 @@ budget until `num_computed` has caught up, and then the model's last hidden stat
 
 Waiting, running and swapped groups are in the same order: by class, then by arrival. The policy sets the class: `fcfs`
 gives all requests the same one, `priority` takes the request's priority, and `fair` the tokens that its client has had.
-The first in order goes first, and the last one that runs is preempted first. So no later request of a class passes an
-earlier one, and the first in order computes at least a token in every step. So a request takes at most as many steps as
-it and all earlier ones have tokens. There are three exceptions. Samples branch off when their prompt is computed, and
-sequences that came in by then may run on first. Without chunked prefill (`scheduling/classic.py`), `max_num_seqs` steps
-of prompts may come before a step of decodes. Under `fair` the first may wait for groups a step's tokens behind it.
+The first in order goes first, and the last one that runs is preempted first. So no request passes an earlier one of its
+class, and a request takes at most as many steps as it and all before it have tokens. There are three exceptions:
+
+    samples               wait until their prompt is computed; sequences that came in by then may run on first
+    no chunked prefill    `max_num_seqs` steps of prompts may come before a step of decodes (`scheduling/classic.py`)
+    `fair`                a group makes way for the first only if it is more than a step's tokens behind
 
 `schedule()` makes a `StepPlan` of differences for the workers; `update()` takes their `StepResult`. The next plan may
 be made before the last result is in: it must know that a token will come (`num_known`), not which. If that token ends
-its sequence, the token of the next row is dropped.
+its sequence, what the next step samples for it is dropped.
 
 `Admission` decides which groups are let in. Sequences that decode form a batch (`scheduling/decodes.py`), so a step
 looks only at those that need a block or end. Groups are in lanes, whose steps take turns (`scheduling/lanes.py`).
@@ -31,7 +32,7 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection
-from collections.abc import Sequence as Ints
+from collections.abc import Sequence as Items
 from functools import partial
 from itertools import compress
 
@@ -77,9 +78,9 @@ class Scheduler:
         num_blocks: int,
         max_model_len: int,
         vocab_size: int,
-        eos_token_ids: Ints[int],
+        eos_token_ids: Items[int],
         num_host_blocks: int = 0,
-        windows: Ints[int] = (0,),
+        windows: Items[int] = (0,),
         swap_cost: float = 0.0,
         states: StateRoom | None = None,
         clock: Callable[[], float] = time.monotonic,

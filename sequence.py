@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from array import array
-from collections.abc import Sequence as Ints
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ class Status(enum.Enum):
     FINISHED = enum.auto()
 
 
-def chain(hashes: list[bytes], tokens: Ints[int], size: int, salt: str = "") -> None:
+def chain(hashes: list[bytes], tokens: Items[int], size: int, salt: str = "") -> None:
     """Extend `hashes`, one 128-bit hash a full block of `size` tokens; each covers everything before it too."""
     for start in range(len(hashes) * size, len(tokens) - size + 1, size):
         parent = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=16).digest()
@@ -51,7 +51,7 @@ def chain(hashes: list[bytes], tokens: Ints[int], size: int, salt: str = "") -> 
         hashes.append(hashlib.blake2b(parent + data, digest_size=16).digest())
 
 
-def by_column(tables: Ints[Ints[int]]) -> list[int]:
+def by_column(tables: Items[Items[int]]) -> list[int]:
     """The blocks of one sequence's tables in order of their tokens; -1 where a table has none."""
     return [block for column in zip_longest(*tables, fillvalue=-1) for block in column]
 
@@ -60,19 +60,20 @@ def by_column(tables: Ints[Ints[int]]) -> list[int]:
 class Sequence:
     """Tokens, of which `num_computed` have their keys and values in `tables`, or will have after the latest plan.
 
-    Its parts, and the names of the counts of tokens up to each bar:
+    The name under a bar counts all tokens before it, so `delivered` begins with the prompt:
 
         prompt |  output delivered |  undelivered |  in flight |
     num_prompt |    len(delivered) |   num_tokens |  num_known |    num_computed = num_known - 1 while it decodes
 
-    A batch of decodes keeps the undelivered tokens, and steps in flight will sample the last ones.
+    A batch of decodes keeps the undelivered tokens, and steps in flight will sample the last ones. This, and the fields
+    from `batch` to `computed_before`, can wait until `scheduling/decodes.py`.
     """
 
     group: SequenceGroup
     delivered: list[int]  # see `tokens`
     batch: DecodeBatch | None = None  # in which it decodes; it sets the next four
-    place: int = 0  # among the rows of the batch
-    due: int = 0  # the step of the batch that must look at it
+    row: int = 0  # its index among the rows of the batch
+    due: int = 0  # the step of the batch in which it needs a block, or samples its last token
     next_delivery: int = 0  # the step of the batch whose token is delivered next
     computed_before: int = 0  # `num_computed` without the steps of `batch`
     num_published: int = 0  # columns of `tables` offered to the prefix cache
@@ -198,7 +199,7 @@ class Request:
     """What a client asked for (its message is an `EngineCoreRequest`), and what became of it; times in seconds."""
 
     request_id: str  # unique among the requests in flight
-    prompt: Ints[int]
+    prompt: Items[int]
     params: SamplingParams
     salt: str = ""  # prefixes are shared only among requests of equal salt
     priority: int = 0  # lower goes first, where the policy is `priority`

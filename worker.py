@@ -45,7 +45,7 @@ class Worker:
     Args:
         config: the engine's options.
         model: the model, filled with weights.
-        pool: the KV pool [num_blocks, layers of a page, 2, KV, block_size, D] on the device, or one of latents.
+        pool: the KV pool [num_blocks, elements of a page] on the device; each layer has a view of it, see `views`.
         host_pool: blocks of the same shape in the host's memory.
         states: recurrent states [rows, size or 0] float32 on the device, first a row for each slot; see `StepPlan`.
         host_states: rows of the same size in the host's memory.
@@ -412,7 +412,7 @@ class Worker:
         return self.post_update(shape, ids, adjust), logits
 
     def post_update(self, shape: StepShape, ids: torch.Tensor, adjust: Any = None) -> torch.Tensor:
-        """Write the sampled tokens into the batch state; returns them for the host, see `ops.post_update`."""
+        """Write the sampled tokens into the batch state; returns them for the host, see `reference.post_update`."""
         state = self.state
         return self.ops.post_update(
             state.token_ids, state.num_known, state.num_computed, state.slots[: shape.rows],

@@ -1,7 +1,7 @@
 """Steps through a Triton kernel line by line, on any machine: `python docs/step_through.py` beside kernels.py.
 
 At pdb's prompt `n` runs a line, `p b_s` shows a value, `b 500` stops at a line of kernels.py, `c` goes on and `q` ends.
-A sequence of 20 tokens lies in two blocks of 16, and its next token has 4 heads, two of which share a key.
+A sequence of 20 tokens lies in two blocks of 16. Its last token has 4 query heads, and two share each KV head.
 """
 
 import dis

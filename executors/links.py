@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from observe.logs import logger
-from ring import BACKSTOP, NAP, SPIN, RingTimeout
+from ring import BACKSTOP, PAUSE, SPIN, RingTimeout
 
 HEAD = struct.Struct("<BI")  # of a frame: its kind, and the bytes that follow
 MESSAGE, HEARTBEAT, WAITS = range(3)  # kinds of frames; the last two are empty
@@ -91,7 +91,7 @@ class RankLink:
         self._send(HEARTBEAT)
 
     def write(self, message: bytes, timeout: float, look: Callable[[], None] = lambda: None) -> None:
-        """Send a message, and call `look` every NAP while there is no room for it; see `RingBuffer.write`.
+        """Send a message, and call `look` every PAUSE while there is no room for it; see `RingBuffer.write`.
 
         Raises:
             RingTimeout: the other end has not taken it within `timeout` seconds.
@@ -112,7 +112,7 @@ class RankLink:
                         self.closed = True  # what follows half a message would be nonsense
                         what = f"reader {self.rank} has not taken message {self.counts[MESSAGE]} within {timeout:g} s"
                         raise RingTimeout(self.rank, what) from None
-                    time.sleep(NAP)
+                    time.sleep(PAUSE)
                     look()
                 except OSError:
                     self.closed = True

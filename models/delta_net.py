@@ -2,8 +2,8 @@
 
 Such a layer has no keys and values. What it knows of a sequence is a state of fixed size: a matrix for each head, which
 decays with every token and is corrected where it mispredicts the token's value from its key, and the latest inputs of a
-short convolution. `ops.delta_rule` and `ops.conv_silu` have the formulas. A sequence's state lies in the row of its
-slot; see `Transformer.states_of`.
+short convolution. `delta_rule` and `conv_silu` of reference.py have the formulas. A sequence's state lies in the row of
+its slot; see `Transformer.states_of`.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class ExpertMlp(Owner):
 
 
 def mix(logits: torch.Tensor, margin: float, slots: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two best experts of each token, as `ops.route` gives them, weighed by SparseMixer (Liu et al., 2023).
+    """The two best experts of each token, as `reference.route` gives them, weighed by SparseMixer (Liu et al., 2023).
 
     Each weight is that of a softmax over the experts that are not chosen yet and not much worse: by no more than
     `margin` of the best one's logit, or of their own if its absolute value is larger.

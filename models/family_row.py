@@ -62,7 +62,7 @@ class Routing:
     shared_gate: bool = False  # whether a sigmoid of the token weighs the shared expert (Qwen2-MoE)
     average: bool = False  # the sum with it is halved, unless "shared_expert_combination_strategy" is "sum"
     bias: bool = False  # whether the router and the experts have biases
-    weigh_inputs: bool = False  # see `ops.expert_gate_up`
+    weigh_inputs: bool = False  # see `reference.expert_gate_up`
     beside: bool = False  # each layer has a dense MLP, too, and adds the sum of both after a norm of each (Gemma 4)
     only_if: str = ""  # without this field no layer has experts
     # Stacked tensors are [experts, outputs, inputs], or inputs come first, or their shapes tell.

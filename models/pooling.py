@@ -22,7 +22,7 @@ from model_config import ModelConfig
 from models.config_fields import whole
 from sampling_params import PoolingParams, SamplingParams
 
-POOLINGS = ("last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len")  # see `ops.pool`
+POOLINGS = ("last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len")  # see `reference.pool`
 THEIRS = re.compile("_?tokens?$")  # what sentence-transformers' names have more, as "lasttoken"
 OLD_MODES = (  # its fields before it had `pooling_mode`, in the order of the vectors of several
     "cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken"

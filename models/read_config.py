@@ -35,7 +35,7 @@ TRUTHS = (  # fields of a row that are true or false once config.json has been r
     "norm_weight", "norm_bias", "parallel", "qkv_bias", "o_bias", "mlp_bias", "head_bias", "has_qk_norm", "interleaved",
     "tied_values", "wide_mlp", "alibi",
 )  # fmt: skip
-EXPERT_GATES = ("silu", "gelu_tanh")  # see `ops.expert_gate_up`
+EXPERT_GATES = ("silu", "gelu_tanh")  # see `reference.expert_gate_up`
 BESIDE_TEXT = ("tie_word_embeddings", "torch_dtype", "dtype", "eos_token_id", "quantization_config")
 HALVES = (*FIELDS, "thinker_config")  # the last one has a text_config of its own (Qwen Omni)
 AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")  # names of the layers that predict ahead

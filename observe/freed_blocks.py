@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Ints
+from collections.abc import Sequence as Items
 from itertools import islice
 
 from kv_cache import BlockManager
@@ -16,7 +16,7 @@ class WatchedBlockManager(BlockManager):
         self._drop(islice(self.idle, num_blocks))
         return super().allocate(num_blocks)
 
-    def free(self, blocks: Ints[int]) -> None:
+    def free(self, blocks: Items[int]) -> None:
         super().free(blocks)
         idle = (block for block in blocks if block >= 0 and self.ref_counts[block] == 0)
         self.freed += [(block, self.hashes[block] is not None) for block in idle]

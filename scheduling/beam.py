@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Ints
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import islice
@@ -63,9 +63,9 @@ class BeamSearch:
 
     def advance(
         self,
-        outputs: Ints[Ints[int]],
-        logprobs: Ints[float],
-        nexts: Ints[tuple[list[int], list[float]]],
+        outputs: Items[Items[int]],
+        logprobs: Items[float],
+        nexts: Items[tuple[list[int], list[float]]],
     ) -> list[Continuation]:
         """Take the next tokens of all beams; returns the beams that go on, the best first, or none: the search is over.
 

@@ -8,7 +8,7 @@ from itertools import compress
 
 from sequence import DecodeRows, Flight, Sequence
 
-MAX_IN_FLIGHT = 4  # steps that may be without a result at the same time
+MAX_IN_FLIGHT = 4  # at least the steps of a lane that may be without a result: 2, see `EngineCore.ahead`
 
 
 class DecodeBatch:
@@ -19,7 +19,7 @@ class DecodeBatch:
     from which their `num_computed` follows. A plan's rows for them are lists that stay the same until somebody joins or
     leaves. The tokens that a step brings are kept as they came, until a sequence's are delivered.
 
-    Prompts, beams, and sequences whose log-probabilities are wanted are not in it.
+    Prompts, beams, and sequences that need masks or log-probabilities (as for `best_of`) are not in it.
 
     Args:
         width: sequences that it has at most.
@@ -32,7 +32,7 @@ class DecodeBatch:
         self.steps = 0  # that it has run
         self.current, self.shared = DecodeRows(), False  # whether they were handed out
         self.calendar: defaultdict[int, dict[Sequence, None]] = defaultdict(dict)  # by step: who needs a look
-        # The token that a step brought to each place, for the latest steps: each sequence's tokens are delivered at
+        # The token that a step brought to each row, for the latest steps: each sequence's tokens are delivered at
         # least once a block.
         self.num_kept = block_size + MAX_IN_FLIGHT
         self.kept = array("i", bytes(4 * width * self.num_kept))
@@ -44,7 +44,7 @@ class DecodeBatch:
     def join(self, seq: Sequence) -> None:
         """`seq` computes a token in every step from the next one on."""
         seq.computed_before -= self.steps
-        seq.batch, seq.place = self, len(self)
+        seq.batch, seq.row = self, len(self)
         seq.next_delivery = self.steps + 1
         own = self._own()
         own.seqs.append(seq)
@@ -55,7 +55,7 @@ class DecodeBatch:
     def leave(self, seq: Sequence) -> None:
         """`seq` is in no step after those already planned; the last of the batch takes its place."""
         self.calendar.get(seq.due, {}).pop(seq, None)
-        for moved in (seq, self.current.seqs[-1]):  # the tokens at their places so far are theirs
+        for moved in (seq, self.current.seqs[-1]):  # the tokens in their rows so far are theirs
             self.deliver(moved)
         seq.computed_before += self.steps
         seq.batch = None
@@ -63,10 +63,10 @@ class DecodeBatch:
         columns: tuple[list, ...] = own.seqs, own.rows, own.names
         for column in columns:
             last = column.pop()
-            if seq.place < len(column):
-                column[seq.place] = last
-        if seq.place < len(self):
-            own.seqs[seq.place].place = seq.place
+            if seq.row < len(column):
+                column[seq.row] = last
+        if seq.row < len(self):
+            own.seqs[seq.row].row = seq.row
         own.departures += 1
 
     def _own(self) -> DecodeRows:
@@ -99,7 +99,7 @@ class DecodeBatch:
         """Take a step's tokens, in the order of steps; returns names and tokens of the sequences that still run."""
         step, ran = flight.decode_step, flight.decodes
         names = ran.names
-        if ran.departures == self.current.departures:  # nobody has another place than then
+        if ran.departures == self.current.departures:  # all are in the rows in which they were then
             at = step % self.num_kept * self.width
             self.kept[at : at + len(token_ids)] = array("i", token_ids)
         else:
@@ -116,6 +116,6 @@ class DecodeBatch:
         """Give `seq` the tokens that steps have brought it, if it is in this batch."""
         if count := seq.num_undelivered:
             assert count <= self.num_kept
-            tokens, first = self.kept[seq.place :: self.width], seq.next_delivery % self.num_kept
+            tokens, first = self.kept[seq.row :: self.width], seq.next_delivery % self.num_kept
             seq.delivered += (tokens + tokens)[first : first + count]
             seq.next_delivery = self.latest + 1

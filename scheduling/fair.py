@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection
-from collections.abc import Sequence as Ints
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
@@ -201,12 +201,12 @@ class Fair(Policy):
             tokens -= shares[client]
         return shares
 
-    def passed_over(self, group: SequenceGroup, running: Ints[SequenceGroup]) -> None:
+    def passed_over(self, group: SequenceGroup, running: Items[SequenceGroup]) -> None:
         """See `Policy`; `/explain` tells who was served instead."""
         if "served_instead" not in group.timeline.stays[-1]:
             group.timeline.note(**self.instead(group.request, running))
 
-    def instead(self, request: Request, running: Ints[SequenceGroup]) -> dict[str, Any]:
+    def instead(self, request: Request, running: Items[SequenceGroup]) -> dict[str, Any]:
         """Which other client runs most sequences, by its number, and how many; None if none runs any."""
         sequences = Counter[str]()
         for group in running:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Ints
+from collections.abc import Sequence as Items
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -72,7 +72,7 @@ class Constraint:
         slow = self.work is not None and not self.work.done() and time.monotonic() >= self.begun + MASK_TIMEOUT
         return self.error or (f"the structured output takes more than {MASK_TIMEOUT:g} s for a token" if slow else "")
 
-    def advance(self, output: Ints[int]) -> None:
+    def advance(self, output: Items[int]) -> None:
         """Read what is new of `output`, all tokens since the prompt, and make the mask that follows it."""
         start, end = self.params.reasoning_start_ids, self.params.reasoning_end_ids
         read = []  # tokens of the grammar
@@ -100,7 +100,7 @@ class Constraint:
         self.mask = self._mask(output)
         self.num_read = len(output)
 
-    def _mask(self, output: Ints[int]) -> np.ndarray:
+    def _mask(self, output: Items[int]) -> np.ndarray:
         """What may follow `output`, by the reasoning or the grammar, and by the request's own lists."""
         params, end = self.params, self.params.reasoning_end_ids
         budget = params.thinking_token_budget
@@ -120,7 +120,7 @@ class Constraint:
             self.error = "allowed_token_ids or bad_words leave no token with which the structured output can go on"
         return early if early.any() else listed  # what is complete ends, whatever `min_tokens` says
 
-    def _allowed_after(self, output: Ints[int]) -> np.ndarray:
+    def _allowed_after(self, output: Items[int]) -> np.ndarray:
         """What the grammar allows after tokens that it has not read, and may not allow."""
         if self.grammar is None or not output:
             return self.allowed
@@ -129,7 +129,7 @@ class Constraint:
             return np.zeros(self.words, dtype=np.uint32)
         return mask_of(matcher, self.words)
 
-    def _listed(self, output: Ints[int]) -> np.ndarray:
+    def _listed(self, output: Items[int]) -> np.ndarray:
         """The mask of what the request itself allows after `output`."""
         allowed, bad = self.params.allowed_token_ids, self.params.bad_word_ids
         mask = np.full(self.words, ALL, dtype=np.uint32) if allowed is None else self._bits(bit_words(allowed))
@@ -217,7 +217,7 @@ class Turns:
 class Grammars:
     """Compiles the grammars of an engine's requests, and makes the masks of its steps."""
 
-    def __init__(self, folder: str, vocab_size: int, eos_token_ids: Ints[int]):
+    def __init__(self, folder: str, vocab_size: int, eos_token_ids: Items[int]):
         self.words = -(-vocab_size // 32)
         self.vocabulary, self.opening = (folder, vocab_size, [*eos_token_ids]), threading.Lock()
         self.tokenizer: Any = None

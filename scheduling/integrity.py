@@ -78,6 +78,6 @@ def check_lanes(scheduler: Scheduler) -> None:
     """The batches of decodes agree with their sequences."""
     for lane in scheduler.lanes:
         seqs, rows = lane.decodes.current.seqs, lane.decodes.current.rows
-        assert [seq.place for seq in seqs] == list(range(len(seqs)))
+        assert [seq.row for seq in seqs] == list(range(len(seqs)))
         assert all(seq.batch is lane.decodes and seq.group.lane is lane and seq.slot >= 0 for seq in seqs)
         assert rows == [(seq.slot, 1) for seq in seqs]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Ints
+from collections.abc import Sequence as Items
 
 from config import EngineConfig
 from kv_cache import AllocStatus, BlockSpaceManager
@@ -19,7 +19,7 @@ class RequestLimits:
         space: BlockSpaceManager,
         max_model_len: int,
         vocab_size: int,
-        eos_token_ids: Ints[int],
+        eos_token_ids: Items[int],
     ):
         if not (config.enable_chunked_prefill or config.makes_vectors) and config.token_budget < max_model_len:
             raise ValueError(

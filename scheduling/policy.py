@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator
-from collections.abc import Sequence as Ints
+from collections.abc import Sequence as Items
 from typing import Any
 
 from config import EngineConfig
@@ -78,7 +78,7 @@ class Policy(GroupQueue):
     def admitted(self, group: SequenceGroup, prompt: int, output: int) -> None:
         """`group` is let in, perhaps once more: it will compute `prompt` tokens and write at most `output`."""
 
-    def passed_over(self, group: SequenceGroup, running: Ints[SequenceGroup]) -> None:
+    def passed_over(self, group: SequenceGroup, running: Items[SequenceGroup]) -> None:
         """`group`, the first in line, has waited for at least a step, in which `running` ran."""
 
     def advance(self, tokens: int, output: int) -> None:
@@ -103,7 +103,7 @@ class Policy(GroupQueue):
         """The policy's own part of what `/explain` says of a request."""
         return {}
 
-    def instead(self, request: Request, running: Ints[SequenceGroup]) -> dict[str, Any]:
+    def instead(self, request: Request, running: Items[SequenceGroup]) -> dict[str, Any]:
         """The policy's own part of what `/explain` says of an answer that waits while `running` run."""
         return {}
 

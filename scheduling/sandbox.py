@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence as Ints
+from collections.abc import Sequence as Items
 from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
 
@@ -101,7 +101,7 @@ def compile_text(tokenizer: Any, text: str, words: int, size: int) -> Grammar:
     return Grammar(matcher, first, size)
 
 
-def open_vocabulary(folder: str, vocab_size: int, eos_token_ids: Ints[int]) -> Any:
+def open_vocabulary(folder: str, vocab_size: int, eos_token_ids: Items[int]) -> Any:
     """The LLTokenizer of a model's folder.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Ints
+from collections.abc import Sequence as Items
 
 from config import EngineConfig
 from kv_cache import BlockManager
@@ -35,7 +35,7 @@ class StateManager:
         self.pinned: list[int] = []  # snapshots to free once the plan is made
         self.host_pinned: list[int] = []  # and host rows
 
-    def longest(self, hashes: Ints[bytes], most: int) -> int:
+    def longest(self, hashes: Items[bytes], most: int) -> int:
         """The longest beginning with a snapshot, of `most` blocks at most."""
         while most and hashes[most - 1] not in self.snapshots.block_of:
             most -= 1
@@ -78,7 +78,7 @@ class StateManager:
             plan.state_copies.append((seq.slot, self.num_slots + row))
             self.taken.append((row, digest))
 
-    def resume(self, seqs: Ints[Sequence], plan: StepPlan) -> None:
+    def resume(self, seqs: Items[Sequence], plan: StepPlan) -> None:
         """Bring states into the slots that `seqs` have got: from host memory, or from snapshots."""
         for seq in seqs:
             if seq.host_state >= 0:
@@ -91,7 +91,7 @@ class StateManager:
                 self.snapshots.share([row])
                 self.pinned.append(row)
 
-    def swap_out(self, seqs: Ints[Sequence], plan: StepPlan) -> None:
+    def swap_out(self, seqs: Items[Sequence], plan: StepPlan) -> None:
         """Copy the states of `seqs` to host memory, which has room for them."""
         for seq, row in zip(seqs, self.host.allocate(len(seqs)), strict=True):
             plan.state_out.append((seq.slot, row))

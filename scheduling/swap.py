@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Ints
+from collections.abc import Sequence as Items
 
 from config import EngineConfig
 from kv_cache import AllocStatus, BlockManager, BlockSpaceManager
@@ -18,7 +18,7 @@ class Swap:
         self.block_size, self.space = config.block_size, space
         self.device, self.host = space.device, space.host
 
-    def blocks_of(self, seqs: Ints[Sequence]) -> list[list[int]]:
+    def blocks_of(self, seqs: Items[Sequence]) -> list[list[int]]:
         """The blocks of what `seqs` have computed, by kind, each once."""
         columns = [self.host.blocks_for(seq.num_computed) for seq in seqs]
         kinds = zip(*(seq.tables for seq in seqs), strict=True)
@@ -42,7 +42,7 @@ class Swap:
         size = count + (states.room.blocks if states else 0)
         return size * self.cost < min(tokens, alone)
 
-    def out(self, seqs: Ints[Sequence], plan: StepPlan) -> None:
+    def out(self, seqs: Items[Sequence], plan: StepPlan) -> None:
         """Copy the computed blocks of `seqs` to host memory, where the prefix cache can find them, too."""
         blocks = [block for block in by_column(self.blocks_of(seqs)) if block >= 0]
         moved = dict(zip(blocks, self.host.allocate(len(blocks)), strict=True))
@@ -57,7 +57,7 @@ class Swap:
         if self.space.states:
             self.space.states.swap_out(seqs, plan)
 
-    def back(self, seqs: Ints[Sequence], most: int, kept: int, plan: StepPlan) -> bool:
+    def back(self, seqs: Items[Sequence], most: int, kept: int, plan: StepPlan) -> bool:
         """Bring back the blocks of `seqs`, if there are enough for their tokens with `kept` more left free.
 
         The next step computes `most` tokens of each at most.
@@ -80,7 +80,7 @@ class Swap:
             space.grow(seq, len(seq.tokens), seq.num_computed + most)
         return True
 
-    def drop(self, seqs: Ints[Sequence]) -> None:
+    def drop(self, seqs: Items[Sequence]) -> None:
         """Give up the host's blocks and states of `seqs`."""
         for seq in seqs:
             self.host.free(by_column(seq.host_tables))
@@ -89,7 +89,7 @@ class Swap:
                 self.space.states.drop(seq)
 
 
-def share_again(pool: BlockManager, tables: Ints[list[int]]) -> None:
+def share_again(pool: BlockManager, tables: Items[list[int]]) -> None:
     """Count the references of blocks that were allocated once and stand in several tables."""
     seen: set[int] = set()
     for table in tables:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
-from collections.abc import Sequence as Ints
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from sequence import Flight, Request, Sequence, SequenceGroup, Status
@@ -36,7 +36,7 @@ class Trial:
         self.alone: list[Request] = []  # of the pool, the only ones that run; empty: all run
 
     def blame(
-        self, lost: bool, cause: str, seqs: Ints[Sequence], requests: Collection[Request]
+        self, lost: bool, cause: str, seqs: Items[Sequence], requests: Collection[Request]
     ) -> tuple[Request, str] | None:
         """The request that is ended because steps have failed, and its error; None: none is.
 

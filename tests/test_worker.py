@@ -445,7 +445,7 @@ def test_a_step_that_fails_early_leaves_no_slot_half_told(make, monkeypatch):
     assert not worker.state.adjustments.any()
     worker.step(StepPlan(1, rows=[(2, 2)], new=[changed]))
     assert worker.state.adjustments.tolist() == [0, 0, 2, 0, 0, 0, 0, 0] == worker.state.adjusted.tolist()
-    assert worker.state.stop_bits[2, :2].tolist() == [(1 << 5) - (1 << 31), 1] and not worker.state.writes.places
+    assert worker.state.stop_bits[2, :2].tolist() == [(1 << 5) - (1 << 31), 1] and not worker.state.writes.ranges
 
 
 def test_a_slot_changes_hands_between_two_steps_of_the_same_rows(make):
