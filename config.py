@@ -80,7 +80,9 @@ class EngineConfig(ClusterOptions):
     )
     snapshot: str = option("", "")  # the folder that the model was downloaded to, if it was; see `hub.find_model`
     dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] = option(
-        "auto", "type of weights, activations and KV cache; auto: the checkpoint's, but on a CPU never float16"
+        "auto",
+        "type of weights, activations and KV cache; auto: the checkpoint's, but on a CPU never float16, and for a small "
+        "model float32",
     )
     device: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs; auto takes a GPU if there is one")
     backend: Literal["auto", "triton", "cpu", "reference"] = option(
@@ -192,7 +194,7 @@ class EngineConfig(ClusterOptions):
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
     compile: bool = option(
         False,
-        "on a CPU: make C++ of what is between the products before the first request, not while a large model serves; "
+        "on a CPU: make C++ of what is between the products before the first request, not while the model serves; "
         "and keep a second copy of the weights, compressed without loss, for one sequence at a time",
     )
     threads: int | None = option(

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ MODULES = (sys.modules[__name__], cpu_weights, cpu_ops, reference)  # the code o
 INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # the variable that says where Inductor keeps what it makes
 WORKPLACE = "tmp"  # the name of a folder in which something is compiled begins so
 MANY = 64  # tokens of a step; with so many or more, compiled code uses several threads
+TURN, PAUSE = 0.05, 0.95  # seconds for which C++ is made, and then not, while steps run
 
 Runner = Callable[[list[torch.Tensor]], list[torch.Tensor]]  # a function of tensors, as C++
 
@@ -160,15 +162,19 @@ class Builder:
 
     Args:
         jobs: how many processes at a time.
-        idle: these take only what other processes leave of the cores.
+        idle: these take only what other processes leave of the cores, and while steps run, hardly any of that: steps
+            also share the cores' caches and bandwidth with them.
+        delay: seconds before the first of them begins.
     """
 
     rows = (1, MANY)  # steps of so many tokens ask for all that there is to compile
 
-    def __init__(self, jobs: int, idle: bool = False):
+    def __init__(self, jobs: int, idle: bool = False, delay: float = 0):
         self.room, self.idle = threading.Semaphore(jobs), idle
+        self.begins = time.monotonic() + delay
         self.failed = ""  # why something could not be compiled
         self.usable = True  # whether the folders are; if not, nothing is compiled or opened
+        self.calls = 0  # of functions that are or will be compiled; it grows while steps run
         self.threads: list[threading.Thread] = []
         try:
             open_folders()
@@ -201,6 +207,7 @@ class Builder:
 
     def _make(self, job: Job, late: Late) -> None:
         """Compile a job, and load what was made. After the first failure no other is tried."""
+        time.sleep(max(0.0, self.begins - time.monotonic()))
         with self.room:
             if self.failed:
                 return
@@ -221,9 +228,27 @@ class Builder:
                 assert process.stdin and process.stdout
                 pickle.dump((job, self.idle, path), process.stdin)
                 process.stdin.flush()  # it stays open, which tells the process that this one lives
+                if self.idle:
+                    threading.Thread(target=self._pace, args=(process,), daemon=True).start()
                 said = process.stdout.read().decode(errors="replace").strip()
             if process.returncode:
                 raise RuntimeError(said.rpartition("\n")[2] or f"status {process.returncode}")
+
+    def _pace(self, process: subprocess.Popen[bytes]) -> None:
+        """While steps run, let a process and its compilers run for a small share of the time.
+
+        If this process dies during a pause, the system wakes the others by SIGHUP, which ends them: POSIX does so to
+        the stopped processes of a group that has lost its last parent outside of it.
+        """
+        calls = self.calls
+        while process.poll() is None:
+            time.sleep(TURN)
+            if self.calls != calls:
+                with contextlib.suppress(ProcessLookupError):  # it has ended, or is not a group yet
+                    os.killpg(process.pid, signal.SIGSTOP)
+                    time.sleep(PAUSE)
+                    os.killpg(process.pid, signal.SIGCONT)
+                calls = self.calls
 
     def wait(self) -> None:
         """Wait for all that was asked for.
@@ -378,6 +403,7 @@ class Compiled:
     def __call__(self, settings: tuple, *tensors: torch.Tensor) -> list[torch.Tensor] | None:
         """What the function returns; None as long as there is no C++ for it."""
         assert all(tensor.is_contiguous() for tensor in tensors)
+        self.builder.calls += 1
         many = len(tensors[0]) >= MANY
         key = (many, settings, *[(tensor.dtype, tensor.shape[1:]) for tensor in tensors])
         if (late := self.made.get(key)) is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+from talk import small_talk
 from tasks import NAMES, Tasks
 
 Message = dict[str, Any]
@@ -73,6 +74,8 @@ TASKS = {  # of the exam, beside those of `Tasks`: whether they are asked where 
     "plain": False,  # sums and differences in all the words of calls
     "extract": False,  # facts of the question, as JSON
     "json": False,  # an object that is made up
+    "talk": False,  # what is none of these, in other words than those of training
+    "aside": True,  # the same
 }
 
 
@@ -242,6 +245,11 @@ class SkillTasks(Tasks):
         question, a, b = self.arithmetic(operation)
         return [asks(question), says(str(a + b if operation == "add" else a - b))]
 
+    def talk(self, box: Toolbox | None) -> list[Message]:
+        """Small talk, or what the model cannot do."""
+        question, answer = small_talk(self.rng, self.word, bool(box), self.graded)
+        return [asks(question), says(answer)]
+
     def skill(self, box: Toolbox | None) -> list[Message]:
         """A few messages that exercise one of these skills: with tools mostly a call."""
         chance = self.rng.random()
@@ -264,6 +272,8 @@ class SkillTasks(Tasks):
             return [asks(question), says(json.dumps(made))]
         if task == "plain":
             return self.plain()
+        if task in ("talk", "aside"):
+            return self.talk(box if TASKS[task] else None)
         messages = self.weather(box) if task == "weather" else self.calculation(box)
         return messages if task == "answer" else messages[:2]
 

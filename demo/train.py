@@ -130,7 +130,9 @@ class Rows:
         weights: list[float] = []
         head, tools = self.tasks.system(), box.tools if box else None
         while len(ids) < length:
-            if rng.random() < (0.75 if box else 0.3):
+            if rng.random() < (0.08 if box else 0.14):
+                messages = self.tasks.talk(box)
+            elif rng.random() < (0.75 if box else 0.3):
                 messages = self.tasks.skill(box)
             else:
                 question, answer = self.tasks.turn(known, TURNS_WITH_TOOLS if box else TURNS)

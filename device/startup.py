@@ -53,6 +53,7 @@ from parallel import Group, Pipeline
 from worker import Worker
 
 CUDA_BLOCK_SIZES = (16, 32, 64, 128)
+SETTLED = 60  # seconds after which a server with a small model is one that stays
 
 
 def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, rendezvous: str = "") -> KeptWorker:
@@ -107,7 +108,7 @@ def prepare(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvo
     builder = new_builder(config, ops.BACKEND)
     if builder:
         ops = compile_ops(builder)
-    dtype = pick_dtype(config.dtype, model_config.dtype, device)
+    dtype = pick_dtype(config.dtype, model_config.dtype, device, is_small(config))
     max_model_len = check_sizes(config, model_config, device)
     stages = config.pipeline_parallel_size
     group = Group.connect(rank, config.tensor_parallel_size, rendezvous, device, stages)
@@ -299,15 +300,25 @@ def pick_device(name: str) -> str:
     return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def pick_dtype(asked: str, checkpoint: str, device: str) -> torch.dtype:
+def is_small(config: EngineConfig) -> bool:
+    """Whether the checkpoint is a small one; see `cpu.weights.SMALL`. One that is not there counts as large."""
+    if config.load_format == "dummy":
+        return False
+    with contextlib.suppress(ValueError):
+        return sum(os.path.getsize(path) for path in checkpoint_files(config.folder)) < cpu_weights.SMALL
+    return False
+
+
+def pick_dtype(asked: str, checkpoint: str, device: str, small: bool = False) -> torch.dtype:
     """The dtype that is asked for; `auto` is the checkpoint's.
 
-    On a CPU `auto` takes bfloat16 for a 16-bit checkpoint, or float32 where the CPU has no products of bfloat16.
+    On a CPU `auto` takes bfloat16 for a 16-bit checkpoint. It takes float32 where the CPU has no products of bfloat16,
+    and for a `small` model, whose conversions between the two take longer than its products.
     """
     if asked == "auto":
         asked = checkpoint
         if device == "cpu" and checkpoint in ("bfloat16", "float16"):
-            asked = "bfloat16" if machine.has_bfloat16() else "float32"
+            asked = "bfloat16" if machine.has_bfloat16() and not small else "float32"
     return getattr(torch, asked)
 
 
@@ -337,10 +348,10 @@ def pick_ops(backend: str, device: str) -> ModuleType:
 
 
 def new_builder(config: EngineConfig, backend: str) -> Builder | None:
-    """What makes C++ of ops: with `compile`, and else for a large model on the backend `cpu`, while it serves.
+    """What makes C++ of ops: with `compile`, and else on the backend `cpu` while the model serves.
 
-    A small model has answered before its C++ would be there. With `batch_invariant` the ops must not change between two
-    steps, because C++ may round otherwise.
+    In a script a small model has answered before its C++ would be there; beside a server it is made once that has run
+    for a while. With `batch_invariant` the ops must not change between two steps, because C++ may round otherwise.
 
     Raises:
         ValueError: with `compile`, another backend was chosen, `enforce_eager` too, or there is no compiler.
@@ -355,8 +366,8 @@ def new_builder(config: EngineConfig, backend: str) -> Builder | None:
         return Builder(jobs=os.cpu_count() or 1)
     if backend != "cpu" or config.enforce_eager or config.batch_invariant or config.load_format == "dummy":
         return None
-    small = sum(os.path.getsize(path) for path in checkpoint_files(config.folder)) < cpu_weights.SMALL
-    return None if small else Builder(jobs=1, idle=True)
+    small = is_small(config)
+    return None if small and not config.beside_server else Builder(jobs=1, idle=True, delay=SETTLED if small else 0)
 
 
 def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | None = None) -> None:
@@ -379,7 +390,7 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
     with contextlib.suppress(ValueError):  # weights that are not there yet
         model_config = settle_head(config.folder, model_config)
     max_model_len = check_sizes(config, model_config, device)
-    dtype = pick_dtype(config.dtype, model_config.dtype, device)
+    dtype = pick_dtype(config.dtype, model_config.dtype, device, is_small(config))
     try:
         ops = importlib.import_module("kernels")
     except ImportError:

@@ -259,8 +259,10 @@ def test_auto_dtype_is_one_that_the_cpu_is_fast_with(monkeypatch):
         monkeypatch.setattr(machine, "has_bfloat16", lambda native=native: native)
         assert pick_dtype("auto", "bfloat16", "cpu") == pick_dtype("auto", "float16", "cpu") == wanted
         assert pick_dtype("auto", "float32", "cpu") == torch.float32
+        assert pick_dtype("auto", "bfloat16", "cpu", small=True) == torch.float32
+        assert pick_dtype("bfloat16", "bfloat16", "cpu", small=True) == torch.bfloat16
         assert pick_dtype("float16", "bfloat16", "cpu") == torch.float16
-        assert pick_dtype("auto", "float16", "cuda") == torch.float16
+        assert pick_dtype("auto", "float16", "cuda", small=True) == torch.float16
 
 
 SETTLED = [  # the threads that are asked for, cores, whether one stays free, ranks, and the threads that are used
