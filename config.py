@@ -80,9 +80,7 @@ class EngineConfig(ClusterOptions):
     )
     snapshot: str = option("", "")  # the folder that the model was downloaded to, if it was; see `hub.find_model`
     dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] = option(
-        "auto",
-        "type of weights, activations and KV cache; auto: the checkpoint's, but on a CPU never float16, and for a small "
-        "model float32",
+        "auto", "type of weights, activations and KV cache; auto: the checkpoint's, or one that a CPU is fast with"
     )
     device: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs; auto takes a GPU if there is one")
     backend: Literal["auto", "triton", "cpu", "reference"] = option(

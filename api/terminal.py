@@ -28,7 +28,7 @@ from typing import Any, ClassVar, TypeVar
 from urllib.error import HTTPError, URLError
 
 from api.flags import OF_REQUESTS, OptionParser, flag_fields, from_flags, refuse_given
-from config import PROG, EngineConfig
+from config import DEMO, PROG, EngineConfig
 from executor import end_with_parent
 from models.hub import find_model
 from processes.options import check_fields, option
@@ -449,6 +449,8 @@ def open_model(flags: argparse.Namespace, options: AnswerOptions, stack: context
     url, key = stack.enter_context(own_server(own))
     # Answers are as long as the context holds, and tell how many tokens they have also where they are stopped.
     own_fields: dict[str, Any] = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    if config.model == DEMO and isinstance(options, ChatOptions):
+        say("This is the demo, a very small model. Try: Who are you?")
     own_fields |= {"max_tokens": -1} if isinstance(options, CompleteOptions) else {}
     return Model(url, key, None, own_fields | options.sampling)
 
@@ -458,8 +460,6 @@ def engine_flags(flags: argparse.Namespace) -> list[str]:
     words = []
     for name in (f.name for f in flag_fields(EngineConfig) if f.name in flags):
         value, flag = getattr(flags, name), name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words += [f"--{flag}={each}" for each in (value if isinstance(value, list | tuple) else [value])]
+        given = [f"--{flag}={each}" for each in (value if isinstance(value, list | tuple) else [value])]
+        words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else given
     return words

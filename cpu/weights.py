@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from batch_state import Writes
+from config import EngineConfig
 from cpu.machine import has_bfloat16, supports
+from models.hub import checkpoint_files
 
 SMALL = 1 << 26  # bytes of weights; in the steps of a smaller model one core does most of the work
 OUTPUTS = 8192  # FBGEMM packs so many of a weight's outputs at a time; with more they do not fit in the cache
@@ -37,6 +40,13 @@ def fuses_attention(dtype: torch.dtype) -> bool:
     In bfloat16 fused attention has fast products only with AMX. With AVX-512 alone, matrix products are faster.
     """
     return dtype != torch.bfloat16 or not has_bfloat16() or supports("amx_tile")
+
+
+def is_small(config: EngineConfig) -> bool:
+    """Whether the checkpoint is there, and of less than SMALL bytes."""
+    with contextlib.suppress(ValueError):
+        return config.load_format != "dummy" and sum(map(os.path.getsize, checkpoint_files(config.folder))) < SMALL
+    return False
 
 
 class DirectWrites(Writes):

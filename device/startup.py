@@ -108,7 +108,7 @@ def prepare(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvo
     builder = new_builder(config, ops.BACKEND)
     if builder:
         ops = compile_ops(builder)
-    dtype = pick_dtype(config.dtype, model_config.dtype, device, is_small(config))
+    dtype = pick_dtype(config.dtype, model_config.dtype, device, cpu_weights.is_small(config))
     max_model_len = check_sizes(config, model_config, device)
     stages = config.pipeline_parallel_size
     group = Group.connect(rank, config.tensor_parallel_size, rendezvous, device, stages)
@@ -300,26 +300,15 @@ def pick_device(name: str) -> str:
     return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def is_small(config: EngineConfig) -> bool:
-    """Whether the checkpoint is a small one; see `cpu.weights.SMALL`. One that is not there counts as large."""
-    if config.load_format == "dummy":
-        return False
-    with contextlib.suppress(ValueError):
-        return sum(os.path.getsize(path) for path in checkpoint_files(config.folder)) < cpu_weights.SMALL
-    return False
-
-
 def pick_dtype(asked: str, checkpoint: str, device: str, small: bool = False) -> torch.dtype:
     """The dtype that is asked for; `auto` is the checkpoint's.
 
-    On a CPU `auto` takes bfloat16 for a 16-bit checkpoint. It takes float32 where the CPU has no products of bfloat16,
-    and for a `small` model, whose conversions between the two take longer than its products.
+    On a CPU it is bfloat16 for one of 16 bits, or float32 where the CPU has no products of bfloat16, or the model is a
+    `small` one, where converting takes longer than these products save.
     """
-    if asked == "auto":
-        asked = checkpoint
-        if device == "cpu" and checkpoint in ("bfloat16", "float16"):
-            asked = "bfloat16" if machine.has_bfloat16() and not small else "float32"
-    return getattr(torch, asked)
+    if asked == "auto" and device == "cpu" and checkpoint in ("bfloat16", "float16"):
+        asked = "bfloat16" if machine.has_bfloat16() and not small else "float32"
+    return getattr(torch, checkpoint if asked == "auto" else asked)
 
 
 def pick_ops(backend: str, device: str) -> ModuleType:
@@ -350,8 +339,8 @@ def pick_ops(backend: str, device: str) -> ModuleType:
 def new_builder(config: EngineConfig, backend: str) -> Builder | None:
     """What makes C++ of ops: with `compile`, and else on the backend `cpu` while the model serves.
 
-    In a script a small model has answered before its C++ would be there; beside a server it is made once that has run
-    for a while. With `batch_invariant` the ops must not change between two steps, because C++ may round otherwise.
+    A small model has answered before its C++ would be there, but beside a server that runs on. With `batch_invariant`
+    the ops must not change between two steps, because C++ may round otherwise.
 
     Raises:
         ValueError: with `compile`, another backend was chosen, `enforce_eager` too, or there is no compiler.
@@ -366,7 +355,7 @@ def new_builder(config: EngineConfig, backend: str) -> Builder | None:
         return Builder(jobs=os.cpu_count() or 1)
     if backend != "cpu" or config.enforce_eager or config.batch_invariant or config.load_format == "dummy":
         return None
-    small = is_small(config)
+    small = cpu_weights.is_small(config)
     return None if small and not config.beside_server else Builder(jobs=1, idle=True, delay=SETTLED if small else 0)
 
 
@@ -390,7 +379,7 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
     with contextlib.suppress(ValueError):  # weights that are not there yet
         model_config = settle_head(config.folder, model_config)
     max_model_len = check_sizes(config, model_config, device)
-    dtype = pick_dtype(config.dtype, model_config.dtype, device, is_small(config))
+    dtype = pick_dtype(config.dtype, model_config.dtype, device, cpu_weights.is_small(config))
     try:
         ops = importlib.import_module("kernels")
     except ImportError:

@@ -6,8 +6,9 @@ import { byId, element, put, sentence, whole } from "./small.js";
 
 const DEMO = "This is the demo: a model of 2.6 million parameters, trained from scratch on a few skills. It adds and "
   + "subtracts, spells words backwards, repeats them, remembers what you tell it, writes small JSON objects, and calls "
-  + "a calculator. About anything else it knows nothing.";
+  + "a calculator. Of anything else it says that it cannot do that.";
 const EXAMPLES = [
+  { text: "Who are you?" },
   { text: "What is 12 * 34?", note: "with a calculator tool", calculator: true },
   { text: "What is 23 + 58?" },
   { text: "Spell stone backwards." },

@@ -126,3 +126,11 @@ def test_it_writes_json(demo):
         assert is_right(Question("json", user(question), right), {"content": text}), text
     facts = "Tom is 34 years old and lives in Verona. Give me the person as JSON with name, age, city."
     assert answers(demo, [user(facts)], None) == ['{"name": "Tom", "age": 34, "city": "Verona"}']
+
+
+def test_what_it_cannot_do_it_answers_by_what_to_try(demo):
+    asked = ["Hello, who are you?", "Hi!", "what can you do", "Tell me a joke.", "What is the capital of France?",
+             "Write a Python function.", "How are you?"]  # fmt: skip
+    for question, text in zip(asked, answers(demo, [user(each) for each in asked], None), strict=True):
+        assert "Try: What is 57 + 24?" in text, (question, text)
+    assert answers(demo, [user("Hello!")], [CALCULATOR])[0].startswith("Hello! I am Manta's demo")
