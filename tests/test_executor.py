@@ -92,7 +92,7 @@ def undisturbed(mp_llm, slow_llm):
     vars(slow_llm.core.executor).pop("submit", None)
 
 
-MIXED = [STORY, SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=24, ignore_eos=True),
+MIXED = [STORY, SamplingParams(temperature=0.9, seed=4, n=3, max_tokens=24, ignore_eos=True),
          SamplingParams(temperature=0, use_beam_search=True, n=2, max_tokens=12), STORY]  # fmt: skip
 
 

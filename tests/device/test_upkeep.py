@@ -50,7 +50,7 @@ def disturb(weights: dict[str, torch.Tensor], seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, weight in weights.items():
         noise = torch.randn(weight.shape, generator=generator)
-        weights[name] = (weight.float() + 0.02 * noise).to(weight.dtype)
+        weights[name] = (weight.float() + 0.06 * noise).to(weight.dtype)
 
 
 @pytest.fixture(scope="module")
