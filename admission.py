@@ -16,6 +16,7 @@ from collections.abc import Sequence as Items
 from config import EngineConfig, load_named
 from kv_cache import BlockSpaceManager, Entry
 from plan import NewRow, StepPlan
+from scheduling.adapters import AdapterSlots
 from scheduling.beam import blocks_to_fork
 from scheduling.fair import Fair
 from scheduling.policy import GroupQueue, Policy
@@ -69,6 +70,7 @@ class Admission:
         self.trial = Trial()
         self.aside = GroupQueue(Status.ASIDE)  # groups that wait while suspects of the trial run alone
         self.samples = Samples(space, self.wait)
+        self.adapters = AdapterSlots(config.max_loras)
         self.reserve = Reserve(config, space)
         self.swap = Swap(config, space, swap_cost)
         self.free_slots = list(range(config.max_num_seqs))[::-1]
@@ -81,6 +83,7 @@ class Admission:
         self.preempted: list[tuple[str, str, str]] = []  # in this step: (group, how, for which request)
         self.obstacle: tuple[str, ...] = ()  # (group, why): the first that could not come in
         self.urgent: SequenceGroup | None = None  # a waiting group for which others are preempted in this step
+        self._come_back()
 
     # --- the queues -------------------------------------------------------------------------------------------------
 
@@ -92,6 +95,11 @@ class Admission:
     def _queue(self, group: SequenceGroup) -> None:
         alone = self.trial.alone
         (self.waiting if not alone or group.request in alone else self.aside).push(group)
+
+    def _come_back(self) -> None:
+        """Have the groups that stepped aside queue again, if there may be a slot for an adapter of theirs."""
+        for group in self.adapters.back():
+            self._queue(group)
 
     def start_turn(self) -> None:
         """Choose which suspects run alone next; all other groups wait aside. Nothing may run or be swapped now."""
@@ -106,17 +114,22 @@ class Admission:
             self.swap.drop(group.seqs)
         elif group.status is Status.HELD:
             group.request.held.remove(group)
+        elif group in self.adapters.aside:
+            self.adapters.withdraw(group)
         else:
             (self.waiting if group.status is Status.WAITING else self.aside).abort(group)
 
     def drop_swapped(self, now: float) -> None:
         """Have swapped groups compute their tokens again."""
         while self.swapped:
-            group = self.swapped.pop(Status.WAITING)
-            self.swap.drop(group.seqs)
-            group.forget_computed()
-            group.timeline.note(started_over=True)
-            self.wait(group, now)
+            self._drop_first_swapped(now)
+
+    def _drop_first_swapped(self, now: float) -> None:
+        group = self.swapped.pop(Status.WAITING)
+        self.swap.drop(group.seqs)
+        group.forget_computed()
+        group.timeline.note(started_over=True)
+        self.wait(group, now)
 
     def forget_moves(self, plans: Items[StepPlan], now: float) -> None:
         """Trust nothing that these plans were to move, because nobody knows which moves were made."""
@@ -133,6 +146,11 @@ class Admission:
         self.space.reset_prefix_cache()
         self.released = []  # new workers have no slots to give up
 
+    @property
+    def num_aside(self) -> int:
+        """How many groups wait for something else than room."""
+        return len(self.aside) + len(self.adapters.aside)
+
     def first(self) -> SequenceGroup | None:
         """The group that comes in next; None if no group waits or is swapped."""
         firsts = [queue.first() for queue in (self.waiting, self.swapped) if queue]
@@ -141,7 +159,7 @@ class Admission:
     def entrant(self, plan: StepPlan, running: Items[SequenceGroup]) -> tuple[SequenceGroup, int] | None:
         """The group that comes in next, and the tokens that it has yet to compute; None if there is no room for it."""
         group = self.first()
-        if group is None or len(self.free_slots) < group.width:
+        if group is None or len(self.free_slots) < group.width or not self.adapters.has_room(group):
             return None
         length = len(group.seqs[0].tokens)
         if group.status is Status.WAITING:
@@ -162,6 +180,7 @@ class Admission:
 
         Each has its blocks and slots. The caller puts it into `running` and takes its tokens from `budget` at once.
         """
+        self._come_back()
         growth: float | None = None
         while (group := self.first()) and group.status in statuses:
             if self.now > group.timeline.begun:
@@ -169,6 +188,12 @@ class Admission:
             if why := self._obstacle(group, budget):
                 self.obstacle = (group.name, why)
                 return
+            if not self.adapters.has_room(group):
+                if group.status is Status.SWAPPED:  # it cannot keep its blocks while it stands aside
+                    self._drop_first_swapped(self.now)
+                else:
+                    self.adapters.step_aside(self.waiting.pop(Status.ASIDE))
+                continue
             if group.status is Status.WAITING and self.samples.follows(group, plan):
                 self.samples.hold(self.waiting.pop(Status.HELD), self.now)
                 continue
@@ -212,6 +237,8 @@ class Admission:
         victims: list[SequenceGroup] = []
         holders = [r for r in self.samples.holders if self.policy.yields(min(r.groups, key=lambda g: g.key), group)]
         if group is not self.first() or not (holders or self.policy.yields(running[-1], group)):
+            return []
+        if not self.adapters.has_room(group):
             return []
         entry, beam_blocks = self._entry(group, plan)
         left = self.blocks.num_free - self.blocks.watermark_blocks - self.space.price(entry) - beam_blocks
@@ -265,6 +292,7 @@ class Admission:
             self.samples.drop()
             return self._find_room(group, plan, most, kept, alone)
         group.spare_slots = [self.free_slots.pop() for _ in range(group.width)]
+        self.adapters.take(group, plan)
         for seq in group.seqs:
             self.enter(seq, plan)
         if self.space.states:
@@ -324,6 +352,7 @@ class Admission:
                 bad_words=[] if masked else [list(ids) for ids in params.bad_word_ids],
                 constrained=masked,
                 masked_logprobs=masked and (params.masked_logprobs or group.beams is not None),
+                adapter=self.adapters.slot(group),
             )
         )
         if (again := seq.num_forgotten - seq.num_computed) > 0:
@@ -371,6 +400,7 @@ class Admission:
 
     def release(self, group: SequenceGroup) -> None:
         """Take all blocks and slots of a group."""
+        self.adapters.leave(group)
         self.leave(group.seqs)
         self.free_slots += group.spare_slots
         group.spare_slots = []

@@ -23,6 +23,7 @@ from functools import partial, wraps
 from typing import Any
 
 from config import EngineConfig
+from lora.adapter import LoRARequest
 from model_config import ModelConfig
 from models.hub import find_model, source_of
 from observe.logs import logger, set_up
@@ -193,7 +194,13 @@ class AsyncLLM:
         return cls(engine_args)
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """All answers so far, each time that there is more of them; the last output is `finished`.
 
@@ -213,7 +220,8 @@ class AsyncLLM:
         stream, finished = AsyncStream(), False
         self.live[request_id] = name, stream
         try:
-            request, choices = await asyncio.to_thread(self.inputs.request, name, prompt, sampling_params, priority)
+            asked = name, prompt, sampling_params, priority, lora_request
+            request, choices = await asyncio.to_thread(self.inputs.request, *asked)
             choices.request_id = request_id
             await self.client.add_request(request, stream)
             while not finished:

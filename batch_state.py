@@ -32,6 +32,7 @@ class StepShape(NamedTuple):
     samples: int  # rows that sample
     max_query_len: int
     adjusted: bool  # whether some slot's logits are adjusted
+    adapted: bool = False  # whether rows may have adapters
 
 
 class Writes:
@@ -105,6 +106,7 @@ class BatchState:
     num_prompt: torch.Tensor  # [S] int32, of the known tokens; set only if there are bad words
     bad_words: torch.Tensor  # [S, 128, 16] int32: 64 words in two spellings, see `reference.mask_words`; set only then
     stop_bits: torch.Tensor  # [S, V / 32] int32, bit token % 32 of word token // 32: the token ends the sequence
+    adapters: torch.Tensor  # [S] int32, `NewRow.adapter`
     slots: torch.Tensor  # [S] int32, the slot of each of the step's rows; -1 marks a padding row, which changes nothing
     query_starts: torch.Tensor  # [S + 1] int32, where each row's tokens begin
     sample_index: torch.Tensor  # [S] int32, each row's place among those that sample, or -1
@@ -137,6 +139,7 @@ class BatchState:
         self.seeds = self.words[self.places["seeds"][0] :][: 2 * slots].view(torch.int64)
         self.token_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
         self.to_compute, self.num_logprobs, self.adjusted, self.stops_barred = np.zeros((4, slots), dtype=np.int32)
+        self.adapted = np.zeros(slots, dtype=bool)  # whether a slot has an adapter
         self.barred_rows: dict[int, NewRow] = {}
         self.masked_logprobs = np.zeros(slots, dtype=bool)  # see `NewRow`
         self.scores: dict[int, tuple[int, int, int, int]] = {}  # by slot: `NewRow.score`, and its tokens
@@ -147,6 +150,7 @@ class BatchState:
     def enter(self, plan: StepPlan) -> None:
         """Let sequences leave, enter and grow. Token counts change now; all else is noted, and `apply` brings it."""
         adjustments = dict.fromkeys(plan.released, 0)
+        adapters = {slot: 0 for slot in plan.released if self.adapted[slot]}
         for slot in plan.released:
             self.scores.pop(slot, None)
             self.stops_barred[slot] = 0
@@ -171,12 +175,17 @@ class BatchState:
                 self.stops[slot] = row.stops
                 self._write("stop_bits", slot, self._bits(row.stops))
             adjustments[slot] = self._enter_adjustments(row)
+            if row.adapter or self.adapted[slot]:
+                adapters[slot] = row.adapter
         for slot, blocks in plan.new_blocks:
             self._grow(slot, blocks)
         for slot, mask in plan.masks:
             self._write("bitmask", slot, np.frombuffer(mask, dtype=np.uint32))
         for slot, bits in adjustments.items():
             self._note(slot, bits)
+        for slot, adapter in adapters.items():
+            self.adapted[slot] = adapter > 0
+            self._write("adapters", slot, array("i", (adapter,)))
 
     def _note(self, slot: int, bits: int) -> None:
         self.adjusted[slot] = bits

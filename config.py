@@ -57,6 +57,7 @@ class EngineConfig(ClusterOptions):
             "data_parallel_secret_file",
             "headless", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_rank",
             "data_parallel_size_max"),
+        "adapters": ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"),
         "limits of a request, and changes of its logits": ("max_logprobs", "logits_processors"),
         "diagnostics": (
             "log_level", "log_format", "disable_log_stats", "log_scheduler", "trace", "torch_profiler_dir",
@@ -187,6 +188,12 @@ class EngineConfig(ClusterOptions):
         "auto", "which hidden states make an embedding; auto: what the model's folder says, else the last token's"
     )
     logits_processors: tuple[str, ...] = option((), "MODULE:CLASS of one's own that changes logits (may be repeated)")
+    enable_lora: bool = option(False, "serve LoRA adapters of the model beside it")
+    max_loras: int = option(4, "adapters that requests of one step may have", 1, 1024)
+    max_cpu_loras: int | None = option(
+        None, "adapters that are kept in the host's memory (default: four times max_loras)", 1, 65536
+    )
+    max_lora_rank: int = option(16, "the highest rank of an adapter", 1, 256)
     max_logprobs: int = option(20, "likeliest tokens whose log-probabilities a request may ask for", 0, 1024)
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and outputs are token ids alone")
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
@@ -234,6 +241,11 @@ class EngineConfig(ClusterOptions):
         return self.max_num_batched_tokens or max(STEP_TOKENS, self.max_num_seqs)
 
     @property
+    def host_loras(self) -> int:
+        """Adapters that are kept in the host's memory."""
+        return self.max_cpu_loras or 4 * self.max_loras
+
+    @property
     def makes_vectors(self) -> bool:
         """Whether prompts are turned into vectors, and nothing is sampled; `models.pooling.settle_task` comes first."""
         return self.task in ("embed", "score", "classify")
@@ -253,6 +265,8 @@ class EngineConfig(ClusterOptions):
             self._refuse("scheduling_policy", f"allowed: {', '.join(POLICY_NAMES)}, or MODULE:CLASS")
         if wrong := [name for name in self.logits_processors if not NAMED.fullmatch(name)]:
             raise ValueError(f"logits_processors has {wrong[0]!r:.80}; it must be MODULE:CLASS")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            self._refuse("max_cpu_loras", f"it must be at least max_loras, {self.max_loras}")
         if self.logits_processors and self.makes_vectors:
             self._refuse("logits_processors", f"with task {self.task!r}, which has no logits, it must be left out")
         if self.token_budget < self.max_num_seqs:  # else the last of them would never get a token

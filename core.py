@@ -13,12 +13,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from config import EngineConfig
 from device.workers import Workers, check_reloadable
 from executor import Peers, WorkerError
 from executors.choose import new_executor
+from lora.registry import HostAdapters
 from model_config import ModelConfig
 from models.pooling import check_pooling, settle_task, task_facts
 from models.read_rope import notes_on
@@ -51,6 +54,7 @@ UTILITIES = {  # the methods that clients may call by name, and the path from th
     "start_profile": "profiles.start_profile",
     "stop_profile": "profiles.stop_profile",
     "has_work": "has_work",
+    "add_lora": "adapters.add",
 }
 GLANCE = 0.01  # seconds between two looks at grammars that are being compiled, with nothing else to do
 LARGE_VOCABULARY = 2**15  # tokens; llguidance takes seconds to read so many
@@ -118,16 +122,18 @@ class EngineCore:
         self.scheduler = Scheduler(config, **sizes)
         self.recorder, self.observers = observers_of(config, sizes, self.scheduler)
         self.profiles = Profiles(config, self.workers.call, self.observers)
-        self.stat_logger = StatLogger(self.metrics)
         self.plans: deque[StepPlan] = deque()  # of the steps in flight, the oldest first
         overlap = self.executor.overlaps if config.async_scheduling is None else config.async_scheduling
         # The most steps in flight: of one lane, and of all. There are as many lanes as pipeline stages.
         self.ahead = 2 if overlap else 1
         self.depth = config.pipeline_parallel_size - 1 + self.ahead
         self.compiling: dict[str, tuple[Request, float]] = {}  # requests that wait for their grammars, and until when
-        self.paused: dict[str, EngineCoreRequest] = {}  # requests that wait for new weights
+        self.paused: dict[str, EngineCoreRequest] = {}  # requests that wait for new weights, or for room for an adapter
+        self.adapters = HostAdapters(config, partial(self.workers.call, "load_adapter"), self._queued)
+        self.workers.on_restart = self._reload_adapters
         self.pausing = False  # whether new requests must wait, because an update of weights is about to begin
         self.news = Outputs()  # what `tell` has not returned yet
+        self.stat_logger = StatLogger(self.metrics)
         # Called after an update of weights, with the options for this engine's replacement.
         self.on_weights: Callable[[dict[str, Any]], None] = lambda options: None
 
@@ -145,10 +151,17 @@ class EngineCore:
         r = request
         if any(r.request_id in known for known in (self.paused, self.compiling, self.scheduler.requests)):
             raise ValueError(f"request id {r.request_id!r} is in use by a request in flight")
-        if self.pausing:
+        try:
+            adapter = self.adapters.take(r.lora) if r.lora and not self.pausing else None
+        except ValueError:
+            self.scheduler.stats.refused()
+            raise
+        if self.pausing or (r.lora and not adapter):
             self.paused[r.request_id] = r
             return
-        queued = Request(r.request_id, r.prompt_token_ids, r.params, r.salt, r.priority, r.client, r.pooling)
+        # Also without an adapter: whatever the salt is, it is none of an adapter's.
+        salt = f"{r.salt}\0{adapter.key if adapter else ''}" if self.config.enable_lora else r.salt
+        queued = Request(r.request_id, r.prompt_token_ids, r.params, salt, r.priority, r.client, r.pooling, adapter)
         queued.delay = time.monotonic() - r.arrival_time
         self._observe("tick")
         try:
@@ -165,6 +178,21 @@ class EngineCore:
             self.scheduler.stats.refused()
             raise
 
+    def _queued(self) -> Iterator[Request]:
+        """The requests that have their adapters."""
+        return chain(self.scheduler.requests.values(), (request for request, _ in self.compiling.values()))
+
+    def _reload_adapters(self) -> None:
+        """New workers read the adapters anew; requests whose adapter is gone end.
+
+        Raises:
+            WorkerError: a worker has died meanwhile.
+        """
+        lost = self.adapters.reload(
+            lambda row, folder: self.executor.collective_rpc("load_adapter", args=[row, folder])
+        )
+        self._give_up({r: lost[r.adapter] for r in self._queued() if r.adapter in lost}, engine_fault=True)
+
     @undisturbed()  # Ctrl-C waits until the end
     def _queue(self, request: Request) -> None:
         """Hand a request to the scheduler, once its grammar is ready."""
@@ -176,6 +204,7 @@ class EngineCore:
     @undisturbed()
     def admit(self) -> None:
         """Queue the requests whose grammars or weights are ready now; `tell` has the errors of refused ones."""
+        self.adapters.crowded = False
         for request_id in [] if self.pausing else list(self.paused):
             try:
                 self.add(self.paused.pop(request_id))
@@ -212,7 +241,8 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether a step would do anything, if only tell news."""
-        return bool(self.plans or self.compiling or self.news) or self._may_run()
+        may_come_in = self.adapters.crowded and bool(self.paused) and not (self.pausing or self.workers.asleep)
+        return bool(self.plans or self.compiling or self.news) or self._may_run() or may_come_in
 
     def _may_run(self) -> bool:
         """Whether a request could be run now: one has not finished, and the workers are awake."""
@@ -384,10 +414,14 @@ class EngineCore:
             "num_cpu_blocks": self.facts["num_host_blocks"],
             "num_gpu_blocks": self.facts["num_blocks"],
         }
-        return self.scheduler.reports.metrics() | {
+        told = self.scheduler.reports.metrics() | {
             "num_worker_restarts_total": self.workers.num_restarts,
             "cache_config_info": {name: str(value) for name, value in cache.items()},
         }
+        if self.config.enable_lora:
+            paused = [request.lora.lora_name for request in self.paused.values() if request.lora]
+            told["lora_requests_info"] = self.scheduler.reports.adapters(paused)
+        return told
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from config import EngineConfig
 from core import EngineCore
+from lora.adapter import LoRARequest
 from models.hub import find_model, source_of
 from observe.logs import logger, set_up
 from outputs import (
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [  # for scripts
     "LLM", "BeamSearchParams", "CompletionOutput", "EngineArgs", "EngineConfig", "EngineCore", "LLMEngine",
-    "Logprob", "PoolingParams", "PoolingRequestOutput", "RequestOutput", "SamplingParams",
+    "LoRARequest", "Logprob", "PoolingParams", "PoolingRequestOutput", "RequestOutput", "SamplingParams",
     "StructuredOutputsParams",
 ]  # fmt: skip
 
@@ -123,7 +124,14 @@ class LLMEngine:
             raise ValueError("this engine has no tokenizer (skip_tokenizer_init)")
         return self.tokenizer
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> None:
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+    ) -> None:
         """Queue a request; `step` runs it.
 
         Args:
@@ -131,11 +139,12 @@ class LLMEngine:
             prompt: a text, a list of token ids, or a dict; see `LLM.generate`.
             params: how its answers are drawn.
             priority: the lowest goes first; other than 0 only with the policy `priority`.
+            lora_request: the adapter to run with, where the engine has `enable_lora`.
 
         Raises:
             ValueError: it can never run, or the id is in use.
         """
-        request, choices = self.inputs.request(request_id, prompt, params, priority)
+        request, choices = self.inputs.request(request_id, prompt, params, priority, lora_request)
         if request_id in self.live:  # each engine checks only its own ids
             raise ValueError(f"request id {request_id!r} is in use by a request in flight")
         self.client.add_request(request, self.stream)
@@ -341,6 +350,7 @@ class LLM(PoolingFaces):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | list[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs come in the order of the prompts.
@@ -350,6 +360,7 @@ class LLM(PoolingFaces):
                 `{"prompt_token_ids": ...}`, which may have a `cache_salt`.
             sampling_params: for all of them, or for each; None takes `get_default_sampling_params`.
             use_tqdm: show a bar.
+            lora_request: the adapter for all of them, or one or None for each, where the engine has `enable_lora`.
             priority: for all of them, or for each; the lowest goes first. Other than 0 only with the policy `priority`.
 
         Raises:
@@ -366,7 +377,11 @@ class LLM(PoolingFaces):
         priorities = priority if isinstance(priority, list | tuple) else [priority or 0] * len(items)
         if len(priorities) != len(items):
             raise ValueError(f"priority has {len(priorities)} entries for {len(items)} prompts")
-        made = [self.inputs.request(next(self.ids), *each) for each in zip(items, params, priorities, strict=True)]
+        adapters = lora_request if isinstance(lora_request, list | tuple) else [lora_request] * len(items)
+        if len(adapters) != len(items):
+            raise ValueError(f"lora_request has {len(adapters)} entries for {len(items)} prompts")
+        each = zip(items, params, priorities, adapters, strict=True)
+        made = [self.inputs.request(next(self.ids), *of) for of in each]
         live, stream = {}, Stream()
         try:
             for request, choices in made:
@@ -382,6 +397,7 @@ class LLM(PoolingFaces):
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -392,7 +408,7 @@ class LLM(PoolingFaces):
 
         Args:
             messages: the conversations. A content is a text or a list of `{"type": "text", "text": ...}`.
-            sampling_params: see `generate`, as for `use_tqdm`.
+            sampling_params: see `generate`, as for `use_tqdm` and `lora_request`.
             chat_template: source of the template that renders them; None takes the model's own.
             chat_template_kwargs: further variables of the template. For the other arguments see `Tokenizer.render`.
 
@@ -413,7 +429,7 @@ class LLM(PoolingFaces):
                 params = _ended_by(params, end)
             else:
                 params = [_ended_by(each, end) for each in params]
-        return self.generate(ids, params, use_tqdm)
+        return self.generate(ids, params, use_tqdm, lora_request)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False

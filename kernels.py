@@ -3,7 +3,8 @@
 Each op is a kernel, whose docstring opens with its formula and shapes, and a launcher in three parts: check, allocate,
 launch. Inside kernels a prefix tells what a name is: i_ an index, o_ offsets, m_ a mask, p_ pointers, b_ a block of
 values. Kernels run on CUDA, and on the CPU under TRITON_INTERPRET=1. The folder ops/ has more of them, which this file
-passes on: of matrix products, experts, latent attention, delta rules and sampling. `ops/attention.py` has helpers.
+passes on: of matrix products, experts, LoRA adapters, latent attention, delta rules and sampling. `ops/attention.py`
+has helpers.
 
 Shapes: B rows, T tokens, H heads, KV heads of keys and values, D elements of a head; G = H / KV. See reference.py.
 
@@ -22,6 +23,7 @@ from ops.delta import conv_silu, delta_rule, gated_norm, sigmoid_mul  # noqa: F4
 from ops.experts import expert_down, expert_gate_up, plan_experts, route  # noqa: F401
 from ops.latent import _decode_tile as _latent_tile
 from ops.latent import head_linear, latent_decode, latent_prefill, latent_store, rope_last  # noqa: F401
+from ops.lora import lora_expand, lora_shrink, plan_lora  # noqa: F401
 from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, Chip, _cast, _chip, _dot, linear  # noqa: F401
 from ops.sampling import Adjust, logprobs, mask_words, sample  # noqa: F401
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from lora.adapter import LoRARequest
 from sampling_params import PoolingParams, SamplingParams
 
 Method = str | Callable[..., Any]  # the name of a method of `Worker`, or a function whose first argument is a worker
@@ -52,6 +53,7 @@ class NewRow:
     pooling: PoolingParams | None = None  # what is made of the hidden states; None: the next token
     constrained: bool = False  # each of its tokens is drawn under a mask, which heeds `allowed` and the like, too
     masked_logprobs: bool = False  # its log-probabilities are taken over the tokens that the mask allows
+    adapter: int = 0  # one more than the slot of its adapter; 0: it has none
 
 
 def bit_words(token_ids: Iterable[int]) -> dict[int, int]:
@@ -81,6 +83,9 @@ class StepPlan:
     state_in: list[tuple[int, int]] = field(default_factory=list)  # (host row, slot)
     # (from, to): snapshot to slot, slot to snapshot, or slot of one beam to slot of another. No row is in both columns.
     state_copies: list[tuple[int, int]] = field(default_factory=list)
+    adapters: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (host row, slot) of adapters to load before the step
     # For each constrained row that samples: its slot, and the tokens that may be drawn, as a row of `Adjust.bitmask`
     masks: list[tuple[int, bytes]] = field(default_factory=list)
     # For the KV sanitizer: (block that has lost its last reference or its content, whether the cache keeps the content)
@@ -194,6 +199,7 @@ class EngineCoreRequest:
     priority: int = 0  # the lowest goes first, where that is the policy
     client: str = ""  # whose request it is, as far as fairness and `explain` are concerned
     pooling: PoolingParams | None = None  # what is made of the prompt; None: an answer, as `params` say
+    lora: LoRARequest | None = None  # the adapter that it runs with
     arrival_time: float = field(default_factory=time.monotonic)  # of this machine, in seconds
 
 

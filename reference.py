@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -280,6 +281,68 @@ def _meetings(plan: ExpertPlan) -> list[tuple[int, torch.Tensor]]:
     """Each expert of this rank that a token meets, and which choices, counted t k + j, are for it."""
     ids = plan.ids.flatten()
     return [(expert, (ids == expert).nonzero()[:, 0]) for expert in ids.unique().tolist() if expert >= 0]
+
+
+class LoraPlan(NamedTuple):
+    """Which adapter each token has."""
+
+    ids: torch.Tensor  # [T] int64, from 0 to count - 1, or -1 for none
+
+
+def plan_lora(adapters: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, tokens: int, count: int) -> LoraPlan:
+    """What `lora_shrink` and `lora_expand` need to know of a step: a token of row b has adapter adapters[slots[b]] - 1.
+
+    Tokens of padding rows and after the last row have none.
+
+    Args:
+        adapters: [slots of the batch state] int32, one more than a sequence's adapter, or 0 for none.
+        slots: [B] int32. starts: [B + 1] int32, where each row's tokens begin. tokens: T.
+        count: S, adapters that the device holds.
+    """
+    token = torch.arange(tokens, device=slots.device, dtype=torch.int32)
+    row = torch.searchsorted(starts[1:].contiguous(), token, right=True)
+    slot = F.pad(slots, (0, 1), value=-1)[row].long()  # one row more stands for the tokens that no row owns
+    ids = torch.where(slot < 0, -1, adapters.long()[slot] - 1)
+    assert int(ids.max()) < count
+    return LoraPlan(ids)
+
+
+def lora_shrink(x: torch.Tensor, a: torch.Tensor, plan: LoraPlan) -> torch.Tensor:
+    """h[t] = A_s x[t] for each token t with adapter s: the first half of a LoRA product (Hu et al., 2021).
+
+    A product of ours may be several of the checkpoint's side by side, its G slices, such as q, k and v. Each of them
+    has a matrix A of its own, and A_s has all of them, one below the other. R is the highest rank: an adapter of a
+    lower one, or without a slice, has zeros there. Tokens are multiplied by adapter, as in S-LoRA (Sheng et al., 2023)
+    and Punica (Chen et al., 2023).
+
+    x: [T, K], any float dtype. a: [S, G R, K] in x's dtype.
+    h: [T, G R] float32. Rows of tokens without an adapter are undefined.
+    """
+    h = torch.zeros(x.shape[0], a.shape[1], device=x.device)
+    for adapter, tokens in _owned(plan):
+        h[tokens] = F.linear(x[tokens].float(), a[adapter].float())
+    return h
+
+
+def lora_expand(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, bounds: tuple[int, ...], plan: LoraPlan) -> None:
+    """y[t, o] += B_s[o] h[t, g R : (g + 1) R] for each token t with adapter s and output o of slice g, in place.
+
+    The adapter's scale is in B. Rows of tokens without an adapter stay as they are.
+
+    y: [T, N], any float dtype, rounded once. h: [T, G R] float32, of `lora_shrink`. b: [S, N, R] in y's dtype,
+    contiguous, or the transpose of a contiguous [S, R, N], which a CPU multiplies faster.
+    bounds: G + 1 numbers that rise from 0 to N; slice g has the outputs from bounds[g] to bounds[g + 1].
+    """
+    rank = b.shape[2]
+    for adapter, tokens in _owned(plan):
+        for g, (low, high) in enumerate(pairwise(bounds)):
+            more = F.linear(h[tokens, g * rank : (g + 1) * rank], b[adapter, low:high].float())
+            y[tokens, low:high] = (y[tokens, low:high].float() + more).to(y.dtype)
+
+
+def _owned(plan: LoraPlan) -> list[tuple[int, torch.Tensor]]:
+    """Each adapter that a token has, and its tokens."""
+    return [(adapter, (plan.ids == adapter).nonzero()[:, 0]) for adapter in plan.ids.unique().tolist() if adapter >= 0]
 
 
 class DecodePlan(NamedTuple):

@@ -122,6 +122,14 @@ class Watchdog:
         return self.look(0 if condition else self.beats + 1)
 
 
+def nameless_file(purpose: str) -> int:
+    """The descriptor of a new file in memory, or on disk where that cannot be; it ends with its last descriptor."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(purpose)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
 class RingBuffer:
     """One end of a ring. It is made in one process, and handed to others as an argument when they are started.
 
@@ -134,11 +142,7 @@ class RingBuffer:
     def __init__(self, num_readers: int, chunk_bytes: int = CHUNK_BYTES, num_chunks: int = NUM_CHUNKS):
         self.num_readers, self.chunk_bytes, self.num_chunks = num_readers, chunk_bytes, num_chunks
         size = self._words() * WORD + num_chunks * chunk_bytes
-        if hasattr(os, "memfd_create"):
-            self.fd = os.memfd_create("manta-ring")
-        else:
-            with tempfile.TemporaryFile() as file:
-                self.fd = os.dup(file.fileno())
+        self.fd = nameless_file("manta-ring")
         os.ftruncate(self.fd, size)
         self.bells = [socket.socketpair() for _ in range(num_readers)]  # (writer's end, reader's end)
         self._map()

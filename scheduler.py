@@ -211,7 +211,11 @@ class Scheduler:
             why_waiting = self.admission.obstacle[1]
         if self.admission.aside:
             why_waiting = "trial"
-        self.waits.advance(now, why_waiting if self.waiting or self.swapped or self.admission.aside else "step")
+        passed = self.admission.adapters.aside
+        if passed and not (self.waiting or self.swapped):
+            why_waiting = "adapters"
+        queued = self.waiting or self.swapped or self.admission.num_aside
+        self.waits.advance(now, why_waiting if queued else "step")
         computed = self.config.token_budget - budget.tokens
         self.counters["num_computed_tokens_total"] += computed
         self.policy.advance(computed, len(flight.decodes.seqs))
@@ -463,6 +467,7 @@ class Scheduler:
             self.abort(guilty.request_id, reason="error")
             outputs = [error_output(guilty.request_id, error, engine_fault=not lost)]
         self._recompute_running(now)
+        self.admission.adapters.forget()
         if lost:
             self.admission.lose_pools(now)
             self.admission.start_turn()

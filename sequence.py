@@ -194,6 +194,15 @@ class SequenceGroup:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that the workers hold in a row of the host's memory."""
+
+    key: str  # says which folder it is from, and which state of that
+    row: int = field(compare=False)
+    name: str = field(compare=False, default="")
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """What a client asked for (its message is an `EngineCoreRequest`), and what became of it; times in seconds."""
@@ -205,6 +214,7 @@ class Request:
     priority: int = 0  # lower goes first, where the policy is `priority`
     client: str = ""
     pooling: PoolingParams | None = None  # what is made of the prompt; None: an answer, as `params` say
+    adapter: Adapter | None = None
     stop_ids: frozenset[int] = frozenset()
     stops: dict[int, int] = field(default_factory=dict)  # `stop_ids` as `plan.bit_words`
     allowed: dict[int, int] | None = None  # the tokens that may be drawn, in the same form; None: all
@@ -262,6 +272,7 @@ class Request:
         return {
             "request_id": self.request_id,
             "client": self.client,
+            "adapter": self.adapter and self.adapter.name,
             "priority": self.priority,
             "prompt_tokens": self.num_prompt,
             "cached_tokens": self.num_cached,

@@ -33,6 +33,7 @@ from flask import Flask, Response, g, request
 from werkzeug.exceptions import MethodNotAllowed
 
 from api import batch_file, terminal
+from api.adapters import Adapters
 from api.faces import FACES
 from api.fields import ApiError, Face
 from api.flags import OptionParser, split_command
@@ -247,17 +248,21 @@ def serve(argv: list[str]) -> None:
         if engine_config.headless:
             return follow_server(engine_config, secret)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
+        names = config.served_model_name or (engine_config.model_name,)
+        adapters = Adapters(config, names)
+        adapters.check_folders(engine_config)
         listener = listen(config.host, config.port, "--host and --port")
         address = listener.getsockname()[0]
-    names = config.served_model_name or (engine_config.model_name,)
     board = Board()
     with engines("server", engine_config, board, secret) as fleet:
+        with told_in_a_line(parser):
+            adapters.check(fleet)
 
         def make_app() -> Flask:
             endpoint = config.otlp_traces_endpoint
             spans = Spans(endpoint) if endpoint else None  # here, because gevent must have patched the sockets before
             client = fleet.new_client(config.api_server_count, Suspects())
-            return create_app(Api(client, tokenizer, fleet.facts, config, names, board), spans, address)
+            return create_app(Api(client, tokenizer, fleet.facts, config, names, board, adapters), spans, address)
 
         Gunicorn(make_app, listener, fleet, config).run()
 

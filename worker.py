@@ -30,6 +30,7 @@ from plan import Logprobs, StepPlan, StepResult
 if TYPE_CHECKING:
     from cpu.weights import GreedyHead
     from device.piecewise import PiecewiseGraphs
+    from lora.stacks import Adapters
     from models.expert_ranks import ExpertGroup
     from models.logprobs import Gathered, LogprobGatherer, Scoring
     from models.pooled import Pooler
@@ -94,6 +95,7 @@ class Worker:
         self.copying: torch.cuda.Stream | None = None  # for copies that run beside a step
         self.copied: torch.Tensor | None = None  # what these copies read; kept until the next step has waited for them
         self.sanitizer: KVSanitizer | None = None  # set after warm-up
+        self.adapters: Adapters | None = None  # where there may be some
         self.one_by_one = config.batch_invariant and self.ops.BACKEND != "triton"  # whether rows run alone
         self.exchanges: list[tuple[torch.Size, torch.dtype]] = []  # of the all-reduces of a `forward`: a row's shape
 
@@ -108,6 +110,15 @@ class Worker:
     def step(self, plan: StepPlan) -> StepResult:
         """Apply the plan's differences and run its rows. If memory runs out, the result has an `error`."""
         return self.launch(plan).result()
+
+    def load_adapter(self, row: int, folder: str) -> str:
+        """Read an adapter into a row of the host's memory; returns what is wrong with it, as `Adapters.load` says."""
+        assert self.adapters
+        try:
+            self.adapters.load(row, folder)
+        except ValueError as error:  # a client's mistake, and no failure of a call, which is logged with its traceback
+            return str(error)
+        return ""
 
     def sanitize(self) -> None:
         """Check every step from now on, if the options say so; the pools are empty.
@@ -159,6 +170,9 @@ class Worker:
             torch.cuda.current_stream().wait_stream(self.copying)
             self.copied = None
         self.state.enter(plan)
+        if plan.adapters:
+            assert self.adapters
+            self.adapters.move(plan.adapters)
         if plan.new:  # a slot may belong to another sequence now
             self.rows = None
             self.sampled.forget([row.slot for row in plan.new])
@@ -169,7 +183,7 @@ class Worker:
         if self.sanitizer or not plan.rows:
             self.state.apply(self.ops)
         if self.sanitizer:
-            self.sanitizer.follow(plan)
+            self.sanitizer.follow(plan, self.adapters.held if self.adapters else ())
         if peers := self.group.peers:
             self.agree(peers, plan)
         if not plan.rows:
@@ -325,8 +339,9 @@ class Worker:
         `batch_invariant` and Triton's kernels, `attention_prefill` gets all rows.
         """
         rows, tokens, longest = len(counts), int(counts.sum()), int(counts.max())
+        adapted = self.adapters is not None and (bool(self.state.adapted.any()) or self.device == "cuda")
         if self.pooler:  # no decodes either: one kernel rounds all prompts alike
-            return StepShape(rows, tokens, 0, 0, longest, False)
+            return StepShape(rows, tokens, 0, 0, longest, False, adapted)
         adjusted = bool(self.state.adjusted.any())
         one_kernel = self.config.batch_invariant and self.ops.BACKEND == "triton"
         if tokens == rows and samples.all():
@@ -334,10 +349,10 @@ class Worker:
             if peers and peers.bound in self.graph_sizes:  # the same graph on all engines: their messages are in it
                 rows = max(rows, peers.bound)
             rows = self.graph_sizes[bisect_left(self.graph_sizes, rows)] if self.graph_sizes else rows
-            return StepShape(rows, rows, 0 if one_kernel else rows, rows, 1, adjusted)
+            return StepShape(rows, rows, 0 if one_kernel else rows, rows, 1, adjusted, adapted)
         num_decodes = int((counts == 1).sum())
         assert (counts[:num_decodes] == 1).all(), "rows of one token come first"
-        return StepShape(rows, tokens, 0 if one_kernel else num_decodes, int(samples.sum()), longest, adjusted)
+        return StepShape(rows, tokens, 0 if one_kernel else num_decodes, int(samples.sum()), longest, adjusted, adapted)
 
     def forward(
         self,
@@ -373,6 +388,8 @@ class Worker:
             input_ids, positions, slot_mapping, seq_lens, slots, state.block_tables, n, starts, query_starts,
             shape.max_query_len, longer,
         )  # fmt: skip
+        if self.adapters:
+            self.adapters.begin(state.adapters if shape.adapted else None, slots, starts, shape.tokens)
         self.mark("model")
         if self.pieces and shape.tokens <= self.pieces.sizes[-1]:
             hidden = self.pieces.run(batch)

@@ -36,6 +36,7 @@ from gevent.os import make_nonblocking, nb_write
 from gevent.pool import Group
 from tqdm import tqdm
 
+from api.adapters import Adapters
 from api.bodies import RAW_FIELDS, parse_json
 from api.faces import FACES
 from api.fields import ApiError, Face
@@ -445,16 +446,21 @@ def main(argv: list[str]) -> None:
         engine_config, config = read_flags(flags)
         engine_config, secret = prepare(engine_config)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
+        names = config.served_model_name or (engine_config.model_name,)
+        adapters = Adapters(config, names)
+        adapters.check_folders(engine_config)
         file, answers = open_files(flags.input_file, flags.output_file)
-    names, board = config.served_model_name or (engine_config.model_name,), Board()
+    board = Board()
     with engines("batch", engine_config, board, secret) as fleet:
+        with told_in_a_line(parser):
+            adapters.check(fleet)
         # Each line is a greenlet, as each request is in an API process. Those are gunicorn's workers, which it patches.
         monkey.patch_all(os=False, signal=False, ssl=False, subprocess=False)
         client, facts = fleet.new_client(), fleet.facts
         width = LINES_PER_SEQUENCE * engine_config.max_num_seqs * engine_config.data_parallel_size
         pause = 0.2 if sys.stderr.isatty() else 30.0  # seconds between two states of the bar; a log needs few of them
         bar = tqdm(total=count_lines(flags.input_file), desc="Batch", unit="line", mininterval=pause)
-        batch = Batch(Api(client, tokenizer, facts, config, names, board), answers, width, bar)
+        batch = Batch(Api(client, tokenizer, facts, config, names, board, adapters), answers, width, bar)
         try:
             with bar:
                 run_to_end(batch, file, fleet)

@@ -17,12 +17,14 @@ from typing import Any
 
 from flask import Response, request, send_file
 
+from api.adapters import MOST_NAME, Module
 from api.fields import ApiError, without_folders
 from api.http import allowed_origin, body_of, reply
 from api.openapi import Path
 from api.routes import Api
 from processes.child import DRAINING, READY, STARTING
 
+PLAIN = "text/plain; charset=utf-8"
 PROFILE = re.compile(r"[\w-]+\.(pt\.trace\.json\.gz|steps\.json)", re.ASCII)  # the names of `stop_profile`
 
 
@@ -94,6 +96,44 @@ def collective_rpc(api: Api) -> dict[str, Any]:
     return {"results": list(chain.from_iterable(ask(api, "collective_rpc", *call)))}
 
 
+def load_lora_adapter(api: Api) -> Response:
+    """Give a name to an adapter; the answers are vLLM's. The engines load it, which finds what is wrong with it."""
+    body = body_of(api)
+    check_fields(body, *LOADED)
+    name, path, inplace = body.get("lora_name"), body.get("lora_path"), body.get("load_inplace") or False
+    if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME or name in api.names:
+        must = f"a text of 1 to {MOST_NAME} characters, and no name of the model itself"
+        raise ApiError(400, f"lora_name is {reprlib.repr(name)}; it must be {must}", "lora_name")
+    if not isinstance(path, str) or not os.path.isabs(path):
+        raise ApiError(400, f"lora_path is {reprlib.repr(path)}; it must be a path from the root", "lora_path")
+    if not isinstance(inplace, bool):
+        raise ApiError(400, f"load_inplace is {reprlib.repr(inplace)}; it must be true or false", "load_inplace")
+    taken = f"the lora adapter {name!r} has already been loaded; to load it in place, set load_inplace to true"
+    if not inplace and name in api.adapters.given():
+        raise ApiError(400, taken, "lora_name")
+    try:
+        rooms = ask(api, "add_lora", name, path)
+    except ApiError as error:
+        raise ApiError(error.status if os.path.isdir(path) else 404, str(error), "lora_path") from None
+    if not all(rooms):
+        raise ApiError(503, "the adapters of running requests leave no room to load another one (max_cpu_loras)")
+    if not api.adapters.add(Module(name, path), replace=inplace):  # another call was faster
+        raise ApiError(400, taken, "lora_name")
+    return Response(f"Success: LoRA adapter '{name}' added successfully.", content_type=PLAIN)
+
+
+def unload_lora_adapter(api: Api) -> Response:
+    """Let a name stand for no adapter any more; the answers are vLLM's. Requests that have it run to their end."""
+    body = body_of(api)
+    check_fields(body, *UNLOADED)
+    name = body.get("lora_name")
+    if not isinstance(name, str) or not name:
+        raise ApiError(400, f"lora_name is {reprlib.repr(name)}; it must be the name of an adapter", "lora_name")
+    if not api.adapters.remove(name):
+        raise ApiError(404, f"the lora adapter {reprlib.repr(name)} cannot be found", "lora_name")
+    return Response(f"Success: LoRA adapter '{name}' removed successfully.", content_type=PLAIN)
+
+
 def start_profile(api: Api) -> dict[str, Any]:
     ask(api, "start_profile")
     return {"profiling": True}
@@ -126,8 +166,8 @@ def check_fields(body: dict[str, Any], *known: str) -> None:
         raise ApiError(400, f"there is no field {reprlib.repr(unknown)}; known: {', '.join(known)}", unknown)
 
 
-def guarded(method: str, act: Callable[[Api], Any], about: str, **schemas: Any) -> Path:
-    """The route of an `act`, by its name, on all engines.
+def guarded(method: str, act: Callable[[Api], Any], about: str, below: str = "", **schemas: Any) -> Path:
+    """The route of an `act`, by its name `below` a path, on all engines.
 
     Pages of other origins are refused, because a browser asks nobody before it sends a POST without a body; and so are
     unknown parameters.
@@ -139,9 +179,10 @@ def guarded(method: str, act: Callable[[Api], Any], about: str, **schemas: Any) 
             raise ApiError(403, "this page's origin may not call this route (allowed_origins)")
         if unknown := next((given for given in request.args if given != known), None):
             raise ApiError(400, f"{unknown!r:.80} is unknown; known: {known or 'nothing'}", unknown)
-        return reply(act(api))
+        answer = act(api)
+        return answer if isinstance(answer, Response) else reply(answer)
 
-    return Path(method, f"/{act.__name__}", act.__name__, about, view, **schemas)
+    return Path(method, f"{below}/{act.__name__}", act.__name__, about, view, **schemas)
 
 
 LEVEL = {"level": {"enum": [1, 2]}}
@@ -150,6 +191,10 @@ CALL: dict[str, Any] = {
     "method": {"type": "string"}, "timeout": {"type": ["number", "null"]}, "args": {"type": ["array", "null"]},
     "kwargs": {"type": ["object", "null"]},
 }  # fmt: skip
+LOADED: dict[str, Any] = {
+    "lora_name": {"type": "string"}, "lora_path": {"type": "string"}, "load_inplace": {"type": ["boolean", "null"]},
+}  # fmt: skip
+UNLOADED: dict[str, Any] = {"lora_name": {"type": "string"}, "lora_int_id": {"type": ["integer", "null"]}}
 CONTROL_PATHS = (  # with `enable_control_routes`
     guarded("POST", sleep, "Give memory back; level 1 keeps the weights in host memory, level 2 drops them.",
             query=LEVEL),
@@ -158,6 +203,9 @@ CONTROL_PATHS = (  # with `enable_control_routes`
     guarded("POST", update_weights, "Load other weights of the same shapes, after the requests that run.",
             body={"model_path": {"type": "string"}}),
     guarded("POST", collective_rpc, "What a method of the worker returns on each device.", body=CALL),
+    guarded("POST", load_lora_adapter, "Give an adapter a name, which requests may then have as their model.", "/v1",
+            kind="text/plain", body=LOADED),
+    guarded("POST", unload_lora_adapter, "Take that name away.", "/v1", kind="text/plain", body=UNLOADED),
     guarded("POST", start_profile, "Have torch's profiler record what the workers do, and the phases of each step."),
     guarded("POST", stop_profile, "End that, and write the files."),
     Path("GET", "/profiles/<name>", "profile", "One of these files.", profile, "application/octet-stream"),

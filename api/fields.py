@@ -222,7 +222,7 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "stream_interval": (1,), "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},),
     "routed_experts_prompt_start": (0,),
     # SGLang's
-    "stop_regex": ([],), "no_stop_trim": (False,), "lora_path": (),
+    "stop_regex": ([],), "no_stop_trim": (False,),
     "separate_reasoning": (False,), "custom_logit_processor": (), "custom_params": ({},), "input_ids": (),
     "session_params": ({},), "return_hidden_states": (False,), "return_routed_experts": (False,),
     "return_cached_tokens_details": (False,), "return_prompt_token_ids": (False,), "return_meta_info": (False,),
@@ -246,7 +246,7 @@ ELSEWHERE = {
     "max_new_tokens": "max_tokens", "max_output_tokens": "max_tokens", "n_predict": "max_tokens",
     "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "stop_sequences": "stop", "n_cmpl": "n",
     "num_beams": "beam_width", "extra_key": "cache_salt", "enable_thinking": "chat_template_kwargs.enable_thinking",
-    "request_id": "the header X-Request-Id", "rid": "the header X-Request-Id",
+    "lora_path": "model", "request_id": "the header X-Request-Id", "rid": "the header X-Request-Id",
 }  # fmt: skip
 # What cannot change the answer, whatever its value, which nobody looks at.
 HARMLESS = (

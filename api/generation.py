@@ -42,7 +42,7 @@ def generate(
     if api.config.api_key and not api.config.share_prefix_cache:
         fields["cache_salt"] = api.board.tag("salt", caller.client, fields["cache_salt"])
     run = caller.job = shape(caller.name, caller.client, fields, prompts, params, api.tokenizer, reading)
-    news = run.news(api.client, caller.remote, api.config.request_timeout)
+    news = run.news(api.client, caller.remote, api.config.request_timeout, caller.lora)
     with contextlib.ExitStack() as stack:
         stack.enter_context(admitted)
         stack.callback(news.close)

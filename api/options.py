@@ -31,6 +31,7 @@ class ServerConfig:
             "share_prefix_cache", "allowed_origins", "allowed_hosts", "root_path", "api_server_count",
             "max_live_viewers", "max_stored_responses", "max_stored_response_bytes", "drain_timeout",
             "enable_control_routes"),
+        "adapters": ("lora_modules", "lora_dir"),
         "tools and reasoning": ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"),
         "limits of a request": (
             "allow_unknown_fields", "trust_request_chat_template", "max_queue", "max_body_bytes",
@@ -55,6 +56,10 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = option(
         (), "name in the API; repeat it for several (default: the model's id, or its folder's name)"
     )
+    lora_modules: tuple[str, ...] = option(
+        (), "NAME=PATH of an adapter that requests name as their model, or vLLM's JSON object (may be repeated)"
+    )
+    lora_dir: str | None = option(None, "folder with folders of adapters, each served by its folder's name")
     tool_call_parser: str = option("auto", "form of calls in answers: auto (as the chat template has it), none, a name")
     reasoning_parser: str = option("auto", "form of hidden reasoning: auto (as the chat template has it), none, a name")
     enable_auto_tool_choice: bool = option(False, "is vLLM's and changes nothing: tool_choice auto is always there")
@@ -104,7 +109,9 @@ class ServerConfig:
     write_timeout: float = option(60.0, "seconds that a client may take to read one event", 1)
     drain_timeout: int = option(30, "seconds that running requests have to end after SIGTERM or Ctrl-C", 0)
     enable_control_routes: bool = option(
-        False, "have routes that change the server: /sleep, /wake_up, /update_weights, /collective_rpc, /start_profile"
+        False,
+        "have routes that change the server: /sleep, /wake_up, /update_weights, /collective_rpc, /start_profile, "
+        "/v1/load_lora_adapter",
     )
     api_server_count: int = option(1, "processes that speak HTTP and make text, all for one engine", 1, 64)
 

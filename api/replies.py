@@ -22,6 +22,7 @@ from api.checks import in_parts
 from api.fields import ApiError, without_folders
 from api.logprobs import TOKENS_AT_ONCE
 from api.reading import CONTENT, Answer, Block, Piece, Reading
+from lora.adapter import LoRARequest
 from observe.logs import logger
 from outputs import Choices, Vector
 from plan import EngineCoreRequest, EngineOutput
@@ -70,10 +71,13 @@ class Job:
     def __init__(self, id: str, owner: str, fields: dict[str, Any], requests: Sequence[Choices | Vector]):
         self.id, self.owner, self.fields, self.requests = id, owner, fields, requests
 
-    def run(self, client: EngineClient, remote: Remote | None, timeout: float) -> Iterator[tuple[int, int, str]]:
+    def run(
+        self, client: EngineClient, remote: Remote | None, timeout: float, lora: LoRARequest | None = None
+    ) -> Iterator[tuple[int, int, str]]:
         """Run the requests; yields which of them has news, which of its answers, and the new text, until all are done.
 
-        Whatever still runs when this ends is aborted. All of it may take `timeout` seconds.
+        They run with the adapter `lora`, or none. Whatever still runs when this ends is aborted. All of it may take
+        `timeout` seconds.
 
         Raises:
             ApiError: the engine refused or failed, or the time is up.
@@ -86,7 +90,7 @@ class Job:
         try:
             for i, asked in enumerate(self.requests):
                 ids, params, pooling = asked.prompt_token_ids, asked.params, asked.pooling
-                request = EngineCoreRequest(asked.request_id, ids, params, salt, priority, self.owner, pooling)
+                request = EngineCoreRequest(asked.request_id, ids, params, salt, priority, self.owner, pooling, lora)
                 client.add_request(request, stream)
                 live[asked.request_id] = i
             while live:
@@ -222,13 +226,15 @@ class Run(Job):
         super().__init__(id, owner, fields, self.requests)
         self.answers = {drawn: Answer(drawn, reading) for asked in self.requests for drawn in asked.drawn}
 
-    def news(self, client: EngineClient, remote: Remote | None, timeout: float) -> News:
+    def news(
+        self, client: EngineClient, remote: Remote | None, timeout: float, lora: LoRARequest | None = None
+    ) -> News:
         """Run all prompts; yields what is new (it may be no text) until all are done. See `Job.run`."""
         scores = self.top is not None or self.fields["prompt_logprobs"] is not None
         if self.requests[0].params.max_tokens == 0 and not scores:  # this asks nothing of the engine
             yield from self._echoes(client)
             return
-        for i, index, new in self.run(client, remote, timeout):
+        for i, index, new in self.run(client, remote, timeout, lora):
             yield i * self.n + index, new
 
     def whole(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from api.adapters import Adapters, Module, request_of
 from api.checks import Asked
 from api.fields import ApiError, Face, read_fields, without_folders
 from api.options import ServerConfig
@@ -22,8 +23,11 @@ from api.reading import Parsers
 from api.replies import EngineClient, Job, Remote
 from api.response_store import Store
 from api.viewers import Viewers, exposition
+from lora.adapter import LoRARequest
 from processes.child import Board
 from tokenizer import Tokenizer
+
+MOST_LISTED = 16  # names of models in an error
 
 
 @dataclass(slots=True)
@@ -36,6 +40,7 @@ class Caller:
     release: Callable[[], None] = lambda: None  # is called when nothing refers to the request's body any more
     job: Job | None = None  # what the engine does for it, once it has been sent there
     ignored: list[str] = field(default_factory=list)  # names of what was accepted and changes nothing
+    lora: LoRARequest | None = None  # the adapter that it has named as its model
 
 
 class Events(NamedTuple):
@@ -55,6 +60,7 @@ class Api:
         config: the server's options.
         names: of the model; replies say the first.
         board: shared with the other API processes.
+        adapters: shared with them, too.
     """
 
     def __init__(
@@ -65,10 +71,12 @@ class Api:
         config: ServerConfig,
         names: Sequence[str],
         board: Board,
+        adapters: Adapters | None = None,
     ):
         self.client, self.tokenizer = client, tokenizer
         self.facts, self.config = facts, config
         self.names, self.board = names, board
+        self.adapters = adapters or Adapters(config, names)
         self.started = int(time.time())
         self.prompts = Prompts(tokenizer, facts)
         self.parsers = Parsers(config, tokenizer)
@@ -84,7 +92,9 @@ class Api:
         """
         fields = read_fields(face, body, Asked(self.config, caller.ignored))
         del body  # it may be large
-        fields["model"] = self._name(fields["model"])
+        if module := self._adapter(fields["model"] or self.names[0]):
+            caller.lora = request_of(module)
+        fields["model"] = module.name if module else fields["model"] or self.names[0]
         reply: dict[str, Any] | Events = face.answer(self, fields, caller)
         return reply
 
@@ -108,13 +118,19 @@ class Api:
         return self.board.counted(answers)
 
     def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self.model(name) for name in self.names]}
+        named = [self._card(name, None) for name in self.names]
+        return {"object": "list", "data": [*named, *(self._card(each.name, each) for each in self.adapters.all())]}
 
     def model(self, name: str) -> dict[str, Any]:
         """What is told of a model; an `ApiError` if there is none of that name."""
+        return self._card(name, self._adapter(name))
+
+    def _card(self, name: str, adapter: Module | None) -> dict[str, Any]:
         return {
-            "id": self._name(name), "object": "model", "created": self.started, "owned_by": "manta",
-            "root": self.names[0], "parent": None, "max_model_len": self.facts["max_model_len"],
+            "id": name, "object": "model", "created": self.started, "owned_by": "manta",
+            "root": adapter.path if adapter else self.names[0],
+            "parent": (adapter.base_model_name or self.names[0]) if adapter else None,
+            "max_model_len": self.facts["max_model_len"],
         }  # fmt: skip
 
     def health(self) -> dict[str, Any]:
@@ -138,8 +154,13 @@ class Api:
             raise ApiError(404, f"there is no request {repr(id)[:100]}; {known}", "id")
         return {"id": id, "prompts": prompts}
 
-    def _name(self, name: str | None) -> str:
-        if name is not None and name not in self.names:
-            message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(self.names)}"
-            raise ApiError(404, message, "model", "model_not_found")
-        return name or self.names[0]
+    def _adapter(self, name: str) -> Module | None:
+        """The adapter of this name; None: it is a name of the model. An `ApiError`, if it is neither."""
+        if name in self.names:
+            return None
+        if module := self.adapters.find(name):
+            return module
+        known = [*self.names, *self.adapters.given()]  # those of `lora_dir` would have to be looked for
+        more = f" and {len(known) - MOST_LISTED} more" if len(known) > MOST_LISTED else ""
+        message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(known[:MOST_LISTED])}{more}"
+        raise ApiError(404, message, "model", "model_not_found")

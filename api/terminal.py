@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 from urllib.error import HTTPError, URLError
 
+from api.adapters import read_module
 from api.flags import OF_REQUESTS, OptionParser, flag_fields, from_flags, refuse_given
 from config import DEMO, PROG, EngineConfig
 from executor import end_with_parent
@@ -46,6 +47,7 @@ NEWS = re.compile(r' INFO |"level": "info"|  goodbye')
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 HELP = '''  /reset        forget what was said, but for the system message
   /system TEXT  set the system message; without TEXT there is none
+  /model NAME   have another model answer, or an adapter; without NAME they are listed
   /help         show this
   /exit         end, as Ctrl-D does
 A line that ends with a backslash goes on in the next one, and """ opens and
@@ -63,6 +65,7 @@ class AnswerOptions:
         "answers": (*SAMPLING, "system", "prompt"),
         "instead of an engine": ("url", "api_key"),
         "memory and batches": ("max_num_seqs",),
+        "adapters": ("lora_modules",),
     }
     url: str | None = option(None, "server that answers, like http://127.0.0.1:8000; MODEL is then one of its names")
     api_key: str | None = option(None, "that server's key (default: the first in the variable MANTA_API_KEY)")
@@ -74,6 +77,10 @@ class AnswerOptions:
     seed: int | None = option(None, "makes answers the same each time, and dummy weights")
     ignore_eos: bool | None = option(None, "go on where the model would end, for measurements")
     max_num_seqs: int = option(1, "sequences in one step; more would only take memory", 1, 65536)
+
+    lora_modules: tuple[str, ...] = option(
+        (), "NAME=PATH of an adapter that answers, of several the first (may be repeated)"
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -200,7 +207,7 @@ class Model:
                 raise ValueError(f"{self.url}/v1/models is no list of models, as OpenAI's API has it") from None
         if model not in (None, *names) or not names:
             raise ValueError(f"{self.url} has no model {model!r}; it has {', '.join(map(repr, names))}")
-        self.model = model or names[0]
+        self.names, self.model = names, model or names[0]
 
     def _open(self, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
@@ -325,6 +332,10 @@ class Chat:
             self.messages.clear()
         elif name == "/system":
             self.system = rest.strip()
+        elif name == "/model" and rest.strip() in self.model.names:
+            self.model.model = rest.strip()
+        elif name == "/model":
+            self._refuse(f"the models here are {printable(', '.join(self.model.names))}")
         else:
             self._refuse(f"there is no command {printable(name)}; /help lists them, and after a space it is a message")
 
@@ -429,7 +440,7 @@ def open_model(flags: argparse.Namespace, options: AnswerOptions, stack: context
         SystemExit: see `own_server`.
     """
     if options.url is not None:
-        local = {f.name for f in dataclasses.fields(EngineConfig)} - {"model", *SAMPLING}
+        local = {"lora_modules", *(f.name for f in dataclasses.fields(EngineConfig))} - {"model", *SAMPLING}
         refuse_given(flags, sorted(local), "with --url there is no engine that it could concern")
         key = options.api_key or os.environ.get("MANTA_API_KEY", "").partition(",")[0]
         return Model(options.url, key, getattr(flags, "model", None), options.sampling)
@@ -443,16 +454,17 @@ def open_model(flags: argparse.Namespace, options: AnswerOptions, stack: context
     if isinstance(options, ChatOptions) and not Tokenizer(config.folder).has_chat_template:
         raise ValueError(f"{config.model} has no chat template; `{PROG} complete` goes on from a text")
     # Statistics would come between the lines of a conversation.
-    own = [*engine_flags(flags), "--disable-log-stats"]
+    own = [*engine_flags(flags), "--disable-log-stats", *(f"--lora-modules={each}" for each in options.lora_modules)]
     if config.distributed_executor_backend == "auto" and config.world_size == 1:
         own.append("--distributed-executor-backend=uni")
+    adapters = [read_module(each).name for each in options.lora_modules]
     url, key = stack.enter_context(own_server(own))
     # Answers are as long as the context holds, and tell how many tokens they have also where they are stopped.
     own_fields: dict[str, Any] = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     if config.model == DEMO and isinstance(options, ChatOptions):
         say("This is the demo, a very small model. Try: Who are you?")
     own_fields |= {"max_tokens": -1} if isinstance(options, CompleteOptions) else {}
-    return Model(url, key, None, own_fields | options.sampling)
+    return Model(url, key, adapters[0] if adapters else None, own_fields | options.sampling)
 
 
 def engine_flags(flags: argparse.Namespace) -> list[str]:

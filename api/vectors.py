@@ -135,7 +135,7 @@ def pool(
     asked = [Vector(f"{name}-{i}", ids, params) for i, (_, ids) in enumerate(prompts)]
     with api.admitted(len(asked), caller):
         job = caller.job = Job(name, caller.client, fields, asked)
-        for _ in job.run(api.client, caller.remote, api.config.request_timeout):
+        for _ in job.run(api.client, caller.remote, api.config.request_timeout, caller.lora):
             pass
     return [vector.pooled for vector in asked]
 

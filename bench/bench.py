@@ -24,6 +24,7 @@ Each line below goes after `python bench/bench.py`:
     latency --model FOLDER                       decode and prefill by batch size, peers beside it
     latency --breakdown 256                      microseconds of each phase of a step
     embed                                        embeddings of short texts, sentence-transformers beside it
+    lora --model FOLDER                          32 sequences with eight LoRA adapters, and with 200 that take turns
     masks                                        a step of sequences that write JSON, against free ones
     schemas --file maskbench.jsonl               schemas: which are refused, what they accept, how long they take
     make-model FOLDER                            random weights of a real shape, to measure with
@@ -53,6 +54,7 @@ if not __package__:  # from a clone: the engine's files lie one folder up
 
 import bench_embed
 import bench_engine
+import bench_lora
 import bench_serve
 import bench_structured
 from config import VERSION, EngineConfig
@@ -390,6 +392,15 @@ def add_streams(commands: Any) -> None:
         command.add_argument("--repeats", type=int, default=5)
 
 
+def add_lora(commands: Any) -> None:
+    """Add what measures adapters."""
+    lora = commands.add_parser("lora")
+    lora.add_argument("--model", required=True, help="folder of a model whose layers are alike")
+    for name, default in (("sequences", 32), ("new-tokens", 32), ("slots", 8), ("registered", 200), ("rank", 16)):
+        lora.add_argument(f"--{name}", type=int, default=default)
+    lora.add_argument("--repeats", type=int, default=5)
+
+
 def add_structured(commands: Any) -> None:
     """Add what measures structured outputs."""
     masks, schemas = commands.add_parser("masks"), commands.add_parser("schemas")
@@ -475,6 +486,7 @@ def new_parser() -> argparse.ArgumentParser:
     add_survival(commands)
     add_streams(commands)
     add_structured(commands)
+    add_lora(commands)
     make = commands.add_parser("make-model")
     make.add_argument("folder", type=Path)
     make.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
@@ -534,6 +546,9 @@ def main() -> None:
         )  # fmt: skip
     elif args.command == "viewers":
         figures = bench_serve.viewers_figures(args.model, args.streams, args.viewers, args.new_tokens, args.repeats)
+    elif args.command == "lora":
+        sizes = args.sequences, args.new_tokens, args.slots, args.registered, args.rank, args.repeats
+        figures = bench_lora.lora_figures(args.model, *sizes)
     elif args.command == "masks":
         with tempfile.TemporaryDirectory() as folder:
             figures = bench_structured.mask_figures(

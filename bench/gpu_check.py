@@ -60,7 +60,7 @@ TINY = QWEN3_06B | {
 }  # fmt: skip
 KERNEL_TESTS = (
     "test_kernels.py", "ops/test_kernels_sampling.py", "ops/test_matmul.py", "ops/test_expert_kernels.py",
-    "ops/test_latent.py", "ops/test_delta.py", "device/test_compile_guard.py",
+    "ops/test_latent.py", "ops/test_delta.py", "ops/test_lora.py", "device/test_compile_guard.py",
 )  # fmt: skip
 SHOWN_KERNELS = 14  # of a profile: those that take most of a step
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from cpu.delta import conv_silu, delta_rule, gated_norm, sigmoid_mul  # noqa: F401 (ops like those below)
 from cpu.experts import expert_down, expert_gate_up, plan_experts  # noqa: F401
+from cpu.lora import lora_expand, lora_shrink, plan_lora  # noqa: F401
 from cpu.sampling import Adjust, logprobs, sample  # noqa: F401
 from cpu.weights import fuses_attention
 from reference import (  # noqa: F401

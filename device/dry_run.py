@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from batch_state import BatchState
 from config import EngineConfig, load_named
 from device.compile_guard import kernels_of, unlaunched
+from lora.stacks import Adapters
 from model import Transformer
 from model_config import ModelConfig
 from models.expert_ranks import ExpertGroup
@@ -55,13 +56,18 @@ def table_columns(config: EngineConfig, max_model_len: int) -> int:
 def dry_worker(config: EngineConfig, model: Transformer, ops: ModuleType) -> Worker:
     """A worker on the meta device for a model of the same shape as `model`; `ops` is the module `kernels`."""
     dry = dry_model(config, model.config, ops, model.dtype, model.max_model_len, model.group.pipeline)
+    adapters = Adapters.of(config, dry, dry.parameters())
     if config.batch_invariant:
         dry.be_batch_invariant()
+    if adapters:
+        adapters.wrap()
     pool = torch.empty(2, model.layout.size * config.block_size, dtype=model.dtype, device="meta")
     states = torch.empty(2, model.state_size, device="meta")
     state = new_state(config, model, model.max_model_len, config.max_num_seqs, "meta")
     gatherer = LogprobGatherer(ops, model.config.vocab_size, config.max_num_seqs)
-    return Worker(config, dry, pool, pool, states, states, state, gatherer, Pooler.of(config, dry))
+    worker = Worker(config, dry, pool, pool, states, states, state, gatherer, Pooler.of(config, dry))
+    worker.adapters = adapters
+    return worker
 
 
 class LiveBytes(TorchDispatchMode):
@@ -111,7 +117,8 @@ class LiveBytes(TorchDispatchMode):
 def count_step(dry: Worker, counts: list[int]) -> tuple[int, int, int]:
     """The bytes of a step whose rows have `counts` tokens, and sample: the most that are alive but for sampling, those
     that are alive when sampling begins, and the most while it goes on (0 where nothing is sampled)."""
-    shape = dry.shape_of(np.array(counts), np.ones(len(counts), dtype=bool))._replace(adjusted=True)
+    shape = dry.shape_of(np.array(counts), np.ones(len(counts), dtype=bool))
+    shape = shape._replace(adjusted=True, adapted=dry.adapters is not None)
     state, plan = dry.state, StepPlan(0, rows=[*enumerate(counts)])
     state.num_blocks = [[state.block_tables.shape[2]] for _ in counts]  # all contexts have their full length
     if experts := dry.group.experts:

@@ -24,6 +24,7 @@ import torch
 from config import EngineConfig
 from cpu import machine
 from device.dry_run import count_step, distinct_layers, dry_model, dry_worker, new_state, table_columns
+from lora.stacks import adapter_bytes
 from model import Transformer
 from model_config import ModelConfig
 from models.kv_layout import most_blocks
@@ -53,6 +54,7 @@ class MemoryPlan:
 
     Attributes:
         weights: the weights and RoPE's table.
+        adapters: `max_loras` adapters of `max_lora_rank`.
         state: the batch state with `max_num_seqs` slots.
         states: the recurrent states of `max_num_seqs` sequences, and those that the prefix cache keeps.
         activations: the largest step before it has logits, the exchange of several ranks' logits included.
@@ -68,6 +70,7 @@ class MemoryPlan:
     """
 
     weights: int
+    adapters: int
     state: int
     states: int
     activations: int
@@ -127,6 +130,7 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
             graphs += piece_bytes(config, dry)
     plan = MemoryPlan(
         weights=count_bytes(model.owners()),
+        adapters=config.max_loras * adapter_bytes(config, model),
         state=count_bytes([new_state(config, model, model.max_model_len, rows, "meta")]),
         states=4 * model.state_size * (rows + count_snapshots(config, model)),
         activations=activations,
@@ -229,11 +233,11 @@ def captures_graphs(config: EngineConfig) -> bool:
 def piece_sizes(config: EngineConfig, model: Transformer) -> list[int]:
     """The numbers of tokens that small steps with prompts are padded to; see `PiecewiseGraphs`. Without these: empty.
 
-    Only attention may need to know of rows, which is not so for layers with recurrent states. And a step must not meet
-    other stages or engines, whose messages are no part of a graph.
+    Only attention may need to know of rows, which is not so for layers with recurrent states, nor with adapters. And a
+    step must not meet other stages or engines, whose messages are no part of a graph.
     """
     alone = model.group.pipeline.stages == 1 and not shares_experts(model.group)
-    if not (alone and captures_graphs(config)) or model.config.delta:
+    if not (alone and captures_graphs(config)) or model.config.delta or config.enable_lora:
         return []
     return [size for size in PIECE_SIZES if size <= config.token_budget]
 
@@ -335,6 +339,10 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         of = f" of stage {model.group.pipeline.stage}, which has the least room of {stages}" if stages > 1 else ""
         yield f"for each of {model.group.size} ranks{of}:"
     yield line("weights", plan.weights)
+    if plan.adapters:
+        each_adapter = plan.adapters / config.max_loras / MIB
+        said = f"{config.max_loras} of {each_adapter:,.1f} MiB; the host's memory has {config.host_loras}"
+        yield line("adapters", plan.adapters, said)
     yield line("batch state", plan.state, f"{rows:,} sequences of up to {max_model_len:,} tokens")
     if plan.states:
         count = plan.states // (4 * model.state_size) - rows
@@ -391,8 +399,8 @@ def plan_stage(
     if total:
         budget = int(total * config.gpu_memory_utilization)
         where = f"in {budget / 2**30:,.1f} of a GPU's {total / 2**30:,.1f} GiB"
-        return model, plan, plan.room(budget, plan.weights + plan.context), where
-    free = machine.available_bytes() - plan.weights * config.world_size
+        return model, plan, plan.room(budget, plan.weights + plan.adapters + plan.context), where
+    free = machine.available_bytes() - (plan.weights + plan.adapters) * config.world_size
     room = max(0, int(CPU_KV_SHARE * free / (config.world_size * (config.local_engines or 1))))
     count = config.max_num_seqs + count_snapshots(config, model, 2 * room)
     plan = replace(plan, states=4 * model.state_size * count)

@@ -42,6 +42,7 @@ from device.memory import (
 from device.pools import count_blocks, fit_states, new_host_pool, new_host_states
 from device.upkeep import KeptWorker
 from device.warmup import rehearse, warm_up
+from lora.stacks import Adapters
 from model import Transformer
 from model_config import ModelConfig
 from models.expert_ranks import ExpertGroup
@@ -141,6 +142,7 @@ class Start:
     parameters: dict[str, Part] = field(init=False)  # what fills the model; none once the weights are packed
     num_parameters: int = 0
     greedy_head: cpu_weights.GreedyHead | None = None
+    adapters: Adapters | None = None
     memory: MemoryPlan = field(init=False)
     cpu_room: int = 0  # bytes of a CPU's memory for the KV pool
     num_snapshots: int = 0  # recurrent states that the prefix cache keeps
@@ -182,6 +184,7 @@ class Start:
     def arrange(self, files: list[str]) -> None:
         """Give the weights the layouts that this device is fast with; of the `files` see `cpu.weights.prepare`."""
         config, model = self.config, self.model
+        adapters = Adapters.of(config, model, self.parameters, self.adapters)
         if self.ops.BACKEND == "cpu":
             rows = "both" if config.compile else "one" if config.max_num_seqs == 1 else "several"
             rows = "several" if config.makes_vectors else rows  # a prompt's tokens are the rows of a product
@@ -192,6 +195,9 @@ class Start:
             self.greedy_head = cpu_weights.prepare(model, rows, files, multiplied)
         elif config.batch_invariant and self.ops.BACKEND == "triton":
             model.be_batch_invariant()  # a library's rounding depends on the number of rows
+        if adapters:
+            adapters.wrap()
+        self.adapters = adapters
 
     def block_shape(self) -> tuple[int, ...]:
         """The shape of one block. Its layers lie together, so that copying or swapping it is one contiguous move."""

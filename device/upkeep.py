@@ -53,6 +53,7 @@ class KeptWorker(Worker):
         watch = start.guard.watch if start.guard else contextlib.nullcontext
         super().__init__(config, model, *pools, state, gatherer, Pooler.of(config, model), start.greedy_head, watch)
         self.start, self.lengths = start, [*map(len, pools)]
+        self.adapters = start.adapters
         self.asleep: set[str] = set()
         self.packed = self.ops.BACKEND == "cpu"  # whether weights have layouts other than the checkpoint's
         self.dropped = False  # whether there are no weights
@@ -178,7 +179,7 @@ class KeptWorker(Worker):
             start.fill(source)
             # The embeddings are not served from the mapped files, because whoever updates weights writes files anew.
             start.arrange([])
-            self.greedy_head = start.greedy_head
+            self.greedy_head, self.adapters = start.greedy_head, start.adapters
         self.dropped = False
         self.asleep.discard(WEIGHTS)
         self.give_back()

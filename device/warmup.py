@@ -34,10 +34,12 @@ def rehearse(start: Start) -> None:
             for adjusted in (True, False):
                 for count, length in (warm_up_prompts(start), (1, 1)):
                     shape = dry.shape_of(np.full(count, length), np.ones(count, dtype=bool))
-                    shape = shape._replace(adjusted=adjusted)
+                    shape = shape._replace(adjusted=adjusted, adapted=dry.adapters is not None)
                     brought, logits = dry.forward(shape, incoming=dry.receive(shape, StepPlan(0)))
                     if last and not config.makes_vectors:
                         ops.logprobs(logits, brought[0].long(), int(adjusted))
+            if dry.adapters:
+                ops.swap_blocks(dry.adapters.host, dry.adapters.pool, pairs)
             if config.makes_vectors:
                 return
             if last:
@@ -80,14 +82,15 @@ def run_prompts(start: Start, worker: Worker) -> float:
     if start.config.makes_vectors:
         return run_pooled(start, worker, count, length)
     blocks = some_blocks(start, length + 1)
+    adapters = [(0, 0)] if worker.adapters else []  # of zeros
     asked: list[dict[str, Any]] = [{"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}]
     asked.append({"temperature": 1.0, "num_logprobs": 1})
     if start.device == "cuda":  # which loads kernels at their first launch, so the last prompts are timed without
         asked.append(asked[-1])
     for fields in tqdm(asked, desc="Warming up", leave=False, disable=None):
-        new = prompts(count, length, blocks, **fields)
+        new = prompts(count, length, blocks, adapter=len(adapters), **fields)
         begun = time.perf_counter()
-        worker.execute(StepPlan(0, rows=[(row.slot, length) for row in new], new=new)).result()
+        worker.execute(StepPlan(0, rows=[(row.slot, length) for row in new], new=new, adapters=adapters)).result()
         seconds = time.perf_counter() - begun
         worker.execute(StepPlan(1, rows=[(0, 1)])).result()
     moves: dict[str, Any] = {"copies": [(0, 0)]}

@@ -65,6 +65,7 @@ class Workers:
         if states := facts["states"]:
             self.sizes |= {"num_state_snapshots": states["snapshots"], "num_host_states": states["host"]}
         self.on_trouble: Callable[[str | None], None] = lambda trouble: None
+        self.on_restart: Callable[[], None] = lambda: None
         self.num_restarts = 0
         self.in_a_row = 0  # restarts since a step went through
         self.asleep: list[str] = []
@@ -118,6 +119,7 @@ class Workers:
             self.in_a_row += not isinstance(error, BrokenOffError)
             try:
                 self.executor.restart(config)
+                self.on_restart()
                 if self.asleep:
                     self.executor.collective_rpc("sleep", args=[self.level])
                     if awake := [tag for tag in TAGS if tag not in self.asleep]:

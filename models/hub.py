@@ -125,8 +125,8 @@ def check_files(name: str, folder: str, files: Collection[str], weights: bool) -
     if "adapter_config.json" in files:
         base = read_json(folder, "adapter_config.json").get("base_model_name_or_path") or "a model"
         raise ValueError(
-            f"{name} is an adapter of {base!s:.200}, and adapters are not served yet: give that model, or merge the "
-            "two (merge_and_unload of peft)"
+            f"{name} is an adapter of {base!s:.200}: give that model, and --enable-lora --lora-modules NAME={name}, "
+            "or merge the two (merge_and_unload of peft)"
         )
     lacks = f"{name} has no {'model.safetensors' if 'config.json' in files else 'config.json'}"
     if not has_weights:

@@ -23,7 +23,7 @@ from observe.observer import Observer
 from plan import Logprobs, StateRoom, StepPlan, StepResult
 from sampling_params import PoolingParams, SamplingParams
 from scheduler import Scheduler
-from sequence import Request, SequenceGroup
+from sequence import Adapter, Request, SequenceGroup
 
 
 class Journal(Observer):
@@ -56,7 +56,9 @@ class Journal(Observer):
     def added(self, request: Request) -> None:
         r, params = request, dataclasses.asdict(request.params)
         pooling = None if r.pooling is None else dataclasses.asdict(r.pooling)
-        self.events.append(["add", self.now, r.request_id, r.prompt, params, r.salt, r.priority, r.client, pooling])
+        adapter = None if r.adapter is None else dataclasses.astuple(r.adapter)
+        told = r.request_id, r.prompt, params, r.salt, r.priority, r.client, pooling, adapter
+        self.events.append(["add", self.now, *told])
 
     def aborted(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         self.events.append(["abort", self.now, request_id, index, reason])
@@ -100,6 +102,8 @@ def decisions(scheduler: Scheduler) -> dict[str, Any]:
     moves = [plan.swap_out, plan.swap_in, plan.copies]
     if scheduler.space.states:
         moves += [plan.state_out, plan.state_in, plan.state_copies]
+    if scheduler.config.enable_lora:
+        moves += [plan.adapters]
     return {
         "rows": [[seq.group.name, count] for seq, (_, count) in zip(flight.seqs, plan.rows, strict=True)],
         "preempted": [list(entry) for entry in scheduler.admission.preempted],
@@ -151,8 +155,11 @@ def apply_event(scheduler: Scheduler, kind: str, rest: list[Any]) -> None:
     """Give the scheduler a request again, take one back, tell it who is late, or let it forget its cached prefixes."""
     if kind == "add":
         request_id, prompt, params, salt, priority, client, *more = rest
-        pooling = PoolingParams(**more[0]) if more and more[0] is not None else None
-        scheduler.add(Request(request_id, prompt, SamplingParams(**params), salt, priority, client, pooling))
+        pooling, adapter, *_ = *more, None, None
+        of_prompt = PoolingParams(**pooling) if pooling is not None else None
+        with_adapter = Adapter(*adapter) if adapter is not None else None
+        whose = salt, priority, client
+        scheduler.add(Request(request_id, prompt, SamplingParams(**params), *whose, of_prompt, with_adapter))
     elif kind == "abort":
         scheduler.abort(*rest)
     elif kind == "late":

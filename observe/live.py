@@ -108,7 +108,7 @@ class Recorder(Observer):
         then = before.get(self.rank, {})
         # A successor of the engine that said so counts from 0 again.
         new = {name: max(0, total - then.get(name, total)) for name, total in totals.items()}
-        waiting = len(s.waiting) + len(s.admission.aside)
+        waiting = len(s.waiting) + s.admission.num_aside
         found = {
             "rank": self.rank,
             "block_size": s.blocks.block_size,
@@ -146,7 +146,8 @@ class Recorder(Observer):
         """Who runs, who is swapped and who waits, each in their order, as far as an answer may list them."""
         s = self.scheduler
         yield from ((group, "running") for group in s.running)
-        for state, queue in (("swapped", s.swapped), ("waiting", chain(s.waiting, s.admission.aside))):
+        waiting = chain(s.waiting, s.admission.aside, s.admission.adapters.aside)
+        for state, queue in (("swapped", s.swapped), ("waiting", waiting)):
             yield from ((group, state) for group in nsmallest(MAX_REQUESTS, queue, key=lambda group: group.key))
 
 
@@ -171,6 +172,7 @@ def request_row(group: SequenceGroup, state: str) -> dict[str, Any]:
         "key": group.key[1],
         "id": request.request_id,
         "client": request.client,
+        "adapter": request.adapter and request.adapter.name,
         "state": state,
         "prompt": request.num_prompt,
         "computed": seq.num_computed,
@@ -185,6 +187,7 @@ def ending(report: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": report["request_id"],
         "client": report["client"],
+        "adapter": report["adapter"],
         "reason": ", ".join(sorted({answer["finish_reason"] for answer in answers})),
         "prompt": report["prompt_tokens"],
         "output": sum(answer["output_tokens"] for answer in answers),

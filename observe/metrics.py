@@ -63,6 +63,7 @@ SERIES = {
     "num_requests_swapped": Series("gauge", "Samples of requests that wait with their KV blocks in host memory."),
     "kv_cache_usage_perc": Series("gauge", "Share of the KV blocks that are in use; 1 is all."),
     "cache_config_info": Series("info", "How the KV cache is laid out."),
+    "lora_requests_info": Series("info", "Which adapters requests run with and wait for, by name; with enable_lora."),
     **{name: Series("counter", help) for name, help in COUNTERS.items()},
     "num_worker_restarts_total": Series("counter", "How often the workers were started anew."),
     "request_success_total": Series("counter", "Samples of requests that have ended.", label="finished_reason"),

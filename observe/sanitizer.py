@@ -111,8 +111,11 @@ class KVSanitizer:
 
     # --- what a plan changes ----------------------------------------------------------------------------------------
 
-    def follow(self, plan: StepPlan) -> None:
-        """Apply a plan's differences, after the worker has moved its blocks, and poison what the plan has freed."""
+    def follow(self, plan: StepPlan, adapters: Sequence[int] = ()) -> None:
+        """Apply a plan's differences, after the worker has moved its blocks, and poison what the plan has freed.
+
+        `adapters` has a number for the adapter in each slot; with another one, the same tokens have other keys.
+        """
         if plan.step > self.step + 1:  # steps that never began would have told who left; now all sequences enter anew
             self.tables[:] = self.tags[:] = -1
         self.step = plan.step
@@ -139,10 +142,12 @@ class KVSanitizer:
             self._clear(row.slot)
             self.names[row.slot], self.computed[row.slot] = row.name, row.num_computed
             self.hashes[row.slot] = 0
+            first = adapters[row.adapter - 1] if row.adapter else 0
             self._grow(row.slot, row.blocks)
             known = self.token_ids[row.slot, : len(row.token_ids)]
             mixed = mix(known, torch.arange(len(known), device=known.device))
-            self.hashes[row.slot, 1 : len(known) + 1] = mixed.cumsum(0)
+            self.hashes[row.slot, 0] = first
+            self.hashes[row.slot, 1 : len(known) + 1] = first + mixed.cumsum(0)
         for slot, blocks in plan.new_blocks:
             self._grow(slot, blocks)
 

@@ -123,9 +123,13 @@ class ExpertPlan(NamedTuple):
 
     def tiles(self) -> int:
         """The most tiles that these pairs can have."""
-        pairs = self.order.shape[0]
-        hit = min(pairs, self.starts.shape[0] - 1)  # an expert that is hit has one tile that is not full, or none
-        return min(pairs, (pairs + hit * (self.rows - 1)) // self.rows)
+        return _most_tiles(self.order.shape[0], self.starts.shape[0] - 1, self.rows)
+
+
+def _most_tiles(pairs: int, experts: int, rows: int) -> int:
+    """The most tiles of so many rows that pairs of so many experts can have."""
+    hit = min(pairs, experts)  # an expert that is hit has one tile that is not full, or none
+    return min(pairs, (pairs + hit * (rows - 1)) // rows)
 
 
 @triton.jit(do_not_specialize=["first", "P"])

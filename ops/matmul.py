@@ -91,6 +91,19 @@ def _linear_part(
     return b_acc
 
 
+@triton.jit
+def _is_last(counter, COUNT: tl.constexpr):
+    """Whether all others of the COUNT programs that share a counter were here before; then the counter is 0 again.
+
+    What they had stored before is visible then.
+    """
+    tl.debug_barrier()  # every thread has stored its share before one thread counts the program
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == COUNT - 1
+    if last:
+        tl.store(counter, 0)  # for the next launch
+    return last
+
+
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(
     x, weight, bias, y, partial, counters, M,
@@ -115,10 +128,8 @@ def linear_kernel(
         b_part = _linear_part(x, weight, o_m, o_n, m_m, m_n, i_s, K, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K)
         o_part = o_m[:, None] * N + o_n[None, :]
         tl.store(partial + i_s * M * N + o_part, b_part, mask=m_y)
-        tl.debug_barrier()  # every thread has stored its share before one thread counts the part
-        if tl.atomic_add(counters + i_n, 1, sem="acq_rel") < SPLITS - 1:
+        if not _is_last(counters + i_n, SPLITS):
             return
-        tl.store(counters + i_n, 0)  # for the next launch
         for i_s in range(SPLITS):
             b_y += tl.load(partial + i_s * M * N + o_part, mask=m_y, other=0.0, cache_modifier=".cg")
     else:

@@ -80,7 +80,7 @@ class EngineServer:
 
     def _load(self) -> Load:
         scheduler = self.core.scheduler
-        queued = sum(map(len, (scheduler.waiting, scheduler.swapped, scheduler.admission.aside)))
+        queued = len(scheduler.waiting) + len(scheduler.swapped) + scheduler.admission.num_aside
         return Load(self.load.rank, len(self.core.paused) + queued, len(scheduler.running))
 
     def _report(self) -> None:

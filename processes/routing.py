@@ -172,13 +172,14 @@ class DPClient(EngineCoreClient):
     def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
         self.resources.check()
         prompt, width = request.prompt_token_ids, request.params.num_sequences
+        salt = f"{request.salt}\0{request.lora.lora_path}" if request.lora else request.salt
         tried: set[int] = set()
         while True:
             with self.lock:
                 if not (alive := self._ready().keys() - tried):
                     break
                 well = [rank for rank in alive if self.clients[rank].trouble is None] or sorted(alive)
-                rank = self.router.choose(prompt, request.salt, width, sorted(well))
+                rank = self.router.choose(prompt, salt, width, sorted(well))
                 digest, client = self.router.latest, self.clients[rank]
                 self.adding[rank] += 1
             if digest and self.coordinator and self.router.routers > 1:

@@ -37,7 +37,7 @@ class Suspects:
         Raises:
             EngineDeadError: another suspect is on its way.
         """
-        asked = repr((request.params, request.salt, request.pooling)).encode()
+        asked = repr((request.params, request.salt, request.pooling, request.lora)).encode()
         kind = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes() + asked, digest_size=16).digest()
         with self.lock:
             if time.monotonic() < self.guilty.get(kind, 0.0):

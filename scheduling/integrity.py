@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from sequence import SequenceGroup, Status
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from admission import Admission
     from kv_cache import BlockSpaceManager
     from scheduler import Scheduler
+    from scheduling.adapters import AdapterSlots
 
 
 def check_integrity(scheduler: Scheduler) -> None:
@@ -17,6 +19,7 @@ def check_integrity(scheduler: Scheduler) -> None:
     groups = [group for request in scheduler.requests.values() for group in request.groups]
     check_space(scheduler.space, scheduler.admission, groups)
     check_admission(scheduler.admission, scheduler, groups)
+    check_adapters(scheduler.admission.adapters, scheduler.running)
     scheduler.policy.check_integrity(scheduler.requests.values())
     check_running(scheduler)
     check_lanes(scheduler)
@@ -37,6 +40,7 @@ def check_admission(admission: Admission, scheduler: Scheduler, groups: list[Seq
     """Each group is in one place, and each slot has one owner."""
     queues = admission.waiting, admission.swapped, admission.aside
     waiting, swapped, aside = map(list, queues)
+    passed = [*admission.adapters.aside]
     requests, running = scheduler.requests.values(), scheduler.running
     held = [group for request in requests for group in request.held]
     assert [*map(len, (waiting, swapped, aside))] == [*map(len, queues)]
@@ -44,12 +48,12 @@ def check_admission(admission: Admission, scheduler: Scheduler, groups: list[Seq
     assert all(alone and group.request not in alone for group in aside)
     assert not alone or all(group.request in alone for group in (*waiting, *swapped, *running))
     assert admission.trial.suspects.keys() <= set(requests)
-    places = [id(group) for group in (*waiting, *swapped, *aside, *held, *running)]
+    places = [id(group) for group in (*waiting, *swapped, *aside, *passed, *held, *running)]
     assert sorted(places) == sorted(map(id, groups))
     slots = [seq.slot for group in running for seq in group.seqs]
     slots += [slot for group in running for slot in group.spare_slots]
     assert sorted(slots + admission.free_slots) == list(range(admission.config.max_num_seqs))
-    for group in (*waiting, *swapped, *aside, *held):
+    for group in (*waiting, *swapped, *aside, *passed, *held):
         assert not group.spare_slots and all(seq.slot < 0 and not seq.tables for seq in group.seqs)
     for group in held:
         assert group.status is Status.HELD and (leader := group.request.leader)
@@ -58,6 +62,18 @@ def check_admission(admission: Admission, scheduler: Scheduler, groups: list[Seq
         for seq in group.seqs:
             columns = admission.space.host.blocks_for(seq.num_computed)
             assert [len(table) for table in seq.host_tables] == [columns] * len(admission.space.windows)
+
+
+def check_adapters(adapters: AdapterSlots, running: list[SequenceGroup]) -> None:
+    """Running groups hold their adapters' slots, and whoever stands aside has reason to."""
+    held = {group: group.request.adapter for group in running if group.request.adapter}
+    assert adapters.holders == held and adapters.users == Counter(held.values())
+    assert adapters.users.keys() <= adapters.slots.keys() and all(adapters.users.values())
+    assert sorted([*adapters.free, *adapters.slots.values()]) == list(range(adapters.count))
+    assert adapters.changed or not adapters.leaving or (adapters.aside and adapters.leaving[0] in adapters.users)
+    for group in adapters.aside:
+        assert group.status is Status.ASIDE and group.request.adapter
+        assert adapters.changed or not adapters.has_room(group)
 
 
 def check_running(scheduler: Scheduler) -> None:

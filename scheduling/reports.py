@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from sequence import Request, Status
+from sequence import Request, SequenceGroup, Status
 
 if TYPE_CHECKING:
     from scheduler import Scheduler
 
 MAX_REPORTS = 1000  # finished requests whose report is kept
+
+
+def names_of(groups: Iterable[SequenceGroup]) -> Iterator[str]:
+    """The names of the adapters that groups have."""
+    return (group.request.adapter.name for group in groups if group.request.adapter)
 
 
 class Reports:
@@ -23,7 +30,7 @@ class Reports:
     def metrics(self) -> dict[str, Any]:
         """What is counted, by the names of `observe.metrics.SERIES`."""
         scheduler, blocks = self.scheduler, self.scheduler.space.device
-        waiting = {"capacity": len(scheduler.waiting), "deferred": len(scheduler.admission.aside)}
+        waiting = {"capacity": len(scheduler.waiting), "deferred": scheduler.admission.num_aside}
         return {
             "num_requests_running": len(scheduler.running),
             "num_requests_waiting": sum(waiting.values()),
@@ -31,6 +38,16 @@ class Reports:
             "num_requests_swapped": len(scheduler.swapped),
             "kv_cache_usage_perc": 1 - blocks.num_free / blocks.num_blocks,
             **scheduler.stats.plain(),
+        }
+
+    def adapters(self, paused: list[str]) -> dict[str, str]:
+        """The names of adapters that requests run with and wait for, those that are `paused` among them."""
+        admission = self.scheduler.admission
+        queues = chain(admission.waiting, admission.swapped, admission.aside, admission.adapters.aside)
+        return {
+            "max_lora": str(self.scheduler.config.max_loras),
+            "waiting_lora_adapters": ",".join(sorted({*names_of(queues), *paused})),
+            "running_lora_adapters": ",".join(sorted(set(names_of(self.scheduler.running)))),
         }
 
     def explain(self, request_id: str) -> dict[str, Any] | None:

@@ -17,8 +17,8 @@ class WaitClock:
 
     The reasons: `step` (the step in progress must end first), `slots` (`max_num_seqs` sequences run), `tokens` (the
     step's budget is spent), `blocks` (the KV pool is full, or kept free for growth), `delay`
-    (`scheduler_delay_factor`), `order` (in the classic order, others had to run first) and `trial` (requests that may
-    have killed workers run alone).
+    (`scheduler_delay_factor`), `order` (in the classic order, others had to run first), `adapters` (the adapters of
+    those that run have all `max_loras` slots) and `trial` (requests that may have killed workers run alone).
     """
 
     def __init__(self) -> None:

@@ -18,10 +18,11 @@ from plan import Logprobs, StateRoom, StepPlan, StepResult
 from sampling_params import SamplingParams
 from scheduler import Scheduler
 from scheduling.beam import BeamSearch
-from sequence import Request, SequenceGroup, derived_seed
+from sequence import Adapter, Request, SequenceGroup, derived_seed
 
 VOCAB, EOS = 50, 7
-NUM_MOVES = 6  # kinds of moves in a plan
+NUM_MOVES = 7  # kinds of moves in a plan
+NUM_ADAPTERS = 5
 
 
 def next_token(tokens: list[int], seed: int = 0) -> int:
@@ -55,6 +56,16 @@ def expected(
 
 def sample_seed(index: int, seed: int = 0) -> int:
     return derived_seed(seed, str(index)) if index else seed
+
+
+def salt_of(adapter: int | None) -> str:
+    """Each adapter has prefixes of its own."""
+    return "" if adapter is None else f"adapter {adapter}"
+
+
+def adapted_seed(seed: int, adapter: int | None) -> int:
+    """Makes the toy model another one with each adapter."""
+    return seed if adapter is None else seed ^ (adapter + 1) * 0x9E3779B9
 
 
 def expected_beams(prompt: list[int], max_tokens: int, limit: int, width: int, n: int) -> list[list[int]]:
@@ -92,6 +103,7 @@ class FakeWorker:
         self.states, self.host_states = ([None] * n for n in rows)
         self.pool, self.host = ([[None] * self.size for _ in range(n)] for n in (num_blocks, num_host_blocks))
         self.slots: dict[int, dict] = {}
+        self.host_adapters, self.adapters = [[i] for i in range(NUM_ADAPTERS)], [["none"]] * config.max_loras
 
     def enter(self, plan: StepPlan) -> None:
         for slot in plan.released:
@@ -117,6 +129,7 @@ class FakeWorker:
             (plan.state_out, self.states, self.host_states),
             (plan.state_in, self.host_states, self.states),
             (plan.state_copies, self.states, self.states),
+            (plan.adapters, self.host_adapters, self.adapters),
         )[:most]:  # all at once, as a kernel does: it may not read what it writes, nor write twice
             assert len({target for _, target in pairs}) == len(pairs)
             assert origin is not goal or not {source for source, _ in pairs} & {target for _, target in pairs}
@@ -137,7 +150,7 @@ class FakeWorker:
                     block, offset = table[i // self.size], i % self.size
                     assert (block, offset) not in written and block >= 0
                     written.add((block, offset))
-                    self.pool[block][offset] = kind, row["tokens"][i]
+                    self.pool[block][offset] = kind, row["tokens"][i], self.adapter_of(row)
             if self.room:
                 seen = self.states[slot] if row["computed"] else []
                 assert seen == row["tokens"][: row["computed"]], "a state has seen something else"
@@ -151,14 +164,15 @@ class FakeWorker:
                 first = row["computed"] - count - window + 1 if window else 0  # the oldest that a query sees
                 for place in range(max(0, first), row["computed"]):
                     held = self.pool[table[place // self.size]][place % self.size]
-                    assert held == (kind, row["tokens"][place]), "a block holds somebody else's tokens"
+                    known = kind, row["tokens"][place], self.adapter_of(row)
+                    assert held == known, "a block holds somebody else's tokens"
             k, low, high = row["row"].score or (0, 0, 0)
             places = range(max(low, row["computed"] - count + 1), min(high, row["computed"] + 1))
             if places:
                 scores[i] = [known_logprobs(row["tokens"], place, k) for place in places]
             if row["computed"] == len(row["tokens"]):
                 tokens, wanted = row["tokens"], row["row"].num_logprobs
-                sampled[-1] = next_token(tokens, row["row"].seed)
+                sampled[-1] = next_token(tokens, adapted_seed(row["row"].seed, self.adapter_of(row)))
                 if wanted > 0 and row["row"].temperature == 0:  # a beam
                     sampled[-1] = known_logprobs([*tokens, 0], len(tokens), 1).ids[0]
                 if wanted >= 0:
@@ -168,6 +182,11 @@ class FakeWorker:
         for block, copy in ahead_of(plan):  # as late as a device may do it
             self.host[copy] = list(self.pool[block])
         return StepResult(plan.step, sampled, stopped, logprobs, scores)
+
+    def adapter_of(self, row: dict) -> int | None:
+        """The adapter that a sequence's step reads, by its row of the host's memory."""
+        slot = row["row"].adapter
+        return self.adapters[slot - 1][0] if slot else None
 
 
 class Engine:
@@ -214,11 +233,17 @@ class Engine:
         self.interrupts: Callable[[StepPlan], tuple[int, int] | None] = lambda plan: None
 
     def add(
-        self, request_id: str, prompt: list[int], salt: str = "", priority: int = 0, client: str = "", **params
-    ) -> SequenceGroup:
+        self, request_id: str, prompt: list[int], salt: str = "", priority: int = 0, client: str = "",
+        adapter: int | None = None, **params,
+    ) -> SequenceGroup:  # fmt: skip
+        """A request; its adapter, if it has one, is in that row of the host's memory."""
+        chosen = None if adapter is None else Adapter(salt_of(adapter), adapter)
+        salt += salt_of(adapter)
         if params.get("use_beam_search"):
             params = {"temperature": 0} | params
-        request = Request(request_id, prompt, SamplingParams(**{"seed": 0} | params), salt, priority, client)
+        request = Request(
+            request_id, prompt, SamplingParams(**{"seed": 0} | params), salt, priority, client, None, chosen
+        )
         self.scheduler.add(request)
         self.answers[request_id] = {i: [] for i in range(request.params.num_samples)}
         return request.groups[0]
@@ -282,6 +307,8 @@ class Engine:
             self.worker.move(plan, moves)
         for _, row in (pair for plan in self.flying for pair in plan.state_copies):
             self.worker.states[row] = ["failed"]  # a state that has not come as far as it was to
+        for _, slot in (pair for plan in self.flying for pair in plan.adapters):
+            self.worker.adapters[slot] = ["failed"]
 
     def _start_over(self, lost: bool, cause: str | None) -> None:
         self.flying.clear()

@@ -27,7 +27,7 @@ import oracles
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
 REGISTERS = 64 * 1024  # that a processor has
 SHARDS = 2
-KERNELS = 34
+KERNELS = 37
 
 
 class Shape(NamedTuple):
@@ -156,6 +156,30 @@ DELTA = (
     *(Delta(f"qwen3.5-tp{tp}", 16 // tp, 48 // tp, hidden=6144 // tp) for tp in (2, 4, 8)),
     Delta("delta-fp32", 2, 4, 96, 80, dtype=torch.float32),
 )
+
+
+class Lora(NamedTuple):
+    """A product that adapters change: its inputs, its slices' bounds, the highest rank, and how many adapters."""
+
+    name: str
+    inputs: int
+    bounds: tuple[int, ...]
+    rank: int = 16
+    count: int = 8
+    dtype: torch.dtype = torch.bfloat16
+
+
+LORA = (
+    Lora("qwen3-0.6b-qkv", 1024, (0, 2048, 3072, 4096)),
+    Lora("qwen3-0.6b-gate_up", 1024, (0, 3072, 6144), 64),
+    Lora("qwen2.5-7b-qkv", 3584, (0, 3584, 4096, 4608), 8, 1),
+    Lora("llama3-8b-down", 14336, (0, 4096), 16, 32),
+    Lora("llama3-8b-gate_up", 4096, (0, 14336, 28672), 128, 20),
+    Lora("llama3-70b-tp8-qkv", 8192, (0, 1024, 1152, 1280), 256, 4),
+    Lora("lora-odd", 1000, (0, 33, 100), 10, 3, torch.float16),
+    Lora("lora-fp32", 192, (0, 192, 256, 320), 16, 4, torch.float32),
+    Lora("lora-fp32-256", 2048, (0, 2048, 3072), 256, 4, torch.float32),
+)
 VOCABULARIES = {"gpt-oss-vocabulary": 201088, "qwen3.5-vocabulary": 248320, "gemma3-vocabulary": 262144}
 # The numbers of a block over all layers, and of the states of a sequence.
 PAGES = {
@@ -167,7 +191,8 @@ PAGES = {
     "qwen3-next-states": (36 * (32 * 128 * 128 + 3 * 8192), torch.float32),
 }
 BRIEF: dict[int, tuple[str, ...]] = {
-    90: (QWEN.name, "deepseek-v3-tp8", "qwen3-30b-a3b", "qwen3-next-80b-a3b"),  # they launch every kernel
+    # These launch every kernel.
+    90: (QWEN.name, "deepseek-v3-tp8", "qwen3-30b-a3b", "qwen3-next-80b-a3b", "qwen3-0.6b-qkv"),
     86: ("gemma3-4b",),  # whose prefill needs most of the shared memory there
 }
 # Chips for which ptxas makes the same code as for the chip before them, so that they need no more than BRIEF's shapes.
@@ -299,6 +324,23 @@ def delta_launches(s: Delta) -> Iterator[Callable[[Any], object]]:
     yield kernel_of("sigmoid_mul", *torch.zeros(2, 2 * s.hidden, dtype=s.dtype).chunk(2, dim=1))
 
 
+def lora_launches(s: Lora) -> Iterator[Callable[[Any], object]]:
+    """What adapters of a product launch."""
+    ints, outputs, rows = torch.zeros(4, dtype=torch.int32), s.bounds[-1], (len(s.bounds) - 1) * s.rank
+    with torch.device("meta"):  # which takes no memory
+        x, y = torch.empty(2, s.inputs, dtype=s.dtype), torch.empty(2, outputs, dtype=s.dtype)
+        a, b = torch.empty(s.count, rows, s.inputs, dtype=s.dtype), torch.empty(s.count, outputs, s.rank, dtype=s.dtype)
+        b_t, h = torch.empty(s.count, s.rank, outputs, dtype=s.dtype).mT, torch.empty(2, rows)
+
+    def plan(ops: Any) -> Any:
+        return ops.plan_lora(ints, ints[:1], ints[:2], 2, s.count)
+
+    yield plan
+    yield lambda ops: ops.lora_shrink(x, a, plan(ops))
+    for matrices in (b, b_t):
+        yield lambda ops, b=matrices: ops.lora_expand(y, h, b, s.bounds, plan(ops))
+
+
 def all_launches(whole: bool) -> Iterator[tuple[str, Iterator[Callable[[Any], object]]]]:
     """The name of each shape, and calls of all launchers that it has."""
     for shape in (*WHOLE, *ATTENTION, *LATENT):
@@ -307,6 +349,8 @@ def all_launches(whole: bool) -> Iterator[tuple[str, Iterator[Callable[[Any], ob
         yield experts.name, expert_launches(experts, whole)
     for delta in DELTA:
         yield delta.name, delta_launches(delta)
+    for lora in LORA:
+        yield lora.name, lora_launches(lora)
     for name, vocab in VOCABULARIES.items():
         yield name, sampling(vocab, torch.bfloat16)
     for name, page in PAGES.items():
@@ -572,7 +616,7 @@ def test_the_warp_group_matrix_unit_is_used(gate: list[dict[str, Any]], name: st
 
 
 def test_products_stream_weights_by_16_bytes(gate: list[dict[str, Any]]) -> None:
-    for name in ("linear", "expert_gate_up", "expert_down"):
+    for name in ("linear", "expert_gate_up", "expert_down", "lora_shrink"):
         found = [r for r in gate if r["kernel"].startswith(name)]
         assert found and all(r["wide"] and not any(narrow for _, narrow in r["copies"]) for r in found), found
 

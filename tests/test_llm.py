@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from config import DEMO, EngineConfig
-from engine import LLM, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
+from engine import LLM, BeamSearchParams, EngineArgs, LLMEngine, LoRARequest, SamplingParams
 from plan import EngineOutput, StepResult
 from processes.client import EngineDeadError
 
@@ -80,8 +80,14 @@ def test_arguments_of_the_wrong_type_are_refused_by_name(llm):
     ):
         with pytest.raises(ValueError, match=message):
             llm.generate(["a", "b"], params, use_tqdm=False)
-    with pytest.raises(TypeError, match="lora_request"):
-        llm.generate("a", GREEDY, lora_request=None)
+    with pytest.raises(TypeError, match="prompt_embeds"):
+        llm.generate("a", GREEDY, prompt_embeds=None)
+    with pytest.raises(ValueError, match="lora_request is 'a'; it must be a LoRARequest or None"):
+        llm.generate("a", GREEDY, lora_request="a")
+    with pytest.raises(ValueError, match="lora_request has 1 entries for 2 prompts"):
+        llm.generate(["a", "b"], GREEDY, lora_request=[None])
+    with pytest.raises(ValueError, match="lora_request is 'sql'; it needs an engine with enable_lora"):
+        llm.generate("a", GREEDY, lora_request=LoRARequest("sql", 1, "/nowhere"))
 
 
 def test_truncate_prompt_tokens_keeps_the_last_ones(llm):
@@ -102,7 +108,7 @@ def test_the_templates_own_end_of_a_turn_ends_a_chat(llm, monkeypatch):
     other = next(id for id in sorted(llm.tokenizer.special_ids) if id > 1)  # 0 and 1 are the model's own ends
     template = "{% for m in messages %}{{ m.content }}" + llm.tokenizer.token(other) + "\n{% endfor %}"
     ends, past_ends, asked = replace(GREEDY, ignore_eos=False), replace(GREEDY, ignore_eos=True), []
-    monkeypatch.setattr(llm, "generate", lambda ids, params, use_tqdm: asked.append(params) or [])
+    monkeypatch.setattr(llm, "generate", lambda ids, params, use_tqdm, lora: asked.append(params) or [])
     for params in (ends, None, (past_ends, replace(ends, stop_token_ids=[9]))):
         llm.chat([QUESTION, QUESTION], params, chat_template=template)
     llm.chat(QUESTION, ends)

@@ -21,11 +21,12 @@ import test_expert_kernels
 import test_kernels
 import test_kernels_sampling
 import test_latent
+import test_lora
 import test_matmul
-from ops import delta, experts, latent, matmul, sampling
+from ops import delta, experts, latent, lora, matmul, sampling
 
 PLAN_DECODE = test_kernels.test_plan_decode_counts_the_tiles_that_hold_a_key
-HOMES = (delta, experts, kernels, latent, matmul, sampling)
+HOMES = (delta, experts, kernels, latent, lora, matmul, sampling)
 # The kernel (and of what, where it has several), what stands in it, what is put there, and the test whose chosen
 # examples see it. Where a test has none, one of its cases follows.
 MUTATIONS: dict[str, tuple[Any, ...]] = {
@@ -48,6 +49,11 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
         "m_n = o_m < i_end, o_n < SIZE", "m_n = o_m < i_end, o_n < SIZE - 1", test_expert_kernels.test_experts),
     "expert_down": ("m_n = o_m < i_end, o_n < H", "m_n = o_m < i_end - 1, o_n < H", test_expert_kernels.test_experts),
     "expert_sum": ("(i_e < E)", "(i_e <= E)", test_expert_kernels.test_experts),
+    "lora_ids": ("o_t < i_stop", "o_t < i_stop - 1", test_lora.test_plan_lora_sorts_the_tokens),
+    "lora_shrink": ("m_n = o_m < i_end, o_n < N", "m_n = o_m < i_end, o_n < N - 1", test_lora.test_lora),
+    "lora_shrink, of parts": ("i_s in range(SPLITS)", "i_s in range(1, SPLITS)", test_lora.test_lora),
+    "lora_expand": ("o_n < i_high", "o_n < i_high - 1", test_lora.test_lora),
+    "lora_expand, of slices": ("(G * R) + i_g * R", "(G * R) + i_g", test_lora.test_lora),
     "plan_decode": ("tl.cdiv(b_len, ITEM)", "(b_len // ITEM)", PLAN_DECODE, (1, 0, 0)),
     "plan_decode, of chunks": ("WINDOW, CHUNKED)", "WINDOW, False)", PLAN_DECODE, (4, 150, 1)),
     "attention_decode": ("* BLOCK_N, i_len)", "* BLOCK_N, i_len - 1)", test_kernels.test_attention_decode),

@@ -10,7 +10,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fake_worker import NUM_MOVES, Engine, expected, expected_beams, prompt, sample_seed
+from fake_worker import (
+    NUM_ADAPTERS,
+    NUM_MOVES,
+    Engine,
+    adapted_seed,
+    expected,
+    expected_beams,
+    prompt,
+    salt_of,
+    sample_seed,
+)
 from models.kv_layout import most_blocks
 from plan import StepPlan
 from scheduler import Scheduler
@@ -33,10 +43,10 @@ class Scenario:
         owners     `check_books` counts who has which block, slot and place in a queue
         books      what can be found of a prefix is what a pool holds there
         liveness   every request ends within a number of steps known when it comes (`cost`), unless work of a better
-                   class comes after it; under `fair` that may be any work
+                   class comes after it; under `fair`, and with adapters, that may be any work
 
-    Within its class, or of its client under `fair`, nobody is let in before who came earlier. One request may kill the
-    worker in every step that it is in: then it is ended, and nobody else is for it.
+    Within its class, or of its client under `fair`, nobody is let in before who came earlier and has the same adapter.
+    One request may kill the worker in every step that it is in: then it is ended, and nobody else is for it.
     """
 
     SAMPLES = ({}, {}, MASKED, {"n": 2}, {"n": 4} | MASKED, {"n": 1, "best_of": 3},
@@ -44,33 +54,37 @@ class Scenario:
                {"use_beam_search": True, "n": 3, "early_stopping": True})  # fmt: skip
 
     def __init__(self, blocks, host, size, seqs, tokens, caching, chunked, mode, policy, reserve, windows, ahead, depth,
-                 poison=None, states=None, stages=1):  # fmt: skip
+                 poison=None, states=None, stages=1, loras=0):  # fmt: skip
         stages = min(stages, seqs)
         blocks += 4 * len(windows) - 4  # so that each kind can have some
 
         def needed(length):
             return sum(most_blocks(windows, length, tokens if chunked else length, size, ahead))
 
+        self.adapters, self.adapter_of = NUM_ADAPTERS if loras else 0, dict[str, int | None]()
         self.limit, self.fair = max(n for n in range(2, 41) if needed(n) <= blocks), policy == "fair"
+        self.any_order = self.fair or loras > 0  # whether later work may come first
         self.engine = Engine(
             blocks, self.limit, host, windows, 1.5, stages - 1 + depth, states, block_size=size, max_num_seqs=seqs,
             max_num_batched_tokens=tokens if chunked else 40, enable_prefix_caching=caching,
             enable_chunked_prefill=chunked, preemption_mode=mode, scheduling_policy=policy,
             schedule_conservativeness=reserve, num_lookahead_slots=ahead, pipeline_parallel_size=stages,
+            max_loras=max(1, loras),
         )  # fmt: skip
         self.poison = str(poison)  # the name of the one that kills
         self.engine.kills = lambda ran: self.poison in ran
         self.asked: dict[str, tuple[list[int], int, dict]] = {}
         self.due: dict[str, int] = {}  # the step by which it must have ended
-        self.last_in: dict[int, int] = {}  # of each class or client, the latest arrival that was let in
+        # Of each class or client, and adapter, the latest arrival that was let in
+        self.last_in: dict[tuple[int, str], int] = {}
         self.random = random.Random(blocks)
         self.num_late = 0  # steps in which a mask came late
         self.num_interrupts = 0  # of steps that move blocks: how many are yet to come
         self.engine.interrupts = self.interrupt
         self.num_finished = 0  # requests that `check_books` has seen
         self.prompts: dict[str, list[int]] = {}
-        # What each hash stands for: tokens, and where the last block of them begins.
-        self.stands_for: dict[bytes, tuple[list[int], int]] = {}
+        # What each hash stands for: tokens, where the last block of them begins, and their adapter.
+        self.stands_for: dict[bytes, tuple[list[int], int, int | None]] = {}
 
     def cost(self, request: Request) -> int:
         """Steps that a request may take once it is the first: a token at least in each; and where samples branch off
@@ -80,33 +94,39 @@ class Scenario:
         steps = limit * params.num_samples + (config.max_num_seqs * self.limit if params.num_sequences > 1 else 0)
         return steps * (1 if config.enable_chunked_prefill else 1 + config.max_num_seqs) * self.engine.depth
 
-    def add(self, length: int, start: int, max_tokens: int, priority: int, samples: int) -> None:
+    def add(self, length: int, start: int, max_tokens: int, priority: int, samples: int, adapter: int = 0) -> None:
+        """Ask for something, with an adapter if there are any and this is above 0."""
         name, ids = str(len(self.engine.answers)), prompt(min(length, self.limit - 1), start)
+        self.adapter_of[name] = chosen = adapter - 1 if adapter and self.adapters else None
         params, self.prompts[name] = self.SAMPLES[samples], ids
         try:
-            group = self.engine.add(name, ids, priority=priority, client=str(priority), max_tokens=max_tokens, **params)
+            more = {"priority": priority, "client": str(priority), "adapter": chosen, "max_tokens": max_tokens}
+            group = self.engine.add(name, ids, **params, **more)
         except ValueError as error:
             assert "beam" in str(error)  # too wide for the slots or the pool
             self.engine.answers[name] = {}
             return
         self.asked[name] = ids, max_tokens, params
         for other in self.engine.scheduler.requests.values():
-            if other is group.request or self.fair or other.groups[0].key[0] > group.key[0]:
+            if other is group.request or self.any_order or other.groups[0].key[0] > group.key[0]:
                 self.expect(other)
 
     def expect(self, request: Request) -> None:
-        """Reckon by when a request must have ended: after those before it, which are all of them under `fair`.
+        """Reckon by when a request must have ended: after those before it, which may be all of them.
 
         A trial may come before all that.
         """
         scheduler, place = self.engine.scheduler, request.groups[0].key[:2]
-        ahead = [r for r in scheduler.requests.values() if self.fair or r.groups[0].key[:2] <= place]
+        ahead = [r for r in scheduler.requests.values() if self.any_order or r.groups[0].key[:2] <= place]
         tried = sum(self.cost(r) + self.engine.depth for r in scheduler.admission.trial.pool)
         self.due[request.request_id] = scheduler.step + sum(map(self.cost, ahead)) + tried
 
     def step(self) -> None:
         waiting = [r for r in self.engine.scheduler.requests.values() if r.time_in_queue is None]
-        keys = {r.request_id: (r.priority if self.fair else r.groups[0].key[0], r.groups[0].key[1]) for r in waiting}
+        keys = {}
+        for r in waiting:
+            rank, arrival, _ = r.groups[0].key
+            keys[r.request_id] = (r.priority if self.fair else rank, salt_of(self.adapter_of[r.request_id])), arrival
         deaths = self.engine.deaths
         self.be_late()
         self.interrupted = False
@@ -196,7 +216,8 @@ class Scenario:
         slots = [seq.slot for seq in seqs if seq.slot >= 0] + [slot for group in groups for slot in group.spare_slots]
         assert len(set(slots)) == len(slots) and not set(slots) & set(scheduler.admission.free_slots)
         admission, counts = scheduler.admission, Counter(group.status for group in groups)
-        places = (scheduler.running, scheduler.waiting, scheduler.swapped, admission.aside)
+        aside = [*admission.aside, *admission.adapters.aside]
+        places = (scheduler.running, scheduler.waiting, scheduler.swapped, aside)
         statuses = (Status.RUNNING, Status.WAITING, Status.SWAPPED, Status.ASIDE)
         assert [*map(len, places)] == [counts[status] for status in statuses]
         assert all(group.status is Status.RUNNING for group in scheduler.others)
@@ -205,28 +226,28 @@ class Scenario:
         coming = {block for plan in flying for _, block in plan.swap_in}
         leaving = {block for plan in flying for _, block in plan.swap_out}
         for seq in (*seqs, *(child for group in groups for child, _, _ in group.births)):
-            self.learn(seq.delivered)
+            self.learn(seq.delivered, self.adapter_of[seq.group.request.request_id])
         for name in (*self.engine.finished[self.num_finished :], *scheduler.requests):
             for tokens in self.engine.answers[name].values():
-                self.learn(self.prompts[name] + tokens)
+                self.learn(self.prompts[name] + tokens, self.adapter_of[name])
         self.num_finished = len(self.engine.finished)
         for pool, rows, unknown in ((space.device, worker.pool, coming), (space.host, worker.host, leaving)):
             for key, block in pool.block_of.items():
-                tokens, begin = self.stands_for[key[:16]]
+                tokens, begin, adapter = self.stands_for[key[:16]]
                 kind = key[16] if len(key) > 16 else 0
-                assert block in unknown or rows[block] == [(kind, token) for token in tokens[begin:]]
+                assert block in unknown or rows[block] == [(kind, token, adapter) for token in tokens[begin:]]
         if space.states:
             taken = {row for plan in flying for _, row in plan.state_copies}
             for key, row in space.states.snapshots.block_of.items():
                 row += space.states.num_slots
                 assert row in taken or worker.states[row] == self.stands_for[key][0]
 
-    def learn(self, tokens: list[int]) -> None:
+    def learn(self, tokens: list[int], adapter: int | None) -> None:
         hashes: list[bytes] = []
         size = self.engine.config.block_size
-        chain(hashes, tokens, size)
+        chain(hashes, tokens, size, salt_of(adapter))
         for i, digest in enumerate(hashes):
-            self.stands_for[digest] = tokens[: (i + 1) * size], i * size
+            self.stands_for[digest] = tokens[: (i + 1) * size], i * size, adapter
 
     def finish(self) -> None:
         engine = self.engine
@@ -240,27 +261,29 @@ class Scenario:
                     assert list(engine.answers[name].values()) == wanted
                 continue
             for index, tokens in engine.answers[name].items():
-                assert tokens == expected(ids, max_tokens, self.limit, seed=sample_seed(index))
+                seed = adapted_seed(sample_seed(index), self.adapter_of[name])
+                assert tokens == expected(ids, max_tokens, self.limit, seed=seed)
         space = engine.scheduler.space
         for pool in (space.device, space.host, *((space.states.snapshots, space.states.host) if space.states else ())):
             assert pool.num_free == pool.num_blocks
 
 
-def run_scenario(seed: int) -> Scheduler:
-    """A random scenario from its beginning to its end."""
+def run_scenario(seed: int, loras: int = 0) -> Scheduler:
+    """A random scenario from its beginning to its end, with slots for so many adapters."""
     rng = random.Random(seed)
     scenario = Scenario(
         rng.randint(8, 24), rng.choice((0, 5, 24)), rng.choice((1, 3, 4)), rng.randint(1, 6), rng.randint(6, 20),
         rng.random() < 0.7, rng.random() < 0.7, rng.choice(("auto", "recompute", "swap")),
         rng.choice(("fcfs", "priority", "fair")), rng.choice((0.0, 0.0, 1.0)), rng.choice(KINDS),
         rng.choice((0, 0, 3)), rng.choice((1, 2)), rng.choice((None, None, 0, 2, 5)), rng.choice(STATES),
-        rng.choice((1, 1, 2, 3)),
+        rng.choice((1, 1, 2, 3)), loras,
     )  # fmt: skip
     scenario.num_interrupts = rng.choice((0, 2))
     for _ in range(rng.randint(3, 16)):
         action = rng.random()
         if action < 0.5:
-            scenario.add(rng.randint(1, 39), rng.randrange(3), rng.randint(1, 30), rng.randrange(3), rng.randrange(8))
+            drawn = rng.randint(1, 39), rng.randrange(3), rng.randint(1, 30), rng.randrange(3), rng.randrange(8)
+            scenario.add(*drawn, rng.randrange(NUM_ADAPTERS + 1) if loras else 0)
         elif scenario.engine.scheduler.has_work():
             if action < 0.6:
                 abort = rng.choice((scenario.abort, scenario.abort_meanwhile))
@@ -285,7 +308,14 @@ PARTS += [pytest.param(range(i, i + 1000), marks=pytest.mark.long) for i in rang
 @pytest.mark.parametrize("seeds", PARTS, ids=lambda seeds: f"{seeds.start} to {seeds.stop - 1}")
 def test_random_scenarios(seeds):
     schedulers = map(run_scenario, seeds)
-    assert max(scheduler.counters["num_preemptions_total"] for scheduler in schedulers) > 10
+    assert max(scheduler.counters["num_preemptions_total"] for scheduler in schedulers) > 8
+
+
+@pytest.mark.parametrize("seeds", PARTS, ids=lambda seeds: f"{seeds.start} to {seeds.stop - 1}")
+def test_random_scenarios_with_adapters(seeds):
+    """There are more of them than slots."""
+    schedulers = [run_scenario(seed, 1 + seed % (NUM_ADAPTERS - 1)) for seed in seeds]
+    assert max(scheduler.counters["num_preemptions_total"] for scheduler in schedulers) > 8
 
 
 class Traffic(RuleBasedStateMachine):
@@ -297,12 +327,12 @@ class Traffic(RuleBasedStateMachine):
         mode=st.sampled_from(("auto", "recompute", "swap")), policy=st.sampled_from(("fcfs", "priority", "fair")),
         reserve=st.sampled_from((0.0, 1.0)), windows=st.sampled_from(KINDS), ahead=st.integers(0, 3),
         depth=st.integers(1, 2), poison=st.none() | st.integers(0, 3), states=st.sampled_from(STATES),
-        stages=st.integers(1, 3))  # fmt: skip
+        stages=st.integers(1, 3), loras=st.integers(0, NUM_ADAPTERS))  # fmt: skip
     def start(self, **drawn):
         self.scenario = Scenario(**drawn)
 
     @rule(length=st.integers(1, 39), start=st.integers(0, 2), max_tokens=st.integers(1, 30),
-          priority=st.integers(0, 2), samples=st.integers(0, 7))  # fmt: skip
+          priority=st.integers(0, 2), samples=st.integers(0, 7), adapter=st.integers(0, NUM_ADAPTERS))  # fmt: skip
     def add(self, **drawn):
         self.scenario.add(**drawn)
 

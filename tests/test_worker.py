@@ -251,7 +251,7 @@ def test_a_gpus_prompts_are_timed_once_their_kernels_are_loaded(make, monkeypatc
         return SimpleNamespace(result=lambda: None)
 
     monkeypatch.setattr(warmup.time, "perf_counter", lambda: now[0])
-    ready.device, worker = "cuda", SimpleNamespace(execute=execute, host_states=())
+    ready.device, worker = "cuda", SimpleNamespace(execute=execute, host_states=(), adapters=None)
     count, length = warmup.warm_up_prompts(ready)
     assert warmup.run_prompts(ready, worker) == pytest.approx(0.003 / (count * length)) and len(loaded) == 2
 

@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
+from lora.adapter import LoRARequest
 from outputs import Choices
 from plan import EngineCoreRequest
 from sampling_params import SamplingParams
@@ -87,6 +88,13 @@ def opening(facts: Mapping[str, Any], name: str | None) -> str:
     return prompts[name] if name else ""
 
 
+def checked_lora(given: Any) -> LoRARequest | None:
+    """A request's adapter, or a ValueError if it is none."""
+    if given is not None and not isinstance(given, LoRARequest):
+        raise ValueError(f"lora_request is {given!r:.80}; it must be a LoRARequest or None")
+    return given
+
+
 class InputProcessor:
     """Makes the engine's requests. `facts` are `EngineCore.facts`."""
 
@@ -94,7 +102,12 @@ class InputProcessor:
         self.tokenizer, self.facts = tokenizer, facts
 
     def request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        lora: LoRARequest | None = None,
     ) -> tuple[EngineCoreRequest, Choices]:
         """A request for the engine, and the record that follows its answers.
 
@@ -120,4 +133,4 @@ class InputProcessor:
             params = dataclasses.replace(params, bad_word_ids=self.tokenizer.bad_word_ids(params.bad_words))
         ids = params.truncated(ids, self.facts["max_model_len"])
         choices = Choices(request_id, text, ids, params, self.tokenizer)
-        return EngineCoreRequest(request_id, ids, params, salt, priority), choices
+        return EngineCoreRequest(request_id, ids, params, salt, priority, lora=checked_lora(lora)), choices

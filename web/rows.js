@@ -38,6 +38,9 @@ function updateRow(row, item, facts) {
   put(told, facts.filter(Boolean).join(" · "));
 }
 
+/** How a list names the adapter that a request has, if it has one. */
+const withAdapter = ({ adapter }) => adapter && `with ${adapter}`;
+
 export function fillRequests({ requests, counts }) {
   const samples = new Map(); // met so far of each request, by its key
   const keyOf = ({ key }) => {
@@ -47,7 +50,7 @@ export function fillRequests({ requests, counts }) {
   fill(byId("requests"), requests, keyOf, (row, request) => {
     const { key, state, prompt, computed, output, preemptions } = request;
     const done = computed < prompt ? `${computed} of ${prompt} read` : `${output} out`;
-    updateRow(row, request, [done, preemptions && `preempted ${preemptions}×`, state]);
+    updateRow(row, request, [withAdapter(request), done, preemptions && `preempted ${preemptions}×`, state]);
     row.style.setProperty("--hue", hueOf(key));
   });
   const words = `${counts.running} running, ${counts.swapped} swapped out, ${counts.waiting} waiting`;
@@ -58,7 +61,7 @@ export function fillFinished(finished) {
   fill(byId("finished"), finished.toReversed(), ({ serial }) => serial, (row, end) => {
     const { prompt, output, preemptions, e2e } = end;
     const again = preemptions && `preempted ${preemptions}×`;
-    updateRow(row, end, [`${prompt} in, ${output} out`, again, e2e && duration(e2e)]);
+    updateRow(row, end, [withAdapter(end), `${prompt} in, ${output} out`, again, e2e && duration(e2e)]);
   });
 }
 

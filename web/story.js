@@ -11,7 +11,8 @@ import { byId, duration, element, plural, put, sentence, shortened, sleep } from
 
 const WAITS = {
   blocks: "free blocks", slots: "a free slot", tokens: "room in a step’s tokens", step: "the step under way to end",
-  delay: "the scheduler’s delay", order: "others that had to run first", trial: "requests on trial, which run alone",
+  delay: "the scheduler’s delay", order: "others that had to run first", adapters: "a slot for its adapter",
+  trial: "requests on trial, which run alone",
 };
 
 /** Tell the story of a request, anew each second while it runs. */
@@ -41,7 +42,7 @@ function storyOf(prompt) {
     const facts = [
       `${duration(prompt.seconds)} ${prompt.finished ? "in all" : "so far"}`,
       `${plural(prompt.prompt_tokens, "prompt token")}, ${output} out`, reason ? `ended by ${reason}` : state,
-      ahead && `${plural(ahead, "other")} ahead of it`,
+      prompt.adapter && `with the adapter ${prompt.adapter}`, ahead && `${plural(ahead, "other")} ahead of it`,
     ];
     const lines = phases.map((phase) => element("li", {}, phaseMark("ink", phase), sentence(phase.words),
       element("span", { className: "soft", textContent: duration(phase.seconds) })));

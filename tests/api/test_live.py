@@ -28,7 +28,9 @@ from plan import Reply
 from processes.child import Board
 from processes.client import EngineDeadError
 from ring import Codec
+from sampling_params import SamplingParams
 from scripted import FACTS, TOKENIZER, ScriptedClient, refusal
+from sequence import Adapter, Request
 from served import Server, engine_of, eventually, serving
 from server import create_app
 
@@ -201,7 +203,7 @@ def test_queues_are_listed_in_their_order_and_counted_in_full() -> None:
     assert [row["state"] for row in look["requests"]] == ["running"] * 2 + ["waiting"] * (MAX_REQUESTS - 2)
     running, waiting = look["requests"][0], look["requests"][-1]
     told = {"id": "0", "client": "me", "state": "running", "prompt": 5, "computed": 5, "output": 1, "preemptions": 0}
-    assert running == {"key": 1} | told
+    assert running == {"key": 1, "adapter": None} | told
     assert (waiting["computed"], waiting["output"], waiting["key"]) == (0, 0, int(waiting["id"]) + 1)
 
 
@@ -215,11 +217,37 @@ def test_a_finished_request_tells_its_times_and_its_ends() -> None:
         engine.now += 1.0
         engine.step()
     c, b, a = engine.look(before)["finished"]
-    told = {"prompt": 9, "preemptions": 0}
+    told = {"prompt": 9, "preemptions": 0, "adapter": None}
     assert a == {"id": "a", "client": "of a", "reason": "length", "output": 8, "ttft": 1.0, "e2e": engine.now} | told
     assert c == {"id": "c", "client": "of c", "reason": "abort", "output": 0, "ttft": None, "e2e": 0.0} | told
     assert b["ttft"] > 1.0 and b["e2e"] == b["ttft"] + 3
     assert engine.scheduler.reports.explain("b")["first_token_seconds"] == b["ttft"]
+
+
+def test_whoever_has_an_adapter_or_waits_for_it_is_told() -> None:
+    engine = Watched(enable_lora=True, max_loras=1, max_num_seqs=3)
+    engine.look()
+    for i, name in enumerate(("shout", "whisper")):
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        engine.scheduler.add(Request(name[0], prompt(9), params, name, adapter=Adapter(name, i, name)))
+        engine.answers[name[0]] = {0: []}
+    reports = engine.scheduler.reports
+    engine.now += 1.0
+    engine.step()
+    look = engine.look()
+    assert look["counts"] == {"waiting": 1, "running": 1, "swapped": 0}
+    rows = [(row["adapter"], row["state"]) for row in look["requests"]]
+    assert rows == [("shout", "running"), ("whisper", "waiting")]
+    names = {"max_lora": "1", "running_lora_adapters": "shout", "waiting_lora_adapters": "sing,whisper"}
+    assert reports.adapters(["sing", "sing"]) == names
+    assert reports.metrics()["num_requests_waiting_by_reason"] == {"capacity": 0, "deferred": 1}
+    while engine.scheduler.has_work():
+        engine.now += 1.0
+        engine.step()
+    assert sorted(row["adapter"] for row in engine.look(look["totals"])["finished"]) == ["shout", "whisper"]
+    story = reports.explain("w")
+    assert story["adapter"] == "whisper" and story["answers"][0]["stays"][0]["waited_for"]["adapters"] >= 3
+    assert not reports.adapters([])["running_lora_adapters"]
 
 
 # --- to whom it is told ----------------------------------------------------------------------------------------------
@@ -306,8 +334,8 @@ def test_an_event_has_the_fields_that_it_promises(watching: Any) -> None:
     assert event["engines"][1] == {
         "rank": 1, "block_size": 4, "num_blocks": 8, "num_host_blocks": 4, "max_num_seqs": 8,
         "counts": {"waiting": 0, "running": 1, "swapped": 0},
-        "requests": [{"key": 1, "id": "cmpl-x", "state": "running", "prompt": 9, "computed": 9, "output": 1,
-                      "preemptions": 0}],
+        "requests": [{"key": 1, "id": "cmpl-x", "adapter": None, "state": "running", "prompt": 9, "computed": 9,
+                      "output": 1, "preemptions": 0}],
         "blocks": [[1, 3], [0, 5]], "moves": {"out": 0, "in": 0, "copies": 0, "blocks_out": [], "blocks_in": []},
         "steps": [], "finished": [],
         "counters": {"prompt_tokens": 9, "generation_tokens": 1, "preemptions": 0, "prefix_hit_tokens": 0,

@@ -228,7 +228,7 @@ def test_an_unknown_field_is_400_with_the_one_that_is_meant(
     [
         ("max_new_tokens", 5, "unknown_parameter", "calls it max_tokens"),
         ("repeat_penalty", 1.1, "unknown_parameter", "calls it repetition_penalty"),
-        ("lora_path", "a", "unsupported_parameter", "cannot do that yet"),
+        ("lora_path", "a", "unknown_parameter", "calls it model"),
         ("functions", [{}], "unsupported_parameter", "cannot do that yet"),
         ("temperature", -1, None, "from 0"),
     ],

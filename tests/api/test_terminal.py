@@ -75,6 +75,14 @@ def test_the_system_message_can_change(monkeypatch):
     assert model.asked[1] == [("user", "a"), ("assistant", "1"), ("user", "b")]
 
 
+def test_another_model_may_answer(monkeypatch, capsys):
+    model = Script("1", "2")
+    model.names, model.model = ["demo", "loud"], "demo"
+    assert talk(monkeypatch, model, "a\n/model loud\nb\n/model\n/model soft\n", tty=True) == 0
+    assert model.model == "loud" and len(model.asked[1]) == 3
+    assert capsys.readouterr().err.count("the models here are demo, loud") == 2
+
+
 def test_a_message_may_have_several_lines(monkeypatch):
     model = Script(*"12345")
     talk(monkeypatch, model, 'a\\\n b\n"""c\n\n/d"""\n"""e"""\n /f\n"""g\nh')
@@ -248,6 +256,8 @@ def test_an_engine_that_cannot_start_has_said_why():
         (["chat", "--url", "file:///etc/passwd"], "it must be like http://"),
         (["chat", "--url", "http://127.0.0.1:1"], "http://127.0.0.1:1 does not answer: "),
         (["chat", "--url", "http://127.0.0.1:1", "--max-num-seqs", "3"], "--max-num-seqs is given; with --url"),
+        (["chat", "--url", "http://127.0.0.1:1", "--lora-modules", "a=b"], "--lora-modules is given; with --url"),
+        (["complete", "--enable-lora", "--lora-modules", "a"], "lora_modules has 'a'; it must be NAME=PATH"),
     ],
 )
 def test_what_cannot_begin_is_one_line(tmp_path, monkeypatch, capsys, argv, words):

@@ -2,7 +2,8 @@
 
 Left out, as features of later work:
     tools, structured output, reasoning parsers   are in files of their own, with scripted answers
-    LoRA, multimodal input, audio, prompt embeds  are other models' and other inputs'
+    LoRA                                          is in test_adapter_names.py
+    multimodal input, audio, prompt embeds        are other models' and other inputs'
     sleep mode, weights that change at run time   need an engine that gives its memory back
     per-token embeddings and classes, ColBERT     pool nothing
     background responses                          need a response that outlives its connection
@@ -25,6 +26,7 @@ Where Manta differs, on purpose:
     Embeddings take no `messages`.
     A request of the wrong task is a 400 that names the task; vLLM has no such route then (404).
     An error's `type` is OpenAI's word ("invalid_request_error"), not the name of an exception.
+    An adapter's `lora_path` is a folder's path from the root; vLLM also takes ids of the hub, and other paths.
     In a batch file a line that is no request is answered with an error; vLLM ends the whole batch.
     A deadline at SIGTERM is `--drain-timeout`, vLLM's `--shutdown-timeout`; it is 30 s here and 0 there.
 """

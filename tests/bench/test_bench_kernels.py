@@ -24,6 +24,7 @@ CASES = [
     *bench_kernels.rope_cases(TINY, (70,)),
     *bench_kernels.linear_cases(TINY, (3,)),
     *bench_kernels.expert_cases(bench_kernels.Experts("tiny", 6, 2, 32, 24, "silu"), (3,)),
+    *bench_kernels.lora_cases(bench_kernels.Lora("tiny", (("qkv", 32, (0, 16, 24)),), 4, 3), (6,)),
     *bench_kernels.decode_cases(TINY, (("two", [70, 5]),), (3,)),
     *bench_kernels.prefill_cases(TINY, (("two", [(3, 66), (5, 0)]),)),
     *bench_kernels.sample_cases(TINY, 3),
@@ -72,6 +73,9 @@ def test_bytes_and_operations_are_counted():
     weights, moved = 6 * (1 - (4 / 6) ** 3) * 32 * 24 * 2, 2 * (3 * 32 + 6 * 24)  # of the experts that are hit; x and h
     assert counted["expert_gate_up"] == (int(moved + 2 * weights), 2 * 6 * 2 * 32 * 24)
     assert counted["expert_down"] == (int(moved + weights), 2 * 6 * 32 * 24)
+    hit = 3 * (1 - (2 / 3) ** 6)  # adapters
+    assert counted["lora_shrink"] == (int(2 * 6 * 32 + 2 * hit * 8 * 32 + 4 * 6 * 8), 2 * 6 * 8 * 32)
+    assert counted["lora_expand"] == (int(4 * 6 * 8 + 2 * hit * 24 * 4 + 4 * 6 * 24), 2 * 6 * 4 * 24)
     pairs = 67 + 68 + 69 + 1 + 2 + 3 + 4 + 5
     assert counted["attention_prefill"] == (2 * (74 * 2 * 2 * 16 + 2 * 8 * 4 * 16), 2 * 2 * pairs * 4 * 16)
     assert counted["logprobs"] == (3 * 100 * 2, 0)

@@ -242,7 +242,8 @@ def test_a_rehearsal_compiles_in_parallel_for_a_gpu(tmp_path):
     """Triton's own compiler compiles every kernel that this engine launches, and no other later.
 
     `linear` is not one of them, for only --batch-invariant uses it, nor `pool`, which needs a task of pooling, nor are
-    those of experts, latents, delta rules, gates and norms over all heads, which this family has not.
+    those of adapters, nor those of experts, latents, delta rules, gates and norms over all heads, which this family has
+    not.
 
     A late one is named with its arguments, though Triton 3.9 itself fails to print them.
     """
@@ -259,10 +260,10 @@ def test_a_rehearsal_compiles_in_parallel_for_a_gpu(tmp_path):
         "norm_kernel(x: *fp32 aligned, weight: *fp32 aligned, bias: None, residual: None, y: *fp32 aligned, eps: fp32, "
         "SIZE: 40, CENTERED: False, BLOCK: 64) was not compiled in warm-up"
     )
-    assert len(found) == 34
+    assert len(found) == 37
     others = (
-        "conv_", "delta_", "expert", "gated_norm", "head_linear", "latent", "linear", "plan_experts", "pool",
-        "rope_last", "route", "sigmoid_mul", "square_sums",
+        "conv_", "delta_", "expert", "gated_norm", "head_linear", "latent", "linear", "lora", "plan_experts",
+        "pool", "rope_last", "route", "sigmoid_mul", "square_sums",
     )  # fmt: skip
     for name, count, patched, threads in map(str.split, found):
         assert (int(count) > 0) != name.startswith(others) and patched == "False", name

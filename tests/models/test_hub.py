@@ -356,7 +356,7 @@ def test_the_server_and_a_batch_take_an_id(hub: Hub, tmp_path: Path) -> None:
         ),
         (
             ["adapter_config.json", "adapter_model.safetensors"],
-            "is an adapter of org/base, .* not served yet: give that",
+            "is an adapter of org/base: give that model, and --enable-lora --lora-modules NAME=",
         ),
         (["one/config.json", "two/config.json"], r"has no config\.json, but folders that have: .*, like .*/one$"),
         (["config.json"], r"has no model\.safetensors; --model takes a folder in Hugging Face layout or a model's id"),

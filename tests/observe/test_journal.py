@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from engine import SamplingParams
 from fake_worker import EOS, VOCAB, Engine, FakeWorker, prompt
 from observe.journal import Journal, replay
 from plan import StateRoom, StepResult
+from sequence import Adapter, Request
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
@@ -104,6 +106,30 @@ def test_the_clock_goes_on_while_a_step_runs(tmp_path):
     assert journal.clock() == planned
     journal.landed(StepResult(0, []))
     assert journal.clock() >= planned + 0.01
+
+
+def test_a_replay_gives_requests_their_adapters(tmp_path):
+    sizes = {"num_blocks": 16, "max_model_len": 48, "vocab_size": VOCAB, "eos_token_ids": [EOS], "num_host_blocks": 0}
+    engine = Engine(num_blocks=16, max_model_len=48, enable_lora=True, max_loras=1)
+    journal = Journal(str(tmp_path / "journal"), sizes, engine.scheduler)
+    for name, adapter in (("a", Adapter("x", 3, "x")), ("b", None), ("c", Adapter("y", 2, "y"))):
+        salt = adapter.key if adapter else ""
+        request = Request(name, prompt(9), replace(GREEDY, max_tokens=4), salt, adapter=adapter)
+        engine.scheduler.add(request)
+        journal.added(request)
+    while engine.scheduler.has_work():
+        journal.tick()
+        plan = engine.scheduler.schedule()
+        journal.planned(plan)
+        journal.landed(result := engine.worker.step(plan))
+        engine.scheduler.update(plan, result)
+    lines = (tmp_path / "journal").read_text().splitlines()
+    assert replay(lines).step == engine.scheduler.step
+    moves = [json.loads(line)["moves"][-1] for line in lines if "moves" in json.loads(line)]
+    assert sum(moves) == 2 and moves[0] == 1  # of two adapters, with one slot
+    alone = [line.replace('["y",2,"y"]', "null") for line in lines]
+    with pytest.raises(ValueError, match="step 1: rows is"):
+        replay(alone)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

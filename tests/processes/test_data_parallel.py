@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from config import EngineConfig
 from engine import LLM
 from executor import visible_gpus
+from lora.adapter import LoRARequest
 from plan import EngineCoreRequest, Health, Met
 from processes.child import READY, Board
 from processes.client import EngineDeadError, MPClient, Stream
@@ -322,6 +323,22 @@ def test_a_client_of_engines_of_which_none_lives(monkeypatch):
         used.close()
 
 
+def test_an_adapter_counts_as_the_beginning_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    router, salts, sent = Router(2, 4), [], []
+    choose = router.choose
+    monkeypatch.setattr(router, "choose", lambda *args: salts.append(args[1]) or choose(*args))
+    client = DPClient([], None, router, Board())
+    for rank in range(2):
+        client.board.engines[rank] = READY
+        client.clients[rank] = Taker(rank, sent, lambda rank: None)  # type: ignore[assignment]
+    for name in ("a", "b", "a", "b", None):
+        lora = LoRARequest(name, 1, f"/{name}") if name else None
+        client.add_request(EngineCoreRequest("x", [*range(16)], GREEDY, "salt", lora=lora))
+        router.update([(0, 0), (0, 0)])
+    assert sent[:2] == sent[2:4] and sent[0] != sent[1] and len(set(salts)) == 3
+    client.shutdown()
+
+
 class ClientStandIn:
     """Stands in for `MPClient`; notes who was called."""
 
@@ -342,6 +359,14 @@ class ClientStandIn:
 
     def shutdown(self) -> None:
         pass
+
+
+class Taker(ClientStandIn):
+    """Takes requests; notes who did."""
+
+    def add_request(self, request: EngineCoreRequest, stream: Any = None) -> Stream:
+        self.called.append(self.rank)
+        return Stream()
 
 
 def stand_ins(monkeypatch: pytest.MonkeyPatch, on_call: Callable[[int], None] = lambda rank: None) -> list[int]:

@@ -1,0 +1,192 @@
+"""What a case of the benchmark of kernels is, and the cases of layers that some models have: experts, gated delta
+rules, and products with adapters.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+Run = Callable[[], Any]
+
+
+class Inputs(NamedTuple):
+    """An op on one set of inputs."""
+
+    run: Callable[[ModuleType], Any]  # calls the op of `kernels` or of `reference`
+    written: tuple[torch.Tensor, ...] = ()  # the tensors that it changes in place
+    libraries: Mapping[str, Run] = MappingProxyType({})  # the same work, done by others
+    # Where not all rows of the result are checked: those that are, and what calls the twin for them alone.
+    part: tuple[torch.Tensor, Callable[[ModuleType], torch.Tensor]] | None = None
+
+
+class Case(NamedTuple):
+    """An op and a size of its inputs."""
+
+    op: str
+    size: str
+    bytes: int  # with each input read once and each output written once
+    flops: int  # of matrix products
+    make: Callable[[str], Inputs]  # makes inputs on the device of this name
+    exact: bool = False  # whether the twin's result must be the same to the bit
+    host: bool = False  # whether the bytes go to the host or come from there
+
+
+def draw(device: str, *shape: int, scale: float = 1.0) -> torch.Tensor:
+    """Normally distributed bfloat16 numbers."""
+    return torch.randn(shape, dtype=torch.float32, device=device).mul_(scale).to(torch.bfloat16)
+
+
+def ints(values: Any, device: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+class Experts(NamedTuple):
+    """The sizes of a layer of experts."""
+
+    name: str
+    experts: int
+    k: int  # experts of a token
+    hidden: int
+    size: int
+    activation: str
+
+    def hit(self, tokens: int) -> float:
+        """The expected number of distinct experts that `tokens` tokens meet, if all experts are as likely."""
+        return self.experts * (1 - (1 - self.k / self.experts) ** tokens)
+
+
+EXPERTS = (
+    Experts("qwen3-30b-a3b", 128, 8, 2048, 768, "silu"),
+    Experts("gpt-oss-20b", 32, 4, 2880, 2880, "swigluoai"),
+)
+
+
+class Delta(NamedTuple):
+    """The sizes of a gated delta-rule layer."""
+
+    name: str
+    key_heads: int
+    heads: int
+    size: int = 128  # of a key, and of a value
+    taps: int = 4  # tokens that the convolution takes
+
+    @property
+    def channels(self) -> int:
+        return (2 * self.key_heads + self.heads) * self.size
+
+
+DELTAS = (Delta("qwen3-next-80b-a3b", 16, 32), Delta("qwen3.5-27b", 16, 48))
+
+
+class Lora(NamedTuple):
+    """Products of a layer that adapters change."""
+
+    name: str
+    products: tuple[tuple[str, int, tuple[int, ...]], ...]  # name, inputs, and the bounds of its slices
+    rank: int = 16
+    adapters: int = 8
+
+
+LORAS = (
+    Lora("qwen3-0.6b-lora", (("qkv", 1024, (0, 2048, 3072, 4096)), ("down", 3072, (0, 1024)))),
+    Lora("llama3-8b-lora", (("qkv", 4096, (0, 4096, 5120, 6144)), ("down", 14336, (0, 4096))), 64),
+)
+
+
+def expert_cases(s: Experts, tokens: tuple[int, ...] = (1, 32, 256, 4096)) -> Iterator[Case]:
+    """The router and the two products of a layer of experts; each product plans its tiles beforehand."""
+    for t in tokens:
+        pairs, hit = t * s.k, s.hit(t)
+
+        def choices(device: str, t: int = t) -> Inputs:
+            logits = draw(device, t, s.experts)
+            return Inputs(lambda ops: ops.route(logits, s.k, "softmax"))
+
+        def planned(device: str, t: int) -> Callable[[ModuleType], Any]:
+            ids = torch.rand(t, s.experts, device=device).topk(s.k).indices.to(torch.int32)
+            weights = torch.rand(t, s.k, device=device)
+            return functools.cache(lambda ops: ops.plan_experts(weights, ids, s.experts))
+
+        def gate_up(device: str, t: int = t) -> Inputs:
+            x, plan = draw(device, t, s.hidden), planned(device, t)
+            weight = draw(device, s.experts, 2 * s.size, s.hidden, scale=s.hidden**-0.5)
+            return Inputs(lambda ops: ops.expert_gate_up(x, weight, None, plan(ops), s.activation))
+
+        def down(device: str, t: int = t) -> Inputs:
+            h, plan = draw(device, t * s.k, s.size), planned(device, t)
+            weight = draw(device, s.experts, s.hidden, s.size, scale=s.size**-0.5)
+            return Inputs(lambda ops: ops.expert_down(h, weight, None, plan(ops)))
+
+        name, matrix = f"{t} x {s.k} of {s.experts}", 2 * s.hidden * s.size
+        yield Case("route", name, 2 * t * s.experts + 8 * pairs, 0, choices)
+        read, flops = t * s.hidden + pairs * s.size, pairs * matrix
+        yield Case("expert_gate_up", name, int(2 * read + 2 * hit * matrix), 2 * flops, gate_up)
+        yield Case("expert_down", name, int(2 * read + hit * matrix), flops, down)
+
+
+def delta_cases(s: Delta) -> Iterator[Case]:
+    """The ops of a gated delta-rule layer: for rows of one token, and for a row of many, in chunks of 64 tokens."""
+    matrix, values = s.heads * s.size * s.size, s.heads * s.size
+    for rows, count in ((1, 1), (32, 1), (256, 1), (1, 2048)):
+        t, decodes = rows * count, rows if count == 1 else 0
+
+        def step(device: str, rows: int = rows, count: int = count, decodes: int = decodes) -> tuple[Any, ...]:
+            slots, starts = torch.arange(rows), torch.arange(rows + 1) * count
+            return *(ints(x.tolist(), device) for x in (slots, starts, slots + 4096)), decodes, count
+
+        def conv(device: str, t: int = t, rows: int = rows, step: Any = step) -> Inputs:
+            x, weight = draw(device, t, s.channels), draw(device, s.channels, s.taps)
+            state, of = draw(device, rows, s.channels, s.taps - 1).float(), step(device)
+            return Inputs(lambda ops: ops.conv_silu(x, weight, state, of), (state,))
+
+        def rule(device: str, t: int = t, rows: int = rows, step: Any = step) -> Inputs:
+            qkv, b, a = draw(device, t, s.channels), draw(device, t, s.heads), draw(device, t, s.heads)
+            decay, bias = draw(device, 2, s.heads).float()
+            state, of = draw(device, rows, s.heads, s.size, s.size).float(), step(device)
+            return Inputs(lambda ops: ops.delta_rule(qkv, b, a, decay, bias, state, of, s.key_heads), (state,))
+
+        def norm(device: str, t: int = t) -> Inputs:
+            o, z, weight = draw(device, t, s.heads, s.size), draw(device, t, values), draw(device, s.size)
+            return Inputs(lambda ops: ops.gated_norm(o, z, weight, 1e-6))
+
+        name, kept = f"{rows} x {count}", 8 * rows  # bytes of a number of the state, which is read and written
+        yield Case("conv_silu", name, 4 * t * s.channels + kept * s.channels * (s.taps - 1), 0, conv)
+        flops = 0 if decodes else t * s.heads * (6 * s.size**2 + 8 * 64 * s.size)  # without those of the inverse
+        yield Case("delta_rule", name, 2 * t * (s.channels + values + 2 * s.heads) + kept * matrix, flops, rule)
+        yield Case("gated_norm", name, 6 * t * values, 0, norm)
+
+
+def lora_cases(s: Lora, tokens: tuple[int, ...] = (1, 32, 256, 4096)) -> Iterator[Case]:
+    """The two halves of products with adapters, for up to 32 rows, each of which has any of the adapters."""
+    for (name, inputs, bounds), t in itertools.product(s.products, tokens):
+        rows, outputs, height = min(t, 32), bounds[-1], (len(bounds) - 1) * s.rank
+
+        def planned(device: str, t: int, rows: int) -> Callable[[ModuleType], Any]:
+            adapters, slots, starts = torch.randint(1, s.adapters + 1, (rows,)), range(rows), range(0, t + 1, t // rows)
+            of = ints(adapters.tolist(), device), ints(slots, device), ints(starts, device)
+            return functools.cache(lambda ops: ops.plan_lora(*of, t, s.adapters))
+
+        def shrink(device: str, t: int = t, rows: int = rows, inputs: int = inputs, height: int = height) -> Inputs:
+            x, plan = draw(device, t, inputs), planned(device, t, rows)
+            a = draw(device, s.adapters, height, inputs, scale=inputs**-0.5)
+            return Inputs(lambda ops: ops.lora_shrink(x, a, plan(ops)))
+
+        def expand(
+            device: str, t: int = t, rows: int = rows, bounds: tuple[int, ...] = bounds, height: int = height
+        ) -> Inputs:
+            y, h, plan = draw(device, t, bounds[-1]), draw(device, t, height).float(), planned(device, t, rows)
+            b = draw(device, s.adapters, s.rank, bounds[-1], scale=s.rank**-0.5).mT
+            return Inputs(lambda ops: ops.lora_expand(y, h, b, bounds, plan(ops)), (y,))
+
+        hit = s.adapters * (1 - (1 - 1 / s.adapters) ** rows)
+        size = f"{name}, {t} tokens, rank {s.rank}"
+        read = 2 * t * inputs + 2 * hit * height * inputs
+        yield Case("lora_shrink", size, int(read + 4 * t * height), 2 * t * height * inputs, shrink)
+        read = 4 * t * height + 2 * hit * outputs * s.rank
+        yield Case("lora_expand", size, int(read + 4 * t * outputs), 2 * t * s.rank * outputs, expand)

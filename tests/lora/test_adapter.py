@@ -1,0 +1,177 @@
+"""What an adapter's folder may hold, and the line that says so where it may not."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lora.adapter import CONFIG, WEIGHTS, LoRARequest, matching, read_adapter
+from lora.registry import state_of
+
+
+def write(folder: Path, **fields: Any) -> str:
+    """A folder whose config has these fields, and weights that nobody reads here."""
+    folder.mkdir(exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16} | fields))
+    (folder / WEIGHTS).touch()
+    return str(folder)
+
+
+def test_a_config_as_peft_writes_it(tmp_path: Path) -> None:
+    """All fields of PEFT 0.21's LoraConfig at their defaults, and the rank's pattern."""
+    config = read_adapter(
+        write(
+            tmp_path, alora_invocation_tokens=None, alpha_pattern={}, arrow_config=None, auto_mapping=None,
+            base_model_name_or_path="some/base", bias="none", corda_config=None, ensure_weight_tying=False,
+            eva_config=None, exclude_modules=None, fan_in_fan_out=False, inference_mode=True, init_lora_weights=True,
+            kasa_config=None, layer_replication=None, layers_pattern=None, layers_to_transform=None, loftq_config={},
+            lora_alpha=16, lora_bias=False, lora_dropout=0.05, lora_ga_config=None, megatron_config=None,
+            megatron_core="megatron.core", modules_to_save=None, monteclora_config=None, peft_version="0.21.2", r=8,
+            qalora_group_size=16, rank_pattern={"k_proj": 4}, revision=None, target_modules=["q_proj", "k_proj"],
+            target_parameters=None, task_type="CAUSAL_LM", trainable_token_indices=None, use_bdlora=None,
+            use_dora=False, use_qalora=False, use_rslora=False, velora_config=None,
+        )
+    )  # fmt: skip
+    assert (config.rank, config.alpha, config.base) == (8, 16, "some/base")
+    assert config.rank_of("model.layers.0.self_attn.k_proj") == 4
+    assert config.scale_of("model.layers.0.self_attn.q_proj") == 2 and config.scale_of("k_proj") == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'; it must be 'LORA'"),
+        ({"peft_type": ["LORA"]}, r"peft_type is \['LORA'\]; it must be 'LORA'"),
+        ({"peft_type": None}, "peft_type is None; it must be 'LORA'"),
+        ({"use_dora": True}, "use_dora is True; it must be False or left out"),
+        ({"bias": "all"}, "bias is 'all'; it must be 'none' or left out"),
+        ({"lora_bias": True}, "lora_bias is True"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights is 'pissa_niter_16'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+        ({"init_lora_weights": {}}, "init_lora_weights is {}"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
+        ({"trainable_token_indices": [3]}, r"trainable_token_indices is \[3\]"),
+        ({"layer_replication": [[0, 4]]}, r"layer_replication is \[\[0, 4\]\]"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, r"target_parameters is \['experts.gate_up_proj'\]"),
+        ({"use_qalora": True}, "use_qalora is True"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is {'nblocks': 2}"),
+        ({"kasa_config": {"beta": 1}}, "kasa_config is {'beta': 1}"),
+        ({"monteclora_config": {}}, "monteclora_config is {}"),
+        ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens is \[1\]"),
+        ({"r": 0}, "r is 0; it must be a whole number of at least 1"),
+        ({"r": True}, "r is True; it must be a whole number of at least 1"),
+        ({"r": 8.0}, "r is 8.0; it must be a whole number of at least 1"),
+        ({"r": 17}, "r is 17; max_lora_rank is 16, and at most 256 is possible"),
+        ({"rank_pattern": {"q_proj": 32}}, "rank_pattern is 32; max_lora_rank is 16"),
+        ({"rank_pattern": {"q_proj": None}}, "rank_pattern is None; it must be a whole number"),
+        ({"rank_pattern": ["q_proj"]}, r"rank_pattern is \['q_proj'\]; it must be an object"),
+        ({"rank_pattern": {"(": 4}}, r"rank_pattern has the key '\(', which is no regular expression: missing \)"),
+        ({"alpha_pattern": {"[": 4}}, r"alpha_pattern has the key '\[', which is no regular expression"),
+        ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern is '8'; it must be a number"),
+        ({"lora_alpha": math.nan}, "lora_alpha is nan; it must be a number"),
+        ({"lora_alpha": False}, "lora_alpha is False; it must be a number"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 1000.* it must be a number"),
+        ({"r": 10**400}, "r is 1000.*; max_lora_rank is 16"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_config_that_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    folder = write(tmp_path, **fields)
+    with pytest.raises(ValueError, match=message) as refused:
+        read_adapter(folder, 16)
+    assert "\n" not in str(refused.value) and str(tmp_path) in str(refused.value) and len(str(refused.value)) < 700
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"LORA"', "null", '{"r": 1' + "}" * 9, "[" * 100_000, "\xff\x00"])
+def test_a_config_that_is_no_object(tmp_path: Path, text: str) -> None:
+    folder = write(tmp_path)
+    (tmp_path / CONFIG).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=CONFIG) as refused:
+        read_adapter(folder)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_no_folder_of_an_adapter(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere"):
+        read_adapter(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"its adapter_config\.json cannot be read: No such file"):
+        state_of(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=CONFIG):
+        read_adapter(str(tmp_path))
+    folder = write(tmp_path)
+    (tmp_path / WEIGHTS).unlink()
+    with pytest.raises(ValueError, match=f"has no {WEIGHTS}$"):
+        read_adapter(folder)
+    (tmp_path / "adapter_model.bin").write_bytes(pickle.dumps({}))
+    with pytest.raises(ValueError, match=r"but adapter_model\.bin, which may run any code when it is read"):
+        read_adapter(folder)
+    with pytest.raises(ValueError, match=r"its adapter_model\.safetensors cannot be read"):
+        state_of(folder)
+
+
+@pytest.mark.parametrize("path", ["with\0a null", "x" * 5000, "/dev/null"])
+def test_a_path_that_no_system_takes(path: str) -> None:
+    with pytest.raises(ValueError, match=r"lora_path is|null|adapter_config") as refused:
+        state_of(path)
+    assert len(str(refused.value)) < 700
+
+
+@pytest.mark.parametrize(
+    ("patterns", "module", "found"),
+    [  # what PEFT's get_pattern_key finds
+        ({"q_proj": 4}, "model.layers.0.self_attn.q_proj", 4),
+        ({"q_proj": 4}, "model.layers.0.self_attn.qq_proj", 8),
+        ({"q_proj": 4}, "q_proj", 4),
+        ({"proj": 4}, "model.layers.0.self_attn.q_proj", 8),
+        ({"self_attn.q_proj": 4, "q_proj": 2}, "model.layers.0.self_attn.q_proj", 4),
+        ({"q_proj": 2, "self_attn.q_proj": 4}, "model.layers.0.self_attn.q_proj", 2),
+        ({"layers.1.*": 4}, "model.layers.1.mlp.up_proj", 4),
+        ({"layers.1.*": 4}, "model.layers.10.mlp.up_proj", 4),  # the dots match anything, there as here
+        ({r"layers\.1\..*": 4}, "model.layers.10.mlp.up_proj", 8),
+        ({"q_proj|k_proj": 4}, "model.layers.0.self_attn.k_proj", 4),
+        ({"^model.layers.0.self_attn.q_proj": 4}, "model.layers.0.self_attn.q_proj", 4),
+        ({"(?:up|down)_proj": 4}, "model.layers.0.mlp.down_proj", 4),
+    ],
+)
+def test_a_pattern_matches_the_end_of_a_modules_name(patterns: dict[str, int], module: str, found: int) -> None:
+    assert matching(patterns, module, 8) == found
+
+
+def test_the_scale_is_of_the_modules_own_rank(tmp_path: Path) -> None:
+    patterns = {"rank_pattern": {"k_proj": 4}, "alpha_pattern": {"v_proj": 2}}
+    plain = read_adapter(write(tmp_path, **patterns))
+    assert [plain.scale_of(name) for name in ("q_proj", "k_proj", "v_proj")] == [2, 4, 0.25]
+    rooted = read_adapter(write(tmp_path, use_rslora=True, **patterns))
+    assert [rooted.scale_of(name) for name in ("q_proj", "k_proj", "v_proj")] == [16 / 8**0.5, 8, 2 / 8**0.5]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (("", 1, "a"), "lora_name is ''"),
+        ((None, 1, "a"), "lora_name is None"),
+        (("a", 0, "a"), "lora_int_id is 0; it must be a whole number of at least 1"),
+        (("a", True, "a"), "lora_int_id is True"),
+        (("a", 1.0, "a"), "lora_int_id is 1.0"),
+        (("a", 1, ""), "lora_path is ''"),
+        (("a", 1, None), "lora_path is None"),
+    ],
+)
+def test_a_request_for_an_adapter_that_is_none(fields: tuple[Any, Any, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoRARequest(*fields)
+
+
+def test_a_folder_that_is_written_anew_has_another_adapter(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    before = state_of(folder)
+    assert state_of(f"{folder}/../a") == before
+    (tmp_path / "link").symlink_to(folder)
+    assert state_of(str(tmp_path / "link")) == before
+    Path(folder, WEIGHTS).write_bytes(b"new")
+    assert state_of(folder) != before

@@ -1,0 +1,135 @@
+"""Adapters of every family against PEFT: the logits of each model with random ones, beside rows without."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from adapters import asked
+from checkpoints import FAMILIES, TESTS, Checkpoints, once
+from lora.adapter import CONFIG
+from oracle_checks import make_core, make_worker
+from plan import EngineCoreRequest, NewRow, StepPlan
+from sampling_params import SamplingParams
+
+ATTENTION = r".*attn\.(q\w*|k|v|o|kv_a|in|out)_proj\w*"  # of latent attention not kv_b_proj, which is no product here
+NOT_LINEAR = {  # modules for adapters, where they are not all that are linear
+    "gemma3n": r".*(attn|mlp)\.\w+_proj", "minicpm3": rf"{ATTENTION}|.*mlp\.\w+_proj", "llama4": ATTENTION,
+}  # fmt: skip
+# PEFT makes parameters of experts out of "all-linear", and a pattern that would match one of these.
+EXPERTS = (
+    "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "glm4-moe", "minimax-m2", "mixtral", "olmoe", "qwen3-moe",
+    "qwen3-next", "qwen3-next-quirks", "qwen3-moe-of-7", "afmoe", "cohere2-moe", "dots1", "ernie-moe", "exaone-moe",
+    "flex-olmo", "glm4-moe-lite", "hunyuan-moe", "solar-open", "phimoe",
+)  # fmt: skip
+NO_ORACLE = ("nemotron-super",)  # whose config.json transformers does not read
+NAMES = [name for name in FAMILIES if name not in NO_ORACLE]
+RANKS = (8, 1, 64)
+# At least one of each way in which modules become products, and of each that is done otherwise.
+KINDS = (
+    "llama-biases", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gpt-bigcode", "gpt-neox", "falcon-new",
+    "falcon-7b", "falcon-rw", "bloom", "mpt", "cohere", "mixtral", "qwen2-moe", "gpt-oss", "deepseek-v3", "minicpm3",
+    "qwen3-next", "qwen3.5", "granite", "olmo2", "gemma4-shared", "gemma3n", "glm4", "minimax-m2", "opt",
+)  # fmt: skip
+CASES = [
+    pytest.param(name, rank, marks=pytest.mark.full if name in KINDS and rank == RANKS[i % 3] else pytest.mark.long)
+    for i, name in enumerate(NAMES)
+    for rank in RANKS
+]
+
+
+def config_of(name: str, rank: int) -> dict[str, Any]:
+    """Fields of PEFT's LoraConfig, of all kinds."""
+    modules = NOT_LINEAR.get(name, ATTENTION if name in EXPERTS else "all-linear")
+    patterns = {"rank_pattern": {r"layers\.1\..*": rank // 2}, "alpha_pattern": {"q_proj": 3}} if rank == 8 else {}
+    return {"r": rank, "lora_alpha": 2 * rank, "use_rslora": rank == 64, "target_modules": modules} | patterns
+
+
+@pytest.fixture(scope="module")
+def checkpoints(shared: Path) -> Checkpoints:
+    return Checkpoints("families", shared)
+
+
+@pytest.fixture(scope="module")
+def made(request: pytest.FixtureRequest, checkpoints: Checkpoints, shared: Path) -> Path:
+    """The adapters of the cases that are asked for, in folders `<name>-<rank>`, and one of experts; see the oracle."""
+    chosen = {(c.params["name"], c.params["rank"]) for c in calls_of(request)}
+    cases = [case_of(checkpoints, shared, name, rank, config_of(name, rank)) for name, rank in sorted(chosen)]
+    cases.append(case_of(checkpoints, shared, "mixtral", 4, {"r": 4, "target_modules": "all-linear"}))
+
+    def make(folder: Path) -> None:
+        (folder / "cases.json").write_text(json.dumps(cases))
+        # -I: transformers looks for a package called `kernels`, and would find ours.
+        command = [sys.executable, "-I", TESTS / "oracle_adapters.py", folder / "cases.json"]
+        subprocess.run(command, check=True, cwd=folder)
+
+    return once(shared / "peft", make)
+
+
+def calls_of(request: pytest.FixtureRequest) -> list[Any]:
+    """The calls of this file's tests that run, which have parameters."""
+    calls = (getattr(item, "callspec", None) for item in request.session.items if item.path == request.path)
+    return [call for call in calls if call and "rank" in call.params]
+
+
+def case_of(checkpoints: Checkpoints, shared: Path, name: str, rank: int, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "folder": str(checkpoints / name), "out": str(shared / "peft" / f"{name}-{rank}"), "config": config,
+        "prompts": FAMILIES[name]["prompts"], "alibi": FAMILIES[name]["shape"].get("alibi", False),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "rank"), CASES)
+def test_logits_equal_pefts(checkpoints: Checkpoints, made: Path, name: str, rank: int) -> None:
+    """Rows with the adapter, in the second of two slots, and rows of the same prompts without."""
+    folder, prompts = made / f"{name}-{rank}", FAMILIES[name]["prompts"] * 2
+    oracle = load_file(folder / "oracle.safetensors")
+    worker = make_worker(checkpoints / name, enable_lora=True, max_loras=2, max_cpu_loras=2, max_lora_rank=64)
+    assert not worker.load_adapter(1, str(folder))
+    seen, forward = [], worker.model.forward
+    worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
+    kinds, _, per_seq = worker.state.block_tables.shape
+    tables = torch.arange(4 * kinds * per_seq).view(4, kinds, per_seq).tolist()
+    new = [NewRow(slot=i, token_ids=p, blocks=tables[i], adapter=2 * (i < 2)) for i, p in enumerate(prompts)]
+    worker.step(StepPlan(0, rows=[(i, len(p)) for i, p in enumerate(prompts)], new=new, adapters=[(1, 1)]))
+    ours = worker.model.logits(seen[0]).split([len(p) for p in prompts])
+    for i, kind in ((0, "logits"), (1, "logits"), (0, "plain"), (1, "plain")):
+        assert (ours[i + 2 * (kind == "plain")] - oracle[f"{kind}{i}"]).abs().max() <= 1e-4
+    assert (oracle["logits1"] - oracle["plain1"]).abs().max() > 0.05
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "rank"), [("qwen3", 8)])
+def test_the_engine_says_what_peft_would(checkpoints: Checkpoints, made: Path, name: str, rank: int) -> None:
+    """Token by token, in chunks."""
+    folder, core = made / f"{name}-{rank}", make_core(checkpoints / name, enable_lora=True)
+    oracle = load_file(folder / "oracle.safetensors")
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    for i, prompt in enumerate(FAMILIES[name]["prompts"]):
+        core.add(EngineCoreRequest(str(i), prompt, params, lora=asked(folder)))
+    scores: dict[str, list[float]] = {}
+    while core.has_work():
+        for output in core.step():
+            scores.setdefault(output.request_id, []).extend(known.sampled for known in output.prompt_logprobs or ())
+    for i, prompt in enumerate(FAMILIES[name]["prompts"]):
+        wanted = oracle[f"logits{i}"].log_softmax(-1)[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
+        assert (torch.tensor(scores[str(i)]) - wanted).abs().max() <= 1e-4
+
+
+@pytest.mark.full
+def test_adapters_of_experts_are_refused_by_name(checkpoints: Checkpoints, made: Path) -> None:
+    worker = make_worker(checkpoints / "mixtral", enable_lora=True)
+    folder = made / "mixtral-4"
+    with pytest.raises(ValueError, match=r"target_parameters is \[.*'gate_up_proj'.*; it must be None"):
+        worker.adapters.load(0, str(folder))
+    fields = json.loads((folder / CONFIG).read_text())  # whoever leaves the field out is told of a tensor
+    (folder / CONFIG).write_text(json.dumps(fields | {"target_parameters": None}))
+    with pytest.raises(ValueError, match=r"tensor '.*experts.*' is"):
+        worker.adapters.load(0, str(folder))

@@ -1,0 +1,156 @@
+"""Slots for adapters: who has one, who waits for one, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from fake_worker import Engine, adapted_seed, expected, prompt
+from sequence import Status
+
+
+def loads(engine: Engine) -> list[tuple[int, int]]:
+    """The adapters that plans have loaded, and where."""
+    return [pair for plan in engine.plans for pair in plan.adapters]
+
+
+def check(engine: Engine, adapters: dict[str, int | None], length: int, max_tokens: int) -> None:
+    """Each request has got the tokens of its own adapter."""
+    for name, adapter in adapters.items():
+        seed = adapted_seed(0, adapter)
+        assert engine.outputs[name] == expected(prompt(length), max_tokens, 64, ignore_eos=True, seed=seed)
+
+
+def test_requests_of_as_many_adapters_as_there_are_slots_run_together():
+    engine = Engine(max_loras=3)
+    adapters = {"none": None, "a": 0, "b": 1, "c": 2, "a again": 0}
+    for name, adapter in adapters.items():
+        engine.add(name, prompt(3), adapter=adapter, max_tokens=6, ignore_eos=True)
+    engine.step()
+    assert len(engine.scheduler.running) == 5 and len(loads(engine)) == 3
+    engine.run()
+    check(engine, adapters, 3, 6)
+
+
+def test_an_adapter_stays_until_its_slot_is_needed_and_the_least_recently_used_goes():
+    engine = Engine(max_loras=2)
+    for number, adapter in enumerate((0, 1, 0, 2, 0, 1)):
+        engine.add(str(number), prompt(3), adapter=adapter, max_tokens=2, ignore_eos=True)
+        engine.run()
+    assert [row for row, _ in loads(engine)] == [0, 1, 2, 1]
+    assert loads(engine)[2][1] == loads(engine)[1][1] == loads(engine)[3][1]  # 0 was used in between
+
+
+def test_who_has_no_slot_is_passed_by_others():
+    engine = Engine(max_loras=1)
+    for name, adapter in {"a": 0, "b": 1, "c": None, "d": 0}.items():
+        engine.add(name, prompt(3), adapter=adapter, max_tokens=20, ignore_eos=True)
+    engine.step()
+    assert [group.name for group in engine.scheduler.running] == ["a", "c"]
+    assert [group.name for group in engine.scheduler.admission.adapters.aside] == ["b", "d"]  # 0 is to leave
+    engine.now = 1.0
+    engine.step()
+    engine.now = 4.0
+    engine.run()
+    assert engine.finished == ["a", "c", "b", "d"]
+    stays = engine.scheduler.reports.explain("b")["answers"][0]["stays"]
+    assert stays[0]["state"] == "waiting" and stays[0]["waited_for"]["adapters"] > 0
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_no_stream_of_newcomers_keeps_an_adapter_out(slots):
+    """They want the adapters that are there, and some of them always run."""
+    engine = Engine(max_loras=slots, max_num_seqs=3 * slots)
+    numbers = itertools.count()
+
+    def newcomers() -> None:
+        for adapter in range(slots):
+            engine.add(f"new {next(numbers)}", prompt(2), adapter=adapter, max_tokens=5, ignore_eos=True)
+
+    for _ in range(3):
+        newcomers()
+        engine.step()
+    waiting = [engine.add(f"w{i}", prompt(3), adapter=3 + i % 2, max_tokens=5, ignore_eos=True) for i in range(4)]
+    begun = engine.scheduler.step
+    while any(group.status is not Status.FINISHED for group in waiting):
+        newcomers()
+        engine.step()
+        assert engine.scheduler.step < begun + 120
+    engine.run()
+    check(engine, {f"w{i}": 3 + i % 2 for i in range(4)}, 3, 5)
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_the_best_class_does_not_wait_for_one_that_never_comes_back(mode):
+    """The only slot is that of a request which was preempted, and better ones than that one keep it out."""
+    engine = Engine(
+        10, 40, 24, max_loras=1, max_num_seqs=3, preemption_mode=mode, scheduling_policy="priority",
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    worst = engine.add("worst", prompt(8), adapter=0, priority=5, max_tokens=30, ignore_eos=True)
+    for _ in range(4):
+        engine.step()
+    for number in range(60):
+        engine.add(f"better {number}", prompt(8), priority=3, max_tokens=12, ignore_eos=True)
+        engine.step()
+        if number == 20:
+            assert worst.status is (Status.SWAPPED if mode == "swap" else Status.WAITING)
+            engine.add("best", prompt(8), adapter=1, priority=0, max_tokens=6, ignore_eos=True)
+    assert "best" in engine.finished and "worst" not in engine.finished
+    engine.run()
+    check(engine, {"best": 1}, 8, 6)
+    check(engine, {"worst": 0}, 8, 30)
+
+
+def test_nobody_takes_a_slot_that_was_given_up_for_somebody_else_in_the_same_step():
+    """One is preempted whose adapter nobody else has, while a step is planned."""
+    engine = Engine(
+        12, 40, max_loras=1, max_num_batched_tokens=64, scheduling_policy="priority", enable_prefix_caching=False
+    )
+    engine.add("a", prompt(8), adapter=0, priority=5, max_tokens=30, ignore_eos=True)
+    engine.step()
+    engine.add("b", prompt(3), adapter=1, priority=2, max_tokens=2, ignore_eos=True)
+    engine.step()
+    assert [group.name for group in engine.scheduler.admission.adapters.aside] == ["b"]
+    engine.add("large", prompt(38), priority=0, max_tokens=1, ignore_eos=True)
+    engine.add("c", prompt(3), adapter=2, priority=3, max_tokens=2, ignore_eos=True)
+    engine.run()
+    assert [row for row, _ in loads(engine)][:3] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("who", ["running", "first aside", "second aside"])
+def test_an_abort_lets_others_have_what_it_waited_for(who):
+    engine = Engine(max_loras=1)
+    for name, adapter in {"running": 0, "first aside": 1, "second aside": 0, "third": 2}.items():
+        engine.add(name, prompt(3), adapter=adapter, max_tokens=9, ignore_eos=True)
+    engine.step()
+    engine.scheduler.abort(who)
+    engine.scheduler.check_integrity()
+    engine.step()
+    running = {group.name for group in engine.scheduler.running}
+    assert running == {"running": {"first aside"}, "first aside": {"running", "second aside"}}.get(who, {"running"})
+    engine.run()
+    assert len(engine.finished) == 3 and engine.scheduler.admission.adapters.users == {}
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["workers lost", "a result lost"])
+def test_adapters_are_loaded_anew_after_what_went_wrong(lost):
+    """Swapped groups among those that run and wait: none of them holds a slot then."""
+    engine = Engine(
+        16, 48, 64, max_loras=2, preemption_mode="swap", max_num_seqs=6, scheduling_policy="priority",
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    adapters = {str(i): i % 4 for i in range(8)}
+    for name, adapter in adapters.items():
+        engine.add(name, prompt(6), adapter=adapter, priority=7 - int(name), max_tokens=20, ignore_eos=True)
+        engine.step()
+    times, swapped = 0, 0
+    while engine.scheduler.has_work():
+        engine.step()
+        if engine.scheduler.step % 5 == 0 and engine.scheduler.has_work():
+            swapped += len(engine.scheduler.swapped)
+            times += 1
+            engine.lose(lost)
+    assert times > 5 and swapped
+    check(engine, adapters, 6, 20)
