@@ -54,7 +54,7 @@ from parallel import Group, Pipeline
 from worker import Worker
 
 CUDA_BLOCK_SIZES = (16, 32, 64, 128)
-SETTLED = 60  # seconds after which a server with a small model is one that stays
+SETTLED = 600  # seconds after which a server with a small model is one that stays
 
 
 def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, rendezvous: str = "") -> KeptWorker:

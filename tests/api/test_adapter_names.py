@@ -300,6 +300,7 @@ def ask(server: Server, model: str, **more: Any) -> tuple[int, str]:
     return status, told["choices"][0]["text"] if status == 200 else told["error"]["message"]
 
 
+@pytest.mark.full
 def test_a_server_of_several_processes(running: Server, made: Path) -> None:
     """Each adapter keeps its answer, on whichever engine, and after processes have been replaced."""
     load = {"lora_name": "b", "lora_path": str(made / "b")}
