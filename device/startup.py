@@ -362,7 +362,8 @@ def new_builder(config: EngineConfig, backend: str) -> Builder | None:
     if backend != "cpu" or config.enforce_eager or config.batch_invariant or config.load_format == "dummy":
         return None
     small = cpu_weights.is_small(config)
-    return None if small and not config.beside_server else Builder(jobs=1, idle=True, delay=SETTLED if small else 0)
+    stays = config.beside_server and config.world_size == 1  # torchrun's other ranks do not know of the server
+    return None if small and not stays else Builder(jobs=1, idle=True, delay=SETTLED if small else 0)
 
 
 def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | None = None) -> None:
