@@ -70,7 +70,7 @@ class Admission:
         self.trial = Trial()
         self.aside = GroupQueue(Status.ASIDE)  # groups that wait while suspects of the trial run alone
         self.samples = Samples(space, self.wait)
-        self.adapters = AdapterSlots(config.max_loras)
+        self.adapters = AdapterSlots(config.max_loras, config.max_prompt_adapter_token)
         self.reserve = Reserve(config, space)
         self.swap = Swap(config, space, swap_cost)
         self.free_slots = list(range(config.max_num_seqs))[::-1]
@@ -331,7 +331,7 @@ class Admission:
         plan.new.append(
             NewRow(
                 slot=seq.slot,
-                token_ids=list(seq.tokens),
+                token_ids=self.adapters.known(seq),
                 num_computed=seq.num_computed,
                 blocks=[table.copy() for table in seq.tables],
                 temperature=0.0 if group.beams is not None else params.temperature,
@@ -410,7 +410,7 @@ class Admission:
         for seq in seqs:
             self.leave_batch(seq)
             self.blocks.free(by_column(seq.tables))
-            seq.tables, seq.num_published = [], 0
+            seq.tables, seq.num_published, seq.num_unsure = [], 0, 0
             if seq.slot >= 0:
                 seq.group.spare_slots.append(seq.slot)
                 self.released.append(seq.slot)

@@ -22,10 +22,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial, wraps
 from typing import Any
 
+from checkpoints.hub import find_model, source_of
 from config import EngineConfig
 from lora.adapter import LoRARequest
 from model_config import ModelConfig
-from models.hub import find_model, source_of
 from observe.logs import logger, set_up
 from outputs import RequestOutput
 from plan import EngineCoreRequest, EngineOutput, Kwargs, Method
@@ -162,7 +162,7 @@ class AsyncLLM:
     An engine that has died is replaced. Requests end with an `EngineDeadError` until its successor is ready.
 
     Args:
-        model: folder in Hugging Face layout, an id on the hub, or all options.
+        model: folder in Hugging Face layout, a GGUF file, an id on the hub, or all options.
         fields: any of `EngineConfig`'s.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from array import array
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from plan import BAD_WORDS, BIAS, MASK, PENALTIES, NewRow, StepPlan, bit_words
+from plan import BAD_WORDS, BIAS, MASK, PENALTIES, NewRow, StepPlan, Verified, bit_words
 from sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 if TYPE_CHECKING:
@@ -28,11 +29,13 @@ class StepShape(NamedTuple):
 
     rows: int  # including padding rows, whose slot is -1
     tokens: int
-    num_decodes: int  # this many rows come first, have one token, and go through attention_decode
-    samples: int  # rows that sample
+    num_decodes: int  # this many tokens come first and go through attention_decode: one of a row, and drafts after it
+    samples: int  # tokens that are sampled: one of a row, and one after each draft
     max_query_len: int
     adjusted: bool  # whether some slot's logits are adjusted
     adapted: bool = False  # whether rows may have adapters
+    drafted: int = 0  # the rows with these tokens, if some of them have drafts
+    queries: int = 1  # tokens of each row, if all rows have as many drafts as there may be
 
 
 class Writes:
@@ -86,6 +89,7 @@ class BatchState:
         kinds: K, kinds of layers. Each kind has a block table for every slot.
         writes: makes a replacement of `Writes` for a CPU, where changes are written at once.
         processors: change logits before `sample`.
+        drafts: the most that a sequence may have. A slot has as many more bitmasks: one after each draft.
     """
 
     # Each annotation below is a tensor in `words`, which `__init__` makes.
@@ -106,25 +110,35 @@ class BatchState:
     num_prompt: torch.Tensor  # [S] int32, of the known tokens; set only if there are bad words
     bad_words: torch.Tensor  # [S, 128, 16] int32: 64 words in two spellings, see `reference.mask_words`; set only then
     stop_bits: torch.Tensor  # [S, V / 32] int32, bit token % 32 of word token // 32: the token ends the sequence
-    adapters: torch.Tensor  # [S] int32, `NewRow.adapter`
+    adapters: torch.Tensor  # [S] int32, `NewRow.adapter` where it has matrices
     slots: torch.Tensor  # [S] int32, the slot of each of the step's rows; -1 marks a padding row, which changes nothing
     query_starts: torch.Tensor  # [S + 1] int32, where each row's tokens begin
-    sample_index: torch.Tensor  # [S] int32, each row's place among those that sample, or -1
-    sampling: torch.Tensor  # [S] int32, the slots of the rows that sample; set only if some token does not sample
-    last: torch.Tensor  # [S] int32, the index of these rows' last tokens; set only then
+    sample_starts: torch.Tensor  # [S + 1] int32, where the tokens that each row samples begin among all
+    # [S * (1 + drafts)] int32, of each token that is sampled: its slot, the index of the token before it in the step,
+    # and how many drafts it comes after. Set only if some token of the step has none sampled after it, or is a draft.
+    sampling: torch.Tensor
+    last: torch.Tensor
+    ahead: torch.Tensor
+    num_drafts: torch.Tensor  # [S] int32, how many tokens behind the known ones are drafts
+    room: torch.Tensor  # [S] int32, tokens that a slot's blocks hold; set only if there may be drafts
+    decode_slots: torch.Tensor  # [S * (1 + drafts)] int32, the slot of each decode token; set only if some are drafts
 
     def __init__(
         self, slots: int, max_model_len: int, max_blocks: int, block_size: int, vocab_size: int, device: str,
         kinds: int = 1, writes: Callable[[torch.Tensor], Writes] | None = None, processors: Sequence[Processor] = (),
+        drafts: int = 0,
     ):  # fmt: skip
         self.block_size, self.device, self.processors = block_size, device, processors
+        self.most_drafts, most = drafts, slots * (1 + drafts)
         if kinds > 1:  # each kind's tables begin at a multiple of 16 bytes, too
             max_blocks = -(-max_blocks // ALIGNMENT) * ALIGNMENT
         shapes: dict[str, tuple[int, ...]] = {
             "token_ids": (slots, max_model_len + 1), "block_tables": (kinds, slots, max_blocks), "seeds": (slots, 2),
             "penalties": (slots, 3), "bias_ids": (slots, MAX_LOGIT_BIAS), "biases": (slots, MAX_LOGIT_BIAS),
-            "bitmask": (slots, -(-vocab_size // 32)), "stop_bits": (slots, -(-vocab_size // 32)),
+            "bitmask": (slots, 1 + drafts, -(-vocab_size // 32)), "stop_bits": (slots, -(-vocab_size // 32)),
             "query_starts": (slots + 1,), "bad_words": (slots, 2 * MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
+            "sample_starts": (slots + 1,), "sampling": (most,), "last": (most,), "ahead": (most,),
+            "decode_slots": (most,),
         }  # fmt: skip
         names = [name for name in BatchState.__annotations__ if name not in shapes]
         shapes |= dict.fromkeys(names, (slots,))
@@ -165,7 +179,8 @@ class BatchState:
             self.masked_logprobs[slot] = row.masked_logprobs
             self.num_blocks[slot] = [0] * len(row.blocks)
             self._write("token_ids", slot, array("i", row.token_ids))
-            for name, number in (("num_known", length), ("num_computed", row.num_computed), ("top_k", row.top_k)):
+            numbers = ("num_known", length), ("num_computed", row.num_computed), ("top_k", row.top_k), ("num_drafts", 0)
+            for name, number in numbers:
                 self._write(name, slot, array("i", (number,)))
             for name, value in (("temperature", row.temperature), ("top_p", row.top_p), ("min_p", row.min_p)):
                 self._write(name, slot, array("f", (value,)))
@@ -175,12 +190,20 @@ class BatchState:
                 self.stops[slot] = row.stops
                 self._write("stop_bits", slot, self._bits(row.stops))
             adjustments[slot] = self._enter_adjustments(row)
-            if row.adapter or self.adapted[slot]:
-                adapters[slot] = row.adapter
+            adapter = row.adapter if row.token_ids[0] >= 0 else 0  # a prompt adapter changes no products
+            if adapter or self.adapted[slot]:
+                adapters[slot] = adapter
         for slot, blocks in plan.new_blocks:
             self._grow(slot, blocks)
-        for slot, mask in plan.masks:
-            self._write("bitmask", slot, np.frombuffer(mask, dtype=np.uint32))
+        if self.most_drafts:
+            longest = self.token_ids.shape[1] - 1
+            for slot in {*(row.slot for row in plan.new), *(slot for slot, _ in plan.new_blocks)}:
+                room = min(longest, self.num_blocks[slot][0] * self.block_size)
+                self._write("room", slot, array("i", (room,)))
+        for slot, masks in plan.masks:
+            self._write("bitmask", slot, np.frombuffer(masks, dtype=np.uint32))
+            if drafts := len(masks) // (4 * self.bitmask.shape[2]) - 1:  # the grammar takes no more of them
+                self._write("num_drafts", slot, array("i", (drafts,)))
         for slot, bits in adjustments.items():
             self._note(slot, bits)
         for slot, adapter in adapters.items():
@@ -196,10 +219,12 @@ class BatchState:
         slot, bias = row.slot, row.logit_bias
         if row.penalties is not None:
             self._write("penalties", slot, array("f", row.penalties))
-            ids = to_device(np.array(row.token_ids), self.device)
+            known = np.array(row.token_ids)
+            virtual = int((known < 0).sum())  # these are no words, and come first
+            ids, num_prompt = to_device(known[virtual:], self.device), row.num_prompt - virtual
             counts = self.token_counts[slot].zero_()
-            counts[ids[: row.num_prompt]] = 1
-            counts.index_add_(0, ids[row.num_prompt :], counts.new_full((len(ids) - row.num_prompt,), 2))
+            counts[ids[:num_prompt]] = 1
+            counts.index_add_(0, ids[num_prompt:], counts.new_full((len(ids) - num_prompt,), 2))
         if bias is not None:
             ordered = sorted(bias)
             self._write("bias_ids", slot, array("i", ordered + [NO_ID] * (MAX_LOGIT_BIAS - len(bias))))
@@ -216,11 +241,11 @@ class BatchState:
         barred = row.stops if self.stops_barred[row.slot] else {}
         if row.allowed is None and not barred and not row.bad_words:
             return 0
-        bits = np.full(self.places["bitmask"][1], 0xFFFFFFFF, dtype=np.uint32)
+        bits = np.full(self.places["stop_bits"][1], 0xFFFFFFFF, dtype=np.uint32)
         if row.allowed is not None:
             bits = self._bits(row.allowed)
         bits &= ~self._bits(barred) & ~self._bits(bit_words(word[0] for word in row.bad_words if len(word) == 1))
-        self._write("bitmask", row.slot, bits)
+        self._write("bitmask", row.slot, np.tile(bits, self.bitmask.shape[1]))
         # `mask_words` resets a word's last token each step, so words whose last token another rule bars are left out.
         words = [word for word in row.bad_words if len(word) > 1 and int(bits[word[-1] // 32]) >> word[-1] % 32 & 1]
         if not words:
@@ -233,8 +258,8 @@ class BatchState:
         return MASK | BAD_WORDS
 
     def _bits(self, words: dict[int, int]) -> np.ndarray:
-        """A row of `bitmask` or `stop_bits` from its words that are not 0."""
-        row = np.zeros(self.places["bitmask"][1], dtype=np.uint32)
+        """A mask of `bitmask`, or a row of `stop_bits`, from its words that are not 0."""
+        row = np.zeros(self.places["stop_bits"][1], dtype=np.uint32)
         row[list(words)] = list(words.values())
         return row
 
@@ -250,23 +275,30 @@ class BatchState:
         self.writes.add(place + slot * width + begin, values)
 
     def enter_rows(self, rows: np.ndarray, samples: np.ndarray, shape: StepShape) -> None:
-        """Note the rows of a step, and padding rows of one token up to `shape.rows`.
+        """Note the rows of a step, and padding rows up to `shape.rows`.
 
         Args:
-            rows: [B, 2], slot and number of tokens of each.
-            samples: [B] bool, whether each samples.
+            rows: [B, 3], slot, number of tokens, and how many of these are drafts, of each.
+            samples: [B], how many tokens each samples.
             shape: the step's.
         """
-        count = len(rows)
-        slots, lengths = np.full(shape.rows, -1, dtype=np.int32), np.ones(shape.rows, dtype=np.int32)
-        slots[:count], lengths[:count] = rows.T
-        starts = np.zeros(shape.rows + 1, dtype=np.int32)
+        count, drafted = len(rows), shape.drafted
+        slots, lengths = np.full(shape.rows, -1, dtype=np.int32), np.full(shape.rows, shape.queries, dtype=np.int32)
+        slots[:count], lengths[:count] = rows[:, :2].T
+        starts, bounds = np.zeros((2, shape.rows + 1), dtype=np.int32)
         np.cumsum(lengths, out=starts[1:])
-        index = np.full(shape.rows, -1, dtype=np.int32)
-        index[:count] = np.where(samples, np.cumsum(samples) - 1, -1)
-        parts = {"slots": slots, "query_starts": starts, "sample_index": index}
-        if shape.samples < shape.tokens:
-            parts |= {"sampling": slots[:count][samples], "last": starts[1 : count + 1][samples] - 1}
+        np.cumsum(samples, out=bounds[1 : count + 1])
+        bounds[count + 1 :] = bounds[count]
+        parts = {"slots": slots, "query_starts": starts, "sample_starts": bounds}
+        if 0 < shape.samples < shape.tokens or drafted:
+            owner = np.repeat(np.arange(count, dtype=np.int32), samples)
+            ahead = np.arange(len(owner), dtype=np.int32) - bounds[owner]
+            found = np.zeros((3, shape.samples), dtype=np.int32)
+            found[0] = -1  # padding
+            found[:, : len(owner)] = slots[owner], starts[owner + 1] - samples[owner] + ahead, ahead
+            parts |= zip(("sampling", "last", "ahead"), found, strict=True)
+        if drafted and shape.queries == 1:
+            parts["decode_slots"] = np.repeat(slots[:drafted], lengths[:drafted])
         for name, values in parts.items():
             self._write(name, 0, values)
 
@@ -287,12 +319,13 @@ class BatchState:
         self.stops = [{} for _ in self.stops]
 
     def advance(self, rows: np.ndarray) -> np.ndarray:
-        """Count the tokens of `rows` [B, 2] as computed; returns which rows [B] have caught up, and so sample.
+        """Count the known tokens of `rows` [B, 3] as computed; returns how many tokens each samples [B].
 
-        When a row has sampled min_tokens times, its stop tokens are allowed again.
+        A row that has caught up samples one, and one after each of its drafts. When a row has sampled min_tokens times,
+        its stop tokens are allowed again.
         """
-        slots, counts = rows.T
-        left = self.to_compute[slots] - counts
+        slots, counts, drafts = rows.T
+        left = self.to_compute[slots] - (counts - drafts)
         assert (left >= 0).all(), "a row ran past its known tokens"
         samples = left == 0
         self.to_compute[slots] = left + samples
@@ -301,30 +334,54 @@ class BatchState:
             if not self.stops_barred[slot]:  # from this draw on
                 others = self.adjusted[slot] & ~(MASK | BAD_WORDS)
                 self._note(slot, others | self._enter_mask(self.barred_rows.pop(slot)))
-        return samples
+        return np.where(samples, 1 + drafts, 0)
+
+    def with_drafts(self, plan: StepPlan) -> StepPlan:
+        """A plan with as many drafts as its rows have, instead of the most that they may; for a state on a CPU."""
+        found = {slot: min(most, int(self.num_drafts[slot])) for slot, most in plan.drafts.items()}
+        rows = [(slot, count - plan.drafts.get(slot, 0) + found.get(slot, 0)) for slot, count in plan.rows]
+        return dataclasses.replace(plan, rows=rows, drafts=found)
+
+    def drafts_of(self, slots: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The first drafts of `slots` [R], as many as `counts` [R] says, and then -1: [R, most_drafts] int32."""
+        order = torch.arange(self.most_drafts, dtype=torch.int32, device=self.device)
+        places = (self.num_known[slots][:, None] + order).clamp(max=self.token_ids.shape[1] - 1)
+        drafts = self.token_ids[slots[:, None].long(), places.long()]
+        return drafts.masked_fill(order >= counts[:, None], -1)
 
     def adjust(self, ops: ModuleType) -> Any:
         """The `Adjust` of all slots."""
         changes = self.penalties, self.token_counts, self.bias_ids, self.biases, self.bitmask
         return ops.Adjust(self.adjustments, *changes)
 
-    def bar(self, logits: torch.Tensor, rows: torch.Tensor, slots: np.ndarray) -> None:
-        """Set logits of barred tokens to -inf in those `rows` [R] whose `slots` [R] ask for it (masked_logprobs)."""
+    def bar(self, logits: torch.Tensor, rows: torch.Tensor, slots: np.ndarray, after: np.ndarray | None = None) -> None:
+        """Set logits of barred tokens to -inf in those `rows` [R] whose `slots` [R] ask for it (masked_logprobs).
+
+        after: [R], how many drafts each row's token comes after; None where none comes after any.
+        """
         if len(masked := np.flatnonzero(self.masked_logprobs[slots])):
             rows = rows[to_device(masked, self.device)]
-            words = self.bitmask[to_device(slots[masked], self.device)]
+            counts = np.zeros_like(masked) if after is None else after[masked]
+            words = self.bitmask[to_device(slots[masked], self.device), to_device(counts, self.device)]
             bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=self.device) & 1
             logits[rows] = logits[rows].masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -math.inf)
 
-    def sample(self, ops: ModuleType, logits: torch.Tensor, slots: torch.Tensor, adjust: Any) -> torch.Tensor:
-        """The next token [R] of each of `slots` [R], from logits [R, vocab]; `adjust` is this step's."""
+    def sample(
+        self, ops: ModuleType, logits: torch.Tensor, slots: torch.Tensor, adjust: Any,
+        drafts: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The next token [R] of each of `slots` [R], from logits [R, vocab]; `adjust` is this step's.
+
+        drafts: [R, K] int32, what each token comes after, see `reference.sample`; they follow the known `token_ids`.
+        """
         for processor in self.processors:
             logits = processor(logits, slots, self)
         if adjust is not None:
-            ops.mask_words(slots, self.token_ids, self.num_known, self.num_prompt, self.bad_words, adjust)
+            ops.mask_words(slots, self.token_ids, self.num_known, self.num_prompt, self.bad_words, adjust, drafts)
         return ops.sample(
-            logits, slots, self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.num_known, adjust
-        )
+            logits, slots, self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.num_known, adjust,
+            drafts,
+        )  # fmt: skip
 
 
 def to_device(array: np.ndarray, device: str) -> torch.Tensor:
@@ -345,10 +402,11 @@ class Rows:
     """A step's rows, as the batch state holds them."""
 
     planned: list[tuple[int, int]]  # [B] slot and number of tokens of each; see `StepPlan`
+    drafts: dict[int, int]  # by slot: how many of its row's tokens are drafts
     shape: StepShape
-    sampling: np.ndarray  # [R] rows that sample,
-    slots: np.ndarray  # and their slots
-    asked: np.ndarray  # [A] rows that sample and want log-probabilities,
+    sampling: np.ndarray  # [R] the row of each token that is sampled,
+    slots: np.ndarray  # and its slot
+    asked: np.ndarray  # [A] which of these tokens want log-probabilities,
     counts: list[int]  # and how many of the likeliest ids each of these wants
     scoring: Scoring | None = None  # known tokens to score; None: none, as in every step of decodes
 
@@ -356,3 +414,14 @@ class Rows:
     def decode(self) -> bool:
         """Whether every row has one token and samples. The next step with these rows finds its inputs on the device."""
         return self.shape.samples == self.shape.tokens
+
+    def verified(self, tokens: list[int], padded: bool) -> dict[int, Verified]:
+        """What rows with drafts bring, by their index, of the tokens that were sampled; see `reference.post_update`.
+        Places without a draft count as drafts if rows are `padded` with them, because they cost as much."""
+        found: dict[int, Verified] = {}
+        for row, token in zip(self.sampling.tolist(), tokens, strict=True):
+            if self.planned[row][0] in self.drafts:
+                own = found.setdefault(row, Verified(-1, []))
+                own.drafts += padded or token != -2
+                own.token_ids += [token] if token >= 0 else []
+        return found

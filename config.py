@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
 
 from processes.options import ClusterOptions, check_fields, option
+from speculation.options import SpeculativeConfig
 
 VERSION = "0.1.0"
 PROG = "manta" if __package__ else "server.py"  # the command: installed, this file is in a package
@@ -26,11 +27,13 @@ DEMO = str(Path(__file__).parent / "demo")
 MAX_CONTEXT = 2**24  # tokens
 STEP_TOKENS = 2048  # of a step, by default; on a GPU there are more, see device/memory.py
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's other names, which vLLM takes, too
+KV_DTYPE_NAMES = {"fp8_e4m3": "fp8"}
 TENSORS = "tensors"  # as the option `weights`: they came as tensors, and cannot be loaded again
 POLICY_NAMES = ("auto", "fcfs", "priority", "fair")
+MOST_DRAFTING = 32  # sequences; in a step with more of them none has drafts, so that its logits have room
 NAMED = re.compile(r"[\w.]+:\w+")  # MODULE:CLASS, see `load_named`
 BACKEND_NAMES = {"torchrun": "external_launcher"}  # another name of an executor, and vLLM's
-MODEL_TAKES = "--model takes a folder in Hugging Face layout or a model's id on the hub, like Qwen/Qwen3-0.6B"
+MODEL_TAKES = "--model takes a folder in Hugging Face layout, a GGUF file, or an id on the hub, like Qwen/Qwen3-0.6B"
 
 
 @dataclass(frozen=True)
@@ -39,15 +42,17 @@ class EngineConfig(ClusterOptions):
 
     GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {  # of the help
         "model": (
-            "model", "revision", "download_dir", "hf_overrides", "load_format", "skip_tokenizer_init", "task",
+            "model", "revision", "download_dir", "hf_overrides", "quantization", "load_format",
+            "skip_tokenizer_init", "task",
             "pooling_type", "generation_config", "seed"),
         "device": ("device", "backend", "dtype", "enforce_eager", "compile", "threads", "batch_invariant"),
         "memory and batches": (
-            "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "gpu_memory_utilization",
-            "num_gpu_blocks_override", "swap_space", "enable_prefix_caching", "num_state_snapshots"),
+            "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_dtype",
+            "gpu_memory_utilization", "num_gpu_blocks_override", "swap_space", "enable_prefix_caching",
+            "num_state_snapshots"),
         "scheduling": (
             "scheduling_policy", "scheduler_delay_factor", "enable_chunked_prefill", "preemption_mode",
-            "schedule_conservativeness", "async_scheduling", "num_lookahead_slots"),
+            "schedule_conservativeness", "async_scheduling", "num_lookahead_slots", "speculative_config"),
         "several devices, and processes": (
             "tensor_parallel_size", "pipeline_parallel_size", "pipeline_layer_partition", "data_parallel_size",
             "enable_expert_parallel", "distributed_executor_backend", "startup_timeout", "step_timeout",
@@ -57,7 +62,7 @@ class EngineConfig(ClusterOptions):
             "data_parallel_secret_file",
             "headless", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_rank",
             "data_parallel_size_max"),
-        "adapters": ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"),
+        "adapters": ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "max_prompt_adapter_token"),
         "limits of a request, and changes of its logits": ("max_logprobs", "logits_processors"),
         "diagnostics": (
             "log_level", "log_format", "disable_log_stats", "log_scheduler", "trace", "torch_profiler_dir",
@@ -82,6 +87,11 @@ class EngineConfig(ClusterOptions):
     snapshot: str = option("", "")  # the folder that the model was downloaded to, if it was; see `hub.find_model`
     dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] = option(
         "auto", "type of weights, activations and KV cache; auto: the checkpoint's, or one that a CPU is fast with"
+    )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = option(
+        "auto",
+        "type of the KV cache; auto: that of activations; fp8: e4m3, half of the bytes of bfloat16, with the "
+        "checkpoint's scales if it has any",
     )
     device: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs; auto takes a GPU if there is one")
     backend: Literal["auto", "triton", "cpu", "reference"] = option(
@@ -158,6 +168,12 @@ class EngineConfig(ClusterOptions):
         "on a CPU: make no C++",
     )
     num_lookahead_slots: int = option(0, "KV slots that each sequence owns ahead of its tokens", 0, 1024)
+    speculative_config: str | None = option(
+        None,
+        'JSON object: {"method": M, "num_speculative_tokens": N} guesses up to N tokens, which one step verifies; M is '
+        'ngram (what followed the latest tokens before), mtp (the model\'s own head), or with "model": FOLDER '
+        "draft_model, eagle, eagle3",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "the least important that is logged to stderr; info has a line for each request, without its text"
     )
@@ -194,8 +210,16 @@ class EngineConfig(ClusterOptions):
         None, "adapters that are kept in the host's memory (default: four times max_loras)", 1, 65536
     )
     max_lora_rank: int = option(16, "the highest rank of an adapter", 1, 256)
+    max_prompt_adapter_token: int = option(
+        0, "virtual tokens that an adapter may put before a prompt (0: no prompt adapters)", 0, 65536
+    )
     max_logprobs: int = option(20, "likeliest tokens whose log-probabilities a request may ask for", 0, 1024)
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and outputs are token ids alone")
+    quantization: Literal["auto", "int8", "int4", "fp8"] = option(
+        "auto",
+        "auto keeps matrices as the checkpoint has them; others round plain ones: to int8 or fp8 with a scale for each "
+        "output, to int4 with one for 32 inputs",
+    )
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
     compile: bool = option(
         False,
@@ -232,8 +256,9 @@ class EngineConfig(ClusterOptions):
 
     @property
     def model_name(self) -> str:
-        """The model's id on the hub, or the name of its folder."""
-        return self.model if self.snapshot else os.path.basename(os.path.abspath(self.model))
+        """The model's id on the hub, or the name of its folder, or that of its GGUF file without the ending."""
+        on_hub = self.snapshot and not self.model.endswith(".gguf")
+        return self.model if on_hub else os.path.basename(os.path.abspath(self.model)).removesuffix(".gguf")
 
     @property
     def token_budget(self) -> int:
@@ -246,19 +271,49 @@ class EngineConfig(ClusterOptions):
         return self.max_cpu_loras or 4 * self.max_loras
 
     @property
+    def checkpoint(self) -> str:
+        """Folder or file of the weights; empty where they are made up."""
+        return self.weights or ("" if self.load_format == "dummy" else self.folder)
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """What `speculative_config` says."""
+        return SpeculativeConfig.of(self.speculative_config) if self.speculative_config is not None else None
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts that a step verifies for a sequence, at most."""
+        return self.speculation.num_speculative_tokens if self.speculation else 0
+
+    @property
+    def max_samples(self) -> int:
+        """Tokens that a step samples at most: one for each sequence, and one after each draft."""
+        return self.max_num_seqs + min(self.max_num_seqs, MOST_DRAFTING) * self.num_drafts
+
+    @property
+    def lookahead(self) -> int:
+        """KV slots that each sequence owns ahead of its tokens."""
+        after = 2 if self.speculation and self.speculation.method != "ngram" else 1  # drafts that follow taken ones
+        return max(self.num_lookahead_slots, after * self.num_drafts)
+
+    @property
     def makes_vectors(self) -> bool:
         """Whether prompts are turned into vectors, and nothing is sampled; `models.pooling.settle_task` comes first."""
         return self.task in ("embed", "score", "classify")
 
     def __post_init__(self) -> None:
-        if isinstance(self.hf_overrides, Mapping):
-            object.__setattr__(self, "hf_overrides", json.dumps(self.hf_overrides))
+        for name in ("hf_overrides", "speculative_config"):
+            if isinstance(getattr(self, name), Mapping):
+                object.__setattr__(self, name, json.dumps(getattr(self, name)))
         if isinstance(self.logits_processors, list):  # of a script, or as JSON had it
             object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
         check_fields(self)
         if self.model == "demo" and not os.path.isdir(self.model):  # of any folder
             object.__setattr__(self, "model", DEMO)
-        for name, others in (("dtype", DTYPE_NAMES), ("distributed_executor_backend", BACKEND_NAMES)):
+        renamed = {
+            "dtype": DTYPE_NAMES, "kv_cache_dtype": KV_DTYPE_NAMES, "distributed_executor_backend": BACKEND_NAMES
+        }  # fmt: skip
+        for name, others in renamed.items():
             given = getattr(self, name)
             object.__setattr__(self, name, others.get(given, given))
         if self.scheduling_policy not in POLICY_NAMES and not NAMED.fullmatch(self.scheduling_policy):
@@ -267,6 +322,10 @@ class EngineConfig(ClusterOptions):
             raise ValueError(f"logits_processors has {wrong[0]!r:.80}; it must be MODULE:CLASS")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             self._refuse("max_cpu_loras", f"it must be at least max_loras, {self.max_loras}")
+        if self.max_prompt_adapter_token and not self.enable_lora:
+            self._refuse("max_prompt_adapter_token", "without enable_lora it must be 0")
+        if self.max_prompt_adapter_token and self.makes_vectors:
+            self._refuse("max_prompt_adapter_token", f"with task {self.task!r}, which makes vectors, it must be 0")
         if self.logits_processors and self.makes_vectors:
             self._refuse("logits_processors", f"with task {self.task!r}, which has no logits, it must be left out")
         if self.token_budget < self.max_num_seqs:  # else the last of them would never get a token
@@ -289,12 +348,28 @@ class EngineConfig(ClusterOptions):
                 self._refuse("distributed_executor_backend", why)
             if self.batch_invariant:  # on a CPU it runs token by token, and then engines would not keep step
                 self._refuse("batch_invariant", f"{several} it must be False")
+        self._check_speculation()
         self.check_hosts()
         if self.scheduler_delay_factor and self.enable_chunked_prefill:  # it would do nothing
             self._refuse("scheduler_delay_factor", "it must be 0 with chunked prefill")
 
     def _refuse(self, name: str, why: str) -> NoReturn:
         raise ValueError(f"{name} is {getattr(self, name)!r}; {why}")
+
+    def _check_speculation(self) -> None:
+        """Refuse what does not go together with drafts."""
+        if self.speculation is None:
+            return
+        for name, wanted in (("logits_processors", ()), ("batch_invariant", False)):
+            if getattr(self, name) != wanted:
+                self._refuse(name, f"with speculative_config it must be {wanted!r}")
+        if self.pipeline_parallel_size > 1 and (method := self.speculation.method) != "ngram":
+            why = f"with speculative_config whose method is {method!r}, which needs a model in one place, it must be 1"
+            self._refuse("pipeline_parallel_size", why)
+        if self.enable_expert_parallel and self.max_engines > 1:
+            self._refuse("speculative_config", "with enable_expert_parallel and several engines it must be left out")
+        if self.makes_vectors:
+            self._refuse("speculative_config", f"with task {self.task!r}, which samples nothing, it must be left out")
 
     def _check_stages(self) -> None:
         stages, listed = self.pipeline_parallel_size, self.pipeline_layer_partition

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -28,7 +27,7 @@ from models.read_rope import notes_on
 from observe.logs import StatLogger, logger
 from observe.observers import observers_of
 from observe.profiles import Profiles
-from plan import EngineCoreRequest, Outputs, StateRoom, StepPlan, error_output
+from plan import PLACEHOLDER, EngineCoreRequest, Outputs, StateRoom, StepPlan, error_output
 from ring import undisturbed
 from sampling_params import default_sampling
 from scheduler import Scheduler
@@ -56,14 +55,17 @@ UTILITIES = {  # the methods that clients may call by name, and the path from th
     "has_work": "has_work",
     "add_lora": "adapters.add",
 }
-GLANCE = 0.01  # seconds between two looks at grammars that are being compiled, with nothing else to do
+GLANCE = 0.01  # seconds between two looks at grammars and adapters that are being made ready, with nothing else to do
 LARGE_VOCABULARY = 2**15  # tokens; llguidance takes seconds to read so many
 
 
 def client_facts(config: EngineConfig, model_config: ModelConfig, of_workers: dict[str, Any]) -> dict[str, Any]:
     """What clients need to know about the engine: what its workers measured, and what follows from its options."""
     tokens = step_tokens(config, of_workers["max_num_batched_tokens"], of_workers["step_seconds"])
-    options = ("model", "scheduling_policy", "max_logprobs", "data_parallel_size", "torch_profiler_dir")
+    options = (
+        "model", "scheduling_policy", "max_logprobs", "data_parallel_size", "torch_profiler_dir",
+        "max_prompt_adapter_token",
+    )  # fmt: skip
     return of_workers | {
         "max_num_batched_tokens": tokens,
         "architecture": model_config.architecture,
@@ -77,7 +79,7 @@ def client_facts(config: EngineConfig, model_config: ModelConfig, of_workers: di
 
 def scheduler_sizes(config: EngineConfig, model_config: ModelConfig, known: dict[str, Any]) -> dict[str, Any]:
     """The scheduler's arguments that follow from the model and from its workers' facts."""
-    names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "windows", "swap_cost")
+    names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "windows", "swap_cost", "row_seconds")
     sizes = {name: known[name] for name in names}
     sizes["eos_token_ids"] = () if config.makes_vectors else model_config.eos_token_ids
     states = known.get("states")
@@ -128,8 +130,8 @@ class EngineCore:
         self.ahead = 2 if overlap else 1
         self.depth = config.pipeline_parallel_size - 1 + self.ahead
         self.compiling: dict[str, tuple[Request, float]] = {}  # requests that wait for their grammars, and until when
-        self.paused: dict[str, EngineCoreRequest] = {}  # requests that wait for new weights, or for room for an adapter
-        self.adapters = HostAdapters(config, partial(self.workers.call, "load_adapter"), self._queued)
+        self.paused: dict[str, EngineCoreRequest] = {}  # requests that wait for new weights, or for an adapter
+        self.adapters = HostAdapters(config, self.workers.call, self._queued)
         self.workers.on_restart = self._reload_adapters
         self.pausing = False  # whether new requests must wait, because an update of weights is about to begin
         self.news = Outputs()  # what `tell` has not returned yet
@@ -143,7 +145,7 @@ class EngineCore:
         return self.workers.config
 
     def add(self, request: EngineCoreRequest, at_once: bool = False) -> None:
-        """Queue a request; with `at_once`, wait until its grammar is compiled, so that a bad one raises here.
+        """Queue a request; with `at_once`, wait for its adapter and its grammar, so that a bad one raises here.
 
         Raises:
             ValueError: it can never run; see `Scheduler.add` and `check_pooling`.
@@ -152,7 +154,7 @@ class EngineCore:
         if any(r.request_id in known for known in (self.paused, self.compiling, self.scheduler.requests)):
             raise ValueError(f"request id {r.request_id!r} is in use by a request in flight")
         try:
-            adapter = self.adapters.take(r.lora) if r.lora and not self.pausing else None
+            adapter = self.adapters.take(r.lora, at_once) if r.lora and not self.pausing else None
         except ValueError:
             self.scheduler.stats.refused()
             raise
@@ -161,7 +163,10 @@ class EngineCore:
             return
         # Also without an adapter: whatever the salt is, it is none of an adapter's.
         salt = f"{r.salt}\0{adapter.key if adapter else ''}" if self.config.enable_lora else r.salt
-        queued = Request(r.request_id, r.prompt_token_ids, r.params, salt, r.priority, r.client, r.pooling, adapter)
+        prompt = r.prompt_token_ids
+        if adapter and adapter.num_virtual_tokens:
+            prompt = [PLACEHOLDER] * adapter.num_virtual_tokens + prompt
+        queued = Request(r.request_id, prompt, r.params, salt, r.priority, r.client, r.pooling, adapter)
         queued.delay = time.monotonic() - r.arrival_time
         self._observe("tick")
         try:
@@ -188,9 +193,7 @@ class EngineCore:
         Raises:
             WorkerError: a worker has died meanwhile.
         """
-        lost = self.adapters.reload(
-            lambda row, folder: self.executor.collective_rpc("load_adapter", args=[row, folder])
-        )
+        lost = self.adapters.reload(self.executor.collective_rpc)
         self._give_up({r: lost[r.adapter] for r in self._queued() if r.adapter in lost}, engine_fault=True)
 
     @undisturbed()  # Ctrl-C waits until the end
@@ -203,8 +206,8 @@ class EngineCore:
 
     @undisturbed()
     def admit(self) -> None:
-        """Queue the requests whose grammars or weights are ready now; `tell` has the errors of refused ones."""
-        self.adapters.crowded = False
+        """Queue the requests whose grammars, weights or adapters are ready; `tell` has the errors of refused ones."""
+        self.adapters.look(idle=not (self.plans or self._may_run()))
         for request_id in [] if self.pausing else list(self.paused):
             try:
                 self.add(self.paused.pop(request_id))
@@ -241,7 +244,7 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether a step would do anything, if only tell news."""
-        may_come_in = self.adapters.crowded and bool(self.paused) and not (self.pausing or self.workers.asleep)
+        may_come_in = bool(self.paused) and not (self.pausing or self.workers.asleep)
         return bool(self.plans or self.compiling or self.news) or self._may_run() or may_come_in
 
     def _may_run(self) -> bool:
@@ -279,6 +282,8 @@ class EngineCore:
         self._make_masks()
         if self.compiling and not (more or self.plans):
             wait([request.grammar for request, _ in self.compiling.values()], GLANCE, FIRST_COMPLETED)
+        elif self.paused and not (more or self.plans):
+            time.sleep(GLANCE)
         # A restart has dropped the plans. After it, a caller that gave `start` decides again.
         more = self._may_run() if start is None else start and self.workers.num_restarts == restarts
         if more and (not self.plans or self.scheduler.next_lane().flying < self.ahead):
@@ -408,7 +413,7 @@ class EngineCore:
         """The engine's metrics, by their names in `observe.metrics.SERIES`."""
         cache = {
             "block_size": self.config.block_size,
-            "cache_dtype": self.facts["dtype"],
+            "cache_dtype": self.facts["cache_dtype"],
             "enable_prefix_caching": self.config.enable_prefix_caching,
             "gpu_memory_utilization": self.config.gpu_memory_utilization,
             "num_cpu_blocks": self.facts["num_host_blocks"],

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from tqdm import tqdm
 
+from checkpoints.hub import find_model, source_of
 from config import EngineConfig
 from core import EngineCore
 from lora.adapter import LoRARequest
-from models.hub import find_model, source_of
 from observe.logs import logger, set_up
 from outputs import (
     BeamSearchOutput,
@@ -221,7 +221,7 @@ class LLM(PoolingFaces):
     only rank 0 returns from here. The other ranks do what rank 0 says until its script has ended.
 
     Args:
-        model: folder in Hugging Face layout, or an id on the hub.
+        model: folder in Hugging Face layout, a GGUF file, or an id on the hub.
         fields: any of `EngineConfig`'s.
 
     Raises:
@@ -324,7 +324,7 @@ class LLM(PoolingFaces):
             tensors: all of the checkpoint's tensors by their names, instead of a folder.
 
         Raises:
-            ValueError: see `EngineCore.update_weights` and `models.hub.source_of`.
+            ValueError: see `EngineCore.update_weights` and `checkpoints.hub.source_of`.
         """
         if tensors is not None and self.config.local_engines < self.config.data_parallel_size:
             raise ValueError("tensors is given; for engines on other hosts it must be a folder that they can read")

@@ -3,8 +3,8 @@
 Each op is a kernel, whose docstring opens with its formula and shapes, and a launcher in three parts: check, allocate,
 launch. Inside kernels a prefix tells what a name is: i_ an index, o_ offsets, m_ a mask, p_ pointers, b_ a block of
 values. Kernels run on CUDA, and on the CPU under TRITON_INTERPRET=1. The folder ops/ has more of them, which this file
-passes on: of matrix products, experts, LoRA adapters, latent attention, delta rules and sampling. `ops/attention.py`
-has helpers.
+passes on: of matrix products, weights in codes, experts, LoRA adapters, latent attention, delta rules and sampling.
+`ops/attention.py` has helpers.
 
 Shapes: B rows, T tokens, H heads, KV heads of keys and values, D elements of a head; G = H / KV. See reference.py.
 
@@ -18,13 +18,26 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.attention import DECODE_PARTIALS, DECODE_ROWS, DecodePlan, PrefillRows, _combine, _programs, _tile_rows
+from ops.attention import (
+    DECODE_PARTIALS,
+    DECODE_ROWS,
+    DecodePlan,
+    PrefillRows,
+    _combine,
+    _holds,
+    _programs,
+    _read,
+    _stored,
+    _tile_rows,
+)
 from ops.delta import conv_silu, delta_rule, gated_norm, sigmoid_mul  # noqa: F401 (ops like those below)
+from ops.drafts import look_up, put_drafts  # noqa: F401
 from ops.experts import expert_down, expert_gate_up, plan_experts, route  # noqa: F401
 from ops.latent import _decode_tile as _latent_tile
 from ops.latent import head_linear, latent_decode, latent_prefill, latent_store, rope_last  # noqa: F401
-from ops.lora import lora_expand, lora_shrink, plan_lora  # noqa: F401
+from ops.lora import lora_expand, lora_shrink, plan_lora, put_prompts  # noqa: F401
 from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, Chip, _cast, _chip, _dot, linear  # noqa: F401
+from ops.quantized import Quantized, quantized_linear, quantized_rows  # noqa: F401
 from ops.sampling import Adjust, logprobs, mask_words, sample  # noqa: F401
 
 __version__ = "0.1.0"  # for transformers, which asks any module called `kernels` for its version
@@ -142,9 +155,9 @@ def _center_and_scale(b_x, m_d, scales, i_token, o_h, eps, H: tl.constexpr, D: t
     return b_mean, b_scale
 
 
-@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping", "kv_scales"])
 def qk_norm_rope_store_kernel(
-    qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, scales, kv_stride, eps,
+    qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, scales, kv_scales, kv_stride, eps,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr, NORM_LAST: tl.constexpr, V_NORM: tl.constexpr, PER_HEAD: tl.constexpr,
     INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -196,8 +209,11 @@ def qk_norm_rope_store_kernel(
     if i_place >= 0:
         # In a block the v heads follow the k heads, so [2, KV, BLOCK_SIZE, D] is also [2 KV, BLOCK_SIZE, D].
         p_kv = kv + (i_place // BLOCK_SIZE) * kv_stride + (i_place % BLOCK_SIZE) * D
-        b_y = tl.where(m_qk[:, None], b_y, b_raw)
-        tl.store(p_kv + ((o_h - H) * (BLOCK_SIZE * D))[:, None] + o_d[None, :], b_y, mask=m_x & (o_h >= H)[:, None])
+        b_kv = tl.where(m_qk[:, None], b_y, b_raw)
+        if kv_scales is not None:
+            b_kv = b_kv.to(tl.float32) / tl.load(kv_scales + (o_h >= H + KV).to(tl.int32))[:, None]
+        p_kv += ((o_h - H) * (BLOCK_SIZE * D))[:, None] + o_d[None, :]
+        tl.store(p_kv, _stored(b_kv, kv.dtype.element_ty), mask=m_x & (o_h >= H)[:, None])
 
 
 def keys_of(kv: torch.Tensor) -> torch.Tensor:
@@ -218,12 +234,13 @@ def qk_norm_rope_store(
     norm_last: bool = False,
     scales: torch.Tensor | None = None,
     v_norm: bool = False,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.qk_norm_rope_store`."""
     _, _, kv_heads, block_size, head_dim = kv.shape
     tokens, rotary = len(qkv), rotation.shape[2]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    assert qkv.is_contiguous() and rotation.is_contiguous() and kv[0].is_contiguous() and kv.dtype == qkv.dtype
+    assert qkv.is_contiguous() and rotation.is_contiguous() and kv[0].is_contiguous() and _holds(kv, qkv)
     assert qkv.shape[1] == (heads + 2 * kv_heads) * head_dim and rotary % 2 == 0 and rotary <= head_dim
     assert (q_weight is None) == (k_weight is None) and norm in ("rms", "layer")
     assert scales is None or (
@@ -242,7 +259,7 @@ def qk_norm_rope_store(
     block_h = min(triton.next_power_of_2(heads + 2 * kv_heads), max(1, 2048 // block_d))
     grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
     qk_norm_rope_store_kernel[grid](
-        qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, scales, kv.stride(0), eps,
+        qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, scales, kv_scales, kv.stride(0), eps,
         heads, kv_heads, head_dim, rotary, block_size, kind, norm_last, v_norm, per_head, interleaved, block_h,
         block_d,
     )  # fmt: skip
@@ -377,6 +394,7 @@ def _attend(
     A masked key leaves acc, max and sum as they were, and the other keys go through the same instructions as without
     MASKED, so a query's bits do not depend on its neighbours in the tile. (For this the mask is applied before the
     scale: the exponent's fused multiply-add includes the scale.)
+    Where keys are in FP8, their own scale is part of `scale`, too, and who divides acc by sum multiplies it by V's.
     Online softmax: Milakov and Gimelshein, 2018. Tiling: FlashAttention-2, Dao, 2023. Soft cap: Gemma 2, 2024.
     """
     o_n = i_n + tl.arange(0, BLOCK_N)
@@ -388,7 +406,7 @@ def _attend(
             m_n = m_n & (o_n >= i_begin)
         m_kv = m_n[:, None] & m_kv
     p_k = _tile_rows(p_kv, p_table, i_n, i_end, kv_stride, D, BLOCK_SIZE, BLOCK_N)[:, None] + o_d[None, :]
-    b_k = tl.load(p_k, mask=m_kv, other=0.0)
+    b_k = _read(tl.load(p_k, mask=m_kv, other=0.0), b_q.dtype)
     b_s = _dot(b_q, tl.trans(b_k), tl.zeros([b_q.shape[0], BLOCK_N], tl.float32))
     if b_slope is not None:
         b_s = b_s * scale + b_slope[:, None] * (o_n[None, :] - o_pos[:, None]).to(tl.float32)
@@ -407,7 +425,7 @@ def _attend(
         b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # where a row has seen no key yet, -inf - -inf is NaN
     b_p = tl.exp2(b_s * scale - b_base[:, None])
     b_scale = tl.exp2(b_max - b_base)
-    b_v = tl.load(p_k + KV * BLOCK_SIZE * D, mask=m_kv, other=0.0)
+    b_v = _read(tl.load(p_k + KV * BLOCK_SIZE * D, mask=m_kv, other=0.0), b_q.dtype)
     b_acc = _dot(_cast(b_p, b_v.dtype), b_v, b_acc * b_scale[:, None])
     return b_acc, b_new, b_sum * b_scale + tl.sum(b_p, 1)
 
@@ -415,13 +433,13 @@ def _attend(
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "seq_lens"])
 def plan_decode_kernel(
     slots, seq_lens, items, arrived, num_rows,
-    KV: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, ITEM: tl.constexpr,
+    PARTS: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, ITEM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """items[b + 1] = items[b] + max(1, ceil(len_b / ITEM) - floor(first_b / ITEM)); arrived = 0.
 
-    first_b is the first key that row b sees. items [B + 1], arrived [KV, B] int32. One program. A padding row has one
-    item without a key, because writing its zeros is work that some program must be given.
+    first_b is the first key that row b sees. items [B + 1], arrived [PARTS, B] int32. One program. A padding row has
+    one item without a key, because writing its zeros is work that some program must be given.
     """
     tl.store(items, 0)
     total = 0
@@ -436,32 +454,37 @@ def plan_decode_kernel(
         b_count = tl.where(m_b, tl.maximum(b_count, 1), 0)
         tl.store(items + 1 + o_b, total + tl.cumsum(b_count, 0), mask=m_b)
         total += tl.sum(b_count, 0)
-        for i_kv in range(KV):
-            tl.store(arrived + i_kv * num_rows + o_b, 0, mask=m_b)
+        for i_part in range(PARTS):
+            tl.store(arrived + i_part * num_rows + o_b, 0, mask=m_b)
 
 
-@triton.jit(do_not_specialize=["num_rows", "table_stride"], do_not_specialize_on_alignment=["slots", "seq_lens"])
+@triton.jit(
+    do_not_specialize=["num_rows", "table_stride"],
+    do_not_specialize_on_alignment=["slots", "seq_lens", "kv_scales"],
+)
 def attention_decode_kernel(
-    q, kv, block_tables, slots, seq_lens, items, arrived, sinks, slopes, out, partial, partial_lse,
+    q, kv, block_tables, slots, seq_lens, items, arrived, sinks, slopes, kv_scales, out, partial, partial_lse,
     num_rows, table_stride, kv_stride, scale,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, LEAST: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
+    PARTS: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """out[t, h] = softmax(scale q[t, h] K^T) V over the keys of t's row at most at t's position, in its window.
 
     q, out [B TOKENS, H, D]. docs/kernels.md has a picture. A row's keys are cut into items of BLOCK_N keys. The list of
     all rows' items is cut into equal shares, and program p of P takes the p-th, row by row. The TOKENS * G queries of a
-    row that share a KV head are the rows of its matrix products.
+    row that share a KV head are the rows of its matrix products. Where these would be too many, a KV head's queries are
+    in several PARTS, whose programs read the same keys.
 
     A row that lies in several shares is cut into pieces, one for each. A program has at most two such pieces, of its
-    first row and of its last: partial [P, 2, KV, TOKENS G, D] and partial_lse [P, 2, KV, TOKENS G] float32. `arrived`
-    counts a row's stored pieces, and the program that stores the last one adds them up. Only planning resets the count:
-    within a step every layer adds the same number, so a multiple means the last piece.
+    first row and of its last: partial [P, 2, PARTS, TOKENS G, D] and partial_lse [P, 2, PARTS, TOKENS G] float32.
+    `arrived` counts a row's stored pieces, and the program that stores the last one adds them up. Only planning resets
+    the count: within a step every layer adds the same number, so a multiple means the last piece.
     LeanAttention: Sanovar et al., 2024. Stream-K: Osama et al., 2023.
     """
-    i_p, i_kv = tl.program_id(0), tl.program_id(1)
-    G: tl.constexpr = H // KV
+    i_p, i_part = tl.program_id(0), tl.program_id(1)
+    G: tl.constexpr = H // PARTS
     ROWS: tl.constexpr = TOKENS * G
     total = tl.load(items + num_rows).to(tl.int64)
     programs = tl.minimum(tl.num_programs(0), tl.cdiv(total, LEAST))
@@ -478,14 +501,16 @@ def attention_decode_kernel(
     o_q = tl.arange(0, BLOCK_Q)
     o_d = tl.arange(0, BLOCK_D)
     m_q = (o_q < ROWS)[:, None] & (o_d < D)[None, :]
-    o_x = (((o_q // G) * H + i_kv * G + o_q % G) * D)[:, None] + o_d[None, :]
+    o_x = (((o_q // G) * H + i_part * G + o_q % G) * D)[:, None] + o_d[None, :]
     b_sink = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     if sinks is not None:
-        b_sink = tl.load(sinks + i_kv * G + o_q % G).to(tl.float32) * LOG2E
+        b_sink = tl.load(sinks + i_part * G + o_q % G).to(tl.float32) * LOG2E
     b_slope = None
     if slopes is not None:
-        b_slope = tl.load(slopes + i_kv * G + o_q % G) * LOG2E
-    p_kv = kv + i_kv * (BLOCK_SIZE * D)
+        b_slope = tl.load(slopes + i_part * G + o_q % G) * LOG2E
+    if kv_scales is not None:
+        scale *= tl.load(kv_scales)
+    p_kv = kv + i_part // (PARTS // KV) * (BLOCK_SIZE * D)
     while i_item < i_stop:
         i_from, i_to = tl.load(items + i_b), tl.load(items + i_b + 1)
         i_next = tl.minimum(i_to, i_stop)
@@ -508,31 +533,50 @@ def attention_decode_kernel(
                 b_slope, scale, kv_stride, KV, D, BLOCK_SIZE, WINDOW, CHUNKED, CAP, BLOCK_N, BLOCK_D, True,
             )  # fmt: skip
         b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]  # a padding row has no keys and gets zeros
+        if kv_scales is not None:
+            b_acc *= tl.load(kv_scales + 1)
         if i_next - i_item == i_to - i_from:
             tl.store(out + i_row + o_x, _cast(b_acc, out.dtype.element_ty), mask=m_q)
         else:
             i_piece = i_p * 2 + (i_item == i_from)
             i_one = (((i_from + 1) * programs - 1) // total).to(tl.int32)  # the program that has item i_from
             pieces = ((i_to * programs - 1) // total).to(tl.int32) - i_one + 1
-            o_row = (i_piece.to(tl.int64) * KV + i_kv) * ROWS + o_q
+            o_row = (i_piece.to(tl.int64) * PARTS + i_part) * ROWS + o_q
             tl.store(partial + (o_row * D)[:, None] + o_d[None, :], b_acc, mask=m_q)
             tl.store(partial_lse + o_row, b_max + tl.log2(b_sum), mask=o_q < ROWS)
             tl.debug_barrier()  # all threads have stored before one of them tells the whole device
-            if (tl.atomic_add(arrived + i_kv * num_rows + i_b, 1, sem="acq_rel") + 1) % pieces == 0:
+            if (tl.atomic_add(arrived + i_part * num_rows + i_b, 1, sem="acq_rel") + 1) % pieces == 0:
                 _combine(
-                    out + i_row, partial, partial_lse, i_kv, i_one, pieces,
-                    H, KV, D, ROWS, BLOCK_P, BLOCK_R, BLOCK_D,
+                    out + i_row, partial, partial_lse, i_part, i_one, pieces,
+                    H, PARTS, D, ROWS, BLOCK_P, BLOCK_R, BLOCK_D,
                 )  # fmt: skip
         i_item, i_b = i_next, i_b + (i_next == i_to).to(tl.int32)
 
 
-def _decode_tile(head_dim: int, rows: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """BLOCK_Q, BLOCK_N, BLOCK_D and warps of attention_decode_kernel, where a row has `rows` queries for a KV head."""
-    block_q, block_d = max(16, triton.next_power_of_2(rows)), max(16, triton.next_power_of_2(head_dim))
-    assert block_q * block_d * dtype.itemsize <= 32768, f"{rows} queries a row are too many: use attention_prefill"
+def _decode_tile(
+    head_dim: int, group: int, tokens: int, dtype: torch.dtype, chip: Chip, fp8: bool = False
+) -> tuple[int, int, int, int, int]:
+    """The parts of a KV head, and BLOCK_Q, BLOCK_N, BLOCK_D and warps of attention_decode_kernel.
+
+    A row has `tokens` queries for each of a KV head's `group` heads. They share a tile, and so read the keys once, if
+    they are no more than 128 and take no more than 32 KiB. Else each part has as many of the heads as fit. In float32
+    several tokens have tiles of 16, because larger ones spill registers, or need more than 99 KiB of shared memory. So
+    would tiles of 128 keys in FP8, which registers convert.
+    """
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    most = 16 if dtype.itemsize == 4 and tokens > 1 else min(128, 32768 // (block_d * dtype.itemsize))
+    assert tokens <= most, f"{tokens} tokens a row are too many: use attention_prefill"
+    parts = next(n for n in range(1, group + 1) if group % n == 0 and group // n * tokens <= most)
+    block_q = max(16, triton.next_power_of_2(group // parts * tokens))
     many = block_q * block_d >= (8192 if dtype.itemsize == 2 else 2048) and (block_q > 16 or dtype.itemsize == 4)
-    block_n = min(128, 8192 // block_d) if dtype.itemsize == 2 and not many else min(32, 4096 // block_d)
-    return block_q, max(16, block_n), block_d, 8 if many else 4
+    many = many or block_q >= 64
+    if dtype.itemsize == 4:
+        block_n = min(32, 4096 // block_d)
+    elif many:  # 16 KiB of keys and values, or 32 where there is room: one program must keep a processor's loads going
+        block_n = min(128, (8192 if chip.roomy else 4096) // block_d, (1 << 19) // (block_q * block_d))
+    else:
+        block_n = min(64 if fp8 else 128, 8192 // block_d)
+    return parts, block_q, max(16, block_n), block_d, 8 if many else 4
 
 
 def plan_decode(
@@ -544,16 +588,20 @@ def plan_decode(
     window: int,
     tokens: int = 1,
     chunked: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> DecodePlan:
     """See `reference.plan_decode`. This plan cuts the work into shares for the programs of `attention_decode`."""
     batch, (kv_heads, block_size, head_dim) = len(slots), kv.shape[2:]
     assert num_heads % kv_heads == 0 and block_tables.stride(1) == 1 and len(seq_lens) == batch
     assert window >= int(chunked)
 
+    dtype = dtype or kv.dtype
     if kv.shape[1] == 1:  # latents: each tile of heads is what a KV head is for keys and values
-        parts, _, block_n, _ = _latent_tile(num_heads * tokens, kv.dtype, block_size, kv.device)
+        parts, _, block_n, _ = _latent_tile(num_heads * tokens, dtype, block_size, kv.device, dtype != kv.dtype)
     else:
-        parts, (_, block_n, _, _) = kv_heads, _decode_tile(head_dim, num_heads // kv_heads * tokens, kv.dtype)
+        more = dtype, _chip(kv.device), dtype != kv.dtype
+        parts, _, block_n, _, _ = _decode_tile(head_dim, num_heads // kv_heads, tokens, *more)
+        parts *= kv_heads
     items = torch.empty(batch + 1, dtype=torch.int32, device=kv.device)
     arrived = torch.empty(parts, batch, dtype=torch.int32, device=kv.device)
 
@@ -571,34 +619,40 @@ def attention_decode(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.attention_decode`."""
     block_tables, slots, seq_lens, window, tokens, chunked, items, arrived = plan
     batch, (_, heads, head_dim), (kv_heads, block_size) = len(slots), q.shape, kv.shape[2:4]
-    assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and kv.shape[4] == head_dim
+    assert q.is_contiguous() and kv[0].is_contiguous() and _holds(kv, q) and kv.shape[4] == head_dim
     assert len(q) == batch * tokens and (sinks is None or sinks.shape == (heads,)) and scale > 0 and soft_cap >= 0
     assert slopes is None or (slopes.shape == (heads,) and slopes.dtype == torch.float32)
 
-    rows, programs = heads // kv_heads * tokens, _programs(q.device, DECODE_PROGRAMS, kv_heads)
-    block_q, block_n, block_d, warps = _decode_tile(head_dim, rows, q.dtype)
+    more = q.dtype, _chip(q.device), q.dtype != kv.dtype
+    _, block_q, block_n, block_d, warps = _decode_tile(head_dim, heads // kv_heads, tokens, *more)
+    parts, rows = len(arrived), heads // len(arrived) * tokens
+    programs = _programs(q.device, 1 if warps == 8 and block_q > 16 else DECODE_PROGRAMS, parts)
     out = torch.empty_like(q)
-    partial = torch.empty(programs, 2, kv_heads, rows, head_dim, dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty(programs, 2, kv_heads, rows, dtype=torch.float32, device=q.device)
+    partial = torch.empty(programs, 2, parts, rows, head_dim, dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(programs, 2, parts, rows, dtype=torch.float32, device=q.device)
 
     least = max(1, 32 * rows // block_n)  # items of a share, about: so pieces are a small part of the bytes
     block_r = min(triton.next_power_of_2(rows), DECODE_PARTIALS // block_d)
-    attention_decode_kernel[(programs, kv_heads)](
-        q, kv, block_tables, slots, seq_lens, items, arrived, sinks, slopes, out, partial, partial_lse, batch,
-        block_tables.stride(0), kv.stride(0), scale * LOG2E.value, heads, kv_heads, head_dim, block_size, tokens,
-        window, chunked, soft_cap, least, block_q, block_n, block_d, DECODE_ROWS,
+    attention_decode_kernel[(programs, parts)](
+        q, kv, block_tables, slots, seq_lens, items, arrived, sinks, slopes, kv_scales, out, partial, partial_lse,
+        batch, block_tables.stride(0), kv.stride(0), scale * LOG2E.value, heads, kv_heads, head_dim, block_size, tokens,
+        parts, window, chunked, soft_cap, least, block_q, block_n, block_d, DECODE_ROWS,
         DECODE_PARTIALS // (block_r * block_d), block_r, num_warps=warps, num_stages=5, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["slots", "seq_lens", "query_starts"])
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["slots", "seq_lens", "query_starts", "kv_scales"],
+)
 def attention_prefill_kernel(
-    q, kv, block_tables, slots, seq_lens, query_starts, sinks, slopes, out, table_stride, kv_stride, scale,
+    q, kv, block_tables, slots, seq_lens, query_starts, sinks, slopes, kv_scales, out, table_stride, kv_stride, scale,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     CHUNKED: tl.constexpr, CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -635,6 +689,8 @@ def attention_prefill_kernel(
     b_slope = None
     if slopes is not None:
         b_slope = tl.load(slopes + i_kv * G + o_m % G) * LOG2E
+    if kv_scales is not None:
+        scale *= tl.load(kv_scales)
 
     # The tile's first token sees the keys from i_first to i_low, its last token sees them up to i_end - 1. A padding
     # row sees none.
@@ -664,10 +720,14 @@ def attention_prefill_kernel(
             kv_stride, KV, D, BLOCK_SIZE, WINDOW, CHUNKED, CAP, BLOCK_N, BLOCK_D, True,
         )  # fmt: skip
     b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+    if kv_scales is not None:
+        b_acc *= tl.load(kv_scales + 1)
     tl.store(out + o_q, _cast(b_acc, out.dtype.element_ty), mask=m_q)
 
 
-def _prefill_tile(head_dim: int, group: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int, int]:
+def _prefill_tile(
+    head_dim: int, group: int, dtype: torch.dtype, chip: Chip, fp8: bool = False
+) -> tuple[int, int, int, int, int]:
     """BLOCK_M, BLOCK_N, BLOCK_D, warps and stages of attention_prefill_kernel, chosen so that no register spills.
 
     Matrix units for warp groups read K and V from shared memory. Older units hold them in registers, so there the tiles
@@ -685,7 +745,8 @@ def _prefill_tile(head_dim: int, group: int, dtype: torch.dtype, chip: Chip) -> 
     if block_d >= 128:
         stages = 5 if block_d == 128 or chip.roomy else 4
         return max(64, triton.next_power_of_2(group)), 32, block_d, 4 if block_d == 128 else 8, stages
-    return block_m, 128 if block_d <= 32 else 64, block_d, 8, 3
+    block_n = 128 if block_d <= 32 else 64
+    return block_m, block_n // 2 if fp8 else block_n, block_d, 8, 3
 
 
 def attention_prefill(
@@ -698,24 +759,26 @@ def attention_prefill(
     sinks: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
     chunked: bool = False,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.attention_prefill`."""
     block_tables, slots, seq_lens, query_starts, max_query_len = rows
     _, heads, head_dim = q.shape
     kv_heads, block_size = kv.shape[2:4]
-    assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and block_tables.stride(1) == 1
+    assert q.is_contiguous() and kv[0].is_contiguous() and _holds(kv, q) and block_tables.stride(1) == 1
     assert heads % kv_heads == 0 and kv.shape[4] == head_dim and window >= int(chunked)
     assert (sinks is None or sinks.shape == (heads,)) and scale > 0 and soft_cap >= 0
     assert slopes is None or (slopes.shape == (heads,) and slopes.dtype == torch.float32)
 
     out = torch.empty_like(q)
 
-    block_m, block_n, block_d, warps, stages = _prefill_tile(head_dim, heads // kv_heads, q.dtype, _chip(q.device))
+    of = q.dtype, _chip(q.device), q.dtype != kv.dtype
+    block_m, block_n, block_d, warps, stages = _prefill_tile(head_dim, heads // kv_heads, *of)
     tiles = triton.cdiv(max_query_len, block_m // (heads // kv_heads))
     attention_prefill_kernel[(len(slots), tiles, kv_heads)](
-        q, kv, block_tables, slots, seq_lens, query_starts, sinks, slopes, out, block_tables.stride(0), kv.stride(0),
-        scale * LOG2E.value, heads, kv_heads, head_dim, block_size, window, chunked, soft_cap, block_m, block_n,
-        block_d, num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
+        q, kv, block_tables, slots, seq_lens, query_starts, sinks, slopes, kv_scales, out, block_tables.stride(0),
+        kv.stride(0), scale * LOG2E.value, heads, kv_heads, head_dim, block_size, window, chunked, soft_cap, block_m,
+        block_n, block_d, num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return out
 
@@ -853,36 +916,60 @@ def prepare_inputs(
 
 @triton.jit(
     do_not_specialize=["num_rows", "num_sampled", "ids_stride", "bits_stride", "counts_stride"],
-    do_not_specialize_on_alignment=["slots", "query_starts", "sample_index", "sampled"],
+    do_not_specialize_on_alignment=["slots", "query_starts", "sample_starts", "sampled"],
 )
 def post_update_kernel(
-    token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled, stop_bits, news, adjustments,
-    token_counts, num_rows, num_sampled, ids_stride, bits_stride, counts_stride, BLOCK: tl.constexpr,
+    token_ids, num_known, num_computed, num_drafts, slots, query_starts, sample_starts, sampled, stop_bits, news,
+    adjustments, token_counts, num_rows, num_sampled, ids_stride, bits_stride, counts_stride,
+    SAMPLES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """num_computed[slot] += tokens of the row; token_ids[slot, num_known[slot]++] = its token, where it sampled one.
 
-    news[:, index] = (token, bit `token` of stop_bits[slot]). token_counts[slot, token] += 2 for slots with penalties.
+    Of up to SAMPLES tokens s_i of a row with drafts d_i it takes s_0 .. s_a, a = min {i: s_i != d_i, or s_i ends the
+    sequence, or there is no d_i}. news[:, index] = (token, bit `token` of stop_bits[slot], with 2 and 4 for a draft
+    that was not verified), or (-1 or -2, 0) behind s_a. token_counts[slot, token] += 2 for slots with penalties.
     """
     o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_b = o_b < num_rows
     b_slot = tl.load(slots + o_b, mask=m_b, other=-1).to(tl.int64)
     m_b = m_b & (b_slot >= 0)
-    b_count = tl.load(query_starts + o_b + 1, mask=m_b, other=0) - tl.load(query_starts + o_b, mask=m_b, other=0)
-    b_computed = tl.load(num_computed + b_slot, mask=m_b, other=0)
-    tl.store(num_computed + b_slot, b_computed + b_count, mask=m_b)
-    b_index = tl.load(sample_index + o_b, mask=m_b, other=-1)
-    m_b = m_b & (b_index >= 0)
-    b_token = tl.load(sampled + b_index, mask=m_b, other=0)
+    b_computed = tl.load(query_starts + o_b + 1, mask=m_b, other=0) - tl.load(query_starts + o_b, mask=m_b, other=0)
+    b_computed += tl.load(num_computed + b_slot, mask=m_b, other=0)
+    b_index = tl.load(sample_starts + o_b, mask=m_b, other=0)
+    b_samples = tl.load(sample_starts + o_b + 1, mask=m_b, other=0) - b_index
     b_known = tl.load(num_known + b_slot, mask=m_b, other=0)
-    tl.store(token_ids + b_slot * ids_stride + b_known, b_token.to(tl.int32), mask=m_b)
-    tl.store(num_known + b_slot, b_known + 1, mask=m_b)
-    b_word = tl.load(stop_bits + b_slot * bits_stride + b_token // 32, mask=m_b, other=0)
-    tl.store(news + b_index, b_token.to(tl.int32), mask=m_b)
-    tl.store(news + num_sampled + b_index, b_word >> (b_token % 32).to(tl.int32) & 1, mask=m_b)
-    if adjustments is not None:
-        m_b = m_b & (tl.load(adjustments + b_slot, mask=m_b, other=0) & 1 != 0)  # PENALTIES
-        p_count = token_counts + b_slot * counts_stride + b_token
-        tl.store(p_count, tl.load(p_count, mask=m_b) + 2, mask=m_b)
+    m_b = m_b & (b_samples > 0)
+    b_drafts = tl.zeros_like(b_samples)
+    m_guess = m_b & (b_samples < 0)
+    if num_drafts is not None:
+        b_drafts = tl.load(num_drafts + b_slot, mask=m_b, other=0)
+        m_guess = m_b & (b_samples == 1) & (b_drafts > 0)
+        b_drafts = tl.minimum(b_drafts, b_samples - 1)
+        tl.store(num_drafts + b_slot, tl.zeros_like(b_samples), mask=m_b)
+        b_computed -= tl.where(m_b, b_samples - 1, 0)
+    m_take = m_b
+    for i in tl.static_range(SAMPLES):
+        m_i = m_b & (i < b_samples)
+        b_token = tl.load(sampled + b_index + i, mask=m_i, other=0)
+        p_place = token_ids + b_slot * ids_stride + b_known
+        b_draft = tl.load(p_place, mask=m_take & ((i < b_drafts) | m_guess), other=-1)
+        b_word = tl.load(stop_bits + b_slot * bits_stride + b_token // 32, mask=m_take, other=0)
+        b_stop = b_word >> (b_token % 32).to(tl.int32) & 1
+        tl.store(p_place, b_token.to(tl.int32), mask=m_take)
+        b_left = tl.where(i <= b_drafts, -1, -2)
+        tl.store(news + b_index + i, tl.where(m_take, b_token.to(tl.int32), b_left), mask=m_i)
+        b_bits = b_stop | tl.where(m_guess, tl.where(b_token == b_draft, 6, 2), 0)
+        tl.store(news + num_sampled + b_index + i, tl.where(m_take, b_bits, 0), mask=m_i)
+        if adjustments is not None:
+            m_count = m_take & (tl.load(adjustments + b_slot, mask=m_take, other=0) & 1 != 0)  # PENALTIES
+            p_count = token_counts + b_slot * counts_stride + b_token
+            tl.store(p_count, tl.load(p_count, mask=m_count) + 2, mask=m_count)
+        b_known += m_take.to(tl.int32)
+        if i > 0:
+            b_computed += m_take.to(tl.int32)
+        m_take = m_take & (i < b_drafts) & (b_token == b_draft) & (b_stop == 0)
+    tl.store(num_known + b_slot, b_known, mask=m_b)
+    tl.store(num_computed + b_slot, b_computed, mask=(o_b < num_rows) & (b_slot >= 0))
 
 
 def post_update(
@@ -891,23 +978,25 @@ def post_update(
     num_computed: torch.Tensor,
     slots: torch.Tensor,
     query_starts: torch.Tensor,
-    sample_index: torch.Tensor,
+    sample_starts: torch.Tensor,
     sampled: torch.Tensor,
     stop_bits: torch.Tensor,
     adjust: Adjust | None = None,
+    num_drafts: torch.Tensor | None = None,
+    most_drafts: int = 0,
 ) -> torch.Tensor:
     """See `reference.post_update`."""
     rows = len(slots)
-    assert len(query_starts) == rows + 1 and len(sample_index) == rows and token_ids.stride(1) == 1
+    assert len(query_starts) == len(sample_starts) == rows + 1 and token_ids.stride(1) == 1
     assert stop_bits.stride(1) == 1
 
     news = torch.empty(2, len(sampled), dtype=torch.int32, device=sampled.device)
 
     adjustments, counts = (None, None) if adjust is None else (adjust.adjustments, adjust.token_counts)
     post_update_kernel[(triton.cdiv(rows, 128),)](
-        token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled, stop_bits, news,
+        token_ids, num_known, num_computed, num_drafts, slots, query_starts, sample_starts, sampled, stop_bits, news,
         adjustments, counts, rows, len(sampled), token_ids.stride(0), stop_bits.stride(0),
-        0 if counts is None else counts.stride(0), 128,
+        0 if counts is None else counts.stride(0), 1 + most_drafts, 128,
     )  # fmt: skip
     return news
 

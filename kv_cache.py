@@ -56,7 +56,7 @@ class BlockManager:
         num_blocks: size of the pool.
         block_size: tokens in a block.
         enable_prefix_caching: let freed blocks be found again by the hash of what they hold.
-        num_lookahead_slots: room to keep after a sequence's tokens, in tokens. Nothing uses it yet.
+        num_lookahead_slots: room to keep after a sequence's tokens, in tokens; drafts lie there.
         keep_evicted: note in `evicted` which cached blocks are about to be overwritten, for a second tier to keep.
     """
 
@@ -209,7 +209,7 @@ class BlockSpaceManager:
         self.chunk = config.token_budget if config.enable_chunked_prefill else sys.maxsize
         self.windows, self.windowed = tuple(windows), any(windows)
         self.marks = [bytes((kind,)) if kind else b"" for kind in range(len(windows))]  # a kind's part of its keys
-        ahead, second_tier = config.num_lookahead_slots, num_host_blocks > 0
+        ahead, second_tier = config.lookahead, num_host_blocks > 0
         self.device = manager(
             num_blocks, config.block_size, caching, num_lookahead_slots=ahead, keep_evicted=second_tier
         )
@@ -367,7 +367,7 @@ class BlockSpaceManager:
 
     def pass_windows(self, seq: Sequence) -> None:
         """Give back blocks that neither the sequence nor a beam that will branch off it can still see."""
-        computed = min([seq.num_computed, *(shared for _, _, shared in seq.group.births)])
+        computed = min([seq.num_computed - seq.num_unsure, *(shared for _, _, shared in seq.group.births)])
         for window, table in zip(self.windows, seq.tables, strict=True):
             passed = i = (computed - window) // self.block_size if window else 0
             while i > 0 and table[i - 1] >= 0:

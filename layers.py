@@ -8,7 +8,7 @@ a rank takes: "col", "row", "kv", "vocab", "all" or "first"; see `Shares.share`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -33,11 +33,24 @@ class Batch:
     seq_lens: torch.Tensor  # [B] context of each row, this step's tokens included
     slots: torch.Tensor  # [B] row of the batch state
     block_tables: torch.Tensor  # [K, S, M] of all slots
-    num_decodes: int  # this many rows come first and have one token
+    num_decodes: int  # N: of what `attention_decode` sees first: rows, or each token of a row that has drafts
     starts: torch.Tensor  # [B + 1] where each row begins
-    query_starts: torch.Tensor  # [B - num_decodes + 1] where each longer row begins, counted from the first of them
+    query_starts: torch.Tensor  # where each longer row begins, counted from the first of them, and where the last ends
     max_query_len: int
     longer: list[tuple[int, int]]  # tokens of each longer row, and blocks that it holds; for latent attention
+    # If tokens count one by one there: how many rows they are of, and the slot and the context of each, [N].
+    drafted: tuple[int, torch.Tensor, torch.Tensor] | None = None
+    queries: int = 1  # tokens of each of the N: more where the first rows have equally many drafts
+    # If recurrent states meet drafts: how many rows come first that may have some, the most tokens of one, and how many
+    # tokens [B] each row's state may see now. `later` is called with how many it may see once drafts are verified.
+    unsure: tuple[int, int, torch.Tensor] | None = None
+    later: list[Callable[[torch.Tensor], object]] = field(default_factory=list)
+
+    @property
+    def decodes(self) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """How many rows `attention_decode` sees, and the slots and contexts [N] as it sees them."""
+        n = self.num_decodes
+        return self.drafted or (n, self.slots[:n], self.seq_lens[:n])
 
     @property
     def padded_slots(self) -> torch.Tensor | None:
@@ -54,9 +67,14 @@ class Step:
     rotations: list[torch.Tensor]  # [T, 2, dim] for each kind of RoPE; see `rope_table`
     query_scales: list[torch.Tensor | None]  # [T, 1, 1] for each kind of RoPE
     plans: list[Any]  # of `plan_decode`, for each kind of layers
-    states: list[tuple[torch.Tensor, torch.Tensor]]  # of each layer that has one; see `Transformer.states_of`
+    states: list[tuple[torch.Tensor, torch.Tensor]]  # of each layer that has one; see `states_of`
+    kv_scales: torch.Tensor | None = None  # [layers, 2] of keys and of values; see `qk_norm_rope_store`
     rows: list[Any] | None = None  # for latent attention: its plan of the longer rows, made by the first layer
     cut: Cut | None = None  # takes the place of each attention; see `PiecewiseGraphs`
+
+    def scales_of(self, source: int) -> torch.Tensor | None:
+        """The scales [2] of the keys and values of layer `source`."""
+        return None if self.kv_scales is None else self.kv_scales[source]
 
 
 New = Callable[..., torch.Tensor]  # new(*shape, dtype=None): memory for a weight
@@ -125,11 +143,11 @@ class Attention(Owner):
     def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, heads: int, new: New):
         row = c.row
         all_kv_heads, dim = c.kv_shapes[i]
-        self.config, self.row, self.i = c, row, i
+        self.config, self.row, self.i, self.source = c, row, i, c.kv_sources[i]
         self.ops, self.group = ops, group
         self.all_kv_heads, self.dim = all_kv_heads, dim
         self.copies = max(1, group.size // all_kv_heads)  # so many neighbouring ranks hold the same KV head
-        self.stores = c.kv_sources[i] == i  # False: it has q alone, and reads another layer's keys and values
+        self.stores = self.source == i  # False: it has q alone, and reads another layer's keys and values
         kv_heads = max(1, all_kv_heads // group.size) if self.stores else 0
         self.sizes = q_size, kv_size, _ = heads * dim, kv_heads * dim, kv_heads * dim
         self.heads, self.kv_heads = heads, kv_heads
@@ -146,13 +164,13 @@ class Attention(Owner):
         dtype = torch.float32 if row.unit_offset else None
         wide = row.qk_norm in ("heads", "all")
         if row.qk_norm == "unit" and c.ropes[self.rope].dim:
-            self.q_norm = self.k_norm = torch.ones_like(self.o[0, :1]).expand(dim).contiguous()
+            self.q_norm = self.k_norm = torch.ones_like(new(dim))
         elif row.qk_norm in ("head", "heads", "all", "after"):
             self.q_norm = new(*(heads, dim) if wide else (dim,), dtype=dtype)
             self.k_norm = new(*(kv_heads, dim) if wide else (dim,), dtype=dtype) if self.stores else self.q_norm
         self.sinks = new(heads) if row.sinks else None
         slopes = c.slopes[group.rank * heads : (group.rank + 1) * heads]
-        self.slopes = torch.tensor(slopes, dtype=torch.float32, device=self.o.device) if slopes else None
+        self.slopes = torch.tensor(slopes, dtype=torch.float32, device=new(1).device) if slopes else None
         if row.qk_norm == "all":  # ranks that hold the same KV head all count it
             self.norm_sizes = new(2, dtype=torch.float32)
 
@@ -238,7 +256,7 @@ class Attention(Owner):
             qkv, self.q_norm, self.k_norm, c.norm_eps, step.rotations[self.rope], step.batch.slot_mapping[self.kind],
             kv if self.stores else kv[:, :, :0],  # no KV heads, so nothing is stored
             bool(row.interleaved), row.norm, row.qk_norm == "after", scales,
-            row.v_norm,
+            row.v_norm, step.scales_of(self.source),
         )  # fmt: skip
         growth = step.query_scales[self.rope]
         return q if growth is None else q * growth.to(q.dtype)
@@ -250,25 +268,26 @@ class Attention(Owner):
         return (sums / self.norm_sizes + self.config.norm_eps).rsqrt()
 
     def attend(self, q: torch.Tensor, step: Step) -> torch.Tensor:
-        """The heads' results [T, heads * dim]. Rows of one token and longer rows have different kernels."""
+        """The heads' results [T, heads * dim]. Rows of few tokens and longer rows have different kernels."""
         batch, c, window = step.batch, self.config, self.config.windows[self.i]
         kv = step.pool[self.kind][self.place]
-        n = batch.num_decodes
+        n = batch.num_decodes * batch.queries
         parts = []
         chunked = self.row.chunked and window > 0
         few, rest = (q, None) if n == q.shape[0] else q.split_with_sizes((n, q.shape[0] - n))
-        more = c.soft_cap, self.sinks, self.slopes
+        more, scales = (c.soft_cap, self.sinks, self.slopes), step.scales_of(self.source)
         if n > 0:
-            parts.append(self.ops.attention_decode(few, kv, step.plans[self.kind], c.scale, *more))
+            parts.append(self.ops.attention_decode(few, kv, step.plans[self.kind], c.scale, *more, scales))
         if rest is not None:
+            first = batch.decodes[0]
             rows = (
                 batch.block_tables[self.kind],
-                batch.slots[n:],
-                batch.seq_lens[n:],
+                batch.slots[first:],
+                batch.seq_lens[first:],
                 batch.query_starts,
                 batch.max_query_len,
             )
-            parts.append(self.ops.attention_prefill(rest, kv, rows, c.scale, window, *more, chunked))
+            parts.append(self.ops.attention_prefill(rest, kv, rows, c.scale, window, *more, chunked, scales))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 

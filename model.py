@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -19,13 +18,13 @@ import torch.nn.functional as F
 from layers import Attention, Batch, Cut, Mlp, New, Norm, Owner, Step, Weight, linear
 from model_config import ModelConfig
 from models.altup import AltUp, AltUpLayer, SparseMlp
-from models.delta_net import DeltaNet
-from models.expert_layers import ExpertMlp, ExpertsBeside
+from models.delta_net import DeltaNet, states_of
+from models.expert_layers import ExpertMlp, ExpertsBeside, serve_experts
 from models.latent_attention import LatentAttention
 from models.layer_inputs import LayerGate, LayerInputs
 from models.pooled import LabelHead
-from models.rope import query_scales, rope_table
-from models.shares import Part, Parts, Shares, check_division
+from models.rope import rope_tables
+from models.shares import Part, Parts, Shares, check_division, is_absent
 from parallel import Group
 
 NORMS = ("attn_in", "attn_out", "mlp_in", "mlp_out")  # of a layer
@@ -42,18 +41,34 @@ class Transformer(Owner):
         max_model_len: positions that RoPE is tabulated for.
         group: the ranks that hold the weights of this stage, this process among them. Weights that only other stages
             have exist as shapes (device `meta`), so that each rank checks the whole checkpoint.
+        coded: "checkpoint", if matrices may stay in codes as theirs has them; a kind of `reference.Quantized`, if plain
+            ones become such; or "". With either they have no memory before `device.coded.settle`.
 
     Raises:
         ValueError: the weights cannot be divided among the ranks.
     """
 
+    draft: Transformer | None = None  # what makes drafts beside it, see `add_draft`
+    unread: tuple[str, ...] = ()  # tensors of its checkpoint that it has no use for
+    counted = 0  # elements of all weights, once `parameters` no longer works
+    reads: tuple[int, ...] = ()  # layers whose input it sees, if it is a draft: of the model that it is for
+    # What `Adapters` sets: the embeddings of a step's virtual tokens, and what changes x by its ids, in place.
+    prompts: torch.Tensor | None = None
+    adapt_embeddings: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+    serve = serve_experts  # a method
+
     def __init__(
-        self, config: ModelConfig, ops: ModuleType, device: str, dtype: torch.dtype, max_model_len: int, group: Group
-    ):
+        self, config: ModelConfig, ops: ModuleType, device: str, dtype: torch.dtype, max_model_len: int, group: Group,
+        coded: str = "",
+    ):  # fmt: skip
         check_division(config, group)
         self.config, self.row = config, config.row  # its family's row of `FAMILIES`
         self.ops, self.group = ops, group
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.coded = device, dtype, coded
+        self.kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
+        # Of the keys and the values of each layer in FP8; see `qk_norm_rope_store`.
+        scaled = config.kv_cache_dtype == "fp8" and not config.latent
+        self.kv_scales = torch.ones(config.num_layers, 2, device=device) if scaled else None
         self.max_model_len = max_model_len
         pipeline = group.pipeline
         size = config.hidden_size
@@ -79,26 +94,29 @@ class Transformer(Owner):
             self.head = new_last(vocab, size)
         self.head_bias = new_last(vocab) if config.head == "logits" and self.row.head_bias else None
         self.score = LabelHead(config, new_last) if config.head == "labels" else None
-        interleaved = bool(self.row.interleaved)
-        with torch.device("cpu"):  # to compute on the meta device torch imports SymPy and more, which takes seconds
-            rotations = [rope_table(rope, max_model_len, interleaved) for rope in config.ropes]
-            scales = [query_scales(rope, max_model_len) for rope in config.ropes]
-        self.rotations = [table.to(device) for table in rotations]
-        self.query_scales = [None if table is None else table.to(device) for table in scales]
+        self.rotations, self.query_scales = rope_tables(config, max_model_len, device)
         # Rounded as a weight, because that is how the models were trained.
         self.embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype, device="cpu"))
 
     def memory(self, here: bool) -> New:
         """A function that makes memory for weights; only their shapes if they are not `here` but on another stage."""
         nothing = torch.empty((), device="meta")
-        # Not every rank fills all of it (see "first" and "vocab" in `Shares.share`), and the rest must be zero.
-        make = torch.empty if self.group.size == 1 else torch.zeros
 
         def new(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
             dtype = dtype or self.dtype
-            return make(shape, dtype=dtype, device=self.device) if here else nothing.to(dtype).expand(shape)
+            if not here:
+                return nothing.to(dtype).expand(shape)
+            if self.coded and len(shape) > 1:
+                return torch.empty(shape, dtype=dtype, device="meta")
+            return self.take(*shape, dtype=dtype)
 
         return new
+
+    def take(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a weight."""
+        # Not every rank fills all of it (see "first" and "vocab" in `Shares.share`), and the rest must be zero.
+        make = torch.empty if self.group.size == 1 else torch.zeros
+        return make(shape, dtype=dtype, device=self.device)
 
     def new_layer(self, i: int) -> Layer:
         """Layer i, whose weights are not filled yet."""
@@ -119,13 +137,9 @@ class Transformer(Owner):
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def forward(
-        self,
-        batch: Batch,
-        pool: torch.Tensor,
-        states: torch.Tensor,
-        incoming: torch.Tensor | None = None,
+        self, batch: Batch, pool: torch.Tensor, states: torch.Tensor, incoming: torch.Tensor | None = None,
         cut: Cut | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Run one step. The keys and values of its tokens go into `pool` [blocks, elements of a page], see `views`. The
         `states` [rows, size] of its rows change, see `states_of`.
 
@@ -198,60 +212,19 @@ class Transformer(Owner):
         )
         return 0 if pipeline.first else incoming, 0 if pipeline.last else outgoing
 
-    def serve(self) -> None:
-        """Take part in a step in which only other engines have tokens, some of them for this engine's experts."""
-        none = self.embedding.new_empty(0, self.config.hidden_size, dtype=self.dtype)
-        for i in self.span:
-            layer = self.layers[i]
-            experts = layer.beside.experts if layer.beside else layer.mlp
-            if isinstance(experts, ExpertMlp):
-                experts.serve(none)
-
-    def rehearse(self, rows: int, pool: torch.Tensor) -> None:
-        """For warm-up: run all kernels but attention's on `rows` tokens of zeros, without storing keys and values."""
-        x = torch.zeros(rows, self.config.hidden_size, dtype=self.dtype, device=self.device)
-        zeros = torch.zeros(rows, dtype=torch.int64)
-        nowhere = torch.full((len(self.layout.windows), rows), -1)
-        batch = Batch(zeros, zeros, nowhere, zeros, zeros, zeros[None, None], 0, zeros, zeros, 1, [])
-        step = self.new_step(batch, pool, x.new_empty(0, self.state_size, dtype=torch.float32))
-        self.enter(x)
-        for i in self.span:
-            layer = self.layers[i]
-            if layer.attention:
-                layer.attention.rehearse(x, step)
-            y = layer.mlp(self.add(torch.zeros_like(x), x, layer.mlp_in).clone(), step)
-        self.add(y, x, self.following(self.span[-1]))
-        if self.head is not None and self.group.pipeline.last:
-            self.logits(x[:1])
-
     def new_step(self, batch: Batch, pool: torch.Tensor, states: torch.Tensor) -> Step:
         """What all layers need: views of the pools, rotations, and the decodes' work list for each window."""
-        rows = batch.slots[: batch.num_decodes], batch.seq_lens[: batch.num_decodes], self.num_heads
+        rows = *batch.decodes[1:], self.num_heads
         kinds = zip(batch.block_tables, self.layout.windows, strict=True) if batch.num_decodes else ()
         chunked = self.row.chunked
         layers = self.views(pool)
         plans = [
-            self.ops.plan_decode(of[0], table, *rows, w, 1, chunked and w > 0) if of else None
+            self.ops.plan_decode(of[0], table, *rows, w, batch.queries, chunked and w > 0, self.dtype) if of else None
             for of, (table, w) in zip(layers, kinds, strict=False)  # without decodes there are no plans
         ]
         rotations = [table[batch.positions] for table in self.rotations]
         scales = [None if table is None else table[batch.positions] for table in self.query_scales]
-        return Step(batch, layers, rotations, scales, plans, self.states_of(states))
-
-    def states_of(self, states: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The parts of the pool of states [rows, size] float32 that belong to each layer with a state, in order.
-
-        These are the matrices [rows, Hv, dk, dv] of this rank's heads, and the latest inputs of the convolution,
-        [rows, C, K - 1]. A row holds the matrices of all layers and then the inputs of all layers.
-        """
-        if not self.config.delta:
-            return []
-        delta, rows = self.config.delta.share(self.group.size), len(states)
-        count = sum(i in self.span for i in self.config.delta_layers)
-        matrices, inputs = states[:, : count * sum(delta.state)].split([count * size for size in delta.state], 1)
-        shape = rows, count, delta.value_heads, delta.key_dim, delta.value_dim
-        inputs = inputs.view(rows, count, delta.channels, delta.kernel - 1)
-        return list(zip(matrices.view(shape).unbind(1), inputs.unbind(1), strict=True))
+        return Step(batch, layers, rotations, scales, plans, states_of(self, states), self.kv_scales)
 
     def views(self, pool: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         """Each layer's view of the pool [blocks, elements of a page]: views[kind][place in a page].
@@ -282,21 +255,27 @@ class Transformer(Owner):
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Embeddings [T, hidden] of ids [T]."""
-        x = self.look_up(ids, self.embedding).to(self.dtype)  # a mapped table may have the checkpoint's dtype
+        words = ids if self.prompts is None else ids.clamp(min=0)
+        x = self.look_up(words, self.embedding).to(self.dtype)  # a mapped table may have the checkpoint's dtype
+        if self.adapt_embeddings:
+            self.adapt_embeddings(x, words)
         if self.embed_scale != 1:
             x *= self.embed_scale
+        if self.prompts is not None:
+            self.ops.put_prompts(x, ids, self.prompts)
         if self.positions is not None:
             x += F.embedding(positions + self.row.position_offset, self.positions)
         return self.embed_norm(x) if self.embed_norm else x
 
-    def look_up(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def look_up(self, ids: torch.Tensor, table: Any) -> torch.Tensor:
         """Rows [T, size] of a table that the ranks divide. A rank has zeros for ids that it does not hold, so the sum
         over ranks has all rows."""
+        rows = functools.partial(F.embedding, weight=table) if isinstance(table, torch.Tensor) else table.rows
         if self.group.size == 1:
-            return F.embedding(ids, table)
-        local = ids - self.group.rank * len(table)
-        elsewhere = (local < 0) | (local >= len(table))
-        x = F.embedding(local.masked_fill(elsewhere, 0), table)
+            return rows(ids)
+        local = ids - self.group.rank * table.shape[0]
+        elsewhere = (local < 0) | (local >= table.shape[0])
+        x = rows(local.masked_fill(elsewhere, 0))
         return self.group.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -349,22 +328,28 @@ class Transformer(Owner):
             found |= self.score.parts(shares)
         for i, layer in zip(self.row.saved_layers(), self.layers, strict=False):
             root = f"{name('layer')}.{i}."
-            for own, part in layer.parts(shares).items():
+            for own, part in self.parts_of(layer, shares).items():
                 found[root + own] = part._replace(instead_of=tuple(root + other for other in part.instead_of))
         for key, part in found.items():
-            here = tuple(piece for piece in part.pieces if piece.target.is_meta == (self.device == "meta"))
+            here = tuple(piece for piece in part.pieces if self.device == "meta" or not is_absent(piece.target))
             found[key] = part._replace(pieces=here)
         return found
 
+    def parts_of(self, layer: Layer, shares: Shares) -> Parts:
+        """Which tensors of the checkpoint fill a layer, by names within it. Some have scales of its cache in FP8."""
+        parts, attention = layer.parts(shares), layer.attention
+        if self.kv_scales is None or not (isinstance(attention, Attention) and attention.stores):
+            return parts
+        root, (k, v) = self.row.name("o").rpartition(".")[0], self.kv_scales[attention.i].split(1)
+        for name, targets in (("k_scale", (k,)), ("v_scale", (v,)), ("kv_scale", (k, v))):
+            scale = shares.part(targets, ["all"] * len(targets), same=True)
+            parts[f"{root}.{name}"] = scale._replace(optional=True)
+        return parts
+
     def num_parameters(self) -> int:
         """Elements of all weights on all ranks, each counted once."""
-        return sum(math.prod(part.shape) for part in self.parameters().values() if not part.instead_of)
-
-    def be_batch_invariant(self) -> None:
-        """Compute each row's products in the same way whatever rows are beside it; for the backend `triton`."""
-        self.pack(lambda weight: lambda x, bias: self.ops.linear(x, weight, bias), None)
-        for owner in self.owners():
-            owner.batch_invariant = True
+        parts = {} if self.counted else self.parameters()
+        return self.counted or sum(math.prod(part.shape) for part in parts.values() if part.needed)
 
     def finish(self) -> None:
         """See `Owner.finish`."""
@@ -375,36 +360,6 @@ class Transformer(Owner):
             columns = self.row.head_norm == "columns"  # of which each rank has a part
             squares = torch.linalg.vector_norm(self.head, dim=1 - columns, keepdim=True, dtype=torch.float32).square()
             self.head /= (self.group.all_reduce(squares) if columns else squares).sqrt() + 1e-7
-
-    def to_float(self) -> None:
-        """Keep the weights of norms in float32."""
-        for owner in self.owners():
-            for name in owner.factors:
-                if (weight := getattr(owner, name)) is not None:
-                    setattr(owner, name, weight.float())
-
-    def pack(
-        self,
-        pack: Callable[[torch.Tensor], Weight],
-        pack_experts: Callable[[torch.Tensor], Any] | None,
-        threads: int = 1,
-    ) -> None:
-        """Replace each matrix by what `pack` makes of it, and each stack of experts by what `pack_experts` makes of it,
-        `threads` of them at a time. After that `parameters` no longer works."""
-
-        def replace(place: tuple[Owner, str, Callable[[torch.Tensor], Any]]) -> None:
-            owner, name, make = place
-            if torch.is_tensor(weight := getattr(owner, name)):
-                setattr(owner, name, make(weight))
-
-        # The head comes first, because it is the largest.
-        places: list[tuple[Owner, str, Any]] = [(self, "head", pack)] if self.group.pipeline.last else []
-        for owner in self.owners():
-            places += [(owner, name, pack) for name in owner.matrices]
-            places += [(owner, name, pack_experts) for name in owner.stacks if pack_experts]
-        with ThreadPoolExecutor(threads) as pool:
-            for _ in pool.map(replace, places):
-                pass
 
 
 class Layer(Owner):

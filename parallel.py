@@ -15,15 +15,16 @@ import os
 import re
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from batch_state import BatchState, to_device
+from batch_state import BatchState, Rows, to_device
 
 if TYPE_CHECKING:
     from models.expert_ranks import ExpertGroup
@@ -185,8 +186,9 @@ def told(what: str, kind: type[ConnectionError] = ConnectionError) -> Iterator[N
 class Pipeline:
     """One of the stages that the layers are divided in, and what goes from stage to stage.
 
-    Hidden states go to the rank of the same number in the next stage. What the last stage samples goes back to the
-    first, as the input of the sequence's next step. Each direction has its own link, so that on GPUs neither waits.
+    Hidden states go to the rank of the same number in the next stage. What the last stage samples, and its drafts, go
+    back to the first, as the input of the sequence's next step, and from there to the stages between. Each direction
+    has its own link, so that on GPUs neither waits.
 
     A stage does not wait for the next one to take what it sends: it keeps the tensor until it has gone, and meanwhile
     computes its next step, which is for other sequences (GPipe, Huang et al., 2019; the schedule is PipeDream's).
@@ -233,42 +235,60 @@ class Pipeline:
 
 
 class Sampled:
-    """On the first of several stages: the sampled tokens that are still to come from the last stage.
+    """What the last of several stages samples, and its drafts, on their way to the stages before it.
 
-    A step leaves placeholders for its tokens. They come in the order of the steps, and must be there when a later step
-    runs one of their sequences. So the first stage waits for no more of them than it needs.
+    There a step counts its tokens as computed at once. What it samples comes in the order of the steps, and must be
+    there when a later step runs one of its sequences. So a stage waits for no more of it than it needs.
     """
 
-    def __init__(self, state: BatchState):
-        self.state = state
-        # Slots [R], the same on the device, and the places of their tokens
-        self.to_come: deque[tuple[np.ndarray, torch.Tensor, torch.Tensor]] = deque()
-        self.counts = np.zeros(len(state.num_blocks), dtype=np.int32)  # how many of them are of each slot
+    def __init__(self, state: BatchState, pipeline: Pipeline):
+        self.state, self.pipeline = state, pipeline
+        # Of each step whose tokens are to come: the slots [B] that sample, and where the tokens of each begin [B + 1]
+        self.to_come: deque[tuple[np.ndarray, np.ndarray]] = deque()
+        self.counts = np.zeros(len(state.num_blocks), dtype=np.int32)  # how many of these steps each slot is in
 
-    def expect(self, slots: np.ndarray, on_device: torch.Tensor) -> None:
-        """A step has run whose tokens of `slots` [R] will come; the placeholders are the last that the state knows."""
-        on_device = on_device.long()
-        self.to_come.append((slots.copy(), on_device, self.state.num_known[on_device].long() - 1))
-        self.counts[slots] += 1
+    def follow(self, rows: Rows, result: torch.Tensor) -> None:
+        """A step with these rows has run: send what it has sampled, `result` [2, R] int32, or expect that."""
+        begins = np.flatnonzero(np.diff(rows.sampling, prepend=-1))  # where each row's tokens begin
+        slots, count = rows.slots[begins], len(rows.sampling)
+        if not self.pipeline.last:
+            self.to_come.append((slots, np.append(begins, count).astype(np.int32)))
+            self.counts[slots] += 1
+            return
+        news = result[0, :count].clone()
+        if self.state.most_drafts:
+            owners = to_device(slots, self.state.device)
+            news = torch.cat((self.state.drafts_of(owners, self.state.num_drafts[owners]).flatten(), news))
+        self.pipeline.send(news)
 
     def forget(self, slots: list[int]) -> None:
         """Other sequences have these slots now."""
         if self.counts[slots].any():
-            for expected, _, _ in self.to_come:
+            for expected, _ in self.to_come:
                 expected[np.isin(expected, slots)] = -1
             self.counts[slots] = 0
 
-    def take(self, rows: list[tuple[int, int]] | None, receive: Callable[[int], torch.Tensor]) -> None:
-        """`receive` the tokens [R] of earlier steps, until those of the sequences in these `rows` are there; or all."""
-        wanted = [slot for slot, _ in rows or ()]
+    def take(self, ops: ModuleType, rows: list[tuple[int, int]] | None) -> None:
+        """Before the last stage: receive what earlier steps have sampled, until it is there for the sequences in these
+        `rows`, or all; and bring it into the state."""
+        state, pipeline, wanted = self.state, self.pipeline, [slot for slot, _ in rows or ()]
         while self.to_come and (rows is None or self.counts[wanted].any()):
-            slots, on_device, places = self.to_come.popleft()
-            ids, live = receive(len(slots)), slots >= 0
+            slots, starts = self.to_come.popleft()
+            live = slots >= 0
             self.counts[slots[live]] -= 1
-            if not live.all():
-                kept = to_device(np.flatnonzero(live), self.state.device)
-                ids, on_device, places = ids[kept], on_device[kept], places[kept]
-            self.state.token_ids[on_device, places] = ids
+            drafted = len(slots) * state.most_drafts
+            news = pipeline.receive((drafted + int(starts[-1]),), torch.int32, state.device)
+            if pipeline.stage + 2 < pipeline.stages:
+                pipeline.send(news)
+            owners, begins = to_device(slots, state.device), to_device(starts, state.device)
+            drafts = (state.num_drafts, state.most_drafts) if drafted else ()
+            ops.post_update(
+                state.token_ids, state.num_known, state.num_computed, owners, torch.zeros_like(begins), begins,
+                news[drafted:].long(), state.stop_bits, None, *drafts,
+            )  # fmt: skip
+            if drafted:
+                made = news[:drafted].view(len(slots), state.most_drafts)
+                ops.put_drafts(state.token_ids, state.num_known, state.num_drafts, owners, made)
 
 
 class Channel:

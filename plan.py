@@ -23,6 +23,7 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = WEIGHTS, KV_CACHE  # what workers free while they sleep (`Workers.sleep`), by vLLM's names
 # What changes a sequence's logits: bits of `Adjust.adjustments` in reference.py, whose ops import nothing of ours.
 PENALTIES, BIAS, MASK, BAD_WORDS = 1, 2, 4, 8
+PLACEHOLDER = -1  # stands for a virtual token, whose embedding an adapter has
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,7 +31,9 @@ class NewRow:
     """A sequence that enters a slot of the workers' batch state."""
 
     slot: int
-    token_ids: list[int]  # all it has: the prompt, and after a preemption its output so far
+    # All it has: the prompt, and after a preemption its output so far. Before the prompt may stand virtual tokens, see
+    # `reference.put_prompts`.
+    token_ids: list[int]
     blocks: list[list[int]]  # a table for each kind of layers
     num_computed: int = 0  # how many of the tokens are in the cache already
     temperature: float = 0.0  # 0: the likeliest token
@@ -69,7 +72,10 @@ class StepPlan:
     """What a step changes and runs. A steady decode step carries its rows and little else."""
 
     step: int
-    rows: list[tuple[int, int]] = field(default_factory=list)  # (slot, tokens to compute); rows of one token come first
+    # (slot, tokens to compute); rows whose tokens are a known one and drafts come first
+    rows: list[tuple[int, int]] = field(default_factory=list)
+    drafts: dict[int, int] = field(default_factory=dict)  # by slot: how many of its row's tokens may be drafts
+    propose: int = 0  # drafts that rows which sample get for a later step, at most
     new: list[NewRow] = field(default_factory=list)
     new_blocks: list[tuple[int, list[list[int]]]] = field(default_factory=list)  # (slot, what each table grew by)
     released: list[int] = field(default_factory=list)  # slots whose sequence has left; applied before `new`
@@ -83,10 +89,10 @@ class StepPlan:
     state_in: list[tuple[int, int]] = field(default_factory=list)  # (host row, slot)
     # (from, to): snapshot to slot, slot to snapshot, or slot of one beam to slot of another. No row is in both columns.
     state_copies: list[tuple[int, int]] = field(default_factory=list)
-    adapters: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (host row, slot) of adapters to load before the step
-    # For each constrained row that samples: its slot, and the tokens that may be drawn, as a row of `Adjust.bitmask`
+    # (host row, slot) of adapters to load before the step
+    adapters: list[tuple[int, int]] = field(default_factory=list)
+    # For each constrained row that samples: its slot, and the tokens that may be drawn, as a row of `Adjust.bitmask`.
+    # A row with drafts has one mask more after each of them that its grammar takes; others are no drafts any more.
     masks: list[tuple[int, bytes]] = field(default_factory=list)
     # For the KV sanitizer: (block that has lost its last reference or its content, whether the cache keeps the content)
     freed: list[tuple[int, bool]] = field(default_factory=list)
@@ -111,15 +117,27 @@ class Logprobs:
 
 
 @dataclass(slots=True)
+class Verified:
+    """What a row brings that had drafts."""
+
+    drafts: int  # how many there were to verify
+    token_ids: list[int]  # the drafts that it took, and the token after them
+    logprobs: list[Logprobs] = field(default_factory=list)  # of each of these, where asked for
+
+
+@dataclass(slots=True)
 class StepResult:
     """What a step brought."""
 
     step: int
-    token_ids: list[int]  # the sampled token of each of the plan's rows; -1: the row did not sample
-    stopped: list[int] = field(default_factory=list)  # indices of the rows whose token ends the sequence
+    token_ids: list[int]  # the latest token of each of the plan's rows; -1: the row did not sample
+    stopped: list[int] = field(default_factory=list)  # indices of the rows whose latest token ends the sequence
     logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by index of the row, where asked for
     scores: dict[int, list[Logprobs]] = field(default_factory=dict)  # the same for the prompt tokens of `NewRow.score`
     pooled: dict[int, bytes] = field(default_factory=dict)  # by index of the row: the vector, in float32
+    verified: dict[int, Verified] = field(default_factory=dict)  # by index of the row, if it had drafts
+    guesses: dict[int, bool] = field(default_factory=dict)  # by row: whether a draft that it did not verify was right
+    drafts: dict[int, list[int]] = field(default_factory=dict)  # by slot, if the plan has its mask: for a later step
     error: str | None = None  # why the step failed; then there are no tokens
     phases: list[tuple[str, str, float, float]] = field(default_factory=list)  # for `--trace`: row, name, begin, end
 

@@ -9,7 +9,8 @@ sequence, H query heads, KV key/value heads, D head_dim, V vocabulary; of a laye
 choices of a token, H inputs, I intermediate. A slot is a row of the batch state. The slot -1 marks a padding row,
 which changes nothing. `kv` is a layer's view of the KV pool (`Transformer.views`): [num_blocks, 2, KV, block_size, D],
 keys and values. Where a model caches one latent of R + P numbers for each token, it is [num_blocks, 1, 1, block_size,
-R + P]: no values, and one head. See `latent_store`.
+R + P]: no values, and one head. See `latent_store`. Its dtype is that of the activations, or FP8 (e4m3), where the
+pool holds `_stored` numbers.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ BACKEND = "reference"  # what the option of this name calls these ops
 MASK32 = 0xFFFFFFFF
 PENALTIES, BIAS, MASK, BAD_WORDS = 1, 2, 4, 8  # bits of `Adjust.adjustments`; plan.py has the same for the host
 FLOAT_MAX = torch.finfo(torch.float32).max
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -71,6 +73,7 @@ def qk_norm_rope_store(
     norm_last: bool = False,
     scales: torch.Tensor | None = None,
     v_norm: bool = False,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q = rope(norm(q)), and the pool gets k = rope(norm(k)) and v: with rope(x)[i] = x[i] cos - x[i + r/2] sin and
     rope(x)[i + r/2] = x[i + r/2] cos + x[i] sin for i < r/2, in float32, rounded once.
@@ -88,6 +91,8 @@ def qk_norm_rope_store(
         scales: [T, 2] float32, from `square_sums`: all heads of q and of k are multiplied by these in place of their
             own rsqrt, as in OLMo 2, where norm(x) is over all heads together.
         v_norm: the pool gets v rsqrt(mean(v^2) + eps) of each head v, as in Gemma 4. It needs weights and norm "rms".
+        kv_scales: [2] float32, for a pool in FP8: what keys, and what values, are divided by before they are stored,
+            and multiplied by where they are read; see `_stored`. None: 1 and 1.
 
     Returns:
         q [T, H, D] in qkv's dtype.
@@ -108,8 +113,22 @@ def qk_norm_rope_store(
     block, place = slot_mapping[stored] // block_size, slot_mapping[stored] % block_size
     if v_norm:
         v = rms_norm(v, v.new_ones(head_dim), eps)
-    kv[block, 0, :, place], kv[block, 1, :, place] = k[stored], v[stored]
+    k_scale, v_scale = _scales(kv_scales)
+    kv[block, 0, :, place] = _stored(k[stored], kv.dtype, k_scale)
+    kv[block, 1, :, place] = _stored(v[stored], kv.dtype, v_scale)
     return q
+
+
+def _stored(x: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """x as a pool of this dtype holds it: x itself, or in FP8 x / scale, rounded once. What is too large for that
+    becomes the largest number, and NaN stays NaN."""
+    return x if x.dtype == dtype else (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(dtype)
+
+
+def _scales(kv_scales: torch.Tensor | None) -> tuple[float, float]:
+    """The scales of keys and of values; see `qk_norm_rope_store`."""
+    k_scale, v_scale = (1.0, 1.0) if kv_scales is None else kv_scales.tolist()
+    return k_scale, v_scale
 
 
 def square_sums(qkv: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Tensor:
@@ -160,6 +179,59 @@ def act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None) ->
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """y = x W^T + bias, for x [T, K] of any float dtype, weight [N, K] and bias [N]; y [T, N] in x's dtype."""
     return F.linear(x, weight, bias)
+
+
+class Quantized(NamedTuple):
+    """A weight [N, K], or [E, N, K] of experts, that is kept in codes: (numbers(codes) - zeros) * scales.
+
+    The numbers of codes: of `int8` the codes themselves; of `fp8` too, which are e4m3; of `int4` the code minus 8; of
+    `fp4` an e2m1 float; of `nf4` an entry of `NF4`. Codes of four bits are in pairs: byte 16 b + j of a row has column
+    32 b + j in its lower half and column 32 b + 16 + j in its upper one, as GGML's Q4_0 has them.
+    """
+
+    kind: str
+    codes: torch.Tensor  # [.., N, K] int8 or float8_e4m3fn; [.., N, K / 2] uint8, where K is a multiple of 32
+    scales: torch.Tensor  # [.., N, ceil(K / group)] of any float dtype
+    zeros: torch.Tensor | None  # as the scales, in the measure of the numbers; None: all are 0
+    group: int  # neighbouring inputs that share a scale and a zero: K, or a multiple of 16
+
+
+# Of QLoRA (Dettmers et al., 2023): quantiles of a normal distribution.
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # e2m1
+
+
+def dequantize(weight: Quantized) -> torch.Tensor:
+    """The numbers [.., N, K] float32 that a weight stands for."""
+    codes, tables = weight.codes, {"int4": range(-8, 8), "fp4": FP4, "nf4": NF4}
+    if weight.kind in tables:
+        halves = codes.unflatten(-1, (-1, 1, 16))
+        pairs = torch.cat((halves & 15, halves >> 4), -2).flatten(-3)
+        codes = torch.tensor([*tables[weight.kind]], dtype=torch.float32, device=codes.device)[pairs.int()]
+    numbers = codes.float()
+
+    def spread(table: torch.Tensor) -> torch.Tensor:
+        return table.float().repeat_interleave(weight.group, -1)[..., : numbers.shape[-1]]
+
+    return (numbers if weight.zeros is None else numbers - spread(weight.zeros)) * spread(weight.scales)
+
+
+def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """y = x W^T + bias, for x [T, K] of any float dtype, a weight [N, K] in codes and bias [N]; y [T, N] in x's dtype.
+
+    The products are of x and of the numbers as they are, and are added up in float32.
+    """
+    return F.linear(x.float(), dequantize(weight), None if bias is None else bias.float()).to(x.dtype)
+
+
+def quantized_rows(weight: Quantized, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The rows [T, K] of a weight in codes, in `dtype`, for ids [T] of 0 to N - 1: a table's look-up."""
+    zeros = None if weight.zeros is None else weight.zeros[ids]
+    return dequantize(weight._replace(codes=weight.codes[ids], scales=weight.scales[ids], zeros=zeros)).to(dtype)
 
 
 def route(
@@ -236,7 +308,7 @@ def plan_experts(
 
 
 def expert_gate_up(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: ExpertPlan, activation: str
+    x: torch.Tensor, weight: torch.Tensor | Quantized, bias: torch.Tensor | None, plan: ExpertPlan, activation: str
 ) -> torch.Tensor:
     """h[t k + j] = act(gate, up), (gate | up) = w x[t] W_e^T + b_e, for choice j of token t: expert e, weight w.
 
@@ -246,6 +318,7 @@ def expert_gate_up(
     x: [T, H], any float dtype. weight: [E, 2 I, H]: an expert's gate, then its up. bias: [E, 2 I] or None.
     h: [T k, I] in x's dtype, rounded once from float32. Rows whose expert is not this rank's are undefined.
     """
+    weight = dequantize(weight) if isinstance(weight, Quantized) else weight
     h = x.new_zeros(plan.ids.numel(), weight.shape[1] // 2)
     for expert, pairs in _meetings(plan):
         y = F.linear(x[pairs // plan.ids.shape[1]].float(), weight[expert].float())
@@ -261,7 +334,9 @@ def expert_gate_up(
     return h
 
 
-def expert_down(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: ExpertPlan) -> torch.Tensor:
+def expert_down(
+    h: torch.Tensor, weight: torch.Tensor | Quantized, bias: torch.Tensor | None, plan: ExpertPlan
+) -> torch.Tensor:
     """y[t] = sum_j w (h[t k + j] W_e^T + b_e) over the choices j of token t: expert e, weight w.
 
     With `weigh_inputs` w is 1. Choices whose expert is not this rank's are left out.
@@ -269,6 +344,7 @@ def expert_down(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     h: [T k, I], of `expert_gate_up`. weight: [E, H, I]. bias: [E, H] or None.
     y: [T, H] in h's dtype, rounded once from float32.
     """
+    weight = dequantize(weight) if isinstance(weight, Quantized) else weight
     parts = torch.zeros(len(h), weight.shape[1], device=h.device)
     for expert, pairs in _meetings(plan):
         y = F.linear(h[pairs].float(), weight[expert].float())
@@ -284,7 +360,7 @@ def _meetings(plan: ExpertPlan) -> list[tuple[int, torch.Tensor]]:
 
 
 class LoraPlan(NamedTuple):
-    """Which adapter each token has."""
+    """Which adapter each token has; every backend's plan has these `ids`."""
 
     ids: torch.Tensor  # [T] int64, from 0 to count - 1, or -1 for none
 
@@ -345,6 +421,19 @@ def _owned(plan: LoraPlan) -> list[tuple[int, torch.Tensor]]:
     return [(adapter, (plan.ids == adapter).nonzero()[:, 0]) for adapter in plan.ids.unique().tolist() if adapter >= 0]
 
 
+def put_prompts(x: torch.Tensor, ids: torch.Tensor, prompts: torch.Tensor) -> None:
+    """x[t] = prompts[s, j] for each token t whose id is -1 - (s M + j), in place; ids from 0 on change nothing.
+
+    These are the virtual tokens of prompt adapters (Lester et al., 2021).
+
+    x: [T, H]. ids: [T] int64. prompts: [S, M, H] in x's dtype, up to M embeddings of each of S adapters; each [M, H] is
+    contiguous.
+    """
+    tokens = (ids < 0).nonzero()[:, 0]
+    place = -1 - ids[tokens]
+    x[tokens] = prompts[place // prompts.shape[1], place % prompts.shape[1]]
+
+
 class DecodePlan(NamedTuple):
     """What `attention_decode` attends to."""
 
@@ -364,6 +453,7 @@ def plan_decode(
     window: int,
     tokens: int = 1,
     chunked: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> DecodePlan:
     """What `attention_decode` derives from tables and lengths: once a step, for all layers with one window.
 
@@ -375,6 +465,7 @@ def plan_decode(
         window: 0 for all keys, else a token sees only the last `window` keys up to itself. Blocks before the window of
             a row's first token are not looked at, because they may have been given back.
         chunked: token t sees the keys from t // window * window on instead, up to itself (Llama 4).
+        dtype: of the queries; None: it is the pool's.
     """
     return DecodePlan(block_tables, slots, seq_lens, window, chunked)
 
@@ -387,6 +478,7 @@ def attention_decode(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[t, h] = softmax(scale * q[t, h] K^T) V over the context of t's row up to t itself, few tokens per row.
 
@@ -397,13 +489,14 @@ def attention_decode(
         soft_cap: c tanh(s / c) takes the place of each score s = scale * q K^T; 0 for none.
         sinks: [H] float, for each head one more score, of a key whose value is 0.
         slopes: [H] float32, added to each score before the cap: slope * (key - query), in positions (ALiBi); or None.
+        kv_scales: see `qk_norm_rope_store`.
 
     Returns:
         out [B * tokens, H, D] in q's dtype; zeros for padding rows.
     """
     tokens = len(q) // len(plan.slots)
     rows = plan.block_tables, plan.slots, plan.seq_lens, torch.arange(0, len(q) + 1, tokens), tokens
-    return attention_prefill(q, kv, rows, scale, plan.window, soft_cap, sinks, slopes, plan.chunked)
+    return attention_prefill(q, kv, rows, scale, plan.window, soft_cap, sinks, slopes, plan.chunked, kv_scales)
 
 
 # block_tables [S, M] int32, indexed by slots [B] int32. seq_lens [B] int32: tokens of context, including a row's own,
@@ -422,19 +515,21 @@ def attention_prefill(
     sinks: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
     chunked: bool = False,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[t, h] = softmax(scale * q[t, h] K^T) V over the keys of t's sequence up to t itself (causal).
 
     Args:
         q: [T, H, D]. kv: a layer of the pool. rows: see `PrefillRows`.
         window, chunked: see `plan_decode`. soft_cap, sinks, slopes: see `attention_decode`.
+        kv_scales: see `qk_norm_rope_store`.
 
     Returns:
         out [T, H, D] in q's dtype; zeros for padding rows.
     """
     block_tables, slots, seq_lens, query_starts, _ = rows
     out, heads, (kv_heads, block_size) = torch.zeros_like(q), q.shape[1], kv.shape[2:4]
-    starts = query_starts.tolist()
+    starts, (k_scale, v_scale) = query_starts.tolist(), _scales(kv_scales)
     for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
         tokens, n = slice(starts[row], starts[row + 1]), starts[row + 1] - starts[row]
         if slot < 0 or n == 0:
@@ -444,7 +539,7 @@ def attention_prefill(
         key = torch.arange(int(first[0]), length, device=q.device)
         context = kv[block_tables[slot, key // block_size].long(), :, :, key % block_size]  # [keys, 2 or 1, KV, D]
         k, v = context.float().repeat_interleave(heads // kv_heads, dim=2)[:, (0, -1)].unbind(1)
-        scores = scale * torch.einsum("nhd,lhd->hnl", q[tokens].float(), k)
+        scores = scale * torch.einsum("nhd,lhd->hnl", q[tokens].float(), k * k_scale)
         if slopes is not None:
             scores = scores + slopes[:, None, None] * (key - query)
         if soft_cap:
@@ -453,7 +548,7 @@ def attention_prefill(
         if sinks is not None:
             scores = torch.cat((scores, sinks.float()[:, None, None].expand(heads, n, 1)), -1)
         p = scores.softmax(-1)[..., : len(key)]  # a sink takes its part of the mass and brings no value
-        out[tokens] = torch.einsum("hnl,lhd->nhd", p, v).to(q.dtype)
+        out[tokens] = torch.einsum("hnl,lhd->nhd", p, v * v_scale).to(q.dtype)
     return out
 
 
@@ -484,13 +579,13 @@ def latent_store(
     Args:
         latent: [T, R + P]; not modified. weight: [R]. rotation: [T, 2, P] float32.
         slot_mapping, interleaved: see `qk_norm_rope_store`.
-        kv: [num_blocks, 1, 1, block_size, R + P], a layer of the pool, written in place.
+        kv: [num_blocks, 1, 1, block_size, R + P], a layer of the pool, written in place. In FP8 its scale is 1.
     """
     c, k = latent.split((len(weight), rotation.shape[2]), dim=1)
     k = _rope(k.float()[:, None], rotation, interleaved)[:, 0].to(latent.dtype)
     stored = slot_mapping >= 0
     block, place = slot_mapping[stored] // kv.shape[3], slot_mapping[stored] % kv.shape[3]
-    kv[block, 0, 0, place] = torch.cat((rms_norm(c, weight, eps), k), 1)[stored]
+    kv[block, 0, 0, place] = _stored(torch.cat((rms_norm(c, weight, eps), k), 1)[stored], kv.dtype)
 
 
 def rope_last(
@@ -543,22 +638,28 @@ def latent_prefill(q: torch.Tensor, kv: torch.Tensor, rows: PrefillRows, scale: 
 # slots [B] int32: rows of the state; -1 for a padding row, which changes no state, and whose results are undefined.
 # starts [B + 1] int32: row b of a step owns tokens starts[b] to starts[b + 1]. seq_lens [B] int32: tokens of context,
 # including these. Then the number of rows of one token, which come first, and the most tokens of a row.
+#
+# With `taken` [B] int32 the state of row b becomes what it is after the first taken[b] of its tokens. After 0 it stays,
+# or is undefined where there was none. The rows that come first may then have drafts behind their one token, and of
+# the others all tokens are taken.
 DeltaRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]
 
 
-def conv_silu(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, rows: DeltaRows) -> torch.Tensor:
+def conv_silu(
+    x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, rows: DeltaRows, taken: torch.Tensor | None = None
+) -> torch.Tensor:
     """y[t] = silu(sum_j weight[:, j] x[t - K + 1 + j]), j < K; the state becomes the last K - 1 inputs of each row.
 
     Inputs before a row's first token come from its state, the latest last.
 
     x: [T, C], any float dtype; its rows may lie apart. weight: [C, K]. state: [N, C, K - 1] float32, changed in place.
-    y: [T, C] in x's dtype, rounded once from float32.
+    rows, taken: see `DeltaRows`. y: [T, C] in x's dtype, rounded once from float32.
     """
     y = x.new_zeros(x.shape)
-    for slot, tokens, before in _live(state, rows):
+    for slot, tokens, before, count in _live(state, rows, taken):
         inputs = torch.cat((before, x[tokens].float().T), 1)
         y[tokens] = F.silu((inputs.unfold(1, weight.shape[1], 1) * weight.float()[:, None]).sum(-1)).T.to(x.dtype)
-        state[slot] = inputs[:, -state.shape[2] :]
+        state[slot] = inputs[:, count : count + state.shape[2]]
     return y
 
 
@@ -572,6 +673,7 @@ def delta_rule(
     rows: DeltaRows,
     key_heads: int,
     batch_invariant: bool = False,
+    taken: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """S <- g S; S <- S + k (beta (v - S^T k))^T; o = S^T q: for each token of a row in turn, and each value head.
 
@@ -581,7 +683,7 @@ def delta_rule(
     Args:
         qkv: [T, 2 Hk dk + Hv dv], any float dtype; its rows may lie apart, and so may those of b and a.
         b, a: [T, Hv], any float dtype. decay, dt_bias: [Hv] float32. key_heads: Hk.
-        state: [N, Hv, dk, dv] float32, changed in place. rows: see `DeltaRows`.
+        state: [N, Hv, dk, dv] float32, changed in place. rows, taken: see `DeltaRows`.
         batch_invariant: a token's bits must not depend on which other tokens its row has in this step.
 
     Returns:
@@ -594,24 +696,28 @@ def delta_rule(
     q, v = q * dk**-0.5, v.unflatten(1, (heads, dv))
     beta, g = b.float().sigmoid(), (-decay.exp() * F.softplus(a.float() + dt_bias)).exp()
     o = torch.zeros_like(v)
-    for slot, tokens, s in _live(state, rows):
+    for slot, tokens, s, count in _live(state, rows, taken):
         for t in range(tokens.start, tokens.stop):
             s = s * g[t, :, None, None]
             change = beta[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", s, k[t]))
             s = s + torch.einsum("hk,hv->hkv", k[t], change)
             o[t] = torch.einsum("hkv,hk->hv", s, q[t])
-        state[slot] = s
+            if t + 1 == tokens.start + count:
+                state[slot] = s
     return o.to(qkv.dtype)
 
 
-def _live(state: torch.Tensor, rows: DeltaRows) -> Iterator[tuple[int, slice, torch.Tensor]]:
-    """The slot of each row that has tokens, these tokens, and the row's state before them."""
+def _live(
+    state: torch.Tensor, rows: DeltaRows, taken: torch.Tensor | None
+) -> Iterator[tuple[int, slice, torch.Tensor, int]]:
+    """The slot of each row that has tokens, these, the row's state before them, and how many of them change it."""
     slots, starts, seq_lens, _, _ = rows
-    begins = starts.tolist()
+    begins, counts = starts.tolist(), (starts.diff() if taken is None else taken).tolist()
     for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
         begin, end = begins[row : row + 2]
         if slot >= 0 and begin < end:
-            yield slot, slice(begin, end), state[slot] if length > end - begin else torch.zeros_like(state[slot])
+            before = state[slot] if length > end - begin else torch.zeros_like(state[slot])
+            yield slot, slice(begin, end), before, counts[row]
 
 
 def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -641,23 +747,27 @@ class Adjust(NamedTuple):
     token_counts: torch.Tensor  # [S, V] int32: 2 * times in the output + 1 if in the prompt
     bias_ids: torch.Tensor  # [S, 1024] int32, distinct and ascending, then 2^31 - 1
     biases: torch.Tensor  # [S, 1024] float32
-    bitmask: torch.Tensor  # [S, ceil(V / 32)] int32 as xgrammar's: bit v % 32 of word v // 32 allows token v
+    # [S, M, ceil(V / 32)] int32, one for the next token and one after each draft (M = 1 where there are no drafts), as
+    # xgrammar's: bit v % 32 of word v // 32 allows token v
+    bitmask: torch.Tensor
 
-    def mask(self, x: torch.Tensor, slot: int) -> None:
-        """Bar from the logits x [V] float32 of a row what the bitmask of `slot` does not allow."""
+    def mask(self, x: torch.Tensor, slot: int, num_drafts: int) -> None:
+        """Bar from the logits x [V] float32 of a row what bitmask[slot, num_drafts] does not allow."""
         bits = torch.arange(32, dtype=torch.int32, device=x.device)
-        x.masked_fill_((self.bitmask[slot][:, None] >> bits & 1).flatten()[: len(x)] == 0, -math.inf)
+        x.masked_fill_((self.bitmask[slot, num_drafts][:, None] >> bits & 1).flatten()[: len(x)] == 0, -math.inf)
 
-    def apply(self, x: torch.Tensor, slot: int) -> None:
-        """Adjust the logits x [V] float32 of a row in place, as `slot` says."""
+    def apply(self, x: torch.Tensor, slot: int, drafts: torch.Tensor) -> None:
+        """Adjust the logits x [V] float32 of a row in place, as `slot` says, after `drafts` [A] int32."""
         adjustments = int(self.adjustments[slot])
         if adjustments & MASK:
-            self.mask(x, slot)
+            self.mask(x, slot, len(drafts))
         if adjustments & BIAS:
             given = self.bias_ids[slot] < len(x)
             x[self.bias_ids[slot][given].long()] += self.biases[slot][given]
         if adjustments & PENALTIES:
             (repetition, frequency, presence), counts = self.penalties[slot], self.token_counts[slot]
+            if len(drafts):
+                counts = counts.index_add(0, drafts, torch.full_like(drafts, 2))
             x.copy_(torch.where(counts == 0, x, torch.where(x > 0, x / repetition, x * repetition)))
             times = counts >> 1
             x.sub_(times * frequency).sub_((times > 0) * presence)
@@ -670,26 +780,30 @@ def mask_words(
     num_prompt: torch.Tensor,
     bad_words: torch.Tensor,
     adjust: Adjust,
+    drafts: torch.Tensor | None = None,
 ) -> None:
-    """Bit v of bitmask[slot] = 0 if, for a bad word w that ends in v, the output ends with w's other tokens; else 1.
+    """Bit v of a row's mask = 0 if, for a bad word w that ends in v, the output ends with w's other tokens; else 1.
 
     It is done for every v that ends a word of a slot with BAD_WORDS in its adjustments. All else in the bitmask stays.
+    The mask of a row whose token comes after a drafts is bitmask[slot, a].
 
     Args:
         slots: [R] int32, of rows that are about to sample. token_ids: [S, max_model_len + 1] int32.
-        num_known, num_prompt: [S] int32. The output is token_ids[slot, num_prompt : num_known].
+        num_known, num_prompt: [S] int32. The output is token_ids[slot, num_prompt : num_known + a], drafts included.
         bad_words: [S, W, L] int32. A word's tokens are the last of its L; before them, and where no word is, stands -1.
         adjust: its adjustments are read, and its bitmask is changed in place.
+        drafts: see `sample`; only their number a is read here. No two rows have both the slot and a in common.
     """
-    slots = slots[slots >= 0]
-    for slot in slots[adjust.adjustments[slots] & BAD_WORDS > 0].tolist():
+    after = torch.zeros_like(slots) if drafts is None else (drafts >= 0).sum(-1)
+    wanted = (slots >= 0) & (adjust.adjustments[slots.clamp(min=0)] & BAD_WORDS > 0)
+    for slot, a in zip(slots[wanted].tolist(), after[wanted].tolist(), strict=True):
         words = bad_words[slot][bad_words[slot, :, -1] >= 0]
-        places = num_known[slot] + torch.arange(1 - words.shape[1], 0, device=slots.device)
+        places = num_known[slot] + a + torch.arange(1 - words.shape[1], 0, device=slots.device)
         output = torch.where(places >= num_prompt[slot], token_ids[slot, places.clamp(min=0)], -2)
         matches = ((words[:, :-1] == output) | (words[:, :-1] < 0)).all(1)
         for match in (False, True):  # a token that ends several words must not be drawn if one of them matches
             for token in words[matches == match, -1].tolist():
-                word, bit = adjust.bitmask[slot, token // 32], torch.ones_like(slots[0]) << token % 32
+                word, bit = adjust.bitmask[slot, a, token // 32], torch.ones_like(slots[0]) << token % 32
                 word.copy_(word & ~bit if match else word | bit)
 
 
@@ -703,28 +817,35 @@ def sample(
     seeds: torch.Tensor,
     num_known: torch.Tensor,
     adjust: Adjust | None = None,
+    drafts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """id = min {i: sum_{j <= i, x_j >= t} p_j > u * sum_{x_j >= t} p_j}, p = softmax(x / temperature).
 
     x are the logits, adjusted where `adjust` says so. t = max(t_k, t_p, t_m): t_k is the top_k-th largest x; t_p the
     largest threshold that leaves at least top_p of the mass of {x >= t_k}; t_m = max x + temperature * log(min_p).
     Equal logits stay or go together. u is the Philox number tl.rand(seed, num_known), so a token depends on its row,
-    its seed and its position alone.
+    its seed and its position alone. A row may come after drafts, guesses of its slot's next tokens: it draws what its
+    slot would draw, had it sampled these.
 
     Args:
         logits: [R, V] float; not modified. slots: [R] int32.
         temperature, top_p, min_p: [S] float32; temperature 0 takes the largest x, the lowest id among equals.
         top_k: [S] int32, off where <= 0. seeds: [S] int64. num_known: [S] int32.
         adjust: how the logits are adjusted; None where no row needs it.
+        drafts: [R, K] int32, K < M of the bitmask; the a drafts that a row's token comes after, in order, and then -1.
+            num_known counts a more for this row, token_counts 2 more for each, and its mask is bitmask[slot, a]. None
+            where no row comes after any. Those of padding rows do not matter.
 
     Returns:
         ids [R] int64; 0 for padding rows and for rows without a finite logit.
     """
     slot, vocab = slots.long().clamp(min=0), logits.shape[1]
-    x = logits.to(torch.float32, copy=True)
+    drafts = slots.new_empty(len(slots), 0) if drafts is None else drafts
+    x, after = logits.to(torch.float32, copy=True), (drafts >= 0).sum(-1, dtype=torch.int32)
     if adjust is not None:
-        for row in adjust.adjustments[slot].nonzero()[:, 0].tolist():
-            adjust.apply(x[row], int(slot[row]))
+        assert drafts.shape[1] < adjust.bitmask.shape[1]
+        for row in (adjust.adjustments[slot] * (slots >= 0)).nonzero()[:, 0].tolist():
+            adjust.apply(x[row], int(slot[row]), drafts[row, : after[row]])
     greedy, heat = x.argmax(-1), temperature[slot][:, None]
     # The two clamps keep x - peak a number where a logit is infinite, and where every logit is -inf.
     x = x.clamp(max=FLOAT_MAX)
@@ -739,7 +860,7 @@ def sample(
     t_p = torch.where(p < 1, ordered.gather(1, nucleus), -math.inf)
     t_m = peak + warm * min_p[slot].log()[:, None]
     reached = mass.masked_fill(x < t_k.maximum(t_p).maximum(t_m), 0).cumsum(-1, dtype=torch.float64)
-    u = uniform(seeds[slot], num_known[slot]).double()[:, None]
+    u = uniform(seeds[slot], num_known[slot] + after).double()[:, None]
     drawn = torch.searchsorted(reached, u * reached[:, -1:], right=True)[:, 0]
     ids = torch.where(heat[:, 0] > 0, drawn, greedy)
     return ids.masked_fill((slots < 0) | (ids >= vocab), 0)
@@ -851,38 +972,124 @@ def post_update(
     num_computed: torch.Tensor,
     slots: torch.Tensor,
     query_starts: torch.Tensor,
-    sample_index: torch.Tensor,
+    sample_starts: torch.Tensor,
     sampled: torch.Tensor,
     stop_bits: torch.Tensor,
     adjust: Adjust | None = None,
+    num_drafts: torch.Tensor | None = None,
+    most_drafts: int = 0,
 ) -> torch.Tensor:
     """num_computed[slot] += tokens of its row; token_ids[slot, num_known[slot]++] = the token of a row that sampled.
 
+    A row that verified drafts has sampled n tokens s_0 .. s_(n-1), where s_i comes after i drafts. It takes s_0 .. s_a,
+    with the smallest a for which s_a is not the next draft, or ends the sequence, or no draft is left. The n - 1 - a
+    tokens of the row behind s_a do not count as computed.
+
     Args:
-        token_ids: [S, max_model_len + 1] int32. num_known, num_computed: [S] int32. All three are changed in place.
+        token_ids: [S, max_model_len + 1] int32; a slot's drafts are behind its num_known tokens. num_known,
+            num_computed: [S] int32. All three are changed in place.
         slots: [B] int32, each slot at most once. query_starts: [B + 1] int32.
-        sample_index: [B] int32, where in `sampled` [R] int64 the row's token is, or -1 for none.
+        sample_starts: [B + 1] int32, where in `sampled` [R] int64 each row's tokens begin; most rows have one or none.
         stop_bits: [S, ceil(vocab / 32)] int32, bit token % 32 of word token // 32 set for tokens that end the sequence.
-        adjust: where a slot has penalties, the sampled token's count goes up by 2; None where no slot has any.
+        adjust: where a slot has penalties, a taken token's count goes up by 2; None where no slot has any.
+        num_drafts: [S] int32, of slots with rows that sampled; they become 0. None: no row has drafts.
+        most_drafts: no row of the step has more.
 
     Returns:
-        news [2, R] int32, for the host: the tokens, and 1 for those that end their sequence, else 0. Columns that no
-        row's `sample_index` names are undefined.
+        news [2, R] int32, for the host: the tokens, and bits: 1, the token ends its sequence; 2, the row has sampled
+        this one token, and there was a draft that it did not verify; 4, the token is that draft. Of a token that is not
+        taken the first is -1 if there was a draft to compare the one before it with, else -2, and the second 0. Columns
+        of no row are undefined.
     """
-    live = slots >= 0
-    slot = slots[live].long()
-    num_computed[slot] += query_starts.diff()[live]
-    ends = live & (sample_index >= 0)
-    slot, index = slots[ends].long(), sample_index[ends].long()
-    tokens = sampled[index]
-    token_ids[slot, num_known[slot].long()] = tokens.to(torch.int32)
-    num_known[slot] += 1
-    if adjust is not None:
-        adjust.token_counts[slot, tokens] += 2 * (adjust.adjustments[slot] & PENALTIES)
     news = torch.empty(2, len(sampled), dtype=torch.int32, device=sampled.device)
-    news[0, index] = tokens.to(torch.int32)
-    news[1, index] = stop_bits[slot, tokens // 32] >> (tokens % 32).to(torch.int32) & 1
+    bounds, counts = sample_starts.tolist(), query_starts.diff().tolist()
+    for row, slot in enumerate(slots.tolist()):
+        begin, samples = bounds[row], bounds[row + 1] - bounds[row]
+        if slot < 0:
+            continue
+        num_computed[slot] += counts[row]
+        drafts, guess = 0, 0
+        if num_drafts is not None and samples:
+            drafts, guess = min(int(num_drafts[slot]), samples - 1), int(samples == 1 and num_drafts[slot] > 0)
+            num_drafts[slot] = 0
+        going = True
+        for i in range(samples):
+            if not going:
+                news[0, begin + i], news[1, begin + i] = -1 if i <= drafts else -2, 0
+                num_computed[slot] -= 1
+                continue
+            token, place = int(sampled[begin + i]), int(num_known[slot])
+            stops = stop_bits[slot, token // 32] >> token % 32 & 1
+            right = token == int(token_ids[slot, place])
+            going = i < drafts and right and not stops
+            token_ids[slot, place] = token
+            num_known[slot] += 1
+            if adjust is not None:
+                adjust.token_counts[slot, token] += 2 * (adjust.adjustments[slot] & PENALTIES)
+            news[0, begin + i], news[1, begin + i] = token, stops | guess * (2 | 4 * right)
     return news
+
+
+def look_up(
+    token_ids: torch.Tensor,
+    num_known: torch.Tensor,
+    num_drafts: torch.Tensor,
+    slots: torch.Tensor,
+    shortest: int,
+    longest: int,
+    most: int,
+) -> torch.Tensor:
+    """draft j = t[e + j % (n - e)]: what followed the last tokens of t, a row's n known ones, when t had them before.
+
+    Of all ends e < n, e is the one with the longest match t[e - l : e] = t[n - l : n], l <= longest, and the latest of
+    equals. Where even this l is below `shortest`, there are no drafts. A match that overlaps t's end continues with its
+    period. Prompt lookup decoding: Saxena, 2023.
+
+    Args:
+        token_ids: [S, max_model_len + 1] int32, gets the drafts after the known tokens. num_known: [S] int32, n >= 1.
+        num_drafts: [S] int32, gets how many drafts there are: `most`, fewer where token_ids ends, or 0.
+        slots: [B] int32, each slot at most once. shortest, longest: of a match, in tokens; 1 <= shortest <= longest.
+
+    Returns:
+        drafts [B, most] int32; -1 after a row's last one, and for padding rows.
+    """
+    drafts = torch.full((len(slots), most), -1, dtype=torch.int32, device=slots.device)
+    for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        n = int(num_known[slot])
+        t = token_ids[slot, :n].tolist()
+        length, end = max((_match_before(t, e, longest), e) for e in range(n))
+        count = min(most, token_ids.shape[1] - n) if length >= shortest else 0
+        drafts[row, :count] = torch.tensor([t[end + j % (n - end)] for j in range(count)])
+        token_ids[slot, n : n + count] = drafts[row, :count]
+        num_drafts[slot] = count
+    return drafts
+
+
+def put_drafts(
+    token_ids: torch.Tensor, num_known: torch.Tensor, num_drafts: torch.Tensor, slots: torch.Tensor,
+    drafts: torch.Tensor,
+) -> None:  # fmt: skip
+    """token_ids[slot, num_known[slot] + j] = drafts[row, j], up to the first that is -1.
+
+    Args:
+        token_ids: [S, max_model_len + 1] int32; no draft goes beyond its end. num_known: [S] int32.
+        num_drafts: [S] int32, gets how many there are.
+        slots: [B] int32, each slot at most once, -1 for padding.
+        drafts: [B, K] int32.
+    """
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            n, found = int(num_known[slot]), [*drafts[row].tolist(), -1]
+            count = min(found.index(-1), token_ids.shape[1] - n)
+            token_ids[slot, n : n + count] = drafts[row, :count]
+            num_drafts[slot] = count
+
+
+def _match_before(t: list[int], end: int, longest: int) -> int:
+    """How many tokens before `end` equal the last ones of t, at most `longest`."""
+    return next(n for n in range(min(end, longest), -1, -1) if t[end - n : end] == t[len(t) - n :])
 
 
 def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:

@@ -44,6 +44,7 @@ from observe.metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, error_output
 from scheduling.beam import Beams
 from scheduling.classic import ClassicOrder
+from scheduling.drafts import Drafting, Luck
 from scheduling.integrity import check_integrity
 from scheduling.lanes import Lane, Lanes
 from scheduling.limits import RequestLimits
@@ -66,6 +67,7 @@ class Scheduler:
         windows: for each kind of layers, how many of the latest tokens they see; 0: all. A block table is of one kind.
         swap_cost: tokens whose computing takes as long as moving one block to the host and back.
         states: room for the recurrent states of sequences, if the model has such states.
+        row_seconds: what steps of decodes take, see `Drafting`.
         clock: in seconds; only the classic order's delay and what `explain` reports depend on it.
 
     Raises:
@@ -83,6 +85,7 @@ class Scheduler:
         windows: Items[int] = (0,),
         swap_cost: float = 0.0,
         states: StateRoom | None = None,
+        row_seconds: Items[tuple[int, float, float]] = (),
         clock: Callable[[], float] = time.monotonic,
     ):
         self.config, self.clock = config, clock
@@ -101,6 +104,7 @@ class Scheduler:
         self.beams = Beams(self.space, self.admission, self._make_room, self._finish)
         self.running: list[SequenceGroup] = []  # in order of `key`
         self.lanes = Lanes(config)
+        self.drafting = Drafting(config, self.counters, row_seconds)
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[Flight] = deque()
         self.arrivals = self.step = 0
@@ -128,6 +132,7 @@ class Scheduler:
             key = (self.policy.rank(request), self.arrivals, index)
             seed = request.seed_of(index, self.config.seed)
             group = SequenceGroup(request, index, Timeline(self.waits), key, limit, width, seed)
+            group.seqs[0].luck = Luck(self.drafting.likely) if self.drafting.most else None
             if params.use_beam_search:
                 group.beams = self.beams.search(group)
             request.groups.append(group)
@@ -201,10 +206,13 @@ class Scheduler:
             why_waiting = "trial"
         else:
             why_waiting = self.schedule_mixed(flight) if self.classic is None else self.classic.schedule(flight)
-        flight.other_rows.sort(key=lambda row: row[1] > 1)  # stable: rows of one token first, as kernels want
+        # Stable: rows of one known token first, as kernels want.
+        flight.other_rows.sort(key=lambda row: row[1] - flight.drafts.get(row[0], 0) > 1)
         plan.rows = flight.decodes.rows
         if flight.other_rows:
             plan.rows = plan.rows + [(seq.slot, count) for seq, count, _ in flight.other_rows]
+        if self.drafting.most:
+            plan.propose = self.drafting.proposals(flight)
         plan.released, self.admission.released = self.admission.released, []
         self.space.planned(plan)
         if self.admission.obstacle:
@@ -216,9 +224,9 @@ class Scheduler:
             why_waiting = "adapters"
         queued = self.waiting or self.swapped or self.admission.num_aside
         self.waits.advance(now, why_waiting if queued else "step")
-        computed = self.config.token_budget - budget.tokens
+        computed = self.config.token_budget - budget.tokens - sum(flight.drafts.values())  # drafts count once they land
         self.counters["num_computed_tokens_total"] += computed
-        self.policy.advance(computed, len(flight.decodes.seqs))
+        self.policy.advance(computed, len(flight.decodes.seqs) + len(flight.drafts))
         self.in_flight.append(flight)
         lane.flying += 1
         self.step += 1
@@ -282,6 +290,9 @@ class Scheduler:
         """
         lane, decodes = flight.lane, flight.lane.decodes
         before = len(self.running)
+        for seq in self.drafting.begin_step(self.step, lane.width, decodes.current.seqs):
+            self.admission.leave_batch(seq)
+            lane.others.append(seq.group)
         to_come = lane.width  # one token is kept for each sequence that comes later in this step
         due = [seq.group for seq in decodes.pop_due()]
         shares = {}
@@ -330,10 +341,12 @@ class Scheduler:
             return True
         if self.space.windowed:
             self.space.pass_windows(seq)
-        count = seq.num_known - seq.num_computed
+        count, drafts = seq.num_known - seq.num_computed, 0
         if count > 1:
             count = self.space.cut(seq, min(count, most))
-        reach = seq.num_computed + count
+        elif self.drafting.most and seq.batch is None:
+            drafts = self.drafting.wanted(seq, most - 1)
+        reach = seq.num_computed + count  # drafts lie in the look-ahead slots behind it
         missing = self.space.lacks(seq, reach, reach)
         if missing > self.blocks.num_free and not self._make_room(missing, group, flight.plan):
             return False
@@ -346,7 +359,7 @@ class Scheduler:
         if self.space.states:
             self.space.states.keep(seq, flight.plan)
         if seq.batch is None:
-            flight.take(seq, count)
+            flight.take(seq, count + drafts, drafts)
         return True
 
     # --- results ----------------------------------------------------------------------------------------------------
@@ -356,11 +369,16 @@ class Scheduler:
         flight = self.in_flight.popleft()
         flight.lane.flying -= 1
         assert flight.plan is plan and plan.step == result.step and len(result.token_ids) == len(plan.rows)
-        self.stats.landed(self.config.token_budget - flight.budget.tokens, flight.decodes, self.clock())
+        ran = self.config.token_budget - flight.budget.tokens
+        if flight.drafts:
+            ran += self.drafting.counted(flight, result.verified, self.policy)
+        self.stats.landed(ran, flight.decodes, self.clock())
         if self.classic is not None:
             self.classic.landed(flight, self.clock())
         num_decodes = len(flight.decodes.seqs)
         stopped = frozenset(result.stopped)
+        if result.guesses:
+            self.drafting.guessed(flight, result.guesses)
         news = self._take_decodes(flight, result.token_ids[:num_decodes], stopped)
         beams: dict[str, list[tuple[Sequence, int, Logprobs]]] = {}
         for i, (seq, _, computed) in enumerate(flight.other_rows, num_decodes):
@@ -369,24 +387,37 @@ class Scheduler:
                 news.outputs.append(EngineOutput(request.request_id, [], prompt_logprobs=scores))
             if not flight.brings(seq):
                 continue
-            if computed >= (seq.num_published + 1) * self.config.block_size:
-                self.space.publish(seq, computed)
+            tokens, group = [token for token in (result.token_ids[i],) if token >= 0], seq.group
+            if drafts := flight.drafts.get(seq, 0):
+                row = result.verified[i]
+                tokens = row.token_ids
+                seq.num_unsure -= drafts
+                seq.num_computed -= drafts + 1 - len(tokens)
+                self.drafting.landed(seq, row)
+            if group.beams is None:
+                seq.tokens.extend(tokens)
+            self._publish(seq, computed, len(tokens))
             if i in result.pooled:
-                self._finish(seq.group, "stop")
+                self._finish(group, "stop")
                 output = EngineOutput(request.request_id, [], "stop", finished=True, pooled=result.pooled[i])
                 output.time_in_queue = request.time_in_queue
                 news.outputs.append(output)
-            if (token := result.token_ids[i]) < 0:  # the row did not sample
+            if not tokens:  # the row did not sample
                 continue
-            self.stats.sampled(seq.group)
-            if seq.group.beams is not None:
-                beams.setdefault(seq.group.request.request_id, []).append((seq, token, result.logprobs[i]))
+            self.stats.sampled(group, len(tokens))
+            logprobs = [result.logprobs[i]] if i in result.logprobs else []
+            if group.beams is not None:
+                beams.setdefault(request.request_id, []).append((seq, tokens[0], logprobs[0]))
                 continue
-            if seq.group.awaited:
-                self.admission.samples.prompt_done(seq.group, self.admission.now)
-            seq.tokens.append(token)
-            news.outputs.append(self._output_of(seq, i in stopped, result.logprobs.get(i)))
-            if seq.batch is None and seq.group.lane is flight.lane and seq.only_decodes:
+            if seq.slot in result.drafts:  # its grammar looks at as many of them as are wanted
+                seq.proposed = result.drafts[seq.slot]
+                del seq.proposed[self.drafting.wanted(seq) :]
+            if group.awaited:
+                self.admission.samples.prompt_done(group, self.admission.now)
+            logprobs = result.verified[i].logprobs if drafts else logprobs
+            news.outputs.append(self._output_of(seq, i in stopped, tokens, logprobs))
+            alone = seq.batch is None and group.lane is flight.lane and seq.only_decodes
+            if alone and not self.drafting.holds(seq):
                 flight.lane.decodes.join(seq)
         self.counters["generation_tokens_total"] += sum(len(o.token_ids) for o in news.outputs) + len(news.token_ids)
         for rows in beams.values():
@@ -419,18 +450,30 @@ class Scheduler:
                 self.space.publish(seq, len(seq.tokens) - 1)
         for seq in ends:
             decodes.deliver(seq)
-        outputs = [self._output_of(seq, True) for seq in ends]
+        outputs = [self._output_of(seq, True, seq.tokens[-1:]) for seq in ends]
         if ends:
             ended = {(output.request_id, output.index) for output in outputs}
             going = [name not in ended for name in names]
             names, token_ids = [*compress(names, going)], [*compress(token_ids, going)]
         return Outputs(outputs, names, token_ids)
 
-    def _output_of(self, seq: Sequence, stopped: bool, logprobs: Logprobs | None = None) -> EngineOutput:
-        """The news of a sequence that has got another token; ends the sequence if that is its last one."""
-        group, token = seq.group, seq.tokens[-1]
+    def _publish(self, seq: Sequence, computed: int, new: int) -> None:
+        """Offer full blocks to the prefix cache once a row has brought a sequence `new` tokens.
+
+        With drafts, `computed` is the most that it may have computed; its last token is not computed yet.
+        """
+        if seq.group.beams is None:
+            computed = min(computed, len(seq.tokens) - (new > 0))
+        if computed >= (seq.num_published + 1) * self.config.block_size:
+            self.space.publish(seq, computed)
+
+    def _output_of(
+        self, seq: Sequence, stopped: bool, tokens: list[int], logprobs: Items[Logprobs] = ()
+    ) -> EngineOutput:
+        """The news of a sequence that has got more tokens; ends the sequence if the last of them is its last one."""
+        group, token = seq.group, tokens[-1]
         request = group.request
-        output = EngineOutput(request.request_id, [token], num_cached_tokens=request.num_cached, index=group.index)
+        output = EngineOutput(request.request_id, tokens, num_cached_tokens=request.num_cached, index=group.index)
         output.time_in_queue = request.time_in_queue
         if request.params.max_tokens == 0:  # the sampled token is not wanted
             output.token_ids, output.finish_reason = [], "length"
@@ -441,8 +484,8 @@ class Scheduler:
         elif len(seq.tokens) >= group.limit:
             output.finish_reason = "length"
         if logprobs and output.token_ids:
-            seq.logprob += logprobs.sampled
-            output.cumulative_logprob, output.logprobs = seq.logprob, [logprobs]
+            seq.logprob += sum(record.sampled for record in logprobs)
+            output.cumulative_logprob, output.logprobs = seq.logprob, [*logprobs]
         if output.finish_reason:
             self.admission.reserve.learn(group)
             self._finish(group, output.finish_reason)

@@ -85,6 +85,11 @@ class Sequence:
     slot: int = -1  # a row of the workers' batch state while running
     num_forgotten: int = 0  # tokens that had been computed when it was preempted, to be computed again
     stale: bool = False  # beam search chose another last token than the workers have
+    num_unsure: int = 0  # of `num_computed`, drafts in flight: those that are refused are not computed
+    num_drafts: int = 0  # that it has had,
+    num_taken: int = 0  # and how many of them the model has sampled, too
+    proposed: list[int] = field(default_factory=list)  # drafts for its next step, if its grammar must take them first
+    luck: Any = None  # how its latest drafts fared: a `scheduling.drafts.Luck`, where there are drafts
     logprob: float = 0.0  # of its output, where log-probabilities are asked for
     constraint: Any = None  # a `scheduling.grammar.Constraint`, if it needs masks
 
@@ -189,6 +194,8 @@ class SequenceGroup:
             "state": self.status.name.lower(),
             "finish_reason": self.finish_reason,
             "output_tokens": count,
+            "draft_tokens": sum(seq.num_drafts for seq in self.seqs),
+            "accepted_tokens": sum(seq.num_taken for seq in self.seqs),
             "preemptions": self.num_preemptions,
             "stays": [dict(stay) for stay in self.timeline.stays],
         }
@@ -201,6 +208,7 @@ class Adapter:
     key: str  # says which folder it is from, and which state of that
     row: int = field(compare=False)
     name: str = field(compare=False, default="")
+    num_virtual_tokens: int = field(compare=False, default=0)  # that it puts before each prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -208,7 +216,7 @@ class Request:
     """What a client asked for (its message is an `EngineCoreRequest`), and what became of it; times in seconds."""
 
     request_id: str  # unique among the requests in flight
-    prompt: Items[int]
+    prompt: Items[int]  # with a `PLACEHOLDER` for each virtual token of its adapter before the client's own tokens
     params: SamplingParams
     salt: str = ""  # prefixes are shared only among requests of equal salt
     priority: int = 0  # lower goes first, where the policy is `priority`
@@ -234,7 +242,13 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.prompt)
-        self.num_scored = self.num_prompt if self.params.prompt_logprobs is None else 1  # the first token has none
+        # The client's first token has none.
+        self.num_scored = self.num_prompt if self.params.prompt_logprobs is None else self.num_virtual + 1
+
+    @property
+    def num_virtual(self) -> int:
+        """How many tokens of the prompt are its adapter's."""
+        return self.adapter.num_virtual_tokens if self.adapter else 0
 
     def seed_of(self, index: int, seed: int) -> int:
         """The seed of one of its answers, where the engine's is `seed`."""
@@ -317,6 +331,7 @@ class Flight:
     decodes: DecodeRows = field(default_factory=DecodeRows)  # the plan's first rows
     decode_step: int = 0  # `DecodeBatch.steps` after this step
     other_rows: list[tuple[Sequence, int, int]] = field(default_factory=list)  # (sequence, tokens, `num_computed` then)
+    drafts: dict[Sequence, int] = field(default_factory=dict)  # how many of the tokens of a row may be drafts
     grown: list[Sequence] = field(default_factory=list)  # decodes that get a new block, because their last is full
     is_prefill: bool = False  # a step of prompts alone, in the classic order
     dropped: set[Sequence] = field(default_factory=set)  # preempted since: what they sample is sampled again
@@ -330,11 +345,15 @@ class Flight:
         """Whether `seq` gets what the step has sampled: it was not aborted, preempted or ended meanwhile."""
         return seq.slot >= 0 and seq not in self.dropped
 
-    def take(self, seq: Sequence, count: int) -> None:
-        """`seq`, which is not among the decodes, computes `count` more tokens in this step."""
-        if count > 1:
+    def take(self, seq: Sequence, count: int, drafts: int = 0) -> None:
+        """`seq`, which is not among the decodes, computes `count` more tokens in this step, `drafts` among them."""
+        if drafts:
+            self.drafts[seq] = self.plan.drafts[seq.slot] = drafts
+            seq.num_unsure += drafts
+        elif count > 1:
             seq.group.timeline.chunk(count)
         seq.num_computed += count
+        seq.proposed = []
         self.budget.take(count)
         self.other_rows.append((seq, count, seq.num_computed))
 

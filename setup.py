@@ -25,11 +25,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from manta.async_llm import AsyncLLM as AsyncLLM
     from manta.engine import LLM as LLM
+    from manta.engine import LoRARequest as LoRARequest
     from manta.engine import SamplingParams as SamplingParams
+
+MODULES = {"AsyncLLM": "async_llm", "LLM": "engine", "LoRARequest": "engine", "SamplingParams": "engine"}
 
 
 def __getattr__(name: str) -> Any:  # each of our processes imports this file, and most of them need none of these
-    if module := {"AsyncLLM": "async_llm", "LLM": "engine", "SamplingParams": "engine"}.get(name):
+    if module := MODULES.get(name):
         return getattr(importlib.import_module(f"manta.{module}"), name)
     raise AttributeError(f"module 'manta' has no attribute {name!r}")
 '''

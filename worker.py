@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,8 @@ import numpy as np
 import torch
 
 from batch_state import BatchState, Rows, StepShape, to_device, to_host
-from config import EngineConfig
+from config import MOST_DRAFTING, EngineConfig
+from device.launched import Launched
 from layers import Batch
 from model import Transformer
 from observe.phases import DeviceClock, Phases
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from device.piecewise import PiecewiseGraphs
     from lora.stacks import Adapters
     from models.expert_ranks import ExpertGroup
-    from models.logprobs import Gathered, LogprobGatherer, Scoring
+    from models.logprobs import LogprobGatherer, Scoring
     from models.pooled import Pooler
+    from speculation.proposer import Proposer
 
 
 class LateCompile(RuntimeError):
@@ -57,6 +58,9 @@ class Worker:
         watch: a context in which kernels are launched; see `CompileGuard`.
     """
 
+    adapters: Adapters | None = None  # where there may be some
+    proposer: Proposer | None = None  # makes drafts for later steps
+
     def __init__(
         self,
         config: EngineConfig,
@@ -77,7 +81,7 @@ class Worker:
         self.pool, self.host_pool = pool, host_pool
         self.states, self.host_states = states, host_states
         self.state, self.device = state, state.device
-        self.sampled = Sampled(state)
+        self.sampled = Sampled(state, self.pipeline)
         self.gatherer, self.pooler = gatherer, pooler
         self.greedy_head = greedy_head
         self.watch = watch
@@ -95,7 +99,6 @@ class Worker:
         self.copying: torch.cuda.Stream | None = None  # for copies that run beside a step
         self.copied: torch.Tensor | None = None  # what these copies read; kept until the next step has waited for them
         self.sanitizer: KVSanitizer | None = None  # set after warm-up
-        self.adapters: Adapters | None = None  # where there may be some
         self.one_by_one = config.batch_invariant and self.ops.BACKEND != "triton"  # whether rows run alone
         self.exchanges: list[tuple[torch.Size, torch.dtype]] = []  # of the all-reduces of a `forward`: a row's shape
 
@@ -110,15 +113,6 @@ class Worker:
     def step(self, plan: StepPlan) -> StepResult:
         """Apply the plan's differences and run its rows. If memory runs out, the result has an `error`."""
         return self.launch(plan).result()
-
-    def load_adapter(self, row: int, folder: str) -> str:
-        """Read an adapter into a row of the host's memory; returns what is wrong with it, as `Adapters.load` says."""
-        assert self.adapters
-        try:
-            self.adapters.load(row, folder)
-        except ValueError as error:  # a client's mistake, and no failure of a call, which is logged with its traceback
-            return str(error)
-        return ""
 
     def sanitize(self) -> None:
         """Check every step from now on, if the options say so; the pools are empty.
@@ -169,13 +163,17 @@ class Worker:
         if self.copying and self.copied is not None:
             torch.cuda.current_stream().wait_stream(self.copying)
             self.copied = None
+        if plan.new:  # a slot may belong to another sequence now
+            self.rows = None
+            self.sampled.forget([row.slot for row in plan.new])
+        if not self.pipeline.last:
+            self.mark("receive")
+            self.take_sampled(plan.rows)  # before the plan, which may say that a grammar takes fewer of the drafts
+            self.mark("apply")
         self.state.enter(plan)
         if plan.adapters:
             assert self.adapters
             self.adapters.move(plan.adapters)
-        if plan.new:  # a slot may belong to another sequence now
-            self.rows = None
-            self.sampled.forget([row.slot for row in plan.new])
         if plan.swap_out or plan.swap_in or plan.copies or plan.state_out or plan.state_in or plan.state_copies:
             self.mark("move_blocks")
             self.move_blocks(plan)
@@ -184,6 +182,8 @@ class Worker:
             self.state.apply(self.ops)
         if self.sanitizer:
             self.sanitizer.follow(plan, self.adapters.held if self.adapters else ())
+        if plan.drafts and self.device == "cpu":
+            plan = self.state.with_drafts(plan)
         if peers := self.group.peers:
             self.agree(peers, plan)
         if not plan.rows:
@@ -229,11 +229,12 @@ class Worker:
     def run_rows(self, plan: StepPlan) -> Launched:
         """Bring to the device what the batch state has noted, and run the plan's rows, by a graph or by `forward`."""
         rows = self.rows
-        if not rows or not rows.decode or plan.rows != rows.planned or self.state.stops_barred.any():
+        same = rows and rows.decode and plan.rows == rows.planned and plan.drafts == rows.drafts
+        if not rows or not same or self.state.stops_barred.any():
             rows = self.rows = self.enter_rows(plan)
         self.state.apply(self.ops)
         shape = rows.shape
-        incoming = self.receive(shape, plan) if self.pipeline.stages > 1 else None
+        incoming = self.receive(shape)
         peers = self.group.peers
         if shape in self.graphs and not len(rows.asked) and (not peers or peers.bound == shape.rows):
             self.mark("decode")
@@ -243,29 +244,34 @@ class Worker:
             self.running = rows
             result, logits = self.forward(shape, plan, rows.scoring, incoming)
         self.mark("results")
-        if self.pipeline.live:
+        if self.pipeline.stages > 1:
             self.send(rows, result)
         if not self.pipeline.last:
             return self.done(Launched(StepResult(plan.step, [-1] * len(plan.rows))))
-        launched = Launched(StepResult(plan.step, []), rows, to_host(result))
+        launched = Launched(StepResult(plan.step, []), rows, to_host(result), padded=self.device != "cpu")
         if self.pooler:
             wanted = {row.slot: row.pooling for row in plan.new}  # each prompt enters and is done in the same step
             launched.finish = partial(self.pooler.finish, [wanted[slot] for slot, _ in plan.rows])
         if len(rows.asked):
-            asked = to_device(np.searchsorted(rows.sampling, rows.asked), self.device)
-            self.state.bar(logits, asked, np.array([plan.rows[row][0] for row in rows.asked], dtype=np.int64))
-            launched.logprobs = self.gatherer.gather(logits, result[0], asked, rows.counts)
+            asked = to_device(rows.asked, self.device)
+            ahead = rows.asked - np.searchsorted(rows.sampling, rows.sampling[rows.asked])  # drafts before each
+            self.state.bar(logits, asked, rows.slots[rows.asked].astype(np.int64), ahead)
+            launched.logprobs = self.gatherer.gather(logits, result[0].clamp(min=0), asked, rows.counts)
+        if plan.propose and plan.masks:  # grammars look at these drafts
+            launched.masked = [slot for slot, _ in plan.masks]
+            masked = to_device(np.array(launched.masked), self.device)
+            launched.drafts = to_host(self.state.drafts_of(masked, self.state.num_drafts[masked]))
         return self.done(launched)
 
     def may_refuse(self) -> bool:
         """Whether a step that has failed on this rank may be refused, and the worker goes on.
 
-        Engines that share the experts, and other stages, wait for the step's messages. So do ranks of the same stage,
-        but this one can make up for its messages, if `forward` has begun. And the engine must learn of the failure:
-        under an external launcher it hears rank 0 alone.
+        Engines that share the experts, other stages, and ranks that make drafts wait for the step's messages. So do
+        other ranks of a stage, but this one can make up for its messages, if `forward` has begun. And the engine must
+        learn of the failure: under an external launcher it hears rank 0 alone.
         """
         group = self.group
-        if group.peers or self.pipeline.stages > 1:
+        if group.peers or self.pipeline.stages > 1 or (self.model.draft and group.size > 1):
             return False
         heard = group.rank == 0 or self.config.distributed_executor_backend != "external_launcher"
         return group.size == 1 or (self.running is not None and heard and not self.one_by_one)
@@ -293,47 +299,45 @@ class Worker:
             launched.done.record()
         return launched
 
-    def receive(self, shape: StepShape, plan: StepPlan) -> torch.Tensor | None:
-        """The previous stage's output for this step. The first stage has none; it receives tokens that were sampled."""
-        pipeline = self.pipeline
-        self.mark("receive")
-        if pipeline.first:
-            self.take_sampled(plan.rows)
+    def receive(self, shape: StepShape) -> torch.Tensor | None:
+        """The previous stage's output for this step; the first stage has none."""
+        if self.pipeline.first:
             return None
-        x = pipeline.receive((shape.tokens, self.model.passed_sizes[0]), self.model.dtype, self.device)
+        self.mark("receive")
+        x = self.pipeline.receive((shape.tokens, self.model.passed_sizes[0]), self.model.dtype, self.device)
         return self.incoming[: shape.tokens].copy_(x) if shape in self.graphs else x
 
     def take_sampled(self, rows: list[tuple[int, int]] | None = None) -> None:
-        """On the first stage: receive tokens that earlier steps have sampled for `rows`, or all that are to come."""
-        receive = self.pipeline.receive
-        self.sampled.take(rows, lambda count: receive((count,), torch.int32, self.device))
+        """Before the last stage: receive what earlier steps have sampled for `rows`, or all that is to come."""
+        self.sampled.take(self.ops, rows)
 
     def send(self, rows: Rows, result: torch.Tensor) -> None:
-        """Send a step's output to the next stage. The last stage sends the sampled tokens back to the first."""
-        count = 0 if self.pooler else len(rows.sampling)
-        if self.pipeline.first and count:
-            self.sampled.expect(rows.slots, to_device(rows.slots, self.device))
+        """Send a step's output to the next stage; the last one sends back what it has sampled."""
         if not self.pipeline.last:
             self.pipeline.send(result.clone() if rows.shape in self.graphs else result)
-        elif count:
-            self.pipeline.send(result[0, :count].clone())
+        if not self.pooler and len(rows.sampling):
+            self.sampled.follow(rows, result)
 
     def enter_rows(self, plan: StepPlan) -> Rows:
         """Note the plan's rows in the batch state, and count their tokens as computed."""
         state = self.state
-        rows = np.fromiter(chain.from_iterable(plan.rows), np.int32).reshape(-1, 2)
+        rows = np.zeros((len(plan.rows), 3), dtype=np.int32)
+        rows[:, :2] = np.fromiter(chain.from_iterable(plan.rows), np.int32).reshape(-1, 2)
+        if plan.drafts:
+            rows[:, 2] = [plan.drafts.get(slot, 0) for slot, _ in plan.rows]
         scoring = self.gatherer.scoring_of(state, plan.rows)
         samples = state.advance(rows)
         assert samples.all() or not self.pooler, "a prompt that is pooled runs whole"
-        shape = self.shape_of(rows[:, 1], samples)
+        shape = self.shape_of(rows[:, 1], samples, rows[:, 2])
         state.enter_rows(rows, samples, shape)
-        wanted = state.num_logprobs[rows[:, 0]]
-        asked = np.flatnonzero(samples & (wanted >= 0))
-        sampling = np.flatnonzero(samples)
-        return Rows(plan.rows, shape, sampling, rows[sampling, 0], asked, wanted[asked].tolist(), scoring)
+        sampling = np.repeat(np.arange(len(rows)), samples)
+        slots = rows[sampling, 0]
+        wanted = state.num_logprobs[slots]
+        asked = np.flatnonzero(wanted >= 0)
+        return Rows(plan.rows, plan.drafts, shape, sampling, slots, asked, wanted[asked].tolist(), scoring)
 
-    def shape_of(self, counts: np.ndarray, samples: np.ndarray) -> StepShape:
-        """The shape of a step whose rows have `counts` [B] tokens and sample where `samples` [B] is true.
+    def shape_of(self, counts: np.ndarray, samples: np.ndarray, drafts: np.ndarray | int = 0) -> StepShape:
+        """The shape of a step whose rows have `counts` [B] tokens, `drafts` [B] among them, and sample `samples` [B].
 
         A step of decodes is padded to one of `graph_sizes`. The two attention kernels round differently, so with
         `batch_invariant` and Triton's kernels, `attention_prefill` gets all rows.
@@ -350,17 +354,48 @@ class Worker:
                 rows = max(rows, peers.bound)
             rows = self.graph_sizes[bisect_left(self.graph_sizes, rows)] if self.graph_sizes else rows
             return StepShape(rows, rows, 0 if one_kernel else rows, rows, 1, adjusted, adapted)
-        num_decodes = int((counts == 1).sum())
-        assert (counts[:num_decodes] == 1).all(), "rows of one token come first"
-        return StepShape(rows, tokens, 0 if one_kernel else num_decodes, int(samples.sum()), longest, adjusted, adapted)
+        short = counts - drafts == 1
+        if longest > 1 and short.all() and (counts == 1 + self.state.most_drafts).all():
+            rows = self.graph_sizes[bisect_left(self.graph_sizes, rows)] if self.graph_sizes else rows
+            tokens = rows * longest
+            return StepShape(rows, tokens, tokens, tokens, longest, adjusted, adapted, rows, longest)
+        first = int(short.sum())
+        assert short[:first].all(), "rows of one known token come first"
+        num_decodes, drafted = int(counts[:first].sum()), first if np.any(drafts) else 0
+        if one_kernel:
+            num_decodes = 0
+        return StepShape(rows, tokens, num_decodes, int(samples.sum()), longest, adjusted, adapted, drafted)
+
+    def prepare_batch(self, shape: StepShape, plan: StepPlan | None) -> Batch:
+        """The inputs of a step; of the plan see `forward`."""
+        state, ops = self.state, self.ops
+        n = shape.num_decodes
+        first = (shape.drafted or n) if n else 0  # of the longer rows
+        slots, starts = state.slots[: shape.rows], state.query_starts[: shape.rows + 1]
+        input_ids, positions, slot_mapping, seq_lens = ops.prepare_inputs(
+            state.token_ids, state.num_computed, state.block_tables, slots, starts, shape.tokens, state.block_size
+        )
+        if self.sanitizer and plan:
+            self.sanitizer.check(plan, input_ids, positions, slot_mapping, seq_lens)
+        query_starts = starts[first:] - n if 0 < first < shape.rows else starts[first:]
+        longer = [(shape.max_query_len, -(-shape.max_query_len // state.block_size))] * (shape.rows - first)
+        if plan:
+            longer = [(count, state.num_blocks[slot][0]) for slot, count in plan.rows[first:]]
+        alone = shape.drafted and shape.queries == 1 and n  # each token goes through attention_decode by itself
+        drafted = (first, state.decode_slots[:n], positions[:n] + 1) if alone else None
+        batch = Batch(
+            input_ids, positions, slot_mapping, seq_lens, slots, state.block_tables, n // shape.queries, starts,
+            query_starts, shape.max_query_len, longer, drafted, shape.queries,
+        )  # fmt: skip
+        if shape.drafted and self.model.state_size:
+            seen = starts.diff().masked_fill(torch.arange(shape.rows, device=self.device) < shape.drafted, 0)
+            batch.unsure = shape.drafted, 1 + state.most_drafts, seen
+        return batch
 
     def forward(
-        self,
-        shape: StepShape,
-        plan: StepPlan | None = None,
-        scoring: Scoring | None = None,
+        self, shape: StepShape, plan: StepPlan | None = None, scoring: Scoring | None = None,
         incoming: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Make the inputs, run the model, sample and update the state, for the rows that the batch state holds.
 
         Apart from the shape, everything is read from the device. So one CUDA graph serves every step of that shape.
@@ -372,69 +407,88 @@ class Worker:
         """
         self.mark("prepare_inputs")
         self.group.exchanged.clear()
-        state, ops = self.state, self.ops
-        n = shape.num_decodes
-        slots, starts = state.slots[: shape.rows], state.query_starts[: shape.rows + 1]
-        input_ids, positions, slot_mapping, seq_lens = ops.prepare_inputs(
-            state.token_ids, state.num_computed, state.block_tables, slots, starts, shape.tokens, state.block_size
-        )
-        if self.sanitizer and plan:
-            self.sanitizer.check(plan, input_ids, positions, slot_mapping, seq_lens)
-        query_starts = starts[n:] - n if 0 < n < shape.rows else starts[n:]
-        longer = [(shape.max_query_len, -(-shape.max_query_len // state.block_size))] * (shape.rows - n)
-        if plan:
-            longer = [(count, state.num_blocks[slot][0]) for slot, count in plan.rows[n:]]
-        batch = Batch(
-            input_ids, positions, slot_mapping, seq_lens, slots, state.block_tables, n, starts, query_starts,
-            shape.max_query_len, longer,
-        )  # fmt: skip
+        state, ops, batch = self.state, self.ops, self.prepare_batch(shape, plan)
+        slots, starts = batch.slots, batch.starts
         if self.adapters:
-            self.adapters.begin(state.adapters if shape.adapted else None, slots, starts, shape.tokens)
+            self.adapters.begin(state.adapters if shape.adapted else None, slots, starts, shape)
         self.mark("model")
         if self.pieces and shape.tokens <= self.pieces.sizes[-1]:
             hidden = self.pieces.run(batch)
         else:
             hidden = self.model.forward(batch, self.pool, self.states, incoming)
-        self.exchanges = self.exchanges or [*self.group.exchanged]
+        computed, self.exchanges = hidden, self.exchanges or [*self.group.exchanged]
         logits = hidden.new_empty(0, self.model.config.vocab_size)
         if self.sanitizer and plan:
             self.sanitizer.check_hidden(plan, hidden)
         if not self.pipeline.last:
-            if not self.pooler:  # count the tokens that the last stage will sample
+            if not self.pooler:
                 self.mark("post_update")
-                self.post_update(shape, torch.zeros(shape.samples, dtype=torch.int64, device=self.device))
+                self.post_update(shape, slots.new_empty(0, dtype=torch.int64))
             return hidden, logits
         if self.pooler:
             self.mark("pool")
             return self.pooler(hidden, starts, self.model.score), logits
         if scoring:
             self.mark("score")
-            self.gatherer.score(hidden, scoring, state.token_ids, self.model.logits)
-        if shape.samples < shape.tokens:  # the head is only for rows that sample
-            hidden, sampling = hidden[state.last[: shape.samples]], state.sampling[: shape.samples]
-        else:
-            sampling = slots
+            self.gatherer.score(hidden, scoring, state.token_ids, self.logits)
+        sampling, drafts = slots, None
+        if shape.samples < shape.tokens:  # the head is only for tokens after which one is sampled
+            hidden = hidden[state.last[: shape.samples]]
+        if shape.samples < shape.tokens or shape.drafted:
+            sampling = state.sampling[: shape.samples]
+        if shape.drafted:
+            drafts = state.drafts_of(sampling, state.ahead[: shape.samples])
         adjust = state.adjust(ops) if shape.adjusted else None
         ids = slots.new_empty(0, dtype=torch.int64)
         if shape.samples:
             self.mark("logits")
             head = None if state.processors else self.greedy_head  # which makes no logits
+            if head and self.adapters and self.adapters.have_head(sampling):
+                head = None
             found = head.find(hidden, state, sampling) if head else None
             if found is None:
-                logits = self.model.logits(hidden)
+                logits = self.logits(hidden, sampling)
                 self.mark("sample")
-                found = state.sample(ops, logits, sampling, adjust)
+                found = state.sample(ops, logits, sampling, adjust, drafts)
             ids = found
         self.mark("post_update")
-        return self.post_update(shape, ids, adjust), logits
+        news = self.post_update(shape, ids, adjust)
+        self.settle(batch)
+        if self.proposer:
+            most = self.config.num_drafts
+            count = plan.propose if plan else most * (shape.rows <= MOST_DRAFTING)  # without: a graph is captured
+            count = most if count and self.device != "cpu" else count  # kernels are compiled for that
+            if count or shape.num_decodes < shape.tokens:
+                self.mark("propose")
+                self.proposer.propose(state, batch, computed, self.pool, count)
+        return news, logits
+
+    def logits(self, hidden: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Logits [R, vocab] of hidden states [R, hidden] of this step's tokens, whose rows have these `slots` [R]."""
+        with self.adapters.making_logits(slots.int()) if self.adapters else contextlib.nullcontext():
+            return self.model.logits(hidden)
 
     def post_update(self, shape: StepShape, ids: torch.Tensor, adjust: Any = None) -> torch.Tensor:
-        """Write the sampled tokens into the batch state; returns them for the host, see `reference.post_update`."""
-        state = self.state
+        """Write the sampled tokens into the batch state; returns them for the host, see `reference.post_update`.
+        Before the last stage there are none yet, see `Sampled`, and it only counts the step's tokens as computed."""
+        state, starts = self.state, self.state.sample_starts[: shape.rows + 1]
+        starts = starts if self.pipeline.last else torch.zeros_like(starts)
+        drafts = (state.num_drafts, state.most_drafts if shape.drafted else 0) if state.most_drafts else ()
         return self.ops.post_update(
             state.token_ids, state.num_known, state.num_computed, state.slots[: shape.rows],
-            state.query_starts[: shape.rows + 1], state.sample_index[: shape.rows], ids, state.stop_bits, adjust,
+            state.query_starts[: shape.rows + 1], starts, ids, state.stop_bits, adjust, *drafts,
         )  # fmt: skip
+
+    def settle(self, batch: Batch) -> None:
+        """Let recurrent states see the tokens of rows with drafts that were taken, now that these are counted."""
+        if not batch.later:
+            return
+        computed = self.state.num_computed[batch.slots.clamp(min=0)]
+        taken = computed - batch.seq_lens + batch.starts.diff()
+        for see in batch.later:
+            see(taken)
+        if self.sanitizer:
+            self.sanitizer.settle(batch.slots, computed)
 
     def move_blocks(self, plan: StepPlan) -> None:
         """Swap and copy blocks in the plan's order: out, in, copies; and then recurrent states in the same way."""
@@ -457,49 +511,3 @@ class Worker:
                 self.copied = pairs
             with torch.cuda.stream(stream):
                 self.ops.swap_blocks(self.pool, self.host_pool, pairs)
-
-
-@dataclass(slots=True)
-class Launched:
-    """A step in the device's queue, and the tensors that will hold its results."""
-
-    unfinished: StepResult  # what the host knows already
-    rows: Rows | None = None
-    brought: torch.Tensor | None = None  # `forward`'s result on the host: [2, R or more] or vectors; there after `done`
-    logprobs: Gathered | None = None  # of `Rows.asked`; complete after `done`
-    finish: Callable[[np.ndarray], list[bytes]] | None = None  # with pooling: turns vectors into bytes
-    done: torch.cuda.Event | None = None  # happens when the device has finished; None: it has
-    phases: Phases | None = None  # None without a trace
-
-    @property
-    def step(self) -> int:
-        """The step's number."""
-        return self.unfinished.step
-
-    def ready(self) -> bool:
-        """Whether `result` would return without waiting."""
-        return self.done is None or self.done.query()
-
-    def result(self) -> StepResult:
-        """The step's result. This waits until the device is done."""
-        if self.done is not None:
-            self.done.synchronize()
-        result, rows = self.unfinished, self.rows
-        if self.finish and self.brought is not None:
-            result.pooled = dict(enumerate(self.finish(self.brought.numpy())))
-            result.token_ids = [-1] * len(result.pooled)
-        elif rows and self.brought is not None:
-            result.token_ids, stops = (part[: len(rows.sampling)] for part in self.brought.tolist())
-            if 1 in stops:
-                result.stopped = rows.sampling[np.flatnonzero(stops)].tolist()
-            if not rows.decode:  # some rows bring no token
-                tokens = np.full(len(rows.planned), -1)
-                tokens[rows.sampling] = result.token_ids
-                result.token_ids = tokens.tolist()
-        if rows and self.logprobs:
-            result.logprobs = dict(zip(rows.asked.tolist(), self.logprobs.records(), strict=True))
-        if rows and rows.scoring:
-            result.scores = rows.scoring.records()
-        if self.phases:
-            result.phases += self.phases.spans()
-        return result

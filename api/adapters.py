@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from ring import nameless_file
 if TYPE_CHECKING:
     from processes.fleet import Fleet
 
+LOOK = 0.05  # seconds between two questions whether an adapter has been read
 MOST_NAME = 1024  # characters, as of a request's model
 
 
@@ -169,7 +171,7 @@ class Adapters:
                 raise ValueError(f"{option} is given; it needs --enable-lora")
         for module in self.modules.values():
             with named(module):
-                read_adapter(module.path, config.max_lora_rank)
+                read_adapter(module.path, config.max_lora_rank, config.max_prompt_adapter_token)
 
     def check(self, fleet: Fleet) -> None:
         """Have the engines load them, which finds what does not fit the model.
@@ -183,7 +185,8 @@ class Adapters:
         try:
             for module in self.modules.values():
                 with named(module):
-                    client.utility_on_all("add_lora", module.name, module.path)
+                    while None in client.utility_on_all("add_lora", module.name, module.path).values():
+                        time.sleep(LOOK)  # the engine runs on while its workers read
         finally:
             client.shutdown()
 
@@ -195,6 +198,13 @@ def named(module: Module) -> Iterator[None]:
         yield
     except (ValueError, EngineDeadError) as error:
         raise ValueError(f"lora_modules has {module.name!r:.200}: {error}") from None
+
+
+def virtual_tokens(module: Module) -> int:
+    """Tokens that an adapter puts before each prompt; 0 if it cannot be read, which the engine then says."""
+    with contextlib.suppress(ValueError):
+        return read_adapter(module.path).num_virtual_tokens
+    return 0
 
 
 def request_of(module: Module) -> LoRARequest:

@@ -40,7 +40,7 @@ def create_message(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str
     """The next message of a conversation, or the rest of its last one, in the shapes of Anthropic's API."""
     with renamed(prompt="messages", response_format="output_config.format"):
         chat = turns_as_chat(api, fields) | {"stop": fields["stop_sequences"]}
-        prompt, reading = conversation(api, chat)
+        prompt, reading = conversation(api, chat, caller)
         return generate(api, chat, caller, [prompt], MessageRun, None, reading, clamp=True)
 
 
@@ -48,7 +48,8 @@ def count_tokens(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, 
     """How many tokens the prompt of such a request has."""
     with renamed(prompt="messages"):
         chat = turns_as_chat(api, fields)
-        return {"input_tokens": len(api.prompts.encode(chat, api.prompts.render(chat), False)[1])}
+        ids = api.prompts.encode(chat, api.prompts.render(chat), False)[1]
+        return {"input_tokens": caller.virtual + len(ids)}
 
 
 def turns_as_chat(api: Api, fields: dict[str, Any]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def chat(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | E
     fields["include_reasoning"] = fields["include_reasoning"] and not fields["reasoning"].get("exclude")
     if budget is not None and api.parsers.reasoning_parser(fields):  # other models keep to any budget
         fields["thinking_token_budget"] = budget
-    prompt, reading = conversation(api, fields)
+    prompt, reading = conversation(api, fields, caller)
     return generate(api, fields, caller, [prompt], ChatRun, None, reading)
 
 
@@ -135,9 +135,9 @@ def said(fields: dict[str, Any], names: Sequence[str]) -> Any:
     return value
 
 
-def conversation(api: Api, fields: dict[str, Any]) -> tuple[Prompt, Reading | None]:
+def conversation(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[Prompt, Reading | None]:
     """The prompt for a conversation with its tokens, and how the answers to it are read."""
-    output, text = api.prompts.least_output(fields, None), api.prompts.render(fields)
+    output, text = caller.virtual + api.prompts.least_output(fields, None), api.prompts.render(fields)
     prompt = api.prompts.encode(fields, text, bool(fields["add_special_tokens"]), output)
     end = api.tokenizer.turn_end(fields["chat_template"])
     if end is not None and end not in api.facts["eos_token_ids"] and not fields["ignore_eos"]:

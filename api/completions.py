@@ -53,9 +53,9 @@ class CompletionRun(ChoiceRun):
 
 def complete(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
     """Answer a request."""
-    special, output = fields["add_special_tokens"] is not False, api.prompts.least_output(fields, MAX_TOKENS)
+    special, left = fields["add_special_tokens"] is not False, api.prompts.least_output(fields, MAX_TOKENS)
     given = around_gap(fields, api.tokenizer) if fields["suffix"] else fields["prompt"]
-    prompts = [api.prompts.encode(fields, prompt, special, output) for prompt in given]
+    prompts = [api.prompts.encode(fields, prompt, special, caller.virtual + left) for prompt in given]
     return generate(api, fields, caller, prompts, CompletionRun, MAX_TOKENS)
 
 

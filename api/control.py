@@ -11,13 +11,14 @@ import os
 import re
 import reprlib
 import stat
+import time
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 from flask import Response, request, send_file
 
-from api.adapters import MOST_NAME, Module
+from api.adapters import LOOK, MOST_NAME, Module
 from api.fields import ApiError, without_folders
 from api.http import allowed_origin, body_of, reply
 from api.openapi import Path
@@ -112,7 +113,8 @@ def load_lora_adapter(api: Api) -> Response:
     if not inplace and name in api.adapters.given():
         raise ApiError(400, taken, "lora_name")
     try:
-        rooms = ask(api, "add_lora", name, path)
+        while None in (rooms := ask(api, "add_lora", name, path)):
+            time.sleep(LOOK)  # the engine runs on while its workers read
     except ApiError as error:
         raise ApiError(error.status if os.path.isdir(path) else 404, str(error), "lora_path") from None
     if not all(rooms):
@@ -130,7 +132,8 @@ def unload_lora_adapter(api: Api) -> Response:
     if not isinstance(name, str) or not name:
         raise ApiError(400, f"lora_name is {reprlib.repr(name)}; it must be the name of an adapter", "lora_name")
     if not api.adapters.remove(name):
-        raise ApiError(404, f"the lora adapter {reprlib.repr(name)} cannot be found", "lora_name")
+        why = "is a folder of --lora-dir, and goes when that does" if api.adapters.find(name) else "cannot be found"
+        raise ApiError(404, f"the lora adapter {reprlib.repr(name)} {why}", "lora_name")
     return Response(f"Success: LoRA adapter '{name}' removed successfully.", content_type=PLAIN)
 
 

@@ -134,7 +134,9 @@ class OptionParser(argparse.ArgumentParser):
             word = next((word for word in surplus if word.startswith("-")), surplus[0])  # the others may be its values
             flag = word.partition("=")[0]
             if not flag.startswith("-"):
-                self.error(f"{word!r} is one argument too many; MODEL is the only one without a flag")
+                self.error(
+                    f"{word!r} is one argument too many; MODEL is the only one without a flag, and each value has one"
+                )
             if (name := flag.strip("-").replace("-", "_")) in OF_REQUESTS:
                 self.error(
                     f"{flag} is no option here: a request has {name!r} in its body, and chat and complete take it"

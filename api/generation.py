@@ -37,11 +37,13 @@ def generate(
         raise ApiError(400, "stream_options is only for stream: true", "stream_options")
     api.need_task("generate")
     api.check_priority(fields)
-    params = params_of(api, fields, [len(ids) for _, ids in prompts], default_max_tokens, reading, clamp)
+    lengths = [caller.virtual + len(ids) for _, ids in prompts]
+    params = params_of(api, fields, lengths, default_max_tokens, reading, clamp, caller.virtual)
     admitted = api.admitted(len(prompts) * params[0].num_sequences, caller)
     if api.config.api_key and not api.config.share_prefix_cache:
         fields["cache_salt"] = api.board.tag("salt", caller.client, fields["cache_salt"])
     run = caller.job = shape(caller.name, caller.client, fields, prompts, params, api.tokenizer, reading)
+    run.virtual = caller.virtual
     news = run.news(api.client, caller.remote, api.config.request_timeout, caller.lora)
     with contextlib.ExitStack() as stack:
         stack.enter_context(admitted)
@@ -55,9 +57,11 @@ def generate(
 
 
 def params_of(
-    api: Api, fields: dict[str, Any], lengths: list[int], default: int | None, reading: Reading | None, clamp: bool
-) -> list[SamplingParams]:
-    """Sampling parameters for prompts of these lengths; the output is bounded by what they leave of the context.
+    api: Api, fields: dict[str, Any], lengths: list[int], default: int | None, reading: Reading | None, clamp: bool,
+    virtual: int,
+) -> list[SamplingParams]:  # fmt: skip
+    """Sampling parameters for prompts of these lengths; the output is bounded by what they leave of the context. So
+    many tokens of each are `virtual`.
 
     What the request does not say, the model's generation_config.json does; for the tokens of output there is `default`.
     """
@@ -73,11 +77,13 @@ def params_of(
     most = min(default or limit, defaults.get("max_tokens", limit))  # where the request does not say
     if asked == -1:  # all that is left
         asked, most = None, limit
+    among = f" ({virtual} are its adapter's)" if virtual else ""
     for length in lengths:
         if length + (asked != 0) > limit:
-            raise too_long(limit, f"the prompt is too long: it has {length}, which leaves none for the output")
+            raise too_long(limit, f"the prompt is too long: it has {length}{among}, which leaves none for the output")
         if asked and length + asked > limit and not (clamp or api.config.clamp_max_tokens):
-            raise too_long(limit, f"the prompt's {length} and max_tokens {asked} are {length + asked}", "max_tokens")
+            both = f"the prompt's {length}{among} and max_tokens {asked} are {length + asked}"
+            raise too_long(limit, both, "max_tokens")
     left = [min(most if asked is None else asked, limit - length) for length in lengths]
     given = {param: fields[param] for param in PARAMS if fields[param] is not None}
     if not fields["use_beam_search"]:  # which takes the model's probabilities as they are

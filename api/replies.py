@@ -68,6 +68,8 @@ def unquoted(error: str) -> str:
 class Job:
     """What an HTTP request of this owner has the engine do: a request for each prompt. The reply has this `id`."""
 
+    virtual = 0  # tokens that its adapter puts before each prompt
+
     def __init__(self, id: str, owner: str, fields: dict[str, Any], requests: Sequence[Choices | Vector]):
         self.id, self.owner, self.fields, self.requests = id, owner, fields, requests
 
@@ -136,7 +138,7 @@ class Job:
     def counts(self) -> dict[str, int]:
         """The tokens of its prompts, how many of these were cached, and the tokens of its answers."""
         return {
-            "prompt_tokens": sum(len(asked.prompt_token_ids) for asked in self.requests),
+            "prompt_tokens": sum(self.virtual + len(asked.prompt_token_ids) for asked in self.requests),
             "cached_tokens": sum(asked.metrics.num_cached_tokens for asked in self.requests),
             "output_tokens": sum(asked.num_generated for asked in self.requests),
         }

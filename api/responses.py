@@ -79,7 +79,7 @@ def respond(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] 
     )  # fmt: skip
     names = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
     with renamed(**names, response_format="text.format"):
-        prompt, reading = conversation(api, chat)
+        prompt, reading = conversation(api, chat, caller)
         shape = partial(Responses, fields, keep)
         return generate(api, chat, caller, [prompt], shape, None, reading)
 

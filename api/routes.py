@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from api.adapters import Adapters, Module, request_of
+from api.adapters import Adapters, Module, request_of, virtual_tokens
 from api.checks import Asked
 from api.fields import ApiError, Face, read_fields, without_folders
 from api.options import ServerConfig
@@ -41,6 +41,7 @@ class Caller:
     job: Job | None = None  # what the engine does for it, once it has been sent there
     ignored: list[str] = field(default_factory=list)  # names of what was accepted and changes nothing
     lora: LoRARequest | None = None  # the adapter that it has named as its model
+    virtual: int = 0  # tokens that this puts before each prompt
 
 
 class Events(NamedTuple):
@@ -94,6 +95,7 @@ class Api:
         del body  # it may be large
         if module := self._adapter(fields["model"] or self.names[0]):
             caller.lora = request_of(module)
+            caller.virtual = virtual_tokens(module) if self.facts["max_prompt_adapter_token"] else 0
         fields["model"] = module.name if module else fields["model"] or self.names[0]
         reply: dict[str, Any] | Events = face.answer(self, fields, caller)
         return reply

@@ -29,9 +29,9 @@ from urllib.error import HTTPError, URLError
 
 from api.adapters import read_module
 from api.flags import OF_REQUESTS, OptionParser, flag_fields, from_flags, refuse_given
+from checkpoints.hub import find_model
 from config import DEMO, PROG, EngineConfig
 from executor import end_with_parent
-from models.hub import find_model
 from processes.options import check_fields, option
 from sampling_params import SamplingParams
 from tokenizer import Tokenizer

@@ -155,11 +155,11 @@ def families(engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str
     """The series that engines have counted, from what `EngineCore.metrics` returned by rank."""
     for name in next(iter(engines.values())):
         series, values = SERIES[name], {str(rank): told[name] for rank, told in engines.items()}
-        if series.kind == "info":
+        if series.kind in ("info", "moment"):
             first = next(iter(values.values()))
             info = GaugeMetricFamily(prefix + name, series.help, labels=["engine", *first])
             for engine, labels in values.items():
-                info.add_metric([engine, *labels.values()], 1)
+                info.add_metric([engine, *labels.values()], time.time() if series.kind == "moment" else 1)
             yield info
             continue
         labels = ["model_name", "engine", *([series.label] if series.label else [])]

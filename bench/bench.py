@@ -25,6 +25,7 @@ Each line below goes after `python bench/bench.py`:
     latency --breakdown 256                      microseconds of each phase of a step
     embed                                        embeddings of short texts, sentence-transformers beside it
     lora --model FOLDER                          32 sequences with eight LoRA adapters, and with 200 that take turns
+    speculation                                  the demo's tasks with drafts and without, one at a time and 32 at once
     masks                                        a step of sequences that write JSON, against free ones
     schemas --file maskbench.jsonl               schemas: which are refused, what they accept, how long they take
     make-model FOLDER                            random weights of a real shape, to measure with
@@ -50,12 +51,13 @@ from pathlib import Path
 from typing import Any
 
 if not __package__:  # from a clone: the engine's files lie one folder up
-    sys.path.insert(0, str(Path(__file__).parent.parent))
+    sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "demo")]
 
 import bench_embed
 import bench_engine
 import bench_lora
 import bench_serve
+import bench_speculation
 import bench_structured
 from config import VERSION, EngineConfig
 from plan import EngineCoreRequest, StepResult
@@ -281,7 +283,7 @@ def make_model(folder: Path, shape: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, part in model.parameters().items():  # norms are around 1, and matrices keep activations near 1
-        if part.instead_of:  # the tensors that it stands for are made one by one
+        if not part.needed:  # the tensors that it stands for are made one by one
             continue
         norm, size = len(part.shape) == 1, part.shape
         drawn = torch.rand(size, generator=generator) + 0.5 if norm else torch.randn(size, generator=generator)
@@ -396,9 +398,26 @@ def add_lora(commands: Any) -> None:
     """Add what measures adapters."""
     lora = commands.add_parser("lora")
     lora.add_argument("--model", required=True, help="folder of a model whose layers are alike")
-    for name, default in (("sequences", 32), ("new-tokens", 32), ("slots", 8), ("registered", 200), ("rank", 16)):
+    for name, default in (
+        ("sequences", 32),
+        ("new-tokens", 32),
+        ("slots", 32),
+        ("together", 8),
+        ("registered", 200),
+        ("rank", 16),
+    ):
         lora.add_argument(f"--{name}", type=int, default=default)
     lora.add_argument("--repeats", type=int, default=5)
+
+
+def add_speculation(commands: Any) -> None:
+    """Add what measures drafts."""
+    speculation = commands.add_parser("speculation")
+    speculation.add_argument("--options", default='{"num_speculative_tokens": 5}', help="as of --speculative-config")
+    tasks = ["repeat", "recall", "exam", "prose"]
+    speculation.add_argument("--tasks", nargs="+", choices=tasks, default=tasks)
+    speculation.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32])
+    speculation.add_argument("--repeats", type=int, default=5)
 
 
 def add_structured(commands: Any) -> None:
@@ -487,6 +506,7 @@ def new_parser() -> argparse.ArgumentParser:
     add_streams(commands)
     add_structured(commands)
     add_lora(commands)
+    add_speculation(commands)
     make = commands.add_parser("make-model")
     make.add_argument("folder", type=Path)
     make.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
@@ -547,8 +567,12 @@ def main() -> None:
     elif args.command == "viewers":
         figures = bench_serve.viewers_figures(args.model, args.streams, args.viewers, args.new_tokens, args.repeats)
     elif args.command == "lora":
-        sizes = args.sequences, args.new_tokens, args.slots, args.registered, args.rank, args.repeats
+        sizes = args.sequences, args.new_tokens, args.slots, args.together, args.registered, args.rank, args.repeats
         figures = bench_lora.lora_figures(args.model, *sizes)
+    elif args.command == "speculation":
+        figures = bench_speculation.speculation_figures(
+            json.loads(args.options), args.sequences, args.repeats, args.tasks
+        )
     elif args.command == "masks":
         with tempfile.TemporaryDirectory() as folder:
             figures = bench_structured.mask_figures(

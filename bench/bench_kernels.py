@@ -20,19 +20,24 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from config import MOST_DRAFTING
 from kernel_cases import (
+    CODED,
     DELTAS,
     EXPERTS,
     LORAS,
     Case,
+    Coded,
     Delta,
     Experts,
     Inputs,
     Lora,
     Run,
+    coded_cases,
     delta_cases,
     draw,
     expert_cases,
+    guess_cases,
     ints,
     lora_cases,
 )
@@ -179,24 +184,28 @@ DECODES = (("1 x 32k", [32768]), ("8 x 8k", [8192] * 8), ("64 x 2k", [2048] * 64
 PREFILLS = (("16k", [(16384, 0)]), ("2k after 14k", [(2048, 14336)]), ("8 x 1k", [(1024, 0)] * 8))
 
 
-def decode_cases(s: Shape, batches: Any = DECODES, layers: tuple[int, ...] = LAYERS) -> Iterator[Case]:
-    """Cases of attention_decode. Where all rows have one length, libraries get contiguous keys and values."""
+def decode_cases(s: Shape, batches: Any = DECODES, layers: tuple[int, ...] = LAYERS, tokens: int = 1) -> Iterator[Case]:
+    """Cases of attention_decode. Where all rows have one length, libraries get contiguous keys and values.
+
+    With several `tokens` a row, as when drafts are verified, no library is measured.
+    """
     scale = s.head_dim**-0.5
     for (name, lengths), of in itertools.product(batches, layers):
 
         def make(device: str, lengths: list[int] = lengths, of: int = of) -> Inputs:
             rows = len(lengths)
             kv, tables = paged(s, lengths, device, of)
-            q, slots, lens = draw(device, rows, s.heads, s.head_dim), ints(range(rows), device), ints(lengths, device)
+            q = draw(device, rows * tokens, s.heads, s.head_dim)
+            slots, lens = ints(range(rows), device), ints(lengths, device)
             plans: dict[str, Any] = {}  # made once, as a step makes it once for all layers
 
             def run(ops: ModuleType) -> torch.Tensor:
                 if ops.__name__ not in plans:
-                    plans[ops.__name__] = ops.plan_decode(kv, tables, slots, lens, s.heads, 0)
+                    plans[ops.__name__] = ops.plan_decode(kv, tables, slots, lens, s.heads, 0, tokens)
                 return ops.attention_decode(q, kv, plans[ops.__name__], scale)
 
             libraries: dict[str, Run] = {}
-            if len(set(lengths)) == 1 and device == "cuda":
+            if len(set(lengths)) == tokens == 1 and device == "cuda":
                 k, v = contiguous(kv, tables, lengths[0])
                 one = q[:, :, None]
                 libraries["SDPA"] = lambda: F.scaled_dot_product_attention(one, k, v, scale=scale, enable_gqa=True)
@@ -207,13 +216,20 @@ def decode_cases(s: Shape, batches: Any = DECODES, layers: tuple[int, ...] = LAY
                     libraries["FlashAttention"] = lambda: flash_attn_with_kvcache(
                         q[:, None], k2, v2, cache_seqlens=lens, softmax_scale=scale
                     )
-            if device == "cuda" and importlib.util.find_spec("flashinfer"):
+            if tokens == 1 and device == "cuda" and importlib.util.find_spec("flashinfer"):
                 libraries["FlashInfer"] = flashinfer_decode(s, q, kv, tables, lengths, scale)
             return Inputs(run, (), libraries)
 
         total = sum(lengths)
-        moved = 2 * (2 * total * s.kv_heads + 2 * len(lengths) * s.heads) * s.head_dim
-        yield Case("attention_decode", f"{name}, 1 of {of} layers", moved, 4 * total * s.heads * s.head_dim, make)
+        pairs = tokens * total - len(lengths) * tokens * (tokens - 1) // 2
+        moved = 2 * (2 * total * s.kv_heads + 2 * len(lengths) * tokens * s.heads) * s.head_dim
+        yield Case("attention_decode", f"{name}, 1 of {of} layers", moved, 4 * pairs * s.heads * s.head_dim, make)
+
+
+def draft_cases(s: Shape) -> Iterator[Case]:
+    """Cases of attention_decode where each row verifies four drafts: the same keys and values as for one token."""
+    batches = (("8 x 8k, 5 tokens each", [8192] * 8), ("64 x 2k, 5 tokens each", [2048] * 64))
+    return decode_cases(s, batches, LAYERS[:1], 5)
 
 
 def flashinfer_decode(
@@ -347,7 +363,7 @@ def penalties(rows: int, vocab: int, device: str) -> tuple[torch.Tensor, ...]:
     """The fields of `Adjust` for rows that have only penalties, with one token of a thousand in the output."""
     counts = (torch.rand(rows, vocab, device=device) < 1e-3).to(torch.int32) * 3
     bias_ids = torch.full((rows, 1024), 2**31 - 1, dtype=torch.int32, device=device)
-    words = torch.zeros(rows, -(-vocab // 32), dtype=torch.int32, device=device)
+    words = torch.zeros(rows, 1, -(-vocab // 32), dtype=torch.int32, device=device)
     each = torch.tensor([1.1, 0.2, 0.1], device=device).repeat(rows, 1)
     return ints([1] * rows, device), each, counts, bias_ids, torch.zeros(rows, 1024, device=device), words
 
@@ -366,7 +382,8 @@ def sort_and_draw(logits: torch.Tensor, heat: float, top_k: int, top_p: float) -
 
 
 def state_cases(s: Shape, rows: int = 256, max_model_len: int = 4096) -> Iterator[Case]:
-    """Cases of apply_writes, prepare_inputs and post_update in a decode step; a sixteenth of its rows get a block."""
+    """Cases of apply_writes, prepare_inputs and post_update in a decode step, where a sixteenth of the rows get a
+    block, and of what makes drafts."""
 
     def apply(device: str) -> Inputs:
         state = torch.zeros(rows * max_model_len, dtype=torch.int32, device=device)
@@ -386,12 +403,13 @@ def state_cases(s: Shape, rows: int = 256, max_model_len: int = 4096) -> Iterato
         known, computed = ints([500] * rows, device), ints([499] * rows, device)
         slots, starts = ints(range(rows), device), ints(range(rows + 1), device)
         bits = torch.zeros(rows, -(-s.vocab // 32), dtype=torch.int32, device=device)
-        update = ids, known, computed, slots, starts, slots, torch.arange(rows, device=device), bits
+        update = ids, known, computed, slots, starts, starts, torch.arange(rows, device=device), bits
         return Inputs(lambda ops: ops.post_update(*update), (ids, known, computed))
 
     yield Case("apply_writes", f"{rows} rows", 2 * 4 * (3 * rows + 1 + rows // 16), 0, apply, True)
     yield Case("prepare_inputs", f"{rows} rows", rows * (4 * 5 + 8 * 2 + 4 * 2), 0, prepare, True)
     yield Case("post_update", f"{rows} rows", rows * (4 * 11 + 8), 0, update, True)
+    yield from guess_cases(min(rows, MOST_DRAFTING), max_model_len)
 
 
 def block_cases(s: Shape, blocks: int = 64) -> Iterator[Case]:
@@ -425,15 +443,20 @@ def block_cases(s: Shape, blocks: int = 64) -> Iterator[Case]:
     yield Case("swap_blocks", f"{blocks} of {size // blocks >> 10} KiB, to the host", size, 0, swap, True, True)
 
 
-GROUPS = (norm_cases, rope_cases, linear_cases, decode_cases, prefill_cases, sample_cases, state_cases, block_cases)
+GROUPS = (
+    norm_cases, rope_cases, linear_cases, decode_cases, draft_cases, prefill_cases, sample_cases, state_cases,
+    block_cases,
+)  # fmt: skip
 
 
-def cases(shape: Shape | Experts | Delta | Lora) -> Iterator[Case]:
+def cases(shape: Shape | Experts | Delta | Lora | Coded) -> Iterator[Case]:
     """All cases of a shape."""
     if isinstance(shape, Experts):
         return expert_cases(shape)
     if isinstance(shape, Lora):
         return lora_cases(shape)
+    if isinstance(shape, Coded):
+        return coded_cases(shape)
     return delta_cases(shape) if isinstance(shape, Delta) else (case for group in GROUPS for case in group(shape))
 
 
@@ -536,7 +559,7 @@ def kernel_figures(ops: list[str], shapes: list[str]) -> Iterator[dict[str, Any]
     limits = measure_limits() if cuda else H200
     rates = f"copy {limits.copy / 1e12:.2f} TB/s, host {limits.host / 1e9:.0f} GB/s, {limits.flops / 1e12:.0f} TFLOP/s"
     print(f"{torch.cuda.get_device_name()}: {rates}" if cuda else f"No CUDA device: floors are an H200's ({rates}).")
-    for shape in (*SHAPES, *EXPERTS, *DELTAS, *LORAS):
+    for shape in (*SHAPES, *EXPERTS, *DELTAS, *LORAS, *CODED):
         for case in cases(shape):
             if (shapes and shape.name not in shapes) or (ops and case.op not in ops):
                 continue

@@ -46,7 +46,7 @@ def write_adapters(folder: Path, shape: ModelConfig, count: int, rank: int) -> l
 
 
 def lora_figures(
-    model: str, sequences: int, new_tokens: int, slots: int, registered: int, rank: int, repeats: int
+    model: str, sequences: int, new_tokens: int, slots: int, together: int, registered: int, rank: int, repeats: int
 ) -> Figures:
     """Tokens a second of `LLM.generate` with and without adapters, taking turns; "of base" is the median of the turns'
     ratios of seconds.
@@ -54,7 +54,8 @@ def lora_figures(
     Args:
         model: its folder; its layers are alike, and have Llama's names.
         sequences, new_tokens: of each turn.
-        slots: adapters of a step; as many are drawn for the sequences of one turn.
+        slots: adapters that a step may have; where a turn draws more, some of its sequences wait.
+        together: adapters of one turn.
         registered: adapters of the other, whose popularity falls as 1 / n (Zipf's law).
         rank, repeats: of each adapter, and turns.
     """
@@ -70,7 +71,7 @@ def lora_figures(
         draws: dict[str, Callable[[], list[LoRARequest | None]]] = {
             "base": lambda: [None] * sequences,
             "no adapter": lambda: [None] * sequences,
-            f"{slots} adapters": lambda: [adapters[i % slots] for i in range(sequences)],
+            f"{together} adapters": lambda: [adapters[i % together] for i in range(sequences)],
             f"{registered} by Zipf": lambda: list(rng.choices(adapters, weights, k=sequences)),
         }
         seconds: dict[str, list[float]] = {name: [] for name in draws}

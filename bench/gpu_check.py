@@ -60,7 +60,8 @@ TINY = QWEN3_06B | {
 }  # fmt: skip
 KERNEL_TESTS = (
     "test_kernels.py", "ops/test_kernels_sampling.py", "ops/test_matmul.py", "ops/test_expert_kernels.py",
-    "ops/test_latent.py", "ops/test_delta.py", "ops/test_lora.py", "device/test_compile_guard.py",
+    "ops/test_latent.py", "ops/test_delta.py", "ops/test_lora.py", "ops/test_drafts.py", "ops/test_quantized.py",
+    "device/test_compile_guard.py",
 )  # fmt: skip
 SHOWN_KERNELS = 14  # of a profile: those that take most of a step
 
@@ -369,7 +370,7 @@ def kernels_rows() -> Iterator[Row]:
     """Each kernel against its floor and a library."""
     import bench_kernels
 
-    yield from bench_kernels.kernel_figures([], ["qwen3-0.6b", "llama3-8b"])
+    yield from bench_kernels.kernel_figures([], ["qwen3-0.6b", "llama3-8b", "llama3-8b-int4", "llama3-8b-mxfp4"])
 
 
 def breakdown() -> Iterator[Row]:

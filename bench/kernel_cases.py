@@ -1,5 +1,5 @@
-"""What a case of the benchmark of kernels is, and the cases of layers that some models have: experts, gated delta
-rules, and products with adapters.
+"""What a case of the benchmark of kernels is, and the cases of drafts and of what only some models have: experts, gated
+delta rules, products with adapters, and weights in codes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 Run = Callable[[], Any]
 
@@ -46,6 +47,26 @@ def ints(values: Any, device: str, dtype: torch.dtype = torch.int32) -> torch.Te
     return torch.tensor(values, dtype=dtype, device=device)
 
 
+def guess_cases(rows: int, known: int, most: int = 4) -> Iterator[Case]:
+    """Cases of look_up and put_drafts: `most` drafts for rows that have so many known tokens of a small vocabulary."""
+
+    def state(device: str) -> tuple[torch.Tensor, ...]:
+        ids = torch.randint(0, 1000, (rows, known + most + 1), dtype=torch.int32, device=device)
+        return ids, ints([known] * rows, device), ints([0] * rows, device), ints(range(rows), device)
+
+    def find(device: str) -> Inputs:
+        held = state(device)
+        return Inputs(lambda ops: ops.look_up(*held, 1, 5, most), (held[0], held[2]))
+
+    def put(device: str) -> Inputs:
+        held, drafts = state(device), torch.ones(rows, most, dtype=torch.int32, device=device)
+        return Inputs(lambda ops: ops.put_drafts(*held, drafts), (held[0], held[2]))
+
+    size, each = f"{rows} rows, {most} drafts", 4 * (3 + 2 * most)
+    yield Case("look_up", f"{size}, {known} known", rows * (4 * known + each), 0, find, True)
+    yield Case("put_drafts", size, rows * each, 0, put, True)
+
+
 class Experts(NamedTuple):
     """The sizes of a layer of experts."""
 
@@ -55,6 +76,7 @@ class Experts(NamedTuple):
     hidden: int
     size: int
     activation: str
+    kind: str = ""  # of codes, whose scales are of 32 inputs; empty: the weights are bfloat16
 
     def hit(self, tokens: int) -> float:
         """The expected number of distinct experts that `tokens` tokens meet, if all experts are as likely."""
@@ -64,6 +86,7 @@ class Experts(NamedTuple):
 EXPERTS = (
     Experts("qwen3-30b-a3b", 128, 8, 2048, 768, "silu"),
     Experts("gpt-oss-20b", 32, 4, 2880, 2880, "swigluoai"),
+    Experts("gpt-oss-20b-mxfp4", 32, 4, 2880, 2880, "swigluoai", "fp4"),
 )
 
 
@@ -99,8 +122,69 @@ LORAS = (
 )
 
 
+class Coded(NamedTuple):
+    """Products of a layer whose weights are in codes."""
+
+    name: str
+    products: tuple[tuple[str, int, int], ...]  # name, inputs and outputs
+    kind: str
+    group: int
+
+
+LLAMA = (("o", 4096, 4096), ("gate_up", 4096, 28672), ("down", 14336, 4096))
+CODED = (
+    Coded("qwen3-0.6b-int4", (("gate_up", 1024, 6144), ("down", 3072, 1024)), "int4", 128),
+    Coded("llama3-8b-int4", LLAMA, "int4", 128),
+    Coded("llama3-8b-mxfp4", LLAMA, "fp4", 32),
+    Coded("llama3-8b-nf4", LLAMA, "nf4", 64),
+    Coded("llama3-8b-int8", LLAMA, "int8", 1 << 20),
+    Coded("llama3-8b-fp8", LLAMA, "fp8", 1 << 20),
+)
+
+
+def code_bytes(kind: str, group: int, outputs: int, inputs: int) -> int:
+    """Bytes of a weight's codes, and of its scales in bfloat16."""
+    return outputs * inputs // (1 if kind in ("int8", "fp8") else 2) + 2 * outputs * -(-inputs // group)
+
+
+def random_codes(device: str, kind: str, group: int, *shape: int) -> tuple[Any, ...]:
+    """The fields of a `Quantized` of this shape."""
+    *outputs, inputs = shape
+    codes = torch.randint(0, 127, (*outputs, inputs), dtype=torch.uint8, device=device)
+    if kind in ("int8", "fp8"):
+        codes = codes.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+    else:
+        codes = codes[..., : inputs // 2].contiguous()
+    return kind, codes, draw(device, *outputs, -(-inputs // group), scale=0.01).abs(), None, group
+
+
+def coded_cases(s: Coded, tokens: tuple[int, ...] = (1, 16, 64, 2048)) -> Iterator[Case]:
+    """Products with weights in codes, against cuBLAS with a weight in bfloat16."""
+    for (name, inputs, outputs), t in itertools.product(s.products, tokens):
+
+        def make(device: str, t: int = t, inputs: int = inputs, outputs: int = outputs) -> Inputs:
+            x, codes = draw(device, t, inputs), random_codes(device, s.kind, s.group, outputs, inputs)
+            dense = draw(device, outputs, inputs)
+            library = {"cuBLAS in bfloat16": lambda: F.linear(x, dense)}
+            return Inputs(lambda ops: ops.quantized_linear(x, ops.Quantized(*codes)), (), library)
+
+        moved = code_bytes(s.kind, s.group, outputs, inputs) + 2 * t * (inputs + outputs)
+        yield Case("quantized_linear", f"{name}, {t} x {inputs} -> {outputs}", moved, 2 * t * outputs * inputs, make)
+
+
 def expert_cases(s: Experts, tokens: tuple[int, ...] = (1, 32, 256, 4096)) -> Iterator[Case]:
     """The router and the two products of a layer of experts; each product plans its tiles beforehand."""
+
+    def weights(device: str, outputs: int, inputs: int) -> Callable[[ModuleType], Any]:
+        if s.kind:
+            codes = random_codes(device, s.kind, 32, s.experts, outputs, inputs)
+            return lambda ops: ops.Quantized(*codes)
+        weight = draw(device, s.experts, outputs, inputs, scale=inputs**-0.5)
+        return lambda ops: weight
+
+    def weight_bytes(outputs: int, inputs: int) -> int:
+        return code_bytes(s.kind, 32, outputs, inputs) if s.kind else 2 * outputs * inputs
+
     for t in tokens:
         pairs, hit = t * s.k, s.hit(t)
 
@@ -115,19 +199,20 @@ def expert_cases(s: Experts, tokens: tuple[int, ...] = (1, 32, 256, 4096)) -> It
 
         def gate_up(device: str, t: int = t) -> Inputs:
             x, plan = draw(device, t, s.hidden), planned(device, t)
-            weight = draw(device, s.experts, 2 * s.size, s.hidden, scale=s.hidden**-0.5)
-            return Inputs(lambda ops: ops.expert_gate_up(x, weight, None, plan(ops), s.activation))
+            weight = weights(device, 2 * s.size, s.hidden)
+            return Inputs(lambda ops: ops.expert_gate_up(x, weight(ops), None, plan(ops), s.activation))
 
         def down(device: str, t: int = t) -> Inputs:
             h, plan = draw(device, t * s.k, s.size), planned(device, t)
-            weight = draw(device, s.experts, s.hidden, s.size, scale=s.size**-0.5)
-            return Inputs(lambda ops: ops.expert_down(h, weight, None, plan(ops)))
+            weight = weights(device, s.hidden, s.size)
+            return Inputs(lambda ops: ops.expert_down(h, weight(ops), None, plan(ops)))
 
         name, matrix = f"{t} x {s.k} of {s.experts}", 2 * s.hidden * s.size
         yield Case("route", name, 2 * t * s.experts + 8 * pairs, 0, choices)
         read, flops = t * s.hidden + pairs * s.size, pairs * matrix
-        yield Case("expert_gate_up", name, int(2 * read + 2 * hit * matrix), 2 * flops, gate_up)
-        yield Case("expert_down", name, int(2 * read + hit * matrix), flops, down)
+        both, last = weight_bytes(2 * s.size, s.hidden), weight_bytes(s.hidden, s.size)
+        yield Case("expert_gate_up", name, int(2 * read + hit * both), 2 * flops, gate_up)
+        yield Case("expert_down", name, int(2 * read + hit * last), flops, down)
 
 
 def delta_cases(s: Delta) -> Iterator[Case]:

@@ -362,11 +362,14 @@ def write_gguf(folder: Path, path: Path) -> None:
 
     stacks: dict[str, list[str]] = {}  # the experts' matrices become one tensor
     for name in sorted(header, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
-        if name != "__metadata__" and not (name == "lm_head.weight" and config["tie_word_embeddings"]):
+        if not name.startswith(("__metadata__", "mtp.")) and not (
+            name == "lm_head.weight" and config["tie_word_embeddings"]
+        ):
             stacks.setdefault(re.sub(r"experts\.\d+", "experts", name), []).append(name)
     for name, parts in stacks.items():
         bits = bits_of(name) if parts == [name] else np.stack([bits_of(part) for part in parts])
         target = names.get_name(name, try_suffixes=(".weight",))
+        assert target, name
         if bits.ndim == 1 or name.endswith("mlp.gate.weight"):  # llama.cpp wants norms and routers in F32
             writer.add_tensor(target, (bits.astype(np.uint32) << 16).view(np.float32))
         else:

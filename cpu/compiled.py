@@ -1,4 +1,4 @@
-"""C++ for a CPU, made ahead of time by AOTInductor: norms, RoPE and activations, and a product of one row.
+"""C++ for a CPU, made ahead of time by AOTInductor: norms, RoPE and activations, and products with packed weights.
 
     Builder     has C++ made, in processes of their own, while torch's operators serve, and keeps it in a `folder`
     Compiled    a function of this module as C++, once that is there
@@ -39,16 +39,30 @@ import torch
 import reference
 from config import run_file
 from cpu import ops as cpu_ops
+from cpu import quantized as cpu_quantized
 from cpu import weights as cpu_weights
+from cpu.machine import has_bfloat16
 from cpu.ops import _store, _unit
+from cpu.quantized import Forms, multiply_codes, unpack_codes
 from cpu.weights import multiply
 from observe.logs import logger
+from reference import Quantized
 
-MODULES = (sys.modules[__name__], cpu_weights, cpu_ops, reference)  # the code of what is compiled is in these
+MODULES = (
+    sys.modules[__name__],
+    cpu_weights,
+    cpu_quantized,
+    cpu_ops,
+    reference,
+)  # the code of what is compiled is in these
 INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # the variable that says where Inductor keeps what it makes
 WORKPLACE = "tmp"  # the name of a folder in which something is compiled begins so
 MANY = 64  # tokens of a step; with so many or more, compiled code uses several threads
 TURN, PAUSE = 0.05, 0.95  # seconds for which C++ is made, and then not, while steps run
+
+# These keep a product in one loop. By default a sum of so many terms is written to memory in between.
+LIMITS = "realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold"
+ONE_LOOP = *((limit, 1000) for limit in LIMITS), ("cpp.enable_floating_point_contract_flag", "fast")
 
 Runner = Callable[[list[torch.Tensor]], list[torch.Tensor]]  # a function of tensors, as C++
 
@@ -378,10 +392,39 @@ def multiply_job() -> Job:
     inputs, panels, most, lanes = 128, 64, 2, cpu_weights.LANES  # an example that is large enough for threads
     words, listed = (panels, inputs, 3, lanes), (panels, most, lanes)
     like = ("float32", (inputs, 8)), ("int32", words), ("float32", ()), ("int32", listed), ("bfloat16", listed)
-    # These keep all of it in one loop. By default a sum of so many terms is written to memory in between.
-    limits = ("realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold")
-    options = *((limit, 1000) for limit in limits), ("cpp.enable_floating_point_contract_flag", "fast")
-    return Job(multiply.__name__, (), like, ((0,), (0, 1), (), (0, 1), (0, 1)), torch.get_num_threads(), options)
+    return Job(multiply.__name__, (), like, ((0,), (0, 1), (), (0, 1), (0, 1)), torch.get_num_threads(), ONE_LOOP)
+
+
+def coded_forms(builder: Builder, dtype: torch.dtype) -> Callable[[Quantized], Forms]:
+    """What finds the C++ for a weight in codes, and has it made, in a model of this dtype."""
+    slab = dtype if dtype == torch.bfloat16 and has_bfloat16() else torch.float32
+    made: dict[tuple[str, bool], Forms] = {}
+    lock = threading.Lock()  # weights are packed by several threads
+
+    def find(weight: Quantized) -> Forms:
+        key = weight.kind, weight.zeros is not None
+        with lock:
+            if key not in made:
+                one, several, unpack = (builder.ask(job) for job in coded_jobs(*key, slab))
+                made[key] = Forms(one, several, unpack, slab)
+            return made[key]
+
+    return find
+
+
+def coded_jobs(kind: str, has_zeros: bool, slab: torch.dtype) -> list[Job]:
+    """The jobs for a `Forms`, with weights of any shape."""
+    panels, groups, steps, lanes = 64, 8, 16, cpu_quantized.LANES  # an example that is large enough for threads
+    words = "float32", (panels, groups, steps, cpu_quantized.WORDS[kind], lanes)
+    tables = (("float32", (panels, groups, 1, lanes)),) * (1 + has_zeros)
+    dynamic = ((0, 1, 2), *((0, 1),) * len(tables))
+    jobs = []
+    for rows in (1, cpu_quantized.ROWS):
+        x = "float32", (2, rows, groups, steps, cpu_quantized.STEP)
+        like, dims = (x, words, *tables), ((0, 2, 3), *dynamic)
+        jobs.append(Job(multiply_codes.__name__, (kind,), like, dims, torch.get_num_threads(), ONE_LOOP))
+    jobs.append(Job(unpack_codes.__name__, (kind, slab), (words, *tables), dynamic, torch.get_num_threads(), ONE_LOOP))
+    return jobs
 
 
 class Compiled:
@@ -450,6 +493,7 @@ def compile_ops(builder: Builder) -> ModuleType:
     def qk_norm_rope_store(
         qkv, q_weight, k_weight, eps: float, rotation, slot_mapping, kv: torch.Tensor, interleaved: bool = False,
         norm: str = "rms", norm_last: bool = False, scales: torch.Tensor | None = None, v_norm: bool = False,
+        kv_scales: torch.Tensor | None = None,
     ):  # fmt: skip
         kv_heads, head_dim = kv.shape[2::2]
         x, weights = qkv.view(len(qkv), -1, head_dim), () if q_weight is None else (q_weight, k_weight)
@@ -459,10 +503,11 @@ def compile_ops(builder: Builder) -> ModuleType:
             done = scaled_ropes((eps, kv_heads, interleaved, "scales", norm_last), x, rotation, scales, *weights)
         if done is None:
             return cpu_ops.qk_norm_rope_store(
-                qkv, q_weight, k_weight, eps, rotation, slot_mapping, kv, interleaved, norm, norm_last, scales, v_norm
-            )
+                qkv, q_weight, k_weight, eps, rotation, slot_mapping, kv, interleaved, norm, norm_last, scales, v_norm,
+                kv_scales,
+            )  # fmt: skip
         (q, k), v = done, x[:, x.shape[1] - kv_heads :]
-        _store(k, _unit(v, eps) if v_norm else v, slot_mapping, kv)
+        _store(k, _unit(v, eps) if v_norm else v, slot_mapping, kv, kv_scales)
         return q
 
     compiled = ModuleType(cpu_ops.__name__, cpu_ops.__doc__)

@@ -17,10 +17,12 @@ from reference import DeltaRows
 CHUNK = 64  # tokens of a row that are taken at a time
 
 
-def conv_silu(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, rows: DeltaRows) -> torch.Tensor:
+def conv_silu(
+    x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, rows: DeltaRows, taken: torch.Tensor | None = None
+) -> torch.Tensor:
     """See `reference.conv_silu`."""
     y, taps = x.new_empty(x.shape), weight.float().T.contiguous()
-    owners, tokens, longer = _split(state, rows)
+    owners, tokens, longer = _split(state, rows, taken)
     if len(tokens):
         before, new = state.index_select(0, owners), x.index_select(0, tokens).float()
         out = new * taps[-1]
@@ -28,29 +30,34 @@ def conv_silu(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, rows: 
             out.addcmul_(past, tap)
         y.index_copy_(0, tokens, F.silu(out).to(x.dtype))
         state.index_copy_(0, owners, torch.cat((before[:, :, 1:], new[:, :, None]), 2))
-    for slot, begin, end in longer:
+    for slot, begin, end, kept in longer:
         past = state[slot].T
         inputs = torch.cat((past, x[begin:end].float()))
         out = inputs[: end - begin] * taps[0]
         for i in range(1, len(taps)):
             out.addcmul_(inputs[i : i + end - begin], taps[i])
         y[begin:end] = F.silu(out)
-        past.copy_(inputs[end - begin :])
+        past.copy_(inputs[kept : kept + len(past)])
     return y
 
 
-def _split(state: torch.Tensor, rows: DeltaRows) -> tuple[torch.Tensor, torch.Tensor, Iterator[tuple[int, int, int]]]:
-    """(slots [D] and tokens [D], both int64, of rows of one token; (slot, begin, end) of each part of longer rows).
+def _split(
+    state: torch.Tensor, rows: DeltaRows, taken: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, Iterator[tuple[int, int, int, int]]]:
+    """(slots [D] and tokens [D], both int64, of rows of one token; (slot, begin, end, tokens that the state sees) of
+    each part of longer rows). With `taken` all rows are longer.
 
     The states of rows whose context begins with these tokens become zeros.
     """
     slots, starts, seq_lens, num_decodes, _ = rows
     counts, begins = starts.diff(), starts.tolist()
+    seen = (counts if taken is None else taken).tolist()
+    num_decodes = num_decodes if taken is None else 0
     for slot in slots[(slots >= 0) & (counts > 0) & (seq_lens == counts)].tolist():
         state[slot].zero_()
     tokens = (slots[:num_decodes] >= 0).nonzero()[:, 0]
     parts = (
-        (slot, begin, min(begin + CHUNK, begins[row + 1]))
+        (slot, begin, end := min(begin + CHUNK, begins[row + 1]), min(seen[row] + begins[row], end) - begin)
         for row, slot in enumerate(slots[num_decodes:].tolist(), num_decodes)
         for begin in range(begins[row], begins[row + 1], CHUNK)
         if slot >= 0
@@ -77,8 +84,10 @@ def delta_rule(
     rows: DeltaRows,
     key_heads: int,
     batch_invariant: bool = False,
+    taken: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `reference.delta_rule`."""
+    """See `reference.delta_rule`. Here drafts do not go together with `batch_invariant`."""
+    assert taken is None or not batch_invariant
     _, heads, dk, dv = state.shape
     rate = decay.exp()
 
@@ -91,13 +100,14 @@ def delta_rule(
         return Inputs(qk * factors, v.unflatten(1, (heads, dv)), b.float().sigmoid(), log_g)
 
     o = qkv.new_empty(len(qkv), heads, dv)
-    owners, tokens, longer = _split(state, rows)
+    owners, tokens, longer = _split(state, rows, taken)
     if len(tokens):
         steps = inputs(*(x.index_select(0, tokens) for x in (qkv, b, a)))
         o.index_copy_(0, tokens, _step([state[slot] for slot in owners.tolist()], steps).to(o.dtype))
-    for slot, begin, end in longer:
+    for slot, begin, end, kept in longer:
         part = inputs(qkv[begin:end], b[begin:end], a[begin:end])
-        o[begin:end] = _step([state[slot]] * (end - begin), part) if batch_invariant else _chunk(state[slot], part)
+        one_by_one = [state[slot]] * (end - begin)
+        o[begin:end] = _step(one_by_one, part) if batch_invariant else _chunk(state[slot], part, kept)
     return o
 
 
@@ -120,14 +130,14 @@ def _step(states: list[torch.Tensor], x: Inputs) -> torch.Tensor:
     return found[:, :, 0] * g[..., None] + change[:, :, 0] * lines.prod(2).sum(-1, keepdim=True)
 
 
-def _chunk(state: torch.Tensor, x: Inputs) -> torch.Tensor:
-    """o [n, Hv, dv] of the next n tokens of the row with this state [Hv, dk, dv], which changes."""
+def _chunk(state: torch.Tensor, x: Inputs, kept: int) -> torch.Tensor:
+    """o [n, Hv, dv] of the next n tokens of the row with this state [Hv, dk, dv], which the first `kept` change."""
     (n, _, key_heads, dk), (heads, _, dv) = x.qk.shape, state.shape
     lines, beta = x.qk.permute(2, 1, 0, 3).reshape(key_heads, 1, 2 * n, dk), x.beta.T[..., None]
     k = lines[:, :, n:]
     # In float64, because sums over a strong decay and a weak one must keep what the weak one brings.
     log_fade = x.log_g.T.double().cumsum(1)[..., None]  # [Hv, n, 1], from the chunk's beginning
-    fade, rest = log_fade.exp().float(), (log_fade[:, -1:] - log_fade).exp().float()
+    fade = log_fade.exp().float()
     later = torch.ones(n, n, dtype=torch.bool).triu(1)
     between = (log_fade - log_fade.mT).float().masked_fill_(later, -torch.inf).exp_()  # [Hv, n, n]
     between = between.view(key_heads, -1, 1, n, n)
@@ -136,7 +146,10 @@ def _chunk(state: torch.Tensor, x: Inputs) -> torch.Tensor:
     # Of (I + A) c = beta (v - g S^T k); only what stands below the diagonal of the matrix is looked at.
     system, wanted = scores[:, 1].mul_(beta), (x.v.transpose(0, 1) - reads[:, 1]).mul_(beta)
     change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    state.mul_(fade[:, -1:]).baddbmm_((k * rest.view(key_heads, -1, n, 1)).view(heads, n, dk).mT, change)
+    if kept:
+        rest = (log_fade[:, kept - 1 : kept] - log_fade[:, :kept]).exp().float().view(key_heads, -1, kept, 1)
+        changed = (k[:, :, :kept] * rest).view(heads, kept, dk).mT
+        state.mul_(fade[:, kept - 1 : kept]).baddbmm_(changed, change[:, :kept])
     return torch.baddbmm(reads[:, 0], scores[:, 0], change).transpose(0, 1)
 
 

@@ -43,6 +43,7 @@ class LoraPlan(NamedTuple):
     rows: torch.Tensor  # [n] int64, the token of each row of all batches
     span: tuple[int, int]  # from the first of the batches' tokens to the one after the last
     places: torch.Tensor  # [..] int64, the row of each token in the span, or n for tokens that are not in batches
+    ids: torch.Tensor  # [T] int64, the adapter of each token, or -1
 
 
 def plan_lora(adapters: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, tokens: int, count: int) -> LoraPlan:
@@ -71,7 +72,9 @@ def plan_lora(adapters: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor,
     span = (min(places), max(places) + 1) if places else (0, 0)
     of_token = [places.get(token, len(rows)) for token in range(*span)]
     give = functools.partial(torch.tensor, dtype=torch.int64)
-    return LoraPlan(runs, batches, give(rows), span, give(of_token))
+    ids = torch.full((tokens,), -1)
+    ids[: begins[-1]] = give(of_row).sub_(1).repeat_interleave(starts.diff())
+    return LoraPlan(runs, batches, give(rows), span, give(of_token), ids)
 
 
 def _neighbours(counts: dict[int, int]) -> list[list[int]]:

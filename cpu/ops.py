@@ -23,12 +23,16 @@ import torch.nn.functional as F
 from cpu.delta import conv_silu, delta_rule, gated_norm, sigmoid_mul  # noqa: F401 (ops like those below)
 from cpu.experts import expert_down, expert_gate_up, plan_experts  # noqa: F401
 from cpu.lora import lora_expand, lora_shrink, plan_lora  # noqa: F401
+from cpu.quantized import quantized_linear  # noqa: F401
 from cpu.sampling import Adjust, logprobs, sample  # noqa: F401
 from cpu.weights import fuses_attention
 from reference import (  # noqa: F401
     PENALTIES,
     PrefillRows,
+    Quantized,
     _first_keys,
+    _scales,
+    _stored,
     act,
     apply_writes,
     copy_blocks,
@@ -36,6 +40,9 @@ from reference import (  # noqa: F401
     linear,
     mask_words,
     pool,
+    put_drafts,
+    put_prompts,
+    quantized_rows,
     rope_last,
     route,
     square_sums,
@@ -83,26 +90,80 @@ def post_update(
     num_computed: torch.Tensor,
     slots: torch.Tensor,
     query_starts: torch.Tensor,
-    sample_index: torch.Tensor,
+    sample_starts: torch.Tensor,
     sampled: torch.Tensor,
     stop_bits: torch.Tensor,
     adjust: Adjust | None = None,
+    num_drafts: torch.Tensor | None = None,
+    most_drafts: int = 0,
 ) -> torch.Tensor:
-    """See `reference.post_update`."""
-    owners, sources, known = slots.numpy(), sample_index.numpy(), num_known.numpy()
+    """See `reference.post_update`. Each turn of its loop takes the next token of all rows that go on."""
+    owners, sources, known, ids = slots.numpy(), sample_starts.numpy(), num_known.numpy(), token_ids.numpy()
     live = owners >= 0
     num_computed.numpy()[owners[live]] += np.diff(query_starts.numpy())[live]
-    ends = live & (sources >= 0)
-    slot, index = owners[ends], sources[ends]
-    tokens = sampled.numpy()[index]
-    token_ids.numpy()[slot, known[slot]] = tokens
-    known[slot] += 1
-    if adjust is not None:
-        adjust.token_counts.numpy()[slot, tokens] += 2 * (adjust.adjustments.numpy()[slot] & PENALTIES)
+    counts = np.diff(sources)
+    ends = live & (counts > 0)
+    slot, index, counts = owners[ends], sources[:-1][ends], counts[ends]
     news = np.empty((2, len(sampled)), dtype=np.int32)
-    news[0, index] = tokens
-    news[1, index] = stop_bits.numpy()[slot, tokens // 32] >> (tokens % 32) & 1
+    drafts = np.zeros_like(counts)
+    guesses = False
+    if num_drafts is not None:
+        found = num_drafts.numpy()[slot]
+        drafts, guesses = np.minimum(found, counts - 1), (counts == 1) & (found > 0)
+        num_drafts.numpy()[slot] = 0
+        for i in range(1, int(counts.max(initial=0))):  # as if no draft were taken
+            more = counts > i
+            news[0, index[more] + i] = np.where(i <= drafts[more], -1, -2)
+            news[1, index[more] + i] = 0
+        num_computed.numpy()[slot] -= counts - 1
+    i = 0
+    while len(slot):
+        tokens = sampled.numpy()[index + i]
+        stops = stop_bits.numpy()[slot, tokens // 32] >> (tokens % 32) & 1
+        right = tokens == ids[slot, known[slot]]
+        going = (i < drafts) & right & (stops == 0)
+        if i == 0 and num_drafts is not None:
+            stops = stops | guesses * (2 + 4 * right)
+        ids[slot, known[slot]] = tokens
+        known[slot] += 1
+        if adjust is not None:
+            adjust.token_counts.numpy()[slot, tokens] += 2 * (adjust.adjustments.numpy()[slot] & PENALTIES)
+        news[0, index + i], news[1, index + i] = tokens, stops
+        if i:
+            num_computed.numpy()[slot] += 1
+        i += 1
+        slot, index, drafts = slot[going], index[going], drafts[going]
     return torch.from_numpy(news)
+
+
+def look_up(
+    token_ids: torch.Tensor,
+    num_known: torch.Tensor,
+    num_drafts: torch.Tensor,
+    slots: torch.Tensor,
+    shortest: int,
+    longest: int,
+    most: int,
+) -> torch.Tensor:
+    """See `reference.look_up`. The last token has few ends, and each token before it leaves fewer."""
+    tokens, known, counts = token_ids.numpy(), num_known.numpy(), num_drafts.numpy()
+    drafts = np.full((len(slots), most), -1, dtype=np.int32)
+    for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        n, count, length = int(known[slot]), 0, 0
+        t = tokens[slot, :n]
+        last = left = (t[:-1] == t[-1]).nonzero()[0]  # where the last token of each match is
+        while len(left) and length < longest:
+            last, length = left, length + 1
+            left = left[int(left[0] < length) :]
+            left = left[t[left - length] == t[-1 - length]] if len(left) else left
+        if length >= shortest:
+            end, count = int(last[-1]) + 1, min(most, tokens.shape[1] - n)
+            drafts[row, :count] = t[end + np.arange(count) % (n - end)]
+            tokens[slot, n : n + count] = drafts[row, :count]
+        counts[slot] = count
+    return torch.from_numpy(drafts)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -146,6 +207,7 @@ def qk_norm_rope_store(
     norm_last: bool = False,
     scales: torch.Tensor | None = None,
     v_norm: bool = False,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.qk_norm_rope_store`. q is a part of `qkv`."""
     _, _, kv_heads, _, head_dim = kv.shape
@@ -171,7 +233,7 @@ def qk_norm_rope_store(
     if not norm_last:
         _rotate(qk, rotation, interleaved)
     q, k = old.copy_(qk).split_with_sizes((heads, kv_heads), 1)
-    _store(k, _unit(v, eps) if v_norm else v, slot_mapping, kv)
+    _store(k, _unit(v, eps) if v_norm else v, slot_mapping, kv, kv_scales)
     return q
 
 
@@ -213,6 +275,8 @@ class Span(NamedTuple):
     attended: torch.Tensor | None  # [N] int64: places of [r, H, end - begin] with a key; None where all have one
     value_rows: torch.Tensor  # [N] int64: where in the layer the values of these places are, in units of D
     value_offsets: torch.Tensor  # [r H] int64: where each row's and head's part of `value_rows` begins
+    # For a pool in FP8, [blocks] int64: the span's blocks. The places above are where they would be one after another.
+    blocks: torch.Tensor | None
 
 
 class DecodePlan(NamedTuple):
@@ -232,12 +296,15 @@ def plan_decode(
     window: int,
     tokens: int = 1,
     chunked: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> DecodePlan | LatentPlan:
     """See `reference.plan_decode`. A row of several tokens becomes as many rows of one token."""
     if kv.shape[1] == 1:  # of latents, where there is nothing to derive
         return LatentPlan(block_tables, slots, seq_lens, window, chunked)
     kv_heads, size, dim = kv.shape[2:]
-    assert kv.stride(0) % dim == 0, "a block is a whole number of rows of values, see `attention_decode`"
+    packed = kv.dtype == torch.float8_e4m3fn
+    stride = kv[0].numel() if packed else kv.stride(0)  # elements from a block to the next one
+    assert stride % dim == 0, "a block is a whole number of rows of values, see `attention_decode`"
     ends, owners, tables = seq_lens.numpy(), slots.numpy(), block_tables.numpy()
     if tokens > 1:
         ends = (ends[:, None] - np.arange(tokens - 1, -1, -1)).ravel()
@@ -249,7 +316,7 @@ def plan_decode(
     head = np.arange(num_heads)
     kv_head = head // (num_heads // kv_heads)  # of each query head
     # Where each element of a key is, from its head's first one on. With 32 bits each layer reads half as many bytes.
-    element = np.arange(dim, dtype=np.int32 if kv.stride(0) * len(kv) < 2**31 * size else np.int64)
+    element = np.arange(dim, dtype=np.int32 if stride * len(kv) < 2**31 * size else np.int64)
     lows, highs = (bounds - first * size for bounds in (begins, ends))  # counted from the first block's first place
     groups, spans = _groups(counts, SPAN_TOKENS // size), []
     for rows in groups:
@@ -257,7 +324,11 @@ def plan_decode(
         held = nth < counts[rows, None]
         column = np.minimum(first[rows, None] + nth, tables.shape[1] - 1)
         table = np.where(held, tables[owners[rows, None], column], 0).astype(np.int64)
-        table *= kv.stride(0)  # where each block begins, in elements
+        blocks = None
+        if packed:
+            used, table = np.unique(table, return_inverse=True)
+            blocks, table = torch.from_numpy(used), table.reshape(held.shape)
+        table *= stride  # where each block begins, in elements
         low, high = lows[rows, None], highs[rows, None]
         begin, end = int(low.min()), max(1, int(high.max()))
         place = np.arange(begin, end)
@@ -286,6 +357,7 @@ def plan_decode(
                 attended=attended,
                 value_rows=torch.from_numpy(values),
                 value_offsets=torch.from_numpy(lengths.cumsum() - lengths),
+                blocks=blocks,
             )
         )
     extent = kv.stride(0) * (len(kv) - 1) + kv[0].numel()
@@ -301,14 +373,19 @@ def attention_decode(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.attention_decode`."""
     _, heads, dim = q.shape
-    size = kv.shape[3]
-    keys = kv.as_strided((plan.extent // size, size), (size, 1))
-    values = kv.as_strided((plan.extent // dim, dim), (dim, 1))
+    size, (q, v_scale) = kv.shape[3], _scaled(q, kv_scales)
     queries, parts = q.flatten(0, 1), []
     for span in plan.spans:
+        pages, extent = kv, plan.extent
+        if span.blocks is not None:
+            pages = _numbers(kv.index_select(0, span.blocks), q.dtype)
+            extent = pages.numel()
+        keys = pages.as_strided((extent // size, size), (size, 1))
+        values = pages.as_strided((extent // dim, dim), (dim, 1))
         weights = queries.index_select(0, span.queries).view(-1)
         scores = torch.embedding_bag(keys, span.key_rows, span.key_offsets, per_sample_weights=weights)[0]
         rows = span.value_offsets.shape[0] // heads
@@ -322,6 +399,7 @@ def attention_decode(
             p = p.index_select(0, span.attended)
         parts.append(torch.embedding_bag(values, span.value_rows, span.value_offsets, per_sample_weights=p)[0])
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    out = out if v_scale == 1 else out.mul_(v_scale)
     return (out if plan.order is None else out.view(len(q), -1).index_select(0, plan.order)).view(q.shape)
 
 
@@ -335,6 +413,7 @@ def attention_prefill(
     sinks: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
     chunked: bool = False,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.attention_prefill`. torch's fused attention takes a whole prompt at once. Other rows go in parts.
 
@@ -342,7 +421,7 @@ def attention_prefill(
     """
     fused = not soft_cap and sinks is None and slopes is None and fuses_attention(q.dtype)
     block_tables, slots, seq_lens, query_starts, _ = rows
-    block_size = kv.shape[3]
+    block_size, (q, v_scale) = kv.shape[3], _scaled(q, kv_scales)
     out, starts = torch.zeros_like(q), query_starts.tolist()
     for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
         n = starts[row + 1] - starts[row]
@@ -351,8 +430,9 @@ def attention_prefill(
         begin = int(_first_keys(torch.tensor(length - n), window, chunked))  # of what the row's first token sees
         passed = begin // block_size * block_size  # the blocks before may have been given back
         table = block_tables[slot, begin // block_size : -(-length // block_size)].long()
+        pages, here = (kv, table) if kv.dtype == q.dtype else (_numbers(kv[table], q.dtype), ...)
         # The stale part of the last block is left out, because it may be NaN.
-        k, v = (x.transpose(0, 1)[:, table].flatten(1, 2)[:, : length - passed] for x in (keys_of(kv), kv[:, 1]))
+        k, v = (x.transpose(0, 1)[:, here].flatten(1, 2)[:, : length - passed] for x in (keys_of(pages), pages[:, 1]))
         grouped, new = (x[starts[row] : starts[row + 1]].transpose(0, 1) for x in (q, out))
         if fused and n == length and not window:
             new[:] = _fused(grouped, k, v, scale, is_causal=True)
@@ -371,7 +451,7 @@ def attention_prefill(
             else:
                 bias = None if slopes is None else slopes[:, None, None] * (key - query)
                 new[:, start:stop] = _attend(*part, scale, soft_cap, sinks, bias)
-    return out
+    return out if v_scale == 1 else out.mul_(v_scale)
 
 
 def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -396,7 +476,8 @@ def latent_prefill(q: torch.Tensor, kv: torch.Tensor, rows: PrefillRows, scale: 
         if slot < 0 or begin == end:
             continue
         table = block_tables[slot, : -(-length // size)]
-        latents = kv[:, 0, 0].index_select(0, table).view(-1, width)[:length]  # what is stale at the end may be NaN
+        latents = _numbers(kv[:, 0, 0].index_select(0, table), q.dtype).view(-1, width)
+        latents = latents[:length]  # what is stale at the end may be NaN
         before, most = length - (end - begin), max(1, LATENT_SCORES // (heads * length))
         for first in range(begin, end, most):
             last = min(first + most, end)
@@ -448,9 +529,12 @@ def _padding(size: int, least: int) -> int:
     return -size % max(least, 1 << max(0, size.bit_length() - 4))
 
 
-def _store(k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, kv: torch.Tensor) -> None:
+def _store(
+    k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, kv: torch.Tensor, kv_scales: torch.Tensor | None
+) -> None:
     """Write k and v [T, KV, D] to where `slot_mapping` says; see `qk_norm_rope_store`."""
     _, _, kv_heads, size, dim = kv.shape
+    k, v = (_stored(x, kv.dtype, scale) for x, scale in zip((k, v), _scales(kv_scales), strict=True))
     if k.shape[0] == 1:  # two views, each made in one call, take half the time of indices
         at, offset = divmod(int(slot_mapping.item()), size)
         if at >= 0:
@@ -466,6 +550,30 @@ def _store(k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, kv: tor
     block, place = (torch.from_numpy(part) for part in np.divmod(places, size))
     keys_of(kv)[block, :, place] = k
     kv[block, 1, :, place] = v
+
+
+def _scaled(q: torch.Tensor, kv_scales: torch.Tensor | None) -> tuple[torch.Tensor, float]:
+    """Queries that have the scale of the keys, and the scale of values. Scores without that of keys could overflow."""
+    k_scale, v_scale = _scales(kv_scales)
+    return q if k_scale == 1 else q * k_scale, v_scale
+
+
+def _numbers(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x of `dtype`, contiguous. Numbers in FP8, an even number of them, are looked up in pairs.
+
+    torch's own conversion takes 5 to 7 times as long, and arithmetic on their bits as long, without knowing NaN.
+    """
+    if x.dtype == dtype:
+        return x
+    pairs = x.flatten().view(torch.uint16).int()
+    return _pairs(dtype).index_select(0, pairs).view(dtype).view(x.shape)
+
+
+@functools.cache
+def _pairs(dtype: torch.dtype) -> torch.Tensor:
+    """[2^16] integers: the bits of two numbers of `dtype`, for each pair of numbers in FP8."""
+    pairs = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float8_e4m3fn)
+    return pairs.to(dtype).view(torch.int64 if dtype.itemsize == 4 else torch.int32)
 
 
 def _unit(x: torch.Tensor, eps: float) -> torch.Tensor:

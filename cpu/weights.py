@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 
 from batch_state import Writes
+from checkpoints.dequantize import Packed, rows_of
+from checkpoints.hub import checkpoint_files
+from checkpoints.storage import opened
 from config import EngineConfig
 from cpu.machine import has_bfloat16, supports
-from models.hub import checkpoint_files
+from models import packing
 
 SMALL = 1 << 26  # bytes of weights; in the steps of a smaller model one core does most of the work
 OUTPUTS = 8192  # FBGEMM packs so many of a weight's outputs at a time; with more they do not fit in the cache
@@ -30,6 +32,7 @@ PROMPT = 256  # rows; with so many or more, panels are laid side by side first
 LANES = 16  # outputs of a compressed weight that lie side by side: a vector of float32
 RARE = 1 / 64  # share of an output's inputs; a weight with more elements of unusual size is not compressed
 CLOSE = 1024  # outputs of a head; where so many may be the largest, all are computed
+PLAIN = torch.float16, torch.bfloat16, torch.float32
 UP = 2.0**64  # scales the inputs of a compressed weight, because its elements are read as 2^-126 to 2^-111
 
 
@@ -327,7 +330,9 @@ def multiply(
     return (sum(rest, first).sum(1) * scale + listed.sum(1)).view(1, -1).bfloat16()
 
 
-def prepare(model: Any, rows: str, files: list[str], multiplied: Any = None) -> GreedyHead | None:
+def prepare(
+    model: Any, rows: str, files: list[str], multiplied: Any = None, pack_codes: Callable[[Any], Any] | None = None
+) -> GreedyHead | None:
     """Give a model's weights the layouts that a CPU is fast with; returns its `GreedyHead`, if one pays.
 
     Afterwards the table of embeddings is used for lookups alone, and these are served from the mapped file.
@@ -337,13 +342,20 @@ def prepare(model: Any, rows: str, files: list[str], multiplied: Any = None) -> 
         rows: see `pack`.
         files: the checkpoint's safetensors; none where weights are made up.
         multiplied: see `CompressedLinear`; with "both" it must be there for a model in bfloat16.
+        pack_codes: what makes a layout of a `Quantized`; needed where the model has any.
     """
-    tied = model.head is model.embedding
+    tied = model.head is model.embedding and isinstance(model.embedding, torch.Tensor)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # in each of as many of Python's threads, because FBGEMM packs with one
-    model.pack(lambda weight: pack(weight, rows, multiplied), lambda weight: PackedExperts(weight, rows), threads)
+
+    def layout(weight: Any) -> Any:
+        if not isinstance(weight, torch.Tensor):
+            return weight.packed(pack_codes)
+        return pack(weight, rows, multiplied) if weight.ndim == 2 else PackedExperts(weight, rows)
+
+    packing.pack(model, layout, threads)
     torch.set_num_threads(threads)
-    model.to_float()  # a norm multiplies in float32, and would convert its weight in each call
+    packing.norms_to_float(model)  # a norm multiplies in float32, and would convert its weight in each call
     head = None
     if tied and model.group.size == 1 and rows != "several":
         # Built from the copy, because reading the whole mapped file would keep its pages in memory.
@@ -352,6 +364,17 @@ def prepare(model: Any, rows: str, files: list[str], multiplied: Any = None) -> 
     if head:
         head.weight = model.embedding
     return head
+
+
+class MappedTable:
+    """A table of embeddings in a file of few bits, whose rows become numbers when they are looked up."""
+
+    def __init__(self, table: Packed, dtype: torch.dtype):
+        self.table, self.dtype, self.shape = table, dtype, table.shape
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows [T, size] of ids [T]."""
+        return rows_of(self.table, ids).to(self.dtype)
 
 
 def map_embedding(model: Any, files: list[str]) -> None:
@@ -363,12 +386,16 @@ def map_embedding(model: Any, files: list[str]) -> None:
     if model.head is model.embedding or model.group.size > 1:
         return
     for path in files:
-        with safe_open(path, framework="pt") as file:
+        with opened(path) as file:
             name = f"{model.row.name('embed')}.weight"
             for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
                 if saved == name or saved.endswith("." + name):
                     table = file.get_tensor(saved)
-                    if model.dtype in (table.dtype, torch.float32) and table.shape == model.embedding.shape:
+                    if isinstance(table, Packed):
+                        model.embedding = MappedTable(table, model.dtype)
+                        continue
+                    plain = table.dtype in PLAIN and model.dtype in (table.dtype, torch.float32)
+                    if plain and table.shape == model.embedding.shape:
                         model.embedding = table
 
 

@@ -76,6 +76,8 @@ QUESTION_WEIGHT, TEXT_WEIGHT = 0.05, 0.3  # weights of a token's loss; an answer
 TURNS = (5, 6, 5, 5, 4, 16, 0.3)
 TURNS_WITH_TOOLS = (0, 0, 2, 2, 3, 6, 0.3)
 
+KeysValues = tuple[torch.Tensor, torch.Tensor]
+
 
 def make_tokenizer(corpus: str) -> Tokenizer:
     """Byte-level BPE with single digits, trained on the corpus and on a sample of the tasks."""
@@ -148,6 +150,23 @@ class Rows:
         return ids, weights
 
 
+def layer_weights(c: dict, at: str) -> dict[str, torch.Tensor]:
+    """Weights that a decoder layer begins with. Their names begin with `at`."""
+    heads, kv, dim, hidden = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"], c["hidden_size"]
+    shapes = {"self_attn.q_proj": (heads * dim, hidden), "self_attn.k_proj": (kv * dim, hidden),
+              "self_attn.v_proj": (kv * dim, hidden), "self_attn.o_proj": (hidden, heads * dim),
+              "mlp.gate_proj": (c["intermediate_size"], hidden), "mlp.up_proj": (c["intermediate_size"], hidden),
+              "mlp.down_proj": (hidden, c["intermediate_size"])}  # fmt: skip
+    weights = {}
+    for name, shape in shapes.items():
+        out = 0.0 if name.endswith(("o_proj", "down_proj")) else 1.0  # residual branches begin silent
+        weights[f"{at}{name}.weight"] = torch.randn(shape) * out / math.sqrt(shape[1])
+    for name, size in (("input_layernorm", hidden), ("post_attention_layernorm", hidden),
+                       ("self_attn.q_norm", dim), ("self_attn.k_norm", dim)):  # fmt: skip
+        weights[f"{at}{name}.weight"] = torch.ones(size)
+    return weights
+
+
 class Demo(torch.nn.Module):
     """Qwen3 in its smallest form. Parameter names are those of the checkpoint, so saving is `state_dict()`."""
 
@@ -157,19 +176,10 @@ class Demo(torch.nn.Module):
     def __init__(self, c: dict):
         super().__init__()
         self.c = c
-        heads, kv, dim, hidden = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"], c["hidden_size"]
-        shapes = {"self_attn.q_proj": (heads * dim, hidden), "self_attn.k_proj": (kv * dim, hidden),
-                  "self_attn.v_proj": (kv * dim, hidden), "self_attn.o_proj": (hidden, heads * dim),
-                  "mlp.gate_proj": (c["intermediate_size"], hidden), "mlp.up_proj": (c["intermediate_size"], hidden),
-                  "mlp.down_proj": (hidden, c["intermediate_size"])}  # fmt: skip
+        dim, hidden = c["head_dim"], c["hidden_size"]
         weights = {"model.embed_tokens.weight": torch.randn(c["vocab_size"], hidden) * 0.02}
         for i in range(c["num_hidden_layers"]):
-            for name, shape in shapes.items():
-                out = 0.0 if name.endswith(("o_proj", "down_proj")) else 1.0  # residual branches begin silent
-                weights[f"model.layers.{i}.{name}.weight"] = torch.randn(shape) * out / math.sqrt(shape[1])
-            for name, size in (("input_layernorm", hidden), ("post_attention_layernorm", hidden),
-                               ("self_attn.q_norm", dim), ("self_attn.k_norm", dim)):  # fmt: skip
-                weights[f"model.layers.{i}.{name}.weight"] = torch.ones(size)
+            weights |= layer_weights(c, f"model.layers.{i}.")
         weights["model.norm.weight"] = torch.ones(hidden)
         self.weights = torch.nn.ParameterDict({k.replace(".", "/"): torch.nn.Parameter(v) for k, v in weights.items()})
         angle = torch.outer(
@@ -178,16 +188,34 @@ class Demo(torch.nn.Module):
         self.register_buffer("cos", angle.cos())
         self.register_buffer("sin", angle.sin())
 
+    def load(self, folder: Path) -> None:
+        """Take the weights of a folder, all but those of a head that predicts ahead: `train_mtp.py` trains that."""
+        state = load_file(folder / "model.safetensors")
+        base = {name.replace(".", "/"): tensor.float() for name, tensor in state.items() if not name.startswith("mtp.")}
+        self.weights.load_state_dict(base)
+
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.weights[name.replace(".", "/") + "/weight"]
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return F.rms_norm(x.float(), x.shape[-1:], self[name], self.c["rms_norm_eps"])
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, length, vocab] of ids [rows, length]."""
-        c, (rows, length) = self.c, ids.shape
+    def layer(
+        self, x: torch.Tensor, at: str, earlier: KeysValues | None = None, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, KeysValues]:
+        """One decoder layer, whose weights' names begin with `at`.
+
+        Args:
+            x: [rows, length, hidden].
+            earlier: keys and values that stand before those of x, [rows, heads, any, dim] each.
+            mask: bool [length, any + length], which of them each token sees; None: those up to its own.
+
+        Returns:
+            The layer's output, and all its keys and values.
+        """
+        c, (rows, length, _) = self.c, x.shape
         cos, sin = self.cos[:length], self.sin[:length]
+        dtype = torch.bfloat16 if torch.is_autocast_enabled(x.device.type) else torch.float32
 
         def heads(x, norm=None):
             x = x.view(rows, length, -1, c["head_dim"])
@@ -196,19 +224,27 @@ class Demo(torch.nn.Module):
                 return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(dtype)
             return x.transpose(1, 2)
 
+        y = self.norm(x, at + "input_layernorm")
+        q, k, v = (F.linear(y, self[f"{at}self_attn.{n}_proj"]) for n in "qkv")
+        q, k, v = heads(q, at + "self_attn.q_norm"), heads(k, at + "self_attn.k_norm"), heads(v).to(dtype)
+        if earlier:
+            k, v = torch.cat((earlier[0], k), 2), torch.cat((earlier[1], v), 2)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+        x = x + F.linear(y.transpose(1, 2).reshape(rows, length, -1), self[at + "self_attn.o_proj"])
+        y = self.norm(x, at + "post_attention_layernorm")
+        y = F.silu(F.linear(y, self[at + "mlp.gate_proj"])) * F.linear(y, self[at + "mlp.up_proj"])
+        return x + F.linear(y, self[at + "mlp.down_proj"]), (k, v)
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        """What the head multiplies, [rows, length, hidden], of ids [rows, length]."""
         x = F.embedding(ids, self["model.embed_tokens"])
-        dtype = torch.bfloat16 if torch.is_autocast_enabled(ids.device.type) else torch.float32
-        for i in range(c["num_hidden_layers"]):
-            at = f"model.layers.{i}."
-            y = self.norm(x, at + "input_layernorm")
-            q, k, v = (F.linear(y, self[f"{at}self_attn.{n}_proj"]) for n in "qkv")
-            q, k, v = heads(q, at + "self_attn.q_norm"), heads(k, at + "self_attn.k_norm"), heads(v).to(dtype)
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            x = x + F.linear(y.transpose(1, 2).reshape(rows, length, -1), self[at + "self_attn.o_proj"])
-            y = self.norm(x, at + "post_attention_layernorm")
-            y = F.silu(F.linear(y, self[at + "mlp.gate_proj"])) * F.linear(y, self[at + "mlp.up_proj"])
-            x = x + F.linear(y, self[at + "mlp.down_proj"])
-        return F.linear(self.norm(x, "model.norm"), self["model.embed_tokens"])
+        for i in range(self.c["num_hidden_layers"]):
+            x, _ = self.layer(x, f"model.layers.{i}.")
+        return self.norm(x, "model.norm")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, length, vocab] of ids [rows, length]."""
+        return F.linear(self.hidden(ids), self["model.embed_tokens"])
 
 
 class Muon(torch.optim.Optimizer):
@@ -306,8 +342,7 @@ def main() -> None:
     model = Demo(CONFIG).to(device)
     if args.init:
         tokenizer = Tokenizer.from_file(str(args.init / "tokenizer.json"))
-        state = load_file(args.init / "model.safetensors", device)
-        model.weights.load_state_dict({name.replace(".", "/"): tensor.float() for name, tensor in state.items()})
+        model.load(args.init)
     else:
         tokenizer = make_tokenizer(corpus)
     compiled = torch.compile(model, dynamic=False)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from skills import FRAMES, SIGNS, Message, asks, says
@@ -33,8 +33,7 @@ class Adapted(Demo):
 
     def __init__(self, folder: Path):
         super().__init__(CONFIG)
-        state = load_file(folder / "model.safetensors")
-        self.weights.load_state_dict({name.replace(".", "/"): tensor.float() for name, tensor in state.items()})
+        self.load(folder)
         self.weights.requires_grad_(False)
         self.a, self.b = torch.nn.ParameterDict(), torch.nn.ParameterDict()
         for name, weight in self.weights.items():

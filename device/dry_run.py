@@ -15,27 +15,34 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from batch_state import BatchState
-from config import EngineConfig, load_named
+from config import MOST_DRAFTING, EngineConfig, load_named
+from device.coded import unwrapped
 from device.compile_guard import kernels_of, unlaunched
+from layers import Owner
 from lora.stacks import Adapters
 from model import Transformer
 from model_config import ModelConfig
 from models.expert_ranks import ExpertGroup
 from models.logprobs import LogprobGatherer
+from models.packing import be_batch_invariant
 from models.pooled import Pooler
+from models.quantized import QuantizedWeight
 from parallel import Group, Pipeline
 from plan import StepPlan
+from speculation.proposer import add_draft, new_proposer
 from worker import Worker
 
 
 def dry_model(
     config: EngineConfig, shape: ModelConfig, ops: ModuleType, dtype: torch.dtype, max_model_len: int,
-    pipeline: Pipeline,
+    pipeline: Pipeline, coded: str = "",
 ) -> Transformer:  # fmt: skip
-    """The model of a stage's first rank, on the meta device."""
+    """The model of a stage's first rank, on the meta device; of `coded` see `Transformer`."""
     group = Group(0, config.tensor_parallel_size, experts=ExpertGroup.of(config), pipeline=pipeline)
     with torch.device("meta"):  # for tensors that are made without a device
-        return Transformer(shape, ops, "meta", dtype, max_model_len, group)
+        model = Transformer(shape, ops, "meta", dtype, max_model_len, group, coded)
+        add_draft(config, model, "")  # a head has the same shape under any names
+    return model
 
 
 def new_state(
@@ -45,28 +52,33 @@ def new_state(
     vocab_size, kinds = 0 if config.makes_vectors else model.config.vocab_size, len(model.layout.windows)
     columns = table_columns(config, max_model_len)
     made = [load_named("logits_processors", name)(model.config) for name in config.logits_processors]
-    return BatchState(slots, max_model_len, columns, config.block_size, vocab_size, device, kinds, writes, made)
+    sizes = slots, max_model_len, columns, config.block_size, vocab_size
+    return BatchState(*sizes, device, kinds, writes, made, config.num_drafts)
 
 
 def table_columns(config: EngineConfig, max_model_len: int) -> int:
     """Blocks in each table of a sequence at full length, including those for its lookahead slots."""
-    return -(-(max_model_len + config.num_lookahead_slots) // config.block_size)
+    return -(-(max_model_len + config.lookahead) // config.block_size)
 
 
 def dry_worker(config: EngineConfig, model: Transformer, ops: ModuleType) -> Worker:
     """A worker on the meta device for a model of the same shape as `model`; `ops` is the module `kernels`."""
     dry = dry_model(config, model.config, ops, model.dtype, model.max_model_len, model.group.pipeline)
     adapters = Adapters.of(config, dry, dry.parameters())
+    for own, other in zip(dry.owners(), model.owners(), strict=True) if model.coded else ():
+        for name, value in vars(other).items():
+            if isinstance(weight := unwrapped(value), QuantizedWeight):
+                setattr(own, name, weight.on_meta(ops))
     if config.batch_invariant:
-        dry.be_batch_invariant()
+        be_batch_invariant(dry)
     if adapters:
         adapters.wrap()
-    pool = torch.empty(2, model.layout.size * config.block_size, dtype=model.dtype, device="meta")
+    pool = torch.empty(2, model.layout.size * config.block_size, dtype=model.kv_dtype, device="meta")
     states = torch.empty(2, model.state_size, device="meta")
     state = new_state(config, model, model.max_model_len, config.max_num_seqs, "meta")
-    gatherer = LogprobGatherer(ops, model.config.vocab_size, config.max_num_seqs)
+    gatherer = LogprobGatherer(ops, model.config.vocab_size, config.max_samples)
     worker = Worker(config, dry, pool, pool, states, states, state, gatherer, Pooler.of(config, dry))
-    worker.adapters = adapters
+    worker.adapters, worker.proposer = adapters, new_proposer(config, dry)
     return worker
 
 
@@ -119,21 +131,26 @@ def count_step(dry: Worker, counts: list[int]) -> tuple[int, int, int]:
     that are alive when sampling begins, and the most while it goes on (0 where nothing is sampled)."""
     shape = dry.shape_of(np.array(counts), np.ones(len(counts), dtype=bool))
     shape = shape._replace(adjusted=True, adapted=dry.adapters is not None)
-    state, plan = dry.state, StepPlan(0, rows=[*enumerate(counts)])
+    propose = dry.config.num_drafts if len(counts) <= MOST_DRAFTING else 0
+    state, plan = dry.state, StepPlan(0, rows=[*enumerate(counts)], propose=propose)
     state.num_blocks = [[state.block_tables.shape[2]] for _ in counts]  # all contexts have their full length
     if experts := dry.group.experts:
         experts.engines = experts.most
     with torch.inference_mode(), torch.device("meta"), unlaunched(kernels_of(dry.ops)), LiveBytes() as live:
         dry.phases = live  # it is told of the same phases
-        dry.forward(shape, plan, incoming=dry.receive(shape, plan))
+        dry.forward(shape, plan, incoming=dry.receive(shape))
     begin, most = live.phases.pop("sample", (0, 0))
     return max(peak for _, peak in live.phases.values()), begin, most
 
 
 def distinct_layers(model: Transformer) -> range:
-    """The first layers of a stage, until there is one of each kind: a step takes no more for all of them."""
-    kinds = [
-        [(type(part), [x.shape for x in vars(part).values() if isinstance(x, torch.Tensor)]) for part in layer.owners()]
-        for layer in model.layers[model.span.start : model.span.stop]
-    ]
-    return range(model.span.start, model.span.start + max(map(kinds.index, kinds)) + 1)
+    """The first layers of a stage, until there is one of each kind and all that a draft reads: a step takes no more
+    for all layers."""
+
+    def kind(owner: Owner) -> tuple[type, list[tuple[type, torch.Size]]]:
+        weights = (x for x in vars(owner).values() if isinstance(x, torch.Tensor | QuantizedWeight))
+        return type(owner), [(type(weight), weight.shape) for weight in weights]
+
+    kinds = [[*map(kind, layer.owners())] for layer in model.layers[model.span.start : model.span.stop]]
+    read = model.draft.reads if model.draft else ()  # with several stages there is none
+    return range(model.span.start, model.span.start + max(*map(kinds.index, kinds), *read, 0) + 1)

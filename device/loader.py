@@ -19,18 +19,22 @@ from itertools import chain, islice
 import torch
 from tqdm import tqdm
 
+from checkpoints.dequantize import Packed
+from checkpoints.hub import INDEX, checkpoint_files
+from checkpoints.rounding import rounded
+from checkpoints.storage import Storage, opened
+from checkpoints.tied_head import stand_in
 from config import read_json
+from device.coded import Rows, Source, key, keys_to_round, settle
 from model import Transformer
-from models.dequantize import ACTIVATIONS, Packed, Scales, find_scales, open_tensor, opened
 from models.families import HALF_PREFIXES, PREFIXES, our_name
-from models.hub import INDEX, checkpoint_files
 from models.shares import Part
-from models.tied_head import stand_in
 
-# Constants that old checkpoints have: RoPE's frequencies, masks, and two of xIELU's numbers.
+# Constants that old checkpoints have: RoPE's frequencies, masks, and two of xIELU's numbers. And scales of keys and
+# values, which only a cache in FP8 wants.
 IGNORED = (
     ".rotary_emb.inv_freq", "rotary_pos_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias",
-    ".attention.masked_bias", ".act_fn.beta", ".act_fn.eps",
+    ".attention.masked_bias", ".act_fn.beta", ".act_fn.eps", ".k_scale", ".v_scale", ".kv_scale",
 )  # fmt: skip
 HEADS = ("lm_head.weight", "embed_out.weight", "score.weight", "score.0.weight", "score.0.bias", "score.2.weight",
          "score.2.bias")  # fmt: skip  # not read where tied, or where the task needs none
@@ -38,7 +42,7 @@ READERS = 2  # one copies while the other waits for the disk; torch divides each
 PIECE_BYTES = 4 * 2**20  # are copied and added up at a time on a CPU, so that the sum finds them in its cache
 BUFFERS, BUFFER_BYTES = 4, 32 * 2**20  # two are filled and two emptied; a call's time is small beside that of its bytes
 
-Pair = tuple[torch.Tensor, torch.Tensor | Packed]  # target and source, of equal shapes
+Pair = tuple[torch.Tensor | Rows, Source]  # target and source, of equal shapes
 
 
 def load_weights(
@@ -61,6 +65,10 @@ def load_weights(
     wanted, device = wanted or model.parameters(), torch.device(model.device)
     paths = checkpoint_files(folder)
     found, files = find_weights(model, folder, paths, wanted)
+    scales = [(name, piece.target) for name, part in wanted.items() if part.optional for piece in part.pieces]
+    for _, target in scales:
+        target.fill_(1)
+    targets = settle(model, wanted, {name: sources for file in files for name, sources in file.items()})
     stage = Stage(device) if (device.type == "cuda" if staged is None else staged) else None
     move, begin = (stage.move, stage.begin) if stage else (copy, None)
     sums: dict[str, list[torch.Tensor]] = {}  # of each tensor's parts; a stage may still be making them until it waits
@@ -68,38 +76,48 @@ def load_weights(
         tqdm(total=sum(map(len, files)), desc="Loading weights", unit="tensor", leave=False, disable=None) as bar,
         ThreadPoolExecutor(READERS, initializer=begin) as pool,
     ):
-        for i, slices in enumerate(files):
-            moved = pool.map(move, chain.from_iterable(slices.values()))
+        for i, sources in enumerate(files):
+            both = chain.from_iterable(zip(targets[name], of, strict=True) for name, of in sources.items())
+            moved = pool.map(move, both)
             for path in paths[i : i + 2]:
                 read_ahead(path)
-            for name, of in slices.items():
+            for name, of in sources.items():
                 sums[name] = [*islice(moved, len(of))]
                 bar.update()
     if stage:
         stage.wait()
+    for name, target in scales:
+        if name in found and not target > 0:
+            raise ValueError(f"{folder}: tensor {found[name]} is {float(target)}; a scale must be above 0")
     for name, parts in sums.items():  # a sum of finite numbers may overflow, too, so it is only a hint
         total = sum(parts, torch.zeros((), device=device))
-        targets = [piece.target for piece in wanted[name].pieces]
-        if not (total.isfinite() or all(target.isfinite().all() for target in targets)):
-            dtype = str(targets[0].dtype).removeprefix("torch.")
-            raise ValueError(f"{folder}: tensor {found[name]} has NaN or infinite elements, read as {dtype}")
+        plain = [target for target in targets[name] if isinstance(target, torch.Tensor)]
+        if not (total.isfinite() or (plain and all(target.isfinite().all() for target in plain))):
+            read_as = f", read as {str(plain[0].dtype).removeprefix('torch.')}" if plain else ""
+            raise ValueError(f"{folder}: tensor {found[name]} has NaN or infinite elements{read_as}")
     model.finish()
 
 
 def find_weights(
     model: Transformer, folder: str, paths: list[str], wanted: dict[str, Part]
-) -> tuple[dict[str, str], list[dict[str, list[Pair]]]]:
-    """Our names of the checkpoint's tensors and its own, and what is to be copied out of each file. Only headers are
-    read. Raises what `find_slices` and `check_complete` do."""
+) -> tuple[dict[str, str], list[dict[str, list[Source]]]]:
+    """Our names of the checkpoint's tensors and its own, and what is to be copied out of each file, by piece. Only
+    headers are read. Raises what `find_slices` and `check_complete` do."""
     found: dict[str, str] = {}
-    scales = find_scales(paths, model.config.quantization)
+    storage = Storage(paths, model.config.quantization)
     index = None if folder in paths else read_json(folder, INDEX, {}).get("weight_map")
     if index and os.path.basename(paths[0]) not in index.values():  # it is of older files
         index = None
-    instead = stand_in(paths, model.config, scales)
-    files = [find_slices(path, wanted, model, found, scales, index, instead) for path in paths]
+    instead = stand_in(paths, model.config, storage)
+    files = [find_slices(path, wanted, model, found, storage, index, instead) for path in paths]
     check_complete(folder, wanted, found)
     return found, files
+
+
+def settle_headers(model: Transformer, folder: str, wanted: dict[str, Part]) -> None:
+    """Find out from the headers of a checkpoint's files what of a model on the meta device stays in codes."""
+    _, files = find_weights(model, folder, checkpoint_files(folder), wanted)
+    settle(model, wanted, {name: sources for file in files for name, sources in file.items()})
 
 
 def check_complete(folder: str, wanted: dict[str, Part], found: dict[str, str]) -> None:
@@ -111,7 +129,7 @@ def check_complete(folder: str, wanted: dict[str, Part], found: dict[str, str]) 
     Raises:
         ValueError: a tensor is missing, or is there twice: by itself and as a part of another one.
     """
-    needed = {name for name, part in wanted.items() if not part.instead_of}
+    needed = {name for name, part in wanted.items() if part.needed}
     for name, part in wanted.items():
         if part.instead_of and name in found:
             if twice := found.keys() & set(part.instead_of):
@@ -126,57 +144,68 @@ def check_complete(folder: str, wanted: dict[str, Part], found: dict[str, str]) 
 
 
 def find_slices(
-    path: str, wanted: dict[str, Part], model: Transformer, found: dict[str, str], scales: dict[str, Scales],
+    path: str, wanted: dict[str, Part], model: Transformer, found: dict[str, str], storage: Storage,
     index: dict[str, str] | None, instead: dict[str, str],
-) -> dict[str, list[Pair]]:  # fmt: skip
+) -> dict[str, list[Source]]:  # fmt: skip
     """What is to be copied out of a file, by name. The sources are views of the mapped file; only its header is read.
 
     Args:
         found: our names and the checkpoint's of what was found so far; this file's are added.
-        scales: of the tensors that are stored in fewer bits.
+        storage: which tensors of the checkpoint stand for which.
         index: names what counts; of the rest of a file only what is wanted is taken.
         instead: our names of tensors that are wanted under other names, see `stand_in`.
 
     Raises:
         ValueError: the file is damaged, or a tensor of it is surplus, misshapen, of another dtype, or in two files.
     """
-    slices: dict[str, list[Pair]] = {}
-    beside = {of.name for of in scales.values()}
+    slices: dict[str, list[Source]] = {}
+    rounding = keys_to_round(model)
     with opened(path) as file:
         for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-            if saved in beside or (model.config.quantization and saved.endswith(ACTIVATIONS)):
+            plain = storage.plain(saved)
+            if plain is None:
                 continue
-            of = scales.get(saved)
-            plain = of.plain if of else saved
-            name = instead.get(plain) or our_name(plain, wanted)
-            if name is None and (skipped(plain, model) or (index and saved not in index)):
+            name, unlisted = instead.get(plain) or our_name(plain, wanted), index and saved not in index
+            if name is None and (unlisted or skipped(plain, model) or storage.idle(file, saved)):
                 continue
             if name in found:
                 raise ValueError(f"{path} has a tensor {saved!r:.200}; the checkpoint has it as {found[name]}, too")
             if name is None:
                 raise ValueError(f"{path} has a tensor {saved!r:.200} that {model.config.architecture} has not")
             try:
-                whole = open_tensor(file, saved, of, model.config.quantization)
+                whole = storage.open(file, saved)
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from None
+            if not whole.shape:  # a scale
+                whole = whole.view((1,))
             if name == f"{model.row.name('embed')}.weight" and model.row.image_rows:
                 whole = whole[: -model.row.image_rows]
             part, either = wanted[name], model.row.routing and model.row.routing.stacked == "either"
+            if isinstance(whole, Packed) and part.transposed and len(part.shape) == 2:
+                whole = whole.mT  # a packed matrix is [outputs, inputs], however the family has it where it is plain
             if either and len(part.shape) == 3 and list(whole.shape) != list(part.shape):
                 whole = whole.mT
-            shape = list(whole.shape)
-            if shape != list(part.shape):
+            if (shape := list(whole.shape)) != list(part.shape):
                 raise ValueError(f"{path}: tensor {saved} has shape {shape}; config.json asks for {list(part.shape)}")
             found[name] = plain
-            slices[name] = pairs(whole, part)
+            slices[name] = slices_of(whole, part, model.coded if fills(part, rounding) else "")
     return slices
 
 
-def pairs(whole: torch.Tensor | Packed, part: Part) -> list[Pair]:
-    """What is to be copied out of a whole tensor of the checkpoint."""
+def fills(part: Part, keys: set[int]) -> bool:
+    """Whether a tensor fills one of the weights with these keys."""
+    return bool(part.pieces) and key(part.pieces[0].target) in keys
+
+
+def slices_of(whole: Source, part: Part, kind: str = "") -> list[Source]:
+    """What is to be copied out of a whole tensor of the checkpoint for each piece, rounded if plain to a `kind`."""
+    if kind and isinstance(whole, torch.Tensor):
+        axis = [*range(whole.ndim - 2), -1, -2] if part.transposed else [*range(whole.ndim)]
+        rows = rounded(whole.permute(axis), kind)  # of outputs
+        whole = rows.mT if part.transposed else rows
     whole = whole.mT if part.transposed else whole
     whole = whole.view(part.view) if part.view else whole
-    return [(target, whole[index]) for target, index in part.pieces]
+    return [whole[piece.at] for piece in part.pieces]
 
 
 def skipped(saved: str, model: Transformer) -> bool:
@@ -184,7 +213,7 @@ def skipped(saved: str, model: Transformer) -> bool:
     row, sources = model.row, model.config.kv_sources
     of_layer = any(saved.startswith(f"{prefix}{row.name('layer')}.") for prefix in PREFIXES)
     of_other = row.half and not of_layer and not saved.startswith(HALF_PREFIXES)  # than the text
-    if of_other or saved.endswith(IGNORED + HEADS):
+    if of_other or saved.endswith(IGNORED + HEADS + model.unread):
         return True
     for prefix in PREFIXES:
         name = saved.removeprefix(prefix)
@@ -211,15 +240,19 @@ def read_ahead(path: str) -> None:
 
 def copy(pair: Pair) -> torch.Tensor:
     """Copy straight from the mapping; returns the sum of what was copied."""
+    target, source = pair
+    if isinstance(target, Rows):
+        assert isinstance(source, Packed)
+        return target.fill(source)
     total = torch.zeros(())
-    for to, of in pieces(pair, PIECE_BYTES):
+    for to, of in pieces(target, source, PIECE_BYTES):
         total += to.copy_(of).sum()
     return total
 
 
-def pieces(pair: Pair, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The pair row by row, in parts of at most `size` bytes of the target, or of one row; packed ones are unpacked."""
-    target, source = pair
+def pieces(target: torch.Tensor, source: Source, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Target and source row by row, in parts of at most `size` bytes of the target, or of one row; packed ones are
+    unpacked."""
     size = size if isinstance(source, torch.Tensor) else min(size, PIECE_BYTES)  # unpacking takes several times as much
     rows = max(1, size // (math.prod(target.shape[1:]) * target.itemsize))
     for to, of in zip(target.split(rows), source.split(rows), strict=True):
@@ -249,10 +282,12 @@ class Stage:
         Numbers are converted to the target's dtype when they are copied into a buffer. A copy to the device that has to
         convert would first do so on the host, into memory that is not pinned, and wait for it.
         """
-        target = pair[0]
+        target, source = pair
+        if isinstance(target, Rows):
+            return copy(pair)
         assert target.is_contiguous() and math.prod(target.shape[1:]) * target.itemsize <= BUFFER_BYTES
         total = torch.zeros((), device=target.device)
-        for to, of in pieces(pair, BUFFER_BYTES):
+        for to, of in pieces(target, source, BUFFER_BYTES):
             buffer, emptied = self.free.get()
             try:
                 if emptied:
@@ -280,23 +315,36 @@ def fill_dummy(model: Transformer, seed: int, wanted: dict[str, Part] | None = N
     """
     generator = torch.Generator(device=model.device).manual_seed(seed % 2**63)
     wanted = wanted or model.parameters()
+    all_targets = settle_dummy(model, wanted)
     for name, part in wanted.items():
         if part.instead_of:  # the tensors that it stands for are made one by one
             continue
-        targets = [piece.target for piece in part.pieces]  # none, where another rank or stage has it
+        targets = all_targets[name]  # none, where another rank or stage has it
         if len(part.shape) == 1 or "norm" in name:
             scales = name.endswith(("weight", "scale", "scalar"))
-            less_one = model.row.unit_offset and not name.endswith(f"{model.row.name('delta')}.norm.weight")
-            for target in targets:
-                target.fill_(1.0 if scales and not less_one else 0.0)
+            own = part.optional or name.endswith(f"{model.row.name('delta')}.norm.weight")
+            less_one = model.row.unit_offset and not own
+            for piece in part.pieces:
+                piece.target.fill_(1.0 if scales and not less_one else 0.0)
             continue
-        if targets and targets[0].shape == part.shape:
-            whole = targets[0]
+        plain = [target for target in targets if isinstance(target, torch.Tensor)]
+        if len(plain) == 1 and plain[0].shape == part.shape:
+            whole = plain[0]
         else:
-            whole = torch.empty(part.shape, dtype=targets[0].dtype if targets else model.dtype, device=model.device)
+            whole = torch.empty(part.shape, dtype=plain[0].dtype if plain else model.dtype, device=model.device)
         whole.normal_(0, part.shape[-2 if part.transposed else -1] ** -0.5, generator=generator)
-        for target, source in pairs(whole, part):
+        kind = "" if len(plain) == len(targets) else model.coded
+        for target, source in zip(targets, slices_of(whole, part, kind), strict=True):
             if target is not whole:
-                assert isinstance(source, torch.Tensor)
-                target.copy_(source)
+                copy((target, source))
     model.finish()
+
+
+def settle_dummy(model: Transformer, wanted: dict[str, Part]) -> dict[str, list[torch.Tensor | Rows]]:
+    """See `settle`, for weights that are made up."""
+    sources, rounding = {}, keys_to_round(model)
+    for name, part in wanted.items():
+        if not part.instead_of:
+            kind = model.coded if fills(part, rounding) else ""
+            sources[name] = slices_of(torch.empty(part.shape, device="meta"), part, kind)
+    return settle(model, wanted, sources)

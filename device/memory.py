@@ -21,14 +21,19 @@ from types import ModuleType
 
 import torch
 
-from config import EngineConfig
+from checkpoints.hub import checkpoint_files
+from config import MOST_DRAFTING, EngineConfig
 from cpu import machine
+from device.coded import coded_as, files_of, kinds_of
 from device.dry_run import count_step, distinct_layers, dry_model, dry_worker, new_state, table_columns
+from device.loader import settle_dummy, settle_headers
 from lora.stacks import adapter_bytes
 from model import Transformer
 from model_config import ModelConfig
+from models.delta_net import DeltaNet
 from models.kv_layout import most_blocks
 from models.logprobs import workspace
+from models.quantized import QuantizedWeight
 from parallel import Group, Pipeline
 from worker import Worker
 
@@ -54,11 +59,12 @@ class MemoryPlan:
 
     Attributes:
         weights: the weights and RoPE's table.
+        draft: those of what makes drafts.
         adapters: `max_loras` adapters of `max_lora_rank`.
         state: the batch state with `max_num_seqs` slots.
         states: the recurrent states of `max_num_seqs` sequences, and those that the prefix cache keeps.
         activations: the largest step before it has logits, the exchange of several ranks' logits included.
-        logits: the logits of `max_num_seqs` rows, a copy of them, and what is alive beside them.
+        logits: the logits of `max_samples` rows, a copy of them, and what is alive beside them.
         sampling: the workspace of `ops.sample` for these rows.
         logprobs: the workspace of log-probabilities, whatever requests ask for.
         graphs: an allowance for CUDA graphs, and the pool that they share, as large as a step of decodes, with the
@@ -70,6 +76,7 @@ class MemoryPlan:
     """
 
     weights: int
+    draft: int
     adapters: int
     state: int
     states: int
@@ -124,13 +131,20 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
         steps = [count_step(dry, counts) for counts in largest_steps(config, model.max_model_len)]
         activations, held, sampled = map(max, zip(*steps, strict=True))
         if sampled:
-            logits, sampling, logprobs = held + item * rows * vocab_size, sampled - held, workspace(rows, vocab_size)
+            samples = config.max_samples
+            logits, logprobs = held + item * (2 * samples - rows) * vocab_size, workspace(samples, vocab_size)
+            sampling = (sampled - held) * samples // rows
         if cuda and captures_graphs(config):
-            graphs = GRAPHS + item * rows * sum(model.passed_sizes) + max(count_step(dry, [1] * rows))
+            largest = max(rows, config.max_samples - rows + min(rows, MOST_DRAFTING))  # tokens of a graph
+            passed, step = sum(model.passed_sizes), max(count_step(dry, [1] * rows))
+            graphs = GRAPHS + item * largest * passed + step * largest // rows
             graphs += piece_bytes(config, dry)
+        kept = kept_bytes(config, model)
+        activations, logits, graphs = activations + kept, logits + kept, graphs + (kept if graphs else 0)
     plan = MemoryPlan(
         weights=count_bytes(model.owners()),
-        adapters=config.max_loras * adapter_bytes(config, model),
+        draft=count_bytes({*model.draft.owners()} - {*model.owners()}) if model.draft else 0,
+        adapters=config.max_loras * adapter_bytes(config, plain_shape(config, model)),
         state=count_bytes([new_state(config, model, model.max_model_len, rows, "meta")]),
         states=4 * model.state_size * (rows + count_snapshots(config, model)),
         activations=activations,
@@ -139,9 +153,16 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
         logprobs=logprobs,
         graphs=graphs,
         context=CONTEXT + NCCL * (model.group.world_size > 1 or shares_experts(model.group)) if cuda else 0,
-        block=model.layout.size * config.block_size * item,
+        block=model.layout.size * config.block_size * model.kv_dtype.itemsize,
     )
     return replace(plan, fragments=FRAGMENTS + plan.step // 4) if cuda else plan
+
+
+def plain_shape(config: EngineConfig, model: Transformer) -> Transformer:
+    """The model, or if it has weights in codes one of its shape that has none."""
+    if not (model.coded and config.enable_lora):
+        return model
+    return dry_model(config, model.config, model.ops, model.dtype, model.max_model_len, model.group.pipeline)
 
 
 def settle_tokens(config: EngineConfig, total: int) -> EngineConfig:
@@ -233,11 +254,13 @@ def captures_graphs(config: EngineConfig) -> bool:
 def piece_sizes(config: EngineConfig, model: Transformer) -> list[int]:
     """The numbers of tokens that small steps with prompts are padded to; see `PiecewiseGraphs`. Without these: empty.
 
-    Only attention may need to know of rows, which is not so for layers with recurrent states, nor with adapters. And a
-    step must not meet other stages or engines, whose messages are no part of a graph.
+    Only attention may need to know of rows, which is not so for layers with recurrent states, nor with adapters. A step
+    must not meet other stages or engines, whose messages are no part of a graph. And what a draft reads between layers
+    would have another place in each graph.
     """
     alone = model.group.pipeline.stages == 1 and not shares_experts(model.group)
-    if not (alone and captures_graphs(config)) or model.config.delta or config.enable_lora:
+    draft_reads = model.draft is not None and model.draft.reads
+    if not (alone and captures_graphs(config)) or model.config.delta or config.enable_lora or draft_reads:
         return []
     return [size for size in PIECE_SIZES if size <= config.token_budget]
 
@@ -256,11 +279,19 @@ def piece_bytes(config: EngineConfig, dry: Worker) -> int:
     return most * (model.dtype.itemsize * shared + inputs) + count_step(dry, [most])[0] + graphs * PIECE
 
 
+def kept_bytes(config: EngineConfig, model: Transformer) -> int:
+    """What layers with recurrent states keep of the tokens of drafts until it is known which are taken."""
+    tokens = min(config.max_num_seqs, MOST_DRAFTING) * (1 + config.num_drafts) if config.num_drafts else 0
+    found = [layer.attention for layer in model.layers if isinstance(layer.attention, DeltaNet)]
+    return tokens * sum(sum(part.sizes) for part in found) * model.dtype.itemsize
+
+
 def count_bytes(owners: Iterable[object]) -> int:
     """Bytes of the tensors that are attributes of `owners`; memory that several of them share counts once."""
     values = [value for owner in owners for value in vars(owner).values()]
     values += [item for value in values if isinstance(value, list) for item in value]
     found = [value for value in values if isinstance(value, torch.Tensor)]
+    found += [tensor for value in values if isinstance(value, QuantizedWeight) for tensor in value.tensors()]
     storages = [tensor.untyped_storage() for tensor in found]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
@@ -285,7 +316,7 @@ def largest_steps(config: EngineConfig, max_model_len: int) -> list[list[int]]:
 def blocks_per_seq(config: EngineConfig, windows: Sequence[int], length: int) -> int:
     """Blocks that a sequence holds at most until it has `length` tokens, where `windows` are those of `KVLayout`."""
     chunk = config.token_budget if config.enable_chunked_prefill else length
-    return sum(most_blocks(windows, length, chunk, config.block_size, config.num_lookahead_slots))
+    return sum(most_blocks(windows, length, chunk, config.block_size, config.lookahead))
 
 
 def longest(config: EngineConfig, windows: Sequence[int], count: int, most: int) -> int:
@@ -302,7 +333,7 @@ def fit_pool(config: EngineConfig, windows: Sequence[int], fits: int, max_model_
     Raises:
         ValueError: it does not hold one request of `max_model_len`, and the user asked for that length.
     """
-    size, ahead, per_seq = config.block_size, config.num_lookahead_slots, blocks_per_seq(config, windows, max_model_len)
+    size, ahead, per_seq = config.block_size, config.lookahead, blocks_per_seq(config, windows, max_model_len)
     useful = per_seq * config.max_num_seqs
     if config.makes_vectors:  # two steps may be in flight, whose rows end in blocks that are not full
         step = max(per_seq, len(windows) * config.token_budget // size)
@@ -328,7 +359,8 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     """
     parameters = model.num_parameters()
     max_model_len, rows = model.max_model_len, config.max_num_seqs
-    name = str(model.dtype).removeprefix("torch.")
+    names = kinds_of(model) if model.coded else [str(model.dtype).removeprefix("torch.")]
+    name = " and ".join(names)
 
     def line(what: str, size: int, remark: str = "") -> str:
         return f"  {what:<20}{size / MIB:>12,.1f} MiB  {remark}".rstrip()
@@ -339,6 +371,8 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         of = f" of stage {model.group.pipeline.stage}, which has the least room of {stages}" if stages > 1 else ""
         yield f"for each of {model.group.size} ranks{of}:"
     yield line("weights", plan.weights)
+    if plan.draft and config.speculation:
+        yield line("draft", plan.draft, config.speculation.method)
     if plan.adapters:
         each_adapter = plan.adapters / config.max_loras / MIB
         said = f"{config.max_loras} of {each_adapter:,.1f} MiB; the host's memory has {config.host_loras}"
@@ -354,7 +388,7 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         more = "the larger of activations, and logits with the larger of their workspaces"
         yield line("largest step", plan.step, more)
         yield line("  activations", plan.activations, f"of {largest_step(config, max_model_len):,} tokens")
-        yield line("  logits", plan.logits, f"of {rows:,} rows")
+        yield line("  logits", plan.logits, f"of {config.max_samples:,} rows")
         yield line("  sampling", plan.sampling)
         yield line("  log-probabilities", plan.logprobs, "at most, whatever requests ask for")
     if plan.fragments:
@@ -394,13 +428,18 @@ def plan_stage(
     Raises:
         ValueError: the recurrent states do not fit.
     """
-    model = dry_model(config, model_config, ops, dtype, max_model_len, pipeline)
+    coded = coded_as(config, model_config)
+    model = dry_model(config, model_config, ops, dtype, max_model_len, pipeline, coded)
+    if coded and files_of(config):
+        settle_headers(model, config.weights or config.folder, model.parameters())
+    elif coded:
+        settle_dummy(model, model.parameters())
     plan = plan_memory(config, model, total > 0)
     if total:
         budget = int(total * config.gpu_memory_utilization)
         where = f"in {budget / 2**30:,.1f} of a GPU's {total / 2**30:,.1f} GiB"
-        return model, plan, plan.room(budget, plan.weights + plan.adapters + plan.context), where
-    free = machine.available_bytes() - (plan.weights + plan.adapters) * config.world_size
+        return model, plan, plan.room(budget, plan.weights + plan.draft + plan.adapters + plan.context), where
+    free = machine.available_bytes() - (plan.weights + plan.draft + plan.adapters) * config.world_size
     room = max(0, int(CPU_KV_SHARE * free / (config.world_size * (config.local_engines or 1))))
     count = config.max_num_seqs + count_snapshots(config, model, 2 * room)
     plan = replace(plan, states=4 * model.state_size * count)
@@ -426,7 +465,12 @@ def check_room(
         attention = c.num_layers * c.latent.weights(c.hidden_size, c.num_heads)
     tables = 2 if c.head == "logits" and not c.tie_word_embeddings else 1  # of the vocabulary's size
     matrices = attention + c.hidden_size * (3 * sum(c.mlp_sizes) + tables * c.vocab_size)
-    size = matrices * dtype.itemsize // config.world_size + max_model_len * 2 * c.head_dim * 4
+    size = matrices * dtype.itemsize
+    if config.quantization != "auto":
+        size = matrices * (5 if config.quantization == "int4" else 8) // 8  # with its scales
+    elif coded_as(config, model_config):
+        size = sum(map(os.path.getsize, checkpoint_files(config.weights or config.folder)))
+    size = size // config.world_size + max_model_len * 2 * c.head_dim * 4
     if device == "cuda":
         torch.cuda.empty_cache()  # an engine that was closed in this process has left its memory to torch
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else machine.available_bytes()

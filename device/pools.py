@@ -87,7 +87,7 @@ def new_host_pool(start: Start, states: torch.Tensor) -> torch.Tensor:
     count = min(space // start.memory.block, MAX_HOST_POOLS * start.num_blocks)
     if start.device == "cpu":  # cached prefixes that fill gigabytes of the same memory would look like a leak
         count = min(count, start.blocks_per_seq() * config.max_num_seqs)
-    pool = new_host(start, "num_host_blocks", count, start.block_shape(), start.model.dtype, "blocks")
+    pool = new_host(start, "num_host_blocks", count, start.block_shape(), start.model.kv_dtype, "blocks")
     if config.preemption_mode == "swap" and not len(pool):
         size = start.memory.block * start.group.local_size
         raise ValueError(f"swap_space is {swap_space(start)} GiB; one KV block takes {size} bytes")
@@ -151,7 +151,7 @@ def profile(start: Start) -> int:
     if config.makes_vectors or not start.group.pipeline.last:
         return torch.cuda.max_memory_reserved() - held
     logits = some_logits(start)
-    slots = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=start.device)
+    slots = torch.zeros(config.max_samples, dtype=torch.int32, device=start.device)
     sampled = worker.state.sample(start.ops, logits, slots, None)
     start.ops.logprobs(logits.clone(), sampled, 1)  # on a copy, as in a step where not every row asks
     return torch.cuda.max_memory_reserved() - held

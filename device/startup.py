@@ -12,17 +12,22 @@ import importlib
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from batch_state import BatchState
+from checkpoints.hub import checkpoint_files
+from checkpoints.tied_head import settle_head
 from config import EngineConfig
 from cpu import machine
 from cpu import weights as cpu_weights
-from cpu.compiled import Builder, compile_ops, has_compiler, multiply_job
+from cpu.compiled import Builder, coded_forms, compile_ops, has_compiler, multiply_job
+from cpu.quantized import pack_quantized
+from device.coded import coded_as, kinds_of
 from device.compile_guard import CompileGuard, check_compiler
 from device.dry_run import new_state
 from device.loader import fill_dummy, load_weights
@@ -41,19 +46,21 @@ from device.memory import (
 )
 from device.pools import count_blocks, fit_states, new_host_pool, new_host_states
 from device.upkeep import KeptWorker
-from device.warmup import rehearse, warm_up
+from device.warmup import rehearse, time_rows, warm_up
 from lora.stacks import Adapters
 from model import Transformer
 from model_config import ModelConfig
 from models.expert_ranks import ExpertGroup
-from models.hub import checkpoint_files
+from models.packing import be_batch_invariant
 from models.pooling import settle_task
 from models.shares import Part
-from models.tied_head import settle_head
+from observe.logs import logger
 from parallel import Group, Pipeline
+from speculation.proposer import add_draft
 from worker import Worker
 
 CUDA_BLOCK_SIZES = (16, 32, 64, 128)
+FP8_CAPABILITY = (8, 9)  # from which on a GPU converts FP8, and Triton knows it
 SETTLED = 600  # seconds after which a server with a small model is one that stays
 
 
@@ -89,8 +96,10 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0,
         experts.connect(start.config.expert_rendezvous, start.device, start.config.startup_timeout)
     with start.phase("warm-up"):
         worker.info = facts(start, worker, *warm_up(start, worker))
+        worker.info["row_seconds"] = time_rows(start, worker)
     if experts:
         experts.exchange(0)
+    worker.take_sampled()  # of the warm-up
     pipeline.live = pipeline.stages > 1
     worker.info["startup"] = start.seconds
     worker.sanitize()
@@ -103,6 +112,7 @@ def prepare(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvo
     if config.weights or config.load_format != "dummy":
         model_config = settle_head(config.weights or config.folder, model_config)
     device = pick_device(config.device)
+    model_config = replace(model_config, kv_cache_dtype=config.kv_cache_dtype)
     ops = pick_ops(config.backend, device)
     if device == "cuda" and ops.BACKEND == "triton":
         check_compiler()
@@ -111,6 +121,11 @@ def prepare(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvo
         ops = compile_ops(builder)
     dtype = pick_dtype(config.dtype, model_config.dtype, device, cpu_weights.is_small(config))
     max_model_len = check_sizes(config, model_config, device)
+    if device == "cuda" and config.kv_cache_dtype == "fp8" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        raise ValueError(
+            f"kv_cache_dtype is 'fp8'; {torch.cuda.get_device_name()} does not convert it, as GPUs from compute "
+            "capability 8.9 on do, so it must be 'auto'"
+        )
     stages = config.pipeline_parallel_size
     group = Group.connect(rank, config.tensor_parallel_size, rendezvous, device, stages)
     group.experts = ExpertGroup.of(config, rank)
@@ -140,6 +155,7 @@ class Start:
     seconds: dict[str, float] = field(default_factory=dict)  # of each phase
     model: Transformer = field(init=False)
     parameters: dict[str, Part] = field(init=False)  # what fills the model; none once the weights are packed
+    draft_parameters: dict[str, Part] = field(init=False)  # what fills its draft
     num_parameters: int = 0
     greedy_head: cpu_weights.GreedyHead | None = None
     adapters: Adapters | None = None
@@ -163,8 +179,11 @@ class Start:
     def load(self) -> None:
         """Make the model, fill it, plan the memory, and give the weights the layouts that this device is fast with."""
         config = self.config
-        model = Transformer(self.model_config, self.ops, self.device, self.dtype, self.max_model_len, self.group)
-        self.model, self.parameters = model, model.parameters()
+        sizes = self.max_model_len, self.group, coded_as(config, self.model_config)
+        model = Transformer(self.model_config, self.ops, self.device, self.dtype, *sizes)
+        add_draft(config, model, config.checkpoint)
+        self.model = model
+        self.list_parameters()
         self.fill(config.weights)
         self.memory = plan_memory(config, model, self.device == "cuda")
         self.num_parameters = model.num_parameters()
@@ -172,14 +191,34 @@ class Start:
             small = self.num_parameters * model.dtype.itemsize < cpu_weights.SMALL
             machine.settle(config.threads, small and config.beside_server, self.sharers)
         mapped = config.load_format != "dummy" and not config.weights
-        self.arrange(checkpoint_files(config.folder) if mapped else [])
+        files = checkpoint_files(config.folder) if mapped else []
+        self.arrange(files)
+
+    def list_parameters(self) -> None:
+        """Note what fills the model, and what makes its drafts, before their weights are packed."""
+        self.parameters = self.model.parameters()
+        self.draft_parameters = self.model.draft.parameters() if self.model.draft else {}
 
     def fill(self, source: str) -> None:
-        """Fill the model from a folder or a file, or where that is empty as the options say."""
-        if not source and self.config.load_format == "dummy":
-            fill_dummy(self.model, self.config.seed, self.parameters)
+        """Fill the model from a folder or a file, or where that is empty as the options say; and what makes drafts."""
+        config, draft, own = self.config, self.model.draft, self.draft_parameters
+        folder = config.speculation.model if config.speculation else ""
+        made_up = config.load_format == "dummy" and not source
+        if made_up:
+            fill_dummy(self.model, config.seed, self.parameters)
         else:
-            load_weights(self.model, source or self.config.folder, wanted=self.parameters)
+            wanted = self.parameters | ({} if folder else own)
+            load_weights(self.model, source or config.folder, wanted=wanted)
+            self.parameters = {name: wanted[name] for name in self.parameters}
+        if self.model.coded and self.group.rank == 0:
+            counts = (f"{count} in {kind}" for kind, count in kinds_of(self.model).items())
+            logger.info(f"matrices of the model: {', '.join(counts)}")
+        if draft and (config.load_format == "dummy" if folder else made_up):
+            fill_dummy(draft, config.seed, own)
+        elif draft and folder:
+            load_weights(draft, folder, wanted=own)
+        elif draft:
+            draft.finish()
 
     def arrange(self, files: list[str]) -> None:
         """Give the weights the layouts that this device is fast with; of the `files` see `cpu.weights.prepare`."""
@@ -191,10 +230,14 @@ class Start:
             multiplied = None
             if self.builder and rows == "both" and model.dtype == torch.bfloat16:
                 multiplied = self.builder.ask(multiply_job())
-            self.parameters = {}
-            self.greedy_head = cpu_weights.prepare(model, rows, files, multiplied)
+            self.parameters = self.draft_parameters = {}
+            find = coded_forms(self.builder, model.dtype) if self.builder and model.coded else None
+            layout = partial(pack_quantized, find=find)
+            self.greedy_head = cpu_weights.prepare(model, rows, files, multiplied, layout)
+            if model.draft:
+                cpu_weights.prepare(model.draft, rows, [], multiplied)
         elif config.batch_invariant and self.ops.BACKEND == "triton":
-            model.be_batch_invariant()  # a library's rounding depends on the number of rows
+            be_batch_invariant(model)  # a library's rounding depends on the number of rows
         if adapters:
             adapters.wrap()
         self.adapters = adapters
@@ -205,7 +248,7 @@ class Start:
 
     def new_pool(self, num_blocks: int) -> torch.Tensor:
         """A KV pool [num_blocks, *block_shape] of zeros."""
-        shape, dtype = (num_blocks, *self.block_shape()), self.model.dtype
+        shape, dtype = (num_blocks, *self.block_shape()), self.model.kv_dtype
         if self.device == "cpu":
             return machine.zeros(shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -259,7 +302,8 @@ def facts(
         "num_blocks": start.num_blocks,
         "num_host_blocks": len(worker.host_pool),
         "block_size": start.config.block_size,
-        "dtype": str(worker.pool.dtype).removeprefix("torch."),
+        "dtype": str(start.model.dtype).removeprefix("torch."),
+        "cache_dtype": str(worker.pool.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if start.device == "cuda" else "cpu",
         "backend": start.ops.BACKEND,
         "parameters": start.num_parameters,
@@ -288,6 +332,16 @@ def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) ->
         count, name = config.num_state_snapshots, model_config.architecture
         raise ValueError(f"num_state_snapshots is {count}; {name} has no recurrent states, so it must be 0 or left out")
     max_model_len = config.max_model_len or model_config.max_position
+    if config.num_drafts and max_model_len < 4 + config.num_drafts:
+        raise ValueError(
+            f"max_model_len is {max_model_len}; for num_speculative_tokens {config.num_drafts} it must be at least "
+            f"{4 + config.num_drafts}"
+        )
+    if config.num_drafts and config.pipeline_parallel_size > 1 and model_config.delta:
+        raise ValueError(
+            f"pipeline_parallel_size is {config.pipeline_parallel_size}; with speculative_config and the recurrent "
+            f"states of {model_config.architecture} it must be 1"
+        )
     if max_model_len > model_config.max_position:
         raise ValueError(
             f"max_model_len is {max_model_len}; the model was made for at most {model_config.max_position}"
@@ -383,6 +437,7 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
         raise ValueError("device is 'cuda'; this machine has none: tell how many GiB it should have, as in --plan 80")
     device = "cuda" if total else "cpu"
     config, model_config = settle_task(settle_tokens(config, total), model_config)
+    model_config = replace(model_config, kv_cache_dtype=config.kv_cache_dtype)
     with contextlib.suppress(ValueError):  # weights that are not there yet
         model_config = settle_head(config.folder, model_config)
     max_model_len = check_sizes(config, model_config, device)

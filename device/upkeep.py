@@ -1,4 +1,4 @@
-"""What is done to a worker between its steps: it sleeps, gets other weights, or is profiled.
+"""What is done to a worker between its steps: it sleeps, gets other weights or adapters, or is profiled.
 
 Of the KV cache nothing outlasts a sleep, so its pools are dropped and made anew. How weights go depends on the backend:
 
@@ -16,26 +16,31 @@ from __future__ import annotations
 
 import contextlib
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from batch_state import BatchState
+from checkpoints.hub import checkpoint_files
+from checkpoints.tied_head import settle_head
 from cpu import machine
+from device.coded import coded_tensors
 from device.loader import find_weights
 from device.warmup import capture
 from model import Transformer
-from models.hub import checkpoint_files
 from models.logprobs import LogprobGatherer
 from models.pooled import Pooler
-from models.tied_head import settle_head
+from observe.logs import logger
 from parallel import Sampled
 from plan import KV_CACHE, WEIGHTS
+from speculation.proposer import add_draft, new_proposer, wanted_of
 from worker import Worker
 
 if TYPE_CHECKING:
     from device.startup import Start
 
+READERS = 4  # threads that read adapters
 Pools = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -49,16 +54,18 @@ class KeptWorker(Worker):
 
     def __init__(self, start: Start, pools: Pools, state: BatchState):
         config, model = start.config, start.model
-        gatherer = LogprobGatherer(model.ops, model.config.vocab_size, config.max_num_seqs)
+        gatherer = LogprobGatherer(model.ops, model.config.vocab_size, config.max_samples)
         watch = start.guard.watch if start.guard else contextlib.nullcontext
         super().__init__(config, model, *pools, state, gatherer, Pooler.of(config, model), start.greedy_head, watch)
         self.start, self.lengths = start, [*map(len, pools)]
-        self.adapters = start.adapters
+        self.adapters, self.proposer = start.adapters, new_proposer(config, model)
         self.asleep: set[str] = set()
-        self.packed = self.ops.BACKEND == "cpu"  # whether weights have layouts other than the checkpoint's
+        self.packed = self.ops.BACKEND == "cpu" or bool(model.coded)  # whether weights are not plain tensors
         self.dropped = False  # whether there are no weights
         self.emptied: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []  # each one's size, and copy
         self.profiler: Any = None
+        self.readers = ThreadPoolExecutor(READERS)
+        self.loads: dict[int, Future[str]] = {}  # by the rows of the host's memory for adapters
 
     # --- sleep --------------------------------------------------------------------------------------------------------
 
@@ -73,7 +80,7 @@ class KeptWorker(Worker):
             if self.device == "cpu":  # what is pinned beside a GPU stays
                 self.host_pool, self.host_states = self.host_pool[:0].clone(), self.host_states[:0].clone()
             self.state = self.start.new_state(1)
-            self.sampled = Sampled(self.state)
+            self.sampled = Sampled(self.state, self.pipeline)
         if level == 2:
             self.drop_weights()
         elif WEIGHTS not in self.asleep and self.device == "cuda":
@@ -107,10 +114,10 @@ class KeptWorker(Worker):
         start, (blocks, host_blocks, rows, host_rows) = self.start, self.lengths
         self.pool, self.states = start.new_pool(blocks), start.new_states(rows)
         if self.device == "cpu":
-            self.host_pool = torch.empty(host_blocks, *start.block_shape(), dtype=start.model.dtype)
+            self.host_pool = torch.empty(host_blocks, *start.block_shape(), dtype=start.model.kv_dtype)
             self.host_states = torch.empty(host_rows, start.model.state_size)
         self.state = start.new_state(self.config.max_num_seqs)
-        self.sampled = Sampled(self.state)
+        self.sampled = Sampled(self.state, self.pipeline)
         self.sanitize()
 
     def give_back(self) -> None:
@@ -128,13 +135,18 @@ class KeptWorker(Worker):
         if not self.packed:
             self.empty(keep=False)
         else:
+            self.emptied.clear()
+            self.start.parameters = self.start.draft_parameters = {}  # which hold what is plain
             self.model = self.start.model = self.new_model()
             self.greedy_head = self.start.greedy_head = None
+            self.proposer = new_proposer(self.config, self.model)  # the old one has the old draft
 
     def empty(self, keep: bool) -> None:
         """Take the memory of plain weights away, and `keep` a copy on the host, or none."""
         if not self.emptied:
-            targets = [piece.target for part in self.start.parameters.values() for piece in part.pieces]
+            parts = [*self.start.parameters.values(), *self.start.draft_parameters.values()]
+            targets = [piece.target for part in parts for piece in part.pieces if not piece.target.is_meta]
+            targets += coded_tensors(self.model)
             storages = {storage.data_ptr(): storage for storage in (target.untyped_storage() for target in targets)}
             self.emptied = [(storage, storage.nbytes(), None) for storage in storages.values()]
         for i, (storage, size, _) in enumerate(self.emptied):
@@ -148,15 +160,19 @@ class KeptWorker(Worker):
 
     def new_model(self) -> Transformer:
         """A model of the same shape, on a GPU without memory. On a CPU its weights take none until they are written."""
-        s, device = self.start, "meta" if self.device == "cuda" else self.device
+        s, coded = self.start, self.model.coded
+        device = "meta" if self.device == "cuda" and not coded else self.device
         with torch.device(device):  # for tensors that are made without a device
-            return Transformer(s.model_config, s.ops, device, self.model.dtype, self.model.max_model_len, s.group)
+            sizes = self.model.max_model_len, s.group, coded
+            model = Transformer(s.model_config, s.ops, device, self.model.dtype, *sizes)
+            add_draft(s.config, model, s.config.checkpoint)
+        return model
 
     def check_weights(self, source: str) -> None:
         """Check whether `load_weights` could take the source, by the headers of its files; raises as `find_weights`, or
         because they have a head of its own, and this model has none."""
         model = self.new_model()
-        find_weights(model, source, checkpoint_files(source), model.parameters())
+        find_weights(model, source, checkpoint_files(source), wanted_of(self.config, model))
         if settle_head(source, model.config) != model.config:
             raise ValueError(f"{source} has a head that is not its table of embeddings; this engine's model is tied")
 
@@ -166,7 +182,7 @@ class KeptWorker(Worker):
         Raises:
             ValueError: see `check_weights`, or a tensor is not finite. Then some of the weights are new.
         """
-        start = self.start
+        start, awake = self.start, not self.asleep
         if not self.packed:
             for storage, size, _ in self.emptied:
                 storage.resize_(size)
@@ -175,14 +191,51 @@ class KeptWorker(Worker):
         else:
             self.drop_weights()  # first, so that the old and the new ones never take memory at once
             self.give_back()
-            start.parameters = self.model.parameters()
+            self.graphs.clear()  # which know where the old ones were
+            self.pieces = None
+            start.list_parameters()
             start.fill(source)
             # The embeddings are not served from the mapped files, because whoever updates weights writes files anew.
             start.arrange([])
             self.greedy_head, self.adapters = start.greedy_head, start.adapters
+            if awake and self.graph_sizes:
+                with self.watch():
+                    capture(start, self)
         self.dropped = False
         self.asleep.discard(WEIGHTS)
         self.give_back()
+
+    # --- adapters -----------------------------------------------------------------------------------------------------
+
+    def load_adapter(self, row: int, folder: str) -> str:
+        """Read an adapter into a row of the host's memory; returns what is wrong with it, as `Adapters.load` says."""
+        assert self.adapters
+        try:
+            self.adapters.load(row, folder)
+        except ValueError as error:  # a client's mistake, and no failure of a call, which is logged with its traceback
+            return str(error)
+        except Exception as error:  # of the disk, or of memory
+            logger.warning(f"{folder} could not be read", exc_info=True)
+            return f"{folder} could not be read: {error!r:.200}"
+        return ""
+
+    def begin_load(self, row: int, folder: str) -> None:
+        """Have a thread do what `load_adapter` does, beside the steps; no step uses the row meanwhile."""
+        moved = None
+        if self.device == "cuda":  # steps that were launched may have yet to copy what the row has held
+            moved = torch.cuda.Event()
+            moved.record()
+
+        def load() -> str:
+            if moved:
+                moved.synchronize()
+            return self.load_adapter(row, folder)
+
+        self.loads[row] = self.readers.submit(load)
+
+    def finished_loads(self) -> dict[int, str]:
+        """What `load_adapter` has said of each row that `begin_load` has filled, if it is done."""
+        return {row: load.result() for row, load in self.loads.items() if load.done()}
 
     # --- profiles -----------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -9,16 +10,21 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from config import MOST_DRAFTING
 from cpu import machine
 from device.dry_run import dry_worker
 from device.memory import captures_graphs, piece_sizes
 from device.piecewise import PiecewiseGraphs
+from layers import Batch
+from model import Transformer
 from plan import NewRow, StepPlan
 from sampling_params import PoolingParams
 from worker import Worker
 
 if TYPE_CHECKING:
     from device.startup import Start
+
+SOME_ROWS = 33  # products with weights in codes have a specialization for 17 to 64 rows
 
 
 def rehearse(start: Start) -> None:
@@ -31,11 +37,14 @@ def rehearse(start: Start) -> None:
         model, last = dry.model, dry.pipeline.last
         with start.guard.rehearse(threads=max(1, machine.available_cores() // start.sharers)):
             ops.apply_writes(dry.state.words, staged, 1)
+            most = config.num_drafts
             for adjusted in (True, False):
-                for count, length in (warm_up_prompts(start), (1, 1)):
-                    shape = dry.shape_of(np.full(count, length), np.ones(count, dtype=bool))
+                kinds = {(*warm_up_prompts(start), 0), (1, 1, 0), (1, 1 + most, most), (1, some_tokens(start), 0)}
+                for count, length, drafts in kinds:
+                    each = np.ones(count, dtype=np.int32)
+                    shape = dry.shape_of(each * length, each * (1 + drafts), each * drafts)
                     shape = shape._replace(adjusted=adjusted, adapted=dry.adapters is not None)
-                    brought, logits = dry.forward(shape, incoming=dry.receive(shape, StepPlan(0)))
+                    brought, logits = dry.forward(shape, incoming=dry.receive(shape))
                     if last and not config.makes_vectors:
                         ops.logprobs(logits, brought[0].long(), int(adjusted))
             if dry.adapters:
@@ -43,10 +52,29 @@ def rehearse(start: Start) -> None:
             if config.makes_vectors:
                 return
             if last:
-                model.logits(torch.empty(config.max_num_seqs, model.config.hidden_size, dtype=model.dtype))
+                for rows in logits_rows(start):
+                    model.logits(torch.empty(rows, model.config.hidden_size, dtype=model.dtype))
             for moved in (dry.pool, dry.states) if model.state_size else (dry.pool,):
                 ops.copy_blocks(moved, pairs)
                 ops.swap_blocks(moved, moved, pairs)
+
+
+def run_layers(model: Transformer, rows: int, pool: torch.Tensor) -> None:
+    """Run all kernels of a model but attention's on `rows` tokens of zeros, without storing keys and values."""
+    x = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    nowhere = torch.full((len(model.layout.windows), rows), -1)
+    batch = Batch(zeros, zeros, nowhere, zeros, zeros, zeros[None, None], 0, zeros, zeros, 1, [])
+    step = model.new_step(batch, pool, x.new_empty(0, model.state_size, dtype=torch.float32))
+    model.enter(x)
+    for i in model.span:
+        layer = model.layers[i]
+        if layer.attention:
+            layer.attention.rehearse(x, step)
+        y = layer.mlp(model.add(torch.zeros_like(x), x, layer.mlp_in).clone(), step)
+    model.add(y, x, model.following(model.span[-1]))
+    if model.head is not None and model.group.pipeline.last:
+        model.logits(x[:1])
 
 
 @torch.inference_mode()
@@ -61,7 +89,7 @@ def warm_up(start: Start, worker: Worker) -> tuple[float, float, float]:
         if start.builder:
             begun = time.perf_counter()
             for rows in start.builder.rows:
-                start.model.rehearse(rows, worker.pool)
+                run_layers(start.model, rows, worker.pool)
             if start.config.compile:
                 start.builder.wait()
                 compile_seconds = time.perf_counter() - begun
@@ -81,7 +109,7 @@ def run_prompts(start: Start, worker: Worker) -> float:
     count, length = warm_up_prompts(start)
     if start.config.makes_vectors:
         return run_pooled(start, worker, count, length)
-    blocks = some_blocks(start, length + 1)
+    blocks = some_blocks(start, min(length + 3 + start.config.num_drafts, start.max_model_len))
     adapters = [(0, 0)] if worker.adapters else []  # of zeros
     asked: list[dict[str, Any]] = [{"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}]
     asked.append({"temperature": 1.0, "num_logprobs": 1})
@@ -93,21 +121,41 @@ def run_prompts(start: Start, worker: Worker) -> float:
         worker.execute(StepPlan(0, rows=[(row.slot, length) for row in new], new=new, adapters=adapters)).result()
         seconds = time.perf_counter() - begun
         worker.execute(StepPlan(1, rows=[(0, 1)])).result()
+        if drafts := start.config.num_drafts:
+            worker.execute(StepPlan(1, rows=[(0, 1)], propose=drafts)).result()
+            worker.execute(StepPlan(1, rows=[(0, 1 + drafts)], drafts={0: drafts})).result()
     moves: dict[str, Any] = {"copies": [(0, 0)]}
     if start.model.state_size:
         moves["state_copies"] = [(0, 0)]
     if len(worker.host_states):
         moves |= {"state_out": [(0, 0)], "state_in": [(0, 0)]}
     worker.execute(StepPlan(2, released=[row.slot for row in new], **moves))
+    if start.guard and (some := some_tokens(start)) > 1:
+        new = prompts(1, some, some_blocks(start, some))
+        worker.execute(StepPlan(3, rows=[(0, some)], new=new)).result()
+        worker.execute(StepPlan(4, released=[0]))
     if start.guard and start.group.pipeline.last:  # the head's product for many rows may be another specialization
         some_logits(start)
     return seconds / (count * length)
 
 
+def some_tokens(start: Start) -> int:
+    """Tokens of a prompt for which products with weights in codes have another specialization; 1 without such ones."""
+    return min(SOME_ROWS, start.config.token_budget, start.max_model_len - 1) if start.model.coded else 1
+
+
+def logits_rows(start: Start) -> list[int]:
+    """Numbers of rows for which the head's products may be other specializations; the last is the largest."""
+    most = start.config.max_samples
+    return [min(SOME_ROWS, most), most] if start.model.coded else [most]
+
+
 def some_logits(start: Start) -> torch.Tensor:
     """Logits of as many rows as a step may have, from hidden states of zeros."""
-    size = start.config.max_num_seqs, start.model_config.hidden_size
-    return start.model.logits(torch.zeros(size, dtype=start.model.dtype, device=start.device))
+    for rows in logits_rows(start):
+        hidden = torch.zeros(rows, start.model_config.hidden_size, dtype=start.model.dtype, device=start.device)
+        logits = start.model.logits(hidden)
+    return logits
 
 
 def run_pooled(start: Start, worker: Worker, count: int, length: int) -> float:
@@ -128,7 +176,9 @@ def some_blocks(start: Start, tokens: int) -> list[list[int]]:
 def warm_up_prompts(start: Start) -> tuple[int, int]:
     """How many prompts warm-up runs, and how many tokens each of them has."""
     tokens = start.config.token_budget
-    length = min(start.max_model_len - 1, tokens)
+    drafts = start.config.num_drafts
+    after = 3 + drafts if drafts else 1  # tokens that follow a prompt, in the steps behind it
+    length = max(1, min(start.max_model_len - after, tokens))
     if start.device == "cpu":  # here two blocks tell as much about speed as a long prompt, and sooner
         length = min(length, 2 * start.config.block_size)
     # `ops.linear` has one kernel for up to 64 rows and another one for more.
@@ -148,14 +198,16 @@ def capture(start: Start, worker: Worker) -> None:
     worker.graph_sizes = graph_sizes(rows)
     pool, shapes = torch.cuda.graph_pool_handle(), []
     for size in reversed(worker.graph_sizes):
-        ones = np.ones(size, dtype=np.int32)
-        shape = worker.shape_of(ones, ones > 0)
-        shapes += [shape._replace(adjusted=adjusted) for adjusted in (False, True)]
+        for tokens in sorted({1, 1 + start.config.num_drafts if size <= MOST_DRAFTING else 1}):
+            counts = np.full(size, tokens, dtype=np.int32)
+            shape = worker.shape_of(counts, counts, counts - 1)
+            shapes += [shape._replace(adjusted=adjusted) for adjusted in (False, True)]
     incoming_size, outgoing_size = start.model.passed_sizes
-    worker.incoming = torch.zeros(rows, incoming_size, dtype=start.model.dtype, device=start.device)
-    outgoing = torch.zeros(rows, outgoing_size, dtype=start.model.dtype, device=start.device)
+    most = max(shape.tokens for shape in shapes)
+    worker.incoming = torch.zeros(most, incoming_size, dtype=start.model.dtype, device=start.device)
+    outgoing = torch.zeros(most, outgoing_size, dtype=start.model.dtype, device=start.device)
     for shape in tqdm(shapes, desc="Capturing CUDA graphs", leave=False, disable=None):
-        worker.state.enter_rows(np.zeros((0, 2), dtype=np.int32), np.zeros(0, dtype=bool), shape)
+        worker.state.enter_rows(np.zeros((0, 3), dtype=np.int32), np.zeros(0, dtype=np.int32), shape)
         worker.state.apply(start.ops)
         if experts:
             experts.exchange(shape.rows)
@@ -188,6 +240,29 @@ def time_swap(worker: Worker) -> float:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
     return min(seconds) / count
+
+
+@torch.inference_mode()
+def time_rows(start: Start, worker: Worker) -> list[tuple[int, float, float]]:
+    """(rows, seconds of a step of decodes, seconds of making a draft for each); empty where nobody has to know what a
+    draft costs."""
+    repeats, most, drafts = 5, min(64, start.config.max_num_seqs), start.config.num_drafts
+    counts = [1 << i for i in range(most.bit_length())]
+    length = 1 + 2 * repeats * len(counts)
+    if not drafts or start.max_model_len <= length + drafts:
+        return []
+    new, found = prompts(most, 1, some_blocks(start, length + drafts)), []
+    with worker.watch():
+        for count in counts:
+            rows, times = [(slot, 1) for slot in range(count)], {0: math.inf, drafts: math.inf}
+            for propose in [*times] * repeats:
+                begun = time.perf_counter()
+                worker.execute(StepPlan(0, rows=rows, new=new, propose=propose)).result()
+                times[propose] = min(times[propose], time.perf_counter() - begun)
+                new = []
+            found.append((count, times[0], max(0.0, times[drafts] - times[0]) / drafts))
+        worker.execute(StepPlan(1, released=list(range(most))))
+    return found
 
 
 def graph_sizes(most: int) -> list[int]:

@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from checkpoints.hub import find_model
 from config import VERSION, EngineConfig
 from device.serve import work
 from executor import MpExecutor, WorkerError, is_stopped, name_process
 from executors.links import PATIENCE, TOKEN, RankLink, RankLinks, admit, listen, reach
 from model_config import ModelConfig
-from models.hub import find_model
 from observe.logs import logger, set_up
 from plan import Kwargs, Method, StepPlan
 from ring import BEAT
@@ -465,13 +465,19 @@ def settle(version: str, config: EngineConfig, host: str, environment: dict[str,
 
 def find_model_here(config: EngineConfig, host: str) -> EngineConfig:
     """The options with the model's folder on this node, `host`; a ValueError if it cannot be had."""
+    if (options := config.speculation) and options.model and not os.path.isdir(options.model):
+        raise ValueError(
+            f"{options.model} is not on the node {host}; what makes drafts must be at the same path on all nodes"
+        )
     if os.path.isdir(config.folder):
         return config
     if not config.snapshot:
         raise ValueError(
             f"{config.model} is not on the node {host}; a model's folder must be at the same path on all nodes"
         )
-    commit = os.path.basename(config.snapshot)  # this node has downloads of its own
+    # This node has downloads of its own, and makes a GGUF file's folder anew.
+    gguf = config.model.endswith(".gguf") or ":" in config.model
+    commit = config.revision if gguf else os.path.basename(config.snapshot)
     return find_model(dataclasses.replace(config, snapshot="", revision=commit))
 
 

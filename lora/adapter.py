@@ -3,23 +3,25 @@
     LoRARequest     which adapter a request runs with
     read_adapter    an adapter's folder, as PEFT saves it
 
-An adapter has for some modules of the model (linear layers, by the checkpoint's names) two matrices, A [r, in] and B
-[out, r]. There the model computes y = W x + scale B (A x).
+An adapter has for some modules of the model (linear layers and the table of embeddings, by the checkpoint's names) two
+matrices, A [r, in] and B [out, r]. There the model computes y = W x + scale B (A x). Of an embedding, x has a 1 for the
+token and zeros for all others. Or it is a prompt adapter: embeddings of N virtual tokens, which stand before each
+prompt (prompt tuning, Lester et al., 2021).
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from config import read_json
+from lora.patterns import Patterns
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MOST_RANK = 256
+MOST_RANK, MOST_VIRTUAL_TOKENS = 256, 65536
 # Ways to initialize A and B that leave the model's own weights as they are. Others (PiSSA, OLoRA, CorDA) change them.
 INITIALIZED = (True, False, None, "gaussian", "eva", "orthogonal")
 REFUSED: dict[str, tuple[Any, ...]] = {  # fields of the config that change the formula, and where they do not
@@ -28,6 +30,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # fields of the config that change the 
     "alora_invocation_tokens": (None,), "target_parameters": (None, []), "arrow_config": (None,),
     "use_bdlora": (None, False), "kasa_config": (None,), "monteclora_config": (None,),
     "modules_to_save": (None, []), "init_lora_weights": INITIALIZED,
+}  # fmt: skip
+REFUSED_PROMPTS: dict[str, tuple[Any, ...]] = {  # the same for prompt adapters
+    "task_type": ("CAUSAL_LM",), "num_transformer_submodules": (1, None), "modules_to_save": (None, []),
 }  # fmt: skip
 
 
@@ -62,31 +67,26 @@ class AdapterConfig:
         rank, alpha: r and the scale's numerator, of modules that no pattern matches.
         rooted: the scale is alpha / sqrt(r), not alpha / r (rsLoRA, Kalajdzievski, 2023).
         ranks, alphas: other values for the modules whose names end with what a pattern matches.
-        base: the model that it was made for, as its author called it.
+        num_virtual_tokens: N of a prompt adapter, which has no matrices; else 0.
     """
 
     rank: int
     alpha: float
-    rooted: bool = False
-    ranks: dict[str, int] = field(default_factory=dict)
-    alphas: dict[str, float] = field(default_factory=dict)
-    base: str = ""
+    rooted: bool
+    ranks: Patterns
+    alphas: Patterns
+    num_virtual_tokens: int = 0
 
     def rank_of(self, module: str) -> int:
-        return matching(self.ranks, module, self.rank)
+        return self.ranks.find(module, self.rank)
 
     def scale_of(self, module: str) -> float:
         rank = self.rank_of(module)
-        return matching(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rooted else rank)
+        return self.alphas.find(module, self.alpha) / (math.sqrt(rank) if self.rooted else rank)
 
 
-def matching(patterns: dict[str, Any], module: str, default: Any) -> Any:
-    """The value of the first pattern that the end of a module's name matches, as PEFT looks for it."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
-
-
-def read_adapter(folder: str, most: int = MOST_RANK) -> AdapterConfig:
-    """The config of the adapter in `folder`, of rank `most` at most.
+def read_adapter(folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIRTUAL_TOKENS) -> AdapterConfig:
+    """The config of the adapter in `folder`, of rank `most` at most, and with at most `most_tokens` virtual tokens.
 
     Raises:
         ValueError: there is no such folder, it has no weights in safetensors, or what its config asks for is not done
@@ -97,44 +97,45 @@ def read_adapter(folder: str, most: int = MOST_RANK) -> AdapterConfig:
         raise ValueError(f"{lacks}; an adapter is a folder with {CONFIG} and {WEIGHTS}")
     fields = read_json(folder, CONFIG)
     place = os.path.join(folder, CONFIG)
-    if (kind := fields.get("peft_type")) != "LORA":
-        raise ValueError(f"{place}: peft_type is {kind!r:.200}; it must be 'LORA'")
-    for name, allowed in REFUSED.items():
+    if (kind := fields.get("peft_type")) not in ("LORA", "PROMPT_TUNING"):
+        raise ValueError(f"{place}: peft_type is {kind!r:.200}; it must be 'LORA' or 'PROMPT_TUNING'")
+    for name, allowed in (REFUSED if kind == "LORA" else REFUSED_PROMPTS).items():
         if (value := fields.get(name)) not in allowed:
-            raise ValueError(f"{place}: {name} is {value!r:.200}; it must be {allowed[0]!r} or left out")
+            left_out = " or left out" if None in allowed else ""
+            raise ValueError(f"{place}: {name} is {value!r:.200}; it must be {allowed[0]!r}{left_out}")
     if not os.path.isfile(os.path.join(folder, WEIGHTS)):
         other = next((name for name in ("adapter_model.bin", "adapter_model.pt") if name in os.listdir(folder)), "")
         instead = f" but {other}, which may run any code when it is read: save it as safetensors" if other else ""
         raise ValueError(f"{folder} has no {WEIGHTS}{instead}")
-    ranks, alphas = (fields.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
-    for name, given in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
-        check_patterns(f"{place}: {name}", given)
+    if kind == "PROMPT_TUNING":
+        none = Patterns("", {})
+        return AdapterConfig(0, 0.0, False, none, none, virtual_tokens(place, fields, most_tokens))
+    ranks, alphas = (Patterns(f"{place}: {name}", fields.get(name) or {}) for name in ("rank_pattern", "alpha_pattern"))
     rank, alpha = fields.get("r", 8), fields.get("lora_alpha", 8)
-    for name, value in [("r", rank), *(("rank_pattern", value) for value in ranks.values())]:
+    for name, value in [("r", rank), *(("rank_pattern", value) for _, value in ranks.values)]:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{place}: {name} is {value!r:.200}; it must be a whole number of at least 1")
         if value > most:
             raise ValueError(
                 f"{place}: {name} is {value!r:.200}; max_lora_rank is {most}, and at most {MOST_RANK} is possible"
             )
-    for name, value in [("lora_alpha", alpha), *(("alpha_pattern", value) for value in alphas.values())]:
+    for name, value in [("lora_alpha", alpha), *(("alpha_pattern", value) for _, value in alphas.values)]:
         if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
             raise ValueError(f"{place}: {name} is {value!r:.200}; it must be a number")
-    base = fields.get("base_model_name_or_path")
-    return AdapterConfig(
-        rank, alpha, bool(fields.get("use_rslora")), ranks, alphas, base if isinstance(base, str) else ""
-    )
+    return AdapterConfig(rank, alpha, bool(fields.get("use_rslora")), ranks, alphas)
 
 
-def check_patterns(where: str, given: Any) -> None:
-    """A ValueError unless this is an object whose keys are regular expressions."""
-    if not isinstance(given, dict):
-        raise ValueError(f"{where} is {given!r:.200}; it must be an object")
-    for key in given:
-        try:
-            re.compile(key)
-        except re.error as error:
-            raise ValueError(f"{where} has the key {key!r:.200}, which is no regular expression: {error}") from None
+def virtual_tokens(place: str, fields: dict[str, Any], most: int) -> int:
+    """How many virtual tokens the config of a prompt adapter says it has; a ValueError if they are more than `most`."""
+    count = fields.get("num_virtual_tokens")
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"{place}: num_virtual_tokens is {count!r:.200}; it must be a whole number of at least 1")
+    if count > most:
+        raise ValueError(
+            f"{place}: num_virtual_tokens is {count!r:.200}; max_prompt_adapter_token is {most}, and at most "
+            f"{MOST_VIRTUAL_TOKENS} is possible"
+        )
+    return count
 
 
 def state_of(folder: str) -> str:
@@ -143,11 +144,13 @@ def state_of(folder: str) -> str:
     Raises:
         ValueError: there are no such files.
     """
-    folder, found = os.path.realpath(folder), []
+    folder, found = os.path.realpath(folder), list[str]()
     for name in (CONFIG, WEIGHTS):
         try:
             file = os.stat(os.path.join(folder, name))
         except OSError as error:
+            if found:  # a config: there may be weights of another kind, for which this has better words
+                read_adapter(folder)
             raise ValueError(f"lora_path is {folder!r:.300}; its {name} cannot be read: {error.strerror}") from None
         found.append(f"{file.st_mtime_ns}-{file.st_size}")
     return "\0".join((folder, *found))

@@ -2,91 +2,176 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from config import EngineConfig
-from lora.adapter import LoRARequest, state_of
+from lora.adapter import LoRARequest, read_adapter, state_of
 from observe.logs import logger
 from sequence import Adapter, Request
 
-
-def check(told: list[str]) -> None:
-    """Raise a ValueError with what is wrong with an adapter, if workers have told that something is."""
-    if wrong := next(filter(None, told), ""):
-        raise ValueError(wrong)
+LOOK = 0.1  # seconds between two looks at what workers have read, where these run steps and would be held up
+PAUSE = 0.002  # the same where nothing but an adapter is waited for
+MEMORY = 1.0  # seconds for which an adapter that could not be read is refused without being read again
 
 
 class HostAdapters:
     """Which adapter each row of the workers' host memory has. One that no request uses makes room for another.
 
+    Workers read an adapter beside their steps. Until all of them have read it, nobody is given it, and its row is not
+    free.
+
     Args:
         config: the engine's options.
-        load: has all workers read a folder into a row; returns what each says is wrong with it.
+        call: has all workers call a method, by its name and with its arguments; returns what each returns. A ValueError
+            says that the workers were started anew; then `reload` was called.
         requests: returns the requests that have their adapters.
 
     Attributes:
         crowded: whether a request waits because all rows are in use; later ones then wait behind it.
+        reading: the adapters that workers read now, and their folders.
     """
 
-    def __init__(
-        self, config: EngineConfig, load: Callable[[int, str], list[str]], requests: Callable[[], Iterable[Request]]
-    ):
-        self.enabled, self.load, self.requests = config.enable_lora, load, requests
+    def __init__(self, config: EngineConfig, call: Callable[..., list[Any]], requests: Callable[[], Iterable[Request]]):
+        self.enabled, self.call, self.requests = config.enable_lora, call, requests
+        self.limits = config.max_lora_rank, config.max_prompt_adapter_token
         self.free = list(range(config.host_loras))[::-1]
         self.known: dict[Adapter, str] = {}  # and their folders; the least recently used first
+        self.reading: dict[Adapter, str] = {}
+        self.failed: dict[Adapter, tuple[str, float]] = {}  # what was wrong with an adapter, and when that was found
+        self.interrupted: set[Adapter] = set()  # workers have died while they read these
+        self.looked = 0.0  # when `look` last asked the workers
         self.crowded = False
 
-    def add(self, name: str, folder: str) -> bool:
-        """Load an adapter before a request asks for it; returns whether there is room for it now.
+    def add(self, name: str, folder: str) -> bool | None:
+        """Have an adapter loaded before a request asks for it.
+
+        Returns:
+            whether there is room for it; None: it is being read, so ask again.
 
         Raises:
             ValueError: it cannot be served; see `LoRARequest` and `take`.
         """
-        return self._find(LoRARequest(name, 1, folder)) is not None
+        if self.reading:
+            self._ask()
+        if self._find(LoRARequest(name, 1, folder), False):
+            return True
+        return None if Adapter(state_of(folder), -1) in self.reading else False
 
-    def take(self, asked: LoRARequest) -> Adapter | None:
-        """The adapter that a request asks for, loaded if need be; None: the request has to wait for room.
+    def take(self, asked: LoRARequest, at_once: bool = False) -> Adapter | None:
+        """The adapter that a request asks for; None: the request has to wait until it is read, or for room.
+
+        Args:
+            at_once: wait here until it is read.
 
         Raises:
             ValueError: the engine serves none, there is no such adapter, or it is not for this model.
         """
-        adapter = None if self.crowded else self._find(asked)
-        self.crowded = adapter is None
-        return adapter
+        return None if self.crowded else self._find(asked, at_once)
 
-    def _find(self, asked: LoRARequest) -> Adapter | None:
+    def _find(self, asked: LoRARequest, at_once: bool) -> Adapter | None:
         if not self.enabled:
             raise ValueError(f"lora_request is {asked.lora_name!r:.200}; it needs an engine with enable_lora")
+        if asked.lora_path in self.reading.values() and not at_once:
+            return None
         wanted = Adapter(state_of(asked.lora_path), -1)
         adapter = next((known for known in self.known if known == wanted), None)
-        if adapter is None:
-            if not self.free:
-                used = {request.adapter for request in self.requests()}
-                if (unused := next((known for known in self.known if known not in used), None)) is None:
-                    return None
+        if adapter:
+            self.known[adapter] = self.known.pop(adapter)
+            return dataclasses.replace(adapter, name=asked.lora_name)  # one folder may have several names
+        wrong, found = self.failed.get(wanted, ("", 0.0))
+        if time.monotonic() < found + MEMORY:
+            raise ValueError(wrong)
+        if wanted not in self.reading:
+            virtual = read_adapter(asked.lora_path, *self.limits).num_virtual_tokens if self.limits[1] else 0
+            if not self._make_room():
+                self.crowded = True
+                return None
+            self._begin(Adapter(wanted.key, self.free.pop(), asked.lora_name, virtual), asked.lora_path)
+        if not at_once:
+            return None
+        while wanted in self.reading:
+            time.sleep(PAUSE)
+            self._ask()
+        return self._find(asked, at_once)
+
+    def _make_room(self) -> bool:
+        """Whether a row is free, or becomes so because no request uses its adapter."""
+        if not self.free:
+            used = {request.adapter for request in self.requests()}
+            if unused := next((known for known in self.known if known not in used), None):
                 del self.known[unused]
                 self.free.append(unused.row)
-            adapter = Adapter(wanted.key, self.free[-1], asked.lora_name)
-            check(self.load(adapter.row, asked.lora_path))
-            self.free.pop()
-        self.known.pop(adapter, None)
-        self.known[adapter] = asked.lora_path
-        return dataclasses.replace(adapter, name=asked.lora_name)  # one folder may have several names
+        return bool(self.free)
 
-    def reload(self, load: Callable[[int, str], list[str]]) -> dict[Adapter, str]:
-        """Have new workers read all adapters; returns those that they could not read, and why.
+    def _begin(self, adapter: Adapter, folder: str) -> None:
+        self.reading[adapter] = folder
+        with contextlib.suppress(ValueError):  # new workers read nothing yet, and the caller sees that in `reading`
+            self.call("begin_load", adapter.row, folder)
+
+    def look(self, idle: bool) -> None:
+        """See what has been read, and let requests try again that were crowded out.
 
         Args:
-            load: as that of all other times, but for workers that are just being started; what it raises besides a
-                ValueError is passed on.
+            idle: whether the workers run no steps, so that it does not matter how often they are asked.
         """
+        self.crowded = False
+        if self.reading and (idle or time.monotonic() > self.looked + LOOK):
+            self._ask()
+
+    def _ask(self) -> None:
+        """Ask the workers which adapters they have read."""
+        told = None
+        with contextlib.suppress(ValueError):
+            told = self.call("finished_loads")
+        self.looked = time.monotonic()
+        if told is None:  # the workers were started anew
+            assert not self.reading
+            return
+        for adapter, folder in [*self.reading.items()]:
+            said = [of_rank.get(adapter.row) for of_rank in told]
+            if None in said:
+                continue
+            del self.reading[adapter]
+            self.interrupted.discard(adapter)
+            if wrong := next(filter(None, said), ""):
+                self._refuse(adapter, wrong)
+            else:
+                self.known[adapter] = folder
+
+    def _refuse(self, adapter: Adapter, wrong: str) -> None:
+        """An adapter could not be read; all requests that wait for it are told why."""
+        self.free.append(adapter.row)
+        now = time.monotonic()
+        self.failed = {each: said for each, said in self.failed.items() if now < said[1] + MEMORY}
+        self.failed[adapter] = wrong, now
+
+    def reload(self, rpc: Callable[..., list[Any]]) -> dict[Adapter, str]:
+        """Have new workers read all adapters; returns those that they could not read, and why.
+
+        What the old ones were reading is asked for once more, but not a third time: it may be why they died.
+
+        Args:
+            rpc: `collective_rpc` of workers that are just being started; what it raises besides a ValueError is passed
+                on.
+        """
+        for adapter, folder in self.reading.items():
+            if adapter in self.interrupted:
+                self._refuse(adapter, f"the workers have died twice while they read {folder}")
+            else:
+                self.free.append(adapter.row)
+        self.interrupted ^= self.reading.keys()
+        self.reading.clear()
         lost = {}
         for adapter, folder in [*self.known.items()]:
             try:
                 if state_of(folder) != adapter.key:
                     raise ValueError(f"the adapter in {folder} was changed")
-                check(load(adapter.row, folder))
+                if wrong := next(filter(None, rpc("load_adapter", args=[adapter.row, folder])), ""):
+                    raise ValueError(wrong)
             except ValueError as error:
                 logger.warning(f"new workers have not got an adapter: {error}")
                 lost[adapter] = str(error)

@@ -8,35 +8,48 @@ These are its G slices. With S slots for adapters on the device and ranks of at 
 
     y[t] += b[s] a[s] x[t]    for a token t whose row has the adapter in slot s
 
+The table of embeddings is such a product, too, of a token's id as a vector with a single 1: a[s] x[t] is a column of
+a[s]. Of the head, x[t] are the hidden states that logits are made of, which are not those of all tokens.
+
 All that an adapter has is one row of a pool [S, elements], so it moves from the host's pool to the device's as a KV
 block does. Each rank has its share: of a module whose outputs the ranks divide, the same share of B, and of one whose
 inputs they divide, the same share of A. The sum over ranks that follows such a product has its adapter's part in it.
+Only the table's adapter is the same on all ranks of the first stage, after that sum.
+
+The last elements of the row, on the first stage, are the embeddings of a prompt adapter's virtual tokens, [M, hidden].
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from batch_state import to_device
+from batch_state import StepShape, to_device
+from checkpoints.hub import checkpoint_files
+from checkpoints.storage import Storage, opened
+from checkpoints.tied_head import find_tables, nearly_equal
 from config import EngineConfig
 from cpu import machine
 from layers import Owner, Weight, linear
 from lora.adapter import WEIGHTS, AdapterConfig, read_adapter, state_of
 from model import Transformer
-from models.dequantize import opened
 from models.families import our_name
+from models.quantized import QuantizedWeight
 from models.shares import Part, Piece
 
-Pools = tuple[torch.Tensor, torch.Tensor]
 ALIGNMENT = 64  # elements; where each matrix begins in a row of a pool is a multiple of it
-MATRIX = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")  # PEFT's names
+MATRIX = re.compile(r"base_model\.model\.(.+)\.lora_(?:([AB])\.weight|embedding_([AB]))")  # PEFT's names
+BASE = re.compile(r"base_model\.model\.(.+\.)base_layer\.(weight|bias)")  # the model's own, beside matrices for a table
+PROMPT = "prompt_embeddings"
 DTYPES = torch.float16, torch.bfloat16, torch.float32
 
 
@@ -77,28 +90,52 @@ def find_products(model: Transformer, wanted: dict[str, Part]) -> list[Product]:
 
     Args:
         model: its weights may lie on the meta device; they are not packed yet.
-        wanted: its `parameters`.
+        wanted: see `modules_of`.
     """
     products: dict[int, Product] = {}
-    for owner in model.owners():
-        for name in owner.matrices:
-            weight = getattr(owner, name)
-            if torch.is_tensor(weight) and weight.ndim == 2 and owner is not model:
-                shape = weight.shape[0], weight.shape[1]
-                products[weight.untyped_storage()._cdata] = Product(owner, name, shape, {}, [0, weight.shape[0]])
+    places: list[tuple[Owner, str]] = [(owner, name) for owner in model.owners() for name in owner.matrices]
+    if model.group.pipeline.last and not model.row.head_norm:
+        places.append((model, "head"))
+    for owner, name in places:
+        weight = getattr(owner, name)
+        weight = weight.weight if isinstance(weight, QuantizedWeight) else weight
+        if torch.is_tensor(weight) and weight.ndim == 2:
+            shape = weight.shape[0], weight.shape[1]
+            products[weight.untyped_storage()._cdata] = Product(owner, name, shape, {}, [0, weight.shape[0]])
+    table = f"{model.row.name('embed')}.weight"
     for name, part in wanted.items():
-        for piece in part.pieces if name.endswith(".weight") else ():
+        for piece in part.pieces if name.endswith(".weight") and name != table else ():
             if product := products.get(piece.target.untyped_storage()._cdata):
                 inputs = product.shape[1]
                 begin, count = piece.target.storage_offset() // inputs, piece.target.numel() // inputs
                 product.covers.setdefault(name, []).append(Cover(piece, range(begin, begin + count)))
     for product in products.values():
         product.bounds = slices_of(product)
-    return [product for product in products.values() if product.covers]
+    found = [product for product in products.values() if product.covers]
+    if model.group.pipeline.first:
+        count, size = wanted[table].shape
+        whole = Cover(Piece(model.embedding, (slice(None), slice(None))), range(size))
+        found.append(Product(model, "embedding", (size, count), {table: [whole]}, [0, size]))
+    return found
+
+
+def modules_of(model: Transformer, wanted: dict[str, Part]) -> dict[str, Part]:
+    """The `parameters` of a model, where the head of a tied one has a name of its own, and each of the two its stage.
+
+    PEFT's adapters of a tied model's table and head are two, and it saves both even if it was told to tie them.
+    """
+    table, head = (f"{model.row.name(part)}.weight" for part in ("embed", "head"))
+    found, pipeline = dict(wanted), model.group.pipeline
+    if model.config.head == "logits" and model.config.tie_word_embeddings:
+        found[head] = found[table] if pipeline.last else found[table]._replace(pieces=())
+    if not pipeline.first:
+        found[table] = found[table]._replace(pieces=())
+    return found
 
 
 def slices_of(product: Product) -> list[int]:
-    """Where the slices of a product begin and end: between two outputs that not all the same modules fill."""
+    """Where the slices of a product begin and end: between two outputs that not all the same modules fill. Outputs that
+    no module fills, as a rank may have at the end of a vocabulary, are part of any slice."""
     ends = {0, product.shape[0]}
     for covers in product.covers.values():
         for cover in covers:
@@ -107,7 +144,7 @@ def slices_of(product: Product) -> list[int]:
     def modules(row: int) -> list[str]:
         return [name for name, covers in product.covers.items() if any(row in cover.rows for cover in covers)]
 
-    inner = [end for end in sorted(ends)[1:-1] if modules(end - 1) != modules(end)]
+    inner = [end for end in sorted(ends)[1:-1] if modules(end) and modules(end - 1) != modules(end)]
     return [0, *inner, product.shape[0]]
 
 
@@ -115,17 +152,31 @@ class AdaptedLinear:
     """A product with its adapters: a `Weight`, to be called in the place of the one that it has."""
 
     def __init__(self, weight: Weight, product: Product, adapters: Adapters):
-        self.weight, self.adapters = weight, adapters
+        self.weight, self.adapters, self.is_head = weight, adapters, product is adapters.head
         self.a, self.b = product.matrices(adapters.pool, adapters.rank)
         self.bounds = tuple(product.bounds)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] W^T + bias, [T, out], and what the adapters of the tokens' rows add."""
         y = linear(x, self.weight, bias)
-        if (plan := self.adapters.plan) is not None:
+        if (plan := self.adapters.head_plan if self.is_head else self.adapters.plan) is not None:
             ops = self.adapters.ops
             ops.lora_expand(y, ops.lora_shrink(x, self.a, plan), self.b, self.bounds, plan)
         return y
+
+
+class AdaptedTable:
+    """What adapters of the table of embeddings add to embeddings."""
+
+    def __init__(self, product: Product, adapters: Adapters):
+        self.adapters, self.bounds = adapters, tuple(product.bounds)
+        self.a, self.b = product.matrices(adapters.pool, adapters.rank)
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor) -> None:
+        """Add to embeddings x [T, hidden] of ids [T], in place."""
+        if (plan := self.adapters.plan) is not None:
+            h = self.a[plan.ids.long(), :, ids].float()  # of the last slot for tokens without an adapter, and unused
+            self.adapters.ops.lora_expand(x, h, self.b, self.bounds, plan)
 
 
 class Adapters:
@@ -137,27 +188,58 @@ class Adapters:
         slots: adapters on the device.
         rows: adapters in the host's memory.
         rank: the highest one.
-        pools: `pool` and `host`, if there are some already.
+        virtual: M, virtual tokens of an adapter at most.
+        source: the folder or file with the model's weights; "" if these are made up.
+        before: those that the model had before its weights were replaced, whose memory these take over.
 
     Attributes:
-        pool, host: [slots, elements] on the device and [rows, elements] in the host's memory.
-        read_from, held: a number for the adapter in each row of `host`, and of `pool`; see `state_of`.
+        head, table: the products whose adapters are the head's and the table's; None: they are not on this stage.
+        prompts, host_prompts: the pools' parts for virtual tokens, [.., M, hidden]; None: there are none on this stage.
         plan: of the step that runs, `ops.plan_lora`'s; None: none of its rows has an adapter.
+        head_plan: the same for the rows whose logits are being made, and for adapters that have a head.
     """
 
+    pool: torch.Tensor  # [slots, elements] on the device
+    host: torch.Tensor  # [rows, elements] in the host's memory
+    read_from: list[int]  # a number for the adapter in each row of `host`; see `state_of`
+    held: list[int]  # the same of `pool`
+    host_heads: list[bool]  # whether the adapter in each row of `host` has matrices for the head
+    held_heads: list[bool]  # the same of `pool`
+    headed: torch.Tensor  # the same on the device, [1 + slots] int32: each adapter's own number, from 1, or 0
+
     def __init__(
-        self, model: Transformer, wanted: dict[str, Part], slots: int, rows: int, rank: int, pools: Pools | None = None
-    ):
-        self.ops, self.rank, self.wanted = model.ops, rank, wanted
-        self.products = find_products(model, wanted)
+        self, model: Transformer, wanted: dict[str, Part], slots: int, rows: int, rank: int, virtual: int, source: str,
+        before: Adapters | None = None,
+    ):  # fmt: skip
+        self.ops, self.rank, self.virtual, self.source, self.model = model.ops, rank, virtual, source, model
+        self.wanted = modules_of(model, wanted)
+        self.products = find_products(model, self.wanted)
+        self.head, self.table = (
+            next((product for product in self.products if product.owner is model and product.name == name), None)
+            for name in ("head", "embedding")
+        )
         self.covered: dict[str, list[Product]] = {}  # by the names of the weights that fill them
         for product in self.products:
             for name in product.covers:
                 self.covered.setdefault(name, []).append(product)
-        self.size = place(self.products, rank)
-        self.pool, self.host = pools or self.new_pools(slots, rows, model)
+        begin, count = place(self.products, rank), prompt_size(model, virtual)
+        self.size = begin + aligned(count)
         self.plan: Any = None
-        self.read_from, self.held = [0] * rows, [0] * slots
+        self.head_plan: Any = None
+        self.of_slots: torch.Tensor | None = None  # the adapter of each slot of the batch state, in steps with adapters
+        if before:
+            self.pool, self.host, self.headed = before.pool, before.host, before.headed
+            self.read_from, self.held = before.read_from, before.held
+            self.host_heads, self.held_heads = before.host_heads, before.held_heads
+        else:
+            self.pool, self.host = self.new_pools(slots, rows, model)
+            self.headed = torch.zeros(1 + slots, dtype=torch.int32, device=model.device)
+            self.read_from, self.held = [0] * rows, [0] * slots
+            self.host_heads, self.held_heads = [False] * rows, [False] * slots
+        self.prompts, self.host_prompts = (
+            pool[:, begin : begin + count].unflatten(1, (virtual, model.config.hidden_size)) if count else None
+            for pool in (self.pool, self.host)
+        )
 
     def new_pools(self, slots: int, rows: int, model: Transformer) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for adapters on the device, and in the host, where it is pinned beside a GPU."""
@@ -179,25 +261,50 @@ class Adapters:
         """Those that the options ask for; with the memory of those that the model had `before`."""
         if not config.enable_lora:
             return None
-        sizes = config.max_loras, config.host_loras, config.max_lora_rank
-        return cls(model, wanted, *sizes, (before.pool, before.host) if before else None)
+        sizes = config.max_loras, config.host_loras, config.max_lora_rank, config.max_prompt_adapter_token
+        return cls(model, wanted, *sizes, config.checkpoint, before)
 
     def wrap(self) -> None:
         """Put the adapters into the model, whose weights have their layouts now."""
         for product in self.products:
-            weight = getattr(product.owner, product.name)
-            setattr(product.owner, product.name, AdaptedLinear(weight, product, self))
+            if product is self.table:
+                self.model.adapt_embeddings = AdaptedTable(product, self)
+            else:
+                weight = getattr(product.owner, product.name)
+                setattr(product.owner, product.name, AdaptedLinear(weight, product, self))
 
-    def begin(self, of_slots: torch.Tensor | None, slots: torch.Tensor, starts: torch.Tensor, tokens: int) -> None:
-        """A step begins: see `ops.plan_lora`. Without `of_slots` none of its rows has an adapter."""
-        args = slots, starts, tokens, len(self.pool)
+    def begin(self, of_slots: torch.Tensor | None, slots: torch.Tensor, starts: torch.Tensor, shape: StepShape) -> None:
+        """A step begins: see `ops.plan_lora`. Without `of_slots` none of its rows has an adapter with matrices."""
+        args = slots, starts, shape.tokens, len(self.pool)
+        self.of_slots = of_slots
         self.plan = None if of_slots is None else self.ops.plan_lora(of_slots, *args)
+        # A row that samples ends with a token of its client, so decodes have no virtual tokens. But places for drafts
+        # may have what another sequence left there.
+        self.model.prompts = self.prompts if shape.samples < shape.tokens or shape.drafted else None
+
+    @contextlib.contextmanager
+    def making_logits(self, slots: torch.Tensor) -> Iterator[None]:
+        """A context in which the head makes the logits of one token of each of these slots [R] int32 of the step."""
+        if self.head and self.of_slots is not None:
+            of_slots, count = self.headed.index_select(0, self.of_slots), len(slots)
+            starts = torch.arange(count + 1, dtype=torch.int32, device=slots.device)
+            self.head_plan = self.ops.plan_lora(of_slots, slots, starts, count, len(self.pool))
+        try:
+            yield
+        finally:
+            self.head_plan = None
+
+    def have_head(self, slots: torch.Tensor) -> bool:
+        """Whether one of these slots [R] of the step has an adapter of the head; for a CPU, as it reads tensors."""
+        return self.of_slots is not None and bool(self.headed[self.of_slots[slots].long()].any())
 
     def move(self, pairs: list[tuple[int, int]]) -> None:
         """Copy adapters to the device, for each pair of a row of the host's pool and a slot."""
         self.ops.swap_blocks(self.host, self.pool, to_device(np.array(pairs, dtype=np.int64), str(self.pool.device)))
         for row, slot in pairs:
-            self.held[slot] = self.read_from[row]
+            self.held[slot], self.held_heads[slot] = self.read_from[row], self.host_heads[row]
+        numbers = [number * has for number, has in enumerate((False, *self.held_heads))]
+        self.headed.copy_(to_device(np.array(numbers, dtype=np.int32), str(self.pool.device)))
 
     def load(self, row: int, folder: str) -> None:
         """Read an adapter's folder into a row of the host's memory.
@@ -205,42 +312,47 @@ class Adapters:
         Raises:
             ValueError: it is damaged, or not for this model; the message names the tensor. The row then has no adapter.
         """
-        config, path = read_adapter(folder, self.rank), os.path.join(folder, WEIGHTS)
+        config, path = read_adapter(folder, self.rank, self.virtual), os.path.join(folder, WEIGHTS)
         line = self.host[row].zero_()
         digest = hashlib.blake2b(state_of(folder).encode(), digest_size=7).digest()
         self.read_from[row] = int.from_bytes(digest, "little")
         filled: set[tuple[Product, int]] = set()  # slices
         try:
             with opened(path) as file:
+                if config.num_virtual_tokens:
+                    self.fill_prompt(row, file, path, config.num_virtual_tokens)
+                    return
                 for module, (a, b) in self.read(file, path, config).items():
                     self.fill(line, module, a, b, filled)
         except ValueError:
             line.zero_()
             raise
+        self.host_heads[row] = any(product is self.head for product, _ in filled)
 
     def read(self, file: Any, path: str, config: AdapterConfig) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """A and scale B of each module, by the name of its weight; checked."""
         found: dict[str, dict[str, torch.Tensor]] = {}
+        rank_of = functools.cache(config.rank_of)
         for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-            match = MATRIX.fullmatch(saved)
-            if not match:
+            if match := BASE.fullmatch(saved):
+                self.check_base(f"{path}: tensor {saved!r:.200}", match[1] + match[2], file.get_tensor(saved))
+                continue
+            if not (match := MATRIX.fullmatch(saved)):
                 raise ValueError(
-                    f"{path}: tensor {saved!r:.200} is no LoRA matrix of a linear layer, and nothing else is taken"
+                    f"{path}: tensor {saved!r:.200} is no LoRA matrix of a linear layer or of the embeddings, and "
+                    "nothing else is taken"
                 )
-            module, kind = match.groups()
-            name, rank = our_name(f"{module}.weight", self.wanted), config.rank_of(module)
+            module, kind = match[1], match[2] or match[3]
+            name = our_name(f"{module}.weight", self.wanted)
             if name is None:
                 raise ValueError(f"{path}: tensor {saved!r:.200} is of a module that the model has not")
             part = self.wanted[name]
-            shape = part.shape[::-1] if part.transposed else part.shape
-            expected = [rank, shape[-1]] if kind == "A" else [shape[0], rank]
-            tensor = file.get_tensor(saved)
-            if len(shape) != 2 or not self.takes(name):
+            is_table = name == f"{self.model.row.name('embed')}.weight"
+            shape = part.shape[::-1] if part.transposed or is_table else part.shape
+            if len(shape) != 2 or not self.takes(name) or is_table != bool(match[3]):
                 raise ValueError(f"{path}: tensor {saved!r:.200} is of a module that cannot have an adapter here")
-            if list(tensor.shape) != expected:
-                raise ValueError(f"{path}: tensor {saved} has shape {list(tensor.shape)}; it must be {expected}")
-            if tensor.dtype not in DTYPES:
-                raise ValueError(f"{path}: tensor {saved} has dtype {tensor.dtype}; it must be one of {DTYPES}")
+            expected = [rank_of(module), shape[1]] if kind == "A" else [shape[0], rank_of(module)]
+            tensor = checked(file.get_tensor(saved), f"{path}: tensor {saved}", expected)
             tensor = (tensor.float() * (config.scale_of(module) if kind == "B" else 1)).to(self.host.dtype)
             if not tensor.isfinite().all():
                 raise ValueError(f"{path}: tensor {saved} has NaN or infinite elements")
@@ -251,6 +363,28 @@ class Adapters:
         if not found:
             raise ValueError(f"{path} has no LoRA matrices")
         return {name: (pair["A"], pair["B"]) for name, pair in found.items()}
+
+    def check_base(self, what: str, module: str, tensor: torch.Tensor) -> None:
+        """Check a copy of the table or the head, which PEFT saves beside its matrices: it must be the model's own.
+
+        It counts as that if training in another dtype has rounded it.
+
+        Raises:
+            ValueError: it differs, or is of another module; the message begins with `what`.
+        """
+        if not self.source:
+            return
+        paths, config = checkpoint_files(self.source), self.model.config
+        tables = find_tables(paths, config, Storage(paths, config.quantization), ("weight", "bias"))
+        table, head = (f"{config.row.name(part)}.weight" for part in ("embed", "head"))
+        if config.tie_word_embeddings:  # the files may have one of the two
+            shared = tables.get(table) or tables[head]
+            tables = {table: shared, head: shared} | tables
+        name = our_name(module, tables)
+        if name is None:
+            raise ValueError(f"{what} is neither a LoRA matrix nor of the embeddings or the head")
+        if not nearly_equal(tables[name][1], tensor):
+            raise ValueError(f"{what} differs from the model's own, and only LoRA matrices are taken")
 
     def takes(self, name: str) -> bool:
         """Whether a weight is one of a product that may have adapters, be it on another stage."""
@@ -278,6 +412,39 @@ class Adapters:
                         filled.add((product, i))
                         all_a[i * self.rank : i * self.rank + rank] = inputs
 
+    def fill_prompt(self, row: int, file: Any, path: str, count: int) -> None:
+        """Copy the embeddings of `count` virtual tokens to their place in a row of the host's pool.
+
+        Raises:
+            ValueError: they are not for this model, or the file has something else.
+        """
+        model, expected = self.model, [count, self.model.config.hidden_size]
+        if model.config.layer_input_size:  # PEFT gives these layers inputs in the prompt that later tokens do not get
+            raise ValueError(f"{path}: {model.config.architecture} has inputs for each layer, so no prompt adapters")
+        if [*file.keys()] != [PROMPT]:
+            raise ValueError(f"{path} has the tensors {[*file.keys()]!r:.200}; a prompt adapter has {PROMPT!r} alone")
+        tensor = checked(file.get_tensor(PROMPT), f"{path}: tensor {PROMPT}", expected).to(model.dtype)
+        if model.row.scales_prompts:
+            tensor = tensor * model.embed_scale
+        if not tensor.isfinite().all():
+            raise ValueError(f"{path}: tensor {PROMPT} has NaN or infinite elements")
+        if self.host_prompts is not None:
+            self.host_prompts[row, :count] = tensor
+
+
+def checked(tensor: torch.Tensor, name: str, shape: list[int]) -> torch.Tensor:
+    """The tensor; a ValueError that begins with its name if it has another shape, or no floats."""
+    if list(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {shape}")
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; it must be one of {DTYPES}")
+    return tensor
+
+
+def prompt_size(model: Transformer, virtual: int) -> int:
+    """Elements of an adapter's row that are for its virtual tokens on this stage."""
+    return virtual * model.config.hidden_size * model.group.pipeline.first
+
 
 def place(products: list[Product], rank: int) -> int:
     """Give the products of an adapter of this rank their places in a row of a pool; returns the row's elements."""
@@ -294,7 +461,9 @@ def adapter_bytes(config: EngineConfig, model: Transformer) -> int:
     """Bytes of an adapter on a rank, for a model whose weights are not packed; 0 where none are served."""
     if not config.enable_lora:
         return 0
-    return place(find_products(model, model.parameters()), config.max_lora_rank) * model.dtype.itemsize
+    products = find_products(model, modules_of(model, model.parameters()))
+    prompts = aligned(prompt_size(model, config.max_prompt_adapter_token))
+    return (place(products, config.max_lora_rank) + prompts) * model.dtype.itemsize
 
 
 def aligned(count: int) -> int:

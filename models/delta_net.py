@@ -3,18 +3,26 @@
 Such a layer has no keys and values. What it knows of a sequence is a state of fixed size: a matrix for each head, which
 decays with every token and is corrected where it mispredicts the token's value from its key, and the latest inputs of a
 short convolution. `delta_rule` and `conv_silu` of reference.py have the formulas. A sequence's state lies in the row of
-its slot; see `Transformer.states_of`.
+its slot; see `states_of`.
+
+A state cannot go back, so it does not see drafts before it is known which are taken. A layer reads the state for all
+tokens of such a row, leaves it as it is, and keeps its own inputs. At the end of the step it goes over those again.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from layers import New, Owner, Step, Weight, linear
 from model_config import ModelConfig
 from models.shares import Parts, Shares
+
+if TYPE_CHECKING:
+    from model import Transformer
 
 
 class DeltaNet(Owner):
@@ -70,19 +78,55 @@ class DeltaNet(Owner):
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]. States change."""
-        batch, ops, (matrices, inputs) = step.batch, self.ops, step.states[self.place]
-        qkv, z, b, a = linear(x, self.inputs).split((self.delta.channels, *self.sizes[3:]), 1)
+        batch, unsure, states = step.batch, step.batch.unsure, step.states[self.place]
+        projected = linear(x, self.inputs)
         # Where all rows have one token, padding rows may be among them, whichever kernel of attention has them.
         decodes = len(batch.slots) if batch.max_query_len == 1 else batch.num_decodes
         rows = batch.slots, batch.starts, batch.seq_lens, decodes, batch.max_query_len
-        qkv = ops.conv_silu(qkv, self.conv, inputs, rows)
-        y = ops.delta_rule(
-            qkv, b, a, self.decay, self.dt_bias, matrices, rows, self.delta.key_heads, self.batch_invariant
-        )
-        return linear(ops.gated_norm(y, z, self.norm, self.eps), self.o)
+        if unsure is None:
+            y, z = self.mix(projected, states, rows)
+        else:
+            count, most, seen = unsure
+            y, z = self.mix(projected, states, (*rows[:3], count, rows[4]), seen)
+            kept = projected if len(projected) <= count * most else projected[: count * most].clone()
+            drafted = batch.slots[:count], batch.starts[: count + 1], batch.seq_lens[:count], count, most
+            batch.later.append(partial(self.mix, kept, states, drafted))
+        return linear(self.ops.gated_norm(y, z, self.norm, self.eps), self.o)
+
+    def mix(
+        self,
+        projected: torch.Tensor,
+        states: tuple[torch.Tensor, torch.Tensor],
+        rows: tuple[Any, ...],
+        taken: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `rows` read from their states, [T, Hv, dv], and its gate z, for tokens projected by `inputs`. The states
+        see these tokens, or so many of each row as `taken` says; see `reference.DeltaRows`."""
+        matrices, inputs = states
+        qkv, z, b, a = projected.split((self.delta.channels, *self.sizes[3:]), 1)
+        qkv = self.ops.conv_silu(qkv, self.conv, inputs, rows, taken)
+        scalars = self.decay, self.dt_bias
+        heads = self.delta.key_heads
+        return self.ops.delta_rule(qkv, b, a, *scalars, matrices, rows, heads, self.batch_invariant, taken), z
 
     def rehearse(self, x: torch.Tensor, step: Step) -> None:
         """Do all of it for x [T, hidden] but what changes states."""
         _, z, *_ = linear(x, self.inputs).split((self.delta.channels, *self.sizes[3:]), 1)
         y = z.contiguous().view(len(x), self.delta.value_heads, self.delta.value_dim)
         linear(self.ops.gated_norm(y, z, self.norm, self.eps), self.o)
+
+
+def states_of(model: Transformer, states: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The parts of the pool of states [rows, size] float32 that belong to each layer with a state, in order.
+
+    These are the matrices [rows, Hv, dk, dv] of this rank's heads, and the latest inputs of the convolution,
+    [rows, C, K - 1]. A row holds the matrices of all layers and then the inputs of all layers.
+    """
+    if not model.config.delta:
+        return []
+    delta, rows = model.config.delta.share(model.group.size), len(states)
+    count = sum(i in model.span for i in model.config.delta_layers)
+    matrices, inputs = states[:, : count * sum(delta.state)].split([count * size for size in delta.state], 1)
+    shape = rows, count, delta.value_heads, delta.key_dim, delta.value_dim
+    inputs = inputs.view(rows, count, delta.channels, delta.kernel - 1)
+    return list(zip(matrices.view(shape).unbind(1), inputs.unbind(1), strict=True))

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from layers import Mlp, New, Norm, Owner, Step, linear
 from model_config import ModelConfig
+from models.quantized import in_codes
 from models.shares import Part, Parts, Shares
 from parallel import Group
+
+if TYPE_CHECKING:
+    from model import Transformer
 
 
 class ExpertMlp(Owner):
@@ -113,8 +118,8 @@ class ExpertMlp(Owner):
         if self.ranks:
             x, weights, ids = self.ranks.dispatch(x, weights, ids)
         plan = ops.plan_experts(weights, ids, self.count, self.first, self.r.weigh_inputs, self.batch_invariant)
-        h = ops.expert_gate_up(x, self.gate_up, self.gate_up_bias, plan, self.config.activation)
-        y = ops.expert_down(h, self.down, self.down_bias, plan)
+        h = ops.expert_gate_up(x, in_codes(self.gate_up), self.gate_up_bias, plan, self.config.activation)
+        y = ops.expert_down(h, in_codes(self.down), self.down_bias, plan)
         return self.ranks.combine(y, tokens) if self.ranks else y
 
     def serve(self, like: torch.Tensor) -> None:
@@ -165,3 +170,13 @@ class ExpertsBeside(Owner):
         """The MLP's results [T, hidden], for those of the dense MLP, and for hidden states x [T, hidden]."""
         y = self.group.all_reduce(self.experts(self.experts_in(x), step, self.router_norm(x)))
         return self.dense_out(dense) + self.experts_out(y)
+
+
+def serve_experts(model: Transformer) -> None:
+    """Take part in a step in which only other engines have tokens, some of them for this engine's experts."""
+    none = torch.empty(0, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    for i in model.span:
+        layer = model.layers[i]
+        experts = layer.beside.experts if layer.beside else layer.mlp
+        if isinstance(experts, ExpertMlp):
+            experts.serve(none)

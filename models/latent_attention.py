@@ -127,7 +127,8 @@ class LatentAttention(Attention):
 
     def attend(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """The heads' results [T, heads * v_dim] of queries q [T, heads, D], which are rotated in place."""
-        batch, n, kv = step.batch, step.batch.num_decodes, step.pool[0][self.place]
+        batch, kv = step.batch, step.pool[0][self.place]
+        n, first = batch.num_decodes * batch.queries, batch.decodes[0]  # decode tokens; the first longer row
         rotation, interleaved = step.rotations[self.rope], bool(self.row.interleaved)
         out = q.new_empty(len(q), self.heads, self.latent.v_dim)
         if n > 0:
@@ -135,7 +136,8 @@ class LatentAttention(Attention):
             found = self.ops.latent_decode(absorbed, kv, step.plans[0], self.config.scale, self.latent.kv_rank)
             self.expand(found, slice(None), out[:n])
         if n < len(q) and self.batch_invariant:
-            rows = batch.block_tables[0], batch.slots[n:], batch.seq_lens[n:], batch.query_starts, batch.max_query_len
+            whose = batch.slots[first:], batch.seq_lens[first:], batch.query_starts
+            rows = batch.block_tables[0], *whose, batch.max_query_len
             size = absorbed_heads(self.heads)
             for begin in range(0, self.heads, size):
                 heads = slice(begin, begin + size)
@@ -147,7 +149,7 @@ class LatentAttention(Attention):
             if step.rows is None:
                 step.rows = list(self.rows_of(step))
             for rows in step.rows:
-                self.plain(q[n:][rows.tokens], batch.seq_lens[n:][rows.rows], kv, rows, out[n:][rows.tokens])
+                self.plain(q[n:][rows.tokens], batch.seq_lens[first:][rows.rows], kv, rows, out[n:][rows.tokens])
         return out.flatten(1)
 
     def absorb(self, q: torch.Tensor, rotation: torch.Tensor, heads: slice) -> torch.Tensor:
@@ -171,7 +173,7 @@ class LatentAttention(Attention):
 
     def rows_of(self, step: Step) -> Iterator[Rows]:
         """A step's rows of many tokens, in groups whose keys and values are made together."""
-        batch, n, size = step.batch, step.batch.num_decodes, step.pool[0][self.place].shape[3]
+        batch, n, size = step.batch, step.batch.decodes[0], step.pool[0][self.place].shape[3]
         device, counts = batch.slots.device, batch.longer
         tokens = [0, *accumulate(count for count, _ in counts)]
         begin = 0
@@ -199,7 +201,7 @@ class LatentAttention(Attention):
     def plain(self, q: torch.Tensor, seq_lens: torch.Tensor, kv: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
         """Attention of some rows' rotated queries q [T, heads, D] in the plain form, into out [T, heads, v_dim]."""
         c, nope, rank, size = self.config, self.latent.nope_dim, self.latent.kv_rank, kv.shape[3]
-        latents = kv[rows.blocks, 0, 0]  # [blocks, block_size, R + P]
+        latents = kv[rows.blocks, 0, 0].to(q.dtype)  # [blocks, block_size, R + P]
         for begin in range(0, self.heads, self.at_once):
             heads = slice(begin, begin + self.at_once)
             made = F.linear(latents.view(-1, self.latent.width)[:, :rank], self.kv_b[heads].flatten(0, 1))

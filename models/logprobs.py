@@ -99,17 +99,18 @@ class LogprobGatherer:
         hidden: torch.Tensor,
         scoring: Scoring,
         token_ids: torch.Tensor,
-        logits_of: Callable[[torch.Tensor], torch.Tensor],
+        logits_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> None:
         """Find what there is to score, from the `hidden` states [T, H] of a step and the `token_ids` of all slots.
 
-        The logits are made in parts of as many rows as the memory plan has, and leave the device at once.
+        `logits_of` takes hidden states and their slots. The logits are made in parts of as many rows as the memory plan
+        has, and leave the device at once.
         """
         k, parts = self.parts(scoring)
         for part in parts:
             at, slots, places = to_device(part, hidden.device.type)
             ids = token_ids[slots, places].long()
-            found = map(to_host, self.ops.logprobs(logits_of(hidden[at]), ids, k))
+            found = map(to_host, self.ops.logprobs(logits_of(hidden[at], slots), ids, k))
             scoring.found.columns.append(tuple(found))
 
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from checkpoints.storage import opened
 from config import EngineConfig
 from layers import New, Owner
 from model_config import ModelConfig
-from models.dequantize import opened
 from models.families import REWARDS
 from models.pooling import MODULE_WEIGHTS, Dense, dense_layers
 from models.shares import Parts, Shares

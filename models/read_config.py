@@ -13,12 +13,12 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
+from checkpoints.quantization import read_quantization
 from config import MAX_CONTEXT, read_json
 from model_config import Delta, Experts, Latent, ModelConfig, Rope
 from models.config_fields import Fields, label_activation, labels, number, typed, whole
 from models.families import FAMILIES, REWARDS, architecture_of, family_of
 from models.family_row import Family, Routing
-from models.quantization import read_quantization
 from models.read_rope import LAYER_TYPES, WINDOWED, read_ropes, read_slopes, yarn_mscale
 from models.text_halves import FIELDS, row_of, text_half, tied_half
 from observe.logs import warn_once

@@ -6,8 +6,16 @@ import math
 
 import torch
 
-from model_config import Rope
+from model_config import ModelConfig, Rope
 from models.read_rope import yarn_mscale
+
+
+def rope_tables(config: ModelConfig, length: int, device: str) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """A `rope_table` and `query_scales` for each kind of RoPE of a model."""
+    with torch.device("cpu"):  # to compute on the meta device torch imports SymPy and more, which takes seconds
+        rotations = [rope_table(rope, length, bool(config.row.interleaved)) for rope in config.ropes]
+        scales = [query_scales(rope, length) for rope in config.ropes]
+    return [table.to(device) for table in rotations], [None if x is None else x.to(device) for x in scales]
 
 
 def rope_table(rope: Rope, length: int, interleaved: bool) -> torch.Tensor:

@@ -29,6 +29,12 @@ class Part(NamedTuple):
     view: tuple[int, ...] = ()  # the shape in which the pieces are found; () is its own
     transposed: bool = False  # its last two dimensions change places before that
     instead_of: tuple[str, ...] = ()  # names of other tensors that are not needed where this one is there
+    optional: bool = False  # whether checkpoints may lack it; the targets are then 1
+
+    @property
+    def needed(self) -> bool:
+        """Whether a checkpoint must have it, unless it has one that stands for it."""
+        return not (self.instead_of or self.optional)
 
 
 Parts = dict[str, Part]  # by names of tensors
@@ -130,6 +136,11 @@ class Shares:
         if transposed:
             shape[1:] = shape[:0:-1]
         return Part(tuple(shape), tuple(pieces), transposed=transposed)
+
+
+def is_absent(target: torch.Tensor) -> bool:
+    """Whether a weight is a mere shape because only another stage has it."""
+    return target.is_meta and not any(target.stride())
 
 
 def check_division(config: ModelConfig, group: Group) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from config import EngineConfig
 from observe.files import DiagnosticFile
 from observe.observer import Observer
-from plan import Logprobs, StateRoom, StepPlan, StepResult
+from plan import Logprobs, StateRoom, StepPlan, StepResult, Verified
 from sampling_params import PoolingParams, SamplingParams
 from scheduler import Scheduler
 from sequence import Adapter, Request, SequenceGroup
@@ -64,7 +64,11 @@ class Journal(Observer):
         self.events.append(["abort", self.now, request_id, index, reason])
 
     def late(self, groups: Collection[SequenceGroup]) -> None:
-        self.events.append(["late", self.now, [[group.request.request_id, group.index] for group in groups]])
+        """Note which groups' masks are late, and how many drafts grammars have left the others."""
+        names = [[group.request.request_id, group.index] for group in groups]
+        left = [g for g in self.scheduler.others if g.seqs[0].proposed]
+        drafts = [[g.request.request_id, g.index, len(g.seqs[0].proposed)] for g in left]
+        self.events.append(["late", self.now, names, drafts])
 
     def reset_prefix_cache(self) -> None:
         self.events.append(["reset_prefix_cache", self.now])
@@ -79,6 +83,10 @@ class Journal(Observer):
         logprobs = [[row, *dataclasses.astuple(logprobs)] for row, logprobs in result.logprobs.items()]
         scores = [[row, len(scores)] for row, scores in result.scores.items()]  # what they are decides nothing
         news = {"tokens": result.token_ids, "stopped": result.stopped, "logprobs": logprobs, "scores": scores}
+        if result.verified:  # what their log-probabilities are decides nothing
+            news["verified"] = [[row, found.drafts, found.token_ids] for row, found in result.verified.items()]
+        if result.guesses:
+            news["guesses"] = list(result.guesses.items())
         if result.pooled:  # what was made of the prompts decides nothing, but that they are done
             news["pooled"] = list(result.pooled)
         self._note({"landed": result.step} | news)
@@ -104,7 +112,8 @@ def decisions(scheduler: Scheduler) -> dict[str, Any]:
         moves += [plan.state_out, plan.state_in, plan.state_copies]
     if scheduler.config.enable_lora:
         moves += [plan.adapters]
-    return {
+    drafts = [[seq.group.name, count] for seq, count in flight.drafts.items()]
+    return ({"drafts": drafts} if scheduler.config.num_drafts else {}) | {
         "rows": [[seq.group.name, count] for seq, (_, count) in zip(flight.seqs, plan.rows, strict=True)],
         "preempted": [list(entry) for entry in scheduler.admission.preempted],
         "moves": [len(pairs) for pairs in moves],
@@ -144,7 +153,9 @@ def replay(lines: Sequence[str]) -> Scheduler:
             logprobs = {row: Logprobs(*rest) for row, *rest in line["logprobs"]}
             scores = {row: [Logprobs(0.0, [], [])] * count for row, count in line["scores"]}
             pooled = dict.fromkeys(line.get("pooled", ()), b"")
-            result = StepResult(line["landed"], line["tokens"], line["stopped"], logprobs, scores, pooled)
+            result = StepResult(line["landed"], line["tokens"], line["stopped"], logprobs, scores=scores, pooled=pooled)
+            result.verified = {row: Verified(drafts, ids) for row, drafts, ids in line.get("verified", ())}
+            result.guesses = dict(line.get("guesses", ()))
             scheduler.update(scheduler.in_flight[0].plan, result)
         else:
             scheduler.start_over(*line["start_over"])
@@ -163,7 +174,13 @@ def apply_event(scheduler: Scheduler, kind: str, rest: list[Any]) -> None:
     elif kind == "abort":
         scheduler.abort(*rest)
     elif kind == "late":
-        scheduler.late = {g for g in scheduler.others if [g.request.request_id, g.index] in rest[0]}
+        late, proposed = rest
+        names = {(g.request.request_id, g.index): g for g in scheduler.others}
+        scheduler.late = {names[request_id, index] for request_id, index in late}
+        for group in scheduler.others:
+            group.seqs[0].proposed = []
+        for request_id, index, count in proposed:  # which they are decides nothing
+            names[request_id, index].seqs[0].proposed = [0] * count
     else:
         scheduler.reset_prefix_cache()
 

@@ -30,6 +30,8 @@ COUNTERS = {
     "preemptions": "num_preemptions_total",
     "prefix_hit_tokens": "prefix_cache_hits_total",
     "prefix_query_tokens": "prefix_cache_queries_total",
+    "draft_tokens": "spec_decode_num_draft_tokens_total",
+    "accepted_tokens": "spec_decode_num_accepted_tokens_total",
 }
 
 T = TypeVar("T")
@@ -68,7 +70,8 @@ class Recorder(Observer):
             self.recording = False
             self.flying.clear()
             return
-        others = self.scheduler.in_flight[-1].other_rows
+        flight = self.scheduler.in_flight[-1]
+        others = [row for row in flight.other_rows if row[0] not in flight.drafts]
         prompts = [n for seq, n, computed in others if n > 1 or computed <= seq.group.request.num_prompt]
         step = {
             "step": plan.step,

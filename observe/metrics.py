@@ -33,7 +33,7 @@ TOKENS = ()  # 1, 2, 5, 10, ... up to the context's length
 class Series(NamedTuple):
     """What is told of a series beside its values."""
 
-    kind: Literal["gauge", "counter", "histogram", "info"]
+    kind: Literal["gauge", "counter", "histogram", "info", "moment"]  # the last two have labels of their own
     help: str
     label: str = ""  # beside the model and the engine; its values are the keys of a dict
     bounds: tuple[float, ...] = TOKENS  # of a histogram's buckets, each the largest value that is counted in it
@@ -50,6 +50,9 @@ COUNTERS = {
     "host_cache_hits_total": "Prompt tokens of these that were fetched from host memory.",
     "prompt_tokens_total": "Prompt tokens of requests that were queued.",
     "generation_tokens_total": "Tokens generated.",
+    "spec_decode_num_drafts_total": "Rows of steps that had drafts to verify, with speculative_config.",
+    "spec_decode_num_draft_tokens_total": "Drafts that were verified.",
+    "spec_decode_num_accepted_tokens_total": "Drafts of these that the model has sampled, too.",
 }
 REASONS = ("stop", "length", "abort", "error")
 COMPLETE = ("stop", "length")  # requests that end otherwise would distort the histograms
@@ -63,8 +66,13 @@ SERIES = {
     "num_requests_swapped": Series("gauge", "Samples of requests that wait with their KV blocks in host memory."),
     "kv_cache_usage_perc": Series("gauge", "Share of the KV blocks that are in use; 1 is all."),
     "cache_config_info": Series("info", "How the KV cache is laid out."),
-    "lora_requests_info": Series("info", "Which adapters requests run with and wait for, by name; with enable_lora."),
+    "lora_requests_info": Series(
+        "moment", "When this was told, in seconds since 1970: which adapters requests run with and wait for."
+    ),
     **{name: Series("counter", help) for name, help in COUNTERS.items()},
+    "spec_decode_num_accepted_tokens_per_pos_total": Series(
+        "counter", "The same, by the draft's place in its row, from 0 on.", label="position"
+    ),
     "num_worker_restarts_total": Series("counter", "How often the workers were started anew."),
     "request_success_total": Series("counter", "Samples of requests that have ended.", label="finished_reason"),
     "iteration_tokens_total": Series("histogram", "Tokens computed in a step.", bounds=STEP_TOKENS),
@@ -158,8 +166,8 @@ class EngineStats:
                 self.observe("inter_token_latency_seconds", self.now - at, times)
         self.rows_at = self.now
 
-    def sampled(self, group: SequenceGroup) -> None:
-        """A row of the step that has landed, none of its decodes, has brought a token."""
+    def sampled(self, group: SequenceGroup, count: int = 1) -> None:
+        """A row of the step that has landed, none of its decodes, has brought a token, or several at once."""
         request = group.request
         if request.params.max_tokens == 0:  # it goes to nobody
             return
@@ -170,6 +178,8 @@ class EngineStats:
             self.observe("time_to_first_token_seconds", request.delay + self.now - request.arrival)
         elif group.beams is None:  # nobody sees beams grow
             self.observe("inter_token_latency_seconds", self.now - group.token_at)
+        if count > 1:
+            self.observe("inter_token_latency_seconds", 0.0, count - 1)
         group.token_at = self.now
 
     def finished(self, group: SequenceGroup, now: float) -> None:

@@ -36,10 +36,12 @@ class SanitizerError(AssertionError):
 def mix(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """A hash of token and position, int64. It is nearly the finalizer of splitmix64 (Steele et al., 2014).
 
+    All virtual tokens count as one, because their ids say in which slot their adapter is.
+
     Args:
         token_ids, positions: integers of one shape, which the result has, too.
     """
-    x = (token_ids.long() + 1) * FACTORS[0] + positions.long() * FACTORS[1]
+    x = (token_ids.long().clamp(min=-1) + 1) * FACTORS[0] + positions.long() * FACTORS[1]
     x = (x ^ (x >> 30)) * FACTORS[1]
     x = (x ^ (x >> 27)) * FACTORS[2]
     return x ^ (x >> 31)
@@ -184,11 +186,16 @@ class KVSanitizer:
         device = self.pool.device
         owners = torch.from_numpy(np.repeat(slots, counts)).to(device)
         rows = torch.from_numpy(slots).to(device)
-        last = seq_lens.long() - 1  # the device may have sampled this token, and no plan has told it
-        self.hashes[rows, last + 1] = self.hashes[rows, last] + mix(self.token_ids[rows, last], last)
+        # The device may have sampled the last of these tokens, or made drafts, and no plan has told them.
+        places, firsts = positions.long(), torch.from_numpy(counts.cumsum() - counts).to(device)
+        mixed = mix(self.token_ids[owners, places], places)
+        sums = mixed.cumsum(0)
+        before = self.hashes[rows, places[firsts]] - (sums - mixed)[firsts]
+        self.hashes[owners, places + 1] = sums + before.repeat_interleave(torch.from_numpy(counts).to(device))
+        self.computed[slots] = places[firsts].cpu().numpy()
         if self.states.numel():
             self._check_states(slots, seq_lens.long(), torch.from_numpy(counts).to(device))
-        hashes = self.hashes[owners, positions.long()] + mix(input_ids, positions)
+        hashes = self.hashes[owners, places] + mix(input_ids, positions)
         for kind in range(len(self.windows)):
             self._check_books(kind, slots, counts, (owners, positions, slot_mapping[kind], hashes))
         self.computed[slots] += counts
@@ -255,6 +262,10 @@ class KVSanitizer:
             raise self._error(slot, f"the recurrent state in row {slot} {what}, not this sequence's first {begin}")
         self.state_shadow.hashes[rows, 0] = self.hashes[rows, seq_lens]
         self.state_shadow.writers[slots], self.state_shadow.steps[slots] = self.names[slots], self.step
+
+    def settle(self, slots: torch.Tensor, computed: torch.Tensor) -> None:
+        """Note that the states of `slots` [B] have seen so many tokens [B]: of a row's drafts those that were taken."""
+        self.state_shadow.hashes[slots, 0] = self.hashes[slots, computed.long()]
 
     def check_hidden(self, plan: StepPlan, hidden: torch.Tensor) -> None:
         """Check that the hidden states [T, hidden] of a step have no NaN, which they would get from poison.

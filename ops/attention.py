@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.matmul import FLOAT_MAX, _cast, _chip
+from ops.matmul import FLOAT_MAX, FP8_MAX, _cast, _chip
 
 PROCESSORS = 132  # assumed where there is no GPU to ask
 DECODE_ROWS = 512  # rows whose items are counted, or searched, at a time: with 1024 the counting kernel spills
@@ -28,7 +28,12 @@ class DecodePlan(NamedTuple):
     tokens: int
     chunked: bool
     items: torch.Tensor  # [B + 1] int32: where each row's items begin in the list of all rows' items
-    arrived: torch.Tensor  # [KV, B] int32: how many pieces of each row are stored; planning sets it to 0
+    arrived: torch.Tensor  # [parts, B] int32: how many pieces of each row are stored; planning sets it to 0
+
+
+def _holds(kv: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether a pool's dtype is one that holds keys and values of x's."""
+    return kv.dtype in (x.dtype, torch.float8_e4m3fn)
 
 
 @functools.cache
@@ -37,6 +42,20 @@ def _programs(device: torch.device, each: int, parts: int) -> int:
     cuda = device.type == "cuda"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else PROCESSORS
     return max(1, (each if _chip(device).roomy else 1) * processors // parts)
+
+
+@triton.jit
+def _stored(x, dtype: tl.constexpr):
+    """x [..] as a pool of `dtype` holds it; see `reference._stored`, also for NaN."""
+    if x.dtype == dtype:
+        return x
+    return _cast(tl.clamp(x.to(tl.float32), -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL), dtype)
+
+
+@triton.jit
+def _read(x, dtype: tl.constexpr):
+    """x [..] of a pool for a product with `dtype`. FP8 is converted in registers."""
+    return x.to(dtype) if x.dtype == tl.float8e4nv else x
 
 
 @triton.jit
@@ -62,8 +81,8 @@ def _tile_rows(kv, p_table, i_n, i_end, kv_stride, SIZE: tl.constexpr, BLOCK_SIZ
 
 @triton.jit
 def _combine(
-    out, partial, partial_lse, i_kv, i_first, pieces,
-    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    out, partial, partial_lse, i_part, i_first, pieces,
+    H: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """out[r] = sum_j w_j partial_j[r] / sum_j w_j, w_j = 2^(lse_j[r] - max lse[r]), over the pieces j of one row.
@@ -71,7 +90,7 @@ def _combine(
     It adds BLOCK_P pieces at a time for BLOCK_R of the row's ROWS queries, and loads the next ones meanwhile. The first
     piece is program i_first's last one (place 1), the others are the first ones of the programs after it (place 0).
     """
-    G: tl.constexpr = H // KV
+    G: tl.constexpr = H // PARTS
     o_p = tl.arange(0, BLOCK_P)
     o_d = tl.arange(0, BLOCK_D)
     for i_r in tl.range(0, ROWS, BLOCK_R, num_stages=1):
@@ -81,7 +100,7 @@ def _combine(
         b_sum = tl.zeros([BLOCK_R], tl.float32)
         for i_p in tl.range(0, pieces, BLOCK_P, num_stages=4):
             o_piece = (i_first.to(tl.int64) + i_p + o_p) * 2 + (i_p + o_p == 0)
-            o_row = ((o_piece * KV + i_kv) * ROWS)[:, None] + o_r[None, :]
+            o_row = ((o_piece * PARTS + i_part) * ROWS)[:, None] + o_r[None, :]
             m_row = (i_p + o_p < pieces)[:, None] & (o_r < ROWS)[None, :]
             m_part = m_row[:, :, None] & (o_d < D)[None, None, :]
             b_part = tl.load(partial + (o_row * D)[:, :, None] + o_d[None, None, :], mask=m_part, other=0.0)
@@ -92,5 +111,5 @@ def _combine(
             b_sum = b_sum * b_scale + tl.sum(b_w, 0)
             b_max = b_new
         b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
-        o_x = (((o_r // G) * H + i_kv * G + o_r % G) * D)[:, None] + o_d[None, :]
+        o_x = (((o_r // G) * H + i_part * G + o_r % G) * D)[:, None] + o_d[None, :]
         tl.store(out + o_x, _cast(b_out, out.dtype.element_ty), mask=(o_r < ROWS)[:, None] & (o_d < D)[None, :])

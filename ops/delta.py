@@ -51,16 +51,16 @@ def _keep(x, state, o_c, i_count, x_stride, i_first, C: tl.constexpr, K: tl.cons
     tl.store(p_state + o_j[None, :], b_x, mask=m_x)
 
 
-@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["slots", "starts", "seq_lens"])
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["slots", "starts", "seq_lens", "taken"])
 def conv_silu_kernel(
-    x, weight, state, slots, starts, seq_lens, y, first, x_stride, state_stride,
+    x, weight, state, slots, starts, seq_lens, taken, y, first, x_stride, state_stride,
     C: tl.constexpr, K: tl.constexpr, KEEP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """y[t] = silu(sum_j weight[:, j] x[t - K + 1 + j]); weight [C, K], y [T, C], state [N, C, K - 1].
 
-    One program per row from `first` on, tile of its tokens and of channels. If KEEP, a row has one token, and its
-    program leaves the state as it is to be afterwards.
+    One program per row from `first` on, tile of its tokens and of channels. If KEEP, a tile has all tokens of a row,
+    and its program leaves the state as it is to be afterwards, or after the first `taken` tokens.
     """
     i_b = tl.program_id(2) + first
     i_slot, i_start = tl.load(slots + i_b).to(tl.int64), tl.load(starts + i_b)
@@ -79,6 +79,8 @@ def conv_silu_kernel(
     o_y = (i_start + o_t).to(tl.int64)[:, None] * C + o_c[None, :]
     tl.store(y + o_y, _cast(b_y * tl.sigmoid(b_y), y.dtype.element_ty), mask=m_y)
     if KEEP:
+        if taken is not None:
+            i_count = tl.load(taken + i_b)
         _keep(p_x, p_state, o_c, i_count, x_stride, i_first, C, K, BLOCK_K)
 
 
@@ -102,12 +104,15 @@ def conv_state_kernel(
     _keep(p_x, p_state, o_c, i_count, x_stride, i_first, C, K, BLOCK_K)
 
 
-def conv_silu(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, rows: DeltaRows) -> torch.Tensor:
-    """See `reference.conv_silu`."""
+def conv_silu(
+    x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, rows: DeltaRows, taken: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `reference.conv_silu`. Here rows with drafts have at most CONV_TOKENS tokens."""
     slots, starts, seq_lens, num_decodes, longest = rows
     (tokens, channels), taps, count = x.shape, weight.shape[1], len(slots)
     assert x.stride(1) == 1 and weight.is_contiguous() and len(starts) == count + 1 and len(seq_lens) == count
     assert state.dtype == torch.float32 and state[0].is_contiguous() and state.shape[1:] == (channels, taps - 1)
+    assert taken is None or taken.is_contiguous()
 
     y = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
 
@@ -115,12 +120,13 @@ def conv_silu(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, rows: 
     find, strides = (slots, starts, seq_lens), (x.stride(0), state.stride(0))
     if num_decodes:
         conv_silu_kernel[(columns, 1, num_decodes)](
-            x, weight, state, *find, y, 0, *strides, channels, taps, True, 1, CONV_CHANNELS, block_k
-        )
+            x, weight, state, *find, taken, y, 0, *strides, channels, taps, True,
+            1 if taken is None else CONV_TOKENS, CONV_CHANNELS, block_k,
+        )  # fmt: skip
     if count > num_decodes:
         tiles = triton.cdiv(longest, CONV_TOKENS)
         conv_silu_kernel[(columns, tiles, count - num_decodes)](
-            x, weight, state, *find, y, num_decodes, *strides, channels, taps, False,
+            x, weight, state, *find, None, y, num_decodes, *strides, channels, taps, False,
             CONV_TOKENS, CONV_CHANNELS, block_k,
         )  # fmt: skip
         conv_state_kernel[(columns, count - num_decodes)](
@@ -145,16 +151,16 @@ def _gates(b_b, b_a, b_decay, b_bias):
     return tl.sigmoid(b_b), -tl.exp(b_decay) * (tl.maximum(b_x, 0.0) + b_log)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "seq_lens"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "seq_lens", "taken"])
 def delta_step_kernel(
-    qkv, b, a, decay, dt_bias, state, slots, starts, seq_lens, o, qkv_stride, b_stride, a_stride, state_stride, scale,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    qkv, b, a, decay, dt_bias, state, slots, starts, seq_lens, taken, o, qkv_stride, b_stride, a_stride, state_stride,
+    scale, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """S <- g S; S <- S + k (beta (v - S^T k))^T; o = S^T q, token by token; state [N, HV, DK, DV], o [T, HV, DV].
 
     One program per row, value head and BLOCK_V columns of S, which nothing but these columns depends on. A token does
-    the same arithmetic however many others its row has.
+    the same arithmetic however many others its row has. With `taken` [B] S is kept after so many of a row's tokens.
     """
     i_b, i_h = tl.program_id(2), tl.program_id(1)
     i_slot, i_start = tl.load(slots + i_b).to(tl.int64), tl.load(starts + i_b).to(tl.int64)
@@ -183,7 +189,11 @@ def delta_step_kernel(
         b_s += b_k[:, None] * b_change[None, :]
         b_o = tl.sum(b_s * b_q[:, None], 0)
         tl.store(o + (i_t * HV + i_h) * DV + o_v, _cast(b_o, o.dtype.element_ty), mask=m_v)
-    tl.store(p_s, b_s, mask=m_s)
+        if taken is not None:  # noqa: SIM102 (`and` would load from None)
+            if i_t + 1 - i_start == tl.load(taken + i_b):
+                tl.store(p_s, b_s, mask=m_s)
+    if taken is None:
+        tl.store(p_s, b_s, mask=m_s)
 
 
 @triton.jit
@@ -328,17 +338,20 @@ def delta_rule(
     rows: DeltaRows,
     key_heads: int,
     batch_invariant: bool = False,
+    taken: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.delta_rule`. Here dk is at most 256.
 
-    Rows of one token, and with `batch_invariant` all rows, go token by token. The others multiply matrices of qkv's
-    dtype, and sum in float32. For them there are T Hv times two rows of 64 numbers in qkv's dtype, and four in float32.
+    Rows of one token or with drafts, and with `batch_invariant` all rows, go token by token. The others multiply
+    matrices of qkv's dtype, and sum in float32. For them there are T Hv times two rows of 64 numbers in qkv's dtype,
+    and four in float32.
     """
     slots, starts, seq_lens, num_decodes, longest = rows
     (tokens, width), (_, heads, dk, dv), count = qkv.shape, state.shape, len(slots)
     assert qkv.stride(1) == b.stride(1) == a.stride(1) == 1 and width == 2 * key_heads * dk + heads * dv and dk <= 256
     assert state.dtype == torch.float32 and state[0].is_contiguous() and heads % key_heads == 0
     assert len(starts) == count + 1 and len(seq_lens) == count and b.shape == a.shape == (tokens, heads)
+    assert taken is None or taken.is_contiguous()
 
     steps = num_decodes if qkv.dtype in CHUNKED and not batch_invariant else count
     o = torch.empty(tokens, heads, dv, dtype=qkv.dtype, device=qkv.device)
@@ -348,7 +361,7 @@ def delta_rule(
     columns = triton.cdiv(dv, block_v)
     if steps:
         delta_step_kernel[(columns, heads, steps)](
-            qkv, b, a, decay, dt_bias, state, *find, o, *strides, state.stride(0), dk**-0.5,
+            qkv, b, a, decay, dt_bias, state, *find, taken, o, *strides, state.stride(0), dk**-0.5,
             key_heads, heads, dk, dv, block_k, block_v,
         )  # fmt: skip
     if count > steps:

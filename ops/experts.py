@@ -13,7 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, _cast, _dot
+from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, _cast, _chip, _dot
+from ops.quantized import PLAIN, Layout, _check, _layout, _quantized_part, _rows_tile
+from reference import Quantized
 
 EXPERT_ROWS = 16  # rows of a tile while few pairs meet an expert: the least that the matrix unit takes
 MANY_ROWS = 128  # with more than EXPERT_ROWS pairs for each expert: two warp groups of 64, as sm_90's wgmma wants
@@ -202,7 +204,8 @@ def _find_tile(
 
 @triton.jit(do_not_specialize=["tiles"])
 def expert_gate_up_kernel(
-    x, weight, bias, weights, starts, order, h, tiles,
+    x, weight, scales, zeros, bias, weights, starts, order, h, tiles,
+    KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, UNPACK: tl.constexpr,
     E: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
     WEIGH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
     SHARERS: tl.constexpr,
@@ -210,7 +213,8 @@ def expert_gate_up_kernel(
     """h[t k + j] = act(gate, up), (gate | up) = w x[t] W_e^T + b_e, for choice j of token t: expert e, weight w.
 
     x [T, H], weight [E, 2 SIZE, H], h [T k, SIZE]. One program per tile of an expert's rows and BLOCK_N of its outputs:
-    it computes as many gates and as many ups. K are the choices of a token. All of H is summed in its order.
+    it computes as many gates and as many ups. K are the choices of a token. All of H is summed in its order. If the
+    weight is in codes, of KIND, eight gates and their ups take turns in one tile, so that a thread has both.
     """
     COLUMNS: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
     i_e, i_start, i_end, i_n = _find_tile(starts, tiles, E, COLUMNS, BLOCK_M, BLOCK_E, SHARERS)
@@ -219,16 +223,29 @@ def expert_gate_up_kernel(
     o_m, o_n = i_start + tl.arange(0, BLOCK_M), i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m_m, m_n = o_m < i_end, o_n < SIZE
     b_pair = tl.load(order + o_m, mask=m_m, other=0)
-    p_x = x + ((b_pair // K).to(tl.int64) * H)[:, None]
-    p_gate = weight + i_e.to(tl.int64) * (2 * SIZE * H) + (o_n * H)[None, :]
-    b_gate, b_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for i_k in range(0, H, BLOCK_K):
-        o_k = i_k + tl.arange(0, BLOCK_K)
-        m_k = o_k < H
-        m_w = m_k[:, None] & m_n[None, :]
-        b_x = tl.load(p_x + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
-        b_gate = _dot(b_x, tl.load(p_gate + o_k[:, None], mask=m_w, other=0.0), b_gate)
-        b_up = _dot(b_x, tl.load(p_gate + SIZE * H + o_k[:, None], mask=m_w, other=0.0), b_up)
+    b_token = (b_pair // K).to(tl.int64)
+    if KIND is not None:
+        o_row = tl.arange(0, 2 * BLOCK_N)
+        o_gate = i_n * BLOCK_N + o_row // 16 * 8 + o_row % 8
+        o_row = i_e.to(tl.int64) * (2 * SIZE) + o_row // 8 % 2 * SIZE + o_gate
+        b_both = _quantized_part(
+            x, weight, scales, zeros, b_token, o_row, m_m, o_gate < SIZE, 0,
+            H, KIND, SCALES, GROUP, UNPACK, 1, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        b_both = tl.permute(tl.reshape(b_both, [BLOCK_M, BLOCK_N // 8, 2, 8]), [0, 1, 3, 2])
+        b_gate, b_up = tl.split(b_both)
+        b_gate, b_up = tl.reshape(b_gate, [BLOCK_M, BLOCK_N]), tl.reshape(b_up, [BLOCK_M, BLOCK_N])
+    else:
+        p_x = x + (b_token * H)[:, None]
+        p_gate = weight + i_e.to(tl.int64) * (2 * SIZE * H) + (o_n * H)[None, :]
+        b_gate, b_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for i_k in range(0, H, BLOCK_K):
+            o_k = i_k + tl.arange(0, BLOCK_K)
+            m_k = o_k < H
+            m_w = m_k[:, None] & m_n[None, :]
+            b_x = tl.load(p_x + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
+            b_gate = _dot(b_x, tl.load(p_gate + o_k[:, None], mask=m_w, other=0.0), b_gate)
+            b_up = _dot(b_x, tl.load(p_gate + SIZE * H + o_k[:, None], mask=m_w, other=0.0), b_up)
     if WEIGH:
         b_w = tl.load(weights + b_pair, mask=m_m, other=0.0)[:, None]
         b_gate, b_up = b_gate * b_w, b_up * b_w
@@ -248,6 +265,20 @@ def expert_gate_up_kernel(
     tl.store(h + o_h, _cast(b_h, h.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
 
 
+def _prepare(
+    weight: torch.Tensor | Quantized, x: torch.Tensor, rows: int, products: int
+) -> tuple[torch.Tensor, Layout, tuple[int, int, int, int, int]]:
+    """A weight, or its codes, as the kernels take it, with the tile of its grouped product with x; see `_tile`."""
+    if isinstance(weight, torch.Tensor):
+        assert weight.is_contiguous() and weight.dtype == x.dtype and weight.shape[2] == x.shape[1]
+        return weight, PLAIN, _tile(rows, x.dtype, products)
+    _check(weight, x.shape[1])
+    chip = _chip(x.device)
+    layout = _layout(weight, x.shape[1], x.dtype, chip)
+    block_m, block_n, warps, stages = _rows_tile(rows, x.dtype, chip)
+    return weight.codes.view(torch.uint8), layout, (block_m, block_n // products, layout.step, warps, stages)
+
+
 def _tile(rows: int, dtype: torch.dtype, products: int) -> tuple[int, int, int, int, int]:
     """BLOCK_M, BLOCK_N, BLOCK_K, warps and stages of a grouped product, or of `products` that share its rows of x."""
     if dtype == torch.float32:
@@ -257,30 +288,32 @@ def _tile(rows: int, dtype: torch.dtype, products: int) -> tuple[int, int, int, 
 
 
 def expert_gate_up(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: ExpertPlan, activation: str
+    x: torch.Tensor, weight: torch.Tensor | Quantized, bias: torch.Tensor | None, plan: ExpertPlan, activation: str
 ) -> torch.Tensor:
-    """See `reference.expert_gate_up`."""
-    (experts, double, inputs), (tokens, k) = weight.shape, plan.ids.shape
-    assert x.shape == (tokens, inputs) and x.is_contiguous() and weight.is_contiguous() and weight.dtype == x.dtype
+    """See `reference.expert_gate_up`. Of weights in codes `quantized_linear` tells what is rounded."""
+    (tokens, k), inputs = plan.ids.shape, x.shape[1]
+    matrix, layout, (*block, warps, stages) = _prepare(weight, x, plan.rows, 2)
+    experts, double = matrix.shape[:2]
+    assert len(x) == tokens and x.is_contiguous()
     assert plan.starts.shape == (experts + 1,) and activation in ("silu", "gelu_tanh", "swigluoai")
     assert bias is None or (bias.shape == (experts, double) and bias.is_contiguous())
 
     h = torch.empty(tokens * k, double // 2, dtype=x.dtype, device=x.device)
-    *block, warps, stages = _tile(plan.rows, x.dtype, 2)
     plan = plan._replace(rows=block[0])
 
     columns = triton.cdiv(double // 2, block[1])
     expert_gate_up_kernel[(plan.tiles() * columns,)](
-        x, weight, bias, plan.weights, plan.starts, plan.order, h, plan.tiles(),
-        experts, inputs, double // 2, k, activation, plan.weigh_inputs, *block, triton.next_power_of_2(experts),
-        SHARERS, num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
+        x, matrix, layout.scales, layout.zeros, bias, plan.weights, plan.starts, plan.order, h, plan.tiles(),
+        *layout.constants, experts, inputs, double // 2, k, activation, plan.weigh_inputs, *block,
+        triton.next_power_of_2(experts), SHARERS, num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return h
 
 
 @triton.jit(do_not_specialize=["tiles"])
 def expert_down_kernel(
-    h, weight, bias, weights, starts, order, parts, tiles,
+    h, weight, scales, zeros, bias, weights, starts, order, parts, tiles,
+    KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, UNPACK: tl.constexpr,
     E: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, WEIGH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, SHARERS: tl.constexpr,
 ):  # fmt: skip
@@ -295,15 +328,21 @@ def expert_down_kernel(
     o_m, o_n = i_start + tl.arange(0, BLOCK_M), i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m_m, m_n = o_m < i_end, o_n < H
     b_pair = tl.load(order + o_m, mask=m_m, other=0).to(tl.int64)
-    p_h = h + (b_pair * SIZE)[:, None]
-    p_w = weight + i_e.to(tl.int64) * (H * SIZE) + (o_n * SIZE)[None, :]
-    b_y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for i_k in range(0, SIZE, BLOCK_K):
-        o_k = i_k + tl.arange(0, BLOCK_K)
-        m_k = o_k < SIZE
-        b_h = tl.load(p_h + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
-        b_w = tl.load(p_w + o_k[:, None], mask=m_k[:, None] & m_n[None, :], other=0.0)
-        b_y = _dot(b_h, b_w, b_y)
+    if KIND is not None:
+        b_y = _quantized_part(
+            h, weight, scales, zeros, b_pair, i_e.to(tl.int64) * H + o_n, m_m, m_n, 0,
+            SIZE, KIND, SCALES, GROUP, UNPACK, 1, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        p_h = h + (b_pair * SIZE)[:, None]
+        p_w = weight + i_e.to(tl.int64) * (H * SIZE) + (o_n * SIZE)[None, :]
+        b_y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for i_k in range(0, SIZE, BLOCK_K):
+            o_k = i_k + tl.arange(0, BLOCK_K)
+            m_k = o_k < SIZE
+            b_h = tl.load(p_h + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
+            b_w = tl.load(p_w + o_k[:, None], mask=m_k[:, None] & m_n[None, :], other=0.0)
+            b_y = _dot(b_h, b_w, b_y)
     if bias is not None:
         b_y += tl.load(bias + i_e * H + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
     if WEIGH:
@@ -327,23 +366,26 @@ def expert_sum_kernel(
     tl.store(y + i_token * H + o_x, _cast(b_y, y.dtype.element_ty), mask=m_x)
 
 
-def expert_down(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: ExpertPlan) -> torch.Tensor:
+def expert_down(
+    h: torch.Tensor, weight: torch.Tensor | Quantized, bias: torch.Tensor | None, plan: ExpertPlan
+) -> torch.Tensor:
     """See `reference.expert_down`. The choices' results are added in their order, none of them atomically."""
-    (experts, hidden, size), (tokens, k) = weight.shape, plan.ids.shape
-    assert h.shape == (tokens * k, size) and h.is_contiguous() and weight.is_contiguous() and weight.dtype == h.dtype
+    (tokens, k), size = plan.ids.shape, h.shape[1]
+    matrix, layout, (*block, warps, stages) = _prepare(weight, h, plan.rows, 1)
+    experts, hidden = matrix.shape[:2]
+    assert len(h) == tokens * k and h.is_contiguous()
     assert plan.starts.shape == (experts + 1,)
     assert bias is None or (bias.shape == (experts, hidden) and bias.is_contiguous())
 
     parts = torch.empty(tokens * k, hidden, dtype=torch.float32, device=h.device)
     y = torch.empty(tokens, hidden, dtype=h.dtype, device=h.device)
-    *block, warps, stages = _tile(plan.rows, h.dtype, 1)
     plan = plan._replace(rows=block[0])
 
     columns = triton.cdiv(hidden, block[1])
     expert_down_kernel[(plan.tiles() * columns,)](
-        h, weight, bias, plan.weights, plan.starts, plan.order, parts, plan.tiles(),
-        experts, hidden, size, not plan.weigh_inputs, *block, triton.next_power_of_2(experts), SHARERS,
-        num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
+        h, matrix, layout.scales, layout.zeros, bias, plan.weights, plan.starts, plan.order, parts, plan.tiles(),
+        *layout.constants, experts, hidden, size, not plan.weigh_inputs, *block, triton.next_power_of_2(experts),
+        SHARERS, num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     expert_sum_kernel[(tokens, triton.cdiv(hidden, SUMS))](
         parts, plan.ids, y, plan.first, experts, k, hidden, SUMS, num_warps=4

@@ -12,7 +12,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.attention import DECODE_PARTIALS, DECODE_ROWS, DecodePlan, PrefillRows, _combine, _programs, _tile_rows
+from ops.attention import (
+    DECODE_PARTIALS,
+    DECODE_ROWS,
+    DecodePlan,
+    PrefillRows,
+    _combine,
+    _holds,
+    _programs,
+    _read,
+    _stored,
+    _tile_rows,
+)
 from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, _cast, _chip, _dot
 
 WIDE_ROWS = 64  # queries of a tile, at most: wgmma takes no fewer, and 64 x 512 sums fill half of all registers
@@ -54,13 +65,15 @@ def latent_store_kernel(
         b_w = tl.load(weight + o_r, mask=m_r, other=0.0).to(tl.float32)
         b_c = b_c * tl.rsqrt(tl.sum(b_c * b_c, 0) / R + eps) * b_w
         p_kv = kv + (i_place // BLOCK_SIZE) * kv_stride + (i_place % BLOCK_SIZE) * (R + P)
-        tl.store(p_kv + o_r, _cast(b_c, kv.dtype.element_ty), mask=m_r)
+        b_c = _cast(b_c, latent.dtype.element_ty)
+        tl.store(p_kv + o_r, _stored(b_c, kv.dtype.element_ty), mask=m_r)
         o_pair = tl.arange(0, BLOCK_P)
         m_pair = o_pair < P // 2
         p_rotation = rotation + i_token.to(tl.int64) * (2 * P)
         b_a, b_b, o_a, o_b = _turn(p_latent + R, p_rotation, P, INTERLEAVED, o_pair, m_pair)
-        tl.store(p_kv + R + o_a, _cast(b_a, kv.dtype.element_ty), mask=m_pair)
-        tl.store(p_kv + R + o_b, _cast(b_b, kv.dtype.element_ty), mask=m_pair)
+        b_a, b_b = _cast(b_a, latent.dtype.element_ty), _cast(b_b, latent.dtype.element_ty)
+        tl.store(p_kv + R + o_a, _stored(b_a, kv.dtype.element_ty), mask=m_pair)
+        tl.store(p_kv + R + o_b, _stored(b_b, kv.dtype.element_ty), mask=m_pair)
 
 
 def latent_store(
@@ -75,7 +88,7 @@ def latent_store(
     """See `reference.latent_store`."""
     (tokens, width), rank, rope = latent.shape, len(weight), rotation.shape[2]
     assert latent.is_contiguous() and rotation.is_contiguous() and width == rank + rope == kv.shape[4]
-    assert kv.shape[1:3] == (1, 1) and kv[0].is_contiguous() and kv.dtype == latent.dtype and rope % 2 == 0
+    assert kv.shape[1:3] == (1, 1) and kv[0].is_contiguous() and _holds(kv, latent) and rope % 2 == 0
 
     block_r, block_p = triton.next_power_of_2(rank), triton.next_power_of_2(rope // 2)
     latent_store_kernel[(tokens,)](
@@ -187,8 +200,8 @@ def _attend(
     if MASKED:
         m_c, m_k = (o_n < i_end)[:, None] & m_c, (o_n < i_end)[:, None] & m_k
     p_c = _tile_rows(kv, p_table, i_n, i_end, kv_stride, R + P, BLOCK_SIZE, BLOCK_N)[:, None]
-    b_c = tl.load(p_c + o_r[None, :], mask=m_c, other=0.0)
-    b_k = tl.load(p_c + R + o_p[None, :], mask=m_k, other=0.0)
+    b_c = _read(tl.load(p_c + o_r[None, :], mask=m_c, other=0.0), b_q.dtype)
+    b_k = _read(tl.load(p_c + R + o_p[None, :], mask=m_k, other=0.0), b_q.dtype)
     b_s = _dot(b_q_rope, tl.trans(b_k), tl.zeros([b_q.shape[0], BLOCK_N], tl.float32))
     b_s = _dot(b_q, tl.trans(b_c), b_s)
     if MASKED:
@@ -272,7 +285,9 @@ def latent_decode_kernel(
         i_item, i_b = i_next, i_b + (i_next == i_to).to(tl.int32)
 
 
-def _decode_tile(rows: int, dtype: torch.dtype, block_size: int, device: torch.device) -> tuple[int, int, int, int]:
+def _decode_tile(
+    rows: int, dtype: torch.dtype, block_size: int, device: torch.device, fp8: bool
+) -> tuple[int, int, int, int]:
     """How many tiles share `rows` queries, and BLOCK_Q, BLOCK_N and warps of latent_decode_kernel.
 
     No register spills, and the two stages fit into shared memory.
@@ -284,17 +299,19 @@ def _decode_tile(rows: int, dtype: torch.dtype, block_size: int, device: torch.d
     # With 32 rows 8 warps divide the keys, 8 for each. With 64 rows they divide the sums, and work in groups of 4.
     # But a tile of four blocks would spill.
     wide = block_q == 32 and chip.wgmma and block_size > 16
-    block_n = 16 if dtype == torch.float32 else 64 if wide else 32
-    return count, block_q, block_n, 8 if block_q > 16 else 4
+    # Registers that convert FP8 would spill in fewer warps, and where products need them, too, for more keys.
+    block_n = 16 if dtype == torch.float32 or (fp8 and not chip.wgmma) else 64 if wide else 32
+    return count, block_q, block_n, 8 if block_q > 16 or fp8 else 4
 
 
 def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: float, rank: int) -> torch.Tensor:
     """See `reference.latent_decode`."""
     batch, (count, heads, width), block_size = len(plan.slots), q.shape, kv.shape[3]
-    assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and kv.shape[4] == width > rank
+    assert q.is_contiguous() and kv[0].is_contiguous() and _holds(kv, q) and kv.shape[4] == width > rank
     assert kv.shape[1:3] == (1, 1) and count == batch * plan.tokens and scale > 0
 
-    tiles, block_q, block_n, warps = _decode_tile(heads * plan.tokens, q.dtype, block_size, q.device)
+    fp8 = kv.dtype != q.dtype
+    tiles, block_q, block_n, warps = _decode_tile(heads * plan.tokens, q.dtype, block_size, q.device, fp8)
     rows, programs = heads * plan.tokens // tiles, _programs(q.device, 2 if block_q == 16 else 1, tiles)
     out = torch.empty(count, heads, rank, dtype=q.dtype, device=q.device)
     partial = torch.empty(programs, 2, tiles, rows, rank, dtype=torch.float32, device=q.device)
@@ -366,7 +383,7 @@ def latent_prefill(q: torch.Tensor, kv: torch.Tensor, rows: PrefillRows, scale: 
     """See `reference.latent_prefill`."""
     block_tables, slots, seq_lens, query_starts, max_query_len = rows
     (tokens, heads, width), block_size = q.shape, kv.shape[3]
-    assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and block_tables.stride(1) == 1
+    assert q.is_contiguous() and kv[0].is_contiguous() and _holds(kv, q) and block_tables.stride(1) == 1
     assert kv.shape[1:3] == (1, 1) and kv.shape[4] == width > rank and scale > 0
 
     out = torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
@@ -375,6 +392,8 @@ def latent_prefill(q: torch.Tensor, kv: torch.Tensor, rows: PrefillRows, scale: 
     block_m, block_n, warps = (
         (16, 16, 4) if q.dtype == torch.float32 else (WIDE_ROWS if chip.wgmma else WIDE_ROWS // 2, 32, 8)
     )
+    if kv.dtype != q.dtype and not chip.wgmma:
+        block_n = 16  # registers that convert FP8 would spill
     block_r, block_p = max(16, triton.next_power_of_2(rank)), max(16, triton.next_power_of_2(width - rank))
     latent_prefill_kernel[(triton.cdiv(max_query_len * heads, block_m), len(slots))](
         q, kv, block_tables, slots, seq_lens, query_starts, out, block_tables.stride(0), kv.stride(0),

@@ -18,6 +18,7 @@ from ops.experts import PAIRS, SHARERS, _find_tile, _most_tiles, plan_experts_ke
 from ops.matmul import LINEAR_COUNTERS, LINEAR_ROWS, _cast, _counters, _dot, _is_last, _linear_part
 
 TOKENS = 1024  # of a row that `lora_ids_kernel` writes at a time
+ELEMENTS = 1024  # of an embedding that a program of `put_prompts_kernel` copies
 MOST_SPLITS = 8  # parts of a shrink's inputs, each a program's
 
 
@@ -26,6 +27,7 @@ class LoraPlan(NamedTuple):
 
     starts: torch.Tensor  # [S + 1] int32, where each adapter's tokens begin in `order`
     order: torch.Tensor  # [T] int32, the tokens that have an adapter, sorted by adapter and then by number
+    ids: torch.Tensor  # [T] int32, the adapter of each token, or -1
 
     def tiles(self) -> int:
         """The most tiles that these tokens can have."""
@@ -55,12 +57,12 @@ def plan_lora(adapters: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor,
     assert starts.shape == (rows + 1,) and adapters.dtype == slots.dtype == starts.dtype == torch.int32
 
     ids = torch.empty(tokens, dtype=torch.int32, device=device)
-    plan = LoraPlan(torch.empty(count + 1, dtype=torch.int32, device=device), torch.empty_like(ids))
+    plan = LoraPlan(torch.empty(count + 1, dtype=torch.int32, device=device), torch.empty_like(ids), ids)
 
     lora_ids_kernel[(rows + 1, triton.cdiv(tokens, TOKENS))](
         adapters, slots, starts, ids, rows, tokens, TOKENS, num_warps=4
     )
-    plan_experts_kernel[(count,)](ids, *plan, 0, tokens, count, PAIRS, num_warps=8)
+    plan_experts_kernel[(count,)](ids, plan.starts, plan.order, 0, tokens, count, PAIRS, num_warps=8)
     return plan
 
 
@@ -126,8 +128,8 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, plan: LoraPlan) -> torch.Tenso
         counters = _counters(x.device)
 
     lora_shrink_kernel[(programs, splits)](
-        x, a, *plan, h, partial, counters, plan.tiles(), tokens, count, outputs, inputs, a.stride(0), splits,
-        LINEAR_ROWS, block_n, block_k, triton.next_power_of_2(count), SHARERS,
+        x, a, plan.starts, plan.order, h, partial, counters, plan.tiles(), tokens, count, outputs, inputs, a.stride(0),
+        splits, LINEAR_ROWS, block_n, block_k, triton.next_power_of_2(count), SHARERS,
         num_warps=8, num_stages=stages,
     )  # fmt: skip
     return h
@@ -188,7 +190,33 @@ def lora_expand(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, bounds: tuple
     columns = sum(triton.cdiv(high - low, block_n) for low, high in pairwise(bounds))
 
     lora_expand_kernel[(plan.tiles() * columns,)](
-        y, h, b, *plan, plan.tiles(), count, outputs, rank, *b.stride(), tuple(bounds),
+        y, h, b, plan.starts, plan.order, plan.tiles(), count, outputs, rank, *b.stride(), tuple(bounds),
         columns, LINEAR_ROWS, block_n, block_k, triton.next_power_of_2(count), SHARERS,
         num_warps=8, num_stages=2,
     )  # fmt: skip
+
+
+@triton.jit
+def put_prompts_kernel(x, ids, prompts, M: tl.constexpr, H: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """x[t] = prompts[s, j] for each token t whose id is -1 - (s M + j); x [T, H], prompts [S, M, H].
+
+    One program per token and BLOCK elements.
+    """
+    i_t = tl.program_id(0).to(tl.int64)
+    i_place = -1 - tl.load(ids + i_t)
+    if i_place < 0:
+        return
+    o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    p_prompt = prompts + i_place // M * STRIDE + i_place % M * H
+    tl.store(x + i_t * H + o_h, tl.load(p_prompt + o_h, mask=o_h < H), mask=o_h < H)
+
+
+def put_prompts(x: torch.Tensor, ids: torch.Tensor, prompts: torch.Tensor) -> None:
+    """See `reference.put_prompts`."""
+    (tokens, size), (_, count, _) = x.shape, prompts.shape
+    assert x.is_contiguous() and prompts[0].is_contiguous() and prompts.dtype == x.dtype
+    assert ids.shape == (tokens,) and ids.dtype == torch.int64 and prompts.shape[2] == size
+
+    put_prompts_kernel[(tokens, triton.cdiv(size, ELEMENTS))](
+        x, ids, prompts, count, size, prompts.stride(0), ELEMENTS, num_warps=4
+    )

@@ -18,6 +18,7 @@ import triton.language as tl
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2E = tl.constexpr(1.4426950408889634)
 FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
+FP8_MAX = tl.constexpr(448.0)
 NO_ID = tl.constexpr(2**31 - 1)
 
 ARCH = 90  # assumed where there is no GPU to ask: the compute capability of an H100
@@ -56,12 +57,16 @@ def _cast(x, dtype: tl.constexpr):
     """x [..] float32 rounded to `dtype`, to nearest even.
 
     In the interpreter bfloat16 is rounded by hand, because the interpreter itself loses the carry from the mantissa
-    into the exponent (1.9999 becomes 1.0).
+    into the exponent (1.9999 becomes 1.0). So is FP8, of which it cuts off small numbers.
     """
     if INTERPRET and dtype == tl.bfloat16:
         b_bits = x.to(tl.uint32, bitcast=True)
         b_bits = (b_bits + 0x7FFF + ((b_bits >> 16) & 1)) & 0xFFFF0000
         x = tl.where(x == x, b_bits.to(tl.float32, bitcast=True), x)
+    if INTERPRET and dtype == tl.float8e4nv:  # e4m3 has three bits behind the leading one, and nothing below 2^-9
+        b_lead = (x.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        b_step = tl.maximum(b_lead, 0.015625) / 8
+        x = (x / b_step + 12582912.0 - 12582912.0) * b_step
     return x.to(dtype)
 
 

@@ -22,16 +22,36 @@ SAMPLE_BUFFER = 16384  # candidates of a row for which sampling has room in a bu
 
 
 @triton.jit
-def _row(i_r, i_slot, logits, adjustments, penalties, token_counts, bias_ids, biases, bitmask, V: tl.constexpr):
+def _num_drafts(drafts, i_r, DRAFTS: tl.constexpr):
+    """How many drafts the token of row i_r comes after: those of drafts [R, DRAFTS] that are not -1."""
+    n = 0
+    for i in tl.static_range(DRAFTS):
+        n += (tl.load(drafts + i_r * DRAFTS + i) >= 0).to(tl.int32)
+    return n
+
+
+@triton.jit
+def _row(
+    i_r, i_slot, logits, adjustments, penalties, token_counts, bias_ids, biases, bitmask, drafts,
+    V: tl.constexpr, MASKS: tl.constexpr, DRAFTS: tl.constexpr,
+):  # fmt: skip
     """The pointers and values that `_logits` needs to read row i_r."""
     p_logits = logits + i_r.to(tl.int64) * V
     if adjustments is None:
         return (p_logits,)
-    else:
+    elif drafts is None:  # Triton 3.6 has no tuple with None in it
         i_slot = i_slot.to(tl.int64)
         return (
             p_logits, tl.load(adjustments + i_slot), penalties + i_slot * 3, token_counts + i_slot * V,
-            bias_ids + i_slot * MAX_BIASES, biases + i_slot * MAX_BIASES, bitmask + i_slot * ((V + 31) // 32),
+            bias_ids + i_slot * MAX_BIASES, biases + i_slot * MAX_BIASES, bitmask + i_slot * MASKS * ((V + 31) // 32),
+        )  # fmt: skip
+    else:
+        i_slot = i_slot.to(tl.int64)
+        n = _num_drafts(drafts, i_r, DRAFTS)
+        return (
+            p_logits, tl.load(adjustments + i_slot), penalties + i_slot * 3, token_counts + i_slot * V,
+            bias_ids + i_slot * MAX_BIASES, biases + i_slot * MAX_BIASES,
+            bitmask + (i_slot * MASKS + n) * ((V + 31) // 32), drafts + i_r * DRAFTS, n,
         )  # fmt: skip
 
 
@@ -40,7 +60,8 @@ def _logits(row, o_v, m_v):
     """x [..] float32: the row's logits at o_v, changed as `Adjust` says. It is -inf outside of m_v, and never +inf."""
     b_x = tl.load(row[0] + o_v, mask=m_v, other=float("-inf")).to(tl.float32)
     if len(row) > 1:
-        _, adjustments, p_penalties, p_counts, p_bias_ids, p_biases, p_bitmask = row
+        adjustments, p_penalties, p_counts = row[1], row[2], row[3]
+        p_bias_ids, p_biases, p_bitmask = row[4], row[5], row[6]
         if adjustments & 4 != 0:  # MASK
             b_word = tl.load(p_bitmask + o_v // 32, mask=m_v, other=0)
             b_x = tl.where((b_word >> (o_v % 32)) & 1 != 0, b_x, float("-inf"))
@@ -52,6 +73,9 @@ def _logits(row, o_v, m_v):
                 b_x += tl.where(o_v == tl.load(p_bias_ids + i), tl.load(p_biases + i), 0.0)
         if adjustments & 1 != 0:  # PENALTIES
             b_count = tl.load(p_counts + o_v, mask=m_v, other=0)
+            if len(row) > 7:
+                for i in range(0, row[8]):
+                    b_count += tl.where(o_v == tl.load(row[7] + i), 2, 0)
             repetition = tl.load(p_penalties)
             b_fair = tl.where(b_x > 0, tl.div_rn(b_x, repetition), b_x * repetition)
             b_x = tl.where(b_count != 0, b_fair, b_x) - (b_count >> 1).to(tl.float32) * tl.load(p_penalties + 1)
@@ -103,8 +127,8 @@ def _filters(p_top_k, p_top_p, p_min_p, i_slot, V: tl.constexpr):
 @triton.jit
 def sample_chunks_kernel(
     logits, slots, temperature, top_k, top_p, min_p, adjustments, penalties, token_counts, bias_ids, biases, bitmask,
-    chunk_max, chunk_sum, chunk_id, summary, V: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    drafts, chunk_max, chunk_sum, chunk_id, summary, V: tl.constexpr, MASKS: tl.constexpr, DRAFTS: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """max, its lowest id and sum(exp((x - max) / temperature)) of each chunk of each row of adjusted logits x [R, V].
 
@@ -120,7 +144,9 @@ def sample_chunks_kernel(
     o_g = i_c * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
     o_l = tl.arange(0, GROUP)
     o_v = (o_g * GROUP)[:, None] + o_l[None, :]
-    row = _row(i_r, i_slot, logits, adjustments, penalties, token_counts, bias_ids, biases, bitmask, V)
+    row = _row(
+        i_r, i_slot, logits, adjustments, penalties, token_counts, bias_ids, biases, bitmask, drafts, V, MASKS, DRAFTS
+    )
     b_x = _logits(row, o_v, o_v < V)
     b_top = tl.max(b_x, 1)
     b_at = tl.min(tl.where(b_x == b_top[:, None], o_l[None, :], GROUP), 1)
@@ -284,11 +310,11 @@ def _draw(row, p_values, n, held, b_mass, u, scale, peak, floor, CHUNK: tl.const
 @triton.jit
 def sample_pick_kernel(
     logits, slots, temperature, top_k, top_p, min_p, seeds, num_known,
-    adjustments, penalties, token_counts, bias_ids, biases, bitmask,
+    adjustments, penalties, token_counts, bias_ids, biases, bitmask, drafts,
     chunk_max, chunk_sum, chunk_id, summary, groups, values, value_ids, ids,
-    V: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_A: tl.constexpr, BUFFER: tl.constexpr, GATHER: tl.constexpr,
-    SEARCH: tl.constexpr,
+    V: tl.constexpr, MASKS: tl.constexpr, DRAFTS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_A: tl.constexpr, BUFFER: tl.constexpr,
+    GATHER: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     """id = min {i: sum_{j <= i, x_j >= t} p_j > u sum_{x_j >= t} p_j}, t = max(t_k, t_p, t_m); one program per row.
 
@@ -312,7 +338,9 @@ def sample_pick_kernel(
         b_id = tl.load(chunk_id + i_r * CHUNKS + o_c, mask=m_c & (b_max == peak), other=NO_ID)
         tl.store(ids + i_r, tl.minimum(tl.min(b_id, 0), V - 1).to(tl.int64))
         return
-    row = _row(i_r, i_slot, logits, adjustments, penalties, token_counts, bias_ids, biases, bitmask, V)
+    row = _row(
+        i_r, i_slot, logits, adjustments, penalties, token_counts, bias_ids, biases, bitmask, drafts, V, MASKS, DRAFTS
+    )
     peak = tl.maximum(peak, -FLOAT_MAX)
     scale = _scale(heat)
     b_mass = tl.load(chunk_sum + i_r * CHUNKS + o_c, mask=m_c, other=0.0)
@@ -348,7 +376,7 @@ def sample_pick_kernel(
         if guessed:  # the buffer lacks the logits above the upper bound
             n, held = V, no
         b_mass = _masses(row, p_values, n, held, scale, peak, floor, CHUNK, BLOCK_C)
-    u = tl.rand(tl.load(seeds + i_slot), tl.load(num_known + i_slot))
+    u = tl.rand(tl.load(seeds + i_slot), tl.load(num_known + i_slot) + _num_drafts(drafts, i_r, DRAFTS))
     i_v = _draw(row, p_values, n, held, b_mass, u, scale, peak, floor, CHUNK, BLOCK_C)
     if held:
         i_v = tl.load(p_ids + i_v, mask=n > 0, other=0)
@@ -368,20 +396,22 @@ class Adjust(NamedTuple):
 
 @triton.jit(do_not_specialize=["ids_stride", "bits_stride"], do_not_specialize_on_alignment=["slots"])
 def mask_words_kernel(
-    slots, token_ids, num_known, num_prompt, bad_words, adjustments, bitmask, ids_stride, bits_stride,
-    WORDS: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr,
+    slots, token_ids, num_known, num_prompt, bad_words, adjustments, bitmask, drafts, ids_stride, bits_stride,
+    MASKS: tl.constexpr, DRAFTS: tl.constexpr, WORDS: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Bit v of bitmask[slot] = 0 if the output ends with w_1 .. w_(n-1) for a bad word w with w_n = v; else 1.
+    """Bit v of bitmask[slot, a] = 0 if the output ends with w_1 .. w_(n-1) for a bad word w with w_n = v; else 1.
 
-    One program per row that samples; bad_words [S, WORDS, LENGTH]. Several words may end in v. Each finds out whether
-    one of them bars it, so all write the same bit, and their order does not matter.
+    One program per row that samples, after a drafts, which are part of the output; bitmask [S, MASKS, bits_stride];
+    bad_words [S, WORDS, LENGTH]. Several words may end in v. Each finds out whether one of them bars it, so all write
+    the same bit, and their order does not matter.
     """
     i_slot = tl.load(slots + tl.program_id(0)).to(tl.int64)
     if i_slot < 0:
         return
     if tl.load(adjustments + i_slot) & 8 == 0:  # no BAD_WORDS
         return
-    o_w, o_l, i_known = tl.arange(0, WORDS), tl.arange(0, LENGTH), tl.load(num_known + i_slot)
+    o_w, o_l, n = tl.arange(0, WORDS), tl.arange(0, LENGTH), _num_drafts(drafts, tl.program_id(0), DRAFTS)
+    i_known = tl.load(num_known + i_slot) + n
     p_words = bad_words + i_slot * (WORDS * LENGTH)
     o_at = i_known + 1 - LENGTH + o_l  # the last one is the place of the token to come
     m_at = (o_at >= tl.load(num_prompt + i_slot)) & (o_at < i_known)
@@ -396,7 +426,7 @@ def mask_words_kernel(
         b_last = tl.where(tl.min(b_same.to(tl.int32), 1) != 0, b_last, -2)
         b_barred |= tl.max((b_end[:, None] == b_last[None, :]).to(tl.int32), 1)
     m_w, b_bit = b_end >= 0, tl.full([WORDS], 1, dtype=tl.int32) << (b_end & 31)
-    p_bits = bitmask + i_slot * bits_stride + b_end // 32
+    p_bits = bitmask + (i_slot * MASKS + n) * bits_stride + b_end // 32
     tl.atomic_and(p_bits, ~b_bit, mask=m_w & (b_barred != 0))
     tl.atomic_or(p_bits, b_bit, mask=m_w & (b_barred == 0))
 
@@ -408,15 +438,18 @@ def mask_words(
     num_prompt: torch.Tensor,
     bad_words: torch.Tensor,
     adjust: Adjust,
+    drafts: torch.Tensor | None = None,
 ) -> None:
     """See `reference.mask_words`."""
-    rows, (_, words, length) = len(slots), bad_words.shape
-    assert bad_words.is_contiguous() and token_ids.stride(1) == 1 and adjust.bitmask.stride(1) == 1
+    rows, (_, words, length), (_, masks, bits) = len(slots), bad_words.shape, adjust.bitmask.shape
+    width = 0 if drafts is None else drafts.shape[1]
+    assert bad_words.is_contiguous() and token_ids.stride(1) == 1 and adjust.bitmask.is_contiguous()
+    assert drafts is None or (drafts.is_contiguous() and drafts.dtype == torch.int32 and width < masks)
     assert words & (words - 1) == 0 and length & (length - 1) == 0
 
     mask_words_kernel[(rows,)](
-        slots, token_ids, num_known, num_prompt, bad_words, adjust.adjustments, adjust.bitmask, token_ids.stride(0),
-        adjust.bitmask.stride(0), words, length, min(words, 32),
+        slots, token_ids, num_known, num_prompt, bad_words, adjust.adjustments, adjust.bitmask, drafts,
+        token_ids.stride(0), bits, masks, width, words, length, min(words, 32),
     )  # fmt: skip
 
 
@@ -430,12 +463,16 @@ def sample(
     seeds: torch.Tensor,
     num_known: torch.Tensor,
     adjust: Adjust | None = None,
+    drafts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.sample`."""
     rows, vocab = logits.shape
     assert logits.is_contiguous() and vocab < NO_ID.value and seeds.dtype == torch.int64
     assert adjust is None or (all(x.is_contiguous() for x in adjust) and adjust.token_counts.shape[1] == vocab)
     assert adjust is None or adjust.bias_ids.shape[1] == adjust.biases.shape[1] == MAX_BIASES.value
+    masks, width = 1 if adjust is None else adjust.bitmask.shape[1], 0 if drafts is None else drafts.shape[1]
+    assert drafts is None or (drafts.is_contiguous() and drafts.dtype == torch.int32)
+    assert adjust is None or width < masks
 
     chunk = min(SAMPLE_CHUNK, max(16, triton.next_power_of_2(vocab)))
     chunks = triton.cdiv(vocab, chunk)
@@ -454,12 +491,13 @@ def sample(
 
     state = adjust or (None,) * len(Adjust._fields)
     sample_chunks_kernel[(rows, chunks)](
-        logits, slots, temperature, top_k, top_p, min_p, *state, chunk_max, chunk_sum, chunk_id, summary,
-        vocab, chunks, chunk, groups, group, num_warps=4,
+        logits, slots, temperature, top_k, top_p, min_p, *state, drafts, chunk_max, chunk_sum, chunk_id, summary,
+        vocab, masks, width, chunks, chunk, groups, group, num_warps=4,
     )  # fmt: skip
     sample_pick_kernel[(rows,)](
-        logits, slots, temperature, top_k, top_p, min_p, seeds, num_known, *state, chunk_max, chunk_sum, chunk_id,
-        summary, group_ids, values, value_ids, ids, vocab, chunks, chunk, triton.next_power_of_2(chunks),
+        logits, slots, temperature, top_k, top_p, min_p, seeds, num_known, *state, drafts, chunk_max, chunk_sum,
+        chunk_id, summary, group_ids, values, value_ids, ids,
+        vocab, masks, width, chunks, chunk, triton.next_power_of_2(chunks),
         groups, group, triton.next_power_of_2(3 * groups), room, min(chunk, SAMPLE_GATHER),
         min(chunk, SAMPLE_SEARCH), num_warps=8, maxnreg=SAMPLE_REGISTERS if adjust is None else 255,
     )  # fmt: skip

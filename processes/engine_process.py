@@ -111,7 +111,8 @@ class EngineServer:
             ):
                 self._report()
                 try:
-                    client, message = inbox.get(timeout=GLANCE if core.compiling else BEAT)
+                    soon = core.compiling or core.adapters.reading
+                    client, message = inbox.get(timeout=GLANCE if soon else BEAT)
                     if client is None and message is None:
                         return
                     self._handle(client, message)

@@ -18,11 +18,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from checkpoints.hub import find_model
 from config import PROG, EngineConfig, stamp_of, weights_in
 from executor import visible_gpus
 from executors.torchrun import lead_or_follow
 from model_config import ModelConfig
-from models.hub import find_model
 from observe.logs import console, logger
 from processes.child import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, listen, watch_over
 from processes.client import BackgroundResources, MPClient
@@ -35,7 +35,7 @@ from processes.routing import DPClient, Router
 from processes.suspects import Suspects
 
 # Facts in which all engines must agree when the server starts.
-FACTS = ("dtype", "max_model_len", "block_size", "vocab_size", "task", "max_logprobs", "weights")
+FACTS = ("dtype", "cache_dtype", "max_model_len", "block_size", "vocab_size", "task", "max_logprobs", "weights")
 IDLE_BEATS = 3  # heartbeats in a row by which an engine that drains is done; each client looks oftener than it beats
 
 

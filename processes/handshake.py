@@ -34,9 +34,9 @@ SHORTEST_SECRET = 16  # characters; a shorter one could be guessed from a handsh
 SECRET = "MANTA_DATA_PARALLEL_SECRET"
 # Options in which all hosts must agree, because answers, or what clients count with, depend on them.
 SHARED = (
-    "dtype", "max_model_len", "block_size", "max_logprobs", "generation_config", "task", "pooling_type", "load_format",
-    "skip_tokenizer_init", "seed", "batch_invariant", "scheduling_policy", "data_parallel_size", "hf_overrides",
-    "logits_processors", "enable_lora", "max_lora_rank",
+    "dtype", "quantization", "kv_cache_dtype", "max_model_len", "block_size", "max_logprobs", "generation_config",
+    "task", "pooling_type", "load_format", "skip_tokenizer_init", "seed", "batch_invariant", "scheduling_policy",
+    "data_parallel_size", "hf_overrides", "logits_processors", "enable_lora", "max_lora_rank",
 )  # fmt: skip
 
 
@@ -77,10 +77,11 @@ def read_secret(config: EngineConfig, environ: MutableMapping[str, str]) -> str:
 
 def settings_of(config: EngineConfig) -> dict[str, str]:
     """What must be the same on all hosts, by names; of the model's files a hash, of the weights their sizes alone."""
-    told, kinds = hashlib.blake2b(digest_size=8), (".json", ".safetensors", ".jinja", ".model")
+    told, large = hashlib.blake2b(digest_size=8), (".safetensors", ".gguf")
+    kinds = (*large, ".json", ".jinja", ".model")
     for path in sorted(path for path in Path(config.folder).iterdir() if path.suffix in kinds):
         told.update(path.name.encode())
-        told.update(str(path.stat().st_size).encode() if path.suffix == ".safetensors" else path.read_bytes())
+        told.update(str(path.stat().st_size).encode() if path.suffix in large else path.read_bytes())
     options = {name: repr(getattr(config, name)) for name in SHARED}
     if config.scheduling_policy == "auto":  # for a server with several keys it has been settled already
         options["scheduling_policy"] = repr("fcfs")

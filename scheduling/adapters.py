@@ -6,7 +6,7 @@ from collections import Counter
 
 from plan import StepPlan
 from scheduling.policy import GroupQueue
-from sequence import Adapter, Key, SequenceGroup, Status
+from sequence import Adapter, Key, Sequence, SequenceGroup, Status
 
 
 class AdapterSlots:
@@ -19,10 +19,11 @@ class AdapterSlots:
 
     Args:
         count: slots.
+        room: virtual tokens that a slot has room for.
     """
 
-    def __init__(self, count: int):
-        self.count = count
+    def __init__(self, count: int, room: int = 0):
+        self.count, self.room = count, room
         self.free = list(range(count))[::-1]
         self.slots: dict[Adapter, int] = {}  # the least recently used first
         self.holders: dict[SequenceGroup, Adapter] = {}
@@ -65,6 +66,13 @@ class AdapterSlots:
         """`NewRow.adapter` of a group that has come in."""
         adapter = group.request.adapter
         return 0 if adapter is None else 1 + self.slots[adapter]
+
+    def known(self, seq: Sequence) -> list[int]:
+        """`NewRow.token_ids` of a sequence whose group has come in."""
+        if not (virtual := seq.group.request.num_virtual):
+            return list(seq.tokens)
+        first = -1 - (self.slot(seq.group) - 1) * self.room
+        return [*range(first, first - virtual, -1), *seq.tokens[virtual:]]
 
     def leave(self, group: SequenceGroup) -> None:
         """A group runs no more."""

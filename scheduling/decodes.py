@@ -80,8 +80,9 @@ class DecodeBatch:
         """Put `seq` down for the step in which it needs its next block, or samples its last token."""
         self.deliver(seq)  # before `kept` comes round
         computed = seq.num_computed
-        slots = min(map(len, seq.tables)) * self.block_size - self.ahead
-        steps = min(slots, seq.group.limit - 2) - computed
+        border = computed // self.block_size * self.block_size + self.block_size  # where its state may be kept
+        slots = min(border, min(map(len, seq.tables)) * self.block_size - self.ahead)
+        steps = max(0, min(slots, seq.group.limit - 2) - computed)  # drafts that were taken may fill `ahead`
         seq.due = self.steps + 1 + steps
         self.calendar[seq.due][seq] = None
 

@@ -12,6 +12,7 @@ it reads the tokens that it has not read.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
 import time
@@ -63,14 +64,45 @@ class Constraint:
         self.num_reasoning = 0  # tokens of it
         self.error = ""  # why the sequence cannot go on
         self.work: Future[None] | None = None  # makes the next mask,
-        self.begun = 0.0  # since then, in seconds of `time.monotonic()`
+        self.begun = 0.0  # since then, in seconds of `time.monotonic()`,
+        self.wanted = 0  # and for so many tokens of the output
+        self.lock = threading.Lock()
         self.mask = self._mask([])
+        self.later: list[np.ndarray] = []  # the masks after its drafts, as far as `follow` has come
 
     @property
     def trouble(self) -> str:
         """Why the sequence cannot go on; empty: it can, or its next mask may still come in time."""
-        slow = self.work is not None and not self.work.done() and time.monotonic() >= self.begun + MASK_TIMEOUT
+        slow = self.behind and time.monotonic() >= self.begun + MASK_TIMEOUT
         return self.error or (f"the structured output takes more than {MASK_TIMEOUT:g} s for a token" if slow else "")
+
+    @property
+    def behind(self) -> bool:
+        """Whether the mask after its latest token is still being made."""
+        return self.num_read < self.wanted
+
+    def follow(self, output: Items[int], drafts: Items[int]) -> None:
+        """Read what is new of `output`, and make the masks after it and after each of its `drafts`.
+
+        That ends at the first draft that cannot be taken, or that ends the sequence; and where it takes too long,
+        because a step waits.
+        """
+        self.later = later = []  # its own: a walk that takes long may end after the next one
+        with self.lock:  # the next walk may begin before this one has its copy
+            self.advance(output)
+            if not drafts:
+                return
+            ahead = copy.copy(self)
+            ahead.matcher = self.matcher and self.matcher.deep_copy()
+        for i, draft in enumerate(drafts, 1):
+            word, bit = divmod(draft, 32)
+            goes_on = int(ahead.mask[word]) & ~self.stops.get(word, 0) & 1 << bit
+            if not goes_on or time.monotonic() > self.begun + PATIENCE:
+                return
+            ahead.advance([*output, *drafts[:i]])
+            if ahead.error:
+                return
+            later.append(ahead.mask)
 
     def advance(self, output: Items[int]) -> None:
         """Read what is new of `output`, all tokens since the prompt, and make the mask that follows it."""
@@ -295,18 +327,18 @@ class Grammars:
     def look(self, groups: Iterable[SequenceGroup]) -> tuple[set[SequenceGroup], dict[Request, str]]:
         """Have masks made for constrained groups that run, and wait a little for them.
 
+        Of the drafts that were proposed, those stay that the masks lead along.
+
         Returns:
             the groups that lack a mask, or the token that it depends on; and why requests cannot go on at all.
         """
-        late: set[SequenceGroup] = set()
-        behind: dict[Future[None], SequenceGroup] = {}
         seqs = [seq for group in groups for seq in (*group.seqs, *(child for child, _, _ in group.births))]
-        for seq in seqs:
-            if awaits_token(seq):
-                late.add(seq.group)
-            elif work := self._work(seq):
-                behind[work] = seq.group
-        late.update(behind[work] for work in wait(behind, PATIENCE).not_done)
+        ready = [seq for seq in seqs if not awaits_token(seq)]
+        wait([work for seq in ready if (work := self._work(seq))], PATIENCE)
+        late = {seq.group for seq in seqs if awaits_token(seq) or self._of(seq).behind}
+        for seq in ready:
+            if seq.group not in late:
+                del seq.proposed[len(self._of(seq).later) :]
         return late, self._failed(seqs)
 
     def _failed(self, seqs: Iterable[Sequence]) -> dict[Request, str]:
@@ -319,13 +351,15 @@ class Grammars:
         return seq.constraint
 
     def _work(self, seq: Sequence) -> Future[None] | None:
-        """The work on the mask after a sequence's latest token; None if the mask is there."""
+        """The work on the masks after a sequence's latest token and after its drafts; None if they are there."""
         constraint, num_prompt = self._of(seq), seq.group.request.num_prompt
+        length = len(seq.tokens) - num_prompt
         if constraint.work is not None and constraint.work.done():
             constraint.work = None
-        if constraint.work is None and constraint.num_read < len(seq.tokens) - num_prompt:
-            constraint.begun = time.monotonic()
-            constraint.work = submit(self.threads, constraint.advance, seq.tokens[num_prompt:])
+        # There may be work on drafts that no longer matter; nobody waits for it.
+        if constraint.num_read < length and (constraint.work is None or constraint.wanted < length):
+            constraint.wanted, constraint.begun = length, time.monotonic()
+            constraint.work = submit(self.threads, constraint.follow, seq.tokens[num_prompt:], [*seq.proposed])
         return constraint.work
 
     def fill(self, plan: StepPlan, rows: Iterable[tuple[Sequence, int, int]]) -> dict[Request, str]:
@@ -335,14 +369,15 @@ class Grammars:
         requests cannot go on at all. The caller must abort them, because their rows may sample any token.
         """
         seqs = [seq for seq, _, computed in rows if samples(seq, computed)]
-        if behind := [work for seq in seqs if (work := self._work(seq))]:
-            wait(behind, MASK_TIMEOUT + PATIENCE)  # a sequence without a mask by now has `trouble`
+        behind = [work for seq in seqs if (work := self._work(seq)) and self._of(seq).behind]
+        wait(behind, MASK_TIMEOUT + PATIENCE)  # a sequence without a mask by now has `trouble`
         failed = self._failed(seqs)
         for seq in seqs:
-            mask = self._of(seq).mask
+            constraint = self._of(seq)
+            masks = [constraint.mask, *constraint.later[: plan.drafts.get(seq.slot, 0)]]
             if seq.group.request in failed:
-                mask = np.full_like(mask, ALL)
-            plan.masks.append((seq.slot, mask.tobytes()))
+                masks = [np.full_like(constraint.mask, ALL)]
+            plan.masks.append((seq.slot, b"".join(mask.tobytes() for mask in masks)))
         return failed
 
     def close(self) -> None:
@@ -369,8 +404,8 @@ def size_of(entry: tuple[StructuredOutputsParams, Future[Grammar]]) -> int:
 
 
 def samples(seq: Sequence, computed: int) -> bool:
-    """Whether a row that brings a sequence to `computed` tokens draws a token by a mask."""
-    return seq.group.request.params.constrained and computed == len(seq.tokens)
+    """Whether a row that brings a sequence to `computed` tokens, drafts included, draws a token by a mask."""
+    return seq.group.request.params.constrained and computed >= len(seq.tokens)
 
 
 def awaits_token(seq: Sequence) -> bool:

@@ -37,7 +37,7 @@ class Lanes:
 
     def __init__(self, config: EngineConfig):
         self.width = config.max_num_seqs
-        sizes = self.width, config.block_size, config.num_lookahead_slots
+        sizes = self.width, config.block_size, config.lookahead
         self.all = [Lane(DecodeBatch(*sizes)) for _ in range(config.pipeline_parallel_size)]
         self.turn = 0  # of the lane whose step was planned last
 

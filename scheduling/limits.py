@@ -44,9 +44,10 @@ class RequestLimits:
         params = request.params
         params.check_vocabulary(self.vocab_size, self.eos_token_ids)
         params.check_logprobs(self.config.max_logprobs)
-        if request.num_prompt == 0:
+        own = request.prompt[request.num_virtual :]
+        if not own:
             raise ValueError("the prompt is empty; it must have at least 1 token")
-        if bad := [token for token in (min(request.prompt), max(request.prompt)) if not 0 <= token < self.vocab_size]:
+        if bad := [token for token in (min(own), max(own)) if not 0 <= token < self.vocab_size]:
             raise ValueError(f"the prompt has token id {bad[0]}; allowed: 0 to {self.vocab_size - 1}")
         limit = self._limit_of(request)
         width = params.num_sequences if params.use_beam_search else 1
@@ -65,8 +66,9 @@ class RequestLimits:
         most = self.max_model_len - (not silent)
         if num_prompt > most:
             fit = "fit" if silent else "leave room for output within"
+            among = f", {request.num_virtual} of them its adapter's" if request.num_virtual else ""
             raise ValueError(
-                f"the prompt has {num_prompt} tokens; at most {most} {fit} the context of {self.max_model_len}"
+                f"the prompt has {num_prompt} tokens{among}; at most {most} {fit} the context of {self.max_model_len}"
             )
         if silent:
             return num_prompt + 1

@@ -82,7 +82,7 @@ class Policy(GroupQueue):
         """`group`, the first in line, has waited for at least a step, in which `running` ran."""
 
     def advance(self, tokens: int, output: int) -> None:
-        """A step was planned that computes `tokens` tokens, `output` of them in the batch of decodes."""
+        """A step was planned that computes `tokens` tokens, `output` of them to decode; or drafts were taken."""
 
     def shares(
         self, flight: Flight, to_come: int, entrant: Callable[[], tuple[SequenceGroup, int] | None]

@@ -31,7 +31,8 @@ class Reports:
         """What is counted, by the names of `observe.metrics.SERIES`."""
         scheduler, blocks = self.scheduler, self.scheduler.space.device
         waiting = {"capacity": len(scheduler.waiting), "deferred": scheduler.admission.num_aside}
-        return {
+        taken = {str(place): scheduler.drafting.taken_at[place] for place in range(scheduler.drafting.most)}
+        return ({"spec_decode_num_accepted_tokens_per_pos_total": taken} if taken else {}) | {
             "num_requests_running": len(scheduler.running),
             "num_requests_waiting": sum(waiting.values()),
             "num_requests_waiting_by_reason": waiting,

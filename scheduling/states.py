@@ -61,7 +61,7 @@ class StateManager:
         """
         count, pool = seq.num_computed, self.snapshots
         request = seq.group.request
-        # With more than two steps in flight, the tokens that the state has seen may not be known yet.
+        # With drafts or more than two steps in flight, the tokens that the state has seen may not be known yet.
         if not (self.keeps and count) or count % self.size or count > len(seq.tokens):
             return
         chain(seq.hashes, seq.tokens, self.size, request.salt)

@@ -1,4 +1,4 @@
-"""Random adapters of a checkpoint, as PEFT saves them, and the same checkpoint with one in its weights."""
+"""Random adapters, as PEFT saves them, the same checkpoint with one in its weights, and engines that serve them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from config import DEMO
+from core import EngineCore
+from engine import LLM, SamplingParams
 from lora.adapter import CONFIG, WEIGHTS, LoRARequest, read_adapter
+from plan import EngineCoreRequest
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TABLES = ("embed_tokens", "word_embeddings")  # of embeddings, in the families that these adapters are for
 PREFIX = "base_model.model."
+ROOMY = {"threads": 1, "num_gpu_blocks_override": 400, "block_size": 4, "max_num_seqs": 16}
 
 
 def make_adapter(
@@ -25,7 +30,8 @@ def make_adapter(
 ) -> dict[str, torch.Tensor]:
     """Write a random adapter of the checkpoint in `base` for the modules whose names end so; returns its tensors.
 
-    A x is about as large as x, and scale B changes a product clearly, so a model's answers change.
+    A x is about as large as x, and scale B changes a product clearly, so a model's answers change. A tied model's table
+    is also its `lm_head`. Beside a table and a head are copies of the model's own, as PEFT saves them.
     """
     generator, tensors = torch.Generator().manual_seed(seed), {}
     fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "base_model_name_or_path": "a base"} | config
@@ -33,26 +39,54 @@ def make_adapter(
     (folder / CONFIG).write_text(json.dumps(fields))
     (folder / WEIGHTS).touch()
     read = read_adapter(str(folder))
-    for name, weight in load_file(Path(base, "model.safetensors")).items():
-        module = name.removesuffix(".weight")
-        if weight.ndim == 2 and module.split(".")[-1] in modules:
-            (out, inputs), rank, scale = weight.shape, read.rank_of(module), read.scale_of(module)
-            a = torch.randn(rank, inputs, generator=generator) / math.sqrt(inputs)
-            b = torch.randn(out, rank, generator=generator) * 0.8 / math.sqrt(rank) / scale
-            tensors |= {f"{PREFIX}{module}.lora_A.weight": a, f"{PREFIX}{module}.lora_B.weight": b}
+    for name, weight in weights_of(base).items():
+        module, last = name.removesuffix(".weight"), name.split(".")[-2]
+        if weight.ndim == 2 and last in modules:
+            is_table = last in TABLES
+            (out, inputs), rank, scale = (
+                weight.shape[:: -1 if is_table else 1],
+                read.rank_of(module),
+                read.scale_of(module),
+            )
+            size = float(weight.float().std()) if is_table else 0.8
+            a = torch.randn(rank, inputs, generator=generator) / (1 if is_table else math.sqrt(inputs))
+            b = torch.randn(out, rank, generator=generator) * size / math.sqrt(rank) / scale
+            form = "lora_embedding_{}" if is_table else "lora_{}.weight"
+            tensors |= {f"{PREFIX}{module}.{form.format(kind)}": matrix for kind, matrix in (("A", a), ("B", b))}
+            if is_table or last == "lm_head":
+                tensors[f"{PREFIX}{module}.base_layer.weight"] = weight.clone()
     save_file(tensors, folder / WEIGHTS)
     return tensors
+
+
+def make_prompt(folder: Path, embeddings: torch.Tensor, **config: Any) -> LoRARequest:
+    """Write a prompt adapter with these embeddings [N, hidden]; returns a request's field that names it."""
+    count, size = embeddings.shape
+    fields = {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": count, "token_dim": size}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(fields | {"num_transformer_submodules": 1} | config))
+    save_file({"prompt_embeddings": embeddings.contiguous()}, folder / WEIGHTS)
+    return asked(folder)
+
+
+def weights_of(base: str | Path) -> dict[str, torch.Tensor]:
+    """The checkpoint's tensors, and a tied model's table as its head, too. What predicts ahead has no adapters."""
+    saved = load_file(Path(base, "model.safetensors"))
+    weights = {name: weight for name, weight in saved.items() if not name.startswith("mtp.")}
+    table = next(weight for name, weight in weights.items() if name.split(".")[-2] in TABLES)
+    return {"lm_head.weight": table} | weights
 
 
 def merge(folder: Path, adapter: Path, base: str | Path = DEMO) -> Path:
     """Write the checkpoint in `base` with an adapter in its weights, in float32; returns its folder."""
     shutil.copytree(base, folder, dirs_exist_ok=True)
-    weights = {name: weight.float() for name, weight in load_file(Path(base, "model.safetensors")).items()}
+    weights = {name: weight.float().clone() for name, weight in weights_of(base).items()}
     config, tensors = read_adapter(str(adapter)), load_file(adapter / WEIGHTS)
     for name, a in tensors.items():
-        if found := re.fullmatch(r"base_model\.model\.(.+)\.lora_A\.weight", name):
-            b = tensors[name.replace("lora_A", "lora_B")]
-            weights[f"{found[1]}.weight"] += config.scale_of(found[1]) * b.float() @ a.float()
+        if found := re.fullmatch(r"base_model\.model\.(.+)\.lora_(A\.weight|embedding_A)", name):
+            b = tensors[name.replace(found[2], found[2].replace("A", "B"))]
+            more = config.scale_of(found[1]) * b.float() @ a.float()
+            weights[f"{found[1]}.weight"] += more.T if found[2] == "embedding_A" else more
     save_file(weights, folder / "model.safetensors")
     return folder
 
@@ -60,3 +94,43 @@ def merge(folder: Path, adapter: Path, base: str | Path = DEMO) -> Path:
 def asked(folder: Path, number: int = 1) -> LoRARequest:
     """The adapter in a folder, for a request."""
     return LoRARequest(folder.name, number, str(folder))
+
+
+def make_core(**fields: Any) -> EngineCore:
+    """An engine of the demo with adapters, in this process."""
+    return LLM(DEMO, dtype="float32", device="cpu", **ROOMY | {"enable_lora": True} | fields).core
+
+
+def request(name: str, folder: Path | None, **params: Any) -> EngineCoreRequest:
+    """A request of three tokens for eight more, with the adapter in a folder or without one."""
+    given = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | params
+    return EngineCoreRequest(name, [5, 6, 7], SamplingParams(**given), lora=folder and asked(folder))
+
+
+def run(core: EngineCore) -> tuple[dict[str, list[int]], dict[str, str], list[str]]:
+    """The tokens of each request, the errors, and the order in which they ended."""
+    found: dict[str, list[int]] = {}
+    errors, ended = {}, []
+    while core.has_work():
+        for output in core.step():
+            found[output.request_id] = found.get(output.request_id, []) + output.token_ids
+            if output.finished:
+                ended.append(output.request_id)
+            if output.error:
+                errors[output.request_id] = output.error
+    core.check_integrity()
+    return found, errors, ended
+
+
+def reads_of(core: EngineCore, wait: Callable[[str], None] = lambda folder: None) -> list[str]:
+    """The names of the folders that the worker in this process reads from now on; it first calls `wait`."""
+    adapters, read = core.executor.worker.adapters, []
+    load = adapters.load
+
+    def noted(row: int, folder: str) -> None:
+        read.append(Path(folder).name)
+        wait(folder)
+        load(row, folder)
+
+    adapters.load = noted
+    return read

@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 
 from config import EngineConfig
-from plan import Logprobs, StateRoom, StepPlan, StepResult
+from plan import Logprobs, StateRoom, StepPlan, StepResult, Verified
 from sampling_params import SamplingParams
 from scheduler import Scheduler
 from scheduling.beam import BeamSearch
@@ -82,6 +82,16 @@ def expected_beams(prompt: list[int], max_tokens: int, limit: int, width: int, n
     return [answer.tokens for answer in search.answers[:n]]
 
 
+def made_up_drafts(tokens: list[int], seed: int, most: int) -> list[int]:
+    """Drafts of which some are right: up to a place that the tokens themselves say."""
+    mixed = zlib.crc32(bytes(tokens), 1)
+    drafts: list[int] = []
+    for _ in range(mixed % (most + 1)):
+        drafts.append(next_token([*tokens, *drafts], seed))
+    wrong = mixed // 16 % (most + 2)
+    return [token if i < wrong else (token + 1) % VOCAB for i, token in enumerate(drafts)]
+
+
 def ahead_of(plan: StepPlan) -> list[tuple[int, int]]:
     """Which blocks may move to the host while the plan's step runs."""
     return plan.swap_out[len(plan.swap_out) - plan.num_beside :]
@@ -103,6 +113,7 @@ class FakeWorker:
         self.states, self.host_states = ([None] * n for n in rows)
         self.pool, self.host = ([[None] * self.size for _ in range(n)] for n in (num_blocks, num_host_blocks))
         self.slots: dict[int, dict] = {}
+        self.trims = False  # whether a row computes the drafts that there are, as on a CPU, or as many as were planned
         self.host_adapters, self.adapters = [[i] for i in range(NUM_ADAPTERS)], [["none"]] * config.max_loras
 
     def enter(self, plan: StepPlan) -> None:
@@ -115,6 +126,7 @@ class FakeWorker:
                 "computed": row.num_computed,
                 "tables": [list(table) for table in row.blocks],
                 "row": row,
+                "drafts": [],
             }
         for slot, grown in plan.new_blocks:
             for table, blocks in zip(self.slots[slot]["tables"], grown, strict=True):
@@ -139,29 +151,35 @@ class FakeWorker:
     def step(self, plan: StepPlan) -> StepResult:
         self.enter(plan)
         self.move(plan)
-        counts = [count for _, count in plan.rows]
-        assert counts == sorted(counts, key=lambda count: count > 1), "rows of one token come first"
+        counts = [count - plan.drafts.get(slot, 0) for slot, count in plan.rows]
+        assert counts == sorted(counts, key=lambda count: count > 1), "rows of one known token come first"
         written: set[tuple[int, int]] = set()
+        if self.trims:
+            found = {slot: min(most, len(self.slots[slot]["drafts"])) for slot, most in plan.drafts.items()}
+            rows = [(slot, count - plan.drafts.get(slot, 0) + found.get(slot, 0)) for slot, count in plan.rows]
+            plan = dataclasses.replace(plan, rows=rows, drafts=found)
         for slot, count in plan.rows:  # everybody writes before anybody reads, as on a device
             row = self.slots[slot]
             assert len(row["tables"]) == len(self.windows)
+            ids = [*row["tokens"], *row["drafts"], *[0] * count]
+            assert row["computed"] + count - plan.drafts.get(slot, 0) <= len(row["tokens"])
             for kind, table in enumerate(row["tables"]):
                 for i in range(row["computed"], row["computed"] + count):
                     block, offset = table[i // self.size], i % self.size
                     assert (block, offset) not in written and block >= 0
                     written.add((block, offset))
-                    self.pool[block][offset] = kind, row["tokens"][i], self.adapter_of(row)
+                    self.pool[block][offset] = kind, ids[i], self.adapter_of(row)
             if self.room:
                 seen = self.states[slot] if row["computed"] else []
                 assert seen == row["tokens"][: row["computed"]], "a state has seen something else"
-                self.states[slot] = row["tokens"][: row["computed"] + count]
-            row["computed"] += count
-        sampled, stopped, logprobs, scores = [], [], {}, {}
+            row["computed"] += count - plan.drafts.get(slot, 0)
+        sampled, stopped, logprobs, scores, verified, guesses, proposed = [], [], {}, {}, {}, {}, {}
         for i, (slot, count) in enumerate(plan.rows):
             row = self.slots[slot]
             sampled.append(-1)
             for kind, (window, table) in enumerate(zip(self.windows, row["tables"], strict=True)):
-                first = row["computed"] - count - window + 1 if window else 0  # the oldest that a query sees
+                known = count - plan.drafts.get(slot, 0)
+                first = row["computed"] - known - window + 1 if window else 0  # the oldest that a query sees
                 for place in range(max(0, first), row["computed"]):
                     held = self.pool[table[place // self.size]][place % self.size]
                     known = kind, row["tokens"][place], self.adapter_of(row)
@@ -171,17 +189,47 @@ class FakeWorker:
             if places:
                 scores[i] = [known_logprobs(row["tokens"], place, k) for place in places]
             if row["computed"] == len(row["tokens"]):
-                tokens, wanted = row["tokens"], row["row"].num_logprobs
-                sampled[-1] = next_token(tokens, adapted_seed(row["row"].seed, self.adapter_of(row)))
-                if wanted > 0 and row["row"].temperature == 0:  # a beam
-                    sampled[-1] = known_logprobs([*tokens, 0], len(tokens), 1).ids[0]
-                if wanted >= 0:
-                    logprobs[i] = known_logprobs([*tokens, sampled[-1]], len(tokens), wanted)
-                row["tokens"] = [*tokens, sampled[-1]]
-                stopped += [i] if row["row"].stops.get(sampled[-1] // 32, 0) >> sampled[-1] % 32 & 1 else []
+                drafts, made = row["drafts"][: plan.drafts.get(slot, 0)], row["drafts"]
+                row["drafts"] = []
+                brought, records, stops = self.sample(row, drafts)
+                if made and not plan.drafts.get(slot, 0):
+                    guesses[i] = made[0] == brought[0]
+                sampled[-1] = brought[-1]
+                stopped += [i] if stops else []
+                if slot in plan.drafts:
+                    verified[i] = Verified(len(drafts), brought, records)
+                elif records:
+                    logprobs[i] = records[0]
+                row["computed"] += len(brought) - 1
+                if plan.propose:
+                    row["drafts"] = made_up_drafts(row["tokens"], self.seed_of(row), plan.propose)
+                if row["drafts"] and row["row"].constrained:
+                    proposed[slot] = [*row["drafts"]]
+            if self.room:
+                self.states[slot] = row["tokens"][: row["computed"]]
         for block, copy in ahead_of(plan):  # as late as a device may do it
             self.host[copy] = list(self.pool[block])
-        return StepResult(plan.step, sampled, stopped, logprobs, scores)
+        return StepResult(plan.step, sampled, stopped, logprobs, scores, {}, verified, guesses, proposed)
+
+    def sample(self, row: dict, drafts: list[int]) -> tuple[list[int], list[Logprobs], bool]:
+        """What a sequence gets that has caught up: tokens, with their log-probabilities, and whether the last ends it.
+
+        It takes drafts that are right, and the token after them."""
+        brought, records, wanted = [], [], row["row"].num_logprobs
+        while True:
+            token = next_token(row["tokens"], self.seed_of(row))
+            if wanted > 0 and row["row"].temperature == 0:  # a beam
+                token = known_logprobs([*row["tokens"], 0], len(row["tokens"]), 1).ids[0]
+            if wanted >= 0:
+                records.append(known_logprobs([*row["tokens"], token], len(row["tokens"]), wanted))
+            row["tokens"] = [*row["tokens"], token]
+            stops = bool(row["row"].stops.get(token // 32, 0) >> token % 32 & 1)
+            brought.append(token)
+            if stops or len(brought) > len(drafts) or drafts[len(brought) - 1] != token:
+                return brought, records, stops
+
+    def seed_of(self, row: dict) -> int:
+        return adapted_seed(row["row"].seed, self.adapter_of(row))
 
     def adapter_of(self, row: dict) -> int | None:
         """The adapter that a sequence's step reads, by its row of the host's memory."""
@@ -204,6 +252,7 @@ class Engine:
         swap_cost: float = 0.0,
         depth: int = 1,
         states: tuple[int, int] | None = None,
+        row_seconds: tuple[tuple[int, float, float], ...] = (),
         **fields,
     ):
         fields = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16,
@@ -214,7 +263,7 @@ class Engine:
         room = StateRoom(*states, blocks=1.5) if states else None
         self.scheduler = Scheduler(
             self.config, num_blocks, max_model_len, VOCAB, [EOS], num_host_blocks, windows, swap_cost, room,
-            clock=lambda: self.now)  # fmt: skip
+            row_seconds, clock=lambda: self.now)  # fmt: skip
         self.worker_args = self.config, num_blocks, num_host_blocks, windows, room
         self.worker = FakeWorker(*self.worker_args)
         self.depth, self.flying = depth, deque[StepPlan]()
@@ -313,7 +362,8 @@ class Engine:
     def _start_over(self, lost: bool, cause: str | None) -> None:
         self.flying.clear()
         if lost:
-            self.worker = FakeWorker(*self.worker_args)
+            trims, self.worker = self.worker.trims, FakeWorker(*self.worker_args)
+            self.worker.trims = trims
         for output in self.scheduler.start_over(lost, cause):
             assert output.finished and cause and output.error.startswith(cause)
             assert output.request_id not in self.finished

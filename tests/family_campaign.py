@@ -529,7 +529,7 @@ TRAITS = {  # what a row's field says, in words
 
 def table() -> str:
     """The families, what sets each apart, and how many of its drawn shapes passed, as a table in Markdown."""
-    from checkpoints import REMOTE
+    from random_checkpoints import REMOTE
 
     found = json.loads(RESULT.read_text())
     remote = {case["architecture"]: case["config"].replace("Config", "ForCausalLM") for case in REMOTE.values()}
@@ -576,7 +576,7 @@ def with_table(page: str) -> str:
 
 def config_classes() -> list[str]:
     """The config class of each family."""
-    from checkpoints import FAMILIES as CASES
+    from random_checkpoints import FAMILIES as CASES
 
     return sorted({case["config"] for case in CASES.values()})
 

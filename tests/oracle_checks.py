@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from checkpoints import FAMILIES, NEW, Checkpoints
 from config import EngineConfig
 from core import EngineCore
 from device.startup import start_worker
 from model_config import ModelConfig
 from plan import EngineCoreRequest, NewRow, StepPlan
+from random_checkpoints import FAMILIES, NEW, Checkpoints
 from sampling_params import SamplingParams
 from worker import Worker
 

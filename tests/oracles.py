@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -48,6 +48,42 @@ def paged(
             for part, heads in zip(parts, context[slot][i], strict=True):
                 part[int(tables[slot, i // block_size]), :, i % block_size] = heads
     return Paged(kv, tables, context)
+
+
+FP8 = torch.float8_e4m3fn
+KV_SCALES = st.sampled_from([None, None, (0.5, 3.0)])  # of a pool in FP8
+
+
+def fp8(x: torch.Tensor) -> torch.Tensor:
+    """The numbers of FP8 (e4m3) that are nearest to x float32; of two the even one, and the largest for larger ones."""
+    known = torch.arange(127, dtype=torch.uint8).view(FP8).double()
+    borders = (known[1:] + known[:-1]) / 2
+    size = x.double().abs().contiguous()
+    at = torch.bucketize(size, borders)
+    at += (at % 2 == 1) & torch.isin(size, borders)
+    return torch.copysign(known[at], x.double()).float()
+
+
+def check_fp8_store(ops: ModuleType, device: str, dtype: torch.dtype) -> None:
+    """`qk_norm_rope_store` puts into a pool in FP8 what it puts into any, divided by the scale and rounded."""
+    angles, places, scales = torch.rand(6, 8) * 7, torch.tensor([3, -1, 17, 0, 8, 30]), (0.37, 5.0)
+    qkv = (torch.randn(6, 10 * 24) * torch.logspace(-4, 4, 240)).to(dtype)  # some too small for it, some too large
+    turn = rotation(torch.cat((angles.cos(), angles.sin()), 1)).to(device)
+    pools = [torch.full((2, 2, 2, 2, 16, 24), 7.0, dtype=kind).to(device) for kind in (dtype, FP8)]
+    for some in (slice(None), slice(4, 5)):  # one token may go another way than several
+        for pool, more in zip(pools, (None, torch.tensor(scales).to(device)), strict=True):
+            given = qkv[some].clone().to(device), None, None, 1e-6, turn[some], places[some].to(device), pool[:, 1]
+            ops.qk_norm_rope_store(*given, kv_scales=more)
+        plain, packed = ((ops.keys_of(pool[:, 1]).cpu().float(), pool[:, 1, 1].cpu().float()) for pool in pools)
+        for found, numbers, scale in zip(packed, plain, scales, strict=True):
+            here = torch.arange(2)[:, None] * 16 + torch.arange(16)
+            stored = torch.isin(here, places[places >= 0])[:, None, :, None].expand_as(found)
+            assert torch.equal(found, torch.where(stored, fp8(numbers / scale), 7.0)) and found.abs().max() == 448
+
+
+def read(context: list[torch.Tensor], scales: tuple[float, float] | None) -> list[torch.Tensor]:
+    """What the keys and values of each slot in a pool, [length, 2, KV, D], stand for with these scales of FP8."""
+    return context if scales is None else [x.float() * torch.tensor(scales)[:, None, None] for x in context]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, naive: bool = False) -> torch.Tensor:
@@ -208,10 +244,11 @@ def decode(
     sinks: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
     chunked: bool = False,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """attention_decode of the module `ops` with a plan of its own. q tells how many tokens a row has."""
-    plan = ops.plan_decode(kv, tables, slots, lens, q.shape[1], window, len(q) // len(slots), chunked)
-    return ops.attention_decode(q, kv, plan, scale, soft_cap, sinks, slopes)
+    plan = ops.plan_decode(kv, tables, slots, lens, q.shape[1], window, len(q) // len(slots), chunked, q.dtype)
+    return ops.attention_decode(q, kv, plan, scale, soft_cap, sinks, slopes, kv_scales)
 
 
 def prefill(ops: ModuleType, q: torch.Tensor, kv: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -332,7 +369,7 @@ def survivors(
     return k_ok & p_ok & (mass >= min_p), mass
 
 
-def adjustments(kinds: list[int], vocab: int) -> tuple[torch.Tensor, ...]:
+def adjustments(kinds: list[int], vocab: int, masks: int = 1) -> tuple[torch.Tensor, ...]:
     """The fields of a random `Adjust` for as many slots as `kinds`. What a slot does not use is NaN or nonsense."""
     slots = len(kinds)
     uses = [torch.tensor([kind & bit != 0 for kind in kinds])[:, None] for bit in (1, 2, 4)]
@@ -342,21 +379,22 @@ def adjustments(kinds: list[int], vocab: int) -> tuple[torch.Tensor, ...]:
     for slot in range(slots):
         some = torch.randperm(vocab)[: int(torch.randint(0, min(vocab, 40) + 1, ()))].sort().values
         ids[slot, : len(some)], biases[slot, : len(some)] = some, torch.randn(len(some)) * 8
-    words = torch.randint(-(2**31), 2**31, (slots, -(-vocab // 32)))
+    words = torch.randint(-(2**31), 2**31, (slots, masks, -(-vocab // 32)))
     fields = (
         torch.tensor(kinds), penalties.where(uses[0], torch.nan), counts.where(uses[0], -7),
-        ids.where(uses[1], -7), biases.where(uses[1], torch.nan), words.where(uses[2], 0),
+        ids.where(uses[1], -7), biases.where(uses[1], torch.nan), words.where(uses[2][:, None], 0),
     )  # fmt: skip
     return tuple(field if field.is_floating_point() else field.to(torch.int32) for field in fields)
 
 
-def adjusted(x: torch.Tensor, slot: int, fields: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Logits x [V] float32 as `sample` changes them for a slot. Each step is rounded, token by token."""
+def adjusted(x: torch.Tensor, slot: int, fields: tuple[torch.Tensor, ...], drafts: Sequence[int] = ()) -> torch.Tensor:
+    """Logits x [V] float32 as `sample` changes them for a slot, after drafts. Each step is rounded, token by token."""
     kinds, penalties, counts, bias_ids, biases, bitmask = (field[slot] for field in fields)
+    counts = counts + 2 * torch.tensor([list(drafts).count(v) for v in range(len(x))])
     repetition, frequency, presence = penalties
     bias, y = dict(zip(bias_ids.tolist(), biases, strict=True)), x.float().clone()
     for v in range(len(x)):
-        word = int(bitmask[v // 32])
+        word = int(bitmask[len(drafts), v // 32])
         if kinds & 4 and not word >> v % 32 & 1:
             y[v] = -torch.inf
         if kinds & 2 and v in bias:
@@ -366,6 +404,45 @@ def adjusted(x: torch.Tensor, slot: int, fields: tuple[torch.Tensor, ...]) -> to
             y[v] -= frequency * (counts[v] // 2)
             y[v] -= presence if counts[v] > 1 else 0.0
     return y
+
+
+class Drafted(NamedTuple):
+    """Arguments of `sample` for rows that come after drafts, and those for slots that have really sampled these."""
+
+    logits: torch.Tensor
+    args: tuple[torch.Tensor, ...]  # slots, and from temperature to num_known
+    fields: tuple[torch.Tensor, ...]  # of the `Adjust`
+    drafts: torch.Tensor
+    sampled_args: tuple[torch.Tensor, ...]  # here row r has slot r
+    sampled_fields: tuple[torch.Tensor, ...]
+
+
+def drafted(vocab: int, width: int, rows: int | None = None) -> Drafted:
+    """Random rows of four slots, each after 0 to `width` drafts, in any order, with three padding rows among them.
+
+    They are all that there may be, or some `rows` of them. The first slot is greedy, the second one has nothing
+    adjusted, and the last two have everything.
+    """
+    heats, top_ks = torch.tensor([0.0, 1.0, 0.7, 1.5]), torch.tensor([0, 5, 0, 40]).int()[torch.randperm(4)]
+    top_ps, min_ps = torch.tensor([1.0, 0.9, 0.5, 1.0])[torch.randperm(4)], torch.tensor([0.0, 0.0, 0.0, 0.05])
+    seeds, known = torch.randint(-(2**62), 2**62, (4,)), torch.randint(0, 9999, (4,)).int()
+    order = torch.randperm(4 * (width + 1) + 3)[:rows]
+    slots, after = (torch.cat((x, y))[order] for x, y in (
+        (torch.arange(4).repeat(width + 1), torch.tensor([-1] * 3)),
+        (torch.arange(width + 1).repeat_interleave(4), torch.tensor([width] * 3)),
+    ))  # fmt: skip
+    owner = slots.clamp(min=0)
+    guesses = torch.randint(0, min(vocab, 5), (4, width))[owner]  # few tokens, so that some come several times
+    drafts = guesses.masked_fill(torch.arange(width) >= after[:, None], -1).int()
+    drafts[slots < 0] = 2**31 - 1  # nobody may read these
+    fields, state = adjustments([7, 0, 7, 7], vocab, width + 1), (heats, top_ks, top_ps, min_ps, seeds, known)
+    sampled = [x[owner] for x in fields]
+    sampled[2] = sampled[2] + 2 * (drafts[:, :, None] == torch.arange(vocab)).sum(1, dtype=torch.int32)
+    sampled[5] = sampled[5][torch.arange(len(slots)), after][:, None]
+    rows = torch.arange(len(slots)).masked_fill(slots < 0, -1).int()
+    real = *(x[owner] for x in state[:-1]), (known[owner] + after).int()
+    logits = torch.randn(len(slots), vocab) * 3
+    return Drafted(logits, (slots.int(), *state), fields, drafts, (rows, *real), tuple(x.contiguous() for x in sampled))
 
 
 def philox(seed: int, position: int) -> float:

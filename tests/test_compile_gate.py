@@ -16,185 +16,52 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 import oracles
+from gate_shapes import (
+    ATTENTION,
+    CODED,
+    DELTA,
+    EXPERTS,
+    KV8,
+    LATENT,
+    LORA,
+    PAGES,
+    QWEN,
+    VOCABULARIES,
+    WHOLE,
+    Coded,
+    Delta,
+    Experts,
+    Lora,
+    Shape,
+)
 
 # Bytes of shared memory that a program may use on each chip (CUDA guide, table 30).
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
 REGISTERS = 64 * 1024  # that a processor has
 SHARDS = 2
-KERNELS = 37
-
-
-class Shape(NamedTuple):
-    """The sizes of a model and the settings of an engine that kernels are compiled for."""
-
-    name: str
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    norm: bool = False
-    block_size: int = 64
-    dtype: torch.dtype = torch.bfloat16
-    window: int = 0
-    soft_cap: float = 0.0
-    sinks: bool = False
-    slopes: bool = False
-    chunked: bool = False
-    tokens: int = 1  # that a decoding row computes in a step
-    rank: int = 0  # of latents, whose keys have 64 numbers more; 0: the model has none
-
-
-QWEN = Shape("qwen3-0.6b", 1024, 16, 8, 128, 3072, 151936, norm=True)
-LLAMA = Shape("llama3-8b", 4096, 32, 8, 128, 14336, 128256)
-DEMO = Shape("demo", 192, 6, 2, 32, 512, 1024, norm=True)
-WHOLE = (QWEN, DEMO, LLAMA)
-EVERY: dict[str, Any] = {"window": 1024, "soft_cap": 30.0, "sinks": True, "slopes": True}
-ATTENTION = (
-    DEMO._replace(name="demo-fp32", dtype=torch.float32),
-    QWEN._replace(name="qwen3-0.6b-fp16-16", block_size=16, dtype=torch.float16),
-    LLAMA._replace(name="d64-window", heads=12, kv_heads=4, head_dim=64, window=4096),
-    LLAMA._replace(name="d80", heads=32, kv_heads=32, head_dim=80, block_size=16),
-    LLAMA._replace(name="d256", heads=16, kv_heads=8, head_dim=256),
-    LLAMA._replace(name="qwen3-32b-tp4", heads=16, kv_heads=2),
-    LLAMA._replace(name="d64-window-sinks", heads=64, kv_heads=8, head_dim=64, window=128, sinks=True),  # gpt-oss
-    LLAMA._replace(name="d256-cap", heads=16, kv_heads=8, head_dim=256, soft_cap=50.0),  # Gemma 2 9B
-    LLAMA._replace(name="d128-chunks", heads=40, window=8192, chunked=True),  # Llama 4
-    LLAMA._replace(name="d64-slopes", heads=32, kv_heads=32, head_dim=64, slopes=True),  # Falcon-RW
-    LLAMA._replace(name="d512-every", heads=16, kv_heads=2, head_dim=512, **EVERY),
-    LLAMA._replace(name="d512", heads=32, kv_heads=4, head_dim=512),  # Gemma 4
-    *(LLAMA._replace(name=f"d{d}-every", heads=16, kv_heads=8, head_dim=d, **EVERY) for d in (80, 96, 112, 192, 256)),
-    LLAMA._replace(name="qwen3-next-attention", heads=16, kv_heads=2, head_dim=256),
-    *(
-        LLAMA._replace(name=f"{name}{suffix}", heads=heads, kv_heads=kv_heads, head_dim=256, window=window)
-        for name, heads, kv_heads, size in (("gemma3-1b", 4, 1, 512), ("gemma3-4b", 8, 4, 1024))
-        for suffix, window in (("", 0), ("-window", size))
-    ),
-    *(
-        LLAMA._replace(name=f"gpt-oss-tp{tp}{suffix}", heads=64 // tp, kv_heads=8 // tp, head_dim=64, window=window)
-        for tp in (2, 4, 8)
-        for suffix, window in (("", 0), ("-window", 128))
-    ),
-    *(  # Llama 3.2 3B, Qwen3 14B, Qwen2.5 7B, GLM 4.5, Qwen3 235B
-        LLAMA._replace(name=f"d128-g{group}", heads=group * kv_heads, kv_heads=kv_heads)
-        for group, kv_heads in ((3, 8), (5, 8), (7, 4), (12, 8), (16, 4))
-    ),
-    LLAMA._replace(name="llama3-8b-tp8", heads=4, kv_heads=1),
-    LLAMA._replace(name="llama3-70b-tp8", heads=8, kv_heads=1),
-    *(
-        LLAMA._replace(name=f"d{dim}-blocks-{size}", heads=16, kv_heads=8, head_dim=dim, block_size=size)
-        for dim in (64, 128, 256)
-        for size in (16, 32, 128)
-    ),
-    LLAMA._replace(name="llama3-8b-4-tokens", tokens=4),
-    LLAMA._replace(name="g16-8-tokens", heads=32, kv_heads=2, tokens=8),
-)
-DEEPSEEK = QWEN._replace(name="deepseek-v3", hidden=7168, heads=128, kv_heads=1, head_dim=128, rank=512)
-LATENT = (
-    DEEPSEEK,
-    DEEPSEEK._replace(name="deepseek-v3-tp8", heads=16),  # and V2-Lite
-    DEEPSEEK._replace(name="deepseek-v3-tp8-2-tokens", heads=16, tokens=2, block_size=16),
-    DEEPSEEK._replace(name="deepseek-v3-tp4-blocks-32", heads=32, block_size=32),
-    DEEPSEEK._replace(name="deepseek-v3-tp2-blocks-128", heads=64, block_size=128),
-    DEEPSEEK._replace(name="latent-fp32", heads=16, rank=64, dtype=torch.float32),
-)
-
-
-class Experts(NamedTuple):
-    """The sizes of a layer of experts and its router's arguments."""
-
-    name: str
-    experts: int
-    hidden: int
-    size: int
-    k: int
-    scoring: str = "softmax"
-    groups: int = 1
-    top_groups: int = 1
-    activation: str = "silu"
-    biased: bool = False
-    weigh_inputs: bool = False
-    dtype: torch.dtype = torch.bfloat16
-
-
-EXPERTS = (
-    Experts("qwen3-30b-a3b", 128, 2048, 768, 8),
-    Experts("qwen3-next-experts", 512, 2048, 512, 10),
-    Experts("gpt-oss-20b", 32, 2880, 2880, 4, activation="swigluoai", biased=True),
-    Experts("mixtral-8x7b", 8, 4096, 14336, 2),
-    Experts("deepseek-v3", 256, 7168, 2048, 8, "sigmoid", 8, 4),
-    Experts("kimi-k2", 384, 7168, 2048, 8, "sigmoid"),
-    Experts("deepseek-v2", 160, 5120, 1536, 6, "softmax", 8, 3),
-    Experts("llama4-scout", 16, 5120, 8192, 1, "sigmoid", weigh_inputs=True),
-    Experts("experts-fp32", 8, 96, 80, 2, activation="gelu_tanh", dtype=torch.float32),
-)
-
-
-class Delta(NamedTuple):
-    """The sizes of a gated delta-rule layer."""
-
-    name: str
-    key_heads: int
-    heads: int
-    dk: int = 128
-    dv: int = 128
-    hidden: int = 4096  # of the attention layers beside it, whose output has a gate
-    dtype: torch.dtype = torch.bfloat16
-
-
-DELTA = (
-    Delta("qwen3-next-80b-a3b", 16, 32),
-    Delta("qwen3.5-27b", 16, 48, hidden=6144),
-    *(Delta(f"qwen3-next-tp{tp}", 16 // tp, 32 // tp, hidden=4096 // tp) for tp in (2, 4, 8)),
-    *(Delta(f"qwen3.5-tp{tp}", 16 // tp, 48 // tp, hidden=6144 // tp) for tp in (2, 4, 8)),
-    Delta("delta-fp32", 2, 4, 96, 80, dtype=torch.float32),
-)
-
-
-class Lora(NamedTuple):
-    """A product that adapters change: its inputs, its slices' bounds, the highest rank, and how many adapters."""
-
-    name: str
-    inputs: int
-    bounds: tuple[int, ...]
-    rank: int = 16
-    count: int = 8
-    dtype: torch.dtype = torch.bfloat16
-
-
-LORA = (
-    Lora("qwen3-0.6b-qkv", 1024, (0, 2048, 3072, 4096)),
-    Lora("qwen3-0.6b-gate_up", 1024, (0, 3072, 6144), 64),
-    Lora("qwen2.5-7b-qkv", 3584, (0, 3584, 4096, 4608), 8, 1),
-    Lora("llama3-8b-down", 14336, (0, 4096), 16, 32),
-    Lora("llama3-8b-gate_up", 4096, (0, 14336, 28672), 128, 20),
-    Lora("llama3-70b-tp8-qkv", 8192, (0, 1024, 1152, 1280), 256, 4),
-    Lora("lora-odd", 1000, (0, 33, 100), 10, 3, torch.float16),
-    Lora("lora-fp32", 192, (0, 192, 256, 320), 16, 4, torch.float32),
-    Lora("lora-fp32-256", 2048, (0, 2048, 3072), 256, 4, torch.float32),
-)
-VOCABULARIES = {"gpt-oss-vocabulary": 201088, "qwen3.5-vocabulary": 248320, "gemma3-vocabulary": 262144}
-# The numbers of a block over all layers, and of the states of a sequence.
-PAGES = {
-    "qwen3-0.6b-page": (28 * 2 * 8 * 64 * 128, torch.bfloat16),
-    "llama3-8b-page": (32 * 2 * 8 * 64 * 128, torch.bfloat16),
-    "llama3-70b-tp8-page": (80 * 2 * 64 * 128, torch.bfloat16),
-    "gemma3-27b-page-of-128": (62 * 2 * 16 * 128 * 128, torch.bfloat16),
-    "deepseek-v3-page-of-16": (61 * 16 * 576, torch.bfloat16),
-    "qwen3-next-states": (36 * (32 * 128 * 128 + 3 * 8192), torch.float32),
-}
+KERNELS = 42
 BRIEF: dict[int, tuple[str, ...]] = {
     # These launch every kernel.
-    90: (QWEN.name, "deepseek-v3-tp8", "qwen3-30b-a3b", "qwen3-next-80b-a3b", "qwen3-0.6b-qkv"),
+    90: (
+        QWEN.name,
+        "deepseek-v3-tp8",
+        "qwen3-30b-a3b",
+        "qwen3-next-80b-a3b",
+        "qwen3-0.6b-qkv",
+        "qwen3-0.6b-int4",
+        "llama3-8b-mxfp4",
+        "llama3-8b-fp8",
+        "d128-kv8",
+    ),
     86: ("gemma3-4b",),  # whose prefill needs most of the shared memory there
 }
+IN_CODES = tuple(s.name for s in (*CODED, *EXPERTS) if getattr(s, "kind", "") and "coded" not in s.name)
 # Chips for which ptxas makes the same code as for the chip before them, so that they need no more than BRIEF's shapes.
 SIBLINGS = (89, 103, 121)
 
@@ -202,7 +69,7 @@ SIBLINGS = (89, 103, 121)
 def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callable[[Any], object]]:
     """Calls of the launchers of a module `ops`, on small CPU tensors that have the shape's fixed sizes."""
     s, dtype, int32 = shape, shape.dtype, torch.int32
-    kv = torch.zeros(4, 2, 2, s.kv_heads, s.block_size, s.head_dim, dtype=dtype)[:, 1]
+    kv = torch.zeros(4, 2, 2, s.kv_heads, s.block_size, s.head_dim, dtype=s.cache or dtype)[:, 1]
     q, tables, ints = torch.zeros(2, s.heads, s.head_dim, dtype=dtype), torch.zeros(4, 512, dtype=int32), torch.zeros(4)
     ints = ints.to(int32)
     long, scale = ints.long(), 0.1
@@ -210,12 +77,16 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
         yield from latents(s, tables, ints)
         return
     sinks, slopes = (torch.zeros(s.heads) if has else None for has in (s.sinks, s.slopes))
-    more = s.window, s.soft_cap, sinks, slopes, s.chunked
+    more = s.window, s.soft_cap, sinks, slopes, s.chunked, torch.ones(2) if s.cache else None
     guesses = q.repeat_interleave(s.tokens, 0)
     yield lambda ops: oracles.decode(ops, guesses, kv, tables, ints[:2], ints[:2], scale, *more)
     if s.tokens > 1:
         return
     yield lambda ops: ops.attention_prefill(q, kv, (tables, ints[:1], ints[:1], ints[:2], 2), scale, *more)
+    qkv, rotation = torch.zeros(2, (s.heads + 2 * s.kv_heads) * s.head_dim, dtype=dtype), torch.zeros(2, 2, s.head_dim)
+    store = functools.partial(kernel_of, "qk_norm_rope_store", qkv)
+    if s.cache:
+        yield store(None, None, 1e-6, rotation, long[:2], kv, False, "rms", False, None, False, torch.ones(2))
     if attention_only:
         return
     x, weight = torch.zeros(2, s.hidden, dtype=dtype), torch.zeros(s.hidden, dtype=dtype)
@@ -231,9 +102,7 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
     yield lambda ops: ops.act(torch.zeros(2, s.ffn, dtype=dtype), "xielu", torch.ones(2))
     yield from products(s, whole)
     norm = torch.zeros(s.head_dim, dtype=dtype) if s.norm else None
-    qkv, rotation = torch.zeros(2, (s.heads + 2 * s.kv_heads) * s.head_dim, dtype=dtype), torch.zeros(2, 2, s.head_dim)
     heads, kv_heads, none = torch.zeros(s.heads, s.head_dim), torch.zeros(s.kv_heads, s.head_dim), rotation[:, :, :0]
-    store = functools.partial(kernel_of, "qk_norm_rope_store", qkv)
     for interleaved in (False, True) if whole else (False,):
         yield store(norm, norm, 1e-6, rotation, long[:2], kv, interleaved)
         yield store(heads[0], heads[0], 1e-6, rotation, long[:2], kv, interleaved, "rms", True)
@@ -244,20 +113,33 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
     state = adjustments(s.vocab)
     yield from sampling(s.vocab, dtype)
     bad = torch.zeros(4, 128, 16, dtype=int32)  # words, with and without a space before them, and tokens of each
-    yield lambda ops: ops.mask_words(ints[:2], tables, ints, ints, bad, ops.Adjust(*state))
+    for width in (None, 4, 8):
+        more = drafted(s.vocab, width)
+        yield lambda ops, more=more: ops.mask_words(ints[:2], tables, ints, ints, bad, ops.Adjust(*more[0]), more[1])
+    yield lambda ops: ops.look_up(tables, ints, ints, ints[:2], 2, 5, 8)
+    for most in (1, 4):
+        drafts = torch.zeros(2, most, dtype=int32)
+        yield lambda ops, drafts=drafts: ops.put_drafts(tables, ints, ints, ints[:2], drafts)
     for kind in ("last", "mean", "max", "weightedmean", "mean_sqrt_len"):
         yield lambda ops, kind=kind: ops.pool(x, ints[:2], kind)
     yield lambda ops: ops.apply_writes(ints, ints.new_zeros(20), 2)
     yield lambda ops: ops.prepare_inputs(tables, ints, tables[None], ints[:2], ints[:3], 5, s.block_size)
-    update = (tables, ints, ints, ints[:2], ints[:3], ints[:2], long[:2], state[-1])
-    yield lambda ops: ops.post_update(*update)
-    yield lambda ops: ops.post_update(*update, ops.Adjust(*state))
+    update = (tables, ints, ints, ints[:2], ints[:3], ints[:3], long[:2], state[-1][:, 0])
+    for drafts in ((), (ints, 4)):
+        yield lambda ops, drafts=drafts: ops.post_update(*update, None, *drafts)
+        yield lambda ops, drafts=drafts: ops.post_update(*update, ops.Adjust(*state), *drafts)
     yield from moves(2 * 2 * s.kv_heads * s.block_size * s.head_dim, dtype)
 
 
-def adjustments(vocab: int) -> tuple[torch.Tensor, ...]:
-    """The fields of an Adjust of 4 slots; the last one has a bit for each token."""
-    bias, words = torch.zeros(4, 1024), torch.zeros(4, -(-vocab // 32), dtype=torch.int32)
+def drafted(vocab: int, width: int | None) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+    """The fields of an Adjust and drafts of 2 rows, up to `width` for each; None: no row comes after any."""
+    drafts = None if width is None else torch.zeros(2, width, dtype=torch.int32)
+    return adjustments(vocab, 1 + (width or 0)), drafts
+
+
+def adjustments(vocab: int, masks: int = 1) -> tuple[torch.Tensor, ...]:
+    """The fields of an Adjust of 4 slots; the last one has a bit for each token, in each mask."""
+    bias, words = torch.zeros(4, 1024), torch.zeros(4, masks, -(-vocab // 32), dtype=torch.int32)
     counts = torch.zeros(4, vocab, dtype=torch.int32)
     return torch.zeros(4, dtype=torch.int32), torch.zeros(4, 3), counts, bias.to(torch.int32), bias, words
 
@@ -265,9 +147,11 @@ def adjustments(vocab: int) -> tuple[torch.Tensor, ...]:
 def sampling(vocab: int, dtype: torch.dtype) -> Iterator[Callable[[Any], object]]:
     """What depends on the size of the vocabulary."""
     logits, floats, ints = torch.zeros(2, vocab, dtype=dtype), torch.zeros(4), torch.zeros(4, dtype=torch.int32)
-    args, state = (logits, ints[:2], floats, ints, floats, floats, ints.long(), ints), adjustments(vocab)
-    yield lambda ops: ops.sample(*args)
-    yield lambda ops: ops.sample(*args, ops.Adjust(*state))
+    args = (logits, ints[:2], floats, ints, floats, floats, ints.long(), ints)
+    for width in (None, 4, 8):
+        state, drafts = drafted(vocab, width)
+        yield lambda ops, drafts=drafts: ops.sample(*args, None, drafts)
+        yield lambda ops, state=state, drafts=drafts: ops.sample(*args, ops.Adjust(*state), drafts)
     yield lambda ops: ops.logprobs(logits, ints[:2].long(), 0)
     yield lambda ops: ops.logprobs(logits, ints[:2].long(), 5)
 
@@ -283,11 +167,11 @@ def moves(size: int, dtype: torch.dtype) -> Iterator[Callable[[Any], object]]:
 def latents(s: Shape, tables: torch.Tensor, ints: torch.Tensor) -> Iterator[Callable[[Any], object]]:
     """What latent attention launches; its prefill in the plain form needs attention_prefill with heads of 192."""
     rope, scale, dtype = 64, 0.1, s.dtype
-    kv = torch.zeros(4, 2, 1, 1, s.block_size, s.rank + rope, dtype=dtype)[:, 1]
+    kv = torch.zeros(4, 2, 1, 1, s.block_size, s.rank + rope, dtype=s.cache or dtype)[:, 1]
     q = torch.zeros(2 * s.tokens, s.heads, s.rank + rope, dtype=dtype)
 
     def decode(ops: Any) -> object:
-        plan = ops.plan_decode(kv, tables, ints[:2], ints[:2], s.heads, 0, s.tokens)
+        plan = ops.plan_decode(kv, tables, ints[:2], ints[:2], s.heads, 0, s.tokens, dtype=dtype)
         return ops.latent_decode(q, kv, plan, scale, s.rank)
 
     yield decode
@@ -302,14 +186,15 @@ def latents(s: Shape, tables: torch.Tensor, ints: torch.Tensor) -> Iterator[Call
     product = torch.zeros(s.heads, 256, s.rank, dtype=dtype)
     yield lambda ops: ops.head_linear(plain[..., :128].contiguous(), product[:, :128].mT)
     yield lambda ops: ops.head_linear(q[..., : s.rank].contiguous(), product[:, 128:])
-    if dtype == torch.float32:
+    if dtype == torch.float32 or s.cache:
         return
     pages = torch.zeros(4, 2, s.heads, 64, 128 + rope, dtype=dtype)
     yield lambda ops: ops.attention_prefill(plain, pages, (tables, ints[:1], ints[:1], ints[:2], 2), scale, 0)
 
 
 def delta_launches(s: Delta) -> Iterator[Callable[[Any], object]]:
-    """What a gated delta-rule layer launches, for a row of one token and a longer one, and the gate of attention."""
+    """What a gated delta-rule layer launches, for a row of one token and a longer one, for rows with drafts, and the
+    gate of attention."""
     width, taps, ints = 2 * s.key_heads * s.dk + s.heads * s.dv, 4, torch.zeros(4, dtype=torch.int32)
     projected = torch.zeros(2, width + s.heads * s.dv, dtype=s.dtype)
     x, z = projected[:, :width], projected[:, width:]
@@ -317,9 +202,12 @@ def delta_launches(s: Delta) -> Iterator[Callable[[Any], object]]:
     pool = torch.zeros(1, matrix + width * (taps - 1))
     state, inputs = pool[:, :matrix].view(1, s.heads, s.dk, s.dv), pool[:, matrix:].view(1, width, taps - 1)
     weight, rows = torch.zeros(width, taps, dtype=s.dtype), (ints[:2], ints[:3], ints[:2], 1, 2)
+    drafted, taken = (ints[:1], ints[:2], ints[:1], 1, 2), ints[:1]
     yield lambda ops: ops.conv_silu(x, weight, inputs, rows)
+    yield lambda ops: ops.conv_silu(x, weight, inputs, drafted, taken)
     made = torch.zeros(2, width, dtype=s.dtype), gates[:, : s.heads], gates[:, s.heads :], scalars, scalars, state
     yield lambda ops: ops.delta_rule(*made, rows, s.key_heads)
+    yield lambda ops: ops.delta_rule(*made, drafted, s.key_heads, False, taken)
     yield lambda ops: ops.gated_norm(torch.zeros(2, s.heads, s.dv, dtype=s.dtype), z, torch.zeros(s.dv), 1e-6)
     yield kernel_of("sigmoid_mul", *torch.zeros(2, 2 * s.hidden, dtype=s.dtype).chunk(2, dim=1))
 
@@ -339,18 +227,43 @@ def lora_launches(s: Lora) -> Iterator[Callable[[Any], object]]:
     yield lambda ops: ops.lora_shrink(x, a, plan(ops))
     for matrices in (b, b_t):
         yield lambda ops, b=matrices: ops.lora_expand(y, h, b, s.bounds, plan(ops))
+    yield lambda ops: ops.put_prompts(x, ints.long()[:2], a)
+
+
+def in_codes(
+    kind: str, shape: tuple[int, ...], group: int, scales: torch.dtype, with_zeros: bool
+) -> tuple[str, torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
+    """The fields of a Quantized of this shape, without memory."""
+    *outputs, inputs = shape
+    dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kind, torch.uint8)
+    codes = torch.empty(*outputs, inputs // 2 if dtype == torch.uint8 else inputs, dtype=dtype, device="meta")
+    table = torch.empty(*outputs, -(-inputs // group), dtype=scales, device="meta")
+    return kind, codes, table, table if with_zeros else None, group
+
+
+def coded_launches(s: Coded) -> Iterator[Callable[[Any], object]]:
+    """A product with a weight in codes, for few rows, more, and many."""
+    weight = in_codes(s.kind, (s.outputs, s.inputs), s.group, s.scales, s.zeros)
+    with torch.device("meta"):
+        x, bias = torch.empty(65, s.inputs, dtype=s.dtype), torch.empty(s.outputs, dtype=s.dtype)
+    for rows in (2, 17, 65):
+        yield lambda ops, rows=rows: ops.quantized_linear(x[:rows], ops.Quantized(*weight), bias)
+    ids = torch.empty(2, dtype=torch.int64, device="meta")
+    yield lambda ops: ops.quantized_rows(ops.Quantized(*weight), ids, s.dtype)
 
 
 def all_launches(whole: bool) -> Iterator[tuple[str, Iterator[Callable[[Any], object]]]]:
     """The name of each shape, and calls of all launchers that it has."""
-    for shape in (*WHOLE, *ATTENTION, *LATENT):
-        yield shape.name, launches(shape, shape in ATTENTION, whole)
+    for shape in (*WHOLE, *ATTENTION, *KV8, *LATENT):
+        yield shape.name, launches(shape, shape not in WHOLE, whole)
     for experts in EXPERTS:
         yield experts.name, expert_launches(experts, whole)
     for delta in DELTA:
         yield delta.name, delta_launches(delta)
     for lora in LORA:
         yield lora.name, lora_launches(lora)
+    for coded in CODED:
+        yield coded.name, coded_launches(coded)
     for name, vocab in VOCABULARIES.items():
         yield name, sampling(vocab, torch.bfloat16)
     for name, page in PAGES.items():
@@ -397,7 +310,10 @@ def expert_launches(s: Experts, whole: bool) -> Iterator[Callable[[Any], object]
         slots = torch.empty(tokens, dtype=torch.int32, device="meta") if tokens == 1 else None
         options = 0, s.weigh_inputs, batch_invariant
         plan = ops.plan_experts(*ops.route(logits, *router, slots=slots), s.experts, *options)
-        ops.expert_down(ops.expert_gate_up(x, gate_up, gate_up_bias, plan, s.activation), down, down_bias, plan)
+        both: Any = gate_up, down
+        if s.kind:
+            both = [ops.Quantized(*in_codes(s.kind, w.shape, s.group, torch.bfloat16, False)) for w in both]
+        ops.expert_down(ops.expert_gate_up(x, both[0], gate_up_bias, plan, s.activation), both[1], down_bias, plan)
 
     yield lambda ops: layer(ops, 1, False)
     yield lambda ops: layer(ops, 8192, False)
@@ -418,7 +334,7 @@ def specializations(arch: int, shapes: tuple[str, ...]) -> list[tuple[str, Any, 
 
     found: dict[str, tuple[str, Any, dict[str, Any]]] = {}
     types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-    types |= {torch.int32: "*i32", torch.int64: "*i64"}
+    types |= {torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv"}
 
     def record(fn: JITFunction, *args: Any, grid: Any, warmup: bool, **options: int) -> None:
         signature, constants, attributes = {}, {}, {}
@@ -439,7 +355,7 @@ def specializations(arch: int, shapes: tuple[str, ...]) -> list[tuple[str, Any, 
     JITFunction.run = record
     matmul.ARCH = arch
     for shape, calls in all_launches(whole=not shapes):
-        if not shapes or shape in shapes:
+        if (not shapes or shape in shapes) and (arch >= 89 or "kv8" not in shape):
             for launch in calls:
                 launch(kernels)
     return list(found.values())
@@ -608,7 +524,7 @@ def test_shared_memory_fits(gate: list[dict[str, Any]]) -> None:
     assert not [r for r in gate if r["shared"] > SHARED_LIMIT[r["arch"]]]
 
 
-@pytest.mark.parametrize("name", ["attention_prefill", "linear"])
+@pytest.mark.parametrize("name", ["attention_prefill", "linear", "quantized_linear"])
 def test_the_warp_group_matrix_unit_is_used(gate: list[dict[str, Any]], name: str) -> None:
     found = [r for r in gate if r["arch"] == 90 and r["kernel"].startswith(name)]
     found = [r for r in found if "fp32" not in r["kernel"] and "d512" not in r["kernel"]]  # see _prefill_tile
@@ -617,8 +533,15 @@ def test_the_warp_group_matrix_unit_is_used(gate: list[dict[str, Any]], name: st
 
 def test_products_stream_weights_by_16_bytes(gate: list[dict[str, Any]]) -> None:
     for name in ("linear", "expert_gate_up", "expert_down", "lora_shrink"):
-        found = [r for r in gate if r["kernel"].startswith(name)]
+        found = [r for r in gate if r["kernel"].startswith(name) and not r["kernel"].endswith(IN_CODES)]
         assert found and all(r["wide"] and not any(narrow for _, narrow in r["copies"]) for r in found), found
+
+
+def test_codes_are_fetched_ahead_and_not_one_by_one(gate: list[dict[str, Any]]) -> None:
+    """Straight to shared memory. Of the shapes of models, because the odd one is not aligned."""
+    found = [r for r in gate if r["kernel"].endswith(IN_CODES)]
+    found = [r for r in found if r["kernel"].startswith(("quantized_linear", "expert_gate_up", "expert_down"))]
+    assert found and all(sum(copies) * r["threads"] * 8 >= 2048 for r in found for copies in r["copies"]), found
 
 
 def test_experts_use_the_warp_group_matrix_unit_for_many_tokens(gate: list[dict[str, Any]]) -> None:
@@ -628,19 +551,27 @@ def test_experts_use_the_warp_group_matrix_unit_for_many_tokens(gate: list[dict[
 
 
 def test_decode_loads_keys_and_values_by_128_bits(gate: list[dict[str, Any]]) -> None:
-    """The narrower copies in the loop over keys are of the ids of a tile's blocks, one of each."""
+    """A tile has 16 KiB at least. The narrower copies in its loop are of the ids of the tile's blocks, one of each.
+
+    Values in FP8 are copied by 64 bits, as they lie in shared memory for the product.
+    """
     decode = [r for r in gate if "_decode" in r["kernel"] and "plan" not in r["kernel"] and "fp32" not in r["kernel"]]
+    decode = [r for r in decode if "kv8" not in r["kernel"]]
     assert {r["arch"] for r in decode} == {r["arch"] for r in gate}
     for r in decode:
         [[wide, narrow]] = r["copies"]
-        assert wide >= 8 and narrow == r["blocks"], r
+        assert wide * r["threads"] >= 1024 and narrow == r["blocks"], r
 
 
 def test_two_programs_of_decode_fit_a_processor(gate: list[dict[str, Any]]) -> None:
-    """Where a program may use 160 KiB. Elsewhere one runs at a time, and as many are started."""
-    decode = [r for r in gate if "attention_decode" in r["kernel"] and "tokens" not in r["kernel"]]
-    decode = [r for r in decode if SHARED_LIMIT[r["arch"]] > 160 * 1024]
-    assert decode and not [r for r in decode if 2 * r["shared"] > SHARED_LIMIT[r["arch"]] or r["threads"] > 128]
+    """Where a program may use 160 KiB. Elsewhere one runs at a time, and as many are started.
+
+    So it is where a row's tokens have more sums than the registers of 128 threads hold.
+    """
+    decode = [r for r in gate if "attention_decode" in r["kernel"] and SHARED_LIMIT[r["arch"]] > 160 * 1024]
+    assert decode and not [r for r in decode if r["threads"] > 128 and "tokens" not in r["kernel"]]
+    decode = [r for r in decode if r["threads"] == 128]
+    assert not [r for r in decode if 2 * r["shared"] > SHARED_LIMIT[r["arch"]] or 256 * r["registers"] > REGISTERS]
 
 
 if __name__ == "__main__":

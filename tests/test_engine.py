@@ -97,15 +97,21 @@ def test_same_answers_with_a_warm_cache(llm, work, answers):
 
 
 @pytest.mark.parametrize(
-    "dtype", [pytest.param("float32", marks=pytest.mark.long), pytest.param("bfloat16", marks=pytest.mark.full)]
+    ("dtype", "cache"),
+    [
+        pytest.param("float32", "auto", marks=pytest.mark.long),
+        pytest.param("bfloat16", "auto", marks=pytest.mark.full),
+        pytest.param("bfloat16", "fp8", marks=pytest.mark.full),
+    ],
 )
-def test_batch_invariant_logits_are_equal_to_the_bit(make_llm, work, dtype):
+def test_batch_invariant_logits_are_equal_to_the_bit(make_llm, work, dtype, cache):
     """Alone, together, in chunks, from the prefix cache, and after preemption either way."""
     prompts = [prompt[:30] for prompt in work[0][:6]]
     params = [replace(STORY, max_tokens=8, best_of=1 + i % 2, temperature=i % 2, seed=i) for i in range(6)]
 
     def run(batches: list[slice], **fields) -> tuple[set[bytes], list[float], dict]:
-        llm, rows = make_llm(dtype=dtype, batch_invariant=True, block_size=4, max_model_len=40, **fields), set()
+        options = {"dtype": dtype, "kv_cache_dtype": cache, "batch_invariant": True, "block_size": 4}
+        llm, rows = make_llm(max_model_len=40, **options, **fields), set()
         model = llm.core.executor.worker.model
         logits = model.logits
 

@@ -135,6 +135,6 @@ def test_a_kernel_is_stepped_through():
     command, said = [sys.executable, "docs/step_through.py"], "b _attend\nc\np KV, BLOCK_N\ncl 2\nc\n"
     ran = subprocess.run(command, cwd=ROOT, input=said, capture_output=True, text=True)
     at = rf"> {re.escape(str(ROOT / 'kernels.py'))}\(\d+\)"
-    assert re.search(rf"{at}attention_decode_kernel\(\)\n-> i_p, i_kv = ", ran.stdout), ran
+    assert re.search(rf"{at}attention_decode_kernel\(\)\n-> i_p, i_part = ", ran.stdout), ran
     assert re.search(rf"{at}_attend\(\)\n-> .*\n\(Pdb\) \(2, \d+\)\n", ran.stdout), ran
     assert ran.returncode == 0

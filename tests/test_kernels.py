@@ -62,7 +62,8 @@ def ints(*values: int) -> torch.Tensor:
 
 def test_twins_have_the_same_signatures() -> None:
     for name, op in inspect.getmembers(reference, inspect.isfunction):
-        if name.startswith("_") or name == "uniform" or op.__module__ != "reference":  # NamedTuple is a function, too
+        no_op = name.startswith("_") or name in ("uniform", "dequantize")
+        if no_op or op.__module__ != "reference":  # NamedTuple is a function, too
             continue
         assert inspect.signature(op) == inspect.signature(getattr(kernels, name)), name
         assert inspect.getdoc(getattr(kernels, name)).startswith(f"See `reference.{name}`."), name
@@ -225,21 +226,15 @@ def test_qk_norm_rope_store(
     assert torch.equal(pool, before)
 
 
-SHAPES = st.sampled_from(
-    [
-        (1, 1, 32),
-        (6, 2, 32),
-        (3, 1, 80),
-        (16, 1, 64),
-        (4, 4, 96),
-        (8, 4, 128),
-        (2, 1, 16),
-        (5, 1, 24),
-        (2, 1, 192),
-        (4, 2, 112),
-        (2, 1, 80),
-    ]
-)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_pool_in_fp8_holds_the_nearest_numbers(device: str, dtype: torch.dtype) -> None:
+    oracles.check_fp8_store(kernels, device, dtype)
+
+
+SHAPES = st.sampled_from([
+    (1, 1, 32), (6, 2, 32), (3, 1, 80), (16, 1, 64), (4, 4, 96), (8, 4, 128), (2, 1, 16), (5, 1, 24), (2, 1, 192),
+    (4, 2, 112), (2, 1, 80),
+])  # fmt: skip
 
 
 SOFT_CAPS = st.sampled_from([0.0, 0.0, 2.5])
@@ -251,16 +246,31 @@ SOFT_CAPS = st.sampled_from([0.0, 0.0, 2.5])
     dtypes,
     st.sampled_from([0, 0, 1, 20, 200]),
     st.sampled_from([16, 64]),
-    st.sampled_from([1, 1, 2, 5, 8]),
+    st.sampled_from([1, 1, 2, 5, 9]),
     SOFT_CAPS,
     st.booleans(),
     st.sampled_from([False, False, True]),
     st.booleans(),
     st.sampled_from([1, 2, 5, 9]),
+    oracles.KV_SCALES,
     on=[
-        ([2], (6, 2, 32), F32, 0, 16, 1, 0.0, False, True, False, 2),
-        ([0, 3], (3, 1, 80), F32, 20, 64, 5, 2.5, True, False, False, 5),
-        ([1, 2], (6, 2, 32), BF16, 20, 16, 2, 0.0, False, False, True, 9),
+        ([2], (6, 2, 32), F32, 0, 16, 1, 0.0, False, True, False, 2, None),
+        ([0, 3], (3, 1, 80), F32, 20, 64, 5, 2.5, True, False, False, 5, (0.5, 3.0)),
+        ([1, 2], (6, 2, 32), BF16, 20, 16, 2, 0.0, False, False, True, 9, (0.5, 3.0)),
+        (
+            [2, 1],
+            (16, 2, 128),
+            F32,
+            50,
+            64,
+            9,
+            0.0,
+            True,
+            True,
+            False,
+            3,
+            None,
+        ),  # a KV head's 72 queries are eight parts
     ],
     drawn=MANY,
 )
@@ -277,17 +287,20 @@ def test_attention_decode(
     with_slopes: bool,
     chunked: bool,
     programs: int,
+    scales: tuple[float, float] | None,
 ) -> None:
     (heads, kv_heads, d), scale = shape, shape[2] ** -0.5
     lengths = [tokens + int(torch.randint(*((0, 2), (1, 33), (33, 300), (300, 420))[kind], ())) for kind in kinds]
     chunked = chunked and window > 0
     passed = [oracles.first_key(n - tokens, window, chunked) for n in lengths]
-    paged = oracles.paged(kernels, lengths, kv_heads, d, block_size, dtype, width=640 // block_size, passed=passed)
+    cache = oracles.FP8 if scales else dtype
+    paged = oracles.paged(kernels, lengths, kv_heads, d, block_size, cache, 640 // block_size, passed)
     slots = torch.cat((torch.randperm(len(lengths)), torch.tensor([-1])))[torch.randperm(len(lengths) + 1)]
     lens = ints(*[lengths[s] if s >= 0 else 0 for s in slots.tolist()])
     q, sinks = torch.randn(len(slots) * tokens, heads, d).to(dtype), torch.randn(heads) * 2 if with_sinks else None
     options = (soft_cap, sinks, torch.rand(heads) if with_slopes else None, chunked)
-    args = (q, paged.kv, paged.tables, slots.to(torch.int32), lens, scale, window, *options)
+    context, kv_scales = oracles.read(paged.context, scales), torch.tensor(scales) if scales else None
+    args = (q, paged.kv, paged.tables, slots.to(torch.int32), lens, scale, window, *options, kv_scales)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_programs", lambda *_: programs)
         patch.setattr(kernels, "DECODE_ROWS", 2)
@@ -297,7 +310,7 @@ def test_attention_decode(
         if slot < 0:
             assert not mine.any()
             continue
-        one = (theirs, paged.context[slot], scale, window, *options)
+        one = (theirs, context[slot], scale, window, *options)
         oracles.check_error(mine, oracles.attention(*one), oracles.attention(*one, naive=True))
 
 
@@ -311,10 +324,11 @@ def test_attention_decode(
     st.booleans(),
     st.sampled_from([False, False, True]),
     st.booleans(),
+    oracles.KV_SCALES,
     on=[
-        ([(20, 17)], (6, 2, 32), F32, 0, 16, 0.0, False, True, False),
-        ([(95, 70)], (6, 2, 32), F32, 100, 16, 0.0, False, False, True),
-        ([(150, 2), (40, 0)], (3, 1, 80), BF16, 20, 64, 2.5, True, False, False),
+        ([(20, 17)], (6, 2, 32), F32, 0, 16, 0.0, False, True, False, None),
+        ([(95, 70)], (6, 2, 32), F32, 100, 16, 0.0, False, False, True, (0.5, 3.0)),
+        ([(150, 2), (40, 0)], (3, 1, 80), BF16, 20, 64, 2.5, True, False, False, (0.5, 3.0)),
     ],
     drawn=MANY,
 )
@@ -329,24 +343,27 @@ def test_attention_prefill(
     with_sinks: bool,
     with_slopes: bool,
     chunked: bool,
+    scales: tuple[float, float] | None,
 ) -> None:
     (heads, kv_heads, d), scale = shape, shape[2] ** -0.5
     rows = [*rows, (30, 5)]
     lengths, counts = [before + n for before, n in rows], [n for _, n in rows]
     chunked = chunked and window > 0
     passed = [oracles.first_key(before, window, chunked) for before, _ in rows]
-    paged = oracles.paged(kernels, lengths, kv_heads, d, block_size, dtype, passed=passed)
+    paged = oracles.paged(kernels, lengths, kv_heads, d, block_size, oracles.FP8 if scales else dtype, passed=passed)
     starts = ints(0, *np.cumsum([*counts, 2]).tolist())
     slots, lens = ints(*range(len(rows)), -1), ints(*lengths, 0)
     q = torch.randn(int(starts[-1]), heads, d).to(dtype)
     most, sinks = max(*counts, 2), torch.randn(heads) * 2 if with_sinks else None
     options = (window, soft_cap, sinks, torch.rand(heads) if with_slopes else None, chunked)
-    got = run("attention_prefill", device, q, paged.kv, paged.tables, slots, lens, starts, most, scale, *options)
+    context, kv_scales = oracles.read(paged.context, scales), torch.tensor(scales) if scales else None
+    where = paged.kv, paged.tables, slots, lens, starts, most
+    got = run("attention_prefill", device, q, *where, scale, *options, kv_scales)
     assert torch.equal(got[-2:], torch.zeros(2, heads, d, dtype=dtype))
     for b, n in enumerate(counts):
         if n:
             tokens = slice(int(starts[b]), int(starts[b + 1]))
-            args = (q[tokens], paged.context[b], scale, *options)
+            args = (q[tokens], context[b], scale, *options)
             oracles.check_error(got[tokens], oracles.attention(*args), oracles.attention(*args, naive=True))
 
 
@@ -359,6 +376,30 @@ def test_plan_decode_counts_the_tiles_that_hold_a_key(device: str, tokens: int, 
     begins = [oracles.first_key(max(0, n - tokens), window, bool(chunked)) for n in lengths]
     counts = [max(1, -(-n // 128) - begin // 128) for n, begin in zip(lengths, begins, strict=True)]
     assert plan.items.tolist() == [0, *np.cumsum(counts)] and not plan.arrived.any()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "tokens", "dtype", "parts", "rows"),
+    [
+        (128, 4, 1, BF16, 1, 16),
+        (128, 4, 5, BF16, 1, 32),
+        (128, 8, 9, BF16, 1, 128),
+        (128, 16, 9, BF16, 2, 128),
+        (128, 8, 9, F32, 8, 16),
+        (128, 5, 13, F32, 5, 16),  # of 5 heads a part has all or one
+        (512, 8, 5, BF16, 2, 32),
+        (512, 4, 16, F32, 4, 16),
+    ],
+)
+def test_heads_are_split_where_a_row_has_more_queries_than_a_tile_holds(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, group: int, tokens: int, dtype: torch.dtype, parts: int, rows: int
+) -> None:
+    for arch in (80, 86, 90):
+        monkeypatch.setattr(matmul, "ARCH", arch)
+        chip = kernels._chip(torch.device("cpu"))
+        assert kernels._decode_tile(head_dim, group, tokens, dtype, chip)[:2] == (parts, rows)
+    with pytest.raises(AssertionError, match="17 tokens a row are too many"):
+        kernels._decode_tile(512, 1, 17, F32, chip)
 
 
 @pytest.mark.parametrize("dtype", [F32, pytest.param(BF16, marks=pytest.mark.full)])
@@ -546,23 +587,30 @@ def test_prepare_inputs_and_post_update(device: str, rows: list[tuple[bool, int]
     for got, want in zip(run("prepare_inputs", device, *args), reference.prepare_inputs(*args), strict=True):
         assert got.dtype == want.dtype and torch.equal(got, want)
 
-    index = torch.where(torch.rand(count) < 0.6, torch.randperm(count), -1).to(torch.int32)
-    sampled, bits = torch.randint(0, 99, (count,)), torch.randint(-(2**31), 2**31, (8, 4)).int()
+    most = unowned  # drafts
+    samples = torch.where(torch.rand(count) < 0.6, torch.randint(1, 2 + most, (count,)), 0)
+    at = ints(0, *samples.cumsum(0).tolist())
+    sampled, bits = torch.randint(0, 3, (max(1, int(at[-1])),)), torch.randint(-(2**31), 2**31, (8, 4)).int()
+    bits &= -1 - (torch.rand(8, 4) < 0.7).int() * 7
     for adjusted in (False, True):
-        state = token_ids.clone(), computed + starts.diff().max(), computed.clone()
+        state = torch.randint(0, 3, token_ids.shape).int(), computed + starts.diff().max(), computed.clone()
         fields = oracles.adjustments([0, 1, 2, 3, 4, 5, 6, 7], 99)
         twin, fields_twin = (tuple(x.clone() for x in tensors) for tensors in (state, fields))
         counts = fields[2].clone()
-        update = slots, starts, index, sampled, bits
-        news = run("post_update", device, *state, *update, kernels.Adjust(*fields) if adjusted else None)
+        drafts = torch.randint(0, most + 2, (8,)).int() if most else None
+        drafts_twin = None if drafts is None else drafts.clone()
+        update = slots, starts, at, sampled, bits
+        news = run("post_update", device, *state, *update, kernels.Adjust(*fields) if adjusted else None, drafts, most)
         adjust = reference.Adjust(*fields_twin) if adjusted else None
-        news_twin = reference.post_update(*twin, *update, adjust)
-        told = index[(slots >= 0) & (index >= 0)]
+        news_twin = reference.post_update(*twin, *update, adjust, drafts_twin, most)
+        told = torch.arange(int(at[-1]))[(slots >= 0).repeat_interleave(samples)]
         assert news.dtype == news_twin.dtype and torch.equal(news[:, told], news_twin[:, told])
         assert all(torch.equal(a, b) for a, b in zip((*state, fields[2]), (*twin, fields_twin[2]), strict=True))
-        for slot, i in zip(slots.tolist(), index.tolist(), strict=True):
-            if adjusted and slot in (1, 3, 5, 7) and i >= 0:  # they have penalties
-                counts[slot, sampled[i]] += 2
+        assert drafts is None or torch.equal(drafts, drafts_twin)
+        for slot, begin, n in zip(slots.tolist(), at.tolist(), samples.tolist(), strict=False):
+            for token in news_twin[0, begin : begin + n].tolist() if adjusted and slot in (1, 3, 5, 7) else ():
+                if token >= 0:  # it was taken, and its slot has penalties
+                    counts[slot, token] += 2
         assert torch.equal(fields[2], counts)
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import DATA, GROUPS, KEPT, Checkpoints, ask_transformers, tiers
-from checkpoints import LLAMAS as CASES
 from model_config import ModelConfig
 from models.rope import rope_table
 from oracle_checks import check, make_worker
 from plan import NewRow, StepPlan
+from random_checkpoints import DATA, GROUPS, KEPT, Checkpoints, ask_transformers, tiers
+from random_checkpoints import LLAMAS as CASES
 
 
 @pytest.fixture(scope="session")

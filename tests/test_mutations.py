@@ -17,16 +17,18 @@ pytest.importorskip("triton")
 
 import kernels
 import test_delta
+import test_drafts
 import test_expert_kernels
 import test_kernels
 import test_kernels_sampling
 import test_latent
 import test_lora
 import test_matmul
-from ops import delta, experts, latent, lora, matmul, sampling
+import test_quantized
+from ops import delta, drafts, experts, latent, lora, matmul, quantized, sampling
 
 PLAN_DECODE = test_kernels.test_plan_decode_counts_the_tiles_that_hold_a_key
-HOMES = (delta, experts, kernels, latent, lora, matmul, sampling)
+HOMES = (delta, drafts, experts, kernels, latent, lora, matmul, quantized, sampling)
 # The kernel (and of what, where it has several), what stands in it, what is put there, and the test whose chosen
 # examples see it. Where a test has none, one of its cases follows.
 MUTATIONS: dict[str, tuple[Any, ...]] = {
@@ -39,10 +41,17 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
         "b_raw = _cast(b_x * b_scale", "b_raw = _cast(b_x", test_kernels.test_qk_norm_rope_store),
     "qk_norm_rope_store, of what is rotated": (
         "_center_and_scale(b_y, ", "_center_and_scale(b_x, ", test_kernels.test_qk_norm_rope_store),
+    "qk_norm_rope_store, in FP8": (
+        "o_h >= H + KV).to", "o_h >= H).to", test_kernels.test_a_pool_in_fp8_holds_the_nearest_numbers,
+        (torch.float32,)),
     "square_sums": ("i_k * Q", "i_k * K", test_kernels.test_qk_norm_rope_store),
     "act": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_act_mul),
     "act, without a gate": ("GATED else SIZE", "GATED else SIZE - 1", test_kernels.test_act),
     "linear": ("o_n < N", "o_n < N - 1", test_matmul.test_linear),
+    "quantized_linear": ("o_n < N", "o_n < N - 1", test_quantized.test_quantized_linear),
+    "quantized_linear, of parts": (
+        "i_part in range(SPLITS)", "i_part in range(1, SPLITS)", test_quantized.test_quantized_linear),
+    "quantized_rows": ("// GROUP\n        if zeros", "// K\n        if zeros", test_quantized.test_quantized_rows),
     "route": ("m_left & (o_e != i_e)", "m_left & (o_e > i_e)", test_expert_kernels.test_route),
     "plan_experts": ("(b_id < i_e)", "(b_id <= i_e)", test_expert_kernels.test_plan_experts_sorts_the_pairs),
     "expert_gate_up": (
@@ -54,20 +63,33 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
     "lora_shrink, of parts": ("i_s in range(SPLITS)", "i_s in range(1, SPLITS)", test_lora.test_lora),
     "lora_expand": ("o_n < i_high", "o_n < i_high - 1", test_lora.test_lora),
     "lora_expand, of slices": ("(G * R) + i_g * R", "(G * R) + i_g", test_lora.test_lora),
+    "put_prompts": ("mask=o_h < H)", "mask=o_h < H - 1)", test_lora.test_put_prompts),
     "plan_decode": ("tl.cdiv(b_len, ITEM)", "(b_len // ITEM)", PLAN_DECODE, (1, 0, 0)),
     "plan_decode, of chunks": ("WINDOW, CHUNKED)", "WINDOW, False)", PLAN_DECODE, (4, 150, 1)),
     "attention_decode": ("* BLOCK_N, i_len)", "* BLOCK_N, i_len - 1)", test_kernels.test_attention_decode),
     "attention_decode, of slopes": (
-        "slopes + i_kv * G + o_q % G", "slopes + i_kv + o_q % G", test_kernels.test_attention_decode),
+        "slopes + i_part * G + o_q % G", "slopes + i_part + o_q % G", test_kernels.test_attention_decode),
+    "attention_decode, in FP8": ("kv_scales + 1", "kv_scales", test_kernels.test_attention_decode),
+    "attention_decode, of tokens": ("TOKENS + o_q // G", "TOKENS + o_q % TOKENS", test_kernels.test_attention_decode),
+    "attention_decode, of parts": ("// (PARTS // KV)", "% KV", test_kernels.test_attention_decode),
     "attention_prefill": (
         "i_len - i_count + o_token", "i_len - i_count + o_token - 1", test_kernels.test_attention_prefill),
+    "attention_prefill, in FP8": ("scale *= tl.load(kv_scales)", "scale *= 1.0", test_kernels.test_attention_prefill),
     "attention_prefill, of chunks": (
         "tl.maximum(i_end - 1, 0), WINDOW", "tl.maximum(i_low, 0), WINDOW", test_kernels.test_attention_prefill),
     "mask_words": (
         "o_at < i_known", "o_at < i_known - 1", test_kernels_sampling.test_one_word_that_matches_bars_its_end, (1,)),
+    "mask_words, of drafts": ("i_slot * MASKS + n", "i_slot * MASKS", test_kernels_sampling.test_mask_words),
+    "sample_chunks, of drafts": ("MASKS, DRAFTS\n", "MASKS, 0\n", test_kernels_sampling.test_sample_after_drafts),
+    "sample_pick, of drafts": (
+        "_num_drafts(drafts, i_r, DRAFTS)", "DRAFTS", test_kernels_sampling.test_sample_after_drafts),
     "sample_chunks": ("o_v, o_v < V)", "o_v, o_v < V - 1)", test_kernels_sampling.test_sample),
     "sample_pick": ("m_c = o_c < CHUNKS", "m_c = o_c < CHUNKS - 1", test_kernels_sampling.test_sample),
     "logprobs": ("mask=o_v < V,", "mask=o_v < V - 1,", test_kernels_sampling.test_logprobs),
+    "look_up": ("o_e >= i_l", "o_e > i_l", test_drafts.test_look_up),
+    "put_drafts": ("o_j < i_count)", "o_j <= i_count)", test_drafts.test_put_drafts),
+    "put_drafts, of holes": ("(b_draft >= 0) &", "(b_draft >= -9) &", test_drafts.test_put_drafts),
+    "look_up, of equals": ("b_length >= b_most", "b_length > b_most", test_drafts.test_look_up),
     "pool": ("o_t < i_end", "o_t < i_end - 1", test_kernels.test_pool, (torch.float32, 128)),
     "apply_writes": ("o_x < n", "o_x < n - 1", test_kernels.test_apply_writes),
     "prepare_inputs": (
@@ -83,8 +105,10 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
         "i_len - TOKENS + (i_tile * G + o_q) // H", "i_len - TOKENS + o_q // H", test_latent.test_latent_decode),
     "latent_prefill": ("i_len - i_count + o_m // H", "i_len - i_count + o_m // H - 1", test_latent.test_latent_prefill),
     "conv_silu": ("o_t - K + 1 + i_j", "o_t - K + 2 + i_j", test_delta.test_conv_silu),
+    "conv_silu, of drafts": ("tl.load(taken + i_b)", "i_count", test_delta.test_conv_silu_after_drafts),
     "conv_state": ("> i_count, 1 - K", ">= i_count, 1 - K", test_delta.test_conv_silu),
     "delta_step": ("i_h // (HV // HK)", "i_h % HK", test_delta.test_delta_rule),
+    "delta_step, of drafts": ("i_t + 1 - i_start", "i_t - i_start", test_delta.test_delta_rule_after_drafts),
     "delta_chunk": ("m_t = i_start + o_i < i_stop", "m_t = i_start + o_i < i_stop - 1", test_delta.test_delta_rule),
     "delta_scan": ("+ SIZE, i_stop) - 1", "+ SIZE, i_stop) - 2", test_delta.test_delta_rule),
     "gated_norm": ("o_r % H * D", "o_r % H", test_delta.test_gated_norm),

@@ -120,8 +120,9 @@ def test_a_script_finds_the_library(installed: Path, elsewhere: Path) -> None:
 @pytest.mark.full
 def test_the_package_names_its_classes(installed: Path, elsewhere: Path) -> None:
     code = "import manta, sys; light = 'manta.engine' not in sys.modules; from manta import AsyncLLM, SamplingParams"
-    done = run(installed, elsewhere, f"{code}\nprint(light, AsyncLLM.__name__, SamplingParams(n=2).n)\nmanta.LMM")
-    assert done.stdout == "True AsyncLLM 2\n" and "module 'manta' has no attribute 'LMM'" in done.stderr
+    code += "; from manta import LoRARequest; name = LoRARequest('sql', 1, '/sql').lora_name"
+    done = run(installed, elsewhere, f"{code}\nprint(light, AsyncLLM.__name__, SamplingParams(n=2).n, name)\nmanta.LMM")
+    assert done.stdout == "True AsyncLLM 2 sql\n" and "module 'manta' has no attribute 'LMM'" in done.stderr
 
 
 @pytest.mark.long

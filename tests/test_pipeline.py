@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+import cpu.ops
 import reference
-from batch_state import BatchState
-from checkpoints import GEMMA4, shape
+from batch_state import BatchState, Rows
 from config import EngineConfig
 from device.loader import fill_dummy
 from device.memory import split_layers, stage_layers
@@ -28,6 +29,7 @@ from model_config import ModelConfig
 from models.kv_layout import layout_of, part_of
 from parallel import Group, Pipeline, Sampled
 from plan import StepPlan
+from random_checkpoints import GEMMA4, shape
 
 STORY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 PROMPTS = ["ROMEO:\n", "Enter the KING, with his lords and", "To be, or not to be, that is", "What is 23 + 58?"] * 2
@@ -157,26 +159,69 @@ def test_a_stage_has_the_kinds_of_the_whole_model_and_smaller_pages() -> None:
     assert part_of(whole, shapes, [0]).layers.count(0) > 0  # no layer of some kinds, whose blocks it does not fill
 
 
+def rows_of(slots: Any, counts: Any) -> Rows:
+    """Rows of which each samples so many tokens."""
+    sampling = np.repeat(np.arange(len(slots)), counts)
+    return Rows([], {}, None, sampling, np.array(slots)[sampling], sampling[:0], [])
+
+
 def test_the_first_stage_waits_for_no_more_tokens_than_it_needs() -> None:
     state = BatchState(4, 32, 2, 16, 99, "cpu")
-    sampled, came = Sampled(state), iter([torch.tensor([71, 72]), torch.tensor([73, 74])])
+    sampled, came = Sampled(state, Pipeline(0, 2)), iter([torch.tensor([71, 72]), torch.tensor([73, 74])])
+    sampled.pipeline.receive = lambda *args: next(came).int()
 
-    def expect(*slots: int) -> None:
-        state.num_known[list(slots)] += 1
-        sampled.expect(np.array(slots), torch.tensor(slots))
+    def take(*slots: int) -> list[int]:
+        sampled.take(reference, [(slot, 1) for slot in slots])
+        return state.token_ids[:, 0].tolist()
 
-    receive: Callable[[int], torch.Tensor] = lambda count: next(came).int()  # noqa: E731
-    expect(0, 1)
-    expect(2, 3)
-    sampled.take([(1, 1)], receive)
-    assert state.token_ids[:, 0].tolist() == [71, 72, 0, 0]
-    sampled.take([(0, 1), (1, 1)], receive)  # nothing is to come of these
+    for slots in ([0, 1], [2, 3]):
+        sampled.follow(rows_of(slots, [1, 1]), torch.empty(0))
+    assert take(1) == [71, 72, 0, 0]
+    assert take(0, 1) == [71, 72, 0, 0]  # nothing is to come of these
     sampled.forget([3])  # another sequence has the slot now, and its token must stay
     state.token_ids[3, 0] = 5
-    sampled.take([(3, 1)], receive)
-    assert state.token_ids[:, 0].tolist() == [71, 72, 0, 5]
-    sampled.take([(2, 1)], receive)
-    assert state.token_ids[:, 0].tolist() == [71, 72, 73, 5] and not sampled.to_come
+    assert take(3) == [71, 72, 0, 5]
+    assert take(2) == [71, 72, 73, 5] and not sampled.to_come
+    assert state.num_known.tolist() == [1, 1, 1, 0]
+
+
+def test_earlier_stages_take_what_the_last_one_has_taken() -> None:
+    """Each step as late as may be; a slot changes hands meanwhile."""
+    random, size, most = np.random.default_rng(7), 4, 3
+    first, last = (BatchState(size, 99, 2, 16, 99, "cpu", drafts=most) for _ in range(2))
+    (sampled, sending), on_its_way = (Sampled(s, Pipeline(i, 2)) for i, s in enumerate((first, last))), deque()
+    sending.pipeline.send, sampled.pipeline.receive = on_its_way.append, lambda *args: on_its_way.popleft()
+    for state in (first, last):
+        state.num_known.fill_(2)
+        state.stop_bits[:, 0] = 1 << 7
+    numbers = "num_known", "num_computed", "num_drafts"
+    for step in range(60):
+        slots = np.sort(random.choice(size, 2, replace=False)).astype(np.int32)
+        if step == 30:
+            sampled.forget([3])
+            for state in (first, last):
+                for name, number in zip(numbers, (5, 4, 0), strict=True):
+                    getattr(state, name)[3] = number
+                state.token_ids[3, :5] = torch.arange(5)
+        sampled.take(cpu.ops, [(slot, 1) for slot in slots])
+        for name in numbers:
+            assert torch.equal(getattr(first, name)[slots], getattr(last, name)[slots])
+        for slot in slots:  # drafts included
+            end = int((last.num_known + last.num_drafts)[slot])
+            assert torch.equal(first.token_ids[slot, :end], last.token_ids[slot, :end])
+        counts = 1 + random.integers(0, most + 1, 2)
+        starts = torch.from_numpy(np.array([0, *counts.cumsum()], dtype=np.int32))
+        ids = torch.from_numpy(random.integers(6, 9, int(starts[-1])))
+        on_device, none = torch.from_numpy(slots), torch.zeros_like(starts)
+        for state, bounds in ((first, none), (last, starts)):
+            tensors = state.token_ids, state.num_known, state.num_computed, on_device, starts, bounds
+            news = cpu.ops.post_update(*tensors, ids, state.stop_bits, None, state.num_drafts, most)
+        drafts = torch.from_numpy(random.integers(6, 9, (2, most)).astype(np.int32))
+        drafts[:, int(random.integers(0, most + 1)) :] = -1
+        cpu.ops.put_drafts(last.token_ids, last.num_known, last.num_drafts, on_device, drafts)
+        for side in (sampled, sending):
+            side.follow(rows_of(slots, counts), news)
+    assert int(last.num_known.min()) > 20 and on_its_way
 
 
 def test_lanes_have_as_many_sequences_and_take_turns() -> None:

@@ -5,6 +5,7 @@ A test with the argument `ops` runs on each of the two modules. What only the fa
 
 from __future__ import annotations
 
+import itertools
 from types import ModuleType
 
 import numpy as np
@@ -179,23 +180,29 @@ def test_qk_norm_rope_store(
     assert torch.equal(pool, before)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_pool_in_fp8_holds_the_nearest_numbers(ops: ModuleType, dtype: torch.dtype) -> None:
+    oracles.check_fp8_store(ops, "cpu", dtype)
+
+
 @tried(
     st.lists(st.integers(0, 150), min_size=1, max_size=5),
     SHAPES,
     dtypes,
     WINDOWS,
     BLOCK_SIZES,
-    st.sampled_from([1, 1, 2, 8]),
+    st.sampled_from([1, 1, 2, 5, 9]),
     SOFT_CAPS,
     st.booleans(),
     st.sampled_from([False, False, True]),
     st.booleans(),
+    oracles.KV_SCALES,
     on=[
-        ([150, 0, 33], (6, 2, 32), F32, 0, 16, 1, 0.0, False, False, False),
-        ([90, 5], (3, 1, 80), BF16, 20, 3, 2, 2.5, True, False, False),
-        ([40, 150], (8, 4, 128), F32, 20, 1, 1, 0.0, False, True, True),
-        ([7], (5, 1, 7), F16, 1, 64, 8, 0.0, True, False, False),
-        ([100, 20], (4, 4, 96), F32, 200, 16, 8, 0.0, False, True, False),
+        ([150, 0, 33], (6, 2, 32), F32, 0, 16, 1, 0.0, False, False, False, None),
+        ([90, 5], (3, 1, 80), BF16, 20, 3, 2, 2.5, True, False, False, (0.5, 3.0)),
+        ([40, 150], (8, 4, 128), F32, 20, 1, 1, 0.0, False, True, True, (0.5, 3.0)),
+        ([7], (5, 1, 7), F16, 1, 64, 5, 0.0, True, False, False, None),
+        ([100, 20], (4, 4, 96), F32, 200, 16, 9, 0.0, False, True, False, None),
     ],
     drawn=45,
 )
@@ -211,21 +218,33 @@ def test_attention_decode(
     with_sinks: bool,
     with_slopes: bool,
     chunked: bool,
+    scales: tuple[float, float] | None,
 ) -> None:
     (heads, kv_heads, d), scale, lengths = shape, shape[2] ** -0.5, [n + tokens for n in lengths]
     chunked = chunked and window > 0
     passed = [oracles.first_key(n - tokens, window, chunked) for n in lengths]
-    paged = oracles.paged(ops, lengths, kv_heads, d, block_size, dtype, passed=passed)
+    paged = oracles.paged(ops, lengths, kv_heads, d, block_size, oracles.FP8 if scales else dtype, passed=passed)
     slots = torch.cat((torch.randperm(len(lengths)), torch.tensor([-1]))).to(torch.int32)
     lens = ints(*[lengths[s] if s >= 0 else 0 for s in slots.tolist()])
     q, sinks = torch.randn(len(slots) * tokens, heads, d).to(dtype), torch.randn(heads) * 2 if with_sinks else None
     options = (window, soft_cap, sinks, torch.rand(heads) if with_slopes else None, chunked)
-    got = oracles.decode(ops, q, paged.kv, paged.tables, slots, lens, scale, *options)
+    context, kv_scales = oracles.read(paged.context, scales), torch.tensor(scales) if scales else None
+    got = oracles.decode(ops, q, paged.kv, paged.tables, slots, lens, scale, *options, kv_scales)
     rows = got.unflatten(0, (-1, tokens))
     assert not rows[-1].any()
-    for mine, theirs, slot in zip(rows[:-1], q.unflatten(0, (-1, tokens)), slots.tolist(), strict=False):
-        args = (theirs, paged.context[slot], scale, *options)
-        oracles.check_error(mine, oracles.attention(*args), oracles.attention(*args, naive=True))
+    seen = [*zip(q.unflatten(0, (-1, tokens)), slots.tolist(), strict=True)][:-1]
+    want, naive = (
+        torch.stack([oracles.attention(row, context[slot], scale, *options, naive=naive) for row, slot in seen])
+        for naive in (False, True)
+    )
+    oracles.check_error(rows[:-1], want, naive)
+    if tokens > 1:  # each token of a row is what it would be as a row of its own, which ends with it
+        owners, ends = slots.repeat_interleave(tokens), lens.repeat_interleave(tokens)
+        ends = torch.where(
+            owners >= 0, ends - torch.arange(tokens - 1, -1, -1, dtype=torch.int32).repeat(len(slots)), 0
+        )
+        alone = oracles.decode(ops, q, paged.kv, paged.tables, owners, ends, scale, *options, kv_scales)
+        torch.testing.assert_close(got, alone, equal_nan=False)
 
 
 @tried(
@@ -238,12 +257,13 @@ def test_attention_decode(
     st.booleans(),
     st.sampled_from([False, False, True]),
     st.booleans(),
+    oracles.KV_SCALES,
     on=[
-        ([(20, 17), (0, 70)], (6, 2, 32), F32, 0, 16, 0.0, False, True, False),
-        ([(90, 70)], (3, 1, 80), BF16, 20, 3, 2.5, True, False, False),
-        ([(40, 17), (5, 0)], (4, 4, 96), F32, 20, 64, 0.0, False, False, True),
-        ([(60, 1), (0, 2)], (5, 1, 7), F16, 1, 1, 0.0, True, False, False),
-        ([(30, 70)], (8, 4, 128), F32, 200, 16, 0.0, False, True, False),
+        ([(20, 17), (0, 70)], (6, 2, 32), F32, 0, 16, 0.0, False, True, False, None),
+        ([(90, 70)], (3, 1, 80), BF16, 20, 3, 2.5, True, False, False, (0.5, 3.0)),
+        ([(40, 17), (5, 0)], (4, 4, 96), F32, 20, 64, 0.0, False, False, True, (0.5, 3.0)),
+        ([(60, 1), (0, 2)], (5, 1, 7), F16, 1, 1, 0.0, True, False, False, None),
+        ([(30, 70)], (8, 4, 128), F32, 200, 16, 0.0, False, True, False, None),
     ],
     drawn=45,
 )
@@ -258,24 +278,28 @@ def test_attention_prefill(
     with_sinks: bool,
     with_slopes: bool,
     chunked: bool,
+    scales: tuple[float, float] | None,
 ) -> None:
     (heads, kv_heads, d), scale = shape, shape[2] ** -0.5
     lengths, counts = [before + n for before, n in rows], [n for _, n in rows]
     chunked = chunked and window > 0
     passed = [oracles.first_key(before, window, chunked) for before, _ in rows]
-    paged = oracles.paged(ops, lengths, kv_heads, d, block_size, dtype, passed=passed)
+    paged = oracles.paged(ops, lengths, kv_heads, d, block_size, oracles.FP8 if scales else dtype, passed=passed)
     starts = ints(0, *np.cumsum([*counts, 2]).tolist())
     slots, lens = ints(*range(len(rows)), -1), ints(*lengths, 0)
     q = torch.randn(int(starts[-1]), heads, d).to(dtype)
     most, sinks = max(*counts, 2), torch.randn(heads) * 2 if with_sinks else None
     options = (window, soft_cap, sinks, torch.rand(heads) if with_slopes else None, chunked)
-    got = ops.attention_prefill(q, paged.kv, (paged.tables, slots, lens, starts, most), scale, *options)
+    context, kv_scales = oracles.read(paged.context, scales), torch.tensor(scales) if scales else None
+    got = ops.attention_prefill(q, paged.kv, (paged.tables, slots, lens, starts, most), scale, *options, kv_scales)
     assert torch.equal(got[-2:], torch.zeros(2, heads, d, dtype=dtype))
-    for b, n in enumerate(counts):
-        if n:
-            tokens = slice(int(starts[b]), int(starts[b + 1]))
-            args = (q[tokens], paged.context[b], scale, *options)
-            oracles.check_error(got[tokens], oracles.attention(*args), oracles.attention(*args, naive=True))
+    if sum(counts):
+        parts = [*zip(q.split([*counts, 2]), context, strict=False)]
+        want, naive = (
+            torch.cat([oracles.attention(row, kv, scale, *options, naive=naive) for row, kv in parts if len(row)])
+            for naive in (False, True)
+        )
+        oracles.check_error(got[:-2], want, naive)
 
 
 def test_uniform_is_philox(ops: ModuleType) -> None:
@@ -331,6 +355,61 @@ def test_sample_draws_by_the_probabilities(ops: ModuleType) -> None:
     slots, known = torch.arange(count, dtype=torch.int32), torch.full((count,), 7, dtype=torch.int32)
     got = ops.sample(logits.expand(count, -1), slots, one, known * 0, one, one * 0, seeds, known)
     torch.testing.assert_close(got.bincount(minlength=5) / count, logits.softmax(0), atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("width", range(9))
+def test_a_row_after_drafts_draws_as_if_its_slot_had_sampled_them(ops: ModuleType, width: int) -> None:
+    for vocab in (1, 40, 300):
+        case = oracles.drafted(vocab, width)
+        kept = [x.clone() for x in (case.logits, *case.fields)]
+        got = ops.sample(case.logits, *case.args, ops.Adjust(*case.fields), case.drafts)
+        assert torch.equal(got, ops.sample(case.logits, *case.sampled_args, ops.Adjust(*case.sampled_fields)))
+        assert not got[case.args[0] < 0].any()
+        for x, before in zip((case.logits, *case.fields), kept, strict=True):
+            torch.testing.assert_close(x, before, atol=0, rtol=0, equal_nan=True)
+        got = ops.sample(case.logits, *case.args, drafts=case.drafts)
+        assert torch.equal(got, ops.sample(case.logits, *case.sampled_args))
+    with pytest.raises(AssertionError):  # no mask is left for rows after as many drafts as there are masks
+        ops.sample(case.logits, *case.args, ops.Adjust(*case.fields), torch.zeros(len(case.logits), width + 1).int())
+
+
+@pytest.mark.parametrize(
+    ("heat", "top_k", "top_p", "min_p", "kinds"),
+    [
+        (1.0, 0, 1.0, 0.0, 0), (0.6, 0, 1.0, 0.0, 7), (1.3, 4, 1.0, 0.0, 1), (1.0, 0, 0.7, 0.0, 4),
+        (0.8, 6, 0.8, 0.1, 7), (1.0, 0, 1.0, 0.3, 2),
+    ],
+)  # fmt: skip
+def test_tokens_after_drafts_are_independent_draws_by_their_probabilities(
+    heat: float, top_k: int, top_p: float, min_p: float, kinds: int
+) -> None:
+    """Pearson's chi-square of 10^5 draws: the next token of a slot, and the one after three drafts.
+
+    A draft is kept with the probability of its token, because the token drawn in its place does not depend on it.
+    """
+    count, vocab, guessed, sample = 5 * 10**4, 12, [3, 7, 3], cpu_ops.sample
+    logits, fields = torch.randn(2, vocab) / 3, oracles.adjustments([kinds], vocab, 4)
+    fields[1][:] = torch.tensor([1.4, 0.3, -0.2])
+    fields[4].mul_(0.05)  # no token is all but sure
+    fields[5].bitwise_or_(0b000011111001)
+    adjust, changed, want = cpu_ops.Adjust(*fields), logits.clone(), torch.ones(1, dtype=torch.float64)
+    for x, y, before in zip(logits, changed, ([], guessed), strict=True):
+        allowed, mass = oracles.survivors(oracles.adjusted(x, 0, fields, before), top_k, top_p, min_p, heat)
+        want = (want[:, None] * (mass * allowed / mass[allowed].sum())).flatten()
+        adjust.apply(y, 0, ints(*before))  # once for all rows, which are alike
+    drafts = torch.tensor([[-1] * 3, guessed]).int().repeat_interleave(count, 0)
+    args = (torch.full((count,), value) for value in (heat, top_k, top_p, min_p))
+    state = next(args), next(args).int(), *args, torch.arange(count), torch.full((count,), 7).int()
+    slots = torch.arange(count).int().repeat(2)
+    first, last = sample(changed.repeat_interleave(count, 0), slots, *state, drafts=drafts).view(2, count)
+    got = (first * vocab + last).bincount(minlength=vocab**2)
+    expected, found = count * want[want > 0], got[want > 0]
+    assert found.sum() == count and expected.min() > 5 and len(expected) > 3
+    chi_square, freedom = ((found - expected) ** 2 / expected).sum(), torch.tensor(len(expected) - 1.0)
+    assert torch.special.gammaincc(freedom.double() / 2, chi_square / 2) > 1e-4
+    one = [x[-1:] for x in state]
+    for row, ids in enumerate((first, last)):  # `sample` itself changes them in the same way
+        assert sample(logits[row][None], ints(0), *one, adjust, drafts[row * count][None]) == ids[-1]
 
 
 def test_sample_of_rows_without_temperature_or_finite_logits(ops: ModuleType) -> None:
@@ -394,10 +473,49 @@ def test_prepare_inputs_and_post_update(ops: ModuleType) -> None:
 
     bits = torch.zeros(4, 3, dtype=torch.int32)
     bits[0, 2], bits[2, 2], bits[1] = 1 << (77 % 32), 1 << (87 % 32), -1
-    update = slots, starts, ints(1, 0, 0, -1), torch.tensor([77, 88]), bits
-    assert ops.post_update(token_ids, known, computed, *update).tolist() == [[77, 88], [1, 0]]
+    update = slots, starts, ints(0, 1, 1, 2, 2), torch.tensor([88, 77]), bits
+    assert ops.post_update(token_ids, known, computed, *update).tolist() == [[88, 77], [0, 1]]
     assert computed.tolist() == [4, 6, 10, 5] and known.tolist() == [5, 7, 11, 6]
     assert token_ids[2, 10] == 88 and token_ids[0, 4] == 77 and token_ids[1].tolist() == list(range(100, 120))
+
+
+def test_post_update_of_drafts(ops: ModuleType) -> None:
+    """A row takes the drafts that were sampled, too, up to the first other token, the last draft, or the end."""
+    cases = [  # known tokens, drafts, samples; and what is taken
+        ([1], [5, 6, 7], [5, 6, 7, 8], [5, 6, 7, 8]),
+        ([1, 2], [5, 6, 7], [5, 9, 7, 8], [5, 9]),
+        ([1], [5, 6, 7], [9, 6, 7, 8], [9]),
+        ([1], [5], [5, 9, 7, 8], [5, 9]),  # fewer drafts than the row has room for
+        ([1], [], [4, 9], [4]),
+        ([1], [5, 3, 7], [5, 3, 7, 8], [5, 3]),  # 3 ends it
+        ([1], [5, 6, 7], [5, 6], [5, 6]),  # more drafts than the row verifies
+        ([1, 2, 3], [5], [], []),  # a part of a prompt
+        ([1], [5, 6], [5], [5]),  # its drafts are not verified
+        ([1], [5, 6], [6], [6]),
+    ]
+    count = len(cases)
+    token_ids, known, drafts = torch.full((count, 9), -1, dtype=torch.int32), ints(*[0] * count), ints(*[0] * count)
+    for i, (tokens, drafted, _, _) in enumerate(cases):
+        token_ids[i, : len(tokens + drafted)] = ints(*tokens, *drafted)
+        known[i], drafts[i] = len(tokens), len(drafted)
+    computed, lengths = known - 1, [max(1, len(samples)) for _, _, samples, _ in cases]
+    starts = ints(0, *itertools.accumulate(lengths))
+    at = ints(0, *itertools.accumulate(len(samples) for _, _, samples, _ in cases))
+    sampled = torch.tensor([token for _, _, samples, _ in cases for token in samples])
+    stops = torch.zeros(count, 1, dtype=torch.int32)
+    stops[:] = 1 << 3
+    slots = ints(*range(count))
+    news = ops.post_update(token_ids, known, computed, slots, starts, at, sampled, stops, None, drafts, 3)
+    for i, (tokens, drafted, samples, taken) in enumerate(cases):
+        told, ends = news[:, at[i] : at[i + 1]].tolist()
+        left = [-1 if j <= len(drafted) else -2 for j in range(len(taken), len(samples))]
+        bits = [int(token == 3) for token in taken]
+        if len(samples) == 1 and drafted:  # it was made and not verified
+            bits[0] |= 6 if taken == drafted[:1] else 2
+        assert told == taken + left and ends == bits + [0] * len(left)
+        assert known[i] == len(tokens + taken) and token_ids[i, : known[i]].tolist() == tokens + taken
+        assert computed[i] == len(tokens) - 1 + max(1, len(taken))
+        assert drafts[i] == (0 if samples else len(drafted))
 
 
 def test_copy_blocks(ops: ModuleType) -> None:

@@ -30,6 +30,7 @@ from sequence import Request, Status, chain
 MASKED = {"structured_outputs": {"choice": ["any"]}}  # the toy model heeds no mask, but waits for it
 MOST_LATE = 20  # steps of a scenario in which masks come late
 STATES = (None, None, (0, 0), (1, 2), (2, 0), (3, 6), (8, 6))  # snapshots of states, and rows for them in host memory
+PRICES = ((), (), ((1, 1.0, 0.0), (2, 1.4, 0.1), (4, 2.9, 0.1)))  # seconds of steps with so many rows
 KINDS = ((0,), (0,), (7,), (0, 7), (0, 3), (9, 4), (0, 5, 5))  # windows of the kinds of layers
 
 
@@ -54,8 +55,10 @@ class Scenario:
                {"use_beam_search": True, "n": 3, "early_stopping": True})  # fmt: skip
 
     def __init__(self, blocks, host, size, seqs, tokens, caching, chunked, mode, policy, reserve, windows, ahead, depth,
-                 poison=None, states=None, stages=1, loras=0):  # fmt: skip
+                 poison=None, states=None, stages=1, loras=0, drafts=0):  # fmt: skip
         stages = min(stages, seqs)
+        ahead = max(ahead, drafts)
+        speculation = {"method": "ngram", "num_speculative_tokens": drafts} if drafts else None
         blocks += 4 * len(windows) - 4  # so that each kind can have some
 
         def needed(length):
@@ -69,8 +72,9 @@ class Scenario:
             max_num_batched_tokens=tokens if chunked else 40, enable_prefix_caching=caching,
             enable_chunked_prefill=chunked, preemption_mode=mode, scheduling_policy=policy,
             schedule_conservativeness=reserve, num_lookahead_slots=ahead, pipeline_parallel_size=stages,
-            max_loras=max(1, loras),
+            max_loras=max(1, loras), speculative_config=speculation, row_seconds=PRICES[(blocks + seqs) % len(PRICES)],
         )  # fmt: skip
+        self.engine.worker.trims = blocks % 2 > 0
         self.poison = str(poison)  # the name of the one that kills
         self.engine.kills = lambda ran: self.poison in ran
         self.asked: dict[str, tuple[list[int], int, dict]] = {}
@@ -143,7 +147,10 @@ class Scenario:
             assert self.engine.scheduler.step <= self.due[name], "it waits too long"
 
     def be_late(self) -> None:
-        """Hold up groups whose next token a step in flight brings, and now and then others whose mask takes longer."""
+        """Hold up groups whose next token a step in flight brings, and now and then others whose mask takes longer.
+
+        Of what was proposed, their grammars take some, or none.
+        """
         masked = [group for group in self.engine.scheduler.others if group.request.params.constrained]
         late = {group for group in masked if any(map(awaits_token, group.seqs))}
         if masked and self.num_late < MOST_LATE and self.random.random() < 0.3:
@@ -151,6 +158,8 @@ class Scenario:
             late.add(self.random.choice(masked))
             for name in self.due:  # a step that is missed may be a turn of all lanes
                 self.due[name] += self.engine.depth
+        for seq in (group.seqs[0] for group in masked if group not in late):
+            del seq.proposed[self.random.randrange(4) :]
         self.engine.scheduler.late = late
 
     def interrupt(self, plan: StepPlan) -> tuple[int, int] | None:
@@ -268,15 +277,15 @@ class Scenario:
             assert pool.num_free == pool.num_blocks
 
 
-def run_scenario(seed: int, loras: int = 0) -> Scheduler:
-    """A random scenario from its beginning to its end, with slots for so many adapters."""
+def run_scenario(seed: int, loras: int = 0, drafts: int = 0) -> Scheduler:
+    """A random scenario from its beginning to its end, with slots for so many adapters, and so many drafts a row."""
     rng = random.Random(seed)
     scenario = Scenario(
         rng.randint(8, 24), rng.choice((0, 5, 24)), rng.choice((1, 3, 4)), rng.randint(1, 6), rng.randint(6, 20),
         rng.random() < 0.7, rng.random() < 0.7, rng.choice(("auto", "recompute", "swap")),
         rng.choice(("fcfs", "priority", "fair")), rng.choice((0.0, 0.0, 1.0)), rng.choice(KINDS),
         rng.choice((0, 0, 3)), rng.choice((1, 2)), rng.choice((None, None, 0, 2, 5)), rng.choice(STATES),
-        rng.choice((1, 1, 2, 3)), loras,
+        rng.choice((1, 1, 2, 3)), loras, drafts,
     )  # fmt: skip
     scenario.num_interrupts = rng.choice((0, 2))
     for _ in range(rng.randint(3, 16)):
@@ -318,6 +327,15 @@ def test_random_scenarios_with_adapters(seeds):
     assert max(scheduler.counters["num_preemptions_total"] for scheduler in schedulers) > 8
 
 
+@pytest.mark.parametrize("seeds", PARTS, ids=lambda seeds: f"{seeds.start} to {seeds.stop - 1}")
+def test_random_scenarios_with_drafts(seeds):
+    """Some drafts are right; how many there are, no plan knows."""
+    counts = Counter()
+    for seed in seeds:
+        counts.update(run_scenario(seed, seed % 3, 1 + seed % 4).counters)
+    assert counts["spec_decode_num_draft_tokens_total"] > counts["spec_decode_num_accepted_tokens_total"] > 200
+
+
 class Traffic(RuleBasedStateMachine):
     """The same with hypothesis at the wheel, which finds the shortest way to a fault."""
 
@@ -327,7 +345,8 @@ class Traffic(RuleBasedStateMachine):
         mode=st.sampled_from(("auto", "recompute", "swap")), policy=st.sampled_from(("fcfs", "priority", "fair")),
         reserve=st.sampled_from((0.0, 1.0)), windows=st.sampled_from(KINDS), ahead=st.integers(0, 3),
         depth=st.integers(1, 2), poison=st.none() | st.integers(0, 3), states=st.sampled_from(STATES),
-        stages=st.integers(1, 3), loras=st.integers(0, NUM_ADAPTERS))  # fmt: skip
+        stages=st.integers(1, 3), loras=st.integers(0, NUM_ADAPTERS),
+        drafts=st.sampled_from((0, 0, 1, 3)))  # fmt: skip
     def start(self, **drawn):
         self.scenario = Scenario(**drawn)
 

@@ -302,7 +302,8 @@ def test_the_copies_of_sleeping_weights_are_pinned_where_the_system_allows_it(mo
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)  # which clears CUDA's error
     cudart.most, weight = most, torch.arange(300.0)
     part = SimpleNamespace(pieces=[SimpleNamespace(target=weight)])
-    worker = SimpleNamespace(emptied=[], start=SimpleNamespace(parameters={"weight": part}))
+    start = SimpleNamespace(parameters={"weight": part}, draft_parameters={})
+    worker = SimpleNamespace(emptied=[], start=start, model=SimpleNamespace(owners=list))
     KeptWorker.empty(worker, keep=True)
     ((storage, size, copy),) = worker.emptied
     assert storage.nbytes() == 0 and size == 1200 and torch.equal(copy.view(torch.float32), torch.arange(300.0))
@@ -424,7 +425,7 @@ def test_rows_keep_count_of_their_tokens(make):
     assert torch.equal(state.token_counts[2], want) and not state.token_counts[3].any()
     assert state.adjustments.tolist() == [0, 0, 7, 0, 0, 0, 0, 0]
     assert state.bias_ids[2, :3].tolist() == [4, 9, 2**31 - 1]
-    assert state.biases[2, :2].tolist() == [2.0, -3.0] and state.bitmask[2].tolist() == [1 - 2**31, 1, 0, 1]
+    assert state.biases[2, :2].tolist() == [2.0, -3.0] and state.bitmask[2].tolist() == [[1 - 2**31, 1, 0, 1]]
     worker.step(StepPlan(2, rows=[(2, 2)], released=[2, 3], new=[row(2, [1, 2])]))
     assert not state.adjustments.any() and not state.adjusted.any()
 
@@ -483,7 +484,7 @@ def test_padded_and_replayed_decode_steps_change_nothing(make, few_programs, bac
             worker.graph_sizes, result = sizes, []
             for size in sizes[1:]:
                 shape = worker.shape_of(np.ones(size, dtype=np.int32), np.ones(size, dtype=bool))
-                worker.state.enter_rows(np.zeros((0, 2), dtype=np.int32), np.zeros(0, dtype=bool), shape)
+                worker.state.enter_rows(np.zeros((0, 3), dtype=np.int32), np.zeros(0, dtype=np.int32), shape)
                 worker.state.apply(worker.ops)
                 graph = FakeGraph(worker, shape)
                 worker.graphs[shape] = graph, graph.ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -37,6 +38,24 @@ def end_late(worker: Any, rank: int, method: str, seconds: float) -> None:
 
     if worker.group.rank == rank:
         setattr(worker, method, late)
+
+
+def hold_loads(worker: Any, opened: str, rank: int = 0) -> None:
+    """What reads adapters on one rank waits until there is a file of this name."""
+    load = worker.load_adapter
+
+    def held(row: int, folder: str) -> str:
+        while not os.path.exists(opened):
+            time.sleep(0.005)
+        return load(row, folder)
+
+    if worker.group.rank == rank:
+        worker.load_adapter = held
+
+
+def die_in_loads(worker: Any) -> None:
+    """Whoever reads an adapter ends the worker."""
+    worker.load_adapter = lambda row, folder: os._exit(7)
 
 
 def lose_peers(worker: Any) -> None:

@@ -215,7 +215,7 @@ async function answer(giveUp) {
   views.set(turn, new AnswerView(turn, Boolean(body.logprobs)));
   add(mine, turn);
   const leaf = mine.leaf;
-  const facts = { begun: performance.now(), tokens: 0, steady: 0, seconds: 0 };
+  const facts = { begun: performance.now(), tokens: 0, steady: 0, seconds: 0, model: body.model };
   answering = { chat: mine, turn, controller: new AbortController() };
   byId("refusal").hidden = true;
   mark(null);
@@ -331,7 +331,7 @@ function conclude(mine, turn, failure) {
   if (atBottom) scrollDown();
 }
 
-function summaryOf({ tokens, steady, seconds, begun, first, reason }) {
+function summaryOf({ tokens, steady, seconds, begun, first, reason, model }) {
   const parts = tokens ? [plural(tokens, "token")] : [];
   const [count, time] = seconds > SHORTEST ? [steady, seconds] : [tokens, (performance.now() - begun) / 1000];
   const rate = count / time;
@@ -339,6 +339,7 @@ function summaryOf({ tokens, steady, seconds, begun, first, reason }) {
   if (first) parts.push(`first after ${duration((first - begun) / 1000)}`);
   if (reason === "length") parts.push("cut at the longest length");
   else if (reason !== "stop") parts.push(reason);
+  if (model) parts.push(model);
   return parts.join(" · ");
 }
 

@@ -109,6 +109,9 @@ function showFigures({ engine, rates }) {
   put(byId("used"), used > 0 && used < 0.01 ? "< 1 %" : `${whole.format(100 * used)} %`);
   put(byId("rate"), whole.format(generated));
   put(byId("hits"), `${whole.format(100 * hits)} %`);
+  const { draft_tokens: drafts, accepted_tokens: taken } = engine.counters;
+  byId("drafts").parentElement.hidden = !drafts;
+  put(byId("drafts"), `${whole.format((100 * taken) / (drafts || 1))} %`);
 }
 
 matchMedia("(prefers-color-scheme: dark)").onchange = () => soon(draw);

@@ -1,11 +1,14 @@
 /** The settings of the chat: what they add to a request, and how an error names them. */
 
-import { byId, sentence } from "./small.js";
+import { byId, element, put, sentence } from "./small.js";
+import { keep, recall } from "./storage.js";
 import { TOOLS } from "./tools.js";
 
 const ALTERNATIVES = 5; // for each token
+const KEY = `manta-settings:${location.pathname}`;
 
 const inputs = [...byId("fields").querySelectorAll("input")];
+const texts = [byId("system"), ...inputs];
 const labelOf = (input) => input.labels[0].textContent.trim();
 
 /** The system prompt, or an empty text. */
@@ -19,6 +22,7 @@ export function settings() {
   for (const { name, value } of inputs) {
     if (value.trim()) body[name] = Math.abs(value) <= Number.MAX_SAFE_INTEGER ? Number(value) : value;
   }
+  if (!byId("choice").hidden) body.model = byId("models").value;
   if (byId("calculator").checked) body.tools = TOOLS;
   // Where the tokens are shown, what a model writes for itself stays among them.
   if (byId("logprobs").checked) Object.assign(body, { logprobs: true, top_logprobs: ALTERNATIVES, separate_reasoning: false });
@@ -38,4 +42,37 @@ export function mark(param) {
   if (inputs.some(({ name }) => name === param)) byId("settings").open = true;
 }
 
+// --- what outlives a reload ------------------------------------------------------------------------------------------
+
+/** What was chosen and typed the last time, by the names of the fields. */
+function kept() {
+  try {
+    return JSON.parse(recall("localStorage", KEY)) ?? {};
+  } catch {
+    return {};
+  }
+}
+
+function save() {
+  const fields = [byId("models"), ...texts].map(({ name, value }) => [name, value]);
+  keep("localStorage", KEY, JSON.stringify(Object.fromEntries(fields)));
+  showWhetherChanged();
+}
+
+/** A system prompt that is out of sight should surprise nobody. */
+function showWhetherChanged() {
+  put(byId("settings-summary"), texts.some(({ value }) => value.trim()) ? "Settings (changed)" : "Settings");
+}
+
+/** Let the user choose, where there are several models. */
+export function offerModels(names) {
+  const { model } = kept();
+  const options = names.map((name) => element("option", { textContent: name, selected: name === model }));
+  byId("models").replaceChildren(...options);
+  byId("choice").hidden = names.length < 2;
+}
+
+for (const field of texts) field.value = kept()[field.name] ?? "";
+showWhetherChanged();
+for (const field of [byId("models"), ...texts]) field.addEventListener("input", save);
 byId("fields").oninput = ({ target }) => (target.ariaInvalid = null);

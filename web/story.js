@@ -37,11 +37,13 @@ export async function explain(id) {
 }
 
 function storyOf(prompt) {
-  return prompt.answers.map(({ state, finish_reason: reason, output_tokens: output, stays, ahead }) => {
+  return prompt.answers.map((answer) => {
+    const { state, finish_reason: reason, output_tokens: output, stays, ahead, draft_tokens: drafts } = answer;
     const phases = phasesOf(stays, prompt.answers.length === 1 ? firstTokenOf(prompt.request_id) : null);
     const facts = [
       `${duration(prompt.seconds)} ${prompt.finished ? "in all" : "so far"}`,
       `${plural(prompt.prompt_tokens, "prompt token")}, ${output} out`, reason ? `ended by ${reason}` : state,
+      drafts && `took ${answer.accepted_tokens} of ${plural(drafts, "draft")}`,
       prompt.adapter && `with the adapter ${prompt.adapter}`, ahead && `${plural(ahead, "other")} ahead of it`,
     ];
     const lines = phases.map((phase) => element("li", {}, phaseMark("ink", phase), sentence(phase.words),

@@ -2,6 +2,7 @@
 
 import { send } from "./chat.js";
 import { ask } from "./server.js";
+import { offerModels } from "./settings.js";
 import { byId, element, put, sentence, whole } from "./small.js";
 
 const DEMO = "This is the demo: a model of 2.6 million parameters, trained from scratch on a few skills. It adds and "
@@ -20,7 +21,9 @@ const EXAMPLES = [
 /** The model's name and context, and the examples if it is the demo that is served. */
 export async function showModel() {
   try {
-    const { data: [{ id, root, max_model_len: longest }] } = await (await ask("v1/models")).json();
+    const { data } = await (await ask("v1/models")).json();
+    const [{ id, root, max_model_len: longest }] = data;
+    offerModels(data.map((model) => model.id));
     put(byId("model"), `${id}, ${whole.format(longest)} tokens of context`);
     document.title = `${id} · Manta`;
     if (root === "demo") showExamples();

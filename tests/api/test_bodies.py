@@ -213,6 +213,7 @@ def test_many_long_prompts_do_not_hold_up_the_engines_steps() -> None:
         tell=Outputs,
         step=step,
         workers=SimpleNamespace(check=lambda: None),
+        adapters=SimpleNamespace(reading=()),
     )
     address, listener = socket.socketpair()
     serving_end = EngineServer(core, listener)

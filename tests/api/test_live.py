@@ -339,7 +339,7 @@ def test_an_event_has_the_fields_that_it_promises(watching: Any) -> None:
         "blocks": [[1, 3], [0, 5]], "moves": {"out": 0, "in": 0, "copies": 0, "blocks_out": [], "blocks_in": []},
         "steps": [], "finished": [],
         "counters": {"prompt_tokens": 9, "generation_tokens": 1, "preemptions": 0, "prefix_hit_tokens": 0,
-                     "prefix_query_tokens": 9},
+                     "prefix_query_tokens": 9, "draft_tokens": 0, "accepted_tokens": 0},
     }  # fmt: skip
 
 

@@ -284,7 +284,8 @@ WRITTEN = """
   };
 """
 NO_MOVES = {"out": 0, "in": 0, "copies": 0, "blocks_out": [], "blocks_in": []}
-COUNTERS = ("prompt_tokens", "generation_tokens", "preemptions", "prefix_hit_tokens", "prefix_query_tokens")
+COUNTERS = ("prompt_tokens", "generation_tokens", "preemptions", "prefix_hit_tokens", "prefix_query_tokens",
+            "draft_tokens", "accepted_tokens")  # fmt: skip
 
 
 def engine(rank: int = 0, **changes: Any) -> dict[str, Any]:
@@ -433,7 +434,10 @@ def test_rates_are_of_the_last_second(live: Callable[..., Page]) -> None:
         send(page, engine(counters=dict.fromkeys(COUNTERS, 0) | done, finished=[end]), time=i / 5)
     expect(page.locator("#throughput-text")).to_have_text("750 generated and 100 prompt tokens a second")
     expect(page.locator("#hits")).to_have_text("25 %")
+    expect(page.locator("#drafts")).to_be_hidden()
     expect(page.locator("#latency-text")).to_have_text("Median of the last 11: first token 0.50 s, end 1.00 s")
+    send(page, engine(counters=dict.fromkeys(COUNTERS, 0) | {"draft_tokens": 40, "accepted_tokens": 10}), time=2.2)
+    expect(page.locator("#drafts")).to_have_text("25 %")
     send(page, engine(), time=3)  # the engine has begun anew
     expect(page.locator("#rate")).to_have_text("0")
     expect(page.locator("#latency-text")).to_have_text("No request has finished yet.")

@@ -148,6 +148,63 @@ def test_a_chat_and_an_answer_are_copied_and_saved(open_page: Callable[..., Page
     assert [(turn["role"], turn["parent"]) for turn in turns] == [("user", -1), ("assistant", 0)]
 
 
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def lists(*names: str) -> Callable[[Route], None]:
+    """Answers that there are these models."""
+    cards = [{"id": name, "root": "folder", "max_model_len": 1000} for name in names]
+    return lambda route: route.fulfill(json={"object": "list", "data": cards})
+
+
+def test_one_of_several_models_is_chosen(open_page: Callable[..., Page]) -> None:
+    page = open_page(says("Yes.") | {"**/v1/models": lists("base", "products", "capitals")})
+    choice = page.get_by_label("Model", exact=True)
+    expect(choice.locator("option")).to_have_text(["base", "products", "capitals"])
+    for count, name in enumerate(("base", "capitals"), 1):
+        choice.select_option(name)
+        with page.expect_request(CHAT) as request:
+            ask(page, "Hi")
+        assert request.value.post_data_json["model"] == name
+        answered(page, count)
+        expect(page.locator(".assistant .actions").last).to_contain_text(f" · {name}")
+    assert not grave(page)
+    page.reload()
+    expect(choice).to_have_value("capitals")
+    page.route("**/v1/models", lists("base", "products"))
+    page.reload()
+    expect(choice).to_have_value("base")
+
+
+def test_there_is_no_choice_of_one_model(open_page: Callable[..., Page]) -> None:
+    page = open_page(says("Yes."))
+    expect(page.locator("#model")).to_contain_text("tokens of context")
+    with page.expect_request(CHAT) as request:
+        ask(page, "Hi")
+    assert "model" not in request.value.post_data_json
+    expect(page.get_by_label("Model", exact=True)).to_be_hidden()
+
+
+def test_a_reload_keeps_the_settings(open_page: Callable[..., Page]) -> None:
+    page = open_page(says("Yes."))
+    page.get_by_text("Settings").click()
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Temperature").fill("0.5")
+    page.reload()
+    expect(page.get_by_text("Settings (changed)")).to_be_visible()
+    with page.expect_request(CHAT) as request:
+        ask(page, "Hi")
+    body = request.value.post_data_json
+    assert body["temperature"] == 0.5 and body["messages"][0] == {"role": "system", "content": "Be brief."}
+    page.get_by_text("Settings").click()
+    page.get_by_label("System prompt").fill("")
+    page.get_by_label("Temperature").fill("")
+    expect(page.locator("#settings-summary")).to_have_text("Settings")
+    page.evaluate("localStorage.setItem(`manta-settings:${location.pathname}`, '{broken')")
+    page.reload()
+    expect(page.get_by_label("Temperature")).to_have_value("")
+
+
 # --- versions --------------------------------------------------------------------------------------------------------
 
 

@@ -23,8 +23,12 @@ CASES = [
     *bench_kernels.norm_cases(TINY, (3,)),
     *bench_kernels.rope_cases(TINY, (70,)),
     *bench_kernels.linear_cases(TINY, (3,)),
+    *bench_kernels.coded_cases(bench_kernels.Coded("tiny", (("down", 64, 24),), "fp8", 48), (3,)),
+    *bench_kernels.coded_cases(bench_kernels.Coded("tiny", (("down", 64, 24),), "int4", 32), (3,)),
+    *bench_kernels.expert_cases(bench_kernels.Experts("tiny", 3, 2, 32, 32, "silu", "fp4"), (3,)),
     *bench_kernels.expert_cases(bench_kernels.Experts("tiny", 6, 2, 32, 24, "silu"), (3,)),
     *bench_kernels.lora_cases(bench_kernels.Lora("tiny", (("qkv", 32, (0, 16, 24)),), 4, 3), (6,)),
+    *bench_kernels.decode_cases(TINY, (("drafts", [70, 5]),), (3,), 4),
     *bench_kernels.decode_cases(TINY, (("two", [70, 5]),), (3,)),
     *bench_kernels.prefill_cases(TINY, (("two", [(3, 66), (5, 0)]),)),
     *bench_kernels.sample_cases(TINY, 3),
@@ -66,19 +70,27 @@ def test_decode_reads_pages_of_a_pool_of_many_layers():
 
 
 def test_bytes_and_operations_are_counted():
-    counted = {case.op: (case.bytes, case.flops) for case in CASES}
+    counted = {case.op: (case.bytes, case.flops) for case in CASES}  # of an op's last case
+    drafts = next(case for case in CASES if case.size.startswith("drafts"))
+    keys = 67 + 68 + 69 + 70 + 2 + 3 + 4 + 5
+    assert (drafts.bytes, drafts.flops) == (2 * (75 * 2 * 2 * 16 + 2 * 2 * 4 * 4 * 16), 2 * 2 * keys * 4 * 16)
     assert counted["rms_norm"] == (2 * (2 * 3 * 32 + 2 * 3 * 32 + 32), 0)  # x, y; the residual twice; the weight
     assert counted["act_mul"] == (2 * 3 * (48 + 48 + 48), 0)
     assert counted["attention_decode"] == (2 * (75 * 2 * 2 * 16 + 2 * 2 * 4 * 16), 2 * 2 * 75 * 4 * 16)
     weights, moved = 6 * (1 - (4 / 6) ** 3) * 32 * 24 * 2, 2 * (3 * 32 + 6 * 24)  # of the experts that are hit; x and h
     assert counted["expert_gate_up"] == (int(moved + 2 * weights), 2 * 6 * 2 * 32 * 24)
     assert counted["expert_down"] == (int(moved + weights), 2 * 6 * 32 * 24)
+    assert counted["quantized_linear"] == (24 * 32 + 2 * 24 * 2 + 2 * 3 * (64 + 24), 2 * 3 * 64 * 24)
+    coded = next(case for case in CASES if case.op == "expert_down")
+    assert coded.bytes == int(2 * (3 * 32 + 6 * 32) + 3 * (1 - (1 / 3) ** 3) * (32 * 16 + 2 * 32))
     hit = 3 * (1 - (2 / 3) ** 6)  # adapters
     assert counted["lora_shrink"] == (int(2 * 6 * 32 + 2 * hit * 8 * 32 + 4 * 6 * 8), 2 * 6 * 8 * 32)
     assert counted["lora_expand"] == (int(4 * 6 * 8 + 2 * hit * 24 * 4 + 4 * 6 * 24), 2 * 6 * 4 * 24)
     pairs = 67 + 68 + 69 + 1 + 2 + 3 + 4 + 5
     assert counted["attention_prefill"] == (2 * (74 * 2 * 2 * 16 + 2 * 8 * 4 * 16), 2 * 2 * pairs * 4 * 16)
     assert counted["logprobs"] == (3 * 100 * 2, 0)
+    assert counted["put_drafts"] == (3 * 4 * (1 + 1 + 4 + 4 + 1), 0)  # slot, length, drafts; these again, their number
+    assert counted["look_up"] == (counted["put_drafts"][0] + 3 * 600 * 4, 0)
     assert counted["copy_blocks"] == (2 * counted["swap_blocks"][0], 0)
 
 

@@ -67,6 +67,9 @@ def configure(tmp_path_factory: pytest.TempPathFactory, kernel_device: str, few_
     return make_config
 
 
+DRAFTS = json.dumps({"num_speculative_tokens": 2, "prompt_lookup_min": 1})
+
+
 @pytest.fixture(scope="module")
 def plain(configure) -> EngineCore:
     """An engine that several tests use, because its warm-up takes long where kernels are interpreted."""
@@ -90,8 +93,9 @@ def plain(configure) -> EngineCore:
             marks=pytest.mark.long,
         ),
         pytest.param(STREAMS, {"max_model_len": 48}, marks=pytest.mark.long),
+        pytest.param({}, {"speculative_config": DRAFTS, "max_model_len": 60}, marks=pytest.mark.full),
     ],
-    ids=["swap", "windows", "batch invariant", "latents", "states", "streams"],
+    ids=["swap", "windows", "batch invariant", "latents", "states", "streams", "drafts"],
 )
 def test_warm_up_covers_random_traffic(configure, shape, fields):
     """There are chunks, batches of all sizes, samples that share blocks, beams, swaps and every sampling parameter."""
@@ -163,6 +167,7 @@ def test_a_new_shape_is_refused_by_name(plain, kernel_device, monkeypatch):
         ),
         pytest.param(HYBRID, {"batch_invariant": True}, marks=pytest.mark.long),
         pytest.param(STREAMS, {"batch_invariant": True}, marks=pytest.mark.long),
+        pytest.param({}, {"speculative_config": DRAFTS}, marks=pytest.mark.long),
     ],
     ids=[
         "plain",
@@ -173,6 +178,7 @@ def test_a_new_shape_is_refused_by_name(plain, kernel_device, monkeypatch):
         "states",
         "states, batch invariant",
         "streams, batch invariant",
+        "drafts",
     ],
 )
 def test_a_rehearsal_launches_what_warm_up_does(configure, shape, fields):
@@ -260,10 +266,10 @@ def test_a_rehearsal_compiles_in_parallel_for_a_gpu(tmp_path):
         "norm_kernel(x: *fp32 aligned, weight: *fp32 aligned, bias: None, residual: None, y: *fp32 aligned, eps: fp32, "
         "SIZE: 40, CENTERED: False, BLOCK: 64) was not compiled in warm-up"
     )
-    assert len(found) == 37
+    assert len(found) == 38
     others = (
         "conv_", "delta_", "expert", "gated_norm", "head_linear", "latent", "linear", "lora", "plan_experts",
-        "pool", "rope_last", "route", "sigmoid_mul", "square_sums",
+        "pool", "put_prompts", "rope_last", "route", "sigmoid_mul", "square_sums",
     )  # fmt: skip
     for name, count, patched, threads in map(str.split, found):
         assert (int(count) > 0) != name.startswith(others) and patched == "False", name

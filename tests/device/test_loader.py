@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reference
+from checkpoints.hub import INDEX, checkpoint_files
 from cpu import weights as cpu_weights
 from device import loader
 from device.loader import Stage, load_weights
 from model import Transformer
 from model_config import ModelConfig
-from models.hub import INDEX, checkpoint_files
 from parallel import Group
 
 SHAPE = {

@@ -24,6 +24,7 @@ from config import DEMO, EngineConfig
 from core import EngineCore
 from cpu import sampling as cpu_sampling
 from device import dry_run, memory, pools, startup, warmup
+from device.compile_guard import kernels_of, unlaunched
 from device.memory import (
     MIB,
     MemoryPlan,
@@ -42,6 +43,7 @@ from models.expert_ranks import ExpertGroup
 from observe.logs import memory_note
 from parallel import Group, Pipeline
 from plan import NewRow, StepPlan
+from worker import Worker
 
 ROOT = Path(__file__).parent.parent.parent
 SHAPE = {
@@ -122,6 +124,7 @@ GEMMA3N = {
     "hidden_size_per_layer_input": 24,
 }  # fmt: skip
 MOE = {"enable_moe_block": True, "top_k_experts": 4, "num_experts_per_tok": None}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
 DELTA = {
     "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
     "layer_types": ["full_attention", "linear_attention"], "head_dim": 8,
@@ -178,6 +181,28 @@ def test_one_layer_of_each_kind_takes_what_all_layers_take(folder, family):
         dry.model.span = span
         found.append([dry_run.count_step(dry, counts) for counts in ([40], [1, 1, 30], [1] * 4)])
     assert found[0] == found[1] and all(begin < most for _, begin, most in found[0])
+
+
+@pytest.mark.parametrize("prompt", [0, 20])
+def test_what_recurrent_layers_keep_of_drafts_is_planned(folder, monkeypatch, prompt):
+    """In a step of rows with drafts alone, and with a prompt behind them."""
+    kernels, seen = pytest.importorskip("kernels"), []
+    raw, options = folder(**{"architectures": ["Qwen3_5ForCausalLM"], **DELTA}), json.dumps(DRAFTS)
+    config = EngineConfig(raw, max_num_seqs=6, max_model_len=70, speculative_config=options)
+    model = dry_run.dry_model(config, ModelConfig.from_folder(raw), kernels, torch.bfloat16, 70, Pipeline())
+    dry = dry_run.dry_worker(config, model, kernels)
+    monkeypatch.setattr(Worker, "settle", lambda worker, batch: seen.extend(batch.later))
+    counts, drafts = np.array([4] * 5 + [prompt or 4]), np.array([3] * 5 + [0 if prompt else 3])
+    shape = dry.shape_of(counts, 1 + drafts, drafts)
+    with torch.inference_mode(), torch.device("meta"), unlaunched(kernels_of(kernels)):
+        dry.forward(shape)
+    kept = sum(see.args[0].untyped_storage().nbytes() for see in seen)
+    assert kept == memory.kept_bytes(config, model) * shape.drafted // 6 and shape.drafted == 6 - (prompt > 0)
+    plain, planned = (plan_memory(dataclasses.replace(config, speculative_config=given), model, True)
+                      for given in (None, options))  # fmt: skip
+    for name in ("activations", "graphs"):
+        assert getattr(planned, name) >= getattr(plain, name) + kept > kept
+    assert planned.states == plain.states
 
 
 WIDE, HEADS, VOCAB = {"intermediate_size": 320}, {"num_attention_heads": 8, "head_dim": 32}, {"vocab_size": 9000}
@@ -270,16 +295,19 @@ def test_a_graph_of_decodes_has_room_for_latents(make, invariant):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    "layers",
+    ("layers", "drafts"),
     [
-        pytest.param(None, id="one stage", marks=pytest.mark.full),
-        pytest.param(range(1), id="first"),
-        pytest.param(range(1, 2), id="last", marks=pytest.mark.full),
+        pytest.param(None, 0, id="one stage", marks=pytest.mark.full),
+        pytest.param(range(1), 0, id="first"),
+        pytest.param(range(1), 3, id="first, with drafts", marks=pytest.mark.full),
+        pytest.param(range(1, 2), 0, id="last", marks=pytest.mark.full),
     ],
 )
-def test_captured_graphs_share_what_their_steps_take(make, monkeypatch, layers):
+def test_captured_graphs_share_what_their_steps_take(make, monkeypatch, layers, drafts):
     """No graph but the largest needs memory of its own, and their pool is no larger than planned."""
-    made = make(VOCAB, max_num_seqs=2, max_num_batched_tokens=15)
+    monkeypatch.setattr("device.startup.time_rows", lambda *args: [])  # without a warm-up it is late, too
+    options = json.dumps(DRAFTS) if drafts else None
+    made = make(VOCAB, max_num_seqs=2, max_num_batched_tokens=15, speculative_config=options)
     worker, model, pipeline = made.worker, made.model, made.group.pipeline
     if layers:
         pipeline.stage, pipeline.stages, pipeline.layers, model.span = layers.start, 2, layers, layers
@@ -293,8 +321,8 @@ def test_captured_graphs_share_what_their_steps_take(make, monkeypatch, layers):
     with LiveBytes() as live:
         warmup.capture(made, worker)
         gc.collect()
-    assert len(worker.graphs) == 4
-    passed, news = 2 * 4 * sum(model.passed_sizes), 4 * 2 * 2 * 4
+    assert len(worker.graphs) == (8 if drafts else 4)
+    passed, news = 2 * (1 + drafts) * 4 * sum(model.passed_sizes), 4 * 2 * 2 * 4
     assert live.now <= passed + news * pipeline.last
     assert live.peak <= plan_memory(made.config, model, cuda=True).graphs - memory.GRAPHS + news
 
@@ -474,7 +502,7 @@ def test_memory_that_a_closed_engine_left_to_torch_is_free(monkeypatch):
     kept = [72]
     fake = SimpleNamespace(empty_cache=kept.clear, mem_get_info=lambda: ((80 - sum(kept)) * 2**30, 80 * 2**30))
     monkeypatch.setattr(torch, "cuda", fake)
-    config = SimpleNamespace(world_size=1)
+    config = EngineConfig(load_format="dummy")
     model = dataclasses.replace(ModelConfig.from_folder(DEMO), vocab_size=2**22, hidden_size=2**10)  # 8 GiB and more
     check_room(config, model, torch.bfloat16, 100, "cuda")
     with pytest.raises(ValueError, match=r"asks for .* GiB of weights.* cuda has 80\.0 GiB free"):

@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 from bench_ray import actors, node_above, replace_node
-from checkpoints import Checkpoints
 from config import DEMO, VERSION, EngineConfig
 from core import EngineCore
 from engine import LLM
@@ -33,6 +32,7 @@ from executors.ray_executor import (
     variables,
 )
 from model_config import ModelConfig
+from random_checkpoints import Checkpoints
 from ray_cluster import free_cpus, make_up_for, needs_ray, three_nodes
 from ring import RingTimeout
 from served import Reader, alive, engine_of, eventually, serving

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 
-from lora.adapter import CONFIG, WEIGHTS, LoRARequest, matching, read_adapter
+from examples import tried
+from lora.adapter import CONFIG, WEIGHTS, LoRARequest, read_adapter
+from lora.patterns import MOST, MOST_IN_ALL, MOST_NAMES, Pattern, Patterns
 from lora.registry import state_of
+
+PROMPTS: dict[str, Any] = {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 8}
 
 
 def write(folder: Path, **fields: Any) -> str:
@@ -37,17 +43,43 @@ def test_a_config_as_peft_writes_it(tmp_path: Path) -> None:
             use_dora=False, use_qalora=False, use_rslora=False, velora_config=None,
         )
     )  # fmt: skip
-    assert (config.rank, config.alpha, config.base) == (8, 16, "some/base")
+    assert (config.rank, config.alpha) == (8, 16)
     assert config.rank_of("model.layers.0.self_attn.k_proj") == 4
     assert config.scale_of("model.layers.0.self_attn.q_proj") == 2 and config.scale_of("k_proj") == 4
+
+
+def test_all_that_peft_writes_for_prompt_tuning_is_read(tmp_path: Path) -> None:
+    config = read_adapter(
+        write(
+            tmp_path, auto_mapping=None, base_model_name_or_path="some/base", inference_mode=True, modules_to_save=None,
+            num_attention_heads=4, num_layers=2, num_transformer_submodules=1, num_virtual_tokens=8,
+            peft_type="PROMPT_TUNING", peft_version="0.21.2", prompt_tuning_init="TEXT",
+            prompt_tuning_init_text="Say it:", revision=None, task_type="CAUSAL_LM", token_dim=64,
+            tokenizer_kwargs=None, tokenizer_name_or_path="some/base",
+        ),
+        most_tokens=8,
+    )  # fmt: skip
+    assert config.num_virtual_tokens == 8
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"peft_type": "IA3"}, "peft_type is 'IA3'; it must be 'LORA'"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'; it must be 'LORA' or 'PROMPT_TUNING'"),
         ({"peft_type": ["LORA"]}, r"peft_type is \['LORA'\]; it must be 'LORA'"),
         ({"peft_type": None}, "peft_type is None; it must be 'LORA'"),
+        ({"peft_type": "P_TUNING"}, "peft_type is 'P_TUNING'; it must be 'LORA' or"),
+        ({"peft_type": "PREFIX_TUNING"}, "peft_type is 'PREFIX_TUNING'; it must be 'LORA' or"),
+        ({"peft_type": "MULTITASK_PROMPT_TUNING"}, "peft_type is 'MULTITASK_PROMPT_TUNING'; it must be 'LORA' or"),
+        ({"peft_type": "CPT"}, "peft_type is 'CPT'; it must be 'LORA' or"),
+        (PROMPTS | {"num_virtual_tokens": None}, "num_virtual_tokens is None; it must be a whole number of at least 1"),
+        (PROMPTS | {"num_virtual_tokens": 0}, "num_virtual_tokens is 0; it must be a whole number of at least 1"),
+        (PROMPTS | {"num_virtual_tokens": True}, "num_virtual_tokens is True; it must be a whole number"),
+        (PROMPTS | {"num_virtual_tokens": 9}, "num_virtual_tokens is 9; max_prompt_adapter_token is 8, and at"),
+        (PROMPTS | {"num_transformer_submodules": 2}, "num_transformer_submodules is 2; it must be 1 or left out"),
+        (PROMPTS | {"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS'; it must be 'CAUSAL_LM'$"),
+        (PROMPTS | {"task_type": None}, "task_type is None; it must be 'CAUSAL_LM'$"),
+        (PROMPTS | {"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
         ({"use_dora": True}, "use_dora is True; it must be False or left out"),
         ({"bias": "all"}, "bias is 'all'; it must be 'none' or left out"),
         ({"lora_bias": True}, "lora_bias is True"),
@@ -70,8 +102,17 @@ def test_a_config_as_peft_writes_it(tmp_path: Path) -> None:
         ({"rank_pattern": {"q_proj": 32}}, "rank_pattern is 32; max_lora_rank is 16"),
         ({"rank_pattern": {"q_proj": None}}, "rank_pattern is None; it must be a whole number"),
         ({"rank_pattern": ["q_proj"]}, r"rank_pattern is \['q_proj'\]; it must be an object"),
-        ({"rank_pattern": {"(": 4}}, r"rank_pattern has the key '\(', which is no regular expression: missing \)"),
-        ({"alpha_pattern": {"[": 4}}, r"alpha_pattern has the key '\[', which is no regular expression"),
+        ({"rank_pattern": {"(": 4}}, r"rank_pattern has the key '\(', which is not taken: missing \)"),
+        ({"alpha_pattern": {"[": 4}}, r"alpha_pattern has the key '\[', which is not taken: it may have characters"),
+        ({"rank_pattern": {"a)": 4}}, r"which is not taken: nothing before '\)' asks for it"),
+        ({"rank_pattern": {"^a|b": 4}}, r"which is not taken: nothing before '\|' asks for it"),
+        ({"rank_pattern": {"(*a)": 4}}, r"which is not taken: nothing before '\*' may be repeated"),
+        ({"rank_pattern": {"a**": 4}}, r"which is not taken: nothing before '\*' may be repeated"),
+        ({"rank_pattern": {"[z-a]b": 4}}, "which is not taken: bad character range z-a"),
+        ({"rank_pattern": {"(?=q)q": 4}}, "which is not taken: it may have characters, '.', classes, groups"),
+        ({"rank_pattern": {"(a*" + "a" * MOST: 4}}, f"it has {MOST + 3} characters; it may have {MOST}"),
+        ({"rank_pattern": {f"a*{i:99}".replace(" ", "a"): 4 for i in range(99)}}, f"{MOST_IN_ALL} are taken"),
+        ({"rank_pattern": {f"a{i}": 4 for i in range(MOST_NAMES + 1)}}, f"at most {MOST_NAMES} and"),
         ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern is '8'; it must be a number"),
         ({"lora_alpha": math.nan}, "lora_alpha is nan; it must be a number"),
         ({"lora_alpha": False}, "lora_alpha is False; it must be a number"),
@@ -83,7 +124,7 @@ def test_a_config_as_peft_writes_it(tmp_path: Path) -> None:
 def test_a_config_that_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     folder = write(tmp_path, **fields)
     with pytest.raises(ValueError, match=message) as refused:
-        read_adapter(folder, 16)
+        read_adapter(folder, 16, 8)
     assert "\n" not in str(refused.value) and str(tmp_path) in str(refused.value) and len(str(refused.value)) < 700
 
 
@@ -110,7 +151,10 @@ def test_what_is_no_folder_of_an_adapter(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.bin").write_bytes(pickle.dumps({}))
     with pytest.raises(ValueError, match=r"but adapter_model\.bin, which may run any code when it is read"):
         read_adapter(folder)
-    with pytest.raises(ValueError, match=r"its adapter_model\.safetensors cannot be read"):
+    with pytest.raises(ValueError, match=r"but adapter_model\.bin, which may run any code when it is read"):
+        state_of(folder)
+    (tmp_path / WEIGHTS).symlink_to(tmp_path / WEIGHTS)  # is there, but leads nowhere
+    with pytest.raises(ValueError, match=f"has no {WEIGHTS}"):
         state_of(folder)
 
 
@@ -136,10 +180,50 @@ def test_a_path_that_no_system_takes(path: str) -> None:
         ({"q_proj|k_proj": 4}, "model.layers.0.self_attn.k_proj", 4),
         ({"^model.layers.0.self_attn.q_proj": 4}, "model.layers.0.self_attn.q_proj", 4),
         ({"(?:up|down)_proj": 4}, "model.layers.0.mlp.down_proj", 4),
+        ({"mlp.(?:up|down)_proj": 4}, "model.layers.0.mlp.down_proj", 4),
+        ({"(up|down)?": 4}, "model.layers.0.mlp.down_proj", 8),
+        ({r"^model\.layers\.[0-2]\..*": 4}, "model.layers.2.mlp.down_proj", 4),
+        ({r"layers\.(0|1|2)\.(self_attn\.)?.*_proj": 4}, "model.layers.2.mlp.down_proj", 4),
+        ({r"^layers.*": 4}, "model.layers.2.mlp.down_proj", 8),
+        ({"": 4}, "q_proj", 8),
     ],
 )
 def test_a_pattern_matches_the_end_of_a_modules_name(patterns: dict[str, int], module: str, found: int) -> None:
-    assert matching(patterns, module, 8) == found
+    assert Patterns("", patterns).find(module, 8) == found
+
+
+WORD = st.sampled_from(["a", "b", "_", "ab", ".", r"\.", r"\w", "[ab]", "[^b.]", "[a-c_]"])
+EXPRESSION = st.recursive(
+    WORD,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=4).map("".join),
+        st.lists(inner, min_size=1, max_size=3).map(lambda parts: f"({'|'.join(parts)})"),
+        inner.flatmap(lambda text: st.sampled_from([f"(?:{text}){sign}" for sign in "*+?"])),
+    ),
+    max_leaves=6,
+)
+
+EXPRESSIONS = [
+    ("(a|b)+", ["ab", "b"]), ("(?:a|(b|_)?)b", ["_b"]), ("(?:(?:a)*b)?", ["c", "aab"]), (r"a\.(b|_)*", ["a", "_b"]),
+    ("[^b.](?:[a-c_])?", ["cc", "b"]), (r"\w.(?:a)+", ["abaa"]),
+]  # fmt: skip
+
+
+@tried(EXPRESSION, st.lists(st.text("ab_c", min_size=1, max_size=3), min_size=1, max_size=3), on=EXPRESSIONS, drawn=300)
+def test_a_pattern_matches_as_pefts_expression_does(text: str, parts: list[str]) -> None:
+    name = ".".join(parts)
+    assert Pattern(text)(name) == bool(re.match(rf"(.*\.)?({text})$", name))
+    assert Patterns("", {text: 1}).find(name, 0) == Pattern(text)(name)
+
+
+@pytest.mark.parametrize(
+    "text", ["(a|a)*b", "((a+)+)+b", "(((((a*)*)*)*)*)*b", ".*" * 100 + "b", "(a|a)" * 50 + "b", "(a?)" * 70 + "a" * 20]
+)
+def test_a_hostile_pattern_takes_no_time(tmp_path: Path, text: str) -> None:
+    """Python's `re` would not come back from most of these."""
+    config = read_adapter(write(tmp_path, rank_pattern={text: 4}))
+    assert config.rank_of("model." + "a" * 90) == (4 if text.startswith("(a?)") else 8)
+    assert config.rank_of("model." + "a" * 49 + "b") == (8 if text.startswith("(a?)") or "(a|a)(" in text else 4)
 
 
 def test_the_scale_is_of_the_modules_own_rank(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapters import PREFIX, asked, make_adapter, merge
-from checkpoints import DATA
+from adapters import ALL, PREFIX, ROOMY, asked, make_adapter, make_core, merge, reads_of, request, run, weights_of
 from config import DEMO
 from core import EngineCore
 from engine import LLM, SamplingParams
@@ -25,16 +24,16 @@ from lora.adapter import WEIGHTS, LoRARequest
 from lora.registry import state_of
 from oracle_checks import make_core as small_core
 from outputs import RequestOutput
-from plan import EngineCoreRequest
+from random_checkpoints import DATA
 
-ROOMY = {"threads": 1, "num_gpu_blocks_override": 400, "block_size": 4, "max_num_seqs": 16}
 FEW = ROOMY | {"num_gpu_blocks_override": 40, "max_model_len": 120, "schedule_conservativeness": 0.0}
 SPEECH = "Enter the KING, with a torch, and speaks to the SERVANT of it.\n\n"
 PROMPTS = ["What is 23 + 58?", SPEECH]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, logprobs=2, ignore_eos=True)
 KINDS: list[dict[str, Any]] = [  # of adapters
-    {}, {"rank": 1}, {"rank": 16, "use_rslora": True}, {"modules": ("q_proj", "down_proj")},
-    {"rank_pattern": {"k_proj": 2, "layers.1.*": 12}, "alpha_pattern": {"up_proj": 3}},
+    {"modules": (*ALL, "embed_tokens", "lm_head")}, {"rank": 1, "modules": ("q_proj", "lm_head")},
+    {"rank": 16, "use_rslora": True}, {"modules": ("q_proj", "down_proj")},
+    {"modules": (*ALL, "embed_tokens"), "rank_pattern": {"k_proj": 2, "layers.1.*": 12}, "alpha_pattern": {"up.*": 3}},
 ]  # fmt: skip
 
 
@@ -156,7 +155,7 @@ def test_the_interpreted_kernels_give_the_same(tmp_path: Path, few_programs: Non
     """Two adapters and none in a batch, of a tiny model."""
     base, found = DATA / "families" / "qwen3", []
     for i in range(2):
-        make_adapter(tmp_path / f"{i}", i, rank=4, base=base)
+        make_adapter(tmp_path / f"{i}", i, rank=4, modules=(*ALL, "embed_tokens", "lm_head")[: 9 - i], base=base)
     for backend in ("reference", "triton"):
         fields = {"backend": backend, "block_size": 16, "max_num_seqs": 3, "max_model_len": 32}
         core = small_core(base, enable_lora=True, max_loras=2, **fields)
@@ -204,6 +203,40 @@ def test_adapters_share_no_prefixes(make_llm: Callable[..., LLM], folders: list[
     assert hits(LoRARequest("another name", 77, f"{folders[0]}/.")) == known[0]
 
 
+def test_a_head_without_logits_stands_aside_for_an_adapter_of_the_head(
+    make_llm: Callable[..., LLM], folders: list[Path], merged: Callable[[int], LLM]
+) -> None:
+    """What finds a greedy token without computing all logits knows of no adapter."""
+    llm, params = make_llm(**ROOMY, enable_lora=True), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+    class Head:
+        def find(self, hidden: torch.Tensor, state: Any, slots: torch.Tensor) -> torch.Tensor:
+            return slots.new_full(slots.shape, 7, dtype=torch.int64)
+
+    llm.core.executor.worker.greedy_head = Head()  # type: ignore[union-attr]
+    adapters = [None, asked(folders[2]), asked(folders[0]), asked(folders[1])]
+    found = [tokens(llm.generate([SPEECH], params, use_tqdm=False, lora_request=each))[0][0] for each in adapters]
+    want = [tokens(merged(i).generate([SPEECH], params, use_tqdm=False))[0][0] for i in (0, 1)]
+    assert found == [[7] * 5, [7] * 5, *want]
+
+
+def test_the_memory_plan_counts_all_matrices(adapted: LLM) -> None:
+    """Of rank 16 in float32, for each of two slots; the head is one more module than the files have."""
+    worker = adapted.core.executor.worker  # type: ignore[union-attr]
+    each = 4 * 16 * sum(sum(weight.shape) for weight in weights_of(DEMO).values() if weight.ndim == 2)
+    assert worker.start.memory.adapters == worker.adapters.pool.nbytes == 2 * each
+
+
+def test_adapters_stay_where_they_are_when_weights_are_loaded_again(
+    make_llm: Callable[..., LLM], folders: list[Path], merged: Callable[[int], LLM]
+) -> None:
+    llm = make_llm(**ROOMY, enable_lora=True)
+    for _ in range(2):
+        got = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=asked(folders[1]))
+        assert_equal(got, merged(1).generate(PROMPTS, GREEDY, use_tqdm=False))
+        llm.core.executor.worker.load_weights("")  # type: ignore[union-attr]
+
+
 def test_a_folder_that_is_written_anew_is_another_adapter(
     adapted: LLM, merged: Callable[[int], LLM], folders: list[Path], tmp_path: Path
 ) -> None:
@@ -216,6 +249,7 @@ def test_a_folder_that_is_written_anew_is_another_adapter(
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 Q = f"{PREFIX}model.layers.0.self_attn.q_proj.lora_"
+EMBED = f"{PREFIX}model.embed_tokens"
 
 
 def changed(tensors: dict[str, torch.Tensor], **more: Any) -> dict[str, torch.Tensor]:
@@ -233,14 +267,24 @@ BAD: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, Any]], str]] 
     "another layer": (
         lambda t: {Q.replace(".0.", ".99.") + "A.weight": t[f"{Q}A.weight"].clone()},
         "is of a module that the model has not"),
-    "embeddings": (
-        lambda t: {f"{PREFIX}model.embed_tokens.lora_embedding_A": torch.zeros(8, 9)}, "is no LoRA matrix of a linear"),
-    "the head": (
-        lambda t: {f"{PREFIX}lm_head.lora_A.weight": torch.zeros(8, 192)}, "lm_head.*cannot have an adapter|has not"),
+    "shape of the embeddings": (
+        lambda t: {f"{EMBED}.lora_embedding_A": torch.zeros(8, 9)}, r"lora_embedding_A has shape .*be \[8, 1024\]"),
+    "embeddings as a linear layer": (
+        lambda t: {f"{EMBED}.lora_A.weight": torch.zeros(8, 192)}, "cannot have an adapter here"),
+    "a linear layer as embeddings": (
+        lambda t: {f"{PREFIX}lm_head.lora_embedding_A": torch.zeros(8, 192)}, "cannot have an adapter here"),
+    "other embeddings": (
+        lambda t: {f"{EMBED}.base_layer.weight": t[f"{EMBED}.base_layer.weight"] * 1.01}, "from the model's own, and"),
+    "more embeddings": (
+        lambda t: {f"{EMBED}.base_layer.weight": torch.zeros(1030, 192)}, "differs from the model's own, and only"),
+    "another head": (
+        lambda t: {f"{PREFIX}lm_head.base_layer.weight": torch.zeros(1024, 192)}, "lm_head.*differs from the model's"),
+    "a copy of a layer": (
+        lambda t: {Q.removesuffix("lora_") + "base_layer.weight": torch.zeros(2, 2)}, "q_proj.base_layer.* neither"),
     "a norm": (
         lambda t: {f"{PREFIX}model.norm.lora_A.weight": torch.zeros(8, 192)}, "cannot have an adapter here"),
-    "DoRA": (lambda t: {f"{Q}magnitude_vector": torch.zeros(9)}, "is no LoRA matrix of a linear layer"),
-    "a saved module": (lambda t: {f"{PREFIX}lm_head.weight": torch.zeros(9)}, "is no LoRA matrix of a linear layer"),
+    "DoRA": (lambda t: {f"{Q}magnitude_vector": torch.zeros(9)}, "is no LoRA matrix of a linear"),
+    "a saved module": (lambda t: {f"{PREFIX}lm_head.weight": torch.zeros(9)}, "is no LoRA matrix of a linear"),
 }  # fmt: skip
 
 
@@ -315,34 +359,10 @@ def test_requests_for_adapters_that_cannot_be(llm: LLM, adapted: LLM, folders: l
 # --- rows of the host's memory ----------------------------------------------------------------------------------------
 
 
-def make_core(**fields: Any) -> EngineCore:
-    return LLM(DEMO, dtype="float32", device="cpu", **ROOMY | {"enable_lora": True} | fields).core
-
-
-def request(name: str, folder: Path | None, **params: Any) -> EngineCoreRequest:
-    given = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | params
-    return EngineCoreRequest(name, [5, 6, 7], SamplingParams(**given), lora=folder and asked(folder))
-
-
-def run(core: EngineCore) -> tuple[dict[str, list[int]], dict[str, str], list[str]]:
-    """The tokens of each request, the errors, and the order in which they ended."""
-    found: dict[str, list[int]] = {}
-    errors, ended = {}, []
-    while core.has_work():
-        for output in core.step():
-            found[output.request_id] = found.get(output.request_id, []) + output.token_ids
-            if output.finished:
-                ended.append(output.request_id)
-            if output.error:
-                errors[output.request_id] = output.error
-    core.check_integrity()
-    return found, errors, ended
-
-
 def test_crowded_requests_wait_in_order_and_go_on(folders: list[Path]) -> None:
     core = make_core(max_loras=1, max_cpu_loras=1)
     for name, folder in {"a": 0, "b": 1, "none": None, "c": 2, "a again": 0}.items():
-        core.add(request(name, folders[folder] if folder is not None else None))
+        core.add(request(name, folders[folder] if folder is not None else None), at_once=True)
     assert list(core.paused) == ["b", "c", "a again"]  # that one too: it would hold up those before it
     found, errors, ended = run(core)
     assert not errors and ended == ["a", "none", "b", "c", "a again"]
@@ -353,7 +373,7 @@ def test_crowded_requests_are_aborted_refused_and_passed(folders: list[Path], tm
     core = make_core(max_loras=1, max_cpu_loras=1)
     make_adapter(tmp_path / "gone", 9)
     for name, folder in {"a": folders[0], "b": folders[1], "c": tmp_path / "gone", "d": folders[3]}.items():
-        core.add(request(name, folder))
+        core.add(request(name, folder), at_once=True)
     with pytest.raises(ValueError, match="'b' is in use"):
         core.add(request("b", None))
     core.step()
@@ -361,8 +381,8 @@ def test_crowded_requests_are_aborted_refused_and_passed(folders: list[Path], tm
     core.abort("b")
     _, errors, ended = run(core)
     assert ended == ["c", "a", "d"] and errors.keys() == {"c"} and "cannot be read: No such file" in errors["c"]
-    core.add(request("e", folders[0]))
-    core.add(request("f", folders[1]))
+    core.add(request("e", folders[0]), at_once=True)
+    core.add(request("f", folders[1]), at_once=True)
     core.abort("e")
     core.abort("f")
     assert run(core) == ({}, {}, []) and not core.paused and not core.has_work()
@@ -370,8 +390,8 @@ def test_crowded_requests_are_aborted_refused_and_passed(folders: list[Path], tm
 
 def test_crowded_requests_sleep_with_the_workers(folders: list[Path]) -> None:
     core = make_core(max_loras=1, max_cpu_loras=1)
-    core.add(request("a", folders[0]))
-    core.add(request("b", folders[1]))
+    core.add(request("a", folders[0]), at_once=True)
+    core.add(request("b", folders[1]), at_once=True)
     core.step()
     core.workers.sleep()
     while core.has_work():  # what is in flight lands, and then there is nothing to do
@@ -383,12 +403,10 @@ def test_crowded_requests_sleep_with_the_workers(folders: list[Path]) -> None:
 def test_more_adapters_than_rows_and_slots_take_turns(folders: list[Path]) -> None:
     """The least recently used one gives up its row, and one in use never does."""
     core = make_core(max_loras=1, max_cpu_loras=2)
-    loaded: list[str] = []
-    load = core.adapters.load
-    core.adapters.load = lambda row, folder: loaded.append(Path(folder).name) or load(row, folder)
+    loaded = reads_of(core)
     alone: dict[int, list[int]] = {}
     for i in (0, 1, 0, 2, 0, 1):
-        core.add(request(f"{i}", folders[i]))
+        core.add(request(f"{i}", folders[i]), at_once=True)
         found = run(core)[0][f"{i}"]
         assert alone.setdefault(i, found) == found
     assert loaded == ["a0", "a1", "a2", "a1"]
@@ -440,22 +458,22 @@ def test_an_adapter_that_new_workers_cannot_read_ends_its_requests_alone(
     core = make_core(max_loras=2, max_cpu_loras=2, distributed_executor_backend="mp")
     try:
         shutil.copytree(folders[1], tmp_path / "gone")
-        core.add(request("kept", folders[0], max_tokens=20))
-        core.add(request("gone", tmp_path / "gone", max_tokens=20))
+        core.add(request("kept", folders[0], max_tokens=20), at_once=True)
+        core.add(request("gone", tmp_path / "gone", max_tokens=20), at_once=True)
         core.step()
         late = dataclasses.replace(request("late", tmp_path / "gone"), params=SamplingParams(max_tokens=4))
-        core.add(late)
+        core.add(late, at_once=True)
         waiting = core.scheduler.requests["late"]
         core.scheduler.abort("late")
         core.compiling["late"] = waiting, float("inf")  # as if it had a grammar
         waiting.grammar = NeverDone()
-        core.add(request("next", folders[2]))  # crowded
+        core.add(request("next", folders[2]), at_once=True)  # crowded
         shutil.rmtree(tmp_path / "gone")
         kill_after(core, [1])
         found, errors, _ = run(core)
         assert errors.keys() == {"gone", "late"} and all("cannot be read" in error for error in errors.values())
         assert len(found["kept"]) == 20 and len(found["next"]) == 8 and not core.compiling
-        core.add(request("again", folders[2]))
+        core.add(request("again", folders[2]), at_once=True)
         assert run(core)[0]["again"] == found["next"]
     finally:
         core.close()

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from checkpoints import DATA, without
-from checkpoints import FAMILIES as CASES
 from config import DEMO, EngineConfig
 from model_config import ModelConfig
 from models.config_fields import HARMLESS
@@ -19,6 +17,8 @@ from models.families import FAMILIES, architecture_of, family_of
 from models.read_config import ConfigReader, overridden
 from models.read_rope import notes_on
 from models.text_halves import row_of, text_half
+from random_checkpoints import DATA, without
+from random_checkpoints import FAMILIES as CASES
 from renamed import RENAMED, published
 
 # Facts of real files: vision halves and long lists that do not matter are cut.

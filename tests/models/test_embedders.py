@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import DATA, POOLED
 from config import DEMO
 from engine import LLM, PoolingParams
+from random_checkpoints import DATA, POOLED
 
 QWEN3, PROMPTS = DATA / "pooled" / "qwen3", POOLED["qwen3"]["prompts"]
 RAW = PoolingParams(use_activation=False)

@@ -18,8 +18,6 @@ import pytest
 import torch
 
 import reference
-from checkpoints import FAMILIES as FAMILY_CASES
-from checkpoints import KEPT, Checkpoints, tiers
 from config import EngineConfig
 from device.loader import fill_dummy, load_weights
 from device.memory import MemoryPlan, plan_stage
@@ -35,6 +33,8 @@ from processes.client import EngineDeadError, MPClient
 from processes.fleet import launch
 from processes.lockstep import Lockstep, Meetings, Waves
 from processes.messages import Meet, Wave, WaveReport
+from random_checkpoints import FAMILIES as FAMILY_CASES
+from random_checkpoints import KEPT, Checkpoints, tiers
 from sampling_params import SamplingParams
 from served import command, eventually
 from test_parallel import answers, make_worker

@@ -15,8 +15,6 @@ from safetensors.torch import load_file, save_file
 
 import family_campaign
 import reference
-from checkpoints import DATA, FORMULAS, KEPT, LLAMAS, REMOTE, Checkpoints, tiers
-from checkpoints import FAMILIES as CASES
 from config import EngineConfig
 from device.memory import stage_layers
 from device.startup import start_worker
@@ -27,6 +25,8 @@ from models.shares import check_division
 from oracle_checks import ask, check, known, make_core, make_worker
 from parallel import Group
 from plan import NewRow, StepPlan
+from random_checkpoints import DATA, FORMULAS, KEPT, LLAMAS, REMOTE, Checkpoints, tiers
+from random_checkpoints import FAMILIES as CASES
 
 
 @pytest.fixture(scope="session")

@@ -13,16 +13,17 @@ import torch
 from safetensors.torch import load_file
 
 import reference
-from checkpoints import LATENTS as CASES
-from checkpoints import Checkpoints, tiers
 from cpu import ops as cpu_ops
 from device.loader import load_weights
 from model import Batch, Transformer
 from model_config import ModelConfig
 from models import latent_attention
+from models.packing import be_batch_invariant
 from oracle_checks import check, make_worker
 from parallel import Group
 from plan import NewRow, StepPlan
+from random_checkpoints import LATENTS as CASES
+from random_checkpoints import Checkpoints, tiers
 from worker import Worker
 
 
@@ -87,10 +88,12 @@ def test_chunks_prefixes_preemption_and_swaps_change_nothing(checkpoints: Checkp
     assert more(worker, 52, found, 20) == want[12:33]
 
 
-def forward(model: Transformer, pool: torch.Tensor, rows: list[tuple[int, list[int], int]]) -> torch.Tensor:
+def forward(
+    model: Transformer, pool: torch.Tensor, rows: list[tuple[int, list[int], int]], queries: int = 1
+) -> torch.Tensor:
     """Hidden states of a step. Row i has the blocks from 8 i on, and (context, new tokens, how many blocks)."""
     ints, tables = {"dtype": torch.int32}, torch.arange(8 * len(rows), dtype=torch.int32).view(-1, 8)
-    decodes = sum(len(tokens) == 1 and not model.layers[0].attention.batch_invariant for _, tokens, _ in rows)
+    decodes = sum(len(tokens) == queries and not model.layers[0].attention.batch_invariant for _, tokens, _ in rows)
     counts = [len(tokens) for _, tokens, _ in rows]
     positions = torch.cat([torch.arange(before, before + len(tokens)) for before, tokens, _ in rows])
     owners = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))
@@ -100,9 +103,27 @@ def forward(model: Transformer, pool: torch.Tensor, rows: list[tuple[int, list[i
         torch.tensor([token for _, tokens, _ in rows for token in tokens]), positions,
         (tables[owners, positions // 16].long() * 16 + positions % 16)[None], lens,
         torch.arange(len(rows), **ints), tables[None], decodes, starts, longer, max(counts),
-        [(len(tokens), held) for _, tokens, held in rows[decodes:]],
+        [(len(tokens), held) for _, tokens, held in rows[decodes:]], None, queries,
     )  # fmt: skip
     return model.forward(batch, pool, torch.empty(len(rows), 0))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3"])
+def test_rows_of_drafts_equal_longer_rows(shared: Path, name: str) -> None:
+    """Two rows of three tokens beside a longer one: attention has a kernel for the former, if the batch says so."""
+    folder = Checkpoints("latents" if name == "deepseek-v3" else "families", shared) / name
+    model = Transformer(ModelConfig.from_folder(str(folder)), cpu_ops, "cpu", torch.float32, 128, Group())
+    load_weights(model, str(folder))
+    pool, ids = torch.full((24, 16 * model.layout.size), torch.nan), prompt()
+    forward(model, pool, [(0, ids[:20], 2), (0, ids[3:36], 3), (0, ids[5:7], 1)])
+    rows, calls = [(20, ids[20:23], 2), (33, ids[36:39], 3), (2, ids[7:12], 1)], []
+    decode = "latent_decode" if name == "deepseek-v3" else "attention_decode"
+    want = forward(model, pool, rows, queries=0)
+    with pytest.MonkeyPatch.context() as patch:
+        plain = getattr(cpu_ops, decode)
+        patch.setattr(cpu_ops, decode, lambda q, *more: calls.append(len(q)) or plain(q, *more))
+        torch.testing.assert_close(forward(model, pool, rows, queries=3), want)
+    assert calls == [6] * len(model.layers)
 
 
 @pytest.fixture
@@ -118,7 +139,7 @@ def build(folder: Path, ops: ModuleType, invariant: bool = False) -> tuple[Trans
     model = Transformer(ModelConfig.from_folder(str(folder)), ops, "cpu", torch.float32, 128, Group())
     load_weights(model, str(folder))
     if invariant:
-        model.be_batch_invariant()
+        be_batch_invariant(model)
     return model, torch.full((24, 2 * 16 * 40), torch.nan)
 
 

@@ -16,8 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import POOLED as CASES
-from checkpoints import Checkpoints, pooled
 from config import DEMO, EngineConfig
 from core import EngineCore
 from cpu import machine
@@ -31,6 +29,8 @@ from observe.journal import Journal, replay
 from plan import EngineCoreRequest, StepResult
 from processes.client import MPClient
 from processes.engine_process import EngineServer
+from random_checkpoints import POOLED as CASES
+from random_checkpoints import Checkpoints, pooled
 from scheduler import Scheduler
 from sequence import Request
 from test_worker import SHAPE

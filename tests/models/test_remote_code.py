@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import REMOTE as CASES
-from checkpoints import Checkpoints
 from models.families import ALIASES, family_of
 from models.read_config import ConfigReader
 from oracle_checks import check, make_worker
+from random_checkpoints import REMOTE as CASES
+from random_checkpoints import Checkpoints
 
 Tensors = dict[str, torch.Tensor]
 

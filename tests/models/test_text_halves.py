@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import DATA, FAMILIES, SEEING, shape
 from family_campaign import Oracle
 from model_config import ModelConfig
 from models.families import SIZES
 from models.read_config import ConfigReader
 from oracle_checks import logits_of, make_worker
+from random_checkpoints import DATA, FAMILIES, SEEING, shape
 
 QWEN3 = DATA / "families" / "qwen3"
 

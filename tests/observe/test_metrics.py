@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -91,6 +92,15 @@ def test_vllms_series_have_its_names_types_labels_and_buckets(llm: LLM) -> None:
     (cache,) = found["vllm:cache_config_info"].samples
     assert cache.value == 1 and cache.labels["engine"] == "0" and cache.labels["block_size"] == "64"
     assert cache.labels["num_gpu_blocks"] == str(llm.core.facts["num_blocks"])
+
+
+def test_the_adapters_of_requests_are_told_with_the_time() -> None:
+    """As in vLLM, where of several lines the latest one counts."""
+    labels = {"max_lora": "1", "waiting_lora_adapters": "", "running_lora_adapters": "sing,whisper"}
+    before = time.time()
+    text = exposition({0: {"lora_requests_info": labels}}, "vllm:", "demo").decode()
+    (sample,) = families(text)["vllm:lora_requests_info"].samples
+    assert sample.labels == labels | {"engine": "0"} and before <= sample.value <= time.time()
 
 
 def test_each_engine_has_its_values_under_one_head() -> None:

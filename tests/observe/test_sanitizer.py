@@ -357,7 +357,7 @@ class CheckedWorker(FakeWorker):
             assert self.sums[slot] == known.sum(), "poison came where it must not"
         result = super().step(plan)
         samples = np.array(result.token_ids) >= 0
-        at = torch.tensor(np.where(samples, samples.cumsum() - 1, -1)).int()
+        at = torch.tensor([0, *samples.cumsum()]).int()
         sampled = torch.tensor(result.token_ids)[samples]
         counts = state.num_known, state.num_computed
         reference.post_update(state.token_ids, *counts, slots, starts, at, sampled, state.stop_bits)
@@ -420,6 +420,7 @@ def test_no_false_alarm_on_a_random_model(make_core, mode, shape):
         pytest.param(FEW | {"preemption_mode": "recompute", "swap_space": 0.0}, marks=pytest.mark.full),
         pytest.param(FEW | {"preemption_mode": "swap", "swap_space": 0.01}, marks=pytest.mark.full),
         {"num_gpu_blocks_override": 70, "block_size": 16, "preemption_mode": "recompute"},
+        pytest.param({"kv_cache_dtype": "fp8", "block_size": 16}, marks=pytest.mark.full),
         pytest.param(
             {"enable_prefix_caching": False, "max_num_batched_tokens": 32, "max_num_seqs": 32}, marks=pytest.mark.long
         ),
@@ -427,12 +428,13 @@ def test_no_false_alarm_on_a_random_model(make_core, mode, shape):
             {"enable_chunked_prefill": False, "scheduler_delay_factor": 0.5, "block_size": 7}, marks=pytest.mark.long
         ),
     ],
-    ids=["recompute", "swap", "host tier", "chunks of 32", "classic order"],
+    ids=["recompute", "swap", "host tier", "fp8", "chunks of 32", "classic order"],
 )
 def test_no_false_alarm_on_the_demo(llm, make_llm, conversations, fields):
     prompts = [llm.tokenizer.encode(llm.tokenizer.render(c), add_special_tokens=False) for c in conversations[:5]]
     work = prompts * 2, [GREEDY] * 5 + [replace(STORY, max_tokens=40)] * 5
     checked = make_llm(sanitize_kv=True, threads=1, **{"max_num_seqs": 32} | fields)
+    llm = make_llm(kv_cache_dtype="fp8") if "kv_cache_dtype" in fields else llm
     wanted = tokens(llm.generate(*work, use_tqdm=False))
     for _ in range(2):
         assert tokens(checked.generate(*work, use_tqdm=False)) == wanted

@@ -222,6 +222,56 @@ test_delta_rule_in_more_cases = pytest.mark.long(
 )
 
 
+# Of each row: tokens before it (-1 for a padding row), its own, and how many of them change its state. Those that may
+# have drafts come first.
+DRAFTED = [(3, 5, 2), (0, 4, 4), (-1, 5, 0), (90, 9, 0), (2, 1, 1), (7, 3, 1), (0, 3, 1), (70, 17, 17), (0, 65, 65)]
+
+
+def drafted_rows() -> tuple[Rows, torch.Tensor]:
+    """The rows of `DRAFTED`, and `taken`."""
+    before, counts, taken = torch.tensor(DRAFTED, dtype=torch.int32).T.contiguous()
+    starts = torch.cat((torch.zeros(1), counts.cumsum(0))).int()
+    slots = torch.randperm(len(counts) + 2)[: len(counts)].int().where(before >= 0, -1)
+    return Rows(slots, starts, (before + counts).where(before >= 0, 0), 7, 65), taken
+
+
+def check_conv_silu_after_drafts(ops: ModuleType, place: str, dtype: torch.dtype) -> None:
+    (rows, taken), taps, channels = drafted_rows(), 4, 130
+    x, weight = (torch.randn(n, m).to(dtype) for n, m in ((int(rows.starts[-1]), channels), (channels, taps)))
+    pool, state = new_state(rows, channels, taps - 1)
+    view = pool.to(place, copy=True)[:, 3:-4].view(state.shape)
+    got = ops.conv_silu(apart(x, place), weight.to(place), view, rows.to(place), taken.to(place)).cpu()
+    states = {}
+    for (slot, tokens, fresh), count in zip(rows.live(), taken[rows.slots >= 0].tolist(), strict=True):
+        before = torch.zeros_like(state[slot]) if fresh else state[slot]
+        (want, _), (naive, _) = (conv_silu(x[tokens], weight, before, naive) for naive in (False, True))
+        oracles.check_error(got[tokens], want, naive)
+        states[slot] = [conv_silu(x[tokens][:count], weight, before, False)[1]] * 2
+    check_states(view.cpu(), states)
+
+
+def check_delta_rule_after_drafts(ops: ModuleType, place: str, dtype: torch.dtype) -> None:
+    (rows, taken), sizes = drafted_rows(), (2, 4, 8, 16)
+    layer = new_layer(int(rows.starts[-1]), sizes, dtype, "mild")
+    pool, state = new_state(rows, *sizes[1:])
+    view, inputs = pool.to(place, copy=True)[:, 3:-4].view(state.shape), (apart(x, place) for x in layer[:3])
+    scalars = layer.decay.to(place), layer.dt_bias.to(place)
+    got = ops.delta_rule(*inputs, *scalars, view, rows.to(place), sizes[0], taken=taken.to(place)).cpu()
+    states, kept = {}, taken[rows.slots >= 0].tolist()
+    for i, ((slot, tokens, fresh), count) in enumerate(zip(rows.live(), kept, strict=True)):
+        before = torch.zeros_like(state[slot]) if fresh else state[slot]
+        compute = torch.float64, dtype if ops is kernels and i > 5 else torch.float32
+        want, naive = (delta_rule(layer, tokens, before, sizes[0], kind) for kind in compute)
+        oracles.check_error(got[tokens], want[0], naive[0].to(dtype))
+        seen = slice(tokens.start, tokens.start + count)
+        states[slot] = [delta_rule(layer, seen, before, sizes[0], kind)[1] for kind in compute]
+    check_states(view.cpu(), states)
+
+
+test_conv_silu_after_drafts = tried(DTYPES, on=[(F32,)], drawn=3)(check_conv_silu_after_drafts)
+test_delta_rule_after_drafts = tried(DTYPES, on=[(F32,), (BF16,)], drawn=3)(check_delta_rule_after_drafts)
+
+
 @pytest.mark.parametrize("dtype", [pytest.param(F32, marks=pytest.mark.full), BF16])
 def test_with_batch_invariant_a_token_has_the_same_bits_in_any_chunk(device: str, dtype: torch.dtype) -> None:
     sizes, taps, count = (1, 2, 16, 16), 4, 7

@@ -115,8 +115,12 @@ def check_experts(
     weigh_inputs: bool,
     batch_invariant: bool = False,
     device: str = "cpu",
+    coded: tuple[Any, Any] | None = None,
 ) -> None:
-    """Check both products of a layer, the second on what the formula gives for the first."""
+    """Check both products of a layer, the second on what the formula gives for the first.
+
+    `coded` are the two weights in codes, whose numbers `args` then has.
+    """
     x, gate_up, gate_up_bias, down, down_bias, weights, ids = args
     here = (ids - first >= 0) & (ids - first < len(gate_up))
     local = torch.where(here, ids - first, -1)
@@ -125,6 +129,7 @@ def check_experts(
     naive_h, naive_y = oracles.experts(*example, naive=True)
     x, gate_up, gate_up_bias, down, down_bias, weights, ids = there(device, args)
     plan = ops.plan_experts(weights, ids, len(gate_up), first, weigh_inputs, batch_invariant)
+    gate_up, down = coded or (gate_up, down)
     met, got = here.flatten(), ops.expert_gate_up(x, gate_up, gate_up_bias, plan, activation).cpu()
     assert got.shape == h.shape
     if met.any():

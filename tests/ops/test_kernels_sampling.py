@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -139,6 +140,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "min_p": torch.ones_like,
     "seeds": lambda seeds: seeds + 1,
     "num_known": lambda counts: counts + 1,
+    "drafts": lambda drafts: drafts + 1,
     "adjustments": torch.zeros_like,
     "penalties": lambda penalties: penalties + 9.0,
     "token_counts": torch.zeros_like,
@@ -161,18 +163,43 @@ def test_every_backend_honours_each_sampling_parameter(device: str) -> None:
         "top_p": torch.full((count,), 0.99), "min_p": torch.full((count,), 1e-5), "seeds": torch.arange(count),
         "num_known": torch.arange(count, dtype=torch.int32),
     }  # fmt: skip
-    fields = dict(zip(reference.Adjust._fields, oracles.adjustments([7] * count, vocab), strict=True))
+    fields = dict(zip(reference.Adjust._fields, oracles.adjustments([7] * count, vocab, 3), strict=True))
     fields["bias_ids"] = torch.full_like(fields["bias_ids"], 2**31 - 1)
     fields["bias_ids"][:, :8], fields["biases"] = torch.arange(8), 4 * torch.rand(count, 1024)
     logits, slots, drawn = torch.randn(count, vocab), torch.arange(count, dtype=torch.int32), []
+    guesses = torch.tensor([[-1, -1], [4, -1], [5, 6]]).int()
     for name in ("", *CHANGES):
         args = [CHANGES[name](x) if name == key else x for key, x in state.items()]
         adjust = [CHANGES[name](x) if name == key else x for key, x in fields.items()]
-        drawn.append(reference.sample(logits, slots, *args, reference.Adjust(*adjust)))
+        drafts = CHANGES[name](guesses) if name == "drafts" else guesses
+        drawn.append(reference.sample(logits, slots, *args, reference.Adjust(*adjust), drafts))
         assert name == "" or not torch.equal(drawn[-1], drawn[0]), name
         twins = cpu.sampling.sample, functools.partial(run, "sample", device)
         for sample, made in zip(twins, (reference.Adjust, kernels.Adjust), strict=True):
-            assert torch.equal(sample(logits, slots, *args, made(*adjust)), drawn[-1]), name
+            assert torch.equal(sample(logits, slots, *args, made(*adjust), drafts), drawn[-1]), name
+
+
+@tried(
+    st.booleans(), st.sampled_from([1, 50, 257, 1000]), st.integers(0, 8), st.integers(0, 2**31),
+    on=[(True, 140, 2, 3), (False, 50, 8, 3), (False, 1, 0, 2)], drawn=10,
+)  # fmt: skip
+def test_sample_after_drafts(
+    device: str, monkeypatch: pytest.MonkeyPatch, small: bool, vocab: int, width: int, seed: int
+) -> None:
+    """A row draws what a slot draws that has really sampled its drafts, and what the specification draws."""
+    torch.manual_seed(seed)
+    case = oracles.drafted(vocab, width, 5)
+    with monkeypatch.context() as patch:
+        for name in SAMPLE_SIZES if small else ():
+            patch.setattr(sampling, f"SAMPLE_{name}", SAMPLE_SIZES[name])
+        counts = case.fields[2].clone()
+        got = run("sample", device, case.logits, *case.args, kernels.Adjust(*case.fields), case.drafts)
+        assert torch.equal(case.fields[2], counts) and not got[case.args[0] < 0].any()
+        want = run("sample", device, case.logits, *case.sampled_args, kernels.Adjust(*case.sampled_fields))
+        assert torch.equal(got, want)
+        plain = run("sample", device, case.logits, *case.args, None, case.drafts)
+    assert torch.equal(got, reference.sample(case.logits, *case.args, reference.Adjust(*case.fields), case.drafts))
+    assert torch.equal(plain, reference.sample(case.logits, *case.args, None, case.drafts))
 
 
 @pytest.mark.parametrize("heat", [0.0, pytest.param(1.0, marks=pytest.mark.long)])
@@ -250,33 +277,39 @@ def test_a_seeded_draw_ignores_the_batch(device: str) -> None:
 def test_mask_words(device: str, sizes: tuple[int, int], seed: int) -> None:
     """Few tokens, so that words share their ends and are beginnings of each other, and outputs that end like words.
 
-    Tokens 30 to 33 lie in two words of the bitmask. Slot 4 is in no row, and slots without 8 in their kinds stay.
+    Tokens 30 to 33 lie in two words of the bitmask. Slot 4 is in no row, and slots without 8 in their kinds stay. Two
+    slots also have rows after drafts.
     """
     rng, (count, length), tokens = random.Random(seed), sizes, (0, 30, 31, 32, 33)
-    some, slots = tokens[: rng.choice((2, 3, 5))], ints(2, -1, 0, 3, -1, 1)
+    some, slots = tokens[: rng.choice((2, 3, 5))], ints(2, -1, 0, 3, -1, 1, 0, 3, 3)
+    width = rng.randint(2, 8)
+    after = [0, 2, 0, 1, 0, 0, 2, width, 0]  # drafts of each row; those of padding rows do not matter
+    drafts = (torch.arange(width) < torch.tensor(after)[:, None]).int() - 1
     kinds = ints(12, rng.choice((8, 15)), rng.choice((0, 7)), 12, 12)
-    known, bits = ints(*(rng.randint(1, 20) for _ in range(5))), torch.randint(-(2**31), 2**31, (5, 2)).int()
+    known = ints(*(rng.randint(1, 20) for _ in range(5)))
+    bits = torch.randint(-(2**31), 2**31, (5, width + 1, 2)).int()
     prompt = ints(*(rng.randint(max(0, n - rng.choice((0, 1, 20))), n) for n in known.tolist()))
-    ids, bad = torch.tensor(rng.choices(some, k=5 * 21)).int().view(5, 21), torch.full((5, count, length), -1).int()
+    ids, bad = torch.tensor(rng.choices(some, k=5 * 29)).int().view(5, 29), torch.full((5, count, length), -1).int()
     want, states = bits.clone(), []
     for slot in range(5):
-        output, told = ids[slot, prompt[slot] : known[slot]].tolist(), {}
-        for i in range(rng.randint(1, count)):
-            word = rng.choices(some, k=rng.randint(2, length))
+        outputs = [ids[slot, prompt[slot] : known[slot] + a].tolist() for a in range(width + 1)]
+        words = [rng.choices(some, k=rng.randint(2, length)) for _ in range(rng.randint(1, count))]
+        for i, word in enumerate(words):
             if rng.random() < 0.3:
-                word = [*output[1 - len(word) :], word[-1]]
+                word[:-1] = rng.choice(outputs)[1 - len(word) :]
             bad[slot, i, -len(word) :] = ints(*word)
-            begun = len(word) <= len(output) + 1 and word[:-1] == output[len(output) + 1 - len(word) :]
-            told[word[-1]] = told.get(word[-1], False) or begun
-        for token, barred in told.items() if slot < 4 and kinds[slot] & 8 else ():
-            word = int(want[slot, token // 32]) & 0xFFFFFFFF
-            word = word & ~(1 << token % 32) if barred else word | 1 << token % 32
-            want[slot, token // 32] = word - (word >> 31 << 32)
+        rows = [a for row, a in zip(slots.tolist(), after, strict=True) if row == slot and kinds[slot] & 8]
+        for a, end in itertools.product(rows, {word[-1] for word in words}):
+            begins = [word[:-1] for word in words if word[-1] == end]
+            barred = any(outputs[a][max(0, len(outputs[a]) - len(x)) :] == x for x in begins)
+            word = int(want[slot, a, end // 32]) & 0xFFFFFFFF
+            word = word & ~(1 << end % 32) if barred else word | 1 << end % 32
+            want[slot, a, end // 32] = word - (word >> 31 << 32)
     rest = torch.zeros(5)
     for ops in (kernels, reference):
         states.append(bits.clone())
         adjust = ops.Adjust(kinds, rest, rest, rest, rest, states[-1])
-        args = slots, ids, known, prompt, bad, adjust
+        args = slots, ids, known, prompt, bad, adjust, drafts
         run("mask_words", device, *args) if ops is kernels else ops.mask_words(*args)
     assert torch.equal(states[1], want) and torch.equal(states[0], want)
 
@@ -285,7 +318,7 @@ def test_mask_words(device: str, sizes: tuple[int, int], seed: int) -> None:
 def test_one_word_that_matches_bars_its_end(device: str, others: int) -> None:
     """It does so wherever it stands among words with the same end, which do not match."""
     for place in {0, others // 2, others}:
-        bad, bits, rest = torch.full((1, others + 1, 4), -1).int(), torch.zeros(1, 1).int(), torch.zeros(1)
+        bad, bits, rest = torch.full((1, others + 1, 4), -1).int(), torch.zeros(1, 1, 1).int(), torch.zeros(1)
         bad[0, :, 1:], bad[0, place, 1:] = ints(5, 6, 31), ints(5, 7, 31)
         adjust = kernels.Adjust(ints(12), rest, rest, rest, rest, bits)
         for tokens, left in ((ints(5, 7, 9), 0), (ints(5, 8, 9), -(2**31)), (ints(4, 7, 9), -(2**31))):

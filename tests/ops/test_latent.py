@@ -80,7 +80,7 @@ def test_latent_store(
     ops: ModuleType, place: str, tokens: int, sizes: tuple[int, int], dtype: torch.dtype, interleaved: bool
 ) -> None:
     rank, rope = sizes
-    x, weight = torch.randn(tokens, rank + rope).to(dtype), torch.randn(rank).to(dtype)
+    x, weight = torch.randn(tokens, rank + rope).to(dtype), (torch.randn(rank) * 300).to(dtype)
     angles, positions = torch.rand(50, rope // 2) * 7, torch.randint(0, 50, (tokens,))
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
     places = torch.randperm(32)[:tokens] - 1  # in 2 blocks of 16; now and then one is -1
@@ -98,6 +98,9 @@ def test_latent_store(
         return kv
 
     oracles.check_error(pool[:, 1].cpu(), formula(False), formula(True))
+    packed = torch.full_like(pool, 7.0, dtype=oracles.FP8)
+    ops.latent_store(given, weight.to(place), 1e-6, rotation, places.to(place), packed[:, 1], interleaved)
+    assert torch.equal(packed.cpu().float(), oracles.fp8(pool.cpu().float()))
 
 
 @tried(
@@ -146,24 +149,25 @@ LATENT_DECODE_CASES = (
     SIZES,
     dtypes,
     st.sampled_from([16, 64]),
-    st.sampled_from([1, 1, 2, 5]),
+    st.sampled_from([1, 1, 2, 5, 9]),
     st.sampled_from([1, 2, 5, 9]),
+    st.booleans(),
 )
 
 
 def check_latent_decode(
     ops: ModuleType, place: str, before: list[int], heads: int, sizes: tuple[int, int], dtype: torch.dtype,
-    block_size: int, tokens: int, programs: int,
+    block_size: int, tokens: int, programs: int, fp8: bool,
 ) -> None:  # fmt: skip
     (rank, rope), lengths, scale = sizes, [n + tokens for n in before], 0.2
-    pages = paged(lengths, rank + rope, block_size, dtype)
+    pages = paged(lengths, rank + rope, block_size, oracles.FP8 if fp8 else dtype)
     slots = torch.cat((torch.randperm(len(lengths)), torch.tensor([-1])))[torch.randperm(len(lengths) + 1)]
     lens = ints(*[lengths[s] if s >= 0 else 0 for s in slots.tolist()])
     q = torch.randn(len(slots) * tokens, heads, rank + rope).to(dtype)
     kv, tables, rows, lens = (x.to(place) for x in (pages.kv, pages.tables, slots.to(torch.int32), lens))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(latent, "_programs", lambda *_: programs)
-        plan = ops.plan_decode(kv, tables, rows, lens, heads, 0, tokens)
+        plan = ops.plan_decode(kv, tables, rows, lens, heads, 0, tokens, dtype=dtype)
         got = [ops.latent_decode(q.to(place), kv, plan, scale, rank).cpu() for _ in range(2)]  # as two layers do
     assert got[0].shape == (len(q), heads, rank) and torch.equal(*got)
     for b, slot in enumerate(slots.tolist()):
@@ -177,7 +181,12 @@ def check_latent_decode(
 
 test_latent_decode = tried(
     *LATENT_DECODE_CASES,
-    on=[([130, 15], 3, (24, 6), BF16, 16, 1, 5), ([40], 20, (32, 16), F32, 64, 2, 2)],
+    on=[
+        ([130, 15], 3, (24, 6), BF16, 16, 1, 5, False),
+        ([40], 20, (32, 16), F32, 64, 2, 2, True),
+        ([16, 0], 16, (32, 16), BF16, 16, 9, 3, False),
+        ([40, 15], 3, (24, 6), BF16, 16, 1, 3, True),
+    ],
     drawn=5,
 )(check_latent_decode)
 test_latent_decode_in_more_cases = pytest.mark.long(
@@ -191,16 +200,17 @@ LATENT_PREFILL_CASES = (
     SIZES,
     dtypes,
     st.sampled_from([16, 64]),
+    st.booleans(),
 )
 
 
 def check_latent_prefill(
     ops: ModuleType, place: str, rows: list[tuple[int, int]], heads: int, sizes: tuple[int, int], dtype: torch.dtype,
-    block_size: int,
+    block_size: int, fp8: bool,
 ) -> None:  # fmt: skip
     (rank, rope), scale, rows = sizes, 0.2, [*rows, (30, 5)]
     lengths, counts = [before + n for before, n in rows], [n for _, n in rows]
-    pages = paged(lengths, rank + rope, block_size, dtype)
+    pages = paged(lengths, rank + rope, block_size, oracles.FP8 if fp8 else dtype)
     starts = ints(0, *np.cumsum([*counts, 2]).tolist())
     slots, lens = ints(*range(len(rows)), -1), ints(*lengths, 0)
     q = torch.randn(int(starts[-1]), heads, rank + rope).to(dtype)
@@ -216,7 +226,7 @@ def check_latent_prefill(
 
 test_latent_prefill = tried(
     *LATENT_PREFILL_CASES,
-    on=[([(20, 17)], 3, (24, 6), F32, 16), ([(70, 2), (1, 0)], 20, (32, 16), BF16, 64)],
+    on=[([(20, 17)], 3, (24, 6), F32, 16, True), ([(70, 2), (1, 0)], 20, (32, 16), BF16, 64, False)],
     drawn=5,
 )(check_latent_prefill)
 test_latent_prefill_in_more_cases = pytest.mark.long(

@@ -252,7 +252,17 @@ class ReadyEngine(PipedEngine):
 
     def _launch(self) -> None:
         super()._launch()
-        self.say(SIZES | {"dtype": "float32", "block_size": 64, "vocab_size": 9, "task": "generate", "max_logprobs": 5})
+        self.say(
+            SIZES
+            | {
+                "dtype": "float32",
+                "cache_dtype": "float32",
+                "block_size": 64,
+                "vocab_size": 9,
+                "task": "generate",
+                "max_logprobs": 5,
+            }
+        )
 
 
 @pytest.mark.parametrize("others", [[DEMO], [DEMO, ""]])

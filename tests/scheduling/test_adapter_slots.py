@@ -7,7 +7,11 @@ import itertools
 import pytest
 
 from fake_worker import Engine, adapted_seed, expected, prompt
-from sequence import Status
+from plan import PLACEHOLDER, StepPlan
+from sampling_params import SamplingParams
+from scheduling.adapters import AdapterSlots
+from scheduling.timeline import Timeline, WaitClock
+from sequence import Adapter, Request, SequenceGroup, Status
 
 
 def loads(engine: Engine) -> list[tuple[int, int]]:
@@ -154,3 +158,16 @@ def test_adapters_are_loaded_anew_after_what_went_wrong(lost):
             engine.lose(lost)
     assert times > 5 and swapped
     check(engine, adapters, 6, 20)
+
+
+def test_virtual_tokens_are_where_the_slot_of_their_adapter_is():
+    """The scheduler's own tokens are the same in all slots; those of the plans are not."""
+    slots, plan, known = AdapterSlots(3, room=8), StepPlan(0), []
+    for i, virtual in enumerate((2, 0, 8)):
+        adapter = Adapter(str(i), i, "", virtual)
+        request = Request(str(i), [PLACEHOLDER] * virtual + [5, 6], SamplingParams(), adapter=adapter)
+        group = SequenceGroup(request, 0, Timeline(WaitClock()))
+        slots.take(group, plan)
+        known.append(slots.known(group.seqs[0]))
+    assert plan.adapters == [(0, 0), (1, 1), (2, 2)]
+    assert known == [[-1, -2, 5, 6], [5, 6], [*range(-17, -25, -1), 5, 6]]

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from batch_state import StepShape
+import reference
+from batch_state import BatchState, StepShape
 from engine import SamplingParams
 from plan import BIAS, MASK, PENALTIES, StepPlan, bit_words
 from worker_steps import ONE_LAYER, FakeGraph, row, worker_in
@@ -202,7 +203,7 @@ def test_a_worker_draws_what_is_left(make, few_programs, monkeypatch, backend, g
     if graphs:
         with torch.inference_mode():
             worker.graph_sizes, shape = [5], StepShape(5, 5, 5, 5, 1, True)
-            worker.state.enter_rows(np.zeros((0, 2), dtype=np.int32), np.zeros(0, dtype=bool), shape)
+            worker.state.enter_rows(np.zeros((0, 3), dtype=np.int32), np.zeros(0, dtype=np.int32), shape)
             worker.state.apply(worker.ops)
             graph = FakeGraph(worker, shape)
             worker.graphs[shape] = graph, graph.ids
@@ -289,10 +290,30 @@ def test_a_worker_counts_down_and_then_bars_nothing(make, backend, allowed):
     assert state.adjustments[:2].tolist() == [4 * bool(allowed)] * 2 == state.adjusted[:2].tolist()
     assert not state.stops_barred.any() and not state.barred_rows and (not allowed or {*ids} <= {*allowed})
     if allowed:
-        assert state.bitmask[0].tolist() == state.bitmask[1].tolist() != [0] * 4
+        assert state.bitmask[0].tolist() == state.bitmask[1].tolist() != [[0] * 4]
     again = row(2, [1, 2, *ids[:2]])  # as after a preemption: nothing is left to wait for, and the same token comes
     again.allowed = new[0].allowed
     assert worker.step(StepPlan(9, rows=[(2, 4)], new=[again])).token_ids == [ids[2]]
+
+
+def test_tokens_are_barred_after_drafts_too():
+    """All masks of a slot begin alike, a draft may begin a bad word, and a step may bring a mask for each draft."""
+    state, new = BatchState(3, 32, 2, 16, 40, "cpu", drafts=2), [row(slot, [1, 2]) for slot in range(3)]
+    new[0].stops, new[0].min_tokens = bit_words((5,)), 1
+    new[1].allowed, new[1].bad_words, new[1].masked_logprobs = bit_words((3, 33)), [[3, 33]], True
+    new[2].constrained = True
+    brought = np.array([[1, 2], [3, 4]], dtype=np.uint32)
+    state.enter(StepPlan(0, new=new, masks=[(2, brought.tobytes())]))
+    state.apply(reference)
+    assert state.bitmask.tolist() == [[[~32, -1]] * 3, [[8, 2]] * 3, [[1, 2], [3, 4], [0, 0]]]
+    state.token_ids[1, 2:4] = torch.tensor([3, 3])
+    slots, drafts = torch.tensor([1, 1, -1, 1]).int(), torch.tensor([[-1, -1], [3, -1], [3, 3], [3, 3]]).int()
+    logits = torch.zeros(4, 40)
+    logits[:, 33] = 1.0
+    ids = state.sample(reference, logits, slots, state.adjust(reference), drafts)
+    assert ids.tolist() == [33, 3, 0, 3] and state.bitmask[1].tolist() == [[8, 2], [8, 0], [8, 0]]
+    state.bar(logits, torch.tensor([0, 3]), np.array([1, 1]), np.array([0, 2]))
+    assert [x.isfinite().nonzero()[:, 0].tolist() for x in (logits[0], logits[3])] == [[3, 33], [3]]
 
 
 def test_what_changes_logits_beside_min_tokens_outlasts_them(make):

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from checkpoints import BEAMS, Checkpoints
-from checkpoints import NEW_OF_BEAMS as NEW
-from checkpoints import SEARCHED as CASES
 from config import EngineConfig
 from engine import EngineCore
 from plan import EngineCoreRequest, EngineOutput
+from random_checkpoints import BEAMS, Checkpoints
+from random_checkpoints import NEW_OF_BEAMS as NEW
+from random_checkpoints import SEARCHED as CASES
 from sampling_params import SamplingParams
 from scheduling.beam import BeamSearch
 

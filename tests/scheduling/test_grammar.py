@@ -332,7 +332,7 @@ class Stub:
 
 def test_a_mask_that_takes_long_holds_up_its_sequence_alone(grammars, constraint, monkeypatch):
     def group(c):
-        seq = Stub(constraint=c, num_computed=1, tokens=[5, 6], group=None)
+        seq = Stub(constraint=c, num_computed=1, tokens=[5, 6], proposed=[], group=None)
         seq.group = Stub(request=Stub(num_prompt=1, params=c.params), seqs=[seq], births=[])
         return seq.group
 
@@ -383,7 +383,7 @@ def test_the_cache_counts_bytes(grammars, monkeypatch):
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 ASKED = (
-    {"regex": "[a-c]{12}"},
+    {"regex": "[a-c]{30}"},
     {"json": PERSON, "disable_any_whitespace": True},
     {"choice": ["yes it is", "no"]},
     None,
@@ -437,6 +437,7 @@ STARVED = {"num_gpu_blocks_override": 9, "block_size": 8, "max_model_len": 64}
 def test_answers_are_the_same_whatever_happens(make_llm, undisturbed, fields):
     prompts, params = requests(16)
     with make_llm(**fields) as llm:
+        llm.generate(prompts[: len(ASKED)], params[: len(ASKED)], use_tqdm=False)  # no request waits for its grammar
         assert [out.outputs[0].text for out in llm.generate(prompts, params, use_tqdm=False)] == undisturbed
         counters = llm.core.scheduler.counters
         assert "preemption_mode" not in fields or counters["num_preemptions_total"] > 0

@@ -100,9 +100,12 @@ def test_samples_that_cannot_find_their_prompt_come_in_together(fields):
         assert tokens == expected(prompt(14), 6, 64, ignore_eos=True, seed=sample_seed(index))
 
 
-@pytest.mark.parametrize("logprobs", [None, 1], ids=["in the batch of decodes", "looked at in each step"])
-def test_a_long_answer_keeps_one_state(logprobs):
-    engine = Engine(states=(3, 0))
+@pytest.mark.parametrize(
+    ("logprobs", "ahead"), [(None, 0), (None, 3), (1, 0)],
+    ids=["in the batch of decodes", "with room behind their tokens", "looked at in each step"],
+)  # fmt: skip
+def test_a_long_answer_keeps_one_state(logprobs, ahead):
+    engine = Engine(states=(3, 0), num_lookahead_slots=ahead)
     engine.add("other", prompt(6, 20), max_tokens=1)
     engine.run()
     engine.add("long", prompt(6), max_tokens=50, ignore_eos=True, logprobs=logprobs)

@@ -9,10 +9,11 @@ import dataclasses
 
 import torch
 
+from checkpoints.dequantize import Packed
+from checkpoints.hub import checkpoint_files
+from checkpoints.storage import Storage, opened
 from model_config import ModelConfig
-from models.dequantize import Packed, Scales, find_scales, open_tensor, opened
 from models.families import our_name
-from models.hub import checkpoint_files
 
 ROWS = 512  # are compared at a time
 Tables = dict[str, tuple[str, torch.Tensor | Packed]]
@@ -27,29 +28,36 @@ def settle_head(source: str, config: ModelConfig) -> ModelConfig:
     if not config.tie_word_embeddings or config.head != "logits":
         return config
     paths = checkpoint_files(source)
-    found = find_tables(paths, config, find_scales(paths, config.quantization))
+    found = find_tables(paths, config, Storage(paths, config.quantization))
     own = len(found) == 2 and not equal(*(tensor for _, tensor in found.values()))
     return dataclasses.replace(config, tie_word_embeddings=not own)
 
 
-def find_tables(paths: list[str], config: ModelConfig, scales: dict[str, Scales]) -> Tables:
+def find_tables(
+    paths: list[str], config: ModelConfig, storage: Storage, kinds: tuple[str, ...] = ("weight",)
+) -> Tables:
     """The table of embeddings and the head, as far as the files have them: the names that they have there, by ours."""
-    names, found = [f"{config.row.name(part)}.weight" for part in ("embed", "head")], {}
+    names, found = [f"{config.row.name(part)}.{kind}" for part in ("embed", "head") for kind in kinds], {}
     for path in paths:
         with opened(path) as file:
             for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-                of = scales.get(saved)
-                plain = of.plain if of else saved
-                if name := our_name(plain, names):
-                    found[name] = plain, open_tensor(file, saved, of, config.quantization)
+                plain = storage.plain(saved)
+                if plain and (name := our_name(plain, names)):
+                    found[name] = plain, storage.open(file, saved)
     return found
 
 
-def stand_in(paths: list[str], config: ModelConfig, scales: dict[str, Scales]) -> dict[str, str]:
+def stand_in(paths: list[str], config: ModelConfig, storage: Storage) -> dict[str, str]:
     """Our name of the table of embeddings, by that of the head which is it, where a tied model has saved no other."""
-    found = find_tables(paths, config, scales) if config.tie_word_embeddings else {}
+    found = find_tables(paths, config, storage) if config.tie_word_embeddings else {}
     table = f"{config.row.name('embed')}.weight"
     return {saved: table for saved, _ in found.values()} if table not in found else {}
+
+
+def nearly_equal(one: torch.Tensor | Packed, other: torch.Tensor) -> bool:
+    """Whether two matrices have the same numbers, but for what rounding to a dtype of 16 bits changes."""
+    pairs = zip(one.split(ROWS), other.split(ROWS), strict=False)
+    return one.shape == other.shape and all(torch.allclose(a.float(), b.float(), 2**-8, 2**-24) for a, b in pairs)
 
 
 def equal(one: torch.Tensor | Packed, other: torch.Tensor | Packed) -> bool:

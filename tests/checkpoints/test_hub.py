@@ -15,18 +15,19 @@ from typing import Any
 
 import pytest
 
+from checkpoints.hub import INDEX, check_id, find_model
 from config import DEMO, EngineConfig
 from engine import LLM, SamplingParams
+from gguf_files import write_gguf
 from hub_server import TOKEN, Hub, Repo
 from model_config import ModelConfig
-from models.hub import INDEX, check_id, find_model
 from models.pooling import settle_task
 from served import ROOT, alive, eventually, serving
 
 QUESTION = [{"role": "user", "content": "What is 23 + 58?"}]
 CONFIGS = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 KINDS = {"Transformer": "", "Pooling": "1_Pooling", "Dense": "2_Dense"}  # of modules, and their folders
-PACKED = {"quant_algo": "NVFP4"}
+PACKED = {"quant_algo": "W4A16_AWQ"}
 FILES = {name: (Path(DEMO) / name).read_bytes() for name in (*CONFIGS, "model.safetensors")}
 JUNK = [
     "README.md", "picture.png", "pytorch_model.bin", "training_args.bin", "consolidated.safetensors", "model.gguf",
@@ -80,7 +81,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
                 | {"tiktoken.model": b"", "tokenizer_config.json": b'{"tokenizer_class": "HYTokenizer"}'}
             ),
             "manta/packed": Repo(FILES | {"hf_quant_config.json": as_json({"quantization": PACKED})}),
-            "manta/nvfp4": Repo(
+            "manta/modelopt": Repo(
                 FILES
                 | {"config.json": as_json(CONFIG | {"quantization_config": {"quant_method": "modelopt", **PACKED}})}
             ),
@@ -183,13 +184,13 @@ def full(*row: Any) -> Any:
         ),
         full("manta/unknown", {}, "Nonesuch"),
         full("manta/tiktoken", {}, r"tiktoken\.model cannot be made into a tokenizer: its tokenizer_class is 'HYT"),
-        full("manta/packed", {}, r"quant_method 'modelopt' \(NVFP4\); Manta reads fp8, compressed-tensors, mxfp4"),
-        full("manta/nvfp4", {}, r"quant_method 'modelopt' \(NVFP4\); Manta reads fp8, compressed-tensors, mxfp4"),
+        full("manta/packed", {}, "the quant_algo 'W4A16_AWQ' of modelopt; Manta reads NVFP4, FP8"),
+        full("manta/modelopt", {}, "the quant_algo 'W4A16_AWQ' of modelopt; Manta reads NVFP4, FP8"),
         full("manta/bin", {}, r"manta/bin has no model\.safetensors, but pytorch_model\.bin; .*: convert it"),
         full(
             "a--b",
             {},
-            "there is no folder a--b; --model takes a folder in Hugging Face layout or a model's id on the hub",
+            "there is no folder a--b; --model takes a folder in Hugging Face layout, a GGUF file, or an id on the hub",
         ),
     ],
 )
@@ -338,6 +339,37 @@ def test_the_server_and_a_batch_take_an_id(hub: Hub, tmp_path: Path) -> None:
     assert hub.downloaded("manta/demo") == sorted(FILES)
 
 
+def test_a_gguf_file_of_the_hub_is_named_by_its_quantization(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """It alone is downloaded, with all its parts; and found in the cache, without the hub."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "made"))
+    write_gguf(Path(DEMO), tmp_path / "x.gguf", lambda name: "BF16", lambda w, _: w.add_tokenizer_model("no_vocab"))
+    content = (tmp_path / "x.gguf").read_bytes()
+    files = ["demo-BF16.gguf", "demo.Q8_0.gguf", "Q2_K/demo-Q2_K-00001-of-00002.gguf", "mmproj-BF16.gguf", "README.md"]
+    hub.repos["manta/GGUF"] = Repo(dict.fromkeys(files, content))
+    found = find_model(EngineConfig("manta/GGUF:bf16"))
+    assert hub.downloaded("manta/GGUF") == ["demo-BF16.gguf"]
+    assert found.model_name == "manta/GGUF:bf16" and ModelConfig.from_folder(found.folder).num_layers == 6
+    assert "manta/GGUF: downloading demo-BF16.gguf" in capfd.readouterr().err
+    for model, says in (
+        (
+            "manta/GGUF:Q4_K_M",
+            r"has the GGUF files Q2_K/demo-Q2_K-.*, demo-BF16\.gguf, .*: 0 of them are of 'Q4_K_M'; name",
+        ),
+        (
+            "manta/GGUF",
+            r"has no config\.json, but .*; of GGUF files give one: its path, or of a model on the hub ID:QUANT",
+        ),
+    ):
+        with pytest.raises(ValueError, match=says):
+            find_model(EngineConfig(model))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert find_model(EngineConfig("manta/GGUF:BF16")).folder == found.folder
+    with pytest.raises(ValueError, match="0 of them are of 'Q8_0'"):
+        find_model(EngineConfig("manta/GGUF:Q8_0"))
+
+
 # --- what is no model -------------------------------------------------------------------------------------------------
 
 
@@ -347,10 +379,6 @@ def test_the_server_and_a_batch_take_an_id(hub: Hub, tmp_path: Path) -> None:
         (["config.json", "pytorch_model.bin"], r"has no model\.safetensors, but pytorch_model\.bin; .*: convert it"),
         (["config.json", "model.pt"], r"has no model\.safetensors, but model\.pt; .*: convert it"),
         (
-            ["a.Q4_K_M.gguf"],
-            r"has no config\.json, but a\.Q4_K_M\.gguf; Manta does not read GGUF: give the safetensors",
-        ),
-        (
             ["params.json", "consolidated.safetensors"],
             r"has no config\.json, but consolidated\.safetensors; Manta reads",
         ),
@@ -359,7 +387,7 @@ def test_the_server_and_a_batch_take_an_id(hub: Hub, tmp_path: Path) -> None:
             "is an adapter of org/base: give that model, and --enable-lora --lora-modules NAME=",
         ),
         (["one/config.json", "two/config.json"], r"has no config\.json, but folders that have: .*, like .*/one$"),
-        (["config.json"], r"has no model\.safetensors; --model takes a folder in Hugging Face layout or a model's id"),
+        (["config.json"], r"has no model\.safetensors; --model takes a folder in Hugging Face layout, a GGUF file, or"),
         (["model.safetensors"], r"has no config\.json; --model takes a folder"),
         ([], r"has no config\.json; --model takes a folder"),
     ],
@@ -400,12 +428,6 @@ def test_a_file_or_an_address_is_no_model(name: str, says: str) -> None:
         check_id(name)
 
 
-def test_a_gguf_file_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(ValueError, match=r"model\.gguf is a file; Manta does not read GGUF: give the safetensors"):
-        find_model(EngineConfig(f"{tmp_path}/model.gguf"))
-
-
 def test_a_folder_has_no_revision() -> None:
-    with pytest.raises(ValueError, match=f"revision is 'main'; {DEMO} is a folder, so it must be left out"):
+    with pytest.raises(ValueError, match=f"revision is 'main'; {DEMO} is on this machine, so it must be left out"):
         find_model(EngineConfig(DEMO, revision="main"))

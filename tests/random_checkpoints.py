@@ -1,6 +1,6 @@
 """Random tiny checkpoints, and what transformers computes for them: the cases, and where their folders are.
 
-    python tests/checkpoints.py      makes the folders in data/ again, by transformers
+    python tests/random_checkpoints.py      makes the folders in data/ again, by transformers
 
 A case of `GROUPS` has the name of a config class of transformers, its fields, and what else oracle.py says. The cases
 of `KEPT`, at least one for each mechanism of a model, lie in data/, so that the default run needs no transformers.

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import DATA, SEEING, ask_transformers, shape
-from models.hub import INDEX
+from checkpoints.hub import INDEX
 from models.read_config import ConfigReader
 from models.text_halves import TIED_HALVES, row_of, text_half, tied_half, wrapper_of
 from oracle_checks import logits_of, make_worker
+from random_checkpoints import DATA, SEEING, ask_transformers, shape
 from worker import Worker
 
 TIED = DATA / "llamas" / "llama-gqa-llama3-rope-tied"

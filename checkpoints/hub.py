@@ -24,6 +24,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from checkpoints.gguf_file import parts_of
+from checkpoints.gguf_folder import choose, is_gguf, links_in, made_folder
 from config import MODEL_TAKES, EngineConfig, read_json, run_file
 from model_config import ModelConfig
 from models.pooling import module_files
@@ -38,7 +40,7 @@ FILES = (  # that the model's shape, its tokenizer and its pooling are read from
 )  # fmt: skip
 CONVERT = "Manta reads safetensors alone: convert it, by transformers' save_pretrained or the hub's safetensors/convert"
 FOREIGN = {  # weights that Manta does not read
-    ".gguf": "Manta does not read GGUF: give the safetensors that it was made from, which its model card names",
+    ".gguf": "of GGUF files give one: its path, or of a model on the hub ID:QUANTIZATION, like ID:Q4_K_M",
     ".bin": CONVERT, ".pt": CONVERT, ".pth": CONVERT, ".ckpt": CONVERT, ".h5": CONVERT, ".msgpack": CONVERT,
     ".safetensors": f"Manta reads model.safetensors, or the files that {INDEX} names, and not those of other layouts",
 }  # fmt: skip
@@ -52,7 +54,8 @@ GB = 1e9
 
 
 def find_model(config: EngineConfig, weights: bool = True) -> EngineConfig:
-    """The options with the model's `folder`; a model that is no folder here is downloaded, unless it has been before.
+    """The options with the model's `folder`, and that of what makes drafts for it; a model that is no folder here is
+    downloaded, unless it has been before.
 
     Without `weights`, or with `load_format` dummy, only the small files are needed.
 
@@ -60,19 +63,29 @@ def find_model(config: EngineConfig, weights: bool = True) -> EngineConfig:
         ValueError: there is no such model, it cannot be downloaded, or it is none that Manta can run.
         KeyboardInterrupt: it came during the download, which has been given up.
     """
+    if (options := config.speculation) and options.model:
+        own = EngineConfig(options.model, download_dir=config.download_dir, load_format=config.load_format)
+        found = json.dumps(dataclasses.asdict(options) | {"model": find_model(own, weights).folder})
+        config = dataclasses.replace(config, speculative_config=found)
     if config.snapshot:  # found before
         return config
     name, weights = config.model, weights and config.load_format != "dummy"
-    if not os.path.isdir(name):
+    if not os.path.isdir(name) and not is_gguf(name):
         check_id(name)
-        return dataclasses.replace(config, snapshot=download_beside(config, weights))
+        found = download_beside(config, weights)
+        return dataclasses.replace(config, snapshot=made_folder(found) if is_gguf(found) else found)
     if config.revision is not None:
-        raise ValueError(f"revision is {config.revision!r}; {name} is a folder, so it must be left out")
+        raise ValueError(f"revision is {config.revision!r}; {name} is on this machine, so it must be left out")
     try:
-        check_files(name, name, os.listdir(name), weights)
+        files = os.listdir(name) if os.path.isdir(name) else []
+        if not has_safetensors(files) and any(map(is_gguf, files)):
+            name = os.path.join(name, choose(name, files))
+        if os.path.isdir(name):
+            check_files(name, name, files, weights)
+            return config
     except OSError as error:
         raise ValueError(f"{name} cannot be read: {error.strerror}") from None
-    return config
+    return dataclasses.replace(config, model=os.path.abspath(name), snapshot=made_folder(name))
 
 
 def weight_names(folder: str, files: Collection[str] = ()) -> list[str]:
@@ -101,9 +114,11 @@ def weight_names(folder: str, files: Collection[str] = ()) -> list[str]:
 
 
 def checkpoint_files(folder: str) -> list[str]:
-    """Paths of the safetensors files that make up the checkpoint in `folder`, which may be such a file itself."""
+    """Paths of the files that make up the checkpoint in `folder`, which may be such a file itself."""
     if os.path.isfile(folder):
         return [folder]
+    if links := links_in(folder):
+        return links
     paths = [os.path.join(folder, name) for name in weight_names(folder)]
     if missing := next((path for path in paths if not os.path.isfile(path)), None):
         raise ValueError(f"{folder} has no {os.path.basename(missing):.200}")
@@ -113,13 +128,18 @@ def checkpoint_files(folder: str) -> list[str]:
 # --- folders ----------------------------------------------------------------------------------------------------------
 
 
+def has_safetensors(files: Collection[str]) -> bool:
+    """Whether weights that Manta reads are among these files."""
+    return not {"model.safetensors", INDEX}.isdisjoint(files) or any(map(SHARD.fullmatch, files))
+
+
 def check_files(name: str, folder: str, files: Collection[str], weights: bool) -> None:
     """Check that the `files` that a model has, the small ones of them in `folder`, are all that is needed.
 
     Raises:
         ValueError: they are not; it says what to do instead.
     """
-    has_weights = not {"model.safetensors", INDEX}.isdisjoint(files) or any(map(SHARD.fullmatch, files))
+    has_weights = has_safetensors(files)
     if "config.json" in files and (has_weights or not weights):
         return
     if "adapter_config.json" in files:
@@ -170,7 +190,7 @@ def check_id(name: str) -> None:
 
 
 def download_beside(config: EngineConfig, weights: bool) -> str:
-    """Run `download` in a process of its own, which ends when this one does.
+    """Run `download` in a process of its own, which ends when this one does; see there for the result.
 
     Raises:
         ValueError, KeyboardInterrupt: see `find_model`.
@@ -224,7 +244,7 @@ def leave_with_parent() -> None:
 
 
 def download(config: EngineConfig, cache: str, weights: bool) -> str:
-    """The folder in the cache with the files of a model of the hub.
+    """The folder in the cache with the files of a model of the hub; or the path of a GGUF file, if asked for one.
 
     Where the hub cannot be reached, or does not give the model any more, a whole copy in the cache will do.
 
@@ -238,7 +258,8 @@ def download(config: EngineConfig, cache: str, weights: bool) -> str:
 
     from tokenizer import open_tokenizer
 
-    name, trouble, sizes = config.model, None, dict[str, int]()
+    name, _, quantization = config.model.partition(":")
+    config, trouble, sizes = dataclasses.replace(config, model=name), None, dict[str, int]()
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -251,7 +272,17 @@ def download(config: EngineConfig, cache: str, weights: bool) -> str:
             raise
         except (OSError, HTTPError, UnicodeEncodeError) as error:
             trouble = error
-        folder = fetch(config, cache, FILES, bool(trouble))
+        folder = fetch(config, cache, FILES if not quantization else (), bool(trouble))
+        if quantization:
+            listed = sizes or {str(path.relative_to(folder)): 0 for path in Path(folder).rglob("*.gguf")}
+            path = choose(name, listed, quantization)
+            missing = [part for part in parts_of(path) if not os.path.isfile(os.path.join(folder, part))]
+            if missing and trouble:
+                raise LocalEntryNotFoundError(missing[0])
+            if missing:
+                announce(name, cache, missing, sum(sizes.get(part, 0) for part in missing))
+                fetch(config, cache, missing, bars=True)
+            return os.path.join(folder, path)
         with contextlib.suppress(ValueError):  # modules that Manta does not have are refused if it shall embed
             if more := module_files(folder):
                 fetch(config, cache, more, bool(trouble))

@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import reference
+from checkpoints.dequantize import Packed, minifloat, power_of_two
+from checkpoints.quantization import Format, Quantization, read_quantization
+from checkpoints.schemes import unpack_fp8, unpack_mxfp4
 from device import loader
 from device.loader import load_weights
 from model import Transformer
 from model_config import ModelConfig
-from models.dequantize import Packed, minifloat, power_of_two, unpack_fp8, unpack_mxfp4
-from models.quantization import Quantization, read_quantization
 from parallel import Group
 
+MX = Format("mxfp4", 4)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -78,7 +80,7 @@ def test_any_part_of_8_bit_floats_is_that_of_the_whole(data: st.DataObject):
     scales = torch.rand(-(-rows // block[0]), -(-columns // block[1])).to(data.draw(st.sampled_from(
         [torch.float32, torch.bfloat16])))  # fmt: skip
     given_block = block if kind == "blocks" else (7, 7)
-    packed, whole = unpack_fp8(codes, scales, given_block), fp8_formula(codes, scales, block)
+    packed, whole = unpack_fp8(codes, Format("fp8", 8, given_block), scales), fp8_formula(codes, scales, block)
     if data.draw(st.booleans()):
         packed, whole = packed.mT, whole.mT
     check_parts(packed, whole, data)
@@ -103,7 +105,7 @@ def test_any_part_of_4_bit_floats_is_that_of_the_whole(data: st.DataObject):
     torch.manual_seed(data.draw(st.integers(0, 99)))
     shape = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9)), 32 * data.draw(st.integers(1, 3))
     blocks, scales = random_mxfp4(*shape)
-    packed, whole = unpack_mxfp4(blocks, scales), mxfp4_formula(blocks, scales)
+    packed, whole = unpack_mxfp4(blocks, MX, scales), mxfp4_formula(blocks, scales)
     assert packed.shape == (shape[0], shape[2], shape[1])
     if data.draw(st.booleans()):
         return check_parts(packed, whole.mT, data)
@@ -115,7 +117,7 @@ def test_4_bit_floats_by_hand():
     """The lower half of a byte comes first, and the scale is a power of two with a bias of 127."""
     blocks, scales = torch.zeros(1, 1, 16, dtype=torch.uint8), torch.tensor([[129]], dtype=torch.uint8)
     blocks[0, 0, 0], blocks[0, 0, 15] = 0x91, 0x7F
-    numbers = unpack_mxfp4(blocks, scales).mT.float()
+    numbers = unpack_mxfp4(blocks, MX, scales).mT.float()
     assert numbers[0, :3].tolist() == [2.0, -2.0, 0.0] and numbers[0, -2:].tolist() == [-24.0, 24.0]
 
 
@@ -123,9 +125,12 @@ def test_numbers_that_are_none_stay_so():
     """So that the loader finds them."""
     codes = torch.zeros(2, 2).to(torch.float8_e4m3fn)
     codes[1, 0] = torch.nan
-    assert unpack_fp8(codes, torch.ones(1, 1), (2, 2)).float().isnan().tolist() == [[False, False], [True, False]]
+    assert unpack_fp8(codes, Format("fp8", 8, (2, 2)), torch.ones(1, 1)).float().isnan().tolist() == [
+        [False, False],
+        [True, False],
+    ]
     blocks, scales = random_mxfp4(1, 1, 32)
-    assert not unpack_mxfp4(blocks, torch.full_like(scales, 255)).float().isfinite().any()
+    assert not unpack_mxfp4(blocks, MX, torch.full_like(scales, 255)).float().isfinite().any()
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -239,8 +244,8 @@ def test_numbers_are_made_piece_by_piece_and_once(tmp_path: Path, monkeypatch: p
     model = build(packed, 1, 2)
     load_weights(model, str(packed), staged=staged)
     parts = {name: part for name, part in model.parameters().items() if "proj" in name}
-    assert sum(made) == sum(target.numel() for part in parts.values() for target, _ in part.pieces)
-    assert max(made) * 2 <= 1024  # bytes of the target
+    assert sum(made) == 2 * sum(target.numel() for part in parts.values() for target, _ in part.pieces)
+    assert max(made) * 2 <= 1024  # bytes of the target; the codes are made, and the products
 
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -249,12 +254,15 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({Q + "_scale_inv": None}, rf"tensor {Q} is F8_E4M3, and the checkpoint has no scales for it"),
+        ({Q + "_scale_inv": None}, rf"tensor {Q} is F8_E4M3, and the checkpoint has no {Q}_scale_inv; or it is F8"),
         ({Q: torch.ones(96, 64)}, rf"tensor {Q} is F32; with scales beside it Manta reads F8_E4M3"),
         ({Q: torch.ones(96, 64).to(torch.float8_e5m2)}, rf"tensor {Q} is F8_E5M2"),
         ({Q: torch.ones(96, 62).to(torch.float8_e4m3fn)}, rf"tensor {Q} has shape \[96, 62\]; config.json asks"),
         ({Q + "_scale_inv": torch.ones(6, 2)}, rf"tensor {Q} has scales of shape \[6, 2\], not \[6, 3\]"),
-        ({Q + "_scale_inv": torch.ones(6, 3).int()}, rf"tensor {Q}_scale_inv is I32; Manta reads BF16"),
+        (
+            {Q + "_scale_inv": torch.ones(6, 3).int()},
+            rf"tensor {Q} has {Q}_scale_inv beside it, which is I32; Manta reads BF16",
+        ),
         ({Q + "_scale_inv": torch.full((6, 3), torch.inf)}, rf"tensor {Q} has NaN or infinite elements"),
         ({Q: None}, rf"tensor '{Q}_scale_inv' that Qwen3ForCausalLM has not"),
         ({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}, r"tensor model.norm.weight is F8_E4M3"),
@@ -289,7 +297,7 @@ def test_blocks_and_scales_of_different_shapes(tmp_path: Path):
     blocks, scales = random_mxfp4(2, 4, 64)
     for wrong in ((blocks, scales[:1]), (blocks[..., :8], scales), (blocks[0, 0], scales[0, 0])):
         with pytest.raises(ValueError, match="has blocks of shape"):
-            unpack_mxfp4(*wrong)
+            unpack_mxfp4(wrong[0], MX, wrong[1])
 
 
 # --- config.json ------------------------------------------------------------------------------------------------------
@@ -299,16 +307,20 @@ def compressed(**weights: Any) -> dict[str, Any]:
     return COMPRESSED | {"config_groups": {"group_0": {"weights": WEIGHTS | weights}}}
 
 
+def fp8(*block: int) -> Quantization:
+    return Quantization((Format("fp8", 8, block), Format("fp8-scale", 8, block)))
+
+
 @pytest.mark.parametrize(
     ("raw", "found"),
     [
         (None, None),
         ({}, None),
-        ({"quant_method": "fp8"}, Quantization("fp8")),
-        (FP8 | {"fmt": "e4m3", "scale_fmt": "ue8m0"}, Quantization("fp8", (16, 24))),
-        (MXFP4, Quantization("mxfp4")),
-        (COMPRESSED, Quantization("fp8")),
-        (compressed(strategy="block", block_structure=[64, 32]), Quantization("fp8", (64, 32))),
+        ({"quant_method": "fp8"}, fp8(128, 128)),
+        (FP8 | {"fmt": "e4m3", "scale_fmt": "ue8m0"}, fp8(16, 24)),
+        (MXFP4, Quantization((Format("mxfp4", 4),))),
+        (COMPRESSED, Quantization((Format("fp8-scale", 8, (128, 128)),))),
+        (compressed(strategy="block", block_structure=[64, 32]), Quantization((Format("fp8-scale", 8, (64, 32)),))),
     ],
 )
 def test_what_config_json_says_of_the_weights(raw: Any, found: Quantization | None):
@@ -319,21 +331,26 @@ def test_what_config_json_says_of_the_weights(raw: Any, found: Quantization | No
     ("raw", "message"),
     [
         ("fp8", "is 'fp8'; it must be an object"),
-        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'; Manta reads fp8, compressed-tensors, mxfp4"),
+        ({"quant_method": "exl3"}, "quant_method 'exl3'; Manta reads fp8, compressed-tensors, mxfp4, gptq, awq"),
+        ({"quant_method": ["gptq"]}, "quant_method ..gptq"),
         ({"bits": 4}, "has no quant_method, as files of MLX; Manta reads fp8, compressed-tensors, mxfp4"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"quant_method 'modelopt' \(NVFP4\); Manta reads fp8"),
+        ({"quant_method": "torchao", "quant_algo": "X"}, r"quant_method 'torchao' \(X\); Manta reads fp8"),
         (FP8 | {"weight_block_size": [128]}, "weight_block_size is"),
         (FP8 | {"weight_block_size": [128, True]}, "weight_block_size is"),
         (FP8 | {"fmt": "e5m2"}, "the fmt 'e5m2'; Manta reads e4m3"),
-        (FP8 | {"expert_dtype": "fp4"}, "expert_dtype 'fp4', not fp8"),
+        (FP8 | {"expert_dtype": "fp4"}, "expert_dtype 'fp4'; Manta reads fp8"),
         (
             FP8 | {"twist": 3, "spin": "up"},
             "quantization_config has 'twist', 3, 'spin', 'up', and Manta does not know that",
         ),
         (MXFP4 | {"weight_block_size": [1, 2]}, "has 'weight_block_size'"),
         (compressed(num_bits=4), "of 'group_0' as type, num_bits, strategy and symmetric .'float', 4"),
-        (compressed(symmetric=False), "Manta reads float, 8"),
-        (COMPRESSED | {"format": "pack-quantized"}, "has the format 'pack-quantized'"),
+        (compressed(symmetric=False), "in float-quantized Manta reads float, 8"),
+        (COMPRESSED | {"format": "marlin-24"}, "has the format 'marlin-24'; Manta reads float-quantized, naive"),
+        (
+            COMPRESSED | {"format": "pack-quantized"},
+            "in pack-quantized Manta reads int, 2, 4, 8, one of channel, group",
+        ),
         (COMPRESSED | {"config_groups": {}}, "has the format"),
         (COMPRESSED | {"sparsity_config": {"format": "sparse-24"}}, "has a sparsity_config, which Manta has not"),
     ],

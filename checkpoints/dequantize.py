@@ -1,0 +1,307 @@
+"""Weights of a checkpoint that are stored in fewer bits, and the numbers that they stand for.
+
+A `Packed` tensor is indexed, split and transposed as a plain one is, and nothing is read meanwhile: only when a part of
+it is asked for with `float`, the bytes of that part and its scales are read from the mapped file and multiplied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+Index = Any  # what a tensor takes in brackets
+DTYPES = torch.float16, torch.bfloat16, torch.float32
+
+
+class Codes(NamedTuple):
+    """How a tensor can be kept in codes, of a kind of `reference.Quantized`.
+
+    `read(rows, columns, group)` gives the codes of each element, and the scale and zero (None: 0) of each `group` of
+    columns. The zeros are in the measure of the numbers. `rows` are the places of one column along each dimension but
+    the last, and `columns` those along that one.
+    """
+
+    kind: str
+    group: int  # neighbouring columns that share a scale and a zero
+    has_zeros: bool
+    dtype: torch.dtype  # that holds each scale
+    read: Callable[[tuple[torch.Tensor, ...], torch.Tensor, int], tuple[torch.Tensor, ...]]
+    groups: torch.Tensor | None = None  # [K], which scale each column has, where it is not neighbours that share one
+
+
+class Kept(NamedTuple):
+    """How `scaled` numbers can be kept in codes."""
+
+    kind: str  # of `reference.Quantized`
+    codes: Any  # a `Table` of them
+    middle: int = 0  # what is to be subtracted from these, and from zeros, to have the measure of that kind
+    has_zeros: bool = False  # otherwise all are the middle
+    dtype: torch.dtype = torch.float32  # that holds each scale, where the scales are not stored as floats
+
+
+class Packed:
+    """A tensor whose elements are a function of some bytes and scales; it is read in parts.
+
+    Args:
+        views: tensors of the shape of this one, which everything is done to that is done to this one.
+        values: makes the elements of such views, in float32.
+        codes: how it can be kept without becoming numbers, if it can. Then the views are `coordinates`.
+    """
+
+    def __init__(
+        self, views: tuple[torch.Tensor, ...], values: Callable[..., torch.Tensor], codes: Codes | None = None
+    ):
+        self.views, self.values, self.codes = views, values, codes
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the numbers."""
+        return self.views[0].shape
+
+    @property
+    def mT(self) -> Packed:
+        """The tensor with its last two dimensions exchanged."""
+        return self.each(lambda view: view.mT)
+
+    def view(self, shape: tuple[int, ...]) -> Packed:
+        """The tensor in another shape."""
+        return self.each(lambda view: view.view(shape))
+
+    def __getitem__(self, index: Index) -> Packed:
+        return self.each(lambda view: view[index])
+
+    def split(self, rows: int) -> list[Packed]:
+        """Parts of at most so many rows."""
+        parts = zip(*(view.split(rows) for view in self.views), strict=True)
+        return [Packed(views, self.values, self.codes) for views in parts]
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
+        """The tensor after a change of its views."""
+        return Packed(tuple(map(change, self.views)), self.values, self.codes)
+
+    def float(self) -> torch.Tensor:
+        """The numbers, in float32."""
+        return self.values(*self.views).expand(self.shape)
+
+
+def coordinates(shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """For each dimension, the place of every element along it. A tensor takes no more memory than that dimension."""
+    return tuple(torch.meshgrid(*map(torch.arange, shape), indexing="ij")) if shape else ()
+
+
+Table = torch.Tensor | Packed
+Places = tuple[torch.Tensor, ...]
+
+
+def lookup(shape: Sequence[int], values: Callable[..., torch.Tensor], codes: Codes | None = None) -> Packed:
+    """A tensor of this shape whose elements are a function of their coordinates, each `distinct`."""
+    return Packed(coordinates(tuple(shape)), lambda *places: values(*map(distinct, places)), codes)
+
+
+def take(
+    table: Table,
+    places: Places,
+    shared: Sequence[int],
+    read: Callable[[Any], torch.Tensor] = lambda entries: entries.float(),
+    split: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """What a table has for each element, where so many neighbours along each dimension share an entry.
+
+    Args:
+        table: [ceil(size / neighbours), ...] of each dimension.
+        places: `coordinates`, or views of them. No two of them vary along the same dimension.
+        read: makes numbers of the table's entries, of those alone that are needed.
+        split: makes of entries along a dimension what each of the neighbours has, where they have not all the same.
+
+    Returns:
+        A tensor that can be broadcast over the places: it has a size of 1 where all elements share an entry.
+    """
+    wanted, axes, sizes = [], list[int](), list[int]()
+    for dim, (place, each) in enumerate(zip(places, shared, strict=True)):
+        place = distinct(place)
+        at = place.flatten()
+        first, last = (int(end) // each for end in at.aminmax()) if len(at) else (0, -1)
+        table = table[(slice(None),) * dim + (slice(first, last + 1),)]
+        varying = [axis for axis, size in enumerate(place.shape) if size != 1]
+        alike = first == last and (each == 1 or not split)
+        wanted.append((at - first * each, each, alike))
+        axes += varying
+        sizes += [1 if alike else place.shape[axis] for axis in varying]
+    found = read(table).contiguous()
+    for dim, (at, each, alike) in reversed([*enumerate(wanted)]):
+        if len(at) and not alike:
+            found = spread(found, dim, at, each, split)
+    found = found.reshape(sizes).permute(sorted(range(len(axes)), key=axes.__getitem__))
+    shape = dict(zip(axes, sizes, strict=True))
+    return found.reshape([shape.get(axis, 1) for axis in range(places[0].ndim if places else 0)])
+
+
+def spread(
+    entries: torch.Tensor,
+    dim: int,
+    at: torch.Tensor,
+    each: int,
+    split: Callable[[torch.Tensor, int], torch.Tensor] | None,
+) -> torch.Tensor:
+    """What elements at some places along a dimension have of the entries that `each` neighbours share, see `take`.
+
+    Places without gaps have all of the entries, which is far faster.
+    """
+    gaps = bool((at.diff() != 1).any())
+    if each > 1 and split:
+        entries, each = split(entries, dim), 1
+    if gaps:
+        return entries.index_select(dim, at // each)
+    entries = entries.repeat_interleave(each, dim) if each > 1 else entries
+    return entries.narrow(dim, int(at[0]), len(at))
+
+
+def distinct(places: torch.Tensor) -> torch.Tensor:
+    """A view of coordinates without the dimensions along which they are all alike, which are left with a size of 1."""
+    for dim, stride in enumerate(places.stride()):
+        if stride == 0 and places.shape[dim] > 1:
+            places = places.narrow(dim, 0, 1)
+    return places
+
+
+def minifloat(bits: torch.Tensor, exponent: int, mantissa: int) -> torch.Tensor:
+    """The values of small floats, whose sign has been extended over the bits above. NaN and infinities are not known.
+
+    As a float32 with its bits in their places, such a number lacks only a power of two: that of the difference of the
+    biases. It is also true of those without a leading one. This is many times as fast as torch's conversion.
+    """
+    mask = (1 << exponent + mantissa) - 1 << 23 - mantissa
+    wide = bits.int().bitwise_left_shift_(23 - mantissa).bitwise_and_(mask - 2**31)
+    return wide.view(torch.float32).mul_(2.0 ** (127 - ((1 << exponent - 1) - 1)))
+
+
+def fields(
+    words: torch.Tensor,
+    dim: int,
+    bits: int,
+    size: int,
+    number: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float,
+    order: Sequence[int] = (),
+) -> Packed:
+    """Numbers of a few bits that lie one after the other in words, from the lowest bit on.
+
+    Args:
+        words: [..., words, ...] unsigned bytes or int32. A number may cross from a word to the next.
+        dim: the dimension along which they lie; of the result it has this `size`.
+        number: makes float32 of the unsigned numbers.
+        order: which of the numbers of a word is the first, the second, and so on; by default in their order.
+    """
+    width, mask, ones = 8 * words.itemsize, (1 << bits) - 1, [1] * words.ndim
+    per = width // bits
+
+    def split(entries: torch.Tensor, dim: int) -> torch.Tensor:
+        if not order and dim == entries.ndim - 1:
+            entries = entries.view(torch.uint8)  # of which there are four times as many as words, but they take less
+        starts = [bits * which for which in order or range(8 * entries.itemsize // bits)]
+        return torch.stack([entries >> start for start in starts], dim + 1).bitwise_and_(mask).flatten(dim, dim + 1)
+
+    def values(*places: torch.Tensor) -> torch.Tensor:
+        shared = [*ones[:dim], per, *ones[dim + 1 :]]
+        return number(take(words, places, shared, lambda entries: entries, split))
+
+    def crossing(*places: torch.Tensor) -> torch.Tensor:
+        at, ends = places[dim] * bits, []
+        for end in (at, at + bits - 1):
+            there = (*places[:dim], end // width, *places[dim + 1 :])
+            ends.append(take(words, there, ones, torch.Tensor.long) & 2**width - 1)
+        return number((ends[0] | ends[1] << width) >> at % width & mask)
+
+    shape = (*words.shape[:dim], size, *words.shape[dim + 1 :])
+    return lookup(shape, crossing if width % bits else values)
+
+
+def scaled(
+    codes: Table,
+    scales: Table,
+    shared: Sequence[int],
+    zeros: Table | None = None,
+    groups: torch.Tensor | None = None,
+    kept: Kept | None = None,
+) -> Packed:
+    """(codes - zeros) * scales, where so many neighbours along each dimension share a scale and a zero.
+
+    Args:
+        codes: [..., N, K]; the numbers are float32 of these.
+        groups: [K], which scale each input has, where it is not neighbours that share one.
+        kept: how the tensor can be kept in codes, if it can.
+    """
+    ones = [1] * len(codes.shape)
+    neighbours, shared = shared[-1], shared if groups is None else (*shared[:-1], 1)
+
+    def values(*places: torch.Tensor) -> torch.Tensor:
+        there = places if groups is None else (*places[:-1], groups[places[-1]])
+        numbers = take(codes, places, ones)
+        if zeros is not None:
+            numbers = numbers.sub_(take(zeros, there, shared))
+        return numbers.mul_(take(scales, there, shared))
+
+    def read(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int) -> tuple[torch.Tensor, ...]:
+        assert kept
+        tables = columns[::group] if groups is None else groups[columns[::group]]
+        places, there = grid(rows, columns), grid(rows, tables)
+        found = [take(kept.codes, places, ones).expand(places[0].shape) - kept.middle]
+        found.append(take(scales, there, shared).expand(there[0].shape))
+        if kept.has_zeros and zeros is not None:
+            found.append(take(zeros, there, shared).expand(there[0].shape) - kept.middle)
+        return tuple(found)
+
+    if kept is None:
+        return lookup(codes.shape, values)
+    dtype = scales.dtype if isinstance(scales, torch.Tensor) and scales.dtype in DTYPES else kept.dtype
+    return lookup(codes.shape, values, Codes(kept.kind, neighbours, kept.has_zeros, dtype, read, groups))
+
+
+def grid(rows: tuple[torch.Tensor, ...], columns: torch.Tensor) -> Places:
+    """The places of the elements of a matrix, see `Codes`."""
+    shape = len(rows[0]), len(columns)
+    return *(row[:, None].expand(shape) for row in rows), columns.expand(shape)
+
+
+def rows_of(packed: Packed, ids: torch.Tensor) -> torch.Tensor:
+    """The numbers [T, K] float32 of some rows [T] of a whole matrix [N, K]."""
+    return Packed(grid((ids,), packed.views[-1][0]), packed.values).float()
+
+
+def axes(packed: Packed) -> tuple[tuple[torch.Tensor, ...], torch.Tensor] | None:
+    """Of a matrix that can be kept in codes: its `rows` and `columns`, see `Codes`; None if columns are its rows."""
+    *outer, last = packed.views
+    if packed.codes is None or last.ndim != 2 or not last.numel():
+        return None
+    if any(place.stride(1) and place.shape[1] > 1 for place in outer) or (last.stride(0) and len(last) > 1):
+        return None
+    return tuple(place[:, 0] for place in outer), last[0]
+
+
+def common_group(packed: Packed, columns: torch.Tensor) -> int:
+    """How many neighbours of these columns share a scale, from the first of them on."""
+    assert packed.codes
+    group, begin, last = packed.codes.group, int(columns[0]), int(columns[-1])
+    return len(columns) if begin // group == last // group else math.gcd(group, begin)
+
+
+def e4m3(codes: torch.Tensor) -> torch.Tensor:
+    """The values of 8-bit floats, NaN among them."""
+    bits = codes.view(torch.int8)
+    nan = (bits & 127 == 127).any()
+    return codes.float() if nan else minifloat(bits, 4, 3)
+
+
+def e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """The values of 4-bit floats in the lower halves of bytes."""
+    return minifloat((codes << 4).view(torch.int8) >> 4, 2, 1)
+
+
+def power_of_two(codes: torch.Tensor) -> torch.Tensor:
+    """The powers that bytes stand for (e8m0): a float32's exponents. The first has no leading one, the last is none.
+
+    See "OCP Microscaling Formats (MX) Specification", version 1.0, 2023.
+    """
+    return (codes.int() << 23).clamp_(min=1 << 22).view(torch.float32)

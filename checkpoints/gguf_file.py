@@ -1,0 +1,222 @@
+"""The header of a GGUF file, llama.cpp's format: what its model is, and where its tensors lie.
+
+The header is small beside the tensors, and alone it tells whether Manta can run the file. See "GGUF" in the
+documentation of ggml. Standard library only: a server reads it before any process loads torch.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import re
+import struct
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+# Types of values by their numbers, as struct spells them. Strings and arrays have a length first.
+SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIifBQqd", strict=True)) | {7: "?"}
+STRING, ARRAY = 8, 9
+# Types of tensors by their numbers: names, and how many numbers a block has, and bytes.
+TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+}  # fmt: skip
+FLOATS = ("F32", "F16", "BF16")  # types that need no unpacking
+MOST_VALUES = 2**24  # of an array in the metadata; vocabularies have several hundred thousand
+MOST_FACTORS = 2**14  # of RoPE
+OURS = (*FLOATS, "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K")  # types that need no package; see `checkpoints.gguf_blocks`
+SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+class Tensor(NamedTuple):
+    """Where a tensor lies in a file."""
+
+    kind: str  # a name of `TYPES`
+    shape: tuple[int, ...]  # of its numbers, the last dimension is the one whose numbers lie together
+    begin: int  # first byte
+    size: int  # bytes
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself."""
+
+    path: str
+    metadata: dict[str, Any]
+    tensors: dict[str, Tensor]  # by llama.cpp's names
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name for the family."""
+        return str(self.metadata.get("general.architecture", ""))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A value of the architecture's own."""
+        return self.metadata.get(f"{self.architecture}.{name}", default)
+
+
+def parts_of(path: str) -> list[str]:
+    """Paths of all files of a model that may be split, of which `path` is one; the first one has the metadata."""
+    split = SPLIT.fullmatch(path)
+    if not split or not 1 <= int(split[2]) <= int(split[3]):
+        return [path]
+    return [f"{split[1]}-{i:05}-of-{split[3]}.gguf" for i in range(1, 1 + int(split[3]))]
+
+
+def read_headers(path: str) -> list[Header]:
+    """The headers of all files of a model, of which `path` is one. The first one has the metadata.
+
+    Raises:
+        ValueError: see `read_header`, or a part is missing.
+    """
+    headers = [read_header(each) for each in parts_of(path)]
+    if (count := headers[0].metadata.get("split.count") or 1) != len(headers):
+        raise ValueError(
+            f"{path} is a part of {count!r:.80}; they must be named like NAME-00001-of-{len(headers):05}.gguf"
+        )
+    return headers
+
+
+def read_header(path: str) -> Header:
+    """Read a file's header.
+
+    Raises:
+        ValueError: it cannot be read, is no GGUF file, damaged or cut off, of another version, or has tensors of a type
+            that Manta does not read.
+    """
+    try:
+        with open(path, "rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise ValueError(f"{path} is no GGUF file: it is empty")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return Reader(path, data).header()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+
+
+class Reader:
+    """Reads a header, value by value."""
+
+    def __init__(self, path: str, data: mmap.mmap):
+        self.path, self.data, self.at = path, data, 0
+
+    def header(self) -> Header:
+        """All of it."""
+        magic, version = self.data[:4], int.from_bytes(self.data[4:8], "little")
+        if magic != MAGIC:
+            raise ValueError(f"{self.path} is no GGUF file: it begins with {magic!r}, not {MAGIC!r}")
+        if version not in VERSIONS:
+            big = int.from_bytes(self.data[4:8], "big") in VERSIONS
+            told = "of a machine that is big-endian" if big else f"of version {version}"
+            raise ValueError(f"{self.path} is a GGUF file {told}; Manta reads versions 2 and 3 of little-endian ones")
+        self.at = 8
+        try:
+            tensors, values = self.scalar("Q"), self.scalar("Q")
+            metadata = dict(self.pair() for _ in range(values))
+            infos = dict(self.info() for _ in range(tensors))
+        except (ValueError, struct.error, IndexError, RecursionError) as error:
+            raise ValueError(f"{self.path} is damaged: its header breaks at byte {self.at} ({error})") from None
+        align = metadata.get("general.alignment", 32)
+        if (
+            not isinstance(align, int)
+            or align < 8
+            or align % 8
+            or any(offset % align for _, _, offset in infos.values())
+        ):
+            raise ValueError(f"{self.path} is damaged: its tensors are not aligned to {align!r:.80} bytes")
+        start = -(-self.at // align) * align
+        return Header(self.path, metadata, {name: self.placed(start, name, *info) for name, info in infos.items()})
+
+    def placed(self, start: int, name: str, dims: tuple[int, ...], kind: int, offset: int) -> Tensor:
+        """A tensor's place, where all of them begin at byte `start`."""
+        if kind not in TYPES:
+            known = ", ".join(known for known, _, _ in TYPES.values())
+            raise ValueError(f"{self.path}: tensor {name!r:.80} is of type {kind}; Manta reads {known}")
+        told, numbers, size = TYPES[kind]
+        if not dims or not all(dims) or dims[0] % numbers:
+            raise ValueError(f"{self.path}: tensor {name!r:.80} has rows of {dims[:1]}; {told} has blocks of {numbers}")
+        if len(dims) == 1 and told not in FLOATS:
+            raise ValueError(
+                f"{self.path}: tensor {name!r:.80} has one dimension and is {told}; Manta reads floats there"
+            )
+        found = Tensor(told, dims[::-1], start + offset, math.prod(dims) // numbers * size)
+        if (end := found.begin + found.size) > len(self.data):
+            raise ValueError(f"{self.path} is cut off: {name!r:.80} ends at byte {end}, the file at {len(self.data)}")
+        return found
+
+    def scalar(self, code: str) -> Any:
+        """A number."""
+        (value,) = struct.unpack_from(f"<{code}", self.data, self.at)
+        self.at += struct.calcsize(code)
+        return value
+
+    def texts(self, count: int) -> list[str]:
+        """Strings, of which a vocabulary has several hundred thousand."""
+        data, at, length, found = self.data, self.at, struct.Struct("<Q"), []
+        for _ in range(count):
+            (size,) = length.unpack_from(data, at)
+            at += length.size + size
+            if at > len(data):
+                raise ValueError(f"a string of {size} bytes")
+            found.append(data[at - size : at].decode())
+        self.at = at
+        return found
+
+    def text(self) -> str:
+        """A string."""
+        return self.texts(1)[0]
+
+    def pair(self) -> tuple[str, Any]:
+        """A name of the metadata, and its value."""
+        return self.text(), self.value(self.scalar("I"))
+
+    def value(self, kind: int) -> Any:
+        """A value of this type."""
+        if kind == STRING:
+            return self.text()
+        if kind != ARRAY:
+            return self.scalar(code_of(kind))
+        kind, count = self.scalar("I"), self.scalar("Q")
+        if count > min(len(self.data), MOST_VALUES):
+            raise ValueError(f"a list of {count} values")
+        if kind == STRING:
+            return self.texts(count)
+        if kind == ARRAY:
+            return [self.value(kind) for _ in range(count)]
+        code = f"<{count}{code_of(kind)}"
+        self.at += (size := struct.calcsize(code))
+        return list(struct.unpack_from(code, self.data, self.at - size))
+
+    def info(self) -> tuple[str, tuple[tuple[int, ...], int, int]]:
+        """A tensor's name, dimensions, type and offset."""
+        name, count = self.text(), self.scalar("I")
+        if count > 4:
+            raise ValueError(f"a tensor of {count} dimensions")
+        return name, (tuple(self.scalar("Q") for _ in range(count)), self.scalar("I"), self.scalar("Q"))
+
+
+def code_of(kind: int) -> str:
+    """How struct spells a type of values."""
+    if kind not in SCALARS:
+        raise ValueError(f"a value of type {kind}")
+    return SCALARS[kind]
+
+
+def numbers_of(header: Header, name: str) -> list[float]:
+    """The numbers of a small float32 tensor, such as RoPE's factors."""
+    tensor = header.tensors[name]
+    if tensor.kind != "F32":
+        raise ValueError(f"{header.path}: tensor {name} is {tensor.kind}; Manta reads F32 there")
+    if tensor.size > MOST_FACTORS * 4:
+        raise ValueError(
+            f"{header.path}: tensor {name} has {tensor.size // 4} numbers; Manta reads up to {MOST_FACTORS}"
+        )
+    with open(header.path, "rb") as file:
+        file.seek(tensor.begin)
+        return list(struct.unpack(f"<{tensor.size // 4}f", file.read(tensor.size)))

@@ -1,0 +1,91 @@
+"""A GGUF file as a folder in Hugging Face's layout: small files that say what its metadata says, and links to it.
+
+So the rest of Manta, which reads folders, has to know nothing of GGUF but how to open such a file.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+from checkpoints.gguf_config import config_of, generation_config_of
+from checkpoints.gguf_file import OURS, parts_of, read_headers
+from checkpoints.gguf_tokenizer import Vocabulary
+
+LINK = "weights-{:05}-of-{:05}.gguf"  # the links' names, which no other model has
+
+
+def made_folder(path: str) -> str:
+    """Make the folder of the model in the GGUF file at `path`, and return it. It is made anew at every start.
+
+    Raises:
+        ValueError: the file is damaged, or its model is none that Manta can run; or the folder cannot be written.
+    """
+    path = os.path.abspath(path)
+    headers = read_headers(path)
+    try:
+        vocabulary = Vocabulary(headers[0])
+        told = {
+            "config.json": config_of(headers, vocabulary.ends),
+            "generation_config.json": generation_config_of(headers[0]),
+        }
+        files = {name: json.dumps(content).encode() for name, content in told.items()} | vocabulary.files()
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:  # of values that are no such thing
+        raise ValueError(f"{path} is damaged: its metadata has a value of another kind ({error!r:.200})") from None
+    packed = {each.kind for header in headers for each in header.tensors.values()} - set(OURS)
+    if packed and importlib.util.find_spec("gguf") is None:
+        raise ValueError(f"{path} has tensors of type {min(packed)}, which takes a package: pip install gguf")
+    home = Path(os.path.abspath(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")))
+    folder = home / "manta" / "gguf" / hashlib.sha256(path.encode()).hexdigest()[:16]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as place:  # another process may be reading: no file is half there
+            for name, content in files.items():
+                Path(place, name).write_bytes(content)
+            for i, header in enumerate(headers, 1):
+                Path(place, LINK.format(i, len(headers))).symlink_to(os.path.abspath(header.path))
+            names = os.listdir(place)
+            for name in names:
+                os.replace(Path(place, name), folder / name)
+        for left in set(os.listdir(folder)) - set(names):
+            if left.endswith((".gguf", ".model", ".json")):  # of another file that lay at the same path
+                Path(folder, left).unlink(missing_ok=True)  # another process may do the same
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written: {error.strerror}; XDG_CACHE_HOME names another place") from None
+    return str(folder)
+
+
+def is_gguf(path: str) -> bool:
+    """Whether a path is that of a GGUF file, by its name."""
+    return path.endswith(".gguf")
+
+
+def choose(model: str, files: Collection[str], quantization: str = "") -> str:
+    """The GGUF file among the `files` of a model, or the first of its parts.
+
+    Args:
+        quantization: what its name ends with, like Q4_K_M, where there are several.
+
+    Raises:
+        ValueError: there is none, or there are several.
+    """
+    ending = rf"(.*[-._/])?{re.escape(quantization)}(-00001-of-\d{{5}})?\.gguf" if quantization else r".*"
+    known = sorted(file for file in files if is_gguf(file) and parts_of(file)[0] == file and "mmproj" not in file)
+    found = [file for file in known if re.fullmatch(ending, file, re.IGNORECASE)]
+    if len(found) != 1:
+        told = f"{len(found)} of them are of {quantization!r:.80}" if quantization else f"they are {len(found)}"
+        raise ValueError(f"{model} has the GGUF files {', '.join(known) or 'of no kind'}: {told}; name one")
+    return found[0]
+
+
+def links_in(folder: str) -> list[str]:
+    """Paths of the links to a GGUF file's parts in a folder that was made so, in order; none in any other folder."""
+    return sorted(str(path) for path in Path(folder).glob("weights-*-of-*.gguf"))

@@ -1,0 +1,208 @@
+"""The tokenizer in a GGUF file's metadata, as the files that the rest of Manta reads: a tokenizer.json for byte-level
+BPE, a tokenizer.model for SentencePiece's, and a tokenizer_config.json with the special tokens and chat templates.
+
+The file names the way in which a text is first split, but does not say it: `PRE` has those ways as llama.cpp and the
+models' own tokenizer.json have them. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+from checkpoints.gguf_file import Header
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens, those of SentencePiece
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CAPITALS, SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+QWEN2 = rf"{WORDS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{REST}"
+LLAMA3 = rf"{WORDS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{REST}"
+CASES = rf"[^\r\n\p{{L}}\p{{N}}]?{CAPITALS}*{SMALL}+@|[^\r\n\p{{L}}\p{{N}}]?{CAPITALS}+{SMALL}*@|"
+SLASHED = REST.replace(r"[\r\n]*", r"[\r\n/]*")
+TEKKEN = CASES.replace("@", "") + rf"\p{{N}}|{SLASHED}"
+GPT4O = CASES.replace("@", f"{WORDS}?") + rf"\p{{N}}{{1,3}}|{SLASHED}"
+DEEPSEEK3 = (
+    r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+)  # fmt: skip
+GPT2, DIGITS = "GPT-2's own", r"\p{N}"  # the library has the first by itself
+# The ways to split a text, by the names of `tokenizer.ggml.pre`: one pattern after the other.
+PRE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "exaone4"), (GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (DIGITS, GPT2)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "dbrx", "smaug-bpe"), (LLAMA3,)),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), (LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), (QWEN2,)),
+    "qwen35": (QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),),
+    "tekken": (TEKKEN,),
+    **dict.fromkeys(("gpt-4o", "llama4"), (GPT4O,)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), DEEPSEEK3),
+}  # fmt: skip
+WHOLE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")  # a part that is a token is not merged,
+COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen", "command-r", "stablelm2")  # texts are first brought to the form NFC
+# Tokens that end an answer, whatever else the file says, as llama.cpp has them.
+ENDS = {
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
+    "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<|return|>", "<|call|>",
+}  # fmt: skip
+
+
+class Vocabulary:
+    """What the metadata says of tokens.
+
+    Raises:
+        ValueError: there is no tokenizer, or one that Manta cannot make.
+    """
+
+    def __init__(self, header: Header):
+        self.header = header
+        self.kind, self.pre = str(self.get("model")), str(self.get("pre", "default"))
+        self.tokens = self.listed("tokens")
+        count = len(self.tokens)
+        self.types = self.listed("token_type") or [NORMAL] * count
+        self.scores = self.listed("scores") or [0.0] * count
+        if self.kind not in ("gpt2", "llama", "no_vocab"):
+            raise ValueError(f"{header.path} has a tokenizer of type {self.kind!r:.80}; Manta has gpt2 and llama")
+        if self.kind == "gpt2" and self.pre not in PRE:
+            known = ", ".join(PRE)
+            raise ValueError(f"{header.path} splits texts in the way {self.pre!r:.80}; Manta has {known}")
+        if not count == len(self.types) == len(self.scores):
+            raise ValueError(f"{header.path} has {count} tokens, {len(self.types)} types, {len(self.scores)} scores")
+        while self.types and self.types[-1] == UNUSED:  # the table of embeddings is longer than the vocabulary
+            for each in (self.tokens, self.types, self.scores):
+                each.pop()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A value that is about the tokenizer."""
+        return self.header.metadata.get(f"tokenizer.ggml.{name}", default)
+
+    def listed(self, name: str) -> list[Any]:
+        """A list of values; maybe none."""
+        found = self.get(name)
+        return list(found) if isinstance(found, list) else []
+
+    def named(self, name: str) -> int | None:
+        """The token that the file names so, if it is one."""
+        default = {"bos": 1, "eos": 2, "unknown": 0}.get(name) if self.kind == "llama" else None
+        id = self.get(f"{name}_token_id", default)
+        return id if isinstance(id, int) and 0 <= id < len(self.tokens) else None
+
+    def adds(self, name: str) -> bool:
+        """Whether the token named "bos" or "eos" goes around each text."""
+        usual = name == "bos" and (self.kind == "llama" or self.pre in WHOLE)
+        return bool(self.get(f"add_{name}_token", usual)) and self.named(name) is not None
+
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that end an answer."""
+        named = [id for name in ("eos", "eot", "eom") if (id := self.named(name)) is not None]
+        others = [i for i, text in enumerate(self.tokens) if text in ENDS and self.types[i] in (CONTROL, USER_DEFINED)]
+        return list(dict.fromkeys(named + others))
+
+    def files(self) -> dict[str, bytes]:
+        """Contents of the files that say all this, by their names."""
+        if self.kind == "no_vocab":
+            return {}
+        model = self.byte_level() if self.kind == "gpt2" else self.sentencepiece()
+        name = "tokenizer.json" if self.kind == "gpt2" else "tokenizer.model"
+        return {name: model, "tokenizer_config.json": json.dumps(self.config()).encode()}
+
+    def config(self) -> dict[str, Any]:
+        """The content of tokenizer_config.json."""
+        names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+        found: dict[str, Any] = {
+            ours: self.tokens[id] for ours, theirs in names.items() if (id := self.named(theirs)) is not None
+        }
+        found |= {"add_bos_token": self.adds("bos"), "add_eos_token": self.adds("eos")}
+        metadata = self.header.metadata
+        prefix = "tokenizer.chat_template"
+        templates = {"default": metadata[prefix]} if prefix in metadata else {}
+        for name, text in metadata.items():
+            if name.startswith(f"{prefix}."):
+                templates[name.removeprefix(f"{prefix}.")] = text
+        if templates:
+            listed = [{"name": name, "template": text} for name, text in templates.items()]
+            found["chat_template"] = listed if len(listed) > 1 else listed[0]["template"]
+        if self.kind == "llama" and self.header.architecture == "phi3":  # as llama.cpp does it; the file does not say
+            found["added_tokens_decoder"] = {
+                str(id): {"content": text, "rstrip": text not in ("<unk>", "<s>", "<|endoftext|>"), "special": True}
+                for id, text in enumerate(self.tokens) if self.types[id] == CONTROL
+            }  # fmt: skip
+        return found
+
+    def byte_level(self) -> bytes:
+        """The content of tokenizer.json."""
+        added = [
+            {"id": id, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+             "special": self.types[id] != USER_DEFINED}
+            for id, text in enumerate(self.tokens) if self.types[id] in (CONTROL, USER_DEFINED, UNKNOWN)
+        ]  # fmt: skip
+        steps: list[dict[str, Any]] = [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            for pattern in PRE[self.pre] if pattern != GPT2
+        ]  # fmt: skip
+        bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+        steps.append(bytes_ | {"use_regex": GPT2 in PRE[self.pre]})
+        merges = [list(merge.partition(" ")[::2]) for merge in self.listed("merges")]
+        around = {name: self.tokens[self.named(name) or 0] for name in ("bos", "eos") if self.adds(name)}
+        content = {
+            "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+            "normalizer": {"type": "NFC"} if self.pre in COMPOSED else None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+            "post_processor": template(around, self.tokens) if around else None,
+            "decoder": bytes_ | {"use_regex": True},
+            "model": {
+                "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+                "ignore_merges": self.pre in WHOLE, "vocab": {text: id for id, text in enumerate(self.tokens)},
+                "merges": merges,
+            },
+        }  # fmt: skip
+        return json.dumps(content).encode()
+
+    def sentencepiece(self) -> bytes:
+        """The content of tokenizer.model: see sentencepiece_model.proto for the numbers of the fields."""
+        pieces = b"".join(
+            field(1, field(1, text.encode()) + field(2, score) + field(3, kind))
+            for text, score, kind in zip(self.tokens, self.scores, self.types, strict=True)
+        )
+        trainer = field(3, 2) + field(35, int(BYTE in self.types))
+        for number, name in ((40, "unknown"), (41, "bos"), (42, "eos")):
+            id = self.named(name)
+            trainer += field(number, 2**64 - 1 if id is None else id)
+        prefix, squeeze = self.get("add_space_prefix", True), self.get("remove_extra_whitespaces", False)
+        return pieces + field(2, trainer) + field(3, field(3, int(prefix)) + field(4, int(squeeze)))
+
+
+def template(around: dict[str, str], tokens: list[str]) -> dict[str, Any]:
+    """The part of tokenizer.json that puts the tokens named bos and eos around a text."""
+
+    def parts(letter: str, number: int) -> list[dict[str, Any]]:
+        named = {name: {"SpecialToken": {"id": text, "type_id": number}} for name, text in around.items()}
+        middle = {"Sequence": {"id": letter, "type_id": number}}
+        return [part for part in (named.get("bos"), middle, named.get("eos")) if part]
+
+    special = {text: {"id": text, "ids": [tokens.index(text)], "tokens": [text]} for text in around.values()}
+    one = parts("A", 0)
+    return {"type": "TemplateProcessing", "single": one, "pair": one + parts("B", 1), "special_tokens": special}
+
+
+def field(number: int, value: int | float | bytes) -> bytes:
+    """A field of a protobuf message."""
+    if isinstance(value, float):
+        return varint(number << 3 | 5) + struct.pack("<f", value)
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def varint(value: int) -> bytes:
+    """A number, seven bits to a byte, the lowest first."""
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])

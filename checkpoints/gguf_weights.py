@@ -1,0 +1,133 @@
+"""The tensors of a GGUF file, by Hugging Face's names, as a safetensors file gives them.
+
+Tensors in blocks of few bits are numbers only when a part of them is asked for; then the blocks of that part are
+unpacked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from checkpoints.dequantize import Codes, Packed, coordinates, distinct
+from checkpoints.gguf_blocks import BLOCKS, DTYPES, KINDS, split, unpack
+from checkpoints.gguf_config import Saved, architecture_of, saved_names
+from checkpoints.gguf_file import FLOATS, parts_of, read_header
+from models.families import FAMILIES
+
+
+class GGUFFile:
+    """A mapped file.
+
+    Args:
+        path: one of the files of a model.
+        data: its bytes.
+    """
+
+    def __init__(self, path: str, data: mmap.mmap):
+        self.header = read_header(path)
+        path_of_first = parts_of(path)[0]
+        first = self.header if path_of_first == path else read_header(path_of_first)
+        self.row = FAMILIES[architecture_of(first).family]
+        self.names = saved_names(first, self.header)
+        with warnings.catch_warnings(action="ignore"):  # of memory that cannot be written to
+            self.bytes = torch.from_numpy(np.frombuffer(data, dtype=np.uint8))
+
+    def keys(self) -> list[str]:
+        """Hugging Face's names of the tensors."""
+        return list(self.names)
+
+    def get_slice(self, name: str) -> Any:
+        """Something that has the tensor's dtype, as safetensors names it: that of the numbers, once unpacked."""
+        kind = self.header.tensors[self.names[name].name].kind
+        return SimpleNamespace(get_dtype=lambda: kind if kind in FLOATS else "F32")
+
+    def get_tensor(self, name: str) -> torch.Tensor | Packed:
+        """The tensor, or what it can be unpacked from. It is a view of the mapped file, or small."""
+        saved = self.names[name]
+        tensor = self.header.tensors[saved.name]
+        shape, (numbers, size) = tensor.shape, BLOCKS[tensor.kind]
+        data = self.bytes[tensor.begin : tensor.begin + tensor.size]
+        table = data.view(*shape[:-1], shape[-1] // numbers, size)
+        if saved.expert is not None:
+            table = table[saved.expert]
+        if tensor.kind in FLOATS and (len(shape) == 1 or not saved.heads):
+            return self.plain(table.view(DTYPES[tensor.kind]).flatten(-2), saved)
+        return packed(table, tensor.kind, saved.heads)
+
+    def plain(self, tensor: torch.Tensor, saved: Saved) -> torch.Tensor:
+        """A tensor that needs no unpacking, as Hugging Face's checkpoints have it."""
+        if saved.part == "shared_gate":
+            return tensor.view(1, -1)
+        if saved.heads:
+            if len(tensor) % (2 * saved.heads):
+                raise ValueError(f"{saved.name} has {len(tensor)} numbers; there are {saved.heads} heads")
+            return tensor.view(saved.heads, -1, 2).mT.flatten()
+        # llama.cpp adds the 1 that these families' norms leave out.
+        return tensor - 1 if self.row.unit_offset and saved.name.endswith("norm.weight") else tensor
+
+
+def packed(table: torch.Tensor, kind: str, heads: int) -> Packed:
+    """The numbers that blocks [..., N, blocks of a row, bytes] of a kind stand for, [..., N, K].
+
+    With `heads`, rows i and i + D / 2 of each head of D rows are stored as rows 2i and 2i + 1.
+    """
+    numbers = BLOCKS[kind][0]
+    shape = (*table.shape[:-2], table.shape[-2] * numbers)
+    head_dim = shape[-2] // heads if heads else 0
+
+    def stored(rows: torch.Tensor) -> torch.Tensor:
+        place, half = rows % head_dim, head_dim // 2
+        return rows - place + place % half * 2 + place // half
+
+    def values(*places: torch.Tensor) -> torch.Tensor:
+        if not places[0].numel():
+            return torch.zeros(places[0].shape)
+        *outer, columns = map(distinct, places)
+        fixed = [dim for dim in range(columns.ndim) if all(place.shape[dim] == 1 for place in outer)]
+        axis = max(fixed, key=lambda dim: columns.shape[dim])  # the dimension along which a row goes on
+        begin, last = int(columns.flatten()[0]), int(columns.flatten()[-1])
+        first, end = begin // numbers, last // numbers + 1
+        if heads:
+            outer[-1] = stored(outer[-1])
+        blocks = table[..., first:end, :][tuple(place.select(axis, 0) for place in outer)]
+        part = slice(begin - first * numbers, last - first * numbers + 1, max(1, columns.stride(axis)))
+        return unpack(blocks, kind)[..., part].movedim(-1, axis)
+
+    def read(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int) -> tuple[torch.Tensor, ...]:
+        begin, last = int(columns[0]), int(columns[-1])
+        first, *outer = begin // numbers, *rows
+        if heads:
+            outer[-1] = stored(outer[-1])
+        found = split(table[..., first : last // numbers + 1, :][tuple(outer)], kind)
+        codes, *tables = (x for x in found if x is not None)
+        where = columns - first * numbers
+        return codes[:, where], *(x.index_select(1, where[::group] // own) for x in tables)
+
+    if kind not in KINDS:
+        return Packed(coordinates(shape), values)
+    kept, _, own = KINDS[kind]
+    has_zeros, dtype = kind in ("Q4_K", "Q5_K"), torch.float16 if kind in ("Q4_0", "Q8_0") else torch.float32
+    return Packed(coordinates(shape), values, Codes(kept, own, has_zeros, dtype, read))
+
+
+@contextlib.contextmanager
+def opened_gguf(path: str) -> Iterator[GGUFFile]:
+    """A GGUF file, of which only the header has been read.
+
+    Raises:
+        ValueError: see `checkpoints.gguf_file.read_header`.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # a private copy would count as memory
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    yield GGUFFile(path, data)  # the tensors hold the mapping

@@ -1,0 +1,239 @@
+"""How a checkpoint's weights are stored: what `quantization_config` of config.json says.
+
+Standard library only: every process reads a model's shape, and most of them never import torch. `schemes.py` makes
+numbers of such weights. Activations are not quantized here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+WHERE = "config.json: quantization_config"
+STRATEGIES = ("tensor", "channel", "block")
+PACKINGS = {  # of compressed-tensors, by format and type: the scheme, and the bits and strategies that it may have
+    ("float-quantized", "float"): ("fp8-scale", (8,), STRATEGIES),
+    ("naive-quantized", "float"): ("fp8-scale", (8,), STRATEGIES),
+    ("int-quantized", "int"): ("int8", (8,), ("tensor", "channel", "group")),
+    ("naive-quantized", "int"): ("int8", (8,), ("tensor", "channel", "group")),
+    ("pack-quantized", "int"): ("pack", (2, 4, 8), ("channel", "group")),
+    ("nvfp4-pack-quantized", "float"): ("nvfp4-pack", (4,), ("tensor_group",)),
+}
+ALGORITHMS = {"NVFP4": "nvfp4", "FP8": "fp8-scale"}  # of modelopt, and their schemes
+
+
+class Format(NamedTuple):
+    """A way in which weights are stored. `checkpoints/schemes.py` has the schemes by their names."""
+
+    scheme: str
+    bits: int = 8
+    block: tuple[int, int] = (1, 0)  # outputs and inputs that share a scale, if it is not for all; 0 for all inputs
+    symmetric: bool = True  # all zero points are the middle of the codes
+    less: int = 0  # was subtracted from the zero points before they were stored
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The ways in which a checkpoint may store its weights. Its files tell which weights are stored so."""
+
+    formats: tuple[Format, ...]
+
+
+class Method(NamedTuple):
+    """A `quant_method`.
+
+    The fields that `read` does not look at say nothing of how the stored weights are to be read: they are about what
+    the files show, about activations, or about the program that wrote them.
+    """
+
+    read: Callable[[dict[str, Any]], list[Format]]
+    fields: str  # that are known, with blanks between them
+
+
+def read_quantization(raw: Any) -> Quantization | None:
+    """What a config.json says in `quantization_config`, or None where it says nothing.
+
+    Raises:
+        ValueError: it is of a kind that Manta does not read, or has a field that Manta does not know; it is named.
+    """
+    if not raw:
+        return None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{WHERE} is {raw!r:.80}; it must be an object")
+    name = raw.get("quant_method")
+    if name not in tuple(METHODS):
+        kind = f"the quant_method {name!r:.80}" if name else "no quant_method, as files of MLX"
+        kind += f" ({raw['quant_algo']:.40})" if isinstance(raw.get("quant_algo"), str) else ""
+        raise ValueError(f"{WHERE} has {kind}; Manta reads {', '.join(METHODS)}")
+    method = METHODS[name]
+    check_fields(WHERE, raw, ("quant_method", *method.fields.split()))
+    return Quantization(tuple(dict.fromkeys(method.read(raw))))
+
+
+def check_fields(where: str, raw: dict[str, Any], known: tuple[str, ...]) -> None:
+    """Refuse fields that are not known; a null says nothing."""
+    unknown = {name: value for name, value in raw.items() if name not in known and value is not None}
+    if told := ", ".join(f"{name!r:.80}, {value!r:.80}" for name, value in unknown.items()):
+        raise ValueError(
+            f"{where} has {told}, and Manta does not know that; remove what changes nothing in what the weights are"
+        )
+
+
+def one_of(raw: dict[str, Any], name: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
+    """The value of a field; a ValueError names it if it is none of those that are allowed."""
+    value = raw.get(name)
+    value = default if value is None else value.lower() if isinstance(value, str) else value
+    if value not in allowed or type(value) not in map(type, allowed):
+        raise ValueError(f"{WHERE} has the {name} {raw.get(name)!r:.80}; Manta reads {', '.join(map(str, allowed))}")
+    return value
+
+
+def group_of(raw: dict[str, Any], default: int | None = None) -> tuple[int, int]:
+    """The block of a `group_size`, which is -1 for one scale for all inputs."""
+    size = raw.get("group_size", default)
+    if type(size) is not int or not (size == -1 or 1 <= size <= 2**20):
+        raise ValueError(f"{WHERE} has the group_size {size!r:.80}; it must be -1, or from 1 to {2**20}")
+    return 1, max(size, 0)
+
+
+def block_size(name: str, value: Any) -> tuple[int, int]:
+    """Two whole numbers; 128 and 128 where they are null or left out."""
+    if value is None:
+        return 128, 128
+    if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and 1 <= n <= 2**20 for n in value):
+        raise ValueError(f"config.json: {name} is {value!r:.80}; it must be two whole numbers from 1 to {2**20}")
+    return value[0], value[1]
+
+
+def read_fp8(raw: dict[str, Any]) -> list[Format]:
+    """FP8 of DeepSeek and transformers."""
+    one_of(raw, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    one_of(raw, "expert_dtype", ("fp8",), "fp8")
+    block = block_size("weight_block_size", raw.get("weight_block_size"))
+    return [Format("fp8", 8, block), Format("fp8-scale", 8, block)]
+
+
+def read_gptq(raw: dict[str, Any]) -> list[Format]:
+    """GPTQ of auto-gptq and gptqmodel. Modules that `dynamic` names may have other bits and groups than the rest."""
+    name = "checkpoint_format" if raw.get("checkpoint_format") is not None else "format"
+    version = one_of(raw, name, ("gptq", "gptq_v2"), "gptq")
+    one_of(raw, "pack_dtype", ("int32",), "int32")
+    one_of(raw, "is_marlin_format", (False,), False)
+    others = raw.get("dynamic") or {}
+    if not isinstance(others, dict) or not all(isinstance(changes, dict) for changes in others.values()):
+        raise ValueError(f"{WHERE} has the dynamic {others!r:.80}; it must be an object of objects")
+    found = []
+    for changes in ({}, *(changes for pattern, changes in others.items() if not pattern.startswith("-:"))):
+        check_fields(f"{WHERE}.dynamic", changes, tuple(METHODS["gptq"].fields.split()))
+        each = raw | changes
+        bits, symmetric = one_of(each, "bits", (2, 3, 4, 8)), one_of(each, "sym", (True, False), True)
+        found.append(Format("gptq", bits, group_of(each), symmetric, int(version == "gptq")))
+    return found
+
+
+def read_awq(raw: dict[str, Any]) -> list[Format]:
+    """AWQ of AutoAWQ."""
+    one_of(raw, "version", ("gemm",), "gemm")
+    for name in ("format", "checkpoint_format"):
+        one_of(raw, name, ("gemm",), "gemm")
+    one_of(raw, "zero_point", (True,), True)
+    return [Format("awq", one_of(raw, "bits", (4,)), group_of(raw), False)]
+
+
+def read_compressed(raw: dict[str, Any]) -> list[Format]:
+    """compressed-tensors, in every group of modules that has its weights packed."""
+    groups, found = raw.get("config_groups"), []
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        group = group if isinstance(group, dict) else {"weights": group}
+        weights, form = group.get("weights"), group.get("format") or raw.get("format")
+        weights = weights if isinstance(weights, dict) else {}
+        kind, bits, strategy = str(weights.get("type")), weights.get("num_bits"), weights.get("strategy")
+        symmetric = weights.get("symmetric", True)
+        known = {type: packing for (format, type), packing in PACKINGS.items() if format == form}
+        if not known:
+            formats = ", ".join(dict.fromkeys(format for format, _ in PACKINGS))
+            raise ValueError(f"{WHERE} has the format {form!r:.80}; Manta reads {formats}")
+        scheme, widths, strategies = known.get(kind, next(iter(known.values())))
+        halves = (True,) if kind == "float" else (True, False)
+        if kind not in known or bits not in widths or strategy not in strategies or symmetric not in halves:
+            raise ValueError(
+                f"{WHERE} stores the weights of {name!r:.80} as type, num_bits, strategy and symmetric "
+                f"{(kind, bits, strategy, symmetric)!r:.120}; in {form} Manta reads {', '.join(known)}, "
+                f"{', '.join(map(str, widths))}, one of {', '.join(strategies)}, and {', '.join(map(str, halves))}"
+            )
+        block = block_size("block_structure", weights.get("block_structure")) if scheme == "fp8-scale" else (1, 0)
+        block = group_of(weights) if strategy in ("group", "tensor_group") else block
+        found.append(Format(scheme, bits, block, symmetric))
+    if not found:
+        raise ValueError(f"{WHERE} has the format {raw.get('format')!r:.80} and no config_groups of modules")
+    for name in ("sparsity_config", "transform_config"):
+        if (value := raw.get(name)) and not (isinstance(value, dict) and value.get("format", "") == "dense"):
+            raise ValueError(f"{WHERE} has a {name}, which Manta has not")
+    return found
+
+
+def read_modelopt(raw: dict[str, Any]) -> list[Format]:
+    """NVFP4 and FP8 of NVIDIA's modelopt, also one for some modules and the other for others."""
+    algorithm, layers = raw.get("quant_algo"), raw.get("quantized_layers")
+    mixed = algorithm == "MIXED_PRECISION" and isinstance(layers, dict) and bool(layers)
+    found = []
+    for layer in layers.values() if mixed and layers else (raw,):
+        name = layer.get("quant_algo") if isinstance(layer, dict) else layer
+        if name not in tuple(ALGORITHMS):
+            raise ValueError(
+                f"{WHERE} has the quant_algo {name!r:.80} of modelopt; Manta reads {', '.join(ALGORITHMS)}"
+            )
+        group = group_of(layer if isinstance(layer, dict) else {}, 16) if name == "NVFP4" else (1, 0)
+        found.append(Format(ALGORITHMS[name], 8 if name == "FP8" else 4, group))
+    return found
+
+
+def read_bitsandbytes(raw: dict[str, Any]) -> list[Format]:
+    """Four bits or LLM.int8() of bitsandbytes."""
+    four, eight = (bool(raw.get(f"load_in_{bits}bit") or raw.get(f"_load_in_{bits}bit")) for bits in (4, 8))
+    if four == eight:
+        raise ValueError(f"{WHERE} has load_in_4bit {four} and load_in_8bit {eight}; one of them must be true")
+    if eight:
+        return [Format("bnb-int8")]
+    one_of(raw, "bnb_4bit_quant_storage", ("uint8",), "uint8")
+    return [Format(f"bnb-{one_of(raw, 'bnb_4bit_quant_type', ('nf4', 'fp4'), 'fp4')}", 4)]
+
+
+METHODS = {
+    "fp8": Method(
+        read_fp8,
+        "weight_block_size fmt expert_dtype activation_scheme modules_to_not_convert ignored_layers modules_to_convert "
+        "scale_fmt dequantize kv_cache_scheme",
+    ),
+    "compressed-tensors": Method(
+        read_compressed,
+        "format config_groups sparsity_config transform_config ignore quantization_status global_compression_ratio "
+        "version compressor_version kv_cache_scheme",
+    ),
+    "mxfp4": Method(lambda raw: [Format("mxfp4", 4)], "modules_to_not_convert dequantize"),
+    "gptq": Method(
+        read_gptq,
+        "bits group_size sym desc_act checkpoint_format format pack_dtype is_marlin_format dynamic lm_head method "
+        "damp_percent damp_auto_increment static_groups true_sequential act_group_aware hyb_act mse meta dataset "
+        "tokenizer batch_size block_name_to_quantize module_name_preceding_first_block cache_block_outputs "
+        "modules_in_block_to_quantize modules_to_not_convert use_cuda_fp16 use_exllama disable_exllama exllama_config "
+        "max_input_length model_seqlen pad_token_id backend model_name_or_path model_file_base_name parallel_packing",
+    ),
+    "awq": Method(
+        read_awq,
+        "bits group_size zero_point version format checkpoint_format modules_to_not_convert backend do_fuse "
+        "fuse_max_seq_len modules_to_fuse exllama_config sym desc_act lm_head meta pack_dtype",
+    ),
+    "modelopt": Method(
+        read_modelopt,
+        "quant_algo config_groups ignore exclude_modules kv_cache_scheme kv_cache_quant_algo producer quant_library "
+        "group_size quantized_layers",
+    ),
+    "bitsandbytes": Method(
+        read_bitsandbytes,
+        "load_in_4bit load_in_8bit _load_in_4bit _load_in_8bit bnb_4bit_quant_type bnb_4bit_use_double_quant "
+        "bnb_4bit_compute_dtype bnb_4bit_quant_storage llm_int8_threshold llm_int8_skip_modules "
+        "llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight",
+    ),
+}

@@ -1,0 +1,345 @@
+"""The ways in which checkpoints pack weights: which tensors stand for one, and the formula of its numbers.
+
+A row of `SCHEMES` is all that a scheme is. `quantization.py` reads from config.json which rows a checkpoint may use,
+and with which bits and groups; `storage.py` finds their tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from checkpoints.dequantize import (
+    Kept,
+    Packed,
+    Table,
+    e2m1,
+    e4m3,
+    fields,
+    lookup,
+    power_of_two,
+    scaled,
+    take,
+)
+from checkpoints.quantization import Format
+
+FLOATS = ("BF16", "F16", "F32")  # of plain tensors, as safetensors names them
+FACTORS = (*FLOATS, "F8_E8M0")
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # of the columns in a word, from its lowest four bits on, see `fields`
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip  # as bitsandbytes writes its table
+NIBBLES = (1, 0)  # bitsandbytes has the first of two in the upper half of a byte
+
+
+def check(what: str, tensor: torch.Tensor, *shapes: Sequence[int]) -> None:
+    """Check that a tensor has one of these shapes."""
+    if list(tensor.shape) not in [list(shape) for shape in shapes]:
+        allowed = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"has {what} of shape {list(tensor.shape)}, not {allowed}")
+
+
+def words_for(count: int, bits: int) -> int:
+    """The words of 32 bits that so many numbers take."""
+    return -(-count * bits // 32)
+
+
+def matrix(codes: torch.Tensor) -> tuple[int, int]:
+    """The sizes of codes that must be a matrix."""
+    if codes.ndim != 2:
+        raise ValueError(f"has shape {list(codes.shape)}, and must be a matrix")
+    return codes.shape[0], codes.shape[1]
+
+
+def order_of(groups: torch.Tensor | None, inputs: int, size: int, count: int) -> torch.Tensor | None:
+    """The group of each input, or None where `size` neighbours are one."""
+    if groups is None:
+        return None
+    check("groups of inputs", groups, [inputs])
+    if bool((groups == -1).all()):  # as compressed-tensors leaves them where inputs have kept their order
+        return None
+    if torch.equal(groups, (torch.arange(inputs) // size).to(groups.dtype)):
+        return None
+    if not bool(((groups >= 0) & (groups < count)).all()):
+        raise ValueError(
+            f"has groups of inputs from {groups.min()} to {groups.max()}, and {count} scales of each output"
+        )
+    return groups.long()
+
+
+def unpack_fp8(codes: torch.Tensor, form: Format, scales: torch.Tensor) -> Packed:
+    """The product of 8-bit floats [..., N, K] and scales [..., ceil(N / rows), ceil(K / columns)] of blocks.
+
+    The scales may also be one for all, or [N, 1].
+    """
+    shape = codes.shape
+    if scales.numel() == 1:
+        shared, scales = tuple(max(1, size) for size in shape), scales.view([1] * codes.ndim)
+    elif scales.ndim == codes.ndim and scales.shape[-1] == 1 and scales.shape[:-1] == shape[:-1]:
+        shared = (*[1] * (codes.ndim - 1), max(1, shape[-1]))
+    else:
+        shared = (*[1] * (codes.ndim - 2), *form.block)
+    check("scales", scales, [-(-n // each) for n, each in zip(shape, shared, strict=True)] if codes.ndim > 1 else [1])
+    return scaled(Packed((codes,), e4m3), scales, shared, kept=Kept("fp8", codes.view(torch.uint8)))
+
+
+def unpack_int8(codes: torch.Tensor, form: Format, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> Packed:
+    """(codes - zeros) * scales of signed bytes [N, K], where both are one for all, [N, 1], or [N, K / group]."""
+    n, k = matrix(codes)
+    group = form.block[1] or max(1, k)
+    if scales.numel() == 1:
+        scales, shared = scales.view(1, 1), (max(1, n), max(1, k))
+    else:
+        check("scales", scales, [n, -(-k // group)])
+        shared = 1, group
+    check_zeros(form, zeros)
+    if zeros is not None:
+        check("zero points", zeros, scales.shape, [1] if scales.numel() == 1 else scales.shape)
+        zeros = zeros.view(scales.shape)
+    return scaled(codes, scales, shared, zeros, kept=Kept("int8", codes, has_zeros=zeros is not None))
+
+
+def check_zeros(form: Format, zeros: torch.Tensor | None) -> None:
+    """Check that there are zero points if the format has them, and none if it does not."""
+    if form.symmetric != (zeros is None):
+        has = "no zero points" if zeros is None else "zero points"
+        raise ValueError(f"has {has} beside it, and config.json says symmetric {form.symmetric}")
+
+
+def unpack_pack(
+    codes: torch.Tensor,
+    form: Format,
+    scales: torch.Tensor,
+    shape: torch.Tensor,
+    zeros: torch.Tensor | None = None,
+    groups: torch.Tensor | None = None,
+) -> Packed:
+    """(codes - zeros) * scales [N, K / group] of compressed-tensors: codes lie along the inputs [N, words], zeros along
+    the outputs [words, K / group]. Both are stored as unsigned numbers; symmetric ones have their middle as zero."""
+    if shape.numel() != 2 or (n := int(shape[0])) < 1 or (k := int(shape[1])) < 1:
+        raise ValueError(f"has shape {shape.tolist()} beside it; that must be of a matrix")
+    group = form.block[1] or k
+    count = -(-k // group)
+    check(f"codes of {form.bits} bits", codes, [n, words_for(k, form.bits)])
+    check("scales", scales, [n, count])
+    check_zeros(form, zeros)
+    table: Table = torch.full((1, 1), 1 << (form.bits - 1)).expand(n, count)
+    if zeros is not None:
+        check("zero points", zeros, [words_for(n, form.bits), count])
+        table = fields(zeros, 0, form.bits, n)
+    numbers = fields(codes, 1, form.bits, k)
+    kept = unsigned(numbers, form.bits, zeros is not None)
+    return scaled(numbers, scales, (1, group), table, order_of(groups, k, group, count), kept)
+
+
+def unpack_gptq(
+    codes: torch.Tensor, form: Format, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor | None = None
+) -> Packed:
+    """(codes - zeros) * scales [K / group, N]: codes lie along the inputs [words, N], zeros along the outputs
+    [K / group, words]. With `groups` [K], each input has any group."""
+    words, n = matrix(codes)
+    k = words * 32 // form.bits
+    group = form.block[1] or k
+    count = -(-k // group)
+    check(f"codes of {form.bits} bits [{words}, {n}] in groups of {group}, and scales", scales, [count, n])
+    check("zero points", zeros, [count, words_for(n, form.bits)])
+    mask = (1 << form.bits) - 1
+    table = fields(zeros, 1, form.bits, n, lambda found: (found + form.less & mask).float())
+    middle = 1 << (form.bits - 1)
+    if form.symmetric and not bool((table.float() == middle).all()):
+        raise ValueError(f"has zero points other than {middle}, and config.json says sym true: is the format gptq_v2?")
+    order, numbers = order_of(groups, k, group, count), fields(codes.mT, 1, form.bits, k)
+    return scaled(numbers, scales.mT, (1, group), table.mT, order, unsigned(numbers, form.bits, not form.symmetric))
+
+
+def unpack_awq(codes: torch.Tensor, form: Format, zeros: torch.Tensor, scales: torch.Tensor) -> Packed:
+    """(codes - zeros) * scales [K / group, N]: codes [K, words] and zeros [K / group, words] lie along the outputs, in
+    an order of their own."""
+    k, words = matrix(codes)
+    n, group = words * 8, form.block[1] or k
+    count = -(-k // group)
+    check(f"codes [{k}, {words}] in groups of {group}, and scales", scales, [count, n])
+    check("zero points", zeros, [count, words])
+    numbers, table = (fields(each.mT, 0, 4, n, order=AWQ_ORDER) for each in (codes, zeros))
+    return scaled(numbers, scales.mT, (1, group), table, kept=unsigned(numbers, 4, True))
+
+
+def unsigned(codes: Packed, bits: int, has_zeros: bool) -> Kept:
+    """How unsigned integers can be kept."""
+    return Kept("int8" if bits == 8 else "int4", codes, 1 << (bits - 1), has_zeros)
+
+
+def fp4(pairs: torch.Tensor) -> tuple[Packed, Kept]:
+    """The numbers [.., K] of 4-bit floats [.., K / 2] in pairs, the lower one first, and how they can be kept."""
+    numbers, codes = (fields(pairs, pairs.ndim - 1, 4, 2 * pairs.shape[-1], of) for of in (e2m1, torch.Tensor.float))
+    return numbers, Kept("fp4", codes)
+
+
+def unpack_nvfp4(codes: torch.Tensor, form: Format, scales: torch.Tensor, factor: torch.Tensor) -> Packed:
+    """codes * (scales [N, K / 16] * factor): of 4-bit floats in pairs, the lower one first, and of 8-bit ones."""
+    n, half = matrix(codes)
+    if not form.block[1]:
+        raise ValueError("has groups of all inputs, which NVFP4 has not")
+    check("scales", scales, [n, -(-2 * half // form.block[1])])
+    check("a factor of all scales", factor, [], [1])
+    whole, (numbers, kept) = factor.float().reshape(()), fp4(codes)
+    table = Packed((scales,), lambda part: e4m3(part).mul_(whole))
+    return scaled(numbers, table, (1, form.block[1]), kept=kept)
+
+
+def unpack_nvfp4_pack(codes: torch.Tensor, form: Format, scales: torch.Tensor, divisor: torch.Tensor) -> Packed:
+    """As `unpack_nvfp4`, with what the scales are divided by."""
+    return unpack_nvfp4(codes, form, scales, divisor.float().reciprocal())
+
+
+def unpack_mxfp4(codes: torch.Tensor, form: Format, scales: torch.Tensor) -> Packed:
+    """Four-bit floats in pairs, the lower one first, [..., N, K / 32, 16], and a power of two for 32 [..., N, K / 32].
+
+    The result is [..., K, N], the shape in which GPT-OSS's experts are stored where they are not packed.
+    """
+    if codes.ndim < 3 or codes.shape[-1] != 16 or codes.shape[:-1] != scales.shape:
+        raise ValueError(f"has blocks of shape {list(codes.shape)} and scales of shape {list(scales.shape)}")
+    numbers, kept = fp4(codes.flatten(-2))
+    shared = *[1] * (codes.ndim - 2), 32
+    return scaled(numbers, Packed((scales,), power_of_two), shared, kept=kept._replace(dtype=torch.bfloat16)).mT
+
+
+def unpack_bnb_4bit(
+    codes: torch.Tensor,
+    form: Format,
+    scales: torch.Tensor,
+    table: torch.Tensor,
+    state: torch.Tensor,
+    nested: torch.Tensor | None = None,
+    nested_table: torch.Tensor | None = None,
+) -> Packed:
+    """table[codes] * scales: codes of the flattened matrix in pairs, the upper one first, and a scale for each block of
+    it. Nested scales are themselves codes: nested_table[codes] * nested, for each block of them, and an offset."""
+    said = read_state(state)
+    (n, k), block = said["shape"], said["blocksize"]
+    count = -(-n * k // block)
+    check("codes", codes, [-(-n * k // 2), 1])
+    check("scales", scales, [count])
+    check("a table", table, [16])
+    if (nested is None) != (scales.dtype != torch.uint8) or (nested is None) != (nested_table is None):
+        raise ValueError(
+            "has scales in bytes and no nested_absmax and nested_quant_map for them, or the other way round"
+        )
+    absmax: Table = scales.view(n if k % block == 0 else 1, -1)  # else a block may be in two rows
+    if nested is not None and nested_table is not None:
+        check("nested scales", nested, [-(-count // said["nested_blocksize"])])
+        check("a nested table", nested_table, [256])
+        absmax = unnest(scales.view(absmax.shape), nested, nested_table, said)
+    pairs = codes.view(n if k % 2 == 0 else 1, -1)
+    numbers, raw = (
+        fields(pairs, 1, 4, 2 * pairs.shape[1], of, NIBBLES)
+        for of in (lambda found: entries(table, found), torch.Tensor.float)
+    )
+    if absmax.shape[0] == n and torch.allclose(table, torch.tensor(NF4), atol=1e-6):  # a block is of one row
+        return scaled(numbers, absmax, (1, block), kept=Kept("nf4", raw))
+    return scaled(flat(numbers, n, k, 1), flat(absmax, n, k, block), (1, 1))
+
+
+def read_state(state: torch.Tensor) -> dict[str, Any]:
+    """What the JSON in a `quant_state` says of a matrix."""
+    try:
+        said = {"nested_blocksize": 256, "nested_offset": 0.0} | json.loads(bytes(state.tolist()))
+    except (ValueError, TypeError):
+        raise ValueError("has a quant_state that is no JSON object") from None
+    shape = said.get("shape")
+    sizes = [*(shape if isinstance(shape, list) else [None]), said.get("blocksize"), said["nested_blocksize"]]
+    fine = len(sizes) == 4 and all(type(size) is int and size > 0 for size in sizes)
+    if not fine or not isinstance(said["nested_offset"], int | float):
+        raise ValueError(f"has the quant_state {said!r:.200}; it must be of a matrix, with a blocksize")
+    return said
+
+
+def flat(table: Table, n: int, k: int, each: int) -> Packed:
+    """A matrix [N, K] whose `each` neighbours, row after row, share an entry of a table [1, N * K / each], or [N, K /
+    each] where no row shares any with the next."""
+    if table.shape[0] == n:
+        return lookup((n, k), lambda row, column: take(table, (row, column), (1, each)))
+    return lookup((n, k), lambda row, column: take(table[0], (row * k + column,), (each,)))
+
+
+def entries(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """table[codes], several times as fast."""
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+def unnest(codes: torch.Tensor, nested: torch.Tensor, table: torch.Tensor, said: dict[str, Any]) -> Packed:
+    """The scales that are packed themselves [rows, columns], see `unpack_bnb_4bit`."""
+
+    def values(row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        found = entries(table, take(codes, (row, column), (1, 1), torch.Tensor.int))
+        found = found.mul_(take(nested, (row * codes.shape[1] + column,), (said["nested_blocksize"],)))
+        return found.add_(said["nested_offset"])
+
+    return lookup(codes.shape, values)
+
+
+def unpack_bnb_int8(
+    codes: torch.Tensor, form: Format, scales: torch.Tensor, layout: torch.Tensor | None = None
+) -> Packed:
+    """codes [N, K] * scales [N] / 127. The layout is 0 for row after row."""
+    n, k = matrix(codes)
+    check("scales", scales, [n])
+    if layout is not None and bool((layout != 0).any()):
+        raise ValueError(f"has the weight_format {layout.tolist()}; Manta reads 0, row after row")
+    return scaled(codes, scales[:, None].float() / 127, (1, max(1, k)), kept=Kept("int8", codes))
+
+
+class Beside(NamedTuple):
+    """A tensor beside the one with the codes."""
+
+    ending: str  # of its name
+    dtypes: tuple[str, ...]
+    needed: bool = True
+
+
+class Scheme(NamedTuple):
+    """How tensors stand for one. Their names differ in their endings alone."""
+
+    codes: str  # the ending of the one with the codes
+    plain: str  # that of the tensor where it is not packed
+    dtype: str  # of the codes
+    unpack: Callable[..., Packed]  # takes the codes, the format, and what is beside by name; raises ValueError
+    beside: dict[str, Beside]
+
+
+GPTQ = {"zeros": Beside(".qzeros", ("I32",)), "scales": Beside(".scales", FLOATS)}
+BNB = {
+    "scales": Beside(".absmax", ("F32", "U8")), "table": Beside(".quant_map", ("F32",)),
+    "nested": Beside(".nested_absmax", ("F32",), False), "nested_table": Beside(".nested_quant_map", ("F32",), False),
+}  # fmt: skip
+STATES = {kind: {"state": Beside(f".quant_state.bitsandbytes__{kind}", ("U8",))} for kind in ("nf4", "fp4")}
+SCHEMES = {
+    "fp8": Scheme("", "", "F8_E4M3", unpack_fp8, {"scales": Beside("_scale_inv", FACTORS)}),
+    "fp8-scale": Scheme("", "", "F8_E4M3", unpack_fp8, {"scales": Beside("_scale", FACTORS)}),
+    "mxfp4": Scheme("_blocks", "", "U8", unpack_mxfp4, {"scales": Beside("_scales", ("U8",))}),
+    "gptq": Scheme(".qweight", ".weight", "I32", unpack_gptq, GPTQ | {"groups": Beside(".g_idx", ("I32",), False)}),
+    "awq": Scheme(".qweight", ".weight", "I32", unpack_awq, GPTQ),
+    "pack": Scheme("_packed", "", "I32", unpack_pack, {
+        "scales": Beside("_scale", FLOATS), "shape": Beside("_shape", ("I64", "I32")),
+        "zeros": Beside("_zero_point", ("I32",), False), "groups": Beside("_g_idx", ("I32",), False),
+    }),
+    "int8": Scheme("", "", "I8", unpack_int8, {
+        "scales": Beside("_scale", FLOATS), "zeros": Beside("_zero_point", ("I8",), False),
+    }),
+    "nvfp4": Scheme("", "", "U8", unpack_nvfp4, {
+        "scales": Beside("_scale", ("F8_E4M3",)), "factor": Beside("_scale_2", FLOATS),
+    }),
+    "nvfp4-pack": Scheme("_packed", "", "U8", unpack_nvfp4_pack, {
+        "scales": Beside("_scale", ("F8_E4M3",)), "divisor": Beside("_global_scale", FLOATS),
+    }),
+    "bnb-nf4": Scheme("", "", "U8", unpack_bnb_4bit, BNB | STATES["nf4"]),
+    "bnb-fp4": Scheme("", "", "U8", unpack_bnb_4bit, BNB | STATES["fp4"]),
+    "bnb-int8": Scheme(".weight", ".weight", "I8", unpack_bnb_int8, {
+        "scales": Beside(".SCB", ("F32", "F16")), "layout": Beside(".weight_format", ("U8",), False),
+    }),
+}  # fmt: skip

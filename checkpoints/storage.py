@@ -1,0 +1,141 @@
+"""The tensors of a checkpoint's files, plain or packed. A packed one is several tensors, maybe in several files."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from checkpoints.dequantize import Packed
+from checkpoints.gguf_weights import opened_gguf
+from checkpoints.quantization import Quantization
+from checkpoints.schemes import FLOATS, SCHEMES, Scheme
+
+ACTIVATIONS = (  # scales of activations, which are not quantized here
+    "input_scale", "output_scale", "activation_scale", "q_scale", "prob_scale",
+    "input_zero_point", "output_zero_point", "input_global_scale", "output_global_scale",
+)  # fmt: skip
+# Scales of keys and values, as modelopt, compressed-tensors, Quark and vLLM name them.
+KV_SCALE = re.compile(r"((?<=\.self_attn)\.attn|\.(qkv|[kv])_proj)?\.(kv|k|v)_scale$|\.([kv])_proj\.output_scale$")
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[Any]:
+    """A safetensors file, of which only the header has been read; or a GGUF file, which has the same methods.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    if path.endswith(".gguf"):
+        with opened_gguf(path) as file:
+            yield file
+        return
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
+
+
+class Storage:
+    """Which tensors of a checkpoint stand for which. Its headers alone are read.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+
+    def __init__(self, paths: list[str], quantization: Quantization | None):
+        self.formats = quantization.formats if quantization else ()
+        self.schemes = {form.scheme: SCHEMES[form.scheme] for form in self.formats}
+        self.dtypes: dict[str, str] = {}  # of all tensors, as safetensors names them
+        self.tensors: dict[str, torch.Tensor] = {}  # views of the mapped files, of those that may be beside codes
+        endings = tuple(of.ending for scheme in self.schemes.values() for of in scheme.beside.values())
+        for path in paths if self.schemes else ():
+            with opened(path) as file:
+                for name in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
+                    self.dtypes[name] = file.get_slice(name).get_dtype()
+                    if name.endswith(endings):
+                        self.tensors[name] = file.get_tensor(name)
+        self.packed: dict[str, str] = {}  # names of the tensors that may be codes, and those of the tensors packed
+        self.beside: set[str] = set()
+        for scheme in self.schemes.values():
+            self.find(scheme)
+        self.names = set(self.packed.values())
+
+    def find(self, scheme: Scheme) -> None:
+        """Find what may be of a scheme: codes whose name says so, or that have a tensor beside them."""
+        for name in self.dtypes if scheme.codes != scheme.plain else ():
+            if name.endswith(scheme.codes):
+                self.packed[name] = name.removesuffix(scheme.codes) + scheme.plain
+        for name in self.tensors:
+            for of in scheme.beside.values():
+                stem = name.removesuffix(of.ending)
+                if stem != name and stem + scheme.codes in self.dtypes:
+                    self.packed[stem + scheme.codes] = stem + scheme.plain
+                    self.beside.add(name)
+
+    def plain(self, saved: str) -> str | None:
+        """The name of the tensor for which a tensor of the files stands; None for what is beside the codes of one."""
+        if scale := KV_SCALE.search(saved):
+            return f"{saved[: scale.start()]}.{scale[3] or scale[4]}_scale"
+        if saved in self.beside or (self.schemes and saved.endswith(ACTIVATIONS)):
+            return None
+        return self.packed.get(saved, saved)
+
+    def idle(self, file: Any, saved: str) -> bool:
+        """Whether a tensor is a bias of zeros beside a packed weight, as tools write it where the model has none."""
+        stem = saved.removesuffix("bias")
+        return stem != saved and stem + "weight" in self.names and not file.get_tensor(saved).any()
+
+    def open(self, file: Any, saved: str) -> torch.Tensor | Packed:
+        """A tensor of an open file. It is a view of the mapped file, or will be read from there.
+
+        Raises:
+            ValueError: it, or what is beside it, is of a dtype or a shape that Manta does not read, or is not there.
+        """
+        dtype, codes = file.get_slice(saved).get_dtype(), file.get_tensor(saved)
+        named = {name: scheme for name, scheme in self.schemes.items() if saved.endswith(scheme.codes)}
+        fitting = {name: scheme for name, scheme in named.items() if dtype == scheme.dtype}
+        if saved not in self.packed and dtype in FLOATS:
+            return codes
+        if not fitting:
+            dtypes = dict.fromkeys(scheme.dtype for scheme in named.values())
+            known = f"with scales beside it Manta reads {', '.join(dtypes)}"
+            known = known if saved in self.packed else f"Manta reads {', '.join(FLOATS)}"
+            raise ValueError(f"tensor {saved} is {dtype}; {known}")
+        complete = {name: scheme for name, scheme in fitting.items() if self.has_all(saved, scheme)}
+        wrong = list[str]()
+        for form in self.formats:
+            if scheme := (complete or fitting).get(form.scheme):
+                try:
+                    return scheme.unpack(codes, form, **self.parts(saved, dtype, scheme))
+                except ValueError as error:
+                    wrong.append(str(error))
+        raise ValueError(f"tensor {saved} {'; or it '.join(wrong)}")
+
+    def has_all(self, saved: str, scheme: Scheme) -> bool:
+        """Whether all that a scheme needs is beside a tensor."""
+        stem = saved.removesuffix(scheme.codes)
+        return all(stem + of.ending in self.tensors for of in scheme.beside.values() if of.needed)
+
+    def parts(self, saved: str, dtype: str, scheme: Scheme) -> dict[str, torch.Tensor]:
+        """What is beside the codes of a tensor.
+
+        Raises:
+            ValueError: one of them is missing, or of another dtype.
+        """
+        found = {}
+        for key, (ending, dtypes, needed) in scheme.beside.items():
+            name = saved.removesuffix(scheme.codes) + ending
+            if name not in self.tensors:
+                if needed:
+                    raise ValueError(f"is {dtype}, and the checkpoint has no {name}")
+                continue
+            if self.dtypes[name] not in dtypes:
+                raise ValueError(f"has {name} beside it, which is {self.dtypes[name]}; Manta reads {', '.join(dtypes)}")
+            found[key] = self.tensors[name]
+        return found

@@ -1,0 +1,216 @@
+"""Weights in codes as a CPU multiplies them: one layout for all kinds, whose codes become numbers in registers.
+
+C++ that Inductor makes (`cpu.compiled`) multiplies a few rows by the codes as they lie. For many rows, and as long as
+there is no C++, a slab of outputs is unpacked at a time, which the cache holds, and a plain product multiplies by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import reference
+from reference import FP4, NF4, Quantized
+
+LANES = 16  # outputs that lie side by side: one or two vectors of float32
+STEP = 8  # inputs whose codes lie together, and whose products are added up before they are scaled
+ROWS = 4  # that the C++ for several rows takes at a time: for so many one has enough registers
+FEW = {torch.float32: 48, torch.bfloat16: 8}  # rows; for more, unpacking costs less than a product in float32
+SLAB = 1 << 20  # bytes of numbers that are unpacked at a time
+WORDS = {"int8": 2, "fp8": 2, "int4": 1, "fp4": 1, "nf4": 1}  # of 32 bits, for the codes of STEP inputs
+TABLES = {"fp4": FP4, "nf4": NF4}
+
+
+class Forms(NamedTuple):
+    """The C++ for weights of a kind, with or without zeros. Each has a `run`, which is None until it is there."""
+
+    one: Any  # `multiply_codes` for one row
+    several: Any  # `multiply_codes` for ROWS at a time
+    slab: Any  # `unpack_codes`
+    dtype: torch.dtype  # what `slab` makes: float32, or bfloat16 where the CPU multiplies that fast
+
+
+def choose(codes: torch.Tensor, table: tuple[float, ...]) -> torch.Tensor:
+    """table[codes & 15] by comparing bits, because vectors have no fast lookup."""
+    found: list[Any] = [*table]
+    for bit in range(4):
+        odd = (codes & 1 << bit) != 0
+        found = [torch.where(odd, *pair) for pair in zip(found[1::2], found[::2], strict=True)]
+    return found[0]
+
+
+def numbers(kind: str, words: torch.Tensor) -> list[torch.Tensor]:
+    """STEP tensors of float32: the numbers of the codes in words [.., 1 or 2, lanes], which are float32 in name only.
+
+    They come as float32 because Inductor loads vectors of these fastest: with AVX2 it copies integers to the stack.
+    """
+    bits, found = 4 * WORDS[kind], []
+    for word in words.view(torch.int32).unbind(-2):
+        for at in range(0, 32, bits):
+            if kind == "fp8":  # e4m3 has float32's order of bits, and an exponent that is 120 less
+                byte = word << 24 - at
+                found.append((byte & -(1 << 31) | (byte >> 4) & 0x07F00000).view(torch.float32) * 2.0**120)
+            elif kind in TABLES:
+                found.append(choose(word >> at, TABLES[kind]))
+            else:
+                found.append((word << 32 - bits - at >> 32 - bits).float())
+    return found
+
+
+def multiply_codes(
+    kind: str, x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, *zeros: torch.Tensor
+) -> torch.Tensor:
+    """x W^T [P, B, R, LANES] for x [B, R, G, n, STEP] float32 and a `CodedLinear`'s tensors; to be compiled.
+
+    B is a loop, whose rounds find a panel in the cache. The R rows are written out, so that a code becomes a number
+    once for all of them. For several rows two halves of the lanes are written out, too: an input is read once for both.
+    """
+    width = LANES if x.shape[1] == 1 else LANES // 2
+    parts = []
+    for begin in range(0, LANES, width):
+        lanes = slice(begin, begin + width)
+        found = numbers(kind, words[..., lanes])
+        for zero in zeros:
+            found = [number - zero[..., lanes] for number in found]
+        parts.append((found, scales[..., lanes]))
+    sums = []
+    for row in x.unbind(1):
+        for found, scale in parts:
+            first, *rest = (number.unsqueeze(1) * row[..., i, None] for i, number in enumerate(found))
+            sums.append((sum(rest, first) * scale.unsqueeze(1)).sum((2, 3)))
+    return torch.stack(sums, 2).flatten(2).unflatten(2, (-1, LANES))
+
+
+def unpack_codes(
+    kind: str, dtype: torch.dtype, words: torch.Tensor, scales: torch.Tensor, *zeros: torch.Tensor
+) -> torch.Tensor:
+    """The numbers [G, n, STEP, P, LANES] of panels of a `CodedLinear`; to be compiled, or to serve as it is."""
+    found = numbers(kind, words)
+    for zero in zeros:
+        found = [number - zero for number in found]
+    return torch.stack([(number * scales).to(dtype).movedim(0, 2) for number in found], 2)
+
+
+def in_order(kind: str, codes: torch.Tensor) -> torch.Tensor:
+    """The bytes [N, ..] uint8 of a weight's codes in the order of inputs; an int4 code is a number with a sign then.
+
+    Raises:
+        ValueError: codes of fp8 are not numbers.
+    """
+    if WORDS[kind] == 2:
+        if kind == "fp8" and codes.float().isnan().any():
+            raise ValueError("the weight has codes of fp8 that are not numbers")
+        return codes.view(torch.uint8)
+    halves = codes.unflatten(1, (-1, 1, 16))
+    single = torch.cat((halves & 15, halves >> 4), 2).flatten(1)
+    single = single ^ 8 if kind == "int4" else single
+    return single[:, ::2] | single[:, 1::2] << 4
+
+
+class CodedLinear:
+    """A weight [out, in] in codes, in P panels of LANES outputs. A panel has G groups of n times STEP inputs.
+
+        words   [P, G, n, 1 or 2, LANES]   the codes of STEP inputs, in words of 32 bits, whose lowest bits come first
+        tables  [P, G, 1, LANES] float32   scales, and zeros if there are any
+
+    The groups are the weight's own. If its last one is shorter, they are divided so that all have one size.
+
+    Args:
+        forms: C++ for this kind of weights, if there is or will be any.
+
+    Raises:
+        ValueError: see `in_order`.
+    """
+
+    def __init__(self, weight: Quantized, forms: Forms | None = None):
+        self.kind, self.forms, self.outputs = weight.kind, forms, len(weight.codes)
+        self.inputs = weight.codes.shape[1] * 2 // WORDS[weight.kind]
+        self.padding = -self.inputs % (2 * STEP)  # a group is a multiple of this, or all inputs
+        inputs = self.inputs + self.padding
+        group = inputs if weight.group >= self.inputs else math.gcd(weight.group, inputs)
+        self.shape = -(-self.outputs // LANES), inputs // group, group // STEP
+        panels, groups, steps = self.shape
+        missing = -self.outputs % LANES
+
+        def table(values: torch.Tensor) -> torch.Tensor:
+            values = values.float().repeat_interleave(-(-weight.group // group), 1)[:, :groups]
+            return F.pad(values, (0, 0, 0, missing)).view(panels, LANES, groups).mT.unsqueeze(2).contiguous()
+
+        self.tables = [table(values) for values in (weight.scales, weight.zeros) if values is not None]
+        words = torch.empty(panels, groups, steps, WORDS[weight.kind], LANES, dtype=torch.int32)
+        some = max(1, SLAB // (inputs * LANES))  # one by one, to save memory
+        for part, codes in zip(words.split(some), weight.codes.split(some * LANES), strict=True):
+            lines = F.pad(in_order(weight.kind, codes), (0, self.padding, 0, -len(codes) % LANES)).contiguous()
+            lines = lines.view(torch.int32).view(len(part), LANES, groups, steps, -1)
+            part.copy_(lines.movedim(1, 4))
+        self.words = words.view(torch.float32)  # see `numbers`
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, in] W^T + bias, [T, out] in x's dtype."""
+        rows, forms, form = x.shape[0], self.forms, None
+        padded = F.pad(x, (0, self.padding)) if self.padding else x
+        if forms and 0 < rows <= FEW[forms.dtype]:
+            form = (forms.one if rows == 1 else forms.several).run
+        y = self._multiply(padded, form) if form else self._by_slabs(padded)
+        if y.shape[1] > self.outputs:
+            y = y[:, : self.outputs]
+        return (y if bias is None else y + bias).to(x.dtype)
+
+    def _multiply(self, x: torch.Tensor, run: Any) -> torch.Tensor:
+        """x W^T [T, P LANES] float32, by C++."""
+        rows = x.shape[0]
+        together = 1 if rows == 1 else ROWS
+        x = F.pad(x.float(), (0, 0, 0, -rows % together)).contiguous()
+        y = run([x.view(-1, together, *self.shape[1:], STEP), self.words, *self.tables])[0]
+        return y.movedim(0, 2).reshape(x.shape[0], -1)[:rows]
+
+    def _by_slabs(self, x: torch.Tensor) -> torch.Tensor:
+        """x W^T [T, P LANES] by plain products, in float32 or in what `forms` has."""
+        run, dtype = (self.forms.slab.run, self.forms.dtype) if self.forms else (None, torch.float32)
+        x = x.to(dtype)
+        y = x.new_empty(x.shape[0], self.shape[0] * LANES)
+        some = max(1, SLAB // (x.shape[1] * LANES * x.itemsize))
+        for begin in range(0, self.shape[0], some):
+            tensors = [tensor[begin : begin + some] for tensor in (self.words, *self.tables)]
+            slab = run(tensors)[0] if run else unpack_codes(self.kind, dtype, *tensors)
+            out = y[:, begin * LANES : (begin + some) * LANES]
+            torch.mm(x, slab.view(x.shape[1], -1), out=out)
+        return y
+
+
+class CodedExperts:
+    """The weights [E, out, in] of a layer's experts, each a `CodedLinear`."""
+
+    def __init__(self, weight: Quantized, forms: Forms | None = None):
+        zeros = [None] * len(weight.codes) if weight.zeros is None else weight.zeros
+        parts = zip(weight.codes, weight.scales, zeros, strict=True)
+        self.experts = [CodedLinear(Quantized(weight.kind, *part, weight.group), forms) for part in parts]
+        self.shape = len(weight.codes), self.experts[0].outputs, self.experts[0].inputs
+
+    def __getitem__(self, expert: int) -> CodedLinear:
+        return self.experts[expert]
+
+
+def pack_quantized(weight: Quantized, find: Callable[[Quantized], Forms] | None = None) -> CodedLinear | CodedExperts:
+    """A weight, or a layer's stack of experts, in the layout of `CodedLinear`, which serves any number of rows.
+
+    find: gives the C++ for a weight, as `cpu.compiled.coded_forms` does. Without it every product unpacks the weight.
+    """
+    forms = find(weight) if find else None
+    return CodedLinear(weight, forms) if weight.codes.dim() == 2 else CodedExperts(weight, forms)
+
+
+def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """See `reference.quantized_linear`. The outputs come in parts, whose numbers the cache holds."""
+    step = max(1, SLAB // (4 * x.shape[1]))
+    tables = [weight.codes, weight.scales, weight.zeros, bias]
+    cut = [[None] * -(-len(weight.codes) // step) if table is None else table.split(step) for table in tables]
+    parts = [
+        reference.quantized_linear(x, Quantized(weight.kind, codes, scales, zeros, weight.group), shift)
+        for codes, scales, zeros, shift in zip(*cut, strict=True)
+    ]
+    return torch.cat(parts, 1)

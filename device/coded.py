@@ -1,0 +1,247 @@
+"""Weights that stay in codes, as checkpoints of few bits have them: which of a model's, and how they are filled.
+
+A model that is made for it (`Transformer.coded`) has no memory for its matrices at first. Once the headers of the files
+have told how each is stored, `settle` gives them their memory: for codes where all parts of a matrix can be kept in
+codes of one kind, and for plain numbers otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections import Counter
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from checkpoints.dequantize import Packed, axes, common_group
+from checkpoints.hub import checkpoint_files
+from checkpoints.rounding import GROUPS
+from config import EngineConfig
+from layers import Owner
+from lora.stacks import AdaptedLinear
+from model import Transformer
+from model_config import ModelConfig
+from models.quantized import QuantizedWeight
+from models.shares import Part, is_absent
+
+PIECE_ELEMENTS = 2**20  # become codes at a time
+LEAST_GROUP = 16
+PLAIN = ("router", "shared_gate")  # small, and choose among experts; they are not rounded
+TABLES = ("embedding", "head")  # of a model; they are not rounded here
+PAIRED = ("int4", "fp4", "nf4")  # kinds whose codes have four bits
+
+Source = torch.Tensor | Packed
+
+
+class Rows(NamedTuple):
+    """Rows of a weight in codes that a part of a checkpoint fills."""
+
+    weight: QuantizedWeight
+    begin: int  # of the rows, counted over all experts
+
+    def fill(self, source: Packed) -> torch.Tensor:
+        """Copy the codes of a part [.., n, in]; returns the sum of their scales, not finite if a number is not."""
+        coded, begin, total = self.weight.coded, self.begin, torch.zeros(())
+        codes, scales = coded.codes.flatten(0, -2), coded.scales.flatten(0, -2)
+        zeros = None if coded.zeros is None else coded.zeros.flatten(0, -2)
+        for part in chain.from_iterable(
+            matrix.split(max(1, PIECE_ELEMENTS // matrix.shape[1])) for matrix in matrices_of(source)
+        ):
+            found = axes(part)
+            assert found and part.codes
+            columns = found[1] if self.weight.order is None else found[1][self.weight.order.to(found[1].device)]
+            numbers, scale, *zero = part.codes.read(found[0], columns, coded.group)
+            rows = slice(begin, begin + len(numbers))
+            codes[rows] = stored(numbers, coded.kind)
+            scales[rows] = scale
+            if zeros is not None:
+                zeros[rows] = zero[0] if zero else 0
+            nan = coded.kind == "fp8" and bool(((numbers.to(torch.uint8) & 127) == 127).any())
+            total, begin = total + scale.sum() + (math.nan if nan else 0), rows.stop
+        return total
+
+
+def matrices_of(source: Source) -> list[Any]:
+    """The matrices of a part, one after the other: it may have one for each head."""
+    return [source] if len(source.shape) == 2 else [source[i] for i in range(source.shape[0])]
+
+
+def stored(numbers: torch.Tensor, kind: str) -> torch.Tensor:
+    """The codes as `reference.Quantized` has them: of the integers of `int8` and `int4`, and of the bits of floats."""
+    if kind == "int8":
+        return numbers.to(torch.int8)
+    if kind == "fp8":
+        return numbers.to(torch.uint8).view(torch.float8_e4m3fn)
+    halves = (numbers + 8 if kind == "int4" else numbers).to(torch.uint8).unflatten(1, (-1, 2, 16))
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+
+
+def settle(model: Transformer, wanted: dict[str, Part], sources: dict[str, list[Source]]) -> dict[str, list[Any]]:
+    """Give the weights of a model their memory, where they have none yet.
+
+    Args:
+        wanted: the model's `parameters`, and what else is filled with it. Its targets that become plain change.
+        sources: by name, what each piece is filled with.
+
+    Returns:
+        By name, what each piece is to be copied to: a tensor, or `Rows`.
+    """
+    if not model.coded:
+        return {name: [piece.target for piece in part.pieces] for name, part in wanted.items()}
+    model.counted = model.num_parameters()
+    places: dict[int, list[tuple[Owner, str]]] = {}  # of each weight
+    for owner in model.owners():
+        for attribute, value in vars(owner).items():
+            if torch.is_tensor(value) and value.is_meta and not is_absent(value):
+                places.setdefault(key(value), []).append((owner, attribute))
+    pieces: dict[int, list[tuple[str, int]]] = {}
+    for name, part in wanted.items():
+        for i, piece in enumerate(part.pieces):
+            pieces.setdefault(key(piece.target), []).append((name, i))
+    targets: dict[str, list[Any]] = {name: [piece.target for piece in part.pieces] for name, part in wanted.items()}
+    for storage, where in places.items():
+        owner, attribute = where[0]
+        weight, filling = getattr(owner, attribute), pieces.get(storage, [])
+        tables = owner is model and model.coded == "checkpoint" and not model.row.head_norm
+        matrices = (*owner.matrices, *owner.stacks, *(TABLES if tables else ()))
+        packs = all(one is owner and name in matrices for one, name in where)
+        parts = [(targets[name][i], sources[name][i]) for name, i in filling if name in sources]
+        made = coded_of(model, weight, parts) if packs else None
+        if made and (made.order is None or "embedding" not in (name for _, name in where)):
+            for _, attribute in where:
+                setattr(owner, attribute, made)
+            for name, i in filling:
+                targets[name][i] = Rows(made, targets[name][i].storage_offset() // weight.shape[-1])
+            continue
+        plain = model.take(*weight.shape, dtype=weight.dtype)
+        for owner, attribute in where:
+            setattr(owner, attribute, plain)
+        for name, i in filling:
+            view = targets[name][i]
+            targets[name][i] = plain.as_strided(view.shape, view.stride(), view.storage_offset())
+    for name, found in targets.items():
+        filled = [
+            piece if isinstance(target, Rows) else piece._replace(target=target)
+            for piece, target in zip(wanted[name].pieces, found, strict=True)
+        ]
+        wanted[name] = wanted[name]._replace(pieces=tuple(filled))
+    return targets
+
+
+def files_of(config: EngineConfig) -> list[str]:
+    """The files of the weights; none where these are made up, or are not there (yet), which the loader will tell."""
+    source, made_up = config.weights or config.folder, config.load_format == "dummy" and not config.weights
+    with contextlib.suppress(ValueError):
+        return checkpoint_files(source) if os.path.exists(source) and not made_up else []
+    return []
+
+
+def coded_as(config: EngineConfig, model_config: ModelConfig) -> str:
+    """How a model's matrices are kept, see `coded` of `Transformer`: as the options say, or as its checkpoint does.
+
+    Raises:
+        ValueError: the options ask for a kind, and the checkpoint has its weights in few bits already; or that a row's
+            products depend on no other row.
+    """
+    asked, paths = config.quantization, files_of(config)
+    in_codes = bool(paths and model_config.quantization) or any(path.endswith(".gguf") for path in paths)
+    if in_codes and asked != "auto":
+        raise ValueError(
+            f"quantization is {asked!r}; {config.model} has its weights in few bits already, so it must be auto"
+        )
+    if config.batch_invariant and (in_codes or asked != "auto"):
+        raise ValueError("batch_invariant is True; with weights in few bits it must be False")
+    return "checkpoint" if in_codes else asked.replace("auto", "")
+
+
+def coded_tensors(model: Transformer) -> list[torch.Tensor]:
+    """What the matrices in codes take."""
+    found = [unwrapped(value) for owner in model.owners() for value in vars(owner).values()]
+    return [tensor for weight in found if isinstance(weight, QuantizedWeight) for tensor in weight.tensors()]
+
+
+def unwrapped(weight: Any) -> Any:
+    """A weight without its adapters."""
+    return weight.weight if isinstance(weight, AdaptedLinear) else weight
+
+
+def kinds_of(model: Transformer) -> dict[str, int]:
+    """How many matrices of a stage there are of each kind, or of each dtype; its tables and head are not among them."""
+    found = Counter[str]()
+    for owner in model.owners():
+        for name in (*owner.matrices, *owner.stacks):
+            weight = getattr(owner, name)
+            if isinstance(weight, QuantizedWeight):
+                found[weight.coded.kind] += 1
+            elif torch.is_tensor(weight):
+                found[str(weight.dtype).removeprefix("torch.")] += 1
+    return dict(found)
+
+
+def key(tensor: torch.Tensor) -> int:
+    """Tells tensors apart that share no memory."""
+    return tensor.untyped_storage()._cdata
+
+
+def keys_to_round(model: Transformer) -> set[int]:
+    """The `key` of each plain matrix that the options want in codes."""
+    if model.coded not in GROUPS:
+        return set()
+    places = ((owner, name) for owner in model.owners() for name in (*owner.matrices, *owner.stacks))
+    weights = (getattr(owner, name) for owner, name in places if name not in PLAIN)
+    return {key(weight) for weight in weights if torch.is_tensor(weight)}
+
+
+def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.Tensor, Source]]) -> Any:
+    """A weight in codes for one of a model's, or None where it cannot be in codes of one kind.
+
+    Args:
+        parts: views of `weight`, and what fills them.
+    """
+    found, inputs = [], weight.shape[-1]
+    for target, source in parts:
+        if target.shape[-1] != inputs or not target.is_contiguous():
+            return None
+        for matrix in matrices_of(source):
+            if isinstance(matrix, torch.Tensor) or (here := axes(matrix)) is None or not matrix.codes:
+                return None
+            found.append((matrix, here[1]))
+    codes = [matrix.codes for matrix, _ in found if matrix.codes]
+    if len({each.kind for each in codes}) != 1:
+        return None
+    kind, group = codes[0].kind, math.gcd(*(common_group(matrix, columns) for matrix, columns in found))
+    orders = [order_of(matrix, columns, group) for matrix, columns in found]
+    order = orders[0]
+    if order is None or not all(other is not None and torch.equal(order, other) for other in orders):
+        return None
+    if len(order) and weight.ndim > 2:
+        return None
+    if (group % LEAST_GROUP and group < inputs) or (kind in PAIRED and inputs % 32):
+        return None
+    dtype = codes[0].dtype
+    for each in codes[1:]:
+        dtype = torch.promote_types(dtype, each.dtype)
+    *outer, _ = weight.shape
+    new = model.take
+    table = (*outer, -(-inputs // group))
+    types = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+    made = new(*outer, inputs // 2 if kind in PAIRED else inputs, dtype=types.get(kind, torch.uint8))
+    zeros = new(*table, dtype=dtype) if any(each.has_zeros for each in codes) else None
+    coded = model.ops.Quantized(kind, made, new(*table, dtype=dtype), zeros, group)
+    return QuantizedWeight(model.ops, weight, coded, order.to(model.device) if len(order) else None)
+
+
+def order_of(matrix: Packed, columns: torch.Tensor, group: int) -> torch.Tensor | None:
+    """[in] the order in which the columns of a matrix are those of one group after the other. It is empty where they
+    are so already, and None where groups differ in size."""
+    assert matrix.codes
+    if matrix.codes.groups is None:
+        return columns[:0]
+    groups = matrix.codes.groups[columns]
+    order = groups.argsort(stable=True)
+    if len(order) % group or bool((groups[order].view(-1, group).diff() != 0).any()):
+        return None
+    return order

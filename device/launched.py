@@ -1,0 +1,81 @@
+"""A step that a worker has launched, and how its results are read once the device has made them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from batch_state import Rows
+from plan import StepResult
+
+if TYPE_CHECKING:
+    from models.logprobs import Gathered
+    from observe.phases import Phases
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step in the device's queue, and the tensors that will hold its results."""
+
+    unfinished: StepResult  # what the host knows already
+    rows: Rows | None = None
+    brought: torch.Tensor | None = None  # `forward`'s result on the host: [2, R or more] or vectors; there after `done`
+    logprobs: Gathered | None = None  # of `Rows.asked`; complete after `done`
+    finish: Callable[[np.ndarray], list[bytes]] | None = None  # with pooling: turns vectors into bytes
+    masked: list[int] = field(default_factory=list)  # slots
+    drafts: torch.Tensor | None = None  # that these slots have now, and then -1; complete after `done`
+    padded: bool = False  # whether places for drafts were computed that had none
+    done: torch.cuda.Event | None = None  # happens when the device has finished; None: it has
+    phases: Phases | None = None  # None without a trace
+
+    @property
+    def step(self) -> int:
+        """The step's number."""
+        return self.unfinished.step
+
+    def ready(self) -> bool:
+        """Whether `result` would return without waiting."""
+        return self.done is None or self.done.query()
+
+    def result(self) -> StepResult:
+        """The step's result. This waits until the device is done."""
+        if self.done is not None:
+            self.done.synchronize()
+        result, rows = self.unfinished, self.rows
+        if self.finish and self.brought is not None:
+            result.pooled = dict(enumerate(self.finish(self.brought.numpy())))
+            result.token_ids = [-1] * len(result.pooled)
+        elif rows and self.brought is not None:
+            tokens, bits = (part[: len(rows.sampling)] for part in self.brought.tolist())
+            if any(bits):
+                found = np.array(bits)
+                result.stopped = rows.sampling[np.flatnonzero(found & 1)].tolist()
+                result.guesses = {int(rows.sampling[i]): bits[i] > 3 for i in np.flatnonzero(found & 2)}
+            if rows.drafts:
+                result.verified = rows.verified(tokens, self.padded)
+            if rows.decode and not rows.drafts:
+                result.token_ids = tokens
+            else:  # some rows bring no token, or several
+                taken = np.array(tokens) >= 0
+                latest = np.full(len(rows.planned), -1)
+                latest[rows.sampling[taken]] = np.array(tokens)[taken]
+                result.token_ids = latest.tolist()
+        if rows and self.logprobs:
+            for sample, record in zip(rows.asked.tolist(), self.logprobs.records(), strict=True):
+                row = int(rows.sampling[sample])
+                if row not in result.verified:
+                    result.logprobs[row] = record
+                elif tokens[sample] >= 0:
+                    result.verified[row].logprobs.append(record)
+        if rows and rows.scoring:
+            result.scores = rows.scoring.records()
+        if self.drafts is not None:
+            for slot, drafts in zip(self.masked, self.drafts.tolist(), strict=True):
+                result.drafts[slot] = [token for token in drafts if token >= 0]
+        if self.phases:
+            result.phases += self.phases.spans()
+        return result

@@ -1,0 +1,56 @@
+"""A matrix that stays in codes of few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+
+def in_codes(stack: Any) -> Any:
+    """A stack of experts' weights as the ops take it: a tensor, or a `Quantized`."""
+    return stack.coded if isinstance(stack, QuantizedWeight) else stack
+
+
+class QuantizedWeight:
+    """A matrix in codes: a `Weight`, to be called in the place of the plain one.
+
+    Args:
+        ops: the backend.
+        weight: the matrix as it would be, on the device `meta`. Parts of a checkpoint refer to it.
+        coded: its codes, see `reference.Quantized`.
+        order: [in] int64, which input each column of the codes is of; None: they have the inputs' order.
+    """
+
+    def __init__(self, ops: ModuleType, weight: torch.Tensor, coded: Any, order: torch.Tensor | None):
+        self.ops, self.weight, self.coded, self.order = ops, weight, coded, order
+
+    @property
+    def shape(self) -> torch.Size:
+        """[out, in] of the matrix that it stands for."""
+        return self.weight.shape
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What takes memory."""
+        return [x for x in (*self.coded, self.order) if isinstance(x, torch.Tensor)]
+
+    def on_meta(self, ops: ModuleType) -> QuantizedWeight:
+        """One of the same shape without memory."""
+        fields = (x.to("meta") if isinstance(x, torch.Tensor) else x for x in self.coded)
+        order = None if self.order is None else self.order.to("meta")
+        return QuantizedWeight(ops, self.weight, ops.Quantized(*fields), order)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows [T, in] of ids [T], as a table of embeddings has them."""
+        return self.ops.quantized_rows(self.coded, ids, self.weight.dtype)
+
+    def packed(self, pack: Callable[[Any], Any]) -> Any:
+        """What `pack` makes of the codes, to be called in the place of this one."""
+        product, order = pack(self.coded), self.order
+        return product if order is None else lambda x, bias=None: product(x[:, order], bias)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, in] W^T + bias, [T, out]."""
+        return self.ops.quantized_linear(x if self.order is None else x[:, self.order], self.coded, bias)

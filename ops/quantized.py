@@ -1,0 +1,360 @@
+"""Products with weights in codes: a Triton kernel and its launcher, written as kernels.py says.
+
+A code becomes a number of 16 bits in registers, by a few operations on its bits, and is then the left operand of the
+matrix unit. So the outputs are the unit's rows, 64 on sm_90, and the tokens its columns, which may be as few as 16.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+import reference
+from ops.matmul import INTERPRET, LINEAR_COUNTERS, MOST_REGISTERS, Chip, _cast, _chip, _counters, _dot, _is_last
+from reference import Quantized
+
+PROGRAMS = 512  # programs to aim for with few rows: four for each processor, which hide each other's waits
+KINDS = ("int4", "fp4", "nf4", "int8", "fp8")
+NF4 = tl.constexpr(reference.NF4)
+
+
+@functools.cache
+def _unpacking(kind: str, dtype: torch.dtype) -> str:
+    """PTX that does for two bytes what `_bits` does for one, in two operands of twice 16 bits; see there for `kind`."""
+    bits, exponent = (7, 8) if dtype == torch.bfloat16 else (10, 5)
+    large = (2 ** (exponent - 1) - 1 + bits) << bits
+    begin = "{.reg .b32 a, b; cvt.u32.u16 a, $2;"
+    if kind == "nf4":  # the high bytes of the numbers are looked up apart from the low ones, for eight codes each
+        table = torch.tensor(reference.NF4, dtype=dtype).view(torch.uint8).view(4, 4, 2)
+        low, high = ([int.from_bytes(bytes(four), "little") for four in table[..., i].tolist()] for i in (0, 1))
+        return f"""{{.reg .b32 s, m, a, b, c, d;
+            cvt.u32.u16 s, $2; shr.b32 m, s, 3; and.b32 m, m, 0x1111; prmt.b32 m, 0xff00, 0, m; and.b32 s, s, 0x7777;
+            prmt.b32 a, {low[0]}, {low[1]}, s; prmt.b32 b, {low[2]}, {low[3]}, s; lop3.b32 a, m, b, a, 0xca;
+            prmt.b32 c, {high[0]}, {high[1]}, s; prmt.b32 d, {high[2]}, {high[3]}, s; lop3.b32 c, m, d, c, 0xca;
+            prmt.b32 $0, a, c, 0x6240; prmt.b32 $1, a, c, 0x7351;}}"""
+    if kind in ("int4", "int8"):  # bytes below the high byte of the large float
+        spread = f"{(large >> 8) * 0x01010101}, 0x4140"
+        if kind == "int8":
+            return f"{begin} prmt.b32 b, a, {spread}; and.b32 $0, b, 0xff7fff7f; and.b32 $1, b, 0xff80ff80;}}"
+        return f"""{begin} shr.b32 b, a, 4; prmt.b32 a, a, {spread}; prmt.b32 b, b, {spread};
+            and.b32 $0, a, 0xff0fff0f; and.b32 $1, b, 0xff0fff0f;}}"""
+    # The sign, and its copies above the byte, of which the mask keeps the highest.
+    mine, digits = (2, 0x7000) if kind == "fp4" else (4, 0x7F00)
+    shift, mask = 8 - (exponent - mine), (0x8000 | digits >> (exponent - mine)) * 0x00010001
+    return f"""{begin} shl.b32 b, a, 4; prmt.b32 a, a, 0, 0x9180; prmt.b32 b, b, 0, 0x9180;
+        shl.b32 a, a, {shift}; shl.b32 b, b, {shift};
+        and.b32 $0, {"b" if kind == "fp4" else "a"}, {mask}; and.b32 $1, a, {mask};}}"""
+
+
+@triton.jit
+def _bits(b_code, KIND: tl.constexpr, UNPACK: tl.constexpr, dtype: tl.constexpr):
+    """What `_number` takes of bytes: two times 16 bits, of the codes in the lower and in the upper half.
+
+    A byte of int8 has one code: its seven bits, and the eighth. One of fp8 has its code twice. An integer becomes the
+    lowest bits of a large float, whose last bit counts 1. A float of few bits becomes one with the same exponent and
+    mantissa. UNPACK does so for two bytes, in as many instructions as the compiler would take for one; its nf4 are the
+    numbers themselves.
+    """
+    BITS: tl.constexpr = 7 if dtype == tl.bfloat16 else 10  # of the mantissa
+    EXPONENT: tl.constexpr = 8 if dtype == tl.bfloat16 else 5
+    LARGE: tl.constexpr = (2 ** (EXPONENT - 1) - 1 + BITS) << BITS
+    b_int = b_code.to(tl.int16)
+    if UNPACK is not None:
+        b_low, b_high = tl.inline_asm_elementwise(
+            UNPACK, "=&r,=&r,h", [b_code], dtype=(tl.uint16, tl.uint16), is_pure=True, pack=2
+        )
+    elif KIND == "int4":
+        b_low, b_high = b_int & 15 | LARGE, b_int >> 4 | LARGE
+    elif KIND == "nf4":
+        b_low, b_high = b_int & 15, b_int >> 4
+    elif KIND == "int8":
+        b_low, b_high = b_int & 127 | LARGE, b_int & 128 | LARGE
+    else:
+        RIGHT: tl.constexpr = EXPONENT - 2 if KIND == "fp4" else EXPONENT - 4
+        MASK: tl.constexpr = (0x7000 if KIND == "fp4" else 0x7F00) >> RIGHT
+        b_high = (b_int << 8) >> RIGHT & (MASK - 0x8000)
+        b_low = (b_int << 12) >> RIGHT & (MASK - 0x8000) if KIND == "fp4" else b_high
+    return b_low, b_high
+
+
+@triton.jit
+def _float(b_bits, dtype: tl.constexpr):
+    """The float of `dtype` that has these 16 bits; as float32 in the interpreter, which can't compute in bfloat16."""
+    if INTERPRET and dtype == tl.bfloat16:
+        return (b_bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return b_bits.to(dtype, bitcast=True)
+
+
+@triton.jit
+def _number(b_bits, b_more, KIND: tl.constexpr, UNPACK: tl.constexpr, dtype: tl.constexpr):
+    """The numbers of codes whose `_bits` these are, exact but for those of nf4; of int8 b_more are the other ones."""
+    BITS: tl.constexpr = 7 if dtype == tl.bfloat16 else 10  # of the mantissa
+    BIAS: tl.constexpr = 127 if dtype == tl.bfloat16 else 15  # of the exponent
+    if KIND == "nf4" and UNPACK is None:
+        b_number = tl.zeros(b_bits.shape, tl.float32)
+        for i in tl.static_range(16):
+            b_number = tl.where(b_bits == i, NF4[i], b_number)
+    else:
+        b_number = _float(b_bits, dtype)
+    if KIND == "int4":
+        b_number -= 2.0**BITS + 8.0
+    elif KIND == "int8":  # the eighth bit counts -128
+        b_number -= _float(b_more, dtype)
+    elif KIND == "fp4":
+        b_number *= 2.0 ** (BIAS - 1)
+    elif KIND == "fp8":
+        b_number *= 2.0 ** (BIAS - 7)
+    return b_number
+
+
+@triton.jit
+def _load_scales(p_scale, m_scale, SCALES: tl.constexpr):
+    """Scales float32; those of 8 bits are e4m3 or e8m0, as SCALES says, and others say it themselves."""
+    b_scale = tl.load(p_scale, mask=m_scale, other=0)
+    if SCALES == "e4m3":
+        b_bits, b_more = _bits(b_scale, "fp8", None, tl.float16)
+        b_scale = _number(b_bits, b_more, "fp8", None, tl.float16)
+    elif SCALES == "e8m0":
+        b_scale = (b_scale.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+    return b_scale.to(tl.float32)
+
+
+@triton.jit
+def _spread(b_table, WIDTH: tl.constexpr):
+    """[N, R] -> [N, WIDTH], each column repeated."""
+    N: tl.constexpr = b_table.shape[0]
+    R: tl.constexpr = b_table.shape[1]
+    return tl.reshape(tl.broadcast_to(b_table[:, :, None], [N, R, WIDTH // R]), [N, WIDTH])
+
+
+@triton.jit
+def _quantized_part(
+    x, codes, scales, zeros, o_m, o_n, m_m, m_n, i_s,
+    K: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, UNPACK: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """x W^T over part i_s of SPLITS of the K columns, [BLOCK_M, BLOCK_N] float32, of the rows o_m of x and o_n of W.
+
+    Scales multiply sums in float32: those of a step, or where one group is all of K those of the part. Where a step has
+    several groups, they multiply the numbers, in x's dtype, as zeros are subtracted there.
+    """
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    FINE: tl.constexpr = GROUP < BLOCK_K and GROUP < K
+    HALVES: tl.constexpr = 1 if KIND == "int8" or KIND == "fp8" else 2  # codes of a byte
+    WIDTH: tl.constexpr = BLOCK_K // HALVES  # bytes of a step, of which RUN share a scale
+    RUN: tl.constexpr = 16 if HALVES == 2 else GROUP
+    dtype: tl.constexpr = tl.float16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
+    p_x, p_code = x + (o_m.to(tl.int64) * K)[None, :], codes + (o_n.to(tl.int64) * (K // HALVES))[:, None]
+    o_table = o_n * GROUPS
+    b_y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for i_k in range(i_s * STEPS // SPLITS, (i_s + 1) * STEPS // SPLITS):
+        o_c = i_k * WIDTH + tl.arange(0, WIDTH)
+        o_k = o_c // 16 * 32 + o_c % 16 if HALVES == 2 else o_c
+        m_k = o_k < K
+        b_bits = _bits(
+            tl.load(p_code + o_c[None, :], mask=m_n[:, None] & m_k[None, :], other=0), KIND, UNPACK, dtype
+        )  # fmt: skip
+        b_sum = b_y if FINE or GROUP >= K else tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for i_half in tl.static_range(HALVES):
+            b_x = tl.load(p_x + (o_k + 16 * i_half)[:, None], mask=m_k[:, None] & m_m[None, :], other=0.0)
+            b_w = _number(b_bits[i_half], b_bits[1], KIND, UNPACK, dtype)
+            if x.dtype.element_ty == tl.float32:
+                b_w = b_w.to(tl.float32)
+            if FINE and (i_half == 0 or GROUP == 16):  # in 32 inputs that are 16 bytes
+                o_g = (i_k * BLOCK_K + HALVES * RUN * tl.arange(0, WIDTH // RUN) + 16 * i_half) // GROUP
+                o_t, m_t = o_table[:, None] + o_g[None, :], m_n[:, None] & (o_g < GROUPS)[None, :]
+                b_scale = _spread(_load_scales(scales + o_t, m_t, SCALES).to(b_w.dtype), WIDTH)
+                if zeros is not None:
+                    b_zero = _spread(tl.load(zeros + o_t, mask=m_t, other=0.0).to(b_w.dtype), WIDTH)
+            elif zeros is not None and i_half == 0:
+                b_zero = tl.load(zeros + o_table + i_k * BLOCK_K // GROUP, mask=m_n, other=0.0)
+                b_zero = b_zero.to(b_w.dtype)[:, None]
+            if zeros is not None:
+                b_w -= b_zero
+            if FINE:
+                b_w *= b_scale
+            b_sum = _dot(b_w, b_x, b_sum)
+        if FINE or GROUP >= K:
+            b_y = b_sum
+        else:
+            b_y += b_sum * _load_scales(scales + o_table + i_k * BLOCK_K // GROUP, m_n, SCALES)[:, None]
+    if GROUP >= K:
+        b_y *= _load_scales(scales + o_table, m_n, SCALES)[:, None]
+    return tl.trans(b_y)
+
+
+@triton.jit(do_not_specialize=["M"])
+def quantized_linear_kernel(
+    x, codes, scales, zeros, bias, y, partial, counters, M,
+    N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
+    UNPACK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """y = x W^T + b, W = (numbers(codes) - zeros) * scales; x [M, K], codes [N, K] or [N, K / 2], y [M, N].
+
+    K is cut into SPLITS parts, each of which has a program of its own. If there are several (then M <= BLOCK_M), the
+    last program to finish adds them in their order, from partial [SPLITS, M, N] float32.
+    """
+    i_m, i_n, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_m, m_n = o_m < M, o_n < N
+    m_y = m_m[:, None] & m_n[None, :]
+    b_y = _quantized_part(
+        x, codes, scales, zeros, o_m, o_n, m_m, m_n, i_s,
+        K, KIND, SCALES, GROUP, UNPACK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    if SPLITS > 1:
+        o_part = o_m[:, None] * N + o_n[None, :]
+        tl.store(partial + i_s * M * N + o_part, b_y, mask=m_y)
+        if not _is_last(counters + i_n, SPLITS):
+            return
+        b_y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for i_part in range(SPLITS):
+            b_y += tl.load(partial + i_part * M * N + o_part, mask=m_y, other=0.0, cache_modifier=".cg")
+    if bias is not None:
+        b_y += tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    o_y = (o_m.to(tl.int64) * N)[:, None] + o_n[None, :]
+    tl.store(y + o_y, _cast(b_y, y.dtype.element_ty), mask=m_y)
+
+
+class Layout(NamedTuple):
+    """A weight in codes as the kernels take it."""
+
+    scales: torch.Tensor | None  # [.., N, ceil(K / group)], as bytes if they are float8
+    zeros: torch.Tensor | None
+    constants: tuple[str | None, str | None, int | None, str | None]  # KIND, SCALES, GROUP, UNPACK
+    step: int  # BLOCK_K
+
+
+PLAIN = Layout(None, None, (None, None, None, None), 0)  # of a weight that is not in codes
+
+
+def _plain_scales(scales: torch.Tensor) -> tuple[torch.Tensor, str]:
+    """Scales as a kernel loads them, and what those of 8 bits are."""
+    bytes_of = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}.get(scales.dtype, "")
+    return scales.view(torch.uint8) if bytes_of else scales, bytes_of
+
+
+def _layout(weight: Quantized, inputs: int, dtype: torch.dtype, chip: Chip) -> Layout:
+    """How the kernels take a weight whose products are with x of this dtype.
+
+    A step has a part of a group, or groups of 16 or 32 inputs. Others are cut into such ones, with copies of the scale.
+    Without wgmma numbers take too many registers for 128 inputs a step.
+    """
+    scales, zeros, step = weight.scales, weight.zeros, 32 if dtype == torch.float32 else 128 if chip.wgmma else 64
+    group = min(weight.group, inputs)
+    if group < inputs and (common := math.gcd(group, step)) < step:
+        if common == 64:
+            step = 64
+        elif common < group:
+            repeat, group = group // common, common
+            tables = (scales, zeros) if zeros is not None else (scales,)
+            groups = triton.cdiv(inputs, group)
+            scales, zeros, *_ = *(t.repeat_interleave(repeat, -1)[..., :groups].contiguous() for t in tables), None
+    scales, bytes_of = _plain_scales(scales)
+    unpacking = None if INTERPRET or dtype == torch.float32 else _unpacking(weight.kind, dtype)
+    return Layout(scales, zeros, (weight.kind, bytes_of, group, unpacking), step)
+
+
+def _check(weight: Quantized, inputs: int) -> None:
+    """Check what the kernels rely on; `inputs` is K."""
+    kind, codes, scales, zeros, group = weight
+    dtype, width = {"int8": (torch.int8, inputs), "fp8": (torch.float8_e4m3fn, inputs)}.get(
+        kind, (torch.uint8, inputs // 2)
+    )
+    assert kind in KINDS and codes.is_contiguous() and codes.dtype == dtype and codes.shape[-1] == width
+    assert kind in ("int8", "fp8") or inputs % 32 == 0
+    assert group >= inputs or group % 16 == 0
+    assert scales.shape == (*codes.shape[:-1], triton.cdiv(inputs, group)) and scales.is_contiguous()
+    assert zeros is None or (zeros.shape == scales.shape and zeros.is_contiguous() and zeros.dtype.itemsize > 1)
+
+
+def _rows_tile(rows: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int]:
+    """BLOCK_M, BLOCK_N, warps and stages for so many rows."""
+    if dtype == torch.float32:
+        return (16, 32, 4, 2) if rows <= 16 else (64, 32, 8, 2)
+    if rows <= 64:
+        return (16 if rows <= 16 else 64), 64, 4, 4
+    return 128, 128 if chip.wgmma else 64, 8, 3
+
+
+def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """See `reference.quantized_linear`.
+
+    With x in 16 bits, numbers of nf4, zeros, and the products of numbers and scales of groups that are no multiple of
+    64 are rounded to x's dtype. A NaN among codes of fp8 counts as 480.
+    """
+    (tokens, inputs), outputs = x.shape, len(weight.codes)
+    assert x.is_contiguous() and weight.codes.ndim == 2 and (bias is None or bias.shape == (outputs,))
+    _check(weight, inputs)
+
+    chip = _chip(x.device)
+    scales, zeros, constants, block_k = _layout(weight, inputs, x.dtype, chip)
+    block_m, block_n, warps, stages = _rows_tile(tokens, x.dtype, chip)
+    row_tiles, column_tiles = triton.cdiv(tokens, block_m), triton.cdiv(outputs, block_n)
+    steps, splits = triton.cdiv(inputs, block_k), 1
+    while tokens <= 64 and column_tiles * splits < PROGRAMS and splits < 8 and steps // (2 * splits) >= 4:
+        splits *= 2
+    y = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+    partial = counters = None
+    if splits > 1:
+        assert column_tiles <= LINEAR_COUNTERS
+        partial = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
+        counters = _counters(x.device)
+
+    quantized_linear_kernel[(row_tiles, column_tiles, splits)](
+        x, weight.codes.view(torch.uint8), scales, zeros, bias, y, partial, counters, tokens,
+        outputs, inputs, *constants, splits, block_m, block_n, block_k,
+        num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def quantized_rows_kernel(
+    codes, scales, zeros, ids, y,
+    K: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y[t] = (numbers(codes[i]) - zeros[i]) * scales[i], i = ids[t]; codes [N, K] or [N, K / 2], ids [T], y [T, K].
+
+    One program per id and BLOCK bytes of its codes.
+    """
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    HALVES: tl.constexpr = 1 if KIND == "int8" or KIND == "fp8" else 2  # codes of a byte
+    i_t = tl.program_id(0).to(tl.int64)
+    i_row = tl.load(ids + i_t).to(tl.int64)
+    o_c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    o_k = o_c // 16 * 32 + o_c % 16 if HALVES == 2 else o_c
+    m_k = o_k < K
+    b_bits = _bits(tl.load(codes + i_row * (K // HALVES) + o_c, mask=m_k, other=0), KIND, None, tl.float16)
+    for i_half in tl.static_range(HALVES):
+        b_y = _number(b_bits[i_half], b_bits[1], KIND, None, tl.float16).to(tl.float32)
+        o_t = i_row * GROUPS + (o_k + 16 * i_half) // GROUP
+        if zeros is not None:
+            b_y -= tl.load(zeros + o_t, mask=m_k, other=0.0).to(tl.float32)
+        b_y *= _load_scales(scales + o_t, m_k, SCALES)
+        tl.store(y + i_t * K + o_k + 16 * i_half, _cast(b_y, y.dtype.element_ty), mask=m_k)
+
+
+def quantized_rows(weight: Quantized, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """See `reference.quantized_rows`."""
+    width = weight.codes.shape[1]
+    inputs = width * (1 if weight.kind in ("int8", "fp8") else 2)
+    assert weight.codes.ndim == 2 and ids.ndim == 1 and ids.is_contiguous()
+    _check(weight, inputs)
+
+    scales, bytes_of = _plain_scales(weight.scales)
+    y = torch.empty(len(ids), inputs, dtype=dtype, device=ids.device)
+    block = min(512, triton.next_power_of_2(width))
+
+    quantized_rows_kernel[(len(ids), triton.cdiv(width, block))](
+        weight.codes.view(torch.uint8), scales, weight.zeros, ids, y,
+        inputs, weight.kind, bytes_of, min(weight.group, inputs), block, num_warps=4,
+    )  # fmt: skip
+    return y

@@ -1,0 +1,177 @@
+"""How many drafts a sequence gets: as many as are likely to pay, by how many were taken, and by what a row costs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from config import MOST_DRAFTING, EngineConfig
+from plan import Verified
+from scheduling.policy import Policy
+from sequence import Flight, Sequence
+
+LIKELY, LIKELY_BY_MODEL = 0.6, 0.8  # that a sequence's next draft is taken, as long as nothing is known of it
+TRIALS = 4.0  # so many trials count as much as that guess
+MEMORY = 32.0  # trials after which the earlier ones count a third
+SEARCHES = 8.0  # for drafts after which the earlier ones count a third
+MARGIN = 1.25  # a draft must bring so much more than it costs, because its sequence may end before the others do
+PLANNING = 1e-4  # seconds that the scheduler takes for a row with drafts, more than for another
+REVIEW = 8  # steps after which sequences without drafts are looked at again
+
+
+@dataclass(slots=True)
+class Luck:
+    """How a sequence's drafts fared; later ones count more."""
+
+    likely: float = LIKELY
+    tried: float = 0.0  # drafts that were compared with what the model has sampled
+    taken: float = 0.0
+    found: float = 1.0  # how often there were any, of late
+
+    @property
+    def chance(self) -> float:
+        """The probability that its next draft is taken."""
+        return (self.taken + self.likely * TRIALS) / (self.tried + TRIALS)
+
+    def learn(self, drafts: int, taken: int) -> None:
+        """A row has taken so many of its drafts. The one after them was refused, and nothing is known of the others."""
+        self.found += ((drafts > 0) - self.found) / SEARCHES
+        tried = min(drafts, taken + 1)
+        kept = math.exp(-tried / MEMORY)
+        self.tried, self.taken = kept * self.tried + tried, kept * self.taken + taken
+
+
+class Drafting:
+    """Decides how many drafts a step verifies for each sequence.
+
+    With a rate of n tokens in c seconds, a row more pays if it brings its tokens faster. Its cost, a part of the
+    seconds that n rows more would take, is (c(2n) - c(n)) / n; so it must bring (c(2n) - c(n)) / c(n) tokens. The j-th
+    draft of a sequence brings chance^j.
+
+    A model makes the j-th drafts of all n sequences in d(n) seconds. It does so if what these bring beyond their rows'
+    cost is more than the n d(n) / c(n) tokens of these seconds.
+
+    Drafts may also be made and not verified: then the next token says for nothing whether the first one was right.
+
+    Args:
+        config: the engine's options.
+        counters: of the scheduler, which count drafts, too.
+        row_seconds: (n, c(n), d(n)) for rising numbers of rows; empty: drafts cost nothing.
+    """
+
+    def __init__(
+        self, config: EngineConfig, counters: dict[str, float], row_seconds: Items[tuple[int, float, float]] = ()
+    ):
+        self.by_model = config.speculation is not None and config.speculation.method != "ngram"
+        self.likely = LIKELY_BY_MODEL if self.by_model else LIKELY
+        self.most, self.row_seconds, self.counters = config.num_drafts, row_seconds, counters
+        self.made = config.num_drafts  # drafts that a row has been given for the step that is being planned, at most,
+        self.room = config.num_drafts  # and that it may have
+        self.taken_at: Counter[int] = Counter()  # drafts that were taken, by their place in their row
+        self.needed = 0.0  # tokens that a draft must bring, in the step that is being planned
+        self.reviewed = 0  # the step of the latest review
+
+    def begin_step(self, step: int, width: int, decodes: Items[Sequence]) -> list[Sequence]:
+        """Look at a step with so many sequences; returns those of the `decodes` that should have drafts again."""
+        if not self.most:
+            return []
+        before = self.needed if self.room else math.inf
+        self.room, self.needed = self.made if width <= MOST_DRAFTING else 0, self.price(width)
+        if not self.room or (self.needed >= before and step < self.reviewed + REVIEW):
+            return []
+        self.reviewed = step
+        return [seq for seq in decodes if self.wanted(seq)]
+
+    def price(self, rows: int) -> float:
+        """Tokens that one more row must bring to pay, beside so many rows."""
+        if not self.row_seconds:
+            return 0.0
+        alone, doubled = self._seconds(rows, 1), self._seconds(2 * rows, 1)
+        return MARGIN * (max(0.0, doubled - alone) + rows * PLANNING) / alone
+
+    def _seconds(self, rows: int, column: int) -> float:
+        """c or d of so many rows, between those that were timed; beyond them it grows with the rows."""
+        known = [(timed[0], timed[column]) for timed in self.row_seconds]
+        above = next((i for i, (count, _) in enumerate(known) if count >= rows), None)
+        if above is None:
+            count, seconds = known[-1]
+            return seconds * rows / count
+        count, seconds = known[above]
+        if not above or count == rows:
+            return seconds
+        fewer, less = known[above - 1]
+        return less + (seconds - less) * (rows - fewer) / (count - fewer)
+
+    def proposals(self, flight: Flight) -> int:
+        """How many drafts the rows of a step that is planned should get for a later step: from a model as many as pay;
+        from a look-up, which costs nothing, now and then some also where few will pay."""
+        plan = flight.plan
+        if not self.by_model:
+            likely = self.room > 0 and self.needed <= LIKELY
+            return self.most if plan.drafts or likely or plan.step % REVIEW == 0 else 0
+        seqs = flight.seqs
+        chances = [seq.luck.chance for seq in seqs if not seq.group.beams]
+        if not chances:  # nor are drafts that were made used up
+            return 0
+        rows, self.made = len(seqs), 0  # a model makes drafts for beams, too
+        if rows > MOST_DRAFTING:
+            return 0
+        making = MARGIN * rows * self._seconds(rows, 2) / self._seconds(rows, 1) if self.row_seconds else 0.0
+        gains = chances
+        while self.made < self.most and sum(max(0.0, gain - self.needed) for gain in gains) > making:
+            self.made += 1
+            gains = [gain * chance for gain, chance in zip(gains, chances, strict=True)]
+        return self.made
+
+    def wanted(self, seq: Sequence, room: int | None = None) -> int:
+        """How many drafts a sequence should have, and `room` at most."""
+        group, params = seq.group, seq.group.request.params
+        most = min(self.room, group.limit - seq.num_known - 1)
+        most = most if room is None else min(most, room)
+        most = min(most, len(seq.proposed)) if params.constrained else most  # those that its grammar takes
+        if most <= 0 or group.beams is not None:
+            return 0
+        # Below `min_tokens` a mask changes with the count of tokens; a constrained row has masks for each count.
+        if not params.constrained and seq.num_tokens - group.request.num_prompt < params.min_tokens:
+            return 0
+        chance, gain, count = seq.luck.chance, 1.0, 0
+        if seq.luck.found * chance < self.needed:
+            return 0
+        while count < most and (gain := gain * chance) >= self.needed:
+            count += 1
+        return count
+
+    def holds(self, seq: Sequence) -> bool:
+        """Whether a sequence has drafts in flight, or should have some, so that each step must look at it."""
+        return seq.num_unsure > 0 or self.wanted(seq) > 0
+
+    def guessed(self, flight: Flight, guesses: dict[int, bool]) -> None:
+        """Learn from drafts that were not verified, by the indices of a step's rows."""
+        seqs = flight.seqs
+        for row, right in guesses.items():
+            seq = seqs[row]
+            if seq.group.beams is None and flight.brings(seq):
+                seq.luck.learn(1, right)
+
+    def counted(self, flight: Flight, rows: dict[int, Verified], policy: Policy) -> int:
+        """Count the drafts of a step that has landed as computed, and tell the policy of those that were taken; returns
+        how many tokens more the step has computed than was planned, which is 0 or less."""
+        drafts = sum(row.drafts for row in rows.values())
+        taken = sum(len(row.token_ids) - 1 for row in rows.values())
+        self.counters["num_computed_tokens_total"] += drafts
+        policy.advance(taken, taken)
+        return drafts - sum(flight.drafts.values())
+
+    def landed(self, seq: Sequence, row: Verified) -> None:
+        """Learn what a row with drafts has brought."""
+        taken = len(row.token_ids) - 1
+        seq.luck.learn(row.drafts, taken)
+        seq.num_drafts += row.drafts
+        seq.num_taken += taken
+        if row.drafts:
+            self.counters["spec_decode_num_drafts_total"] += 1
+            self.counters["spec_decode_num_draft_tokens_total"] += row.drafts
+            self.counters["spec_decode_num_accepted_tokens_total"] += taken
+            self.taken_at.update(range(taken))

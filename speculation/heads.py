@@ -1,0 +1,269 @@
+"""Heads that tell what comes after the next token, from a model's hidden states and that token.
+
+    MTP      u = W [norm(E[x_{t+1}]); norm(h_t)], one layer of the model's own kind, norm, the model's head. It is in
+             the model's checkpoint ("multi-token prediction": DeepSeek-V3, 2024)
+    EAGLE    u = W [E[x_{t+1}]; h_t] + b, a layer without its first norm, the model's head (Li et al., 2024)
+    EAGLE-3  h is W of the states before three of the model's layers; the first layer's attention reads
+             [norm(E[x_{t+1}]); norm(h_t)]; a head of its own for the likeliest tokens (Li et al., 2025)
+
+Each says x_{t+2} at position t. Its own hidden state then stands in for h_{t+1}, and so on for the tokens after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from checkpoints.hub import checkpoint_files
+from checkpoints.storage import opened
+from layers import Batch, New, Norm, Owner, Weight, linear
+from model import Transformer
+from model_config import ModelConfig
+from models.families import our_name
+from models.shares import Part, Parts, Shares
+
+TAPPED = 3  # layers whose input EAGLE-3 sees
+
+
+class Names(NamedTuple):
+    """What a checkpoint calls the parts of a head, "{}" being the number of its layer; an empty one is not there."""
+
+    layer: str
+    joint: str
+    embedding_norm: str = ""
+    hidden_norm: str = ""
+    norm: str = ""  # after the layer
+    hidden_first: bool = False  # whether W's first columns are for the hidden state
+    passes_norm: bool = False  # whether what stands in for h is behind the last norm
+
+    def at(self, number: int) -> Names:
+        """The names for the layer of this number."""
+        return self._replace(
+            layer=self.layer.format(number), joint=self.joint.format(number), norm=self.norm.format(number),
+            embedding_norm=self.embedding_norm.format(number), hidden_norm=self.hidden_norm.format(number),
+        )  # fmt: skip
+
+
+MTP = (  # Qwen3-Next and Qwen3.5; DeepSeek-V3 and GLM-4.5, behind the model's layers; MiMo
+    Names("mtp.layers.0", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", False, True),
+    Names("layers.{}", "layers.{}.eh_proj", "layers.{}.enorm", "layers.{}.hnorm", "layers.{}.shared_head.norm"),
+    Names("mtp_layers.0", "mtp_layers.0.input_proj", "mtp_layers.0.token_layernorm", "mtp_layers.0.hidden_layernorm",
+          "mtp_layers.0.final_layernorm", True, True),
+)  # fmt: skip
+EAGLE = Names("layers.0", "fc", passes_norm=True)
+EAGLE3 = Names("midlayer", "fc", norm="norm")
+
+
+class Joint(Owner):
+    """W [a; b] + bias, of the norms of a and b where there are some."""
+
+    matrices = ("weight",)
+
+    def __init__(self, c: ModelConfig, ops: ModuleType, names: Names, new: New, inputs: int, bias: bool):
+        size = c.hidden_size
+        self.names = names
+        self.weight: Weight = new(size, inputs)
+        self.bias = new(size) if bias else None
+        self.norms = [Norm(c, ops, size, new) if name else None for name in (names.embedding_norm, names.hidden_norm)]
+
+    def owners(self) -> Iterator[Owner]:
+        yield self
+        yield from (norm for norm in self.norms if norm)
+
+    def __call__(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The first layer's input [T, hidden], for embeddings and hidden states [T, hidden]."""
+        both = [norm(x) if norm else x for norm, x in zip(self.norms, (embedded, hidden), strict=True)]
+        return linear(torch.cat(both[::-1] if self.names.hidden_first else both, 1), self.weight, self.bias)
+
+    def parts(self, shares: Shares) -> Parts:
+        """Which tensors of the checkpoint fill it."""
+        found = shares.parts({
+            f"{self.names.joint}.weight": (self.weight, "all"), f"{self.names.joint}.bias": (self.bias, "all"),
+        })  # fmt: skip
+        for name, norm in zip((self.names.embedding_norm, self.names.hidden_norm), self.norms, strict=True):
+            found |= norm.parts(name, shares) if norm else {}
+        return found
+
+
+class DraftHead(Transformer):
+    """MTP or EAGLE: one layer over hidden states of `base`, with its embeddings and its head.
+
+    Args:
+        base: the model.
+        config: the shape of the head's layer; see `config_of_layer`.
+        names: what the checkpoint calls its parts.
+        bias: whether W has one.
+    """
+
+    unread: tuple[str, ...] = ("embed_tokens.weight",)  # the model's, once more
+
+    def __init__(self, base: Transformer, config: ModelConfig, names: Names, bias: bool = False):
+        super().__init__(config, base.ops, base.device, base.dtype, base.max_model_len, base.group)
+        self.base, self.names = base, names
+        self.joint = self.new_joint(bias)
+        if not names.embedding_norm:
+            self.layers[0].attn_in = None
+
+    def new_joint(self, bias: bool) -> Joint:
+        """W, and the norms before it."""
+        new = self.memory(True)
+        return Joint(self.config, self.ops, self.names, new, 2 * self.config.hidden_size, bias)
+
+    def predict(self, batch: Batch, pool: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What tells the token after each of `batch.input_ids` [T], which follow those with these hidden states
+        [T, hidden], see `logits`; and what stands in for their own hidden states. Keys and values go into the `pool`.
+        """
+        residual = self.joint(self.embedded(batch.input_ids), hidden)
+        return self.finished(residual, batch, pool)
+
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """The model's embeddings [T, hidden] of ids [T]; virtual tokens count as token 0."""
+        base = self.base
+        return base.look_up(ids.clamp(min=0), base.embedding).to(self.dtype) * base.embed_scale
+
+    def finished(self, residual: torch.Tensor, batch: Batch, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `predict`; the residual changes in place, and ends as the sum of all that was added to it."""
+        step = self.new_step(batch, pool, residual.new_empty(0, 0, dtype=torch.float32))
+        x = self.run(residual, None, step)
+        return x, x if self.names.passes_norm else residual
+
+    def following(self, i: int) -> Norm | None:
+        return self.norm if self.names.norm else None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.base.logits(hidden)
+
+    def owners(self) -> Iterator[Owner]:
+        yield self
+        yield from self.joint.owners()
+        yield from self.layers[0].owners()
+        if self.names.norm:
+            yield self.norm
+
+    def parameters(self) -> dict[str, Part]:
+        shares = Shares(self.config.vocab_size, self.group)
+        found = self.joint.parts(shares) | (self.norm.parts(self.names.norm, shares) if self.names.norm else {})
+        for own, part in self.parts_of(self.layers[0], shares).items():
+            instead_of = tuple(f"{self.names.layer}.{other}" for other in part.instead_of)
+            found[f"{self.names.layer}.{own}"] = part._replace(instead_of=instead_of)
+        return found
+
+
+class Eagle3Head(DraftHead):
+    """EAGLE-3. Its layer's first norm is that of the embeddings. `norm_first` says what the layer adds to: the hidden
+    state, or its norm."""
+
+    unread = ("embed_tokens.weight", "t2d", "d2t")  # beside its weights; `ids` is made of the last
+
+    def __init__(
+        self, base: Transformer, config: ModelConfig, names: Names, ids: torch.Tensor, norm_first: bool = False
+    ):
+        super().__init__(base, config, names)
+        new, size = self.memory(True), config.hidden_size
+        attention, group = self.layers[0].attention, base.group
+        attention.qkv = new(len(attention.qkv), 2 * size)
+        self.layers[0].attn_in = Norm(config, self.ops, size, new)
+        self.hidden_norm, self.norm_first = Norm(config, self.ops, size, new), norm_first
+        self.ids = ids.to(base.device)  # [N] the model's ids of the head's tokens
+        self.head = new(-(-len(ids) // group.size), size)
+        count = base.config.num_layers
+        self.reads = (2, count // 2, count - 3)
+        self.taps = [Tap(base, i) for i in self.reads]
+
+    def new_joint(self, bias: bool) -> Joint:
+        return Joint(self.config, self.ops, self.names, self.memory(True), TAPPED * self.base.config.hidden_size, bias)
+
+    def tapped(self) -> torch.Tensor:
+        """h [T, hidden], of the model's latest step."""
+        return linear(torch.cat([tap.taken for tap in self.taps], 1), self.joint.weight)
+
+    def predict(self, batch: Batch, pool: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        normed = self.hidden_norm(hidden)
+        self.entering = self.embedded(batch.input_ids), normed
+        return self.finished((normed if self.norm_first else hidden).clone(), batch, pool)
+
+    def enter(self, residual: torch.Tensor) -> torch.Tensor:
+        embedded, normed = self.entering
+        first = self.layers[0].attn_in
+        assert first
+        return torch.cat((first(embedded), normed), 1)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.head is not None
+        own = self.group.all_gather(linear(hidden, self.head), len(self.ids))
+        logits = own.new_full((len(hidden), self.base.config.vocab_size), float("-inf"))
+        logits[:, self.ids] = own
+        return logits
+
+    def owners(self) -> Iterator[Owner]:
+        yield from super().owners()
+        yield self.hidden_norm
+
+    def parameters(self) -> dict[str, Part]:
+        shares = Shares(len(self.ids), self.group)
+        found = super().parameters() | shares.parts({"lm_head.weight": (self.head, "vocab")})
+        return found | self.hidden_norm.parts(f"{self.names.layer}.hidden_norm", shares)
+
+
+class Tap(Owner):
+    """The first norm of a model's layer, which keeps what it takes the norm of: the sum of all layers before it."""
+
+    taken: torch.Tensor
+
+    def __init__(self, base: Transformer, i: int):
+        norm = base.layers[i].attn_in
+        if norm is None:
+            raise ValueError(f"method is 'eagle3'; the layers of {base.config.architecture} do not begin with a norm")
+        self.norm = norm
+        base.layers[i].attn_in = self  # type: ignore[assignment]
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.norm(x, residual)
+        self.taken = (x if residual is None else residual).clone()
+        return y
+
+    def parts(self, name: str, shares: Shares) -> Parts:
+        """See `Norm.parts`."""
+        return self.norm.parts(name, shares)
+
+
+def config_of_layer(c: ModelConfig) -> ModelConfig:
+    """The shape of one layer that is like the model's last layer with keys and values."""
+    i = max(i for i, source in enumerate(c.kv_sources) if source >= 0)
+    each = ("mlp_sizes", "layer_ropes", "windows", "kv_shapes", "expert_layers", "sparsity")
+    own = {name: getattr(c, name)[i : i + 1] for name in each}
+    return dataclasses.replace(
+        c, num_layers=1, kv_sources=(0,), delta=None, head="none", vocab_size=0, tie_word_embeddings=False, **own
+    )
+
+
+def tensor_names(folder: str) -> set[str]:
+    """The names of all tensors of a checkpoint, as it has them; none if files are missing, as in a plan."""
+    found: set[str] = set()
+    with contextlib.suppress(ValueError):  # which loading says, too
+        for path in checkpoint_files(folder):
+            with opened(path) as file:
+                found |= set(file.keys())
+    return found
+
+
+def new_mtp(base: Transformer, source: str) -> DraftHead:
+    """The MTP head that a model's checkpoint has; `source` is its folder or file, or empty where weights are made up.
+    Without the weights it has the names of the first of `MTP`.
+
+    Raises:
+        ValueError: it has none.
+    """
+    c = base.config
+    number = c.num_layers + len(base.row.image_layers)
+    saved = (tensor_names(source) if source else None) or {f"{MTP[0].joint}.weight"}
+    for names in MTP:
+        own = names.at(number)
+        if any(our_name(name, [f"{own.joint}.weight"]) for name in saved):
+            return DraftHead(base, config_of_layer(c), own)
+    raise ValueError(f"method is 'mtp'; {source} has no layers that predict ahead: no mtp.fc, eh_proj or input_proj")

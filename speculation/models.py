@@ -1,0 +1,128 @@
+"""Which model makes the drafts: what the options name, checked against the model that it serves."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+
+import torch
+
+from checkpoints.hub import checkpoint_files
+from checkpoints.storage import opened
+from checkpoints.tied_head import settle_head
+from config import read_json
+from model import Transformer
+from model_config import ModelConfig
+from models.families import our_name
+from speculation.heads import (
+    EAGLE,
+    EAGLE3,
+    DraftHead,
+    Eagle3Head,
+    config_of_layer,
+    new_mtp,
+    tensor_names,
+)
+from speculation.options import SpeculativeConfig
+
+OWN_FIELDS = ("draft_vocab_size", "norm_before_residual")  # of a head's config.json, beside those of its family
+PADDING = 128  # rows by which the tables of models with the same tokenizer differ, at most
+
+
+def new_draft(options: SpeculativeConfig, base: Transformer, source: str) -> Transformer:
+    """What makes drafts for the model `base`, without weights yet; of the `source` see `add_draft`.
+
+    Raises:
+        ValueError: the options' model is missing or does not fit.
+    """
+    method, folder, c = options.method, options.model, base.config
+    if method != "draft_model" and (base.altup or base.layer_inputs):
+        raise ValueError(f"method is {method!r}; {c.architecture} passes more than hidden states on")
+    made: Transformer
+    if method == "mtp":
+        made = new_mtp(base, source)
+    elif method == "draft_model":
+        shape = shape_in(options, base)
+        with contextlib.suppress(ValueError):  # weights that are not there yet
+            shape = settle_head(folder, shape)
+        check_vocabulary(options, shape, base)
+        if shape.max_position < base.max_model_len:
+            raise refused(options, f"it has {shape.max_position} positions, and max_model_len is {base.max_model_len}")
+        if shape.delta:
+            raise refused(options, "it has recurrent states, which nothing undoes")
+        made = Transformer(shape, base.ops, base.device, base.dtype, base.max_model_len, base.group)
+    else:
+        made = new_eagle(options, base)
+    window, widest = made.layout.windows[0], base.layout.windows[0]
+    if len(made.layout.windows) > 1 or (widest and not 0 < window <= widest):
+        raise ValueError(
+            f"method is {method!r}; its layers see {made.layout.windows} tokens (0: all), and they must see as many "
+            f"as each other and no more than the model's {widest}"
+        )
+    return made
+
+
+def new_eagle(options: SpeculativeConfig, base: Transformer) -> DraftHead:
+    """The head in the folder that the options name."""
+    folder, raw = options.model, read_json(options.model, "config.json")
+    named = raw.get("architectures")
+    family = str(named[0] if isinstance(named, list) and named else None)
+    own = {"architectures": [family.replace("Eagle3", "").replace("Eagle", "")]}
+    shape = shape_in(options, base, json.dumps(own | dict.fromkeys(OWN_FIELDS)))
+    if shape.num_layers != 1 or shape.hidden_size != base.config.hidden_size:
+        raise refused(
+            options, f"it has {shape.num_layers} layers of size {shape.hidden_size}; it must have one of the model's "
+            f"size, {base.config.hidden_size}"
+        )  # fmt: skip
+    check_vocabulary(options, shape, base)
+    layer, saved = config_of_layer(shape), tensor_names(folder)
+    if options.method == "eagle":
+        head = DraftHead(base, layer, EAGLE, bias=any(our_name(name, ["fc.bias"]) for name in saved))
+    else:
+        if base.config.num_layers < 6:
+            raise refused(options, f"the model has {base.config.num_layers} layers, and it wants at least 6")
+        if shape.latent:
+            raise refused(options, "it has latent attention, which eagle3 lacks")
+        older = any("midlayer." in name for name in saved)
+        names = EAGLE3 if older else EAGLE3._replace(layer="layers.0")
+        ids = token_ids(options, saved, raw.get("draft_vocab_size"), base.config.vocab_size)
+        head = Eagle3Head(base, layer, names, ids, bool(raw.get("norm_before_residual")))
+    return head
+
+
+def shape_in(options: SpeculativeConfig, base: Transformer, overrides: str | None = None) -> ModelConfig:
+    """The shape in the folder that the options name, with the model's cache; its errors say that it is of the draft."""
+    try:
+        shape = ModelConfig.from_folder(options.model, overrides)
+    except ValueError as error:
+        raise refused(options, str(error)) from None
+    return dataclasses.replace(shape, kv_cache_dtype=base.config.kv_cache_dtype)
+
+
+def check_vocabulary(options: SpeculativeConfig, shape: ModelConfig, base: Transformer) -> None:
+    """Raises a ValueError if a model's vocabulary is another one."""
+    theirs = base.config.vocab_size
+    if abs(shape.vocab_size - theirs) > PADDING:
+        raise refused(options, f"its vocab_size is {shape.vocab_size}, that of the model {theirs}")
+
+
+def token_ids(options: SpeculativeConfig, saved: set[str], few: int | None, vocab_size: int) -> torch.Tensor:
+    """The model's ids of the tokens that a head of EAGLE-3 knows, of which the file has how far each has moved. Without
+    that file they are the first `few`, and without that number all."""
+    if "d2t" not in saved:
+        return torch.arange(few if few and not saved else vocab_size, device="cpu")
+    for path in checkpoint_files(options.model):
+        with opened(path) as file:
+            if "d2t" in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
+                moved = file.get_tensor("d2t")
+    ids = torch.arange(len(moved), device="cpu") + moved
+    for token in (int(ids.min()), int(ids.max())):
+        if not 0 <= token < vocab_size:
+            raise refused(options, f"its tensor d2t names token {token}; tokens are from 0 to {vocab_size - 1}")
+    return ids
+
+
+def refused(options: SpeculativeConfig, why: str) -> ValueError:
+    """What says that a model does not fit."""
+    return ValueError(f"speculative_config has model {options.model!r:.200}: {why}")

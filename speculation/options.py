@@ -1,0 +1,92 @@
+"""What `--speculative-config` says; nothing here needs torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+METHODS = ("ngram", "mtp", "draft_model", "eagle", "eagle3")
+MOST_DRAFTS = 8
+MOST_NGRAM = 16  # tokens that a look-up compares
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Options of speculative decoding, by vLLM's names.
+
+    Attributes:
+        num_speculative_tokens: drafts that a step verifies for a sequence, at most.
+        method: `ngram` proposes what followed the latest tokens when they came before, in the prompt or the output.
+            `mtp` asks the head that the model's own checkpoint has, `draft_model` a smaller model with the same
+            tokenizer, and `eagle` and `eagle3` a head that was made for the model. Without a method, a `model` is an
+            eagle3 or eagle if its name says so, else a draft_model, as in vLLM.
+        model: folder, or id on the hub, of what makes the drafts; for the last three.
+        prompt_lookup_min, prompt_lookup_max: so many of the latest tokens must have come before, and so many are
+            compared.
+    """
+
+    num_speculative_tokens: int
+    method: str = "ngram"
+    model: str = ""
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 5
+
+    @classmethod
+    def of(cls, text: str) -> SpeculativeConfig:
+        """The options that a JSON object has.
+
+        Raises:
+            ValueError: it is none, or an option is unknown or out of range.
+        """
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"speculative_config is no JSON: {error}; it must be an object") from None
+        known = [field.name for field in fields(cls)]
+        if not isinstance(given, dict):
+            raise ValueError(f"speculative_config is {given!r:.200}; it must be an object with {', '.join(known)}")
+        if unknown := sorted(given.keys() - set(known)):
+            raise ValueError(f"speculative_config has {unknown[0]!r:.80}; known: {', '.join(known)}")
+        if "num_speculative_tokens" not in given:
+            raise ValueError(
+                f"speculative_config has no num_speculative_tokens; it must be a whole number from 1 to {MOST_DRAFTS}"
+            )
+        bounds = {"prompt_lookup_min", "prompt_lookup_max"} & given.keys()
+        if len(bounds) == 1 and isinstance(
+            value := given[next(iter(bounds))], int
+        ):  # the other one follows, if need be
+            given.setdefault("prompt_lookup_min", min(cls.prompt_lookup_min, value))
+            given.setdefault("prompt_lookup_max", max(cls.prompt_lookup_max, value))
+        model, method = str(given.get("model") or ""), given.get("method")
+        if model and method is None:
+            name = model.rstrip("/").rpartition("/")[2].lower()
+            given["method"] = next((kind for kind in ("eagle3", "eagle") if kind in name), "draft_model")
+        elif isinstance(method, str) and method.endswith("_mtp"):  # vLLM names the families, too
+            given["method"] = "mtp"
+        made = cls(**given)
+        made.check()
+        return made
+
+    def check(self) -> None:
+        """Raises a ValueError if an option is out of range."""
+        if self.method not in METHODS:
+            self._refuse("method", f"it must be one of {METHODS}")
+        if not isinstance(self.model, str):
+            self._refuse("model", "it must be a folder or an id on the hub")
+        if bool(self.model) != (self.method in METHODS[2:]):
+            needs = "there must be one" if self.method in METHODS[2:] else "it must be left out"
+            self._refuse("model", f"with method {self.method!r} {needs}")
+        ranges = {
+            "num_speculative_tokens": (1, MOST_DRAFTS), "prompt_lookup_min": (1, MOST_NGRAM),
+            "prompt_lookup_max": (1, MOST_NGRAM),
+        }  # fmt: skip
+        for name, (least, most) in ranges.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                self._refuse(name, f"it must be a whole number from {least} to {most}")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            self._refuse("prompt_lookup_min", f"it must be at most prompt_lookup_max, {self.prompt_lookup_max}")
+
+    def _refuse(self, name: str, why: str) -> Any:
+        raise ValueError(f"speculative_config: {name} is {getattr(self, name)!r:.80}; {why}")

@@ -1,0 +1,166 @@
+"""Weights that stay in codes stand for the numbers that the same checkpoint is loaded as without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import reference
+from checkpoints.dequantize import axes, common_group
+from checkpoints.gguf_blocks import BLOCKS, KINDS
+from checkpoints.gguf_weights import packed
+from device.coded import stored
+from device.loader import fill_dummy, load_weights
+from model import Transformer
+from model_config import ModelConfig
+from models.quantized import QuantizedWeight
+from parallel import Group
+from test_dequantize import fp8_checkpoints, mxfp4_checkpoints, write
+from test_gguf import HIGH, pair
+from test_schemes import BNB4, CASES, GPT2, MIXTRAL, PHI3, SMALL, bnb4, checkpoints
+
+
+def both(folder: Path, rank: int = 0, size: int = 1) -> tuple[Transformer, Transformer]:
+    """The model in codes, and in float32."""
+    config = ModelConfig.from_folder(str(folder))
+    models = []
+    for coded in ("checkpoint", ""):
+        model = Transformer(config, reference, "cpu", torch.float32, 8, Group(rank, size), coded)
+        load_weights(model, str(folder))
+        models.append(model)
+    return models[0], models[1]
+
+
+def numbers_of(weight: Any) -> torch.Tensor:
+    """The float32 numbers of a weight, plain or in codes."""
+    if not isinstance(weight, QuantizedWeight):
+        return weight
+    numbers = reference.dequantize(weight.coded)
+    if weight.order is None:
+        return numbers
+    restored = torch.empty_like(numbers)
+    restored[:, weight.order] = numbers
+    return restored
+
+
+def check(ours: Transformer, theirs: Transformer) -> list[str]:
+    """Compare all weights; returns the kinds of those in codes."""
+    kinds = []
+    for own, other in zip(ours.owners(), theirs.owners(), strict=True):
+        for name, expected in vars(other).items():
+            if not torch.is_tensor(expected):
+                continue
+            found = getattr(own, name)
+            if isinstance(found, QuantizedWeight):
+                kinds.append(found.coded.kind)
+            else:
+                assert not found.is_meta, name
+            torch.testing.assert_close(numbers_of(found), expected, rtol=1e-6, atol=1e-7)
+    return kinds
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("nf4") and case != "gptq one group"])
+def test_codes_stand_for_the_numbers(tmp_path: Path, case: str) -> None:
+    packed, _ = checkpoints(tmp_path, SMALL, *CASES[case])
+    kind = {"8": "int8", "int8": "int8", "nvfp4": "fp4"}
+    for rank, size in ((0, 1), (1, 2), (2, 4)):
+        kinds = check(*both(packed, rank, size))
+        if size == 1:
+            expected = next((kind[word] for word in case.split() if word in kind), "int4")
+            differ = "act" in case or "ordered" in case  # q, k and v have inputs in other orders than one another here
+            assert kinds == [expected] * (4 - 2 * differ + ("gptq" in case))
+
+
+@pytest.mark.parametrize("raw", [PHI3, MIXTRAL, GPT2], ids=["fused", "experts", "transposed"])
+@pytest.mark.parametrize("case", ["gptq 4", "gptq act", "awq", "pack zeros", "nvfp4"])
+def test_fused_matrices_and_experts_stay_in_codes(tmp_path: Path, raw: dict[str, Any], case: str) -> None:
+    packed, _ = checkpoints(tmp_path, raw, *CASES[case])
+    for rank, size in ((0, 1), (1, 2)):
+        assert check(*both(packed, rank, size))
+
+
+@pytest.mark.parametrize("kind", ["blocks", "channel", "tensor"])
+def test_floats_of_8_bits_stay_so(tmp_path: Path, kind: str) -> None:
+    packed, _ = fp8_checkpoints(tmp_path, kind)
+    for rank, size in ((0, 1), (1, 2)):
+        found = check(*both(packed, rank, size))
+        assert found or kind == "blocks"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_quantiles_stay_in_codes(tmp_path: Path, nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the table is that of the scheme, and a block is of one row."""
+    table, randn = torch.tensor(reference.NF4), torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *shape: table.clone() if shape == (16,) else randn(*shape))
+    packed, _ = checkpoints(tmp_path, SMALL, BNB4, bnb4(nested, 32))
+    for rank, size in ((0, 1), (1, 2)):
+        assert set(check(*both(packed, rank, size))) == {"nf4"}
+
+
+def test_experts_in_floats_of_4_bits_stay_so(tmp_path: Path) -> None:
+    packed, _ = mxfp4_checkpoints(tmp_path)
+    assert check(*both(packed)) == ["fp4"] * 4
+    assert check(*both(packed, 1, 2))
+
+
+BLOOM = {"architectures": ["BloomForCausalLM"], "vocab_size": 97, "hidden_size": 64, "n_layer": 1, "n_head": 4}
+QWEN_NEXT = SMALL | {
+    "architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 2, "layer_types": ["linear_attention",
+    "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "head_dim": 32, "num_key_value_heads": 2,
+    "num_attention_heads": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("raw", [BLOOM, QWEN_NEXT], ids=["grouped", "delta"])
+def test_tensors_that_lie_by_heads_are_rounded(tmp_path: Path, raw: dict[str, Any]) -> None:
+    """And are the same on ranks, which take other heads each."""
+    folder = write(tmp_path / "model", raw, {"x": torch.ones(1)})
+    config = ModelConfig.from_folder(str(folder))
+    found = {}
+    for rank, size in ((0, 1), (0, 2), (1, 2)):
+        model = Transformer(config, reference, "cpu", torch.float32, 8, Group(rank, size), "int4")
+        fill_dummy(model, 0)
+        weights = [vars(layer.attention).get("qkv", vars(layer.attention).get("inputs")) for layer in model.layers]
+        assert all(isinstance(weight, QuantizedWeight) for weight in weights)
+        found[rank, size] = [numbers_of(weight).sum(1).tolist() for weight in weights]
+    for one, other, whole in zip(found[0, 2], found[1, 2], found[0, 1], strict=True):
+        assert sorted(one + other) == pytest.approx(sorted(whole), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("heads", [0, 2])
+def test_blocks_of_gguf_stay_in_codes(kind: str, heads: int) -> None:
+    """Of any rows and of columns from a group's first one on, also where rows of heads change places."""
+    raw = np.random.default_rng(0).integers(0, 256, (8, 3, BLOCKS[kind][1]), dtype=np.uint8)
+    raw[..., HIGH[kind]] &= 0xBB
+    raw[0, 0, 4:9] = 0  # scales that are 0, beside least numbers that are not
+    whole = packed(torch.from_numpy(raw), kind, heads)
+    width = BLOCKS[kind][0]
+    for rows, begin, end in (
+        (slice(None), 0, 3 * width),
+        (slice(1, 6), 32, 2 * width),
+        (slice(3, 4), width, 3 * width),
+    ):
+        part = whole[rows, begin:end]
+        found = axes(part)
+        assert found and part.codes
+        group = common_group(part, found[1])
+        codes, scales, *zeros = part.codes.read(*found, group)
+        assert len(zeros) == part.codes.has_zeros and torch.equal(scales, scales.to(part.codes.dtype).float())
+        codes = stored(codes, part.codes.kind)
+        coded = reference.Quantized(part.codes.kind, codes, scales, zeros[0] if zeros else None, group)
+        expected = part.float()
+        size = expected.abs().max()
+        torch.testing.assert_close(reference.dequantize(coded), expected, rtol=1e-5, atol=float(size) * 1e-6)
+
+
+def test_a_gguf_model_stays_in_codes(tmp_path: Path) -> None:
+    made, _ = pair(tmp_path, "llama", "Q8_0")
+    for rank, size in ((0, 1), (1, 2)):
+        assert set(check(*both(made, rank, size))) == {"int8"}

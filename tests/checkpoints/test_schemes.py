@@ -1,0 +1,457 @@
+"""Checkpoints of every scheme, packed here by its published layout, are loaded as the numbers that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from checkpoints.dequantize import fields
+from checkpoints.quantization import Format, Quantization, read_quantization
+from checkpoints.schemes import order_of, unpack_awq, unpack_gptq, unpack_nvfp4
+from device.loader import load_weights
+from test_dequantize import E2M1, QWEN3, build, check_equal, check_parts, write
+
+Tensors = dict[str, torch.Tensor]
+Encoded = tuple[Tensors, torch.Tensor]  # what stands for a weight, by the endings of names, and the weight
+
+SMALL = QWEN3 | {"intermediate_size": 96, "num_hidden_layers": 1}
+PHI3 = SMALL | {"architectures": ["Phi3ForCausalLM"], "pad_token_id": 0}
+MIXTRAL = SMALL | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 3, "num_experts_per_tok": 2,
+                   "moe_intermediate_size": 32, "norm_topk_prob": True}  # fmt: skip
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 97, "n_embd": 64, "n_layer": 1, "n_head": 4,
+        "n_positions": 96, "n_inner": 96}  # fmt: skip
+LINEAR = ("proj.weight", "c_attn.weight", "c_fc.weight")
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False, "lm_head": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {"name": "modelopt"}}
+BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"}
+BNB8 = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
+
+
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    weights = {"type": "int", "num_bits": 4, "strategy": "group", "symmetric": True, "group_size": 32} | weights
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8, "dynamic": True}},
+    }, "ignore": ["lm_head"]}  # fmt: skip
+
+
+NVFP4 = compressed("nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=16)
+
+
+# --- what writes them -------------------------------------------------------------------------------------------------
+
+
+def words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Each row as one long number, cut into words of 32 bits."""
+    rows = []
+    for row in numbers.tolist():
+        whole = sum(number << bits * i for i, number in enumerate(row))
+        found = [whole >> 32 * i & 2**32 - 1 for i in range(-(-len(row) * bits // 32))]
+        rows.append([word - 2**32 if word >= 2**31 else word for word in found])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def random_ints(n: int, k: int, group: int, bits: int, middle: bool = False) -> tuple[torch.Tensor, ...]:
+    """Codes [N, K], zeros and scales [N, groups]."""
+    count = -(-k // group)
+    zeros = torch.randint(1, 2**bits, (n, count))
+    return (
+        torch.randint(0, 2**bits, (n, k)),
+        torch.full_like(zeros, 2 ** (bits - 1)) if middle else zeros,
+        (torch.rand(n, count) + 0.1).half(),
+    )
+
+
+def formula(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """(codes - zeros) * scales, each input with those of its group."""
+    return (codes - zeros[:, groups]).float() * scales.float()[:, groups]
+
+
+def gptq(config: dict[str, Any]) -> Callable[[int, int], Encoded]:
+    bits, less = config["bits"], 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+
+    def encode(n: int, k: int) -> Encoded:
+        group = config["group_size"] if config["group_size"] > 0 else k
+        codes, zeros, scales = random_ints(n, k, group, bits, config["sym"])
+        groups = torch.arange(k) // group
+        groups = groups[torch.randperm(k)] if config["desc_act"] else groups
+        return {
+            "qweight": words(codes, bits).T, "qzeros": words(zeros.T - less, bits), "scales": scales.T,
+            "g_idx": groups.int(), "bias": torch.zeros(n),
+        }, formula(codes, zeros, scales, groups)  # fmt: skip
+
+    return encode
+
+
+def awq(n: int, k: int) -> Encoded:
+    codes, zeros, scales = random_ints(n, k, 32, 4)
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # the columns that the four bits of a word have, from the lowest on
+    swap = (torch.arange(n).view(-1, 8)[:, order]).flatten()
+    packed = {"qweight": words(codes.T[:, swap], 4), "qzeros": words(zeros.T[:, swap], 4), "scales": scales.T}
+    return packed, formula(codes, zeros, scales, torch.arange(k) // 32)
+
+
+def pack(config: dict[str, Any], ordered: bool = False) -> Callable[[int, int], Encoded]:
+    args = config["config_groups"]["group_0"]["weights"]
+    bits, symmetric = args["num_bits"], args["symmetric"]
+
+    def encode(n: int, k: int) -> Encoded:
+        group = args["group_size"] if args["strategy"] == "group" else k
+        codes, zeros, scales = random_ints(n, k, group, bits, symmetric)
+        groups = (torch.arange(k) // group)[torch.randperm(k) if ordered else slice(None)]
+        packed = {
+            "weight_packed": words(codes, bits), "weight_shape": torch.tensor([n, k]), "weight_scale": scales,
+        } | ({} if symmetric else {"weight_zero_point": words(zeros.T, bits).T})  # fmt: skip
+        packed |= {"weight_g_idx": groups.int()} if ordered else {}
+        return packed, formula(codes, zeros, scales, groups)
+
+    return encode
+
+
+def int8(strategy: str, symmetric: bool) -> Callable[[int, int], Encoded]:
+    def encode(n: int, k: int) -> Encoded:
+        codes = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+        shape = {"tensor": (1,), "channel": (n, 1)}[strategy]
+        scales, zeros = torch.rand(shape), torch.randint(-128, 128, shape, dtype=torch.int8)
+        packed = {"weight": codes, "weight_scale": scales, "input_scale": torch.ones(1)}
+        packed |= {} if symmetric else {"weight_zero_point": zeros}
+        return packed, (codes.int() - (0 if symmetric else zeros.int())).float() * scales
+
+    return encode
+
+
+def nvfp4(n: int, k: int, modelopt: bool = True) -> Encoded:
+    codes, table = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8), torch.tensor(E2M1 + tuple(-v for v in E2M1))
+    numbers = torch.stack((table[codes.int() % 16], table[codes.int() // 16]), -1).flatten(-2)
+    scales, whole = torch.rand(n, k // 16).to(torch.float8_e4m3fn), torch.tensor(0.125)
+    expected = numbers * (scales.float() * whole).repeat_interleave(16, 1)
+    if modelopt:
+        return {"weight": codes, "weight_scale": scales, "weight_scale_2": whole}, expected
+    packed = {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": 1 / whole.view(1)}
+    return packed | {"input_global_scale": torch.ones(1)}, expected
+
+
+def bnb4(nested: bool, block: int = 64) -> Callable[[int, int], Encoded]:
+    def encode(n: int, k: int) -> Encoded:
+        codes, table = torch.randint(0, 16, (-(-n * k // 2) * 2,)), torch.randn(16)
+        count = -(-n * k // block)
+        said: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": "bfloat16", "shape": [n, k]}
+        absmax, packed = torch.rand(count), Tensors()
+        if nested:
+            bytes_, inner, outer = torch.randint(0, 256, (count,)), torch.rand(-(-count // 4)), torch.randn(256)
+            said |= {"nested_blocksize": 4, "nested_offset": 0.5, "nested_dtype": "float32"}
+            absmax = outer[bytes_] * inner.repeat_interleave(4)[:count] + 0.5
+            packed = {"nested_absmax": inner, "nested_quant_map": outer}
+        state = torch.tensor([*json.dumps(said).encode()], dtype=torch.uint8)
+        packed |= {"absmax": bytes_.to(torch.uint8) if nested else absmax, "quant_map": table,
+                   "quant_state.bitsandbytes__nf4": state}  # fmt: skip
+        numbers = table[codes[: n * k]] * absmax.repeat_interleave(block)[: n * k]
+        whole = (codes[::2] * 16 + codes[1::2]).to(torch.uint8)[:, None]
+        return {"weight": whole} | {f"weight.{name}": each for name, each in packed.items()}, numbers.view(n, k)
+
+    return encode
+
+
+def bnb8(n: int, k: int) -> Encoded:
+    codes, scales = torch.randint(-128, 128, (n, k), dtype=torch.int8), torch.rand(n)
+    packed = {"weight": codes, "SCB": scales, "weight_format": torch.zeros((), dtype=torch.uint8)}
+    return packed, codes.float() * (scales[:, None] / 127)
+
+
+def checkpoints(
+    tmp_path: Path, raw: dict[str, Any], config: dict[str, Any], encode: Callable[[int, int], Encoded]
+) -> tuple[Path, Path]:
+    """A checkpoint with all projections and the head packed, in three files, and one of the numbers they stand for."""
+    torch.manual_seed(0)
+    plain = write(tmp_path / "plain", raw, {"x": torch.ones(1)})
+    packed, numbers = Tensors(), Tensors()
+    for name, part in build(plain).parameters().items():
+        saved = name if name.startswith("lm_head") else f"model.{name}"
+        if part.instead_of:
+            continue
+        if name.endswith(LINEAR) or (name == "lm_head.weight" and config.get("lm_head")):
+            found, weight = encode(*(reversed(part.shape) if part.transposed else part.shape))
+            numbers[saved] = weight.T if part.transposed else weight
+            packed |= {saved.removesuffix("weight") + ending: tensor for ending, tensor in found.items()}
+        else:
+            packed[saved] = numbers[saved] = torch.randn(part.shape)
+    return (
+        write(tmp_path / "packed", raw | {"quantization_config": config}, packed, files=3),
+        write(tmp_path / "plain", raw, numbers),
+    )
+
+
+CASES: dict[str, tuple[dict[str, Any], Callable[[int, int], Encoded]]] = {
+    "awq": (AWQ, awq),
+    "int8 channel": (compressed("int-quantized", num_bits=8, strategy="channel"), int8("channel", True)),
+    "int8 zeros": (
+        compressed("naive-quantized", num_bits=8, strategy="tensor", symmetric=False),
+        int8("tensor", False),
+    ),
+    "nvfp4": (MODELOPT, nvfp4),
+    "nvfp4 pack": (NVFP4, lambda n, k: nvfp4(n, k, False)),
+    "nf4": (BNB4, bnb4(False)),
+    "nf4 nested": (BNB4, bnb4(True)),
+    "nf4 over rows": (BNB4, bnb4(True, 128)),
+    "int8 bnb": (BNB8, bnb8),
+}
+for bits in (2, 3, 4, 8):
+    raw = GPTQ | {"bits": bits}
+    CASES[f"gptq {bits}"] = raw, gptq(raw)
+changes: dict[str, dict[str, Any]] = {
+    "gptq v2": {"checkpoint_format": "gptq_v2"}, "gptq sym": {"sym": True}, "gptq act": {"desc_act": True},
+    "gptq one group": {"group_size": -1, "desc_act": True},
+}  # fmt: skip
+for label, change in changes.items():
+    raw = GPTQ | change
+    CASES[label] = raw, gptq(raw)
+changes = {"pack 4": {}, "pack 8 channel": {"num_bits": 8, "strategy": "channel"}, "pack zeros": {"symmetric": False}}
+for label, change in changes.items():
+    raw = compressed("pack-quantized", **change)
+    CASES[label] = raw, pack(raw)
+CASES["pack ordered"] = (raw := compressed("pack-quantized", actorder="group")), pack(raw, ordered=True)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_checkpoints_are_loaded_as_their_numbers(tmp_path: Path, case: str) -> None:
+    """On one rank, and on several, whose shares begin within words, groups and blocks."""
+    packed, plain = checkpoints(tmp_path, SMALL, *CASES[case])
+    for rank, size in ((0, 1), (1, 2), (2, 4)):
+        ours, theirs = build(packed, rank, size), build(plain, rank, size)
+        load_weights(ours, str(packed), staged=size == 2)
+        load_weights(theirs, str(plain))
+        check_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("case", ["gptq 4", "gptq act", "awq", "pack zeros", "nvfp4", "nf4 nested"])
+@pytest.mark.parametrize("raw", [PHI3, MIXTRAL], ids=["fused", "experts"])
+def test_fused_matrices_and_experts_are_packed_too(tmp_path: Path, raw: dict[str, Any], case: str) -> None:
+    packed, plain = checkpoints(tmp_path, raw, *CASES[case])
+    for rank, size in ((0, 1), (1, 2)):
+        ours, theirs = build(packed, rank, size), build(plain, rank, size)
+        load_weights(ours, str(packed))
+        load_weights(theirs, str(plain))
+        check_equal(ours, theirs)
+
+
+def test_a_packed_matrix_of_gpt2_is_the_other_way_round_than_a_plain_one(tmp_path: Path) -> None:
+    """Also where it is a square, of which no shape would tell."""
+    packed, plain = checkpoints(tmp_path, GPT2, *CASES["gptq 4"])
+    ours, theirs = build(packed), build(plain)
+    load_weights(ours, str(packed))
+    load_weights(theirs, str(plain))
+    check_equal(ours, theirs)
+
+
+def test_modules_of_several_schemes(tmp_path: Path) -> None:
+    """Each has what its codes are, and with which bits and groups."""
+    config = compressed("mixed-precision")
+    kinds = ["pack 4", "pack 8 channel", "int8 channel", "nvfp4 pack"]
+    config["config_groups"] = {
+        case: CASES[case][0]["config_groups"]["group_0"] | {"format": CASES[case][0]["format"]} for case in kinds
+    }
+    encoders = [CASES[case][1] for case in kinds]
+    packed, plain = checkpoints(tmp_path, SMALL, config, lambda n, k: encoders[n * k // 16 % len(encoders)](n, k))
+    ours, theirs = build(packed), build(plain)
+    load_weights(ours, str(packed))
+    load_weights(theirs, str(plain))
+    check_equal(ours, theirs)
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_any_part_is_that_of_the_whole(data: st.DataObject) -> None:
+    """Also of codes that cross words, groups that divide nothing, and inputs in any order."""
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    bits, group = data.draw(st.sampled_from([2, 3, 4, 8])), data.draw(st.integers(1, 40))
+    n, k = 8 * data.draw(st.integers(1, 3)), 32 * data.draw(st.integers(1, 3))
+    config = GPTQ | {"bits": bits, "group_size": group, "desc_act": data.draw(st.booleans())}
+    found, numbers = gptq(config)(n, k)
+    packed = unpack_gptq(
+        found["qweight"], Format("gptq", bits, (1, group), False, 1), found["qzeros"], found["scales"], found["g_idx"]
+    )
+    if data.draw(st.booleans()):
+        packed, numbers = packed.view((2, n // 2, k)), numbers.view(2, n // 2, k)
+    elif data.draw(st.booleans()):
+        packed, numbers = packed.mT, numbers.mT
+    check_parts(packed, numbers, data)
+
+
+def test_three_bits_cross_words_as_auto_gptq_has_them() -> None:
+    """Ten in a word, then the two lower bits of one and its upper one in the next word, and so on; see its `pack`."""
+    numbers = torch.randint(0, 8, (32,))
+    a, b, c = 0, 0, 0
+    for i in range(10):
+        a |= int(numbers[i]) << 3 * i
+        b |= int(numbers[11 + i]) << 3 * i + 1
+        c |= int(numbers[22 + i]) << 3 * i + 2
+    a |= (int(numbers[10]) & 3) << 30
+    b |= int(numbers[10]) >> 2 | (int(numbers[21]) & 1) << 31
+    c |= int(numbers[21]) >> 1
+    packed = torch.tensor([[a, b, c]]).to(torch.uint32).view(torch.int32)
+    assert fields(packed, 1, 3, 32).float()[0].tolist() == numbers.tolist()
+    assert words(numbers[None], 3).tolist() == packed.tolist()
+
+
+def test_awq_by_hand() -> None:
+    """The word of eight columns has them from its lowest four bits on as 0, 2, 4, 6, 1, 3, 5, 7."""
+    codes = torch.tensor([[0x75316420]], dtype=torch.int32)
+    found = unpack_awq(codes, Format("awq", 4, (1, 1), False), torch.zeros_like(codes), torch.ones(1, 8))
+    assert found.float()[:, 0].tolist() == [*range(8)]
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
+Q = "model.layers.0.self_attn.q_proj."
+
+
+@pytest.mark.parametrize(
+    ("case", "config", "change", "message"),
+    [
+        ("gptq 4", {}, {"scales": None}, f"tensor {Q}qweight is I32, and the checkpoint has no {Q}scales"),
+        ("gptq 4", {}, {"qzeros": None}, f"has no {Q}qzeros"),
+        ("gptq 4", {}, {"qweight": None}, f"tensor '{Q}[a-z_]*' that Qwen3ForCausalLM has not"),
+        ("gptq 4", {"group_size": 64}, {}, r"codes of 4 bits .8, 97. in groups of 64, and scales of shape .2, 97."),
+        ("gptq 4", {"bits": 8}, {}, "has codes of 8 bits .* in groups of 32, and scales of shape .2, 97., not"),
+        ("gptq 8", {"bits": 4}, {}, "has codes of 4 bits .* in groups of 32, and scales of shape"),
+        ("gptq sym", {"checkpoint_format": "gptq_v2"}, {}, "has zero points other than 8, and .* sym true"),
+        ("gptq v2", {"checkpoint_format": "gptq", "sym": True}, {}, "has zero points other than 8, and .* sym true"),
+        ("gptq 4", {}, {"g_idx": torch.full((64,), 2).int()}, "groups of inputs from 2 to 2, and 2 scales"),
+        ("gptq 4", {}, {"g_idx": torch.zeros(63).int()}, r"has groups of inputs of shape .63., not .64."),
+        ("gptq 4", {}, {"qzeros": torch.zeros(2, 12)}, f"has {Q}qzeros beside it, which is F32; Manta reads I32"),
+        ("gptq 4", {}, {"qweight": torch.zeros(8, 96)}, "qweight is F32; with scales beside it Manta reads I32"),
+        ("gptq 4", {}, {"bias": torch.ones(96)}, "q_proj.bias' that Qwen3ForCausalLM has not"),
+        ("gptq 4", {}, {"weight": torch.ones(96, 64)}, f"has a tensor .*; the checkpoint has it as {Q}weight, too"),
+        ("awq", GPTQ, {}, "has codes of 4 bits .* and scales of shape"),
+        ("gptq 4", AWQ, {}, "has a tensor '.*g_idx' that Qwen3ForCausalLM has not"),
+        ("awq", {"group_size": -1}, {}, r"has codes .96, 8. in groups of 96, and scales of shape .3, 64., not"),
+        ("awq", {}, {"qzeros": torch.zeros(1, 12).int()}, r"has zero points of shape .1, 12., not .2, 12."),
+        ("pack 4", compressed("pack-quantized", symmetric=False), {}, "has no zero points beside it, .* False"),
+        ("pack zeros", compressed("pack-quantized"), {}, "has zero points beside it, and .* symmetric True"),
+        ("pack 4", compressed("pack-quantized", num_bits=8), {}, r"codes of 8 bits of shape .64, 12., not .64, 24."),
+        ("pack 4", {}, {"weight_shape": torch.tensor([96, 60])}, r"shape \[96, 60\]; config.json asks for|has scales"),
+        ("pack 4", {}, {"weight_shape": torch.tensor([96])}, r"has shape .96. beside it; that must be of a matrix"),
+        ("pack 4", {}, {"weight_scale": None}, f"is I32, and the checkpoint has no {Q}weight_scale"),
+        ("int8 channel", {}, {"weight_zero_point": torch.zeros(96, 1).char()}, "has zero points beside it"),
+        ("int8 channel", {}, {"weight_scale": torch.ones(95, 1)}, r"has scales of shape .95, 1., not .96, 1."),
+        ("int8 channel", {}, {"weight_scale": None}, f"is I8, and the checkpoint has no {Q}weight_scale"),
+        ("nvfp4", {}, {"weight_scale_2": None}, f"is U8, and the checkpoint has no {Q}weight_scale_2"),
+        ("nvfp4", {"group_size": 32}, {}, r"has scales of shape .64, 6., not .64, 3."),
+        ("nvfp4", {"quant_algo": "FP8"}, {}, "is U8; with scales beside it Manta reads F8_E4M3"),
+        ("nf4", {}, {"weight.absmax": torch.ones(95)}, r"has scales of shape .95., not .96."),
+        ("nf4", {}, {"weight.absmax": torch.ones(96).byte()}, "has scales in bytes and no nested_absmax"),
+        ("nf4", {}, {"weight.quant_map": torch.ones(8)}, r"has a table of shape .8., not .16."),
+        ("nf4", {}, {"weight.quant_state.bitsandbytes__nf4": torch.tensor([123]).byte()}, "state that is no JSON"),
+        ("nf4", {"bnb_4bit_quant_type": "fp4"}, {}, "and the checkpoint has no .*quant_state.bitsandbytes__fp4"),
+        ("int8 bnb", {}, {"weight_format": torch.ones(()).byte()}, "has the weight_format 1; Manta reads 0"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_checkpoint_is_said_in_a_line(
+    tmp_path: Path, case: str, config: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
+    packed, _ = checkpoints(tmp_path, SMALL, *CASES[case])
+    tensors = Tensors()
+    for path in packed.glob("*.safetensors"):
+        tensors |= load_file(path)
+    tensors |= {Q + name: tensor for name, tensor in change.items()}
+    raw = json.loads((packed / "config.json").read_text())
+    raw["quantization_config"] = config if "quant_method" in config else raw["quantization_config"] | config
+    write(packed, raw, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+    with pytest.raises(ValueError, match=message) as caught:
+        load_weights(build(packed), str(packed))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "found"),
+    [
+        (GPTQ, [Format("gptq", 4, (1, 32), False, 1)]),
+        (GPTQ | {"sym": True, "group_size": -1, "checkpoint_format": "gptq_v2"}, [Format("gptq", 4, (1, 0), True, 0)]),
+        (
+            GPTQ | {"dynamic": {"-:a": {}, r"+:.*\.down_proj": {"bits": 8, "group_size": 64}}},
+            [Format("gptq", 4, (1, 32), False, 1), Format("gptq", 8, (1, 64), False, 1)],
+        ),
+        (AWQ | {"version": "GEMM"}, [Format("awq", 4, (1, 32), False)]),
+        (compressed("pack-quantized"), [Format("pack", 4, (1, 32))]),
+        (compressed("pack-quantized", num_bits=8, strategy="channel"), [Format("pack", 8)]),
+        (NVFP4, [Format("nvfp4-pack", 4, (1, 16))]),
+        (MODELOPT | {"kv_cache_quant_algo": "FP8"}, [Format("nvfp4", 4, (1, 16))]),
+        (
+            MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {
+                "a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4", "group_size": 16}, "c": {"quant_algo": "FP8"},
+            }},
+            [Format("fp8-scale"), Format("nvfp4", 4, (1, 16))],
+        ),
+        (BNB4, [Format("bnb-nf4", 4)]),
+        (BNB8, [Format("bnb-int8")]),
+    ],
+)  # fmt: skip
+def test_what_config_json_says(raw: dict[str, Any], found: list[Format]) -> None:
+    assert read_quantization(raw) == Quantization(tuple(found))
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (GPTQ | {"bits": 5}, "has the bits 5; Manta reads 2, 3, 4, 8"),
+        (GPTQ | {"bits": "4"}, "has the bits '4'; Manta"),
+        (GPTQ | {"group_size": 0}, "has the group_size 0; it must be -1, or from 1"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "has the checkpoint_format 'marlin'; Manta reads gptq, gptq_v2"),
+        (GPTQ | {"is_marlin_format": True}, "has the is_marlin_format True; Manta reads False"),
+        (GPTQ | {"pack_dtype": "int64"}, "has the pack_dtype 'int64'"),
+        (GPTQ | {"rotation": "hadamard"}, "has 'rotation', 'hadamard', and Manta does not know that"),
+        (GPTQ | {"dynamic": {"a": {"bits": 5}}}, "has the bits 5"),
+        (GPTQ | {"dynamic": {"a": {"spin": 5}}}, "dynamic has 'spin', 5"),
+        (GPTQ | {"dynamic": {"a": 5}}, "has the dynamic .* it must be an object of objects"),
+        (AWQ | {"version": "gemv"}, "has the version 'gemv'; Manta reads gemm"),
+        (AWQ | {"bits": 8}, "has the bits 8; Manta reads 4"),
+        (AWQ | {"zero_point": False}, "has the zero_point False; Manta reads True"),
+        (compressed("pack-quantized", num_bits=3), "Manta reads int, 2, 4, 8"),
+        (compressed("int-quantized", type="float"), "Manta reads int, 8"),
+        (compressed("nvfp4-pack-quantized", type="float", strategy="group"), "one of tensor_group, and True"),
+        (compressed("pack-quantized", group_size=None), "has the group_size None"),
+        (MODELOPT | {"quant_algo": "W4A8_AWQ"}, "the quant_algo 'W4A8_AWQ' of modelopt; Manta reads NVFP4, FP8"),
+        (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, "the quant_algo 'MIXED_PRECISION'"),
+        (BNB4 | {"load_in_8bit": True}, "has load_in_4bit True and load_in_8bit True; one of them must be true"),
+        (BNB4 | {"bnb_4bit_quant_type": "nf3"}, "has the bnb_4bit_quant_type 'nf3'; Manta reads nf4, fp4"),
+        (BNB4 | {"bnb_4bit_quant_storage": "bfloat16"}, "has the bnb_4bit_quant_storage 'bfloat16'; Manta reads uint8"),
+    ],
+)
+def test_what_manta_does_not_read_is_refused(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_quantization(raw)
+
+
+def test_configs_of_odd_values_are_read_or_refused():
+    layers = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "NVFP4"}}
+    found = read_quantization(layers)
+    assert found is not None and found.formats[0].block == (1, 16)
+    weights = {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True}
+    packed = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"g": {"weights": weights}},
+    }
+    with pytest.raises(ValueError, match="transform_config, which Manta has not"):
+        read_quantization(packed | {"transform_config": "hadamard"})
+    whole = Format("nvfp4", 4, (1, 0))
+    with pytest.raises(ValueError, match="groups of all inputs, which NVFP4 has not"):
+        unpack_nvfp4(torch.zeros(4, 8, dtype=torch.uint8), whole, torch.ones(4, 1), torch.ones(1))
+
+
+def test_inputs_that_have_kept_their_order_have_no_groups():
+    assert order_of(torch.full((8,), -1, dtype=torch.int32), 8, 4, 2) is None

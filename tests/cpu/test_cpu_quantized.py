@@ -1,0 +1,220 @@
+"""A CPU's products with weights in codes are the specification's, whether there is C++ for them or not."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reference
+from cpu import compiled, experts, quantized
+from cpu import ops as cpu_ops
+from cpu.quantized import FEW, ROWS, WORDS, CodedExperts, CodedLinear, Forms, pack_quantized
+from reference import Quantized
+
+KINDS = list(WORDS)
+FOUR_BITS = ("int4", "fp4", "nf4")
+needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+
+
+def drawn(kind: str, shape: tuple[int, ...], group: int, zeros: bool, dtype=torch.float32, seed: int = 0) -> Quantized:
+    """A weight [.., N, K] of codes at random; each group has another scale and zero."""
+    random = torch.Generator().manual_seed(seed)
+    tables = (*shape[:-1], -(-shape[-1] // group))
+    if kind == "int8":
+        codes = torch.randint(-128, 128, shape, generator=random).to(torch.int8)
+    elif kind == "fp8":  # with all exponents, and with numbers that are not normal
+        exponents = torch.randint(-8, 7, shape, generator=random).float()
+        codes = (torch.randn(shape, generator=random) * exponents.exp2()).to(torch.float8_e4m3fn)
+    else:
+        codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), generator=random).to(torch.uint8)
+    scales = torch.rand(tables, generator=random).add(0.1).to(dtype)
+    return Quantized(kind, codes, scales, torch.randn(tables, generator=random).to(dtype) if zeros else None, group)
+
+
+def uncompiled(weight: Quantized, dtype: torch.dtype = torch.float32) -> Forms:
+    """The functions themselves in the place of their C++."""
+
+    def late(function, *settings):
+        return SimpleNamespace(run=lambda tensors: [function(weight.kind, *settings, *tensors)])
+
+    product = late(quantized.multiply_codes)
+    return Forms(product, product, late(quantized.unpack_codes, dtype), dtype)
+
+
+def check(
+    got: torch.Tensor, x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None, rounding: float = 0
+) -> None:
+    """A product's error, in parts of the sizes that its terms add up to, is what float32 and the dtype of x cause."""
+    numbers = reference.dequantize(weight).double()
+    wanted = x.double() @ numbers.T + (0 if bias is None else bias.double())
+    assert got.dtype == x.dtype and got.shape == wanted.shape
+    sizes = x.double().abs() @ numbers.abs().T + (0 if bias is None else bias.double().abs())
+    most = 16 * torch.finfo(torch.float32).eps + torch.finfo(x.dtype).eps + rounding
+    assert ((got.double() - wanted).abs() <= most * sizes + 1e-30).all()
+
+
+def check_products(weight: Quantized, forms: Forms | None, counts: tuple[int, ...], dtype=torch.float32) -> None:
+    """The products with some numbers of rows, every other one with a bias."""
+    (outputs, inputs), packed = weight.codes.shape, CodedLinear(weight, forms)
+    inputs *= 2 if weight.kind in FOUR_BITS else 1
+    for i, count in enumerate(counts):
+        x = torch.randn(count, 2 * inputs).to(dtype)[:, :inputs]  # not contiguous
+        bias = torch.randn(outputs).to(dtype) if i % 2 else None
+        check(packed(x, bias), x, weight, bias)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products as small as these only wait for a second one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+WEIGHTS = [  # outputs, inputs, inputs of a group
+    (1, 32, 32), (48, 64, 16), (50, 96, 32), (130, 256, 128), (16, 64, 1024), (33, 96, 64), (17, 544, 512),
+]  # fmt: skip
+ODD = [(5, 7, 7), (40, 100, 16), (20, 99, 99), (3, 50, 32)]  # these take a kind of eight bits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_in_codes_gives_the_product_of_its_numbers(kind):
+    """With C++, before it is there, and without; also where groups, panels, rows and slabs do not end together."""
+    torch.manual_seed(0)
+    none, most = SimpleNamespace(run=None), FEW[torch.float32]
+    for i, (outputs, inputs, group) in enumerate(WEIGHTS + (ODD if kind not in FOUR_BITS else [])):
+        weight = drawn(kind, (outputs, inputs), group, i % 2 == 1)
+        check_products(weight, uncompiled(weight), (1, ROWS + 1, most + 1))
+        check_products(weight, Forms(none, none, none, torch.float32), (2,))
+        check_products(weight, None, (0, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_rounded_once_to_the_dtype_of_their_inputs(kind, dtype):
+    torch.manual_seed(0)
+    weight = drawn(kind, (50, 256), 128, True, torch.bfloat16)
+    check_products(weight, uncompiled(weight), (1, 5), dtype)
+    check_products(weight, None, (2,), dtype)
+
+
+def test_a_slab_is_in_bfloat16_where_that_is_fast():
+    """Then each number is rounded, too. A few rows are multiplied by the numbers as they are."""
+    torch.manual_seed(0)
+    weight = drawn("int4", (50, 256), 128, True)
+    packed = CodedLinear(weight, uncompiled(weight, torch.bfloat16))
+    for count in (1, FEW[torch.bfloat16], FEW[torch.bfloat16] + 1, 100):
+        x, many = torch.randn(count, 256).bfloat16(), count > FEW[torch.bfloat16]
+        check(packed(x), x, weight, rounding=torch.finfo(torch.bfloat16).eps if many else 0)
+
+
+def test_all_codes_are_read_as_specified():
+    """Each code at each place of a word, by rows that have a single input other than 0."""
+    for kind in KINDS:
+        every = torch.arange(256, dtype=torch.uint8)
+        if kind == "fp8":
+            every[127], every[255] = 126, 254  # instead of those that are not numbers
+        columns = 32 if kind not in FOUR_BITS else 16
+        codes = every.repeat_interleave(columns).view(256, columns)
+        codes = codes.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn) if columns == 32 else codes
+        weight = Quantized(kind, codes, torch.ones(256, 1), None, 32)
+        for forms in (None, uncompiled(weight)):
+            assert torch.equal(CodedLinear(weight, forms)(torch.eye(32)).T, reference.dequantize(weight))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_weight_takes_little_more_than_its_codes(kind):
+    """Tables of 16 bits become float32, which of four bits with zeros in groups of 32 makes 12 bytes out of 10."""
+    for group, zeros in ((1024, False), (128, True), (32, True)):
+        weight = drawn(kind, (256, 1024), group, zeros, torch.bfloat16)
+        given = sum(tensor.nbytes for tensor in weight if isinstance(tensor, torch.Tensor))
+        packed = CodedLinear(weight)
+        assert sum(tensor.untyped_storage().nbytes() for tensor in (packed.words, *packed.tables)) <= 1.2 * given
+
+
+def test_codes_of_fp8_that_are_not_numbers_are_refused():
+    weight = drawn("fp8", (20, 32), 32, False)
+    weight.codes.view(torch.uint8)[19, 31] = 0xFF
+    with pytest.raises(ValueError, match="fp8 that are not numbers"):
+        pack_quantized(weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_op_takes_a_weight_as_it_is(monkeypatch, kind):
+    torch.manual_seed(0)
+    monkeypatch.setattr(quantized, "SLAB", 4 * 96 * 20)  # of 20 outputs, so that there are three parts
+    for zeros in (False, True):
+        weight, x, bias = drawn(kind, (50, 96), 32, zeros), torch.randn(3, 96), torch.randn(50)
+        for b in (None, bias):
+            check(cpu_ops.quantized_linear(x, weight, b), x, weight, b)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_experts_in_codes_are_the_ones_of_their_numbers(zeros):
+    torch.manual_seed(0)
+    stacks = [drawn("int8", shape, 32, zeros) for shape in ((4, 64, 48), (4, 48, 32))]
+    stacks = [stack._replace(scales=stack.scales / 64) for stack in stacks]
+    packed = [pack_quantized(stack, uncompiled) for stack in stacks]
+    assert [type(each) for each in packed] == [CodedExperts] * 2 and packed[0].shape == (4, 64, 48)
+    x, weights = torch.randn(5, 48), torch.rand(5, 2)
+    for ids in (torch.tensor([[0, 3], [3, 0], [0, 3], [2, 3], [3, 2]]), torch.full((5, 2), 9)):  # none is here
+        plan = experts.plan_experts(weights, ids, 4)
+        done = [
+            experts.expert_down(experts.expert_gate_up(x, up, None, plan, "silu"), down, None, plan)
+            for up, down in (packed, [reference.dequantize(stack) for stack in stacks])
+        ]
+        torch.testing.assert_close(*done, atol=1e-4, rtol=1e-4)
+
+
+def test_cpp_is_asked_for_once_for_each_kind(monkeypatch):
+    asked = []
+    builder = SimpleNamespace(ask=lambda job: asked.append(job) or SimpleNamespace(run=None))
+    monkeypatch.setattr(compiled, "has_bfloat16", lambda: True)
+    for dtype, slab in (
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+    ):
+        find = compiled.coded_forms(builder, dtype)
+        kinds = [drawn(kind, (16, 32), 32, zeros) for kind in KINDS for zeros in (False, True)]
+        found = [find(weight) for weight in kinds + kinds]
+        assert found[:10] == found[10:] and {forms.dtype for forms in found} == {slab}
+        assert len(asked) == 30 == len({job.key() for job in asked})
+        asked.clear()
+    monkeypatch.setattr(compiled, "has_bfloat16", lambda: False)
+    assert compiled.coded_forms(builder, torch.bfloat16)(kinds[0]).dtype == torch.float32
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.long), "int4"])
+@pytest.mark.parametrize("zeros", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_the_cpp_of_a_product_with_codes_is_the_product(kind, zeros):
+    from test_cpu_compiled import Here  # which imports much
+
+    torch.manual_seed(0)
+    find = compiled.coded_forms(Here(1), torch.float32)
+    forms = find(drawn(kind, (16, 32), 32, zeros))
+    for outputs, inputs, group in ((1, 32, 32), (17, 64, 16), (520, 1056, 1024), (1024, 512, 128)):
+        check_products(drawn(kind, (outputs, inputs), group, zeros), forms, (1, 3, 4, 33, 60))
+
+
+@pytest.mark.full
+@settings(deadline=None, max_examples=100)
+@given(
+    st.sampled_from(KINDS), st.integers(1, 70), st.integers(1, 9), st.integers(0, 6), st.booleans(), st.integers(1, 60),
+    st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 99),
+)  # fmt: skip
+def test_drawn_weights_give_the_product_of_their_numbers(kind, outputs, pieces, group, zeros, count, dtype, seed):
+    torch.manual_seed(seed)
+    inputs = 32 * pieces - (seed % 32 if kind not in FOUR_BITS else 0)
+    weight = drawn(kind, (outputs, inputs), 16 * group or inputs, zeros, dtype, seed)
+    for forms in (None, uncompiled(weight)):
+        check_products(weight, forms, (1, count), dtype)

@@ -1,0 +1,99 @@
+"""Prompt adapters of every family against PEFT: logits and greedy tokens of each model with random ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from adapters import asked
+from oracle_checks import make_core, make_worker
+from plan import EngineCoreRequest, NewRow, StepPlan
+from random_checkpoints import FAMILIES, TESTS, Checkpoints, once
+from sampling_params import SamplingParams
+from test_peft import NO_ORACLE
+
+VIRTUAL, NEW = 5, 6
+INPUTS = ("gemma3n", "gemma4-shared")  # have inputs for each layer, so they are refused; see test_prompts.py
+NAMES = [name for name in FAMILIES if name not in (*NO_ORACLE, *INPUTS)]
+# At least one of each way in which embeddings enter, and of layers that are not plain attention.
+KINDS = ("qwen3", "gemma3", "granite", "afmoe", "minicpm3", "bloom", "gpt2", "mpt", "qwen3-next")
+CASES = [pytest.param(name, marks=pytest.mark.full if name in KINDS else pytest.mark.long) for name in NAMES]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(shared: Path) -> Checkpoints:
+    return Checkpoints("families", shared)
+
+
+@pytest.fixture(scope="module")
+def made(request: pytest.FixtureRequest, checkpoints: Checkpoints, shared: Path) -> Path:
+    """The adapters of the cases that are asked for; see the oracle."""
+    calls = (getattr(item, "callspec", None) for item in request.session.items if item.path == request.path)
+    chosen = {call.params["name"] for call in calls if call}
+    cases = [
+        {
+            "folder": str(checkpoints / name), "out": str(shared / "peft-prompts" / name), "virtual": VIRTUAL,
+            "new": NEW, "prompts": FAMILIES[name]["prompts"], "alibi": FAMILIES[name]["shape"].get("alibi", False),
+            "penalized": name == "qwen3",
+        }
+        for name in sorted(chosen)
+    ]  # fmt: skip
+
+    def make(folder: Path) -> None:
+        (folder / "cases.json").write_text(json.dumps(cases))
+        # -I: transformers looks for a package called `kernels`, and would find ours.
+        command = [sys.executable, "-I", TESTS / "oracle_adapters.py", folder / "cases.json"]
+        subprocess.run(command, check=True, cwd=folder)
+
+    return once(shared / "peft-prompts", make)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_tokens_equal_pefts(checkpoints: Checkpoints, made: Path, name: str) -> None:
+    """Rows with the adapter, in the second of two slots, and rows of the same prompts without."""
+    folder, prompts = made / name, FAMILIES[name]["prompts"]
+    oracle = load_file(folder / "oracle.safetensors")
+    room = {"max_loras": 2, "max_cpu_loras": 2, "max_prompt_adapter_token": VIRTUAL + 2}
+    worker = make_worker(checkpoints / name, enable_lora=True, **room)
+    assert not worker.load_adapter(1, str(folder))
+    seen, forward = [], worker.model.forward
+    worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
+    virtual = [-1 - (VIRTUAL + 2) - j for j in range(VIRTUAL)]
+    rows = [virtual + prompt for prompt in prompts] + prompts
+    kinds, _, per_seq = worker.state.block_tables.shape
+    tables = torch.arange(len(rows) * kinds * per_seq).view(len(rows), kinds, per_seq).tolist()
+    adapter = [2 * (i < len(prompts)) for i in range(len(rows))]
+    new = [NewRow(slot=i, token_ids=p, blocks=tables[i], adapter=adapter[i]) for i, p in enumerate(rows)]
+    results = [worker.step(StepPlan(0, rows=[(i, len(p)) for i, p in enumerate(rows)], new=new, adapters=[(1, 1)]))]
+    ours = worker.model.logits(seen[0]).split([len(p) for p in rows])
+    for i in range(len(prompts)):
+        assert (ours[i] - oracle[f"logits{i}"]).abs().max() <= 1e-4
+        assert (ours[i + len(prompts)] - oracle[f"plain{i}"]).abs().max() <= 1e-4
+        assert (oracle[f"logits{i}"][VIRTUAL:] - oracle[f"plain{i}"]).abs().max() > 0.05
+    results += [worker.step(StepPlan(n, rows=[(i, 1) for i in range(len(rows))])) for n in range(1, NEW)]
+    for i in range(len(prompts)):
+        assert [result.token_ids[i] for result in results] == oracle[f"tokens{i}"].tolist()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["qwen3"])
+def test_the_engine_says_what_peft_would(checkpoints: Checkpoints, made: Path, name: str) -> None:
+    """In chunks, and with a penalty for tokens of the prompt, among which the virtual ones are not."""
+    folder = made / name
+    core = make_core(checkpoints / name, enable_lora=True, max_prompt_adapter_token=VIRTUAL)
+    oracle, found = load_file(folder / "oracle.safetensors"), dict[str, list[int]]()
+    for i, prompt in enumerate(FAMILIES[name]["prompts"]):
+        for kind, penalty in (("tokens", 1.0), ("penalized", 1.3)):
+            params = SamplingParams(max_tokens=NEW, temperature=0, repetition_penalty=penalty, ignore_eos=True)
+            core.add(EngineCoreRequest(f"{kind}{i}", prompt, params, lora=asked(folder)))
+    while core.has_work():
+        for output in core.step():
+            found[output.request_id] = found.get(output.request_id, []) + output.token_ids
+    assert len(found) == 4 and found["tokens1"] != found["penalized1"]
+    assert found == {name: oracle[name].tolist() for name in found}

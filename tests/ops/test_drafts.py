@@ -1,0 +1,104 @@
+"""Drafts that are found in the known tokens, in all three backends, against a search letter by letter."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import reference
+from cpu import ops as cpu_ops
+from examples import tried
+
+pytest.importorskip("triton")
+
+import kernels
+
+WIDTH = 130  # of token_ids
+
+
+@pytest.fixture(params=[reference, cpu_ops, kernels], ids=lambda ops: ops.__name__)
+def ops(request: pytest.FixtureRequest) -> ModuleType:
+    return request.param
+
+
+@pytest.fixture
+def place(ops: ModuleType, device: str) -> str:
+    """Where the backend's tensors lie."""
+    return "cpu" if ops is cpu_ops else device
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def continuation(text: str, shortest: int, longest: int, most: int) -> str:
+    """What is drafted after a text of letters that are tokens. Longer matches are tried first, and later ones."""
+    for length in range(longest, shortest - 1, -1):
+        if length < len(text) and (begin := text.rfind(text[-length:], 0, len(text) - 1)) >= 0:
+            return (text[begin + length :] * most)[:most]
+    return ""
+
+
+@tried(
+    st.lists(st.text("ab", min_size=1, max_size=WIDTH) | st.text("abcdefgh", min_size=1, max_size=70), min_size=1),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.integers(1, 9),
+    st.sampled_from([16, 64]),
+    on=[
+        (["the cat and the cat", "x", "abcdef", "aaaa", "abab", "ab", "ab1" + "x" * 13 + "ab2yab"], 1, 2, 5, 16),
+        (["abcabxabyab", "abyxbyzab", "z" * (WIDTH - 2), "qr" * (WIDTH // 2), "x" + "ab" * 9 + "c" * 20], 2, 1, 4, 64),
+        (["one two three four one two", "abcXabc", "abcaXbca", "bca" + "X" * 31 + "bca"], 3, 3, 9, 16),
+    ],
+    drawn=30,
+)
+def test_look_up(
+    ops: ModuleType, place: str, texts: list[str], shortest: int, more: int, most: int, block: int
+) -> None:
+    """Beside the drafts nothing changes, and nothing after the known tokens is read."""
+    longest, slots = shortest + more, [*torch.randperm(len(texts)).tolist(), -1]
+    before = torch.full((len(texts) + 1, WIDTH), ord("a"), dtype=torch.int32)
+    for slot, text in enumerate(texts):
+        before[slot, : len(text)] = ints(*map(ord, text))
+    ids, known, counts = (x.to(place) for x in (before, ints(*map(len, texts), 9), ints(*[7] * len(texts), 7)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(kernels.look_up.__globals__, "KNOWN", block)
+        got = ops.look_up(ids, known, counts, ints(*slots).to(place), shortest, longest, most).cpu()
+    assert got.dtype == torch.int32 and got.shape == (len(slots), most)
+    assert (got[-1] == -1).all() and int(counts[-1]) == 7
+    for row, slot in zip(got.tolist(), slots[:-1], strict=False):
+        text = texts[slot]
+        want = [*map(ord, continuation(text, shortest, longest, min(most, WIDTH - len(text))))]
+        assert row == want + [-1] * (most - len(want)) and int(counts[slot]) == len(want)
+        before[slot, len(text) : len(text) + len(want)] = ints(*want)
+    assert torch.equal(ids.cpu(), before) and known.tolist() == [*map(len, texts), 9]
+
+
+@tried(
+    st.lists(st.tuples(st.integers(0, WIDTH), st.lists(st.integers(-1, 9), max_size=9)), min_size=1, max_size=20),
+    st.integers(1, 9),
+    on=[
+        ([(5, [7, 8, 9]), (1, []), (WIDTH - 2, [4, 3, 2]), (WIDTH, [1]), (0, [6, -1, 5])], 3),
+        ([(40, [0]), (WIDTH - 1, [3]), (7, [-1])], 1),
+        ([(9, [*range(8)]), (9, [*range(7)])], 8),
+    ],
+    drawn=30,
+)
+def test_put_drafts(ops: ModuleType, place: str, rows: list[tuple[int, list[int]]], most: int) -> None:
+    """Drafts end at the first -1, or with the row of tokens; beside them nothing changes."""
+    slots = [*torch.randperm(len(rows)).tolist(), -1]
+    before, given = torch.full((len(rows) + 1, WIDTH), 77, dtype=torch.int32), torch.full((len(slots), most), -1)
+    known, wanted, after = [9] * len(slots), [7] * len(slots), before.clone()
+    for row, (slot, (count, drafts)) in enumerate(zip(slots, rows, strict=False)):
+        given[row, : len(drafts)] = ints(*drafts[:most])
+        taken = drafts[: drafts.index(-1)] if -1 in drafts else drafts
+        taken = taken[: min(most, WIDTH - count)]
+        known[slot], wanted[slot] = count, len(taken)
+        after[slot, count : count + len(taken)] = ints(*taken)
+    given[-1] = 5  # padding
+    ids, counts = before.to(place), ints(*[7] * len(slots)).to(place)
+    ops.put_drafts(ids, ints(*known).to(place), counts, ints(*slots).to(place), given.int().to(place))
+    assert torch.equal(ids.cpu(), after) and counts.tolist() == wanted

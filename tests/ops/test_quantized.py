@@ -1,0 +1,249 @@
+"""The Triton kernel of products with weights in codes, against numbers that are unpacked one by one.
+
+They run as those of test_kernels.py do. What the interpreter can't run, the instructions that unpack two bytes at a
+time, is computed here for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import oracles
+from examples import tried
+
+pytest.importorskip("triton")
+
+import kernels
+import reference
+from ops import matmul, quantized
+from reference import Quantized
+from test_experts import check_experts, layer
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+FOUR_BITS = ("int4", "fp4", "nf4")
+
+
+def number(kind: str, code: int) -> float:
+    """The number of a code, counted from 0."""
+    if kind == "int4":
+        return code - 8
+    if kind == "int8":
+        return code - 256 if code >= 128 else code
+    if kind == "nf4":
+        return reference.NF4[code]
+    exponent_bits, mantissa_bits, bias = (2, 1, 1) if kind == "fp4" else (4, 3, 7)
+    sign, rest = code >> (exponent_bits + mantissa_bits), code % 2 ** (exponent_bits + mantissa_bits)
+    exponent, mantissa = rest >> mantissa_bits, rest % 2**mantissa_bits / 2**mantissa_bits
+    return (-1) ** sign * (2 ** (exponent - bias) * (1 + mantissa) if exponent else 2 ** (1 - bias) * mantissa)
+
+
+def random_weight(
+    kind: str, outputs: int, inputs: int, group: int, scale_type: torch.dtype = F16, with_zeros: bool = False
+) -> tuple[Quantized, torch.Tensor]:
+    """A weight, and the numbers [outputs, inputs] float64 that it stands for."""
+    size, groups = (16 if kind in FOUR_BITS else 256), math.ceil(inputs / group)
+    codes = torch.randint(0, size, (outputs, inputs))
+    if kind == "fp8":
+        codes = torch.where(codes % 128 == 127, 0, codes)  # NaN
+    numbers = torch.tensor([number(kind, code) for code in range(size)], dtype=torch.float64)[codes]
+    if scale_type == E8M0:
+        scales = torch.randint(115, 125, (outputs, groups), dtype=torch.uint8).view(E8M0)
+    else:
+        scales = (torch.rand(outputs, groups) * 0.1 + 0.01).to(scale_type)
+    zeros = torch.randint(-8, 8, (outputs, groups)).to(scale_type) if with_zeros else None
+    for k in range(inputs):
+        shift = 0 if zeros is None else zeros[:, k // group].double()
+        numbers[:, k] = (numbers[:, k] - shift) * scales[:, k // group].double()
+    if kind in FOUR_BITS:
+        packed = torch.zeros(outputs, inputs // 2, dtype=torch.uint8)
+        for k in range(inputs):
+            packed[:, k // 32 * 16 + k % 16] += (codes[:, k] << (4 if k % 32 >= 16 else 0)).to(torch.uint8)
+    else:
+        packed = codes.to(torch.uint8).view(torch.int8 if kind == "int8" else E4M3)
+    return Quantized(kind, packed, scales, zeros, group), numbers
+
+
+def there(device: str, weight: Quantized) -> kernels.Quantized:
+    return kernels.Quantized(*(part.to(device) if isinstance(part, torch.Tensor) else part for part in weight))
+
+
+@tried(
+    st.sampled_from([1, 16, 17, 65, 130]),
+    st.sampled_from([(1, 32), (65, 320), (130, 640), (7, 1088)]),
+    st.sampled_from(["int4", "fp4", "nf4", "int8", "fp8"]),
+    st.sampled_from([16, 32, 48, 64, 80, 128, 192, 256, 10**6]),
+    st.sampled_from([F32, BF16, F16]),
+    st.sampled_from([F32, BF16, F16, E4M3, E8M0]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([1, 64]),
+    on=[
+        (3, (65, 320), "int4", 128, BF16, F16, False, True, 1),  # whose last group is partial
+        (2, (7, 1088), "int4", 32, F16, F16, True, False, 64),
+        (17, (70, 320), "fp4", 32, BF16, E8M0, False, True, 1),
+        (1, (7, 1088), "fp4", 16, BF16, E4M3, False, False, 64),
+        (65, (130, 160), "nf4", 64, BF16, F32, False, False, 1),
+        (5, (7, 1088), "int8", 2000, BF16, F32, True, True, 64),
+        (4, (9, 100), "fp8", 48, F32, BF16, False, False, 1),
+        (70, (7, 1088), "int8", 192, F32, F32, True, False, 64),
+    ],
+    drawn=25,
+)
+def test_quantized_linear(
+    device: str, rows: int, sizes: tuple[int, int], kind: str, group: int, dtype: torch.dtype,
+    scale_type: torch.dtype, with_zeros: bool, with_bias: bool, programs: int,
+) -> None:  # fmt: skip
+    """With 64 programs few rows of 1,088 inputs have parts of K, whose counters must be 0 afterwards."""
+    outputs, inputs = sizes
+    weight, numbers = random_weight(kind, outputs, inputs, group, scale_type, with_zeros and scale_type.itemsize > 1)
+    torch.testing.assert_close(reference.dequantize(weight).double(), numbers, rtol=1e-6, atol=1e-6)
+    x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype) if with_bias else None
+    counters = []
+
+    def zeros(there: torch.device) -> torch.Tensor:
+        counters.append(torch.zeros(matmul.LINEAR_COUNTERS, dtype=torch.int32, device=there))
+        return counters[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        home = sys.modules[kernels.quantized_linear.__module__]  # another one for test_mutations.py
+        patch.setattr(home, "PROGRAMS", programs)
+        patch.setattr(home, "_counters", zeros)
+        on_device = x.to(device), there(device, weight), None if bias is None else bias.to(device)
+        got = kernels.quantized_linear(*on_device).cpu()
+    want, naive = x.double() @ numbers.T, (x @ numbers.to(dtype).T).double()
+    shift = 0 if bias is None else bias.double()
+    oracles.check_error(got, want + shift, naive + shift)
+    assert got.dtype == dtype and not any(part.any() for part in counters)
+    may_split = programs == 64 and rows <= 64
+    assert counters or not (may_split and inputs == 1088)
+    assert may_split or not counters
+
+
+@tried(
+    st.sampled_from([(1, 32), (7, 1088), (130, 96)]),
+    st.sampled_from(["int4", "fp4", "nf4", "int8", "fp8"]),
+    st.sampled_from([16, 32, 48, 10**6]),
+    st.sampled_from([F32, BF16, F16]),
+    st.sampled_from([F32, F16, E4M3, E8M0]),
+    st.booleans(),
+    on=[
+        ((7, 1088), "int4", 32, F32, F16, True), ((7, 1088), "int8", 2000, BF16, F32, False),
+        ((130, 96), "fp8", 48, F16, F16, True), ((7, 1088), "fp4", 16, BF16, E4M3, False),
+        ((130, 96), "nf4", 64, F32, E8M0, False),
+    ],
+    drawn=25,
+)  # fmt: skip
+def test_quantized_rows(
+    device: str, sizes: tuple[int, int], kind: str, group: int, dtype: torch.dtype, scale_type: torch.dtype,
+    with_zeros: bool,
+) -> None:  # fmt: skip
+    weight, numbers = random_weight(kind, *sizes, group, scale_type, with_zeros and scale_type.itemsize > 1)
+    ids = torch.randint(0, sizes[0], (9,))
+    got = kernels.quantized_rows(there(device, weight), ids.to(device), dtype).cpu()
+    assert got.dtype == dtype and torch.equal(reference.quantized_rows(weight, ids, dtype), got)
+    oracles.check_error(got, numbers[ids], numbers[ids].to(dtype).double())
+
+
+@pytest.mark.usefixtures("products_by_rows")
+@pytest.mark.parametrize("group", [128, pytest.param(32, marks=pytest.mark.full)])
+def test_a_row_ignores_the_others(device: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among up to 64 rows neither their number nor a row's place changes its bits, nor among more."""
+    monkeypatch.setattr(quantized, "PROGRAMS", 64)
+    weight, _ = random_weight("int4", 70, 1088, group)
+    weight, x = there(device, weight), torch.randn(67, 1088).to(BF16).to(device)
+    few, many = kernels.quantized_linear(x[:64], weight), kernels.quantized_linear(x, weight)
+    for begin, end in ((0, 1), (63, 64), (13, 45)):
+        assert torch.equal(kernels.quantized_linear(x[begin:end].contiguous(), weight), few[begin:end])
+    assert torch.equal(kernels.quantized_linear(x[1:].contiguous(), weight), many[1:])
+
+
+def run_ptx(text: str, pairs: torch.Tensor) -> list[torch.Tensor]:
+    """$0 and $1 [n] of these instructions for $2 [n], two bytes each."""
+    values = {"$2": pairs}
+
+    def read(name: str) -> torch.Tensor:
+        return values[name] if name in values else torch.full_like(pairs, int(name, 0))
+
+    def permute(a: torch.Tensor, b: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
+        both, made = a | b << 32, torch.zeros_like(a)
+        for i in range(4):
+            choice = selector >> 4 * i & 15
+            byte = both >> 8 * (choice & 7) & 255
+            made |= torch.where(choice >= 8, (byte >> 7) * 255, byte) << 8 * i
+        return made
+
+    ops = {
+        "cvt.u32.u16": lambda a: a,
+        "and.b32": lambda a, b: a & b,
+        "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
+        "shr.b32": lambda a, b: a >> b,
+        "prmt.b32": permute,
+        "lop3.b32": lambda a, b, c, table: a & b | ~a & c,
+    }
+    lines = [line.split() for line in re.sub(r"{.*?;|[},]", " ", text).split(";") if line.split()]
+    for op, target, *sources in lines:
+        assert op != "lop3.b32" or sources[3] == "0xca"  # a ? b : c
+        values[target] = ops[op](*map(read, sources))
+    return [values["$0"], values["$1"]]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("kind", ["int4", "fp4", "nf4", "int8", "fp8"])
+def test_two_bytes_are_unpacked_at_a_time(kind: str, dtype: torch.dtype) -> None:
+    """For any two bytes: what `_number` makes of these bits is the number of each code."""
+    pairs = torch.arange(1 << 16)
+    made = [torch.stack((bits & 0xFFFF, bits >> 16)) for bits in run_ptx(quantized._unpacking(kind, dtype), pairs)]
+    low, high = (bits.to(torch.uint16).view(dtype) for bits in made)
+    codes = torch.stack((pairs & 255, pairs >> 8))
+    halves = [codes & 15, codes >> 4] if kind in FOUR_BITS else [codes]
+    bits, bias = (7, 127) if dtype == BF16 else (10, 15)
+    factor, shift = {"fp4": 2.0 ** (bias - 1), "fp8": 2.0 ** (bias - 7)}.get(kind, 1.0), 0.0
+    shift = 2.0**bits + 8 if kind == "int4" else high if kind == "int8" else 0.0
+    size = 16 if kind in FOUR_BITS else 256
+    numbers = torch.tensor([number(kind, code) for code in range(size)]).to(dtype)
+    if kind == "fp8":
+        numbers[[127, 255]] = torch.tensor([480.0, -480.0]).to(dtype)
+    for got, half in zip((low, high), halves, strict=False):
+        assert torch.equal((got - shift) * factor, numbers[half])
+
+
+@tried(
+    st.sampled_from([1, 20, 70]),
+    st.sampled_from([(4, 2), (12, 1)]),
+    st.sampled_from([(32, 16), (160, 33), (64, 140)]),
+    st.sampled_from([("int4", 32), ("fp4", 32), ("int8", 48), ("int8", 1000)]),
+    st.sampled_from([F32, BF16, F16]),
+    st.sampled_from(["silu", "swigluoai"]),
+    st.booleans(),
+    on=[
+        (3, (4, 2), (160, 32), ("fp4", 32), BF16, "swigluoai", True),
+        (40, (2, 1), (64, 160), ("int4", 128), F16, "silu", False),
+    ],
+    drawn=10,
+)
+def test_experts(
+    device: str, tokens: int, router: tuple[int, int], sizes: tuple[int, int], coding: tuple[str, int],
+    dtype: torch.dtype, activation: str, more: bool,
+) -> None:  # fmt: skip
+    """`more`: there are biases, zeros, and weights of inputs."""
+    (count, k), (hidden, size), (kind, group) = router, sizes, coding
+    if kind in FOUR_BITS:
+        size = math.ceil(size / 32) * 32
+    args = layer(tokens, k, (count, hidden, size), dtype, more, (0, count))
+    stacks = []
+    for outputs, inputs in ((2 * size, hidden), (hidden, size)):
+        made = [random_weight(kind, outputs, inputs, group, F16, more) for _ in range(count)]
+        codes, scales = (torch.stack([weight[i] for weight, _ in made]) for i in (1, 2))
+        zeros = torch.stack([weight.zeros for weight, _ in made]) if more else None
+        stacks.append((Quantized(kind, codes, scales, zeros, group), torch.stack([numbers for _, numbers in made])))
+    (gate_up, gate_up_numbers), (down, down_numbers) = stacks
+    dense = (args[0], gate_up_numbers, args[2], down_numbers, *args[4:])
+    coded = there(device, gate_up), there(device, down)
+    check_experts(kernels, dense, 0, activation, more, False, device, coded)

@@ -1,0 +1,558 @@
+"""Drafts that a model makes: they are those of the published formulas, and change no token."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import heads_oracle as oracle
+from config import DEMO, EngineConfig
+from device.startup import print_plan
+from engine import LLM, SamplingParams
+from model_config import ModelConfig
+from outputs import RequestOutput
+from random_checkpoints import Checkpoints
+from scheduling.drafts import Drafting
+from speculation.drafter import Drafter
+from test_speculation import ASKED, PROMPTS, ROOMY, assert_equal
+
+MOST = 3  # drafts
+DRAFTED, TAKEN = "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"
+TINY = {"dtype": "float32", "device": "cpu", "threads": 1, "block_size": 4, "num_gpu_blocks_override": 300,
+        "skip_tokenizer_init": True, "max_num_seqs": 8}  # fmt: skip
+FEW = {"num_gpu_blocks_override": 40, "schedule_conservativeness": 0.0, "max_model_len": 96}
+LENGTHS = (1, 2, 9, 17, 40, 23)
+IDS = [random.Random(n).choices(range(oracle.VOCAB), k=n) for n in LENGTHS]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0, "logprobs": 2}, {"temperature": 1, "seed": 1}, {"temperature": 0.6, "seed": 2, "top_k": 5},
+    {"temperature": 1, "seed": 3, "top_p": 0.8, "logprobs": 0}, {"temperature": 1, "seed": 4, "min_p": 0.1},
+    {"temperature": 0, "repetition_penalty": 1.2}, {"temperature": 0.5, "seed": 5, "frequency_penalty": 0.6},
+    {"temperature": 0, "logit_bias": {3: -5.0, 7: 2.0}}, {"temperature": 0.8, "seed": 6, "n": 3, "logprobs": 0},
+    {"temperature": 0, "allowed_token_ids": list(range(4, 20))}, {"temperature": 0.9, "seed": 7, "n": 2},
+    {"temperature": 0, "stop_token_ids": [3, 4, 5], "min_tokens": 6, "logprobs": 0}, {"temperature": 0},
+]  # fmt: skip
+HEADS = ("mtp", "draft_model", "eagle3")
+Record = list[tuple[list[int], list[int]]]
+Make = Callable[..., oracle.Made]
+
+
+def options_of(method: str, head: object = "", most: int = MOST) -> str:
+    return json.dumps({"method": method, "num_speculative_tokens": most} | ({"model": str(head)} if head else {}))
+
+
+def tiny(made: oracle.Made, method: str = "", **fields: Any) -> LLM:
+    drafts = {"speculative_config": options_of(method, made.head)} if method else {}
+    return LLM(str(made.folder), **TINY | drafts | fields)
+
+
+def answers(llm: LLM, params: Any = GREEDY, prompts: list[list[int]] = IDS) -> list[RequestOutput]:
+    return llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+
+
+def every_way(llm: LLM) -> list[RequestOutput]:
+    asked = [SamplingParams(**{"max_tokens": 16, "ignore_eos": "stop_token_ids" not in way} | way) for way in WAYS]
+    return answers(llm, asked, [IDS[i % len(IDS)] for i in range(len(asked))])
+
+
+def counted(llm: LLM) -> tuple[int, int]:
+    """How many drafts were verified, and how many of them taken."""
+    counters = llm.client.core.scheduler.counters
+    return counters[DRAFTED], counters[TAKEN]
+
+
+@pytest.fixture(autouse=True)
+def every_draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Drafting, "price", lambda drafting, rows: 0.0)
+    monkeypatch.setattr(Drafting, "_seconds", lambda drafting, rows, column: float(column == 1))  # making costs nothing
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], oracle.Made]:
+    """Makes the checkpoints of a name, once."""
+    found: dict[str, oracle.Made] = {}
+
+    def make(name: str) -> oracle.Made:
+        if name not in found:
+            found[name] = oracle.MAKERS[name][1](tmp_path_factory.mktemp(name))
+        return found[name]
+
+    return make
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Record:
+    """The known tokens of each proposal, and the drafts."""
+    found, propose = Record(), Drafter.propose
+
+    def recorded(drafter: Drafter, state: Any, batch: Any, hidden: Any, pool: Any, count: int) -> None:
+        propose(drafter, state, batch, hidden, pool, count)
+        for slot in batch.slots.tolist() if count else ():
+            known, drafts = int(state.num_known[slot]), int(state.num_drafts[slot])
+            ids = state.token_ids[slot, : known + drafts].tolist()
+            if state.num_computed[slot] == known - 1:
+                found.append((ids[:known], ids[known:]))
+            else:
+                assert drafts == 0  # its prompt goes on
+
+    monkeypatch.setattr(Drafter, "propose", recorded)
+    return found
+
+
+# --- what is proposed -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in HEADS else pytest.param(name, marks=pytest.mark.full) for name in oracle.MAKERS]
+)
+def test_drafts_are_those_of_the_formula(name: str, made: Make, record: Record) -> None:
+    """After prompts in chunks, and after drafts that were taken, or refused, or partly so."""
+    (method, _, head), found = oracle.MAKERS[name], made(name)
+    llm, t = tiny(found, method, max_num_batched_tokens=24), found.tensors
+    record.clear()  # of warm-up
+    for prompt, output in zip(IDS, answers(llm), strict=True):
+        tokens = output.outputs[0].token_ids
+        scores = oracle.logits(t, prompt + tokens)[len(prompt) - 1 : -1]
+        below = scores.max(1).values - scores[torch.arange(len(tokens)), tokens]
+        assert below.max() <= oracle.CLOSE
+    compared, own = 0, {name.removeprefix("head."): x for name, x in t.items() if name.startswith("head.")}
+    for known, drafts in record:
+        assert len(drafts) == MOST
+        wanted = oracle.drafts(t, head, known, MOST) if head else oracle.continuation(own, known, MOST)
+        for draft, (token, margin) in zip(drafts, wanted, strict=True):
+            if margin <= oracle.CLOSE:
+                break
+            assert draft == token, (known, drafts, wanted)
+            compared += 1
+    drafted, taken = counted(llm)
+    assert drafted > taken > 10 and compared > 200
+    llm.close()
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", pytest.param("glm4-moe", marks=pytest.mark.full)])
+def test_a_head_of_experts_is_a_layer_of_its_family(name: str, shared: Path, record: Record, tmp_path: Path) -> None:
+    """A head behind the model's layers that W lets see its tokens alone, and no hidden state: as a model of one layer,
+    it says what comes after them."""
+    torch.manual_seed(0)
+    source = Checkpoints("families", shared) / name
+    raw, tensors = json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    tensors = {name: x.float() for name, x in tensors.items()}
+    last, size = f"model.layers.{raw['num_hidden_layers']}.", raw["hidden_size"]
+    layer = {name: x for name, x in tensors.items() if name.startswith("model.layers.1.")}
+    layer = {name.removeprefix("model.layers.1."): x.flip(0).contiguous() for name, x in layer.items()}
+    joint, norms = torch.randn(size, size) * size**-0.5, 1 + 0.1 * torch.randn(3, size)
+    embedding = oracle.rms(tensors["model.embed_tokens.weight"], norms[0]) @ joint.T
+    own = {"eh_proj.weight": torch.cat((joint, torch.zeros_like(joint)), 1), "enorm.weight": norms[0],
+           "hnorm.weight": norms[1], "shared_head.norm.weight": norms[2], "embed_tokens.weight": torch.ones(3),
+           "shared_head.head.weight": tensors["lm_head.weight"]}  # fmt: skip
+    raw |= {"dtype": "float32"}
+    oracle.save(tmp_path / "model", raw, tensors | {last + name: x.clone() for name, x in (own | layer).items()})
+    single = {f"model.layers.0.{name}": x for name, x in layer.items()} | {"lm_head.weight": tensors["lm_head.weight"]}
+    single |= {"model.embed_tokens.weight": embedding, "model.norm.weight": norms[2]}
+    oracle.save(tmp_path / "single", raw | {"num_hidden_layers": 1, "first_k_dense_replace": 0}, single)
+    llm = tiny(oracle.Made(tmp_path / "model", "", {}), "mtp", max_num_batched_tokens=24)
+    record.clear()
+    answers(llm)
+    compared = [(known, drafts) for known, drafts in record if len(known) > 1][::3]
+    params = SamplingParams(temperature=0, max_tokens=MOST, ignore_eos=True, logprobs=2)
+    want = tiny(oracle.Made(tmp_path / "single", "", {}))
+    same = 0
+    for (_, drafts), output in zip(compared, answers(want, params, [known[1:] for known, _ in compared]), strict=True):
+        for draft, token, two in zip(drafts, output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
+            best, second, *_ = sorted((found.logprob for found in two.values()), reverse=True)
+            if best - second <= 1e-3:
+                break
+            assert draft == token
+            same += 1
+    assert same > 50
+    want.close()
+    llm.close()
+
+
+def test_a_model_is_its_own_best_draft(make_llm: Callable[..., LLM]) -> None:
+    """All drafts are taken, also those that were drawn: with the random number of their place. Only rounding of steps
+    with different numbers of rows may say otherwise."""
+    own = ("temperature", "top_k", "top_p", "min_p", "seed", "n", "logprobs", "max_tokens", "ignore_eos")
+    drawn = [way for way in ASKED if SamplingParams(**{name: getattr(way, name) for name in own}) == way]
+    assert sum(way.temperature == 1 for way in drawn) >= 3
+    llm = make_llm(**ROOMY, speculative_config=options_of("draft_model", DEMO))
+    llm.generate([prompt for prompt in PROMPTS for _ in drawn], drawn * 2, use_tqdm=False)
+    drafted, taken = counted(llm)
+    assert drafted > 100 and taken >= 0.98 * drafted
+    llm.close()
+
+
+@pytest.mark.parametrize("count", [600, pytest.param(40000, marks=pytest.mark.long)])
+def test_what_comes_after_drafts_has_the_model_s_distribution(count: int, made: Make) -> None:
+    """The second and the third token at temperature 1, against the exact probabilities of all pairs."""
+    found, few = made("draft_model"), [0, 5, 11, 17, 22]
+    llm = tiny(found, "draft_model", max_num_seqs=32)
+    params = [
+        SamplingParams(temperature=1, seed=i, max_tokens=4, ignore_eos=True, allowed_token_ids=few)
+        for i in range(count)
+    ]
+    outputs = answers(llm, params, [IDS[2]] * count)
+    drafted, taken = counted(llm)
+    assert 0.05 * drafted < taken < 0.9 * drafted
+
+    def chances(known: list[int]) -> torch.Tensor:
+        return oracle.logits(found.tensors, known)[-1, few].softmax(0)
+
+    wanted = torch.zeros(5, 5, 5)
+    for a, first in enumerate(chances(IDS[2])):
+        for b, second in enumerate(chances([*IDS[2], few[a]])):
+            wanted[a, b] = first * second * chances([*IDS[2], few[a], few[b]])
+    seen = torch.zeros(5, 5, 5)
+    for output in outputs:
+        seen[*(few.index(token) for token in output.outputs[0].token_ids[:3])] += 1
+    pairs, expected = seen.sum(0).flatten(), count * wanted.sum(0).flatten()
+    rare = expected < 5
+    pairs, expected = (torch.cat((x[~rare], x[rare].sum()[None])) for x in (pairs, expected))
+    square = float(((pairs - expected) ** 2 / expected.clamp(min=1e-9)).sum())
+    freedom = len(expected) - 1
+    assert square < freedom + 5 * (2 * freedom) ** 0.5 + 10
+    llm.close()
+
+
+# --- no token changes -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain(made: Make) -> Callable[[str], list[RequestOutput]]:
+    """What a name's model answers without drafts."""
+    found: dict[str, list[RequestOutput]] = {}
+
+    def answer(name: str) -> list[RequestOutput]:
+        if name not in found:
+            llm = tiny(made(name))
+            found[name] = every_way(llm)
+            llm.close()
+        return found[name]
+
+    return answer
+
+
+CHUNKS = {"max_num_batched_tokens": 16} | FEW
+AHEAD = {"enable_prefix_caching": False, "async_scheduling": True, "sanitize_kv": True}
+FULL: list[dict[str, Any]] = [
+    {"preemption_mode": "swap", "swap_space": 0.01} | FEW, {"async_scheduling": True, "sanitize_kv": True} | FEW,
+    {"enable_chunked_prefill": False}, {"distributed_executor_backend": "mp"}, {"backend": "reference"},
+    {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, {"scheduling_policy": "fair"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mtp", CHUNKS),
+        ("eagle3", AHEAD),
+        *(pytest.param(name, more, marks=pytest.mark.full) for name in HEADS for more in (CHUNKS, AHEAD, *FULL)),
+    ],
+    ids=str,
+)
+def test_tokens_are_those_without_drafts(
+    name: str, options: dict[str, Any], made: Make, plain: Callable[[str], list[RequestOutput]]
+) -> None:
+    llm = tiny(made(name), oracle.MAKERS[name][0], **options)
+    assert_equal(every_way(llm), plain(name))  # some prompts come several times, and are found again
+    drafted, taken = counted(llm)
+    assert drafted > taken > 20
+    if options.get("schedule_conservativeness") == 0:
+        assert llm.client.core.scheduler.counters["num_preemptions_total"] > 0
+    llm.client.core.check_integrity()
+    llm.close()
+
+
+@pytest.mark.parametrize("name", ["mtp", pytest.param("draft_model", marks=pytest.mark.full)])
+def test_padding_has_no_drafts(name: str, made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU pads steps of decodes to the sizes of its graphs. Padding has slot -1, which may stand for any tokens."""
+    llm, want = (tiny(made(name), oracle.MAKERS[name][0]) for _ in range(2))
+    llm.client.core.executor.worker.graph_sizes = [8]
+    sizes, propose = set[tuple[int, int]](), Drafter.propose
+
+    def noted(drafter: Drafter, state: Any, batch: Any, *more: Any) -> None:
+        sizes.add((len(batch.slots), int((batch.slots >= 0).sum())))
+        propose(drafter, state, batch, *more)
+
+    monkeypatch.setattr(Drafter, "propose", noted)
+    assert_equal(answers(llm), answers(want))
+    assert any(rows == 8 > live for rows, live in sizes)
+    assert counted(llm) == counted(want)
+    want.close()
+    llm.close()
+
+
+@pytest.mark.parametrize("name", ["eagle3", *(pytest.param(name, marks=pytest.mark.full) for name in HEADS[:2])])
+def test_steps_without_proposals_change_no_token(
+    name: str, made: Make, plain: Callable[[str], list[RequestOutput]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They leave out keys and values of the draft, which the sanitizer has filled with NaN."""
+    proposals = Drafting.proposals
+    monkeypatch.setattr(Drafting, "proposals", lambda drafting, of: of.plan.step % 3 and proposals(drafting, of))
+    llm = tiny(made(name), oracle.MAKERS[name][0], sanitize_kv=True)
+    assert_equal(every_way(llm), plain(name))
+    assert counted(llm)[0] > 50
+    llm.close()
+
+
+@pytest.mark.parametrize("name", ["mtp", "draft_model", pytest.param("eagle3", marks=pytest.mark.full)])
+def test_drafts_end_with_the_model_s_length(name: str, made: Make) -> None:
+    prompts = [ids for ids in IDS if len(ids) < 20]
+    params, found = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True), []
+    for method in ("", oracle.MAKERS[name][0]):
+        llm = tiny(made(name), method, max_model_len=21, block_size=5)
+        found.append(answers(llm, params, prompts))
+        llm.close()
+    assert_equal(*found)
+    assert all(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) == 21 for o in found[1])
+
+
+@pytest.mark.parametrize("rows", [oracle.VOCAB - 6, oracle.VOCAB + 7])
+def test_a_draft_s_vocabulary_may_end_elsewhere(rows: int, made: Make, tmp_path: Path) -> None:
+    """As tables of embeddings are padded. The draft would always say the last of its tokens."""
+    found = made("draft_model")
+    tensors = load_file(f"{found.head}/model.safetensors")
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        tensors[name] = torch.cat((tensors[name], tensors[name]))[:rows]
+    tensors["lm_head.weight"][-1] *= 100
+    raw = json.loads(Path(found.head, "config.json").read_text()) | {"vocab_size": rows}
+    oracle.save(tmp_path / "draft", raw, tensors)
+    want = tiny(found)
+    llm = tiny(found._replace(head=str(tmp_path / "draft")), "draft_model")
+    assert_equal(every_way(llm), every_way(want))
+    drafted, taken = counted(llm)
+    assert drafted > 100 and (taken > 0 or rows < oracle.VOCAB)
+    want.close()
+    llm.close()
+
+
+@pytest.mark.full
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", HEADS[1:])  # each takes a minute and more
+def test_the_interpreted_kernels_make_the_same_drafts(name: str, made: Make, few_programs: None) -> None:
+    few = {"block_size": 16, "max_num_seqs": 2, "max_model_len": 32, "num_gpu_blocks_override": 8}
+    llm, want = (tiny(made(name), oracle.MAKERS[name][0], backend=of, **few) for of in ("triton", "cpu"))
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    assert_equal(answers(llm, params, IDS[1:3]), answers(want, params, IDS[1:3]))
+    assert counted(llm) == counted(want)
+    want.close()
+    llm.close()
+
+
+# --- other weights ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other(tmp_path: Path, made: Make) -> oracle.Made:
+    """A model of the same shape that says other things, with a head."""
+    found = made("mtp")
+    tensors = {name: x if "mtp" in name or x.ndim == 1 else x.flip(0).contiguous() for name, x in found.tensors.items()}
+    oracle.save(tmp_path / "other", json.loads((found.folder / "config.json").read_text()), tensors)
+    return oracle.Made(tmp_path / "other", "", tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("draft_model", "cpu"), ("mtp", "reference")]
+    + [pytest.param(name, of, marks=pytest.mark.full) for name in HEADS for of in ("cpu", "reference")],
+)
+def test_drafts_after_a_sleep(name: str, backend: str, made: Make) -> None:
+    llm = tiny(made(name), oracle.MAKERS[name][0], backend=backend)
+    wanted, before = answers(llm), counted(llm)
+    for level in (1, 2):
+        draft = weakref.ref(llm.client.core.executor.worker.model.draft)
+        llm.sleep(level)
+        gc.collect()
+        assert (draft() is None) == (level == 2 and backend == "cpu")  # so its weights take no memory
+        llm.wake_up()
+        assert_equal(answers(llm), wanted)
+        assert counted(llm) == tuple((level + 1) * count for count in before)
+    llm.close()
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.full)])
+def test_a_head_gets_new_weights_with_its_model(
+    backend: str, made: Make, other: oracle.Made, tmp_path: Path, record: Record
+) -> None:
+    llm = tiny(made("mtp"), "mtp", backend=backend)
+    answers(llm, prompts=IDS[:2])
+    llm.update_weights(str(other.folder))
+    record.clear()
+    got = answers(llm)
+    want = tiny(other)
+    assert_equal(got, answers(want))
+    compared = 0
+    for known, drafts in record[::3]:
+        (token, margin), *_ = oracle.drafts(other.tensors, oracle.mtp, known, 1)
+        assert drafts[0] == token or margin <= oracle.CLOSE
+        compared += margin > oracle.CLOSE
+    assert compared > 10
+    headless = {name: x for name, x in other.tensors.items() if "mtp" not in name}
+    oracle.save(tmp_path / "headless", json.loads((other.folder / "config.json").read_text()), headless)
+    with pytest.raises(ValueError, match=r"has no tensor model\.mtp\."):
+        llm.update_weights(str(tmp_path / "headless"))
+    assert_equal(answers(llm), got)
+    want.close()
+    llm.close()
+
+
+def test_a_draft_keeps_its_weights_when_its_model_gets_others(made: Make, other: oracle.Made) -> None:
+    found = made("draft_model")
+    llm, want = tiny(found, "draft_model"), tiny(other._replace(head=found.head), "draft_model")
+    headless = Path(other.folder, "model.safetensors")
+    save_file({name: x for name, x in other.tensors.items() if "mtp" not in name}, headless)
+    llm.update_weights(str(other.folder))
+    assert_equal(answers(llm), answers(want))
+    assert counted(llm) == counted(want)
+    want.close()
+    llm.close()
+
+
+@pytest.mark.parametrize("name", ["mtp", *(pytest.param(name, marks=pytest.mark.full) for name in HEADS[1:])])
+def test_weights_that_are_made_up(name: str, made: Make) -> None:
+    """Until the true ones come, and with them those of a head that is in the same checkpoint."""
+    llm, want = tiny(made(name), oracle.MAKERS[name][0], load_format="dummy"), tiny(made(name), oracle.MAKERS[name][0])
+    answers(llm, prompts=IDS[:2])
+    assert (before := counted(llm))[0] > 0
+    llm.update_weights(str(made(name).folder))
+    assert_equal(answers(llm), answers(want))
+    assert name != "mtp" or counted(llm)[1] - before[1] == counted(want)[1] > 20
+    want.close()
+    llm.close()
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def changed(found: oracle.Made, folder: Path, part: str, fields: dict[str, Any], change: Any = None) -> oracle.Made:
+    """The checkpoints with fields of one config.json changed, and its tensors as `change` returns them."""
+    source = found.folder if part == "model" else Path(found.head)
+    shutil.copytree(source, folder / part)
+    raw = json.loads((source / "config.json").read_text()) | fields
+    (folder / part / "config.json").write_text(json.dumps(raw))
+    if change:
+        save_file(change(load_file(source / "model.safetensors")), folder / part / "model.safetensors")
+    return found._replace(folder=folder / part) if part == "model" else found._replace(head=str(folder / part))
+
+
+def moved(tensors: dict[str, torch.Tensor], by: int) -> dict[str, torch.Tensor]:
+    return tensors | {"d2t": tensors["d2t"] + by}
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "fields", "change", "said"),
+    [
+        ("draft_model", "head", {"vocab_size": 999}, None, "its vocab_size is 999, that of the model 24"),
+        ("draft_model", "head", {"max_position_embeddings": 50}, None, "it has 50 positions, and max_model_len is 128"),
+        ("eagle", "head", {"vocab_size": 999}, None, "its vocab_size is 999, that of the model 24"),
+        ("eagle", "head", {"hidden_size": 16}, None, "1 layers of size 16; it must have one of the model's size, 32"),
+        ("eagle", "head", {"num_hidden_layers": 3}, None, "it has 3 layers of size 32"),
+        ("eagle", "head", {"architectures": None}, None, "head': config.json is of a 'None'"),
+        ("eagle", "head", {"norm_before_fc": True}, None, "'norm_before_fc' is True"),
+        ("eagle3", "head", {}, lambda t: moved(t, 20), "d2t names token 4[0-9]; tokens are from 0 to 23"),
+        ("eagle3", "head", {}, lambda t: moved(t, -9), "d2t names token -[0-9]; tokens are from 0 to 23"),
+        ("eagle3", "head", {}, lambda t: t | {"d2t": t["d2t"][:9]}, r"lm_head.weight has shape \[16, 32\]"),
+        ("eagle3", "head", {}, lambda t: {n: x for n, x in t.items() if n != "fc.weight"}, "has no tensor fc.weight"),
+        ("eagle3", "head", {}, lambda t: t | {"more.weight": torch.ones(1)}, "has a tensor 'more.weight'"),
+        ("mtp", "model", {}, lambda t: {n: x for n, x in t.items() if "mtp" not in n}, "no layers that predict ahead"),
+        ("mtp", "model", {}, lambda t: t | {"mtp.norm.weight": torch.ones(9)}, r"mtp.norm.weight has shape \[9\]"),
+        ("mtp", "model", {}, lambda t: t | {"mtp.norm.weight": torch.ones(32) / 0}, "NaN or infinite"),
+    ],
+    ids=lambda value: "" if callable(value) else str(value),
+)  # fmt: skip
+def test_a_head_that_does_not_fit_is_refused(
+    name: str, part: str, fields: dict[str, Any], change: Any, said: str, made: Make, tmp_path: Path
+) -> None:
+    found = changed(made(name), tmp_path, part, fields, change)
+    with pytest.raises(ValueError, match=said) as error:
+        tiny(found, oracle.MAKERS[name][0])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+def test_a_folder_that_is_none_or_damaged_is_named(method: str, made: Make, tmp_path: Path) -> None:
+    found = made(method)
+    with pytest.raises(ValueError, match="nowhere"):
+        tiny(found._replace(head=str(tmp_path / "nowhere")), method)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty has no config\.json"):
+        tiny(found._replace(head=str(tmp_path / "empty")), method)
+    cut = changed(found, tmp_path, "head", {})
+    file = Path(cut.head, "model.safetensors")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"head/model\.safetensors is damaged"):
+        tiny(cut, method)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"has no model\.safetensors"):
+        tiny(cut, method)
+
+
+def test_a_short_model_has_no_room_for_eagle3(made: Make) -> None:
+    with pytest.raises(ValueError, match="the model has 2 layers, and it wants at least 6"):
+        tiny(made("eagle")._replace(head=made("eagle3").head), "eagle3")
+
+
+def test_windows_must_fit(made: Make, tmp_path: Path) -> None:
+    """A model with a window frees the blocks behind it, so its draft may not see more."""
+    found, mistral = made("draft_model"), {"architectures": ["MistralForCausalLM"], "sliding_window": 9}
+    plain = {"architectures": ["LlamaForCausalLM"]}
+
+    def without(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: x for name, x in tensors.items() if "q_norm" not in name and "k_norm" not in name}
+
+    windowed = changed(found, tmp_path, "model", mistral, without)
+    wide = changed(windowed, tmp_path / "wide", "head", plain, without)
+    with pytest.raises(ValueError, match=r"its layers see \(0,\) tokens"):
+        tiny(wide, "draft_model")
+    narrow = changed(windowed, tmp_path / "narrow", "head", mistral | {"sliding_window": 7}, without)
+    llm, want = tiny(narrow, "draft_model", sanitize_kv=True), tiny(narrow)
+    assert_equal(every_way(llm), every_way(want))
+    assert counted(llm)[1] > 20
+    want.close()
+    llm.close()
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["weights", "no weights yet"])
+@pytest.mark.parametrize("name", ["mtp", "draft_model", "eagle-bias", "eagle3"])
+def test_a_plan_has_the_draft(name: str, there: bool, made: Make, tmp_path: Path, capsys: Any) -> None:
+    """Its weights, and its part of each block."""
+    found, method = made(name), oracle.MAKERS[name][0]
+    if not there:
+        found = changed(found, tmp_path, "model", {})
+        found = changed(found, tmp_path, "head", {}) if found.head else found
+        for file in tmp_path.glob("*/model.safetensors"):
+            file.unlink()
+    lines: list[list[str]] = []
+    for drafts in ({}, {"speculative_config": options_of(method, found.head)}):
+        config = EngineConfig(str(found.folder), device="cpu", dtype="float32", block_size=16, **drafts)
+        print_plan(config, ModelConfig.from_folder(str(found.folder)))
+        lines.append(capsys.readouterr().out.splitlines())
+    (line,) = [line for line in lines[1] if line.strip().startswith("draft")]
+    assert method in line
+    page = [next(line for line in text if "KV pool" in line) for text in lines]
+    per_block = [float(line.split()[2]) / int(line.split()[4].replace(",", "")) for line in page]
+    layers = json.loads((found.folder / "config.json").read_text())["num_hidden_layers"]
+    assert per_block[1] / per_block[0] == pytest.approx(1 + 1 / layers, rel=0.01)
+
+
+@pytest.mark.full
+def test_the_plan_counts_all_weights_of_a_draft(made: Make) -> None:
+    for name in oracle.MAKERS:
+        llm = tiny(made(name), oracle.MAKERS[name][0], backend="reference")
+        start = llm.client.core.executor.worker.start
+        pieces = {piece.target.untyped_storage().data_ptr(): piece.target.untyped_storage().nbytes()
+                  for part in start.draft_parameters.values() for piece in part.pieces}  # fmt: skip
+        draft = start.model.draft
+        beside = [*draft.rotations, getattr(draft, "ids", torch.empty(0))]
+        assert start.memory.draft == sum(pieces.values()) + sum(table.nbytes for table in beside)
+        llm.close()

@@ -1,0 +1,126 @@
+"""The engine with weights in codes: they answer as their plain numbers do, however the steps are cut."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import reference
+from adapters import ALL, asked, make_adapter
+from checkpoints.rounding import GROUPS, to_nearest
+from config import DEMO
+from engine import LLM, SamplingParams
+from outputs import CompletionOutput
+
+PROMPTS = ["What is 23 + 58?", "Spell stone backwards.", "ROMEO:\n", "Enter the KING, with his lords and"] * 2
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)
+MATRICES = ("proj.weight",)
+
+
+@pytest.fixture(
+    scope="module", params=["int4", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("int8", "fp8"))]
+)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def rounded_demo(kind: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The demo with the numbers that codes of this kind stand for."""
+    folder = tmp_path_factory.mktemp("rounded")
+    for path in Path(DEMO).glob("*.json"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+    tensors = {name: tensor.float() for name, tensor in load_file(f"{DEMO}/model.safetensors").items()}
+    for name, tensor in tensors.items():
+        if name.endswith(MATRICES) and not name.startswith("mtp."):
+            group = GROUPS[kind] or tensor.shape[1]
+            codes, scales = to_nearest(tensor, kind, group)
+            numbers = codes.to(torch.uint8).view(torch.float8_e4m3fn).float() if kind == "fp8" else codes
+            tensors[name] = (numbers.unflatten(1, (-1, group)) * scales[:, :, None]).flatten(1)
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)
+
+
+def answers(llm: LLM, **fields: Any) -> list[CompletionOutput]:
+    return [output.outputs[0] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False, **fields)]
+
+
+def check_alike(found: list[CompletionOutput], expected: list[CompletionOutput]) -> None:
+    """The same tokens, as likely as before, up to a place where two tokens are nearly as likely as each other."""
+    together = 0
+    for ours, theirs in zip(found, expected, strict=True):
+        for i, token in enumerate(theirs.token_ids):
+            likely = {each: entry.logprob for each, entry in theirs.logprobs[i].items()}
+            if ours.token_ids[i] != token:
+                assert likely[token] - likely.get(ours.token_ids[i], -math.inf) < 1e-3
+                break
+            assert abs(ours.logprobs[i][token].logprob - likely[token]) < 1e-3
+            together += 1
+    assert together > 0.7 * sum(len(theirs.token_ids) for theirs in expected)
+
+
+def test_codes_answer_as_their_numbers(kind, rounded_demo):
+    """Whole, in chunks, after preemption, and with prefixes that were there."""
+    with LLM(rounded_demo, device="cpu", dtype="float32") as llm:
+        expected = answers(llm)
+    starved = {"num_gpu_blocks_override": 24, "block_size": 8, "max_model_len": 64, "schedule_conservativeness": 0.0}
+    for fields in ({}, {"max_num_batched_tokens": 16, "max_num_seqs": 16}, starved):
+        with LLM(DEMO, device="cpu", dtype="float32", quantization=kind, **fields) as llm:
+            for _ in range(2):
+                check_alike(answers(llm), expected)
+            assert llm.core.metrics()["num_preemptions_total"] > 0 or fields is not starved
+
+
+def test_adapters_add_to_codes(kind, rounded_demo, tmp_path):
+    make_adapter(tmp_path / "a", 0, modules=(*ALL, "embed_tokens", "lm_head"))
+    asked_for = [asked(tmp_path / "a"), None] * 4
+    found = []
+    for model, fields in ((rounded_demo, {}), (DEMO, {"quantization": kind})):
+        with LLM(model, device="cpu", dtype="float32", enable_lora=True, **fields) as llm:
+            found.append(answers(llm, lora_request=asked_for))
+    check_alike(found[1], found[0])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fields", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_ranks_share_codes(kind, rounded_demo, fields):
+    with LLM(rounded_demo, device="cpu", dtype="float32") as llm:
+        expected = answers(llm)
+    with LLM(DEMO, device="cpu", dtype="float32", quantization=kind, **fields) as llm:
+        found = answers(llm)
+    check_alike(found, expected)
+
+
+def test_each_number_is_the_nearest(kind):
+    """No other code of a group would be nearer."""
+    numbers = torch.randn(7, 96)
+    numbers[3] = 0
+    codes, scales = to_nearest(numbers, kind, 32)
+    types = {"int8": torch.int8, "fp8": torch.uint8}
+    made = codes.to(types[kind]) if kind in types else None
+    if made is None:
+        halves = (codes + 8).to(torch.uint8).unflatten(1, (-1, 2, 16))
+        made = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+    made = made.view(torch.float8_e4m3fn) if kind == "fp8" else made
+    found = reference.dequantize(reference.Quantized(kind, made, scales, None, 32))
+    step = scales.abs().repeat_interleave(32, 1)
+    most = step * {"int8": 0.5, "int4": 1.001}.get(kind, 0) + (numbers.abs() / 16 + step * 2**-10) * (kind == "fp8")
+    assert ((found - numbers).abs() <= most * 1.01).all() and not found[3].any()
+
+
+def test_a_packed_checkpoint_is_not_rounded_again(tmp_path):
+    for path in Path(DEMO).iterdir():
+        if path.suffix in (".json", ".safetensors"):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"quantization is 'int8'; .* has its weights in few bits already, so it must"):
+        LLM(str(tmp_path), device="cpu", quantization="int8")
