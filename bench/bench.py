@@ -60,6 +60,7 @@ import bench_serve
 import bench_speculation
 import bench_structured
 from config import VERSION, EngineConfig
+from peers import WEIGHTS
 from plan import EngineCoreRequest, StepResult
 from sampling_params import SamplingParams
 from scheduler import Scheduler
@@ -487,6 +488,7 @@ def new_parser() -> argparse.ArgumentParser:
     latency.add_argument(
         "--peer-cache", default=tempfile.gettempdir(), help="folder for the GGUF, or for OpenVINO's export"
     )
+    latency.add_argument("--peer-weights", default="BF16", choices=WEIGHTS, help="llama.cpp's matrices")
     for command, repeats, names in (
         (throughput, 1, ["vllm", "transformers-cb"]),
         (latency, 3, ["transformers", "llama.cpp", "vllm-cpu", "openvino"]),
@@ -496,6 +498,7 @@ def new_parser() -> argparse.ArgumentParser:
         command.add_argument("--model", default=EngineConfig.model, help="folder; default: the bundled demo")
         command.add_argument("--load-format", default="auto", help="dummy: made-up weights")
         command.add_argument("--dtype", default="auto")
+        command.add_argument("--quantization", default="auto", help="Manta's option of this name")
         command.add_argument("--device", default="auto")
         command.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine on a CPU")
         command.add_argument("--compile", action="store_true", help="Manta's option of this name, on a CPU")

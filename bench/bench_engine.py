@@ -33,7 +33,8 @@ MOVES = "move_blocks"  # another phase of the device
 
 def engine_figures(args: argparse.Namespace) -> Figures:
     """The figures of `throughput` or `latency`, whichever the command line asks for."""
-    options = {name: getattr(args, name) for name in ("load_format", "dtype", "device", "threads", "compile")}
+    names = ("load_format", "dtype", "quantization", "device", "threads", "compile")
+    options = {name: getattr(args, name) for name in names}
     pythons = peer_pythons(args)
     if args.command == "latency" and args.breakdown:
         return breakdown_figures(args.model, args.breakdown, args.new_tokens, options)
@@ -44,7 +45,7 @@ def engine_figures(args: argparse.Namespace) -> Figures:
         arguments += ["--max-model-len", str(longest(work)), "--memory-share", f"{share:.3f}"]
     else:
         shapes = [(int(batch), int(length)) for batch, _, length in (shape.partition("x") for shape in args.shapes)]
-        arguments += ["--cache", str(Path(args.peer_cache).resolve())]
+        arguments += ["--cache", str(Path(args.peer_cache).resolve()), "--weights", args.peer_weights]
     with contextlib.ExitStack() as stack:
         peers = []
         for engine, python in zip(args.peer, pythons, strict=True):
@@ -237,8 +238,10 @@ def latency_figures(
         reference, *_ = results.values()
         # The context is counted as it is half-way through the answer.
         weights = core.facts["parameters"] - embedding - unmet(config, batch)
-        numbers = weights + batch * kv * (length + new_tokens / 2)
-        traffic = numbers * (4 if core.facts["dtype"] == "float32" else 2)
+        size = 4 if core.facts["dtype"] == "float32" else 2
+        in_codes = options.get("quantization", "auto") != "auto"
+        mean = core.facts["memory"]["weights"] / core.facts["parameters"] if in_codes else size
+        traffic = weights * mean + batch * kv * (length + new_tokens / 2) * size
         for name, answers in results.items():
             steps = [answer["decode"] / (new_tokens - 1) for answer in answers]
             step, prefill = statistics.median(steps), statistics.median(answer["prefill"] for answer in answers)

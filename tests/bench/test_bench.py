@@ -149,11 +149,11 @@ def test_the_folder_for_the_gguf_is_made(tmp_path, monkeypatch):
         llama_model_load_from_file=lambda path, params: None,
     )
     monkeypatch.setitem(sys.modules, "llama_cpp", api)
-    monkeypatch.setattr("peers.write_gguf", lambda folder, path: path.write_text("a model"))
+    monkeypatch.setattr("peers.write_gguf", lambda folder, path, weights: path.write_text(weights))
     cache = tmp_path / "not" / "there"
-    with pytest.raises(RuntimeError, match=r"llama.cpp does not load .*model.gguf"):
-        load_llama(tmp_path / "model", 1, cache)
-    assert (cache / "model.gguf").read_text() == "a model"
+    with pytest.raises(RuntimeError, match=r"llama.cpp does not load .*model-Q8_0.gguf"):
+        load_llama(tmp_path / "model", 1, cache, "Q8_0")
+    assert (cache / "model-Q8_0.gguf").read_text() == "Q8_0"
 
 
 @pytest.mark.parametrize(("command", "other"), [("throughput", "llama.cpp"), ("latency", "vllm")])
