@@ -301,9 +301,11 @@ def test_a_worker_dies_with_drafts_in_flight(
 
     def submit_and_kill(plan: StepPlan) -> None:
         submit(plan)
-        if plan.drafts and core.scheduler.counters[TAKEN] > 5 * (1 + len(killed)) and len(killed) < 2:
-            killed.append(executor.processes[-1 - len(killed) % len(executor.processes)].pid)
-            os.kill(killed[-1], signal.SIGKILL)
+        pid = executor.processes[-1 - len(killed) % len(executor.processes)].pid
+        due = plan.drafts and core.scheduler.counters[TAKEN] > 5 * (1 + len(killed)) and len(killed) < 2
+        if due and pid not in killed:  # results that it had sent may still be taken after its death
+            killed.append(pid)
+            os.kill(pid, signal.SIGKILL)
 
     executor.submit = submit_and_kill
     params = [SamplingParams(temperature=0, max_tokens=40), SamplingParams(temperature=0.5, seed=4, max_tokens=40)]
