@@ -375,14 +375,14 @@ def write_gguf(folder: Path, path: Path, weights: str) -> None:
         bits = bits_of(name) if parts == [name] else np.stack([bits_of(part) for part in parts])
         target = names.get_name(name, try_suffixes=(".weight",))
         assert target, name
-        kind = gguf.GGMLQuantizationType[weights]
+        stored = gguf.GGMLQuantizationType[weights]
         if bits.ndim == 1 or name.endswith("mlp.gate.weight"):  # llama.cpp wants norms and routers in F32
             writer.add_tensor(target, (bits.astype(np.uint32) << 16).view(np.float32))
         elif weights == "BF16":
-            writer.add_tensor(target, bits.view(np.uint8), raw_dtype=kind)
+            writer.add_tensor(target, bits.view(np.uint8), raw_dtype=stored)
         else:
             numbers = (bits.astype(np.uint32) << 16).view(np.float32)
-            writer.add_tensor(target, gguf.quantize(numbers, kind), raw_dtype=kind)
+            writer.add_tensor(target, gguf.quantize(numbers, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

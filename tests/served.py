@@ -72,6 +72,17 @@ class Server:
             response = connection.getresponse()
             return response.status, response.read().decode()
 
+    def refusal(self, seconds: float) -> str:
+        """What /health answers the first time that it is 503, within so many seconds; soon it may be 200 again."""
+        answers: list[tuple[int, str]] = []
+
+        def refuses() -> bool:
+            answers.append(self.get("/health"))
+            return answers[-1][0] == 503
+
+        eventually(refuses, seconds)
+        return answers[-1][1]
+
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
         with contextlib.closing(connection):

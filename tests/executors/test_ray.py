@@ -265,8 +265,7 @@ def test_streams_of_a_server_go_on_when_actors_and_a_node_are_lost(cluster, tmp_
             found = [(actor, node_above(cluster, actor)) for actor in actors()]
             actor, node = next(place for place in found if place[1] is not cluster.head_node)
             os.kill(actor.ppid() if lose_node else actor.pid, signal.SIGKILL)
-            eventually(lambda: server.get("/health")[0] == 503, 20)
-            assert re.search(r"rank \d .* (in step \d+|while idle)", server.get("/health")[1])
+            assert re.search(r"rank \d .* (in step \d+|while idle)", server.refusal(20))
             eventually(lambda: server.get("/health")[0] == 200, 60)
             assert len(pids()) == 2 and not set(before) & set(pids())
         for reader in readers:

@@ -141,9 +141,9 @@ def stop(server: Server, pid: int, names: str) -> None:
     """Stop a process, and see that it is noticed in time."""
     os.kill(pid, signal.SIGSTOP)
     begun = time.monotonic()
-    eventually(lambda: server.get("/health")[0] == 503, 20)
+    trouble = server.refusal(20)
     assert time.monotonic() - begun < 2 * NOTICED, "and twice that is for a machine that is busy"
-    assert names in server.get("/health")[1]
+    assert names in trouble
 
 
 @pytest.mark.long

@@ -76,8 +76,7 @@ def test_streams_go_on_when_the_worker_is_gone(
         eventually(lambda: all(len(r.text) > n for r, n in zip(readers, begun, strict=True)), 60)  # noqa: B023
         lost = worker_of(two)
         os.kill(lost, with_signal)
-        eventually(lambda: two.get("/health")[0] == 503, 20)
-        trouble = two.get("/health")[1]
+        trouble = two.refusal(20)
         assert ("rank 0 has died (SIGKILL)" if with_signal == signal.SIGKILL else "rank 0 is stopped") in trouble
         assert " in step " in trouble
         eventually(lambda: two.get("/health")[0] == 200, 60)
@@ -243,8 +242,7 @@ def test_draining_refuses_new_requests_by_503(two: Server) -> None:
     reader = Reader(two, prompt="Once", max_tokens=400)
     eventually(lambda: bool(reader.text))
     two.process.send_signal(signal.SIGTERM)
-    eventually(lambda: two.get("/health")[0] == 503)
-    assert "shutting down" in two.get("/health")[1]
+    assert "shutting down" in two.refusal(60)
     late = two.connect("POST", "/v1/completions", STREAM | {"prompt": "a"})
     assert b" 503 " in late.recv(1000).partition(b"\r\n")[0]
     late.close()
