@@ -20,6 +20,7 @@ LANES = 16  # outputs that lie side by side: one or two vectors of float32
 STEP = 8  # inputs whose codes lie together, and whose products are added up before they are scaled
 ROWS = 4  # that the C++ for several rows takes at a time: for so many one has enough registers
 FEW = {torch.float32: 48, torch.bfloat16: 8}  # rows; for more, unpacking costs less than a product in float32
+WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"  # LANES are one vector
 SLAB = 1 << 20  # bytes of numbers that are unpacked at a time
 WORDS = {"int8": 2, "fp8": 2, "int4": 1, "fp4": 1, "nf4": 1}  # of 32 bits, for the codes of STEP inputs
 TABLES = {"fp4": FP4, "nf4": NF4}
@@ -69,7 +70,7 @@ def multiply_codes(
     B is a loop, whose rounds find a panel in the cache. The R rows are written out, so that a code becomes a number
     once for all of them. For several rows two halves of the lanes are written out, too: an input is read once for both.
     """
-    width = LANES if x.shape[1] == 1 else LANES // 2
+    width = LANES if x.shape[1] == 1 or WIDE else LANES // 2
     parts = []
     for begin in range(0, LANES, width):
         lanes = slice(begin, begin + width)
