@@ -7,6 +7,7 @@ and with which bits and groups; `storage.py` finds their tensors.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -56,8 +57,12 @@ def matrix(codes: torch.Tensor) -> tuple[int, int]:
     return codes.shape[0], codes.shape[1]
 
 
-def order_of(groups: torch.Tensor | None, inputs: int, size: int, count: int) -> torch.Tensor | None:
-    """The group of each input, or None where `size` neighbours are one."""
+def order_of(
+    groups: torch.Tensor | None, inputs: int, size: int, count: int, ordered: bool = False
+) -> torch.Tensor | None:
+    """The group of each input, or None where `size` neighbours are one; `ordered`: the groups must be told."""
+    if groups is None and ordered and count > 1:
+        raise ValueError("has no groups of inputs (g_idx) beside it, and config.json says that they have an order")
     if groups is None:
         return None
     check("groups of inputs", groups, [inputs])
@@ -121,7 +126,7 @@ def unpack_pack(
 ) -> Packed:
     """(codes - zeros) * scales [N, K / group] of compressed-tensors: codes lie along the inputs [N, words], zeros along
     the outputs [words, K / group]. Both are stored as unsigned numbers; symmetric ones have their middle as zero."""
-    if shape.numel() != 2 or (n := int(shape[0])) < 1 or (k := int(shape[1])) < 1:
+    if list(shape.shape) != [2] or (n := int(shape[0])) < 1 or (k := int(shape[1])) < 1:
         raise ValueError(f"has shape {shape.tolist()} beside it; that must be of a matrix")
     group = form.block[1] or k
     count = -(-k // group)
@@ -134,7 +139,7 @@ def unpack_pack(
         table = fields(zeros, 0, form.bits, n)
     numbers = fields(codes, 1, form.bits, k)
     kept = unsigned(numbers, form.bits, zeros is not None)
-    return scaled(numbers, scales, (1, group), table, order_of(groups, k, group, count), kept)
+    return scaled(numbers, scales, (1, group), table, order_of(groups, k, group, count, form.ordered), kept)
 
 
 def unpack_gptq(
@@ -153,7 +158,8 @@ def unpack_gptq(
     middle = 1 << (form.bits - 1)
     if form.symmetric and not bool((table.float() == middle).all()):
         raise ValueError(f"has zero points other than {middle}, and config.json says sym true: is the format gptq_v2?")
-    order, numbers = order_of(groups, k, group, count), fields(codes.mT, 1, form.bits, k)
+    order = order_of(groups, k, group, count, form.ordered)
+    numbers = fields(codes.mT, 1, form.bits, k)
     return scaled(numbers, scales.mT, (1, group), table.mT, order, unsigned(numbers, form.bits, not form.symmetric))
 
 
@@ -187,6 +193,8 @@ def unpack_nvfp4(codes: torch.Tensor, form: Format, scales: torch.Tensor, factor
         raise ValueError("has groups of all inputs, which NVFP4 has not")
     check("scales", scales, [n, -(-2 * half // form.block[1])])
     check("a factor of all scales", factor, [], [1])
+    if not 0 < float(factor) < math.inf:
+        raise ValueError(f"has the factor {float(factor)} of all scales; it must be above 0 and finite")
     whole, (numbers, kept) = factor.float().reshape(()), fp4(codes)
     table = Packed((scales,), lambda part: e4m3(part).mul_(whole))
     return scaled(numbers, table, (1, form.block[1]), kept=kept)

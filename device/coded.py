@@ -43,7 +43,8 @@ class Rows(NamedTuple):
     begin: int  # of the rows, counted over all experts
 
     def fill(self, source: Packed) -> torch.Tensor:
-        """Copy the codes of a part [.., n, in]; returns the sum of their scales, not finite if a number is not."""
+        """Copy the codes of a part [.., n, in]; returns the sum of their scales and zeros, not finite if a number is
+        not."""
         coded, begin, total = self.weight.coded, self.begin, torch.zeros(())
         codes, scales = coded.codes.flatten(0, -2), coded.scales.flatten(0, -2)
         zeros = None if coded.zeros is None else coded.zeros.flatten(0, -2)
@@ -60,7 +61,8 @@ class Rows(NamedTuple):
             if zeros is not None:
                 zeros[rows] = zero[0] if zero else 0
             nan = coded.kind == "fp8" and bool(((numbers.to(torch.uint8) & 127) == 127).any())
-            total, begin = total + scale.sum() + (math.nan if nan else 0), rows.stop
+            total += scale.sum() + sum(each.sum() for each in zero) + (math.nan if nan else 0)
+            begin = rows.stop
         return total
 
 

@@ -69,6 +69,7 @@ def load_weights(
     for _, target in scales:
         target.fill_(1)
     targets = settle(model, wanted, {name: sources for file in files for name, sources in file.items()})
+    source = paths[0] if len(paths) == 1 else folder  # of a GGUF file the folder says nothing to a user
     stage = Stage(device) if (device.type == "cuda" if staged is None else staged) else None
     move, begin = (stage.move, stage.begin) if stage else (copy, None)
     sums: dict[str, list[torch.Tensor]] = {}  # of each tensor's parts; a stage may still be making them until it waits
@@ -88,13 +89,13 @@ def load_weights(
         stage.wait()
     for name, target in scales:
         if name in found and not target > 0:
-            raise ValueError(f"{folder}: tensor {found[name]} is {float(target)}; a scale must be above 0")
+            raise ValueError(f"{source}: tensor {found[name]} is {float(target)}; a scale must be above 0")
     for name, parts in sums.items():  # a sum of finite numbers may overflow, too, so it is only a hint
         total = sum(parts, torch.zeros((), device=device))
         plain = [target for target in targets[name] if isinstance(target, torch.Tensor)]
         if not (total.isfinite() or (plain and all(target.isfinite().all() for target in plain))):
             read_as = f", read as {str(plain[0].dtype).removeprefix('torch.')}" if plain else ""
-            raise ValueError(f"{folder}: tensor {found[name]} has NaN or infinite elements{read_as}")
+            raise ValueError(f"{source}: tensor {found[name]} has NaN or infinite elements{read_as}")
     model.finish()
 
 
@@ -170,6 +171,8 @@ def find_slices(
                 continue
             if name in found:
                 raise ValueError(f"{path} has a tensor {saved!r:.200}; the checkpoint has it as {found[name]}, too")
+            if name is None and (codes := storage.alone(saved)):
+                raise ValueError(f"{path} has a tensor {saved!r:.200}, and the checkpoint has no {codes}")
             if name is None:
                 raise ValueError(f"{path} has a tensor {saved!r:.200} that {model.config.architecture} has not")
             try:
