@@ -17,6 +17,7 @@ from checkpoints.dequantize import (
     Kept,
     Packed,
     Table,
+    as_bytes,
     e2m1,
     e4m3,
     fields,
@@ -138,7 +139,7 @@ def unpack_pack(
         check("zero points", zeros, [words_for(n, form.bits), count])
         table = fields(zeros, 0, form.bits, n)
     numbers = fields(codes, 1, form.bits, k)
-    kept = unsigned(numbers, form.bits, zeros is not None)
+    kept = unsigned(fields(codes, 1, form.bits, k, as_bytes), form.bits, zeros is not None)
     return scaled(numbers, scales, (1, group), table, order_of(groups, k, group, count, form.ordered), kept)
 
 
@@ -159,8 +160,8 @@ def unpack_gptq(
     if form.symmetric and not bool((table.float() == middle).all()):
         raise ValueError(f"has zero points other than {middle}, and config.json says sym true: is the format gptq_v2?")
     order = order_of(groups, k, group, count, form.ordered)
-    numbers = fields(codes.mT, 1, form.bits, k)
-    return scaled(numbers, scales.mT, (1, group), table.mT, order, unsigned(numbers, form.bits, not form.symmetric))
+    numbers, raw = (fields(codes.mT, 1, form.bits, k, of) for of in (torch.Tensor.float, as_bytes))
+    return scaled(numbers, scales.mT, (1, group), table.mT, order, unsigned(raw, form.bits, not form.symmetric))
 
 
 def unpack_awq(codes: torch.Tensor, form: Format, zeros: torch.Tensor, scales: torch.Tensor) -> Packed:
@@ -172,7 +173,8 @@ def unpack_awq(codes: torch.Tensor, form: Format, zeros: torch.Tensor, scales: t
     check(f"codes [{k}, {words}] in groups of {group}, and scales", scales, [count, n])
     check("zero points", zeros, [count, words])
     numbers, table = (fields(each.mT, 0, 4, n, order=AWQ_ORDER) for each in (codes, zeros))
-    return scaled(numbers, scales.mT, (1, group), table, kept=unsigned(numbers, 4, True))
+    raw = fields(codes.mT, 0, 4, n, as_bytes, AWQ_ORDER)
+    return scaled(numbers, scales.mT, (1, group), table, kept=unsigned(raw, 4, True))
 
 
 def unsigned(codes: Packed, bits: int, has_zeros: bool) -> Kept:
@@ -182,7 +184,7 @@ def unsigned(codes: Packed, bits: int, has_zeros: bool) -> Kept:
 
 def fp4(pairs: torch.Tensor) -> tuple[Packed, Kept]:
     """The numbers [.., K] of 4-bit floats [.., K / 2] in pairs, the lower one first, and how they can be kept."""
-    numbers, codes = (fields(pairs, pairs.ndim - 1, 4, 2 * pairs.shape[-1], of) for of in (e2m1, torch.Tensor.float))
+    numbers, codes = (fields(pairs, pairs.ndim - 1, 4, 2 * pairs.shape[-1], of) for of in (e2m1, as_bytes))
     return numbers, Kept("fp4", codes)
 
 
@@ -245,8 +247,7 @@ def unpack_bnb_4bit(
         absmax = unnest(scales.view(absmax.shape), nested, nested_table, said)
     pairs = codes.view(n if k % 2 == 0 else 1, -1)
     numbers, raw = (
-        fields(pairs, 1, 4, 2 * pairs.shape[1], of, NIBBLES)
-        for of in (lambda found: entries(table, found), torch.Tensor.float)
+        fields(pairs, 1, 4, 2 * pairs.shape[1], of, NIBBLES) for of in (lambda found: entries(table, found), as_bytes)
     )
     if absmax.shape[0] == n and torch.allclose(table, torch.tensor(NF4), atol=1e-6):  # a block is of one row
         return scaled(numbers, absmax, (1, block), kept=Kept("nf4", raw))

@@ -27,7 +27,7 @@ from model_config import ModelConfig
 from models.quantized import QuantizedWeight
 from models.shares import Part, is_absent
 
-PIECE_ELEMENTS = 2**20  # become codes at a time
+PIECE_ELEMENTS = 2**22  # become codes at a time, in some hundred calls, whose own time is small beside that
 LEAST_GROUP = 16
 PLAIN = ("router", "shared_gate")  # small, and choose among experts; they are not rounded
 TABLES = ("embedding", "head")  # of a model; they are not rounded here
@@ -77,8 +77,10 @@ def stored(numbers: torch.Tensor, kind: str) -> torch.Tensor:
         return numbers.to(torch.int8)
     if kind == "fp8":
         return numbers.to(torch.uint8).view(torch.float8_e4m3fn)
-    halves = (numbers + 8 if kind == "int4" else numbers).to(torch.uint8).unflatten(1, (-1, 2, 16))
-    return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+    # As long integers, of which each holds eight codes, they are put together several times as fast.
+    whole = (numbers + (8 if kind == "int4" else 0)).to(torch.uint8).contiguous()
+    halves = whole.view(torch.int64).unflatten(1, (-1, 2, 2))
+    return (halves[:, :, 1] << 4).bitwise_or_(halves[:, :, 0]).flatten(1).view(torch.uint8)
 
 
 def settle(model: Transformer, wanted: dict[str, Part], sources: dict[str, list[Source]]) -> dict[str, list[Any]]:

@@ -75,7 +75,8 @@ def load_weights(
     sums: dict[str, list[torch.Tensor]] = {}  # of each tensor's parts; a stage may still be making them until it waits
     with (
         tqdm(total=sum(map(len, files)), desc="Loading weights", unit="tensor", leave=False, disable=None) as bar,
-        ThreadPoolExecutor(READERS, initializer=begin) as pool,
+        readers(model, stage) as count,
+        ThreadPoolExecutor(count, initializer=begin) as pool,
     ):
         for i, sources in enumerate(files):
             both = chain.from_iterable(zip(targets[name], of, strict=True) for name, of in sources.items())
@@ -97,6 +98,23 @@ def load_weights(
             read_as = f", read as {str(plain[0].dtype).removeprefix('torch.')}" if plain else ""
             raise ValueError(f"{source}: tensor {found[name]} has NaN or infinite elements{read_as}")
     model.finish()
+
+
+@contextlib.contextmanager
+def readers(model: Transformer, stage: Stage | None) -> Iterator[int]:
+    """How many threads read: READERS, or for codes on a CPU one a core, among which torch then divides nothing.
+
+    A code is made in many short steps, after each of which torch's threads would wait for each other.
+    """
+    threads = torch.get_num_threads()
+    if stage or not model.coded:
+        yield READERS
+        return
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
 
 
 def find_weights(
