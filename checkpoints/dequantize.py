@@ -19,9 +19,9 @@ DTYPES = torch.float16, torch.bfloat16, torch.float32
 class Codes(NamedTuple):
     """How a tensor can be kept in codes, of a kind of `reference.Quantized`.
 
-    `read(rows, columns, group)` gives the codes of each element, and the scale and zero (None: 0) of each `group` of
-    columns. The zeros are in the measure of the numbers. `rows` are the places of one column along each dimension but
-    the last, and `columns` those along that one.
+    `read(rows, columns, group)` gives the code of each element, as an integer of 8 bits where the file has one, and the
+    scale and zero (None: 0) of each `group` of columns. The zeros are in the measure of the codes. `rows` are the
+    places of one column along each dimension but the last, and `columns` those along that one.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Kept(NamedTuple):
     """How `scaled` numbers can be kept in codes."""
 
     kind: str  # of `reference.Quantized`
-    codes: Any  # a `Table` of them
+    codes: Any  # a `Table` of them, in bytes
     middle: int = 0  # what is to be subtracted from these, and from zeros, to have the measure of that kind
     has_zeros: bool = False  # otherwise all are the middle
     dtype: torch.dtype = torch.float32  # that holds each scale, where the scales are not stored as floats
@@ -178,6 +178,11 @@ def minifloat(bits: torch.Tensor, exponent: int, mantissa: int) -> torch.Tensor:
     return wide.view(torch.float32).mul_(2.0 ** (127 - ((1 << exponent - 1) - 1)))
 
 
+def as_bytes(numbers: torch.Tensor) -> torch.Tensor:
+    """The lowest 8 bits of integers, in a quarter of the memory of float32."""
+    return numbers.to(torch.uint8)
+
+
 def fields(
     words: torch.Tensor,
     dim: int,
@@ -191,7 +196,7 @@ def fields(
     Args:
         words: [..., words, ...] unsigned bytes or int32. A number may cross from a word to the next.
         dim: the dimension along which they lie; of the result it has this `size`.
-        number: makes float32 of the unsigned numbers.
+        number: makes float32 of the unsigned numbers, or leaves them in bytes.
         order: which of the numbers of a word is the first, the second, and so on; by default in their order.
     """
     width, mask, ones = 8 * words.itemsize, (1 << bits) - 1, [1] * words.ndim
@@ -201,7 +206,8 @@ def fields(
         if not order and dim == entries.ndim - 1:
             entries = entries.view(torch.uint8)  # of which there are four times as many as words, but they take less
         starts = [bits * which for which in order or range(8 * entries.itemsize // bits)]
-        return torch.stack([entries >> start for start in starts], dim + 1).bitwise_and_(mask).flatten(dim, dim + 1)
+        shifted = [as_bytes(entries >> start if start else entries) for start in starts]
+        return torch.stack(shifted, dim + 1).bitwise_and_(mask).flatten(dim, dim + 1)
 
     def values(*places: torch.Tensor) -> torch.Tensor:
         shared = [*ones[:dim], per, *ones[dim + 1 :]]
@@ -247,7 +253,10 @@ def scaled(
         assert kept
         tables = columns[::group] if groups is None else groups[columns[::group]]
         places, there = grid(rows, columns), grid(rows, tables)
-        found = [take(kept.codes, places, ones).expand(places[0].shape) - kept.middle]
+        codes = take(kept.codes, places, ones, lambda part: part if isinstance(part, torch.Tensor) else part.float())
+        # Bytes that are less than the middle become numbers below 0 of two's complement.
+        found = [(codes - kept.middle).view(torch.int8) if kept.middle else codes]
+        found[0] = found[0].expand(places[0].shape)
         found.append(take(scales, there, shared).expand(there[0].shape))
         if kept.has_zeros and zeros is not None:
             found.append(take(zeros, there, shared).expand(there[0].shape) - kept.middle)

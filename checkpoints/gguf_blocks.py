@@ -94,11 +94,11 @@ KINDS = {  # of `reference.Quantized` in which they can be kept, with what that 
 
 
 def split(blocks: torch.Tensor, kind: str) -> Split:
-    """The numbers [n, K] of the codes of blocks [n, blocks, bytes], and scales and zeros [n, groups] with which the
-    blocks stand for (numbers - zeros) * scales. The zeros are None where all are 0."""
+    """The numbers [n, K] int8 of the codes of blocks [n, blocks, bytes], and scales and zeros [n, groups] with which
+    they stand for (numbers - zeros) * scales. The zeros are None where all are 0."""
     codes, scales, least = FORMULAS[kind](blocks.flatten(0, -2))
     middle, n = KINDS[kind][1], len(blocks)
-    numbers, zeros = codes.float().sub_(middle), None
+    numbers, zeros = codes.view(torch.int8) - middle, None
     if least is not None:
         flat = (scales == 0) & (least != 0)  # a group without a scale, whose numbers are all the least one
         zeros = torch.where(flat, 1, torch.where(scales == 0, 0, least / scales) - middle).view(n, -1)

@@ -120,6 +120,8 @@ class Reader:
             tensors, values = self.scalar("Q"), self.scalar("Q")
             metadata = dict(self.pair() for _ in range(values))
             infos = dict(self.info() for _ in range(tensors))
+            if len(infos) < tensors:
+                raise ValueError("two tensors have one name")
         except (ValueError, struct.error, IndexError, RecursionError) as error:
             raise ValueError(f"{self.path} is damaged: its header breaks at byte {self.at} ({error})") from None
         align = metadata.get("general.alignment", 32)
@@ -131,7 +133,15 @@ class Reader:
         ):
             raise ValueError(f"{self.path} is damaged: its tensors are not aligned to {align!r:.80} bytes")
         start = -(-self.at // align) * align
-        return Header(self.path, metadata, {name: self.placed(start, name, *info) for name, info in infos.items()})
+        found = {name: self.placed(start, name, *info) for name, info in infos.items()}
+        for name, tensor in found.items():  # one lies behind the other, and where not, a type or a size is wrong
+            if tensor.begin != start:
+                raise ValueError(
+                    f"{self.path} is damaged: tensor {name!r:.80} begins at byte {tensor.begin}; behind the one "
+                    f"before it would begin at {start}"
+                )
+            start += -(-tensor.size // align) * align
+        return Header(self.path, metadata, found)
 
     def placed(self, start: int, name: str, dims: tuple[int, ...], kind: int, offset: int) -> Tensor:
         """A tensor's place, where all of them begin at byte `start`."""

@@ -87,5 +87,5 @@ def choose(model: str, files: Collection[str], quantization: str = "") -> str:
 
 
 def links_in(folder: str) -> list[str]:
-    """Paths of the links to a GGUF file's parts in a folder that was made so, in order; none in any other folder."""
-    return sorted(str(path) for path in Path(folder).glob("weights-*-of-*.gguf"))
+    """Paths of a GGUF file's parts, in order, as a folder that was made so links to them; none in any other folder."""
+    return [os.readlink(path) for path in sorted(Path(folder).glob("weights-*-of-*.gguf")) if path.is_symlink()]

@@ -109,7 +109,11 @@ def packed(table: torch.Tensor, kind: str, heads: int) -> Packed:
         found = split(table[..., first : last // numbers + 1, :][tuple(outer)], kind)
         codes, *tables = (x for x in found if x is not None)
         where = columns - first * numbers
-        return codes[:, where], *(x.index_select(1, where[::group] // own) for x in tables)
+        if bool((where.diff() == 1).all()):
+            codes = codes.narrow(1, int(where[0]), len(where))  # which copies nothing
+        else:
+            codes = codes.index_select(1, where)
+        return codes, *(x.index_select(1, where[::group] // own) for x in tables)
 
     if kind not in KINDS:
         return Packed(coordinates(shape), values)

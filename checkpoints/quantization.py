@@ -20,6 +20,7 @@ PACKINGS = {  # of compressed-tensors, by format and type: the scheme, and the b
     ("pack-quantized", "int"): ("pack", (2, 4, 8), ("channel", "group")),
     ("nvfp4-pack-quantized", "float"): ("nvfp4-pack", (4,), ("tensor_group",)),
 }
+ORDERS = (True, "group", "dynamic")  # what compressed-tensors says where inputs have groups in an order of their own
 ALGORITHMS = {"NVFP4": "nvfp4", "FP8": "fp8-scale"}  # of modelopt, and their schemes
 
 
@@ -31,6 +32,7 @@ class Format(NamedTuple):
     block: tuple[int, int] = (1, 0)  # outputs and inputs that share a scale, if it is not for all; 0 for all inputs
     symmetric: bool = True  # all zero points are the middle of the codes
     less: int = 0  # was subtracted from the zero points before they were stored
+    ordered: bool = False  # a tensor beside the codes says which group each input is of
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,8 @@ def read_gptq(raw: dict[str, Any]) -> list[Format]:
         check_fields(f"{WHERE}.dynamic", changes, tuple(METHODS["gptq"].fields.split()))
         each = raw | changes
         bits, symmetric = one_of(each, "bits", (2, 3, 4, 8)), one_of(each, "sym", (True, False), True)
-        found.append(Format("gptq", bits, group_of(each), symmetric, int(version == "gptq")))
+        ordered = one_of(each, "desc_act", (True, False), False)
+        found.append(Format("gptq", bits, group_of(each), symmetric, int(version == "gptq"), ordered))
     return found
 
 
@@ -164,7 +167,8 @@ def read_compressed(raw: dict[str, Any]) -> list[Format]:
             )
         block = block_size("block_structure", weights.get("block_structure")) if scheme == "fp8-scale" else (1, 0)
         block = group_of(weights) if strategy in ("group", "tensor_group") else block
-        found.append(Format(scheme, bits, block, symmetric))
+        ordered = scheme == "pack" and weights.get("actorder") in ORDERS
+        found.append(Format(scheme, bits, block, symmetric, ordered=ordered))
     if not found:
         raise ValueError(f"{WHERE} has the format {raw.get('format')!r:.80} and no config_groups of modules")
     for name in ("sparsity_config", "transform_config"):

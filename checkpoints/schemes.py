@@ -7,6 +7,7 @@ and with which bits and groups; `storage.py` finds their tensors.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from checkpoints.dequantize import (
     Kept,
     Packed,
     Table,
+    as_bytes,
     e2m1,
     e4m3,
     fields,
@@ -56,8 +58,12 @@ def matrix(codes: torch.Tensor) -> tuple[int, int]:
     return codes.shape[0], codes.shape[1]
 
 
-def order_of(groups: torch.Tensor | None, inputs: int, size: int, count: int) -> torch.Tensor | None:
-    """The group of each input, or None where `size` neighbours are one."""
+def order_of(
+    groups: torch.Tensor | None, inputs: int, size: int, count: int, ordered: bool = False
+) -> torch.Tensor | None:
+    """The group of each input, or None where `size` neighbours are one; `ordered`: the groups must be told."""
+    if groups is None and ordered and count > 1:
+        raise ValueError("has no groups of inputs (g_idx) beside it, and config.json says that they have an order")
     if groups is None:
         return None
     check("groups of inputs", groups, [inputs])
@@ -121,7 +127,7 @@ def unpack_pack(
 ) -> Packed:
     """(codes - zeros) * scales [N, K / group] of compressed-tensors: codes lie along the inputs [N, words], zeros along
     the outputs [words, K / group]. Both are stored as unsigned numbers; symmetric ones have their middle as zero."""
-    if shape.numel() != 2 or (n := int(shape[0])) < 1 or (k := int(shape[1])) < 1:
+    if list(shape.shape) != [2] or (n := int(shape[0])) < 1 or (k := int(shape[1])) < 1:
         raise ValueError(f"has shape {shape.tolist()} beside it; that must be of a matrix")
     group = form.block[1] or k
     count = -(-k // group)
@@ -133,8 +139,8 @@ def unpack_pack(
         check("zero points", zeros, [words_for(n, form.bits), count])
         table = fields(zeros, 0, form.bits, n)
     numbers = fields(codes, 1, form.bits, k)
-    kept = unsigned(numbers, form.bits, zeros is not None)
-    return scaled(numbers, scales, (1, group), table, order_of(groups, k, group, count), kept)
+    kept = unsigned(fields(codes, 1, form.bits, k, as_bytes), form.bits, zeros is not None)
+    return scaled(numbers, scales, (1, group), table, order_of(groups, k, group, count, form.ordered), kept)
 
 
 def unpack_gptq(
@@ -153,8 +159,9 @@ def unpack_gptq(
     middle = 1 << (form.bits - 1)
     if form.symmetric and not bool((table.float() == middle).all()):
         raise ValueError(f"has zero points other than {middle}, and config.json says sym true: is the format gptq_v2?")
-    order, numbers = order_of(groups, k, group, count), fields(codes.mT, 1, form.bits, k)
-    return scaled(numbers, scales.mT, (1, group), table.mT, order, unsigned(numbers, form.bits, not form.symmetric))
+    order = order_of(groups, k, group, count, form.ordered)
+    numbers, raw = (fields(codes.mT, 1, form.bits, k, of) for of in (torch.Tensor.float, as_bytes))
+    return scaled(numbers, scales.mT, (1, group), table.mT, order, unsigned(raw, form.bits, not form.symmetric))
 
 
 def unpack_awq(codes: torch.Tensor, form: Format, zeros: torch.Tensor, scales: torch.Tensor) -> Packed:
@@ -166,7 +173,8 @@ def unpack_awq(codes: torch.Tensor, form: Format, zeros: torch.Tensor, scales: t
     check(f"codes [{k}, {words}] in groups of {group}, and scales", scales, [count, n])
     check("zero points", zeros, [count, words])
     numbers, table = (fields(each.mT, 0, 4, n, order=AWQ_ORDER) for each in (codes, zeros))
-    return scaled(numbers, scales.mT, (1, group), table, kept=unsigned(numbers, 4, True))
+    raw = fields(codes.mT, 0, 4, n, as_bytes, AWQ_ORDER)
+    return scaled(numbers, scales.mT, (1, group), table, kept=unsigned(raw, 4, True))
 
 
 def unsigned(codes: Packed, bits: int, has_zeros: bool) -> Kept:
@@ -176,7 +184,7 @@ def unsigned(codes: Packed, bits: int, has_zeros: bool) -> Kept:
 
 def fp4(pairs: torch.Tensor) -> tuple[Packed, Kept]:
     """The numbers [.., K] of 4-bit floats [.., K / 2] in pairs, the lower one first, and how they can be kept."""
-    numbers, codes = (fields(pairs, pairs.ndim - 1, 4, 2 * pairs.shape[-1], of) for of in (e2m1, torch.Tensor.float))
+    numbers, codes = (fields(pairs, pairs.ndim - 1, 4, 2 * pairs.shape[-1], of) for of in (e2m1, as_bytes))
     return numbers, Kept("fp4", codes)
 
 
@@ -187,6 +195,8 @@ def unpack_nvfp4(codes: torch.Tensor, form: Format, scales: torch.Tensor, factor
         raise ValueError("has groups of all inputs, which NVFP4 has not")
     check("scales", scales, [n, -(-2 * half // form.block[1])])
     check("a factor of all scales", factor, [], [1])
+    if not 0 < float(factor) < math.inf:
+        raise ValueError(f"has the factor {float(factor)} of all scales; it must be above 0 and finite")
     whole, (numbers, kept) = factor.float().reshape(()), fp4(codes)
     table = Packed((scales,), lambda part: e4m3(part).mul_(whole))
     return scaled(numbers, table, (1, form.block[1]), kept=kept)
@@ -237,8 +247,7 @@ def unpack_bnb_4bit(
         absmax = unnest(scales.view(absmax.shape), nested, nested_table, said)
     pairs = codes.view(n if k % 2 == 0 else 1, -1)
     numbers, raw = (
-        fields(pairs, 1, 4, 2 * pairs.shape[1], of, NIBBLES)
-        for of in (lambda found: entries(table, found), torch.Tensor.float)
+        fields(pairs, 1, 4, 2 * pairs.shape[1], of, NIBBLES) for of in (lambda found: entries(table, found), as_bytes)
     )
     if absmax.shape[0] == n and torch.allclose(table, torch.tensor(NF4), atol=1e-6):  # a block is of one row
         return scaled(numbers, absmax, (1, block), kept=Kept("nf4", raw))

@@ -28,7 +28,7 @@ def opened(path: str) -> Iterator[Any]:
     """A safetensors file, of which only the header has been read; or a GGUF file, which has the same methods.
 
     Raises:
-        ValueError: the file is damaged.
+        ValueError: the file is damaged, or cannot be read.
     """
     if path.endswith(".gguf"):
         with opened_gguf(path) as file:
@@ -39,6 +39,8 @@ def opened(path: str) -> Iterator[Any]:
             yield file
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 class Storage:
@@ -85,6 +87,13 @@ class Storage:
         if saved in self.beside or (self.schemes and saved.endswith(ACTIVATIONS)):
             return None
         return self.packed.get(saved, saved)
+
+    def alone(self, saved: str) -> str:
+        """The names of the codes that a tensor would belong to, if none of them is there; "" for any other tensor."""
+        beside = [(scheme, of.ending) for scheme in self.schemes.values() for of in scheme.beside.values()]
+        stems = ((saved.removesuffix(ending), scheme) for scheme, ending in beside if saved.endswith(ending))
+        codes = dict.fromkeys(stem + (scheme.codes or scheme.plain) for stem, scheme in stems)
+        return "" if any(name in self.dtypes for name in codes) else " or ".join(codes)
 
     def idle(self, file: Any, saved: str) -> bool:
         """Whether a tensor is a bias of zeros beside a packed weight, as tools write it where the model has none."""

@@ -27,7 +27,7 @@ from model_config import ModelConfig
 from models.quantized import QuantizedWeight
 from models.shares import Part, is_absent
 
-PIECE_ELEMENTS = 2**20  # become codes at a time
+PIECE_ELEMENTS = 2**22  # become codes at a time, in some hundred calls, whose own time is small beside that
 LEAST_GROUP = 16
 PLAIN = ("router", "shared_gate")  # small, and choose among experts; they are not rounded
 TABLES = ("embedding", "head")  # of a model; they are not rounded here
@@ -43,7 +43,8 @@ class Rows(NamedTuple):
     begin: int  # of the rows, counted over all experts
 
     def fill(self, source: Packed) -> torch.Tensor:
-        """Copy the codes of a part [.., n, in]; returns the sum of their scales, not finite if a number is not."""
+        """Copy the codes of a part [.., n, in]; returns the sum of their scales and zeros, not finite if a number is
+        not."""
         coded, begin, total = self.weight.coded, self.begin, torch.zeros(())
         codes, scales = coded.codes.flatten(0, -2), coded.scales.flatten(0, -2)
         zeros = None if coded.zeros is None else coded.zeros.flatten(0, -2)
@@ -60,7 +61,8 @@ class Rows(NamedTuple):
             if zeros is not None:
                 zeros[rows] = zero[0] if zero else 0
             nan = coded.kind == "fp8" and bool(((numbers.to(torch.uint8) & 127) == 127).any())
-            total, begin = total + scale.sum() + (math.nan if nan else 0), rows.stop
+            total += scale.sum() + sum(each.sum() for each in zero) + (math.nan if nan else 0)
+            begin = rows.stop
         return total
 
 
@@ -75,8 +77,10 @@ def stored(numbers: torch.Tensor, kind: str) -> torch.Tensor:
         return numbers.to(torch.int8)
     if kind == "fp8":
         return numbers.to(torch.uint8).view(torch.float8_e4m3fn)
-    halves = (numbers + 8 if kind == "int4" else numbers).to(torch.uint8).unflatten(1, (-1, 2, 16))
-    return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+    # As long integers, of which each holds eight codes, they are put together several times as fast.
+    whole = (numbers + (8 if kind == "int4" else 0)).to(torch.uint8).contiguous()
+    halves = whole.view(torch.int64).unflatten(1, (-1, 2, 2))
+    return (halves[:, :, 1] << 4).bitwise_or_(halves[:, :, 0]).flatten(1).view(torch.uint8)
 
 
 def settle(model: Transformer, wanted: dict[str, Part], sources: dict[str, list[Source]]) -> dict[str, list[Any]]:

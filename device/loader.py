@@ -69,12 +69,14 @@ def load_weights(
     for _, target in scales:
         target.fill_(1)
     targets = settle(model, wanted, {name: sources for file in files for name, sources in file.items()})
+    source = paths[0] if len(paths) == 1 else folder  # of a GGUF file the folder says nothing to a user
     stage = Stage(device) if (device.type == "cuda" if staged is None else staged) else None
     move, begin = (stage.move, stage.begin) if stage else (copy, None)
     sums: dict[str, list[torch.Tensor]] = {}  # of each tensor's parts; a stage may still be making them until it waits
     with (
         tqdm(total=sum(map(len, files)), desc="Loading weights", unit="tensor", leave=False, disable=None) as bar,
-        ThreadPoolExecutor(READERS, initializer=begin) as pool,
+        readers(model, stage) as count,
+        ThreadPoolExecutor(count, initializer=begin) as pool,
     ):
         for i, sources in enumerate(files):
             both = chain.from_iterable(zip(targets[name], of, strict=True) for name, of in sources.items())
@@ -88,14 +90,31 @@ def load_weights(
         stage.wait()
     for name, target in scales:
         if name in found and not target > 0:
-            raise ValueError(f"{folder}: tensor {found[name]} is {float(target)}; a scale must be above 0")
+            raise ValueError(f"{source}: tensor {found[name]} is {float(target)}; a scale must be above 0")
     for name, parts in sums.items():  # a sum of finite numbers may overflow, too, so it is only a hint
         total = sum(parts, torch.zeros((), device=device))
         plain = [target for target in targets[name] if isinstance(target, torch.Tensor)]
         if not (total.isfinite() or (plain and all(target.isfinite().all() for target in plain))):
             read_as = f", read as {str(plain[0].dtype).removeprefix('torch.')}" if plain else ""
-            raise ValueError(f"{folder}: tensor {found[name]} has NaN or infinite elements{read_as}")
+            raise ValueError(f"{source}: tensor {found[name]} has NaN or infinite elements{read_as}")
     model.finish()
+
+
+@contextlib.contextmanager
+def readers(model: Transformer, stage: Stage | None) -> Iterator[int]:
+    """How many threads read: READERS, or for codes on a CPU one a core, among which torch then divides nothing.
+
+    A code is made in many short steps, after each of which torch's threads would wait for each other.
+    """
+    threads = torch.get_num_threads()
+    if stage or not model.coded:
+        yield READERS
+        return
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
 
 
 def find_weights(
@@ -170,6 +189,8 @@ def find_slices(
                 continue
             if name in found:
                 raise ValueError(f"{path} has a tensor {saved!r:.200}; the checkpoint has it as {found[name]}, too")
+            if name is None and (codes := storage.alone(saved)):
+                raise ValueError(f"{path} has a tensor {saved!r:.200}, and the checkpoint has no {codes}")
             if name is None:
                 raise ValueError(f"{path} has a tensor {saved!r:.200} that {model.config.architecture} has not")
             try:

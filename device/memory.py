@@ -370,7 +370,10 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         stages = model.group.pipeline.stages
         of = f" of stage {model.group.pipeline.stage}, which has the least room of {stages}" if stages > 1 else ""
         yield f"for each of {model.group.size} ranks{of}:"
-    yield line("weights", plan.weights)
+    plain = bool(model.config.quantization) and not model.coded
+    yield line(
+        "weights", plan.weights, "as plain numbers: no file is read that tells which have few bits" if plain else ""
+    )
     if plan.draft and config.speculation:
         yield line("draft", plan.draft, config.speculation.method)
     if plan.adapters:

@@ -264,7 +264,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
             rf"tensor {Q} has {Q}_scale_inv beside it, which is I32; Manta reads BF16",
         ),
         ({Q + "_scale_inv": torch.full((6, 3), torch.inf)}, rf"tensor {Q} has NaN or infinite elements"),
-        ({Q: None}, rf"tensor '{Q}_scale_inv' that Qwen3ForCausalLM has not"),
+        ({Q: None}, rf"tensor '{Q}_scale_inv', and the checkpoint has no {Q}"),
         ({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}, r"tensor model.norm.weight is F8_E4M3"),
     ],
 )

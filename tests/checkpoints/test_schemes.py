@@ -324,7 +324,7 @@ Q = "model.layers.0.self_attn.q_proj."
     [
         ("gptq 4", {}, {"scales": None}, f"tensor {Q}qweight is I32, and the checkpoint has no {Q}scales"),
         ("gptq 4", {}, {"qzeros": None}, f"has no {Q}qzeros"),
-        ("gptq 4", {}, {"qweight": None}, f"tensor '{Q}[a-z_]*' that Qwen3ForCausalLM has not"),
+        ("gptq 4", {}, {"qweight": None, "bias": None}, f"tensor '{Q}[a-z_]*', and the checkpoint has no {Q}qweight"),
         ("gptq 4", {"group_size": 64}, {}, r"codes of 4 bits .8, 97. in groups of 64, and scales of shape .2, 97."),
         ("gptq 4", {"bits": 8}, {}, "has codes of 8 bits .* in groups of 32, and scales of shape .2, 97., not"),
         ("gptq 8", {"bits": 4}, {}, "has codes of 4 bits .* in groups of 32, and scales of shape"),

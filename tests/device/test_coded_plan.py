@@ -1,0 +1,107 @@
+"""The plan of memory counts weights in few bits as the worker holds them, of each scheme."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reference
+from checkpoints.gguf_folder import made_folder
+from config import EngineConfig
+from device import startup
+from device.memory import MIB, MemoryPlan, count_bytes
+from device.startup import prepare, print_plan
+from model import Transformer
+from model_config import ModelConfig
+from models.quantized import QuantizedWeight
+from parallel import Group
+from test_damaged import gguf_file
+from test_dequantize import fp8_checkpoints, mxfp4_checkpoints, write
+from test_schemes import CASES, GPTQ, MIXTRAL, PHI3, SMALL, checkpoints
+
+
+def planned(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[MemoryPlan, list[str]]:
+    """What `--plan` counts, and its lines."""
+    found, lines, report = [], [], startup.report
+
+    def told(*args: Any) -> Any:
+        found.append(args[2])
+        lines.extend(report(*args))
+        return iter(())
+
+    monkeypatch.setattr(startup, "report", told)
+    print_plan(config, ModelConfig.from_folder(config.folder))
+    return found[0], lines
+
+
+def check(folder: str, monkeypatch: pytest.MonkeyPatch, *kinds: str, **fields: Any) -> None:
+    """The plan has the bytes of a model that was loaded, of which some matrices are in codes."""
+    config = EngineConfig(folder, device="cpu", max_num_seqs=2, max_model_len=32, enforce_eager=True, **fields)
+    plan, lines = planned(config, monkeypatch)
+    start = prepare(config, ModelConfig.from_folder(folder), 0, "")
+    monkeypatch.setattr(start, "arrange", lambda files: None)
+    start.load()
+    values = [value for owner in start.model.owners() for value in vars(owner).values()]
+    weights = [value for value in values if isinstance(value, QuantizedWeight)]
+    assert {weight.coded.kind for weight in weights} == set(kinds)
+    assert plan.weights == count_bytes(start.model.owners()) == start.memory.weights
+    assert all(kind in lines[0] for kind in kinds) and "plain numbers" not in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        ("gptq 4", "int4"), ("gptq 8", "int8"), ("gptq act", "int4"), ("awq", "int4"), ("pack 4", "int4"),
+        ("pack zeros", "int4"), ("int8 channel", "int8"), ("int8 zeros", "int8"), ("int8 bnb", "int8"),
+        ("nvfp4", "fp4"), ("nvfp4 pack", "fp4"),
+    ],
+)  # fmt: skip
+def test_each_scheme_is_counted_as_it_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, kind: str
+) -> None:
+    packed, _ = checkpoints(tmp_path, SMALL, *CASES[case])
+    check(str(packed), monkeypatch, kind)
+
+
+@pytest.mark.parametrize("raw", [PHI3, MIXTRAL], ids=["fused", "experts"])
+def test_fused_matrices_and_experts_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: dict[str, Any]
+) -> None:
+    packed, _ = checkpoints(tmp_path, raw, *CASES["awq"])
+    check(str(packed), monkeypatch, "int4")
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp4"])
+def test_floats_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    packed, _ = fp8_checkpoints(tmp_path, "channel") if kind == "fp8" else mxfp4_checkpoints(tmp_path)
+    check(str(packed), monkeypatch, kind)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("Q4_0", "int4"), ("Q4_K", "int4"), ("Q6_K", "int8"), ("Q8_0", "int8")])
+def test_gguf_files_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    gguf_file(tmp_path, name)
+    check(made_folder(str(tmp_path / "packed.gguf")), monkeypatch, kind)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+def test_rounded_weights_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    _, plain = checkpoints(tmp_path, SMALL, *CASES["awq"])
+    check(str(plain), monkeypatch, kind, quantization=kind)
+
+
+def test_without_files_the_plan_says_that_weights_are_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """config.json alone does not tell which of them the files would have in few bits."""
+    folder = write(tmp_path / "model", SMALL | {"quantization_config": GPTQ}, {})
+    for path in folder.iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    plan, lines = planned(EngineConfig(str(folder), device="cpu", dtype="float32"), monkeypatch)
+    shape = ModelConfig.from_folder(str(folder))
+    model = Transformer(shape, reference, "cpu", torch.float32, shape.max_position, Group(0, 1))
+    assert plan.weights == count_bytes(model.owners())
+    assert lines[1].endswith("MiB  as plain numbers: no file is read that tells which have few bits")
+    assert f"{plan.weights / MIB:,.1f} MiB" in lines[1]
