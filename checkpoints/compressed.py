@@ -146,13 +146,13 @@ def copy_beside(source: Path, target: Path) -> None:
             shutil.copyfile(path, there)
 
 
-def check_target(target: Path, source: Path, overwrite: bool) -> None:
-    """Check that a folder may be made at `target`.
+def check_target(target: Path, source: Path | None, overwrite: bool) -> None:
+    """Check that a folder may be made at `target`, for a model that is in `source`, if it is here already.
 
     Raises:
         ValueError: something is there, and may not be overwritten, or is no model, or has the source in it.
     """
-    if target.resolve() in (source.resolve(), *source.resolve().parents):
+    if source and target.resolve() in (source.resolve(), *source.resolve().parents):
         raise ValueError(f"OUT is {target}; it must be another folder than MODEL, and none that MODEL is in")
     if not target.parent.is_dir():
         raise ValueError(f"OUT is {target}; there is no folder {target.parent}")

@@ -69,6 +69,9 @@ def calibrate(
     Args:
         chunks: token ids of the calibration text; each is a prompt.
         kind, group, dtype: see `Learner`.
+
+    Raises:
+        ValueError: the engine does not start, or has no memory for all tokens in one step.
     """
     tokens = sum(map(len, chunks))
     config = replace(
@@ -93,7 +96,8 @@ def calibrate(
             core.step()
     finally:
         core.close()
-    assert max(learner.tokens for learner in learners.values()) == tokens  # all came in one step
+    if (most := max(learner.tokens for learner in learners.values())) < tokens:
+        raise ValueError(f"the calibration has {tokens} tokens, and a step has room for {most}; give a shorter text")
     made = {name: gathered(part, learners) for name, part in parts.items()}
     return {name: found for name, found in made.items() if found}
 

@@ -55,7 +55,7 @@ from tokenizer import Tokenizer
 CHUNK = 512  # tokens of a text that the model sees together
 CALIBRATED, MEASURED = 64, 32  # chunks, at most
 HELD_OUT = 5  # one chunk in so many of a calibration text is for the perplexity, if no other text is given
-LEAST_GROUP = 32
+GROUPS = (-1, 32, 64, 128)  # those that vLLM's kernels have
 TEXT = os.path.join(DEMO, "exam.txt")
 ABOUT = """Write a checkpoint whose matrices have few bits, as compressed-tensors, which vLLM reads, too.
 
@@ -88,8 +88,8 @@ class Options:
         size, grouped = self.group_size, self.scheme == "w4a16"
         if size is not None and not grouped:
             raise ValueError(f"group_size is {size}; with the scheme {self.scheme} it must be left out")
-        if size is not None and size != -1 and (size < LEAST_GROUP or size % LEAST_GROUP):
-            raise ValueError(f"group_size is {size}; it must be -1, for all inputs, or a multiple of {LEAST_GROUP}")
+        if size is not None and size not in GROUPS:
+            raise ValueError(f"group_size is {size}; it must be one of {', '.join(map(str, GROUPS))}")
         if self.method == "gptq" and not self.calibration:
             raise ValueError("method is gptq; it needs a --calibration FILE")
         if self.method == "rtn" and self.calibration:
@@ -124,7 +124,7 @@ def new_parser() -> OneLineParser:
     parser.add_argument("--scheme", required=True, choices=[*RECIPES], help="how the matrices are stored")
     parser.add_argument(
         "--group-size", type=int, metavar="INT",
-        help=f"of w4a16: inputs that share a scale, a multiple of {LEAST_GROUP}, or -1 for all (default: 128)",
+        help="of w4a16: inputs that share a scale, 32, 64 or 128, or -1 for all (default: 128)",
     )  # fmt: skip
     parser.add_argument(
         "--method", choices=["rtn", "gptq"],
@@ -161,8 +161,8 @@ def quantize(options: Options) -> list[str]:
     begun, source = time.monotonic(), EngineConfig(options.model)
     texts = [read_text(path) for path in (options.calibration, options.text) if path]
     target = Path(options.out).resolve()
-    if os.path.isdir(options.model):
-        check_target(target, Path(options.model), options.overwrite)
+    here = os.path.isdir(options.model)
+    check_target(target, Path(options.model) if here else None, options.overwrite)  # before anything is downloaded
     source = find_model(source)
     check_target(target, Path(source.folder), options.overwrite)
     job = Job(options, source)
@@ -254,7 +254,7 @@ class Job:
         Raises:
             ValueError: a text is too short.
         """
-        tokenizer, size = Tokenizer(self.source.folder), min(CHUNK, self.config.max_position)
+        tokenizer, size = Tokenizer(self.source.folder), min(CHUNK, self.config.max_position - 1)
         first = tokenizer.encode("")  # what begins each text
 
         def cut(text: str) -> Chunks:
