@@ -171,18 +171,13 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
     def refuse(error: Exception) -> Response:
         if isinstance(error, ClientGone):
             return Response(status=499)  # nginx's number for it; nobody reads it
-        headers = {}
-        if isinstance(error, MethodNotAllowed):
-            headers["Allow"] = ", ".join(sorted(error.valid_methods or ()))
+        headers = {"Allow": ", ".join(sorted(error.valid_methods or ()))} if isinstance(error, MethodNotAllowed) else {}
         answer = api_error(error, config)
         if several_keys and answer.status < 500:
-            if "body" in g:
-                g.body.close()
-            # Slow down a client that keeps sending bad requests.
-            gevent.sleep(refusals.wait(g.client, time.monotonic() - g.begun))
+            release_body(None)
+            gevent.sleep(refusals.wait(g.client, time.monotonic() - g.begun))  # for clients that send many bad requests
         g.error = str(answer)
-        error_body = own_error_body()
-        response = reply(error_body(answer) if error_body else answer.body(), answer.status)
+        response = reply((own_error_body() or ApiError.body)(answer), answer.status)
         response.headers.update(headers | STATUS_HEADERS.get(answer.status, {}))
         return response
 
@@ -223,10 +218,8 @@ def serve(argv: list[str]) -> None:
 
     If torchrun or `srun` has started this on every rank, rank 0 serves, and the other ranks end when it does.
     """
-    parser = OptionParser(
-        EngineConfig, ServerConfig, usage="[COMMAND] [MODEL] [option ...]", description=ABOUT,
-        commands={name: does for name, (_, does) in COMMANDS.items()},
-    )  # fmt: skip
+    usage, commands = "[COMMAND] [MODEL] [option ...]", {name: does for name, (_, does) in COMMANDS.items()}
+    parser = OptionParser(EngineConfig, ServerConfig, usage=usage, description=ABOUT, commands=commands)
     parser.add_argument(
         "--plan", nargs="?", type=float, metavar="GIB", default=argparse.SUPPRESS,
         help="only print what takes how much memory, on this machine or on a GPU of so many GiB; no GPU is touched",
@@ -241,10 +234,8 @@ def serve(argv: list[str]) -> None:
         if "plan" in flags:
             from device.startup import print_plan
 
-            print_plan(
-                engine_config, ModelConfig.from_folder(engine_config.folder, engine_config.hf_overrides), flags.plan
-            )
-            return
+            model_config = ModelConfig.from_folder(engine_config.folder, engine_config.hf_overrides)
+            return print_plan(engine_config, model_config, flags.plan)
         if engine_config.headless:
             return follow_server(engine_config, secret)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
@@ -276,11 +267,19 @@ def bench(argv: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, str(script), *argv])
 
 
+def quantize(argv: list[str]) -> None:
+    """Write a model in few bits; this loads torch, which the server does without."""
+    from device.quantize import main
+
+    main(argv)
+
+
 COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "serve": (serve, "answer HTTP requests as OpenAI's API does; this is what runs without a command"),
     "chat": (terminal.chat, "talk with a model in the terminal"),
     "complete": (terminal.complete, "go on from a text"),
     "batch": (batch_file.main, "answer a file of requests"),
+    "quantize": (quantize, "write a model whose weights have few bits"),
     "bench": (bench, "measure Manta; the rest is for bench/bench.py"),
 }
 

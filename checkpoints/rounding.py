@@ -7,6 +7,7 @@ import torch
 from checkpoints.dequantize import Codes, Packed, coordinates
 
 GROUPS = {"int8": 0, "fp8": 0, "int4": 32}  # neighbouring inputs that share a scale; 0: all of them
+RANGES = {"int8": (-127, 127), "int4": (-8, 7), "fp8": (-448, 448)}
 
 
 def rounded(numbers: torch.Tensor, kind: str) -> Packed:
@@ -26,20 +27,33 @@ def rounded(numbers: torch.Tensor, kind: str) -> Packed:
 
 
 def to_nearest(numbers: torch.Tensor, kind: str, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes of numbers [n, inputs] float32, and the scales [n, ceil(inputs / group)] of their groups, which are
-    floats of 16 bits; of `fp8` the codes are the bytes of e4m3.
+    """The codes and scales of numbers, see `nearest_of`, with scales of 16 bits; of `fp8` the bytes of e4m3."""
+    values, scales = nearest_of(numbers, kind, group, torch.float16)
+    return (values.to(torch.float8_e4m3fn).view(torch.uint8).float() if kind == "fp8" else values), scales
+
+
+def nearest_of(numbers: torch.Tensor, kind: str, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values of the codes of numbers [n, inputs] float32, and the scales [n, ceil(inputs / group)] of their groups,
+    which are numbers of `dtype`. Both are float32."""
+    n, inputs = numbers.shape
+    whole = torch.nn.functional.pad(numbers, (0, -inputs % group)).view(n, -1, group)
+    scales = scales_of(whole, kind, dtype)
+    return nearest(whole, scales, kind).view(n, -1)[:, :inputs], scales[:, :, 0]
+
+
+def scales_of(groups: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """The scales [.., 1] float32, rounded to `dtype`, of groups of numbers [.., group] float32.
 
     The largest number of a group is the largest that there is. Four bits have one more below 0 than above it, and as in
     GGML's Q4_0 it is theirs, whatever its sign.
     """
-    n, inputs = numbers.shape
-    whole = torch.nn.functional.pad(numbers, (0, -inputs % group)).view(n, -1, group)
-    size, at = whole.abs().max(-1, keepdim=True)
-    most = {"int8": 127, "fp8": 448}
-    scales = (whole.gather(-1, at) / -8 if kind == "int4" else size / most[kind]).half().float()
-    codes = torch.where(scales == 0, 0, whole / scales)
+    size, at = groups.abs().max(-1, keepdim=True)
+    return (groups.gather(-1, at) / -8 if kind == "int4" else size / RANGES[kind][1]).to(dtype).float()
+
+
+def nearest(numbers: torch.Tensor, scales: torch.Tensor, kind: str) -> torch.Tensor:
+    """The values float32 that codes can have and that, times their scales, are nearest to the numbers."""
+    values = torch.where(scales == 0, 0, numbers / scales)
     if kind == "fp8":
-        codes = codes.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    else:
-        codes = codes.round().clamp(*((-8, 7) if kind == "int4" else (-127, 127)))
-    return codes.float().view(n, -1)[:, :inputs], scales[:, :, 0]
+        return values.clamp(*RANGES[kind]).to(torch.float8_e4m3fn).float()
+    return values.round().clamp(*RANGES[kind])

@@ -45,6 +45,10 @@ PARTS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {  # its files, 
             },
         },
     ),
+    "quantize": (
+        ["device/quantize.py", "device/calibrate.py", "checkpoints/compressed.py", "checkpoints/gptq.py"],
+        {"server.py": {'    "quantize": (quantize, "write a model whose weights have few bits"),\n': ""}},
+    ),
     "faces": (
         ["api/terminal.py", "api/batch_file.py", "api/anthropic*.py"],
         {

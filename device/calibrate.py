@@ -1,0 +1,126 @@
+"""GPTQ over a whole model, in one step of an engine that all tokens of a calibration text go through.
+
+A `Learner` stands in the place of each matrix. When the step comes to it, it chooses its codes for the inputs that it
+gets, and answers with the product of these codes. So each matrix learns behind those that are in few bits already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from checkpoints.gptq import gptq
+from config import EngineConfig
+from core import EngineCore
+from device.coded import PLAIN, key
+from device.startup import pick_device
+from models.shares import Part
+from plan import EngineCoreRequest
+from sampling_params import SamplingParams
+
+
+class Found(NamedTuple):
+    """What a matrix has become."""
+
+    codes: torch.Tensor  # [n, inputs] int8 or e4m3
+    scales: torch.Tensor  # [n, groups]
+
+
+class Learner:
+    """A matrix whose codes are chosen at its first product.
+
+    Args:
+        weight: [n, inputs], which becomes the numbers of these codes.
+        kind: int8, int4 or fp8.
+        group: neighbouring inputs that share a scale; -1: all of them.
+        dtype: of the scales.
+    """
+
+    def __init__(self, weight: torch.Tensor, kind: str, group: int, dtype: torch.dtype):
+        self.weight, self.kind, self.dtype = weight, kind, dtype
+        self.group = group if group > 0 else weight.shape[1]
+        self.found: Found | None = None
+        self.tokens = 0  # that it has learned from
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [.., inputs] W^T + bias, where W has its codes."""
+        if self.found is None:
+            self.learn(x.flatten(0, -2).float())
+        return F.linear(x, self.weight, bias)
+
+    def learn(self, inputs: torch.Tensor) -> None:
+        """Choose the codes for inputs [tokens, inputs] float32."""
+        values, scales = gptq(self.weight.float(), inputs.T @ inputs, self.kind, self.group, self.dtype)
+        wide = scales.repeat_interleave(self.group, 1)[:, : values.shape[1]]
+        self.weight.copy_(values * wide)
+        codes = values.to(torch.float8_e4m3fn if self.kind == "fp8" else torch.int8)
+        self.found, self.tokens = Found(codes.cpu(), scales.to(self.dtype).cpu()), len(inputs)
+
+
+def calibrate(
+    config: EngineConfig, chunks: list[list[int]], kind: str, group: int, dtype: torch.dtype
+) -> dict[str, Found]:
+    """The codes of a model's matrices, by our names of the tensors of its checkpoint. Experts are not among them, nor
+    is a matrix that no token came to.
+
+    Args:
+        chunks: token ids of the calibration text; each is a prompt.
+        kind, group, dtype: see `Learner`.
+
+    Raises:
+        ValueError: the engine does not start, or has no memory for all tokens in one step.
+    """
+    tokens = sum(map(len, chunks))
+    config = replace(
+        config, max_model_len=max(map(len, chunks)) + 1, max_num_seqs=len(chunks), max_num_batched_tokens=tokens,
+        enforce_eager=True, enable_prefix_caching=False, swap_space=0.0, disable_log_stats=True,
+    )  # fmt: skip
+    if pick_device(config.device) == "cpu":  # whose own ops would pack the matrices
+        config = replace(config, backend="reference", dtype="float32")
+    core = EngineCore(config)
+    try:
+        (model,) = core.executor.collective_rpc(lambda worker: worker.model)
+        parts, learners = model.parameters(), dict[int, Learner]()
+        for owner in model.owners():
+            for name in owner.matrices:
+                weight = getattr(owner, name)
+                if name not in PLAIN and isinstance(weight, torch.Tensor):
+                    learner = learners.setdefault(key(weight), Learner(weight, kind, group, dtype))
+                    setattr(owner, name, learner)
+        for i, chunk in enumerate(chunks):
+            core.add(EngineCoreRequest(str(i), chunk, SamplingParams(temperature=0.0, max_tokens=1)))
+        while core.has_work():
+            core.step()
+    finally:
+        core.close()
+    if (most := max(learner.tokens for learner in learners.values())) < tokens:
+        raise ValueError(f"the calibration has {tokens} tokens, and a step has room for {most}; give a shorter text")
+    made = {name: gathered(part, learners) for name, part in parts.items()}
+    return {name: found for name, found in made.items() if found}
+
+
+def gathered(part: Part, learners: dict[int, Learner]) -> Found | None:
+    """The codes of a tensor of the checkpoint, whose rows may lie in several of the model's matrices; None if one of
+    them has not learned.
+    """
+    pieces = [(learners.get(key(piece.target)), piece) for piece in part.pieces]
+    founds = [(learner.found, piece) for learner, piece in pieces if learner and learner.found]
+    if not pieces or len(founds) < len(pieces):
+        return None
+    shape = part.view or part.shape
+    made = Found(*(x.new_empty(*shape[:-1], x.shape[1]) for x in founds[0][0]))
+    for found, (target, at) in founds:
+        size = shape[-1]
+        strides = [stride // size for stride in target.stride()[:-1]]
+        rows = torch.arange(len(found.codes)).as_strided(target.shape[:-1], strides, target.storage_offset() // size)
+        for whole, rows_of in zip(made, found, strict=True):
+            whole.view(bits_of(whole))[at] = rows_of.view(bits_of(rows_of))[rows]
+    return Found(*(x.flatten(0, -2) for x in made))
+
+
+def bits_of(x: torch.Tensor) -> torch.dtype:
+    """A dtype in which elements of x are moved: torch moves none of 8-bit floats by index."""
+    return torch.uint8 if x.itemsize == 1 else x.dtype

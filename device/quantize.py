@@ -1,0 +1,334 @@
+"""The command `quantize`: writes a plain checkpoint's matrices in few bits, and tells what that costs in perplexity.
+
+    python server.py quantize MODEL OUT --scheme w4a16|w8a16|w8a8|fp8
+
+Without a calibration text each number goes to the nearest code, matrix by matrix, from the files of MODEL to those of
+OUT. With one, `calibrate` chooses the codes by GPTQ. Perplexity comes from an engine in this process, of MODEL and then
+of OUT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from checkpoints.compressed import (
+    RECIPES,
+    Recipe,
+    Shards,
+    check_target,
+    config_of,
+    copy_beside,
+    new_folder,
+    tensors_of,
+    write_config,
+)
+from checkpoints.hub import checkpoint_files, find_model
+from checkpoints.rounding import nearest_of
+from checkpoints.storage import opened
+from checkpoints.tied_head import settle_head
+from config import DEMO, PROG, EngineConfig
+from core import EngineCore
+from device.calibrate import Found, calibrate
+from device.coded import keys_to_round
+from device.dry_run import dry_model
+from device.loader import fills
+from device.startup import pick_ops
+from model_config import ModelConfig
+from models.families import our_name
+from observe.logs import set_up
+from parallel import Pipeline
+from plan import EngineCoreRequest
+from sampling_params import SamplingParams
+from tokenizer import Tokenizer
+
+CHUNK = 512  # tokens of a text that the model sees together
+CALIBRATED, MEASURED = 64, 32  # chunks, at most
+HELD_OUT = 5  # one chunk in so many of a calibration text is for the perplexity, if no other text is given
+GROUPS = (-1, 32, 64, 128)  # those that vLLM's kernels have
+TEXT = os.path.join(DEMO, "exam.txt")
+ABOUT = """Write a checkpoint whose matrices have few bits, as compressed-tensors, which vLLM reads, too.
+
+  w4a16  4 bits, a scale for a group of inputs       w8a8  8 bits, a scale for an output
+  w8a16  8 bits, a scale for an output               fp8   e4m3, a scale for an output
+
+With w8a8 and fp8, vLLM rounds activations as well. Perplexity is measured before and after."""
+
+Chunks = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says.
+
+    Raises:
+        ValueError: two of the options do not go together, or one is out of range.
+    """
+
+    model: str
+    out: str
+    scheme: str
+    group_size: int | None = None
+    method: str | None = None
+    calibration: str | None = None
+    text: str | None = None
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        size, grouped = self.group_size, self.scheme == "w4a16"
+        if size is not None and not grouped:
+            raise ValueError(f"group_size is {size}; with the scheme {self.scheme} it must be left out")
+        if size is not None and size not in GROUPS:
+            raise ValueError(f"group_size is {size}; it must be one of {', '.join(map(str, GROUPS))}")
+        if self.method == "gptq" and not self.calibration:
+            raise ValueError("method is gptq; it needs a --calibration FILE")
+        if self.method == "rtn" and self.calibration:
+            raise ValueError("method is rtn; it has no use for --calibration, which must be left out")
+
+    @property
+    def recipe(self) -> Recipe:
+        """The scheme."""
+        return RECIPES[self.scheme]
+
+    @property
+    def group(self) -> int:
+        """Neighbouring inputs that share a scale; -1: all of them."""
+        return (self.group_size or 128) if self.scheme == "w4a16" else -1
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A command line whose mistakes are one line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and exit."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def new_parser() -> OneLineParser:
+    """The command line of `quantize`."""
+    parser = OneLineParser(
+        f"{PROG} quantize", description=ABOUT, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder with safetensors, or a model's id on the hub")
+    parser.add_argument("out", metavar="OUT", help="the folder to write, which must be new or empty")
+    parser.add_argument("--scheme", required=True, choices=[*RECIPES], help="how the matrices are stored")
+    parser.add_argument(
+        "--group-size", type=int, metavar="INT",
+        help="of w4a16: inputs that share a scale, 32, 64 or 128, or -1 for all (default: 128)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--method", choices=["rtn", "gptq"],
+        help="rtn rounds to the nearest; gptq keeps products as they are (default: gptq with --calibration, else rtn)",
+    )  # fmt: skip
+    parser.add_argument("--calibration", metavar="FILE", help="a text like those that the model is for; for gptq")
+    parser.add_argument(
+        "--text", metavar="FILE",
+        help="a text whose perplexity is measured (default: a fifth of the calibration text, or demo/exam.txt)",
+    )  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true", help="take the place of a model that is in OUT")
+    return parser
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command. If it cannot be done, one line says why, and the exit code is 2."""
+    parser = new_parser()
+    try:
+        for line in quantize(Options(**vars(parser.parse_args(argv)))):
+            print(line)
+    except ValueError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+def quantize(options: Options) -> list[str]:
+    """Do what the options say; returns what is to be told.
+
+    Raises:
+        ValueError: an option is wrong, or the model is none that can be quantized, or its files are damaged.
+    """
+    set_up("info", "text")
+    begun, source = time.monotonic(), EngineConfig(options.model)
+    texts = [read_text(path) for path in (options.calibration, options.text) if path]
+    target = Path(options.out).resolve()
+    here = os.path.isdir(options.model)
+    check_target(target, Path(options.model) if here else None, options.overwrite)  # before anything is downloaded
+    source = find_model(source)
+    check_target(target, Path(source.folder), options.overwrite)
+    job = Job(options, source)
+    lessons, exam = job.chunks(texts)
+    before = perplexity(source, exam)
+    found: dict[str, Found] = {}
+    if options.calibration:
+        found = calibrate(source, lessons, options.recipe.kind, options.group, job.dtype)
+    size, new_size = job.write(target, found)
+    after = perplexity(EngineConfig(str(target)), exam)
+    tokens = sum(map(len, exam))
+    method = f"by GPTQ with {sum(map(len, lessons)):,} tokens" if found else "to the nearest"
+    left = len(job.rounds) - len(found)
+    also = f", but {left} of them to the nearest, because no token came to them alone" if found and left else ""
+    return [
+        f"{target}: {len(job.rounds)} matrices in {options.scheme}, rounded {method}{also}",
+        f"  perplexity  {before:.4f} before, {after:.4f} after, of {tokens:,} tokens",
+        f"  size        {size / 1e6:,.1f} MB before, {new_size / 1e6:,.1f} MB after",
+        f"  seconds     {time.monotonic() - begun:.1f}",
+    ]
+
+
+def read_text(path: str) -> str:
+    """The text of a file; a ValueError if it cannot be read."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text in UTF-8") from None
+    if not text.strip():
+        raise ValueError(f"{path} is empty; it must hold a text")
+    return text
+
+
+class Job:
+    """A checkpoint that is to be quantized: what its headers say of each tensor.
+
+    Attributes:
+        rounds: the names of the matrices that are rounded, and our names of them.
+        ignore: the modules that stay plain.
+        dtype: of the scales: the model's, because vLLM keeps them so.
+
+    Raises:
+        ValueError: it is none that can be quantized, or not with these options.
+    """
+
+    def __init__(self, options: Options, source: EngineConfig):
+        self.options, self.source, name = options, source, source.model
+        self.paths = checkpoint_files(source.folder)
+        config = ModelConfig.from_folder(source.folder)
+        if config.quantization or any(path.endswith(".gguf") for path in self.paths):
+            raise ValueError(f"{name} has its weights in few bits already; quantize takes a plain checkpoint")
+        if config.head != "logits":
+            raise ValueError(f"{name} is {config.architecture}, which predicts no tokens; quantize takes one that does")
+        self.config = settle_head(source.folder, config)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.rounds: dict[str, str] = {}
+        self.ignore = {"lm_head"}
+        self.find_matrices()
+
+    def find_matrices(self) -> None:
+        """Find `rounds` and `ignore`."""
+        ops, kind, group = pick_ops("reference", "cpu"), self.options.recipe.kind, self.options.group
+        model = dry_model(self.source, self.config, ops, self.dtype, 2, Pipeline(), kind)
+        wanted, keys = model.parameters(), keys_to_round(model)
+        for path in self.paths:
+            with opened(path) as file:
+                for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
+                    shape, module = file.get_slice(saved).get_shape(), saved.removesuffix(".weight")
+                    name = our_name(saved, wanted)
+                    if name and fills(wanted[name], keys):
+                        if len(shape) != 2 or wanted[name].transposed or module == saved:
+                            raise ValueError(
+                                f"tensor {saved} of {self.config.architecture} has shape {shape}; compressed-tensors "
+                                "has a matrix [outputs, inputs] for each module and each expert, and so this is refused"
+                            )
+                        if group > 0 and shape[1] % group:
+                            raise ValueError(
+                                f"group_size is {group}; it must divide the {shape[1]} inputs of {saved}, or be -1"
+                            )
+                        self.rounds[saved] = name
+                    elif len(shape) > 1 and module != saved and name != f"{self.config.row.name('embed')}.weight":
+                        self.ignore.add(module)
+
+    def chunks(self, texts: list[str]) -> tuple[Chunks, Chunks]:
+        """Chunks of tokens: to calibrate with, and to measure. `texts` are those that the options name.
+
+        Raises:
+            ValueError: a text is too short.
+        """
+        tokenizer, size = Tokenizer(self.source.folder), min(CHUNK, self.config.max_position - 1)
+        first = tokenizer.encode("")  # what begins each text
+
+        def cut(text: str) -> Chunks:
+            ids, each = tokenizer.encode(text, add_special_tokens=False), size - len(first)
+            found = [first + ids[i : i + each] for i in range(0, len(ids), each)]
+            return [chunk for chunk in found if len(chunk) > len(first) + 1]
+
+        measured = cut(texts[-1] if self.options.text else read_text(TEXT))
+        learned: Chunks = []
+        if self.options.calibration:
+            learned = cut(texts[0])
+            if not self.options.text:
+                count = len(learned) // HELD_OUT
+                learned, measured = learned[: len(learned) - count], learned[len(learned) - count :]
+        if not measured or (self.options.calibration and not learned):
+            raise ValueError(
+                f"the texts have {len(learned)} chunks of {size} tokens to calibrate with, and {len(measured)} to "
+                "measure; there must be at least one of each"
+            )
+        return spread(learned, CALIBRATED), spread(measured, MEASURED)
+
+    def write(self, target: Path, found: dict[str, Found]) -> tuple[int, int]:
+        """Write the folder; returns the bytes of the weights' files before and after.
+
+        Args:
+            found: by our names, the codes and scales that are chosen already; the other matrices are rounded now.
+        """
+        source, recipe = Path(self.source.folder), self.options.recipe
+        with new_folder(target) as folder:
+            shards = Shards(folder)
+            for path in self.paths:
+                with opened(path) as file:
+                    for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
+                        tensor = file.get_tensor(saved)
+                        if saved not in self.rounds:
+                            shards.add({saved: tensor})
+                            continue
+                        codes, scales = found.get(self.rounds[saved]) or self.to_nearest(tensor)
+                        shards.add(tensors_of(saved, codes, scales, recipe))
+            shards.finish()
+            copy_beside(source, folder)
+            write_config(source, folder, config_of(recipe, self.options.group, self.ignore))
+            sizes = [sum(map(os.path.getsize, paths)) for paths in (self.paths, folder.glob("*.safetensors"))]
+        return sizes[0], sizes[1]
+
+    def to_nearest(self, matrix: torch.Tensor) -> Found:
+        """The nearest codes of a matrix, and their scales."""
+        kind, group = self.options.recipe.kind, self.options.group
+        values, scales = nearest_of(matrix.float(), kind, group if group > 0 else matrix.shape[1], self.dtype)
+        return Found(values.to(torch.float8_e4m3fn if kind == "fp8" else torch.int8), scales.to(self.dtype))
+
+
+def spread(chunks: Chunks, most: int) -> Chunks:
+    """At most so many of the chunks, from all parts of a text."""
+    count = min(most, len(chunks))
+    return [chunks[i * len(chunks) // count] for i in range(count)]
+
+
+def perplexity(config: EngineConfig, chunks: Chunks) -> float:
+    """exp of the mean of -log p(token | those before it in its chunk), over all but each chunk's first token."""
+    config = replace(
+        config, max_model_len=max(map(len, chunks)) + 1, max_num_seqs=MEASURED, enforce_eager=True,
+        enable_prefix_caching=False, swap_space=0.0, disable_log_stats=True,
+    )  # fmt: skip
+    scores: list[float] = []
+    core = EngineCore(config)
+    try:
+        for i, chunk in enumerate(chunks):
+            core.add(EngineCoreRequest(str(i), chunk, SamplingParams(max_tokens=0, prompt_logprobs=0)))
+        while core.has_work():
+            for output in core.step():
+                assert not output.error, output.error
+                scores += [scored.sampled for scored in output.prompt_logprobs or ()]
+    finally:
+        core.close()
+    assert len(scores) == sum(len(chunk) - 1 for chunk in chunks)
+    return math.exp(-sum(scores) / len(scores))
