@@ -43,8 +43,7 @@ class EngineConfig(ClusterOptions):
     GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {  # of the help
         "model": (
             "model", "revision", "download_dir", "hf_overrides", "quantization", "load_format",
-            "skip_tokenizer_init", "task",
-            "pooling_type", "generation_config", "seed"),
+            "skip_tokenizer_init", "task", "pooling_type", "generation_config", "seed"),
         "device": ("device", "backend", "dtype", "enforce_eager", "compile", "threads", "batch_invariant"),
         "memory and batches": (
             "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_dtype",
@@ -59,9 +58,8 @@ class EngineConfig(ClusterOptions):
             "max_worker_restarts"),
         "engines on several hosts, and a changing number of them": (
             "data_parallel_backend", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
-            "data_parallel_secret_file",
-            "headless", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_rank",
-            "data_parallel_size_max"),
+            "data_parallel_secret_file", "headless", "data_parallel_start_rank", "data_parallel_external_lb",
+            "data_parallel_rank", "data_parallel_size_max"),
         "adapters": ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "max_prompt_adapter_token"),
         "limits of a request, and changes of its logits": ("max_logprobs", "logits_processors"),
         "diagnostics": (
@@ -148,8 +146,7 @@ class EngineConfig(ClusterOptions):
         10.0,
     )
     async_scheduling: bool | None = option(
-        None,
-        "plan a step before the previous step's result is in; by default on cuda, and where workers are processes",
+        None, "plan a step before the previous step's result is in; by default on cuda, and where workers are processes"
     )
     step_timeout: float | None = option(
         None,
@@ -215,10 +212,9 @@ class EngineConfig(ClusterOptions):
     )
     max_logprobs: int = option(20, "likeliest tokens whose log-probabilities a request may ask for", 0, 1024)
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and outputs are token ids alone")
-    quantization: Literal["auto", "int8", "int4", "fp8"] = option(
+    quantization: Literal["auto", "int8", "int8_per_channel_weight_only", "int4", "fp8"] = option(
         "auto",
-        "auto keeps matrices as the checkpoint has them; others round plain ones: to int8 or fp8 with a scale for each "
-        "output, to int4 with one for 32 inputs",
+        "auto keeps matrices as the checkpoint has them; others round plain ones; int8 rounds products' inputs, too",
     )
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
     compile: bool = option(

@@ -20,15 +20,7 @@ from config import EngineConfig
 from core import EngineCore
 from lora.adapter import LoRARequest
 from observe.logs import logger, set_up
-from outputs import (
-    BeamSearchOutput,
-    Choices,
-    CompletionOutput,
-    Logprob,
-    PoolingRequestOutput,
-    RequestOutput,
-    beams_of,
-)
+from outputs import BeamSearchOutput, Choices, CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput, beams_of
 from plan import EngineOutput, Kwargs, Method
 from processes.client import EngineDeadError, InprocClient, Stream, check_accepted
 from processes.pooling import PoolingFaces, drop

@@ -37,7 +37,7 @@ from ops.latent import _decode_tile as _latent_tile
 from ops.latent import head_linear, latent_decode, latent_prefill, latent_store, rope_last  # noqa: F401
 from ops.lora import lora_expand, lora_shrink, plan_lora, put_prompts  # noqa: F401
 from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, Chip, _cast, _chip, _dot, linear  # noqa: F401
-from ops.quantized import Quantized, quantized_linear, quantized_rows  # noqa: F401
+from ops.quantized import Quantized, quantized_linear, quantized_rows, round_inputs  # noqa: F401
 from ops.sampling import Adjust, logprobs, mask_words, sample  # noqa: F401
 
 __version__ = "0.1.0"  # for transformers, which asks any module called `kernels` for its version
@@ -90,11 +90,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
 
 
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See `reference.layer_norm`."""
     return _norm(x, weight, bias, eps, residual, centered=True)
@@ -459,8 +455,7 @@ def plan_decode_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "table_stride"],
-    do_not_specialize_on_alignment=["slots", "seq_lens", "kv_scales"],
+    do_not_specialize=["num_rows", "table_stride"], do_not_specialize_on_alignment=["slots", "seq_lens", "kv_scales"]
 )
 def attention_decode_kernel(
     q, kv, block_tables, slots, seq_lens, items, arrived, sinks, slopes, kv_scales, out, partial, partial_lse,

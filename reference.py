@@ -40,11 +40,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
 
 
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """y = weight * c * rsqrt(mean(c^2) + eps) + bias, c = h - mean(h), with h and tensors as in `rms_norm`."""
     h = (x if residual is None else residual.add_(x)).float()
@@ -194,6 +190,8 @@ class Quantized(NamedTuple):
     scales: torch.Tensor  # [.., N, ceil(K / group)] of any float dtype
     zeros: torch.Tensor | None  # as the scales, in the measure of the numbers; None: all are 0
     group: int  # neighbouring inputs that share a scale and a zero: K, or a multiple of 16
+    inputs: str = ""  # "int8" or "fp8": products round their inputs to such codes, see `round_inputs`
+    input_scale: torch.Tensor | None = None  # [] float32, of all inputs; None: each group of a token has its own
 
 
 # Of QLoRA (Dettmers et al., 2023): quantiles of a normal distribution.
@@ -223,9 +221,28 @@ def dequantize(weight: Quantized) -> torch.Tensor:
 def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
     """y = x W^T + bias, for x [T, K] of any float dtype, a weight [N, K] in codes and bias [N]; y [T, N] in x's dtype.
 
-    The products are of x and of the numbers as they are, and are added up in float32.
+    The products are of x, rounded as the weight says, and of the numbers as they are; they are added up in float32.
     """
-    return F.linear(x.float(), dequantize(weight), None if bias is None else bias.float()).to(x.dtype)
+    numbers = x.float()
+    if weight.inputs:
+        codes, scales = round_inputs(x, weight)
+        numbers = codes.float() * scales.repeat_interleave(min(weight.group, x.shape[1]), 1)[:, : x.shape[1]]
+    return F.linear(numbers, dequantize(weight), None if bias is None else bias.float()).to(x.dtype)
+
+
+def round_inputs(x: torch.Tensor, weight: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
+    """codes = round(x / s), s = max |x| / 127 over a token's inputs of a group of the weight's; of fp8 max |x| / 448.
+
+    With an `input_scale` s is that, and codes are clamped. x: [T, K]. Returns the codes [T, K] int8 or float8_e4m3fn,
+    to nearest even, and s [T, ceil(K / group)] float32, which is 2^-64 at least.
+    """
+    inputs, most = x.shape[1], 127 if weight.inputs == "int8" else 448
+    group = min(weight.group, inputs)
+    whole = F.pad(x.float(), (0, -inputs % group)).unflatten(1, (-1, group))
+    scales = whole.abs().amax(2) / most if weight.input_scale is None else weight.input_scale.expand(whole.shape[:2])
+    scales = scales.clamp(min=2**-64)
+    codes = (whole / scales[:, :, None]).clamp(-most, most).flatten(1)[:, :inputs]
+    return codes.round().to(torch.int8) if weight.inputs == "int8" else codes.to(torch.float8_e4m3fn), scales
 
 
 def quantized_rows(weight: Quantized, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

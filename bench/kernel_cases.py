@@ -129,6 +129,7 @@ class Coded(NamedTuple):
     products: tuple[tuple[str, int, int], ...]  # name, inputs and outputs
     kind: str
     group: int
+    rounding: str = ""  # `inputs` of a `Quantized`
 
 
 LLAMA = (("o", 4096, 4096), ("gate_up", 4096, 28672), ("down", 14336, 4096))
@@ -139,6 +140,9 @@ CODED = (
     Coded("llama3-8b-nf4", LLAMA, "nf4", 64),
     Coded("llama3-8b-int8", LLAMA, "int8", 1 << 20),
     Coded("llama3-8b-fp8", LLAMA, "fp8", 1 << 20),
+    Coded("llama3-8b-w8a8-int8", LLAMA, "int8", 1 << 20, "int8"),
+    Coded("llama3-8b-w8a8-fp8", LLAMA, "fp8", 1 << 20, "fp8"),
+    Coded("llama3-8b-w8a8-fp8-128", LLAMA, "fp8", 128, "fp8"),
 )
 
 
@@ -166,9 +170,10 @@ def coded_cases(s: Coded, tokens: tuple[int, ...] = (1, 16, 64, 2048)) -> Iterat
             x, codes = draw(device, t, inputs), random_codes(device, s.kind, s.group, outputs, inputs)
             dense = draw(device, outputs, inputs)
             library = {"cuBLAS in bfloat16": lambda: F.linear(x, dense)}
-            return Inputs(lambda ops: ops.quantized_linear(x, ops.Quantized(*codes)), (), library)
+            return Inputs(lambda ops: ops.quantized_linear(x, ops.Quantized(*codes, s.rounding)), (), library)
 
-        moved = code_bytes(s.kind, s.group, outputs, inputs) + 2 * t * (inputs + outputs)
+        rounded = 2 * t * inputs if s.rounding else 0  # written and read, a byte each
+        moved = code_bytes(s.kind, s.group, outputs, inputs) + 2 * t * (inputs + outputs) + rounded
         yield Case("quantized_linear", f"{name}, {t} x {inputs} -> {outputs}", moved, 2 * t * outputs * inputs, make)
 
 

@@ -30,6 +30,8 @@ class Codes(NamedTuple):
     dtype: torch.dtype  # that holds each scale
     read: Callable[[tuple[torch.Tensor, ...], torch.Tensor, int], tuple[torch.Tensor, ...]]
     groups: torch.Tensor | None = None  # [K], which scale each column has, where it is not neighbours that share one
+    inputs: str = ""  # the codes to which products round their inputs, see `reference.Quantized`
+    input_scale: torch.Tensor | None = None
 
 
 class Kept(NamedTuple):

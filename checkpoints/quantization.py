@@ -1,7 +1,7 @@
 """How a checkpoint's weights are stored: what `quantization_config` of config.json says.
 
 Standard library only: every process reads a model's shape, and most of them never import torch. `schemes.py` makes
-numbers of such weights. Activations are not quantized here.
+numbers of such weights.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Format(NamedTuple):
     symmetric: bool = True  # all zero points are the middle of the codes
     less: int = 0  # was subtracted from the zero points before they were stored
     ordered: bool = False  # a tensor beside the codes says which group each input is of
+    inputs: str = ""  # the codes to which products round their inputs, see `reference.Quantized`
+    static: bool = False  # a tensor beside the weight has the scale of these
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,15 @@ def read_quantization(raw: Any) -> Quantization | None:
         raise ValueError(f"{WHERE} has {kind}; Manta reads {', '.join(METHODS)}")
     method = METHODS[name]
     check_fields(WHERE, raw, ("quant_method", *method.fields.split()))
-    return Quantization(tuple(dict.fromkeys(method.read(raw))))
+    return Quantization(tuple(dict.fromkeys(alike(method.read(raw)))))
+
+
+def alike(formats: list[Format]) -> list[Format]:
+    """The formats, without rounded inputs where a scheme has them for some modules alone: files do not say which."""
+    said: dict[str, set[tuple[str, bool]]] = {}
+    for form in formats:
+        said.setdefault(form.scheme, set()).add((form.inputs, form.static))
+    return [form if len(said[form.scheme]) == 1 else form._replace(inputs="", static=False) for form in formats]
 
 
 def check_fields(where: str, raw: dict[str, Any], known: tuple[str, ...]) -> None:
@@ -113,7 +123,8 @@ def read_fp8(raw: dict[str, Any]) -> list[Format]:
     one_of(raw, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     one_of(raw, "expert_dtype", ("fp8",), "fp8")
     block = block_size("weight_block_size", raw.get("weight_block_size"))
-    return [Format("fp8", 8, block), Format("fp8-scale", 8, block)]
+    static = one_of(raw, "activation_scheme", ("dynamic", "static"), "dynamic") == "static"
+    return [Format(scheme, 8, block, inputs="fp8", static=static) for scheme in ("fp8", "fp8-scale")]
 
 
 def read_gptq(raw: dict[str, Any]) -> list[Format]:
@@ -168,13 +179,24 @@ def read_compressed(raw: dict[str, Any]) -> list[Format]:
         block = block_size("block_structure", weights.get("block_structure")) if scheme == "fp8-scale" else (1, 0)
         block = group_of(weights) if strategy in ("group", "tensor_group") else block
         ordered = scheme == "pack" and weights.get("actorder") in ORDERS
-        found.append(Format(scheme, bits, block, symmetric, ordered=ordered))
+        found.append(Format(scheme, bits, block, symmetric, 0, ordered, *activations_of(scheme, group)))
     if not found:
         raise ValueError(f"{WHERE} has the format {raw.get('format')!r:.80} and no config_groups of modules")
     for name in ("sparsity_config", "transform_config"):
         if (value := raw.get(name)) and not (isinstance(value, dict) and value.get("format", "") == "dense"):
             raise ValueError(f"{WHERE} has a {name}, which Manta has not")
     return found
+
+
+def activations_of(scheme: str, group: dict[str, Any]) -> tuple[str, bool]:
+    """`inputs` and `static` of a `Format`, by what compressed-tensors says of the activations of some modules.
+
+    Activations stay as they are where they are not of the weights' kind, or not symmetric.
+    """
+    said, kinds = group.get("input_activations"), {"int8": "int", "fp8-scale": "float"}
+    if not isinstance(said, dict) or (said.get("type", "int"), said.get("num_bits", 8)) != (kinds.get(scheme), 8):
+        return "", False
+    return (scheme[:4].removesuffix("-") if said.get("symmetric", True) else ""), not said.get("dynamic", False)
 
 
 def read_modelopt(raw: dict[str, Any]) -> list[Format]:
@@ -189,7 +211,8 @@ def read_modelopt(raw: dict[str, Any]) -> list[Format]:
                 f"{WHERE} has the quant_algo {name!r:.80} of modelopt; Manta reads {', '.join(ALGORITHMS)}"
             )
         group = group_of(layer if isinstance(layer, dict) else {}, 16) if name == "NVFP4" else (1, 0)
-        found.append(Format(ALGORITHMS[name], 8 if name == "FP8" else 4, group))
+        eight = name == "FP8"
+        found.append(Format(ALGORITHMS[name], 8 if eight else 4, group, inputs="fp8" if eight else "", static=eight))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -12,11 +13,12 @@ from safetensors import SafetensorError, safe_open
 
 from checkpoints.dequantize import Packed
 from checkpoints.gguf_weights import opened_gguf
-from checkpoints.quantization import Quantization
+from checkpoints.quantization import Format, Quantization
 from checkpoints.schemes import FLOATS, SCHEMES, Scheme
 
-ACTIVATIONS = (  # scales of activations, which are not quantized here
-    "input_scale", "output_scale", "activation_scale", "q_scale", "prob_scale",
+INPUT_SCALES = "input_scale", "activation_scale"  # beside weights, of their products' inputs
+ACTIVATIONS = (
+    *INPUT_SCALES, "output_scale", "q_scale", "prob_scale",
     "input_zero_point", "output_zero_point", "input_global_scale", "output_global_scale",
 )  # fmt: skip
 # Scales of keys and values, as modelopt, compressed-tensors, Quark and vLLM name them.
@@ -60,7 +62,7 @@ class Storage:
             with opened(path) as file:
                 for name in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
                     self.dtypes[name] = file.get_slice(name).get_dtype()
-                    if name.endswith(endings):
+                    if name.endswith((*endings, *INPUT_SCALES)):
                         self.tensors[name] = file.get_tensor(name)
         self.packed: dict[str, str] = {}  # names of the tensors that may be codes, and those of the tensors packed
         self.beside: set[str] = set()
@@ -121,10 +123,27 @@ class Storage:
         for form in self.formats:
             if scheme := (complete or fitting).get(form.scheme):
                 try:
-                    return scheme.unpack(codes, form, **self.parts(saved, dtype, scheme))
+                    packed = scheme.unpack(codes, form, **self.parts(saved, dtype, scheme))
+                    rounds = form.inputs and saved.endswith(".weight") and ".experts." not in saved
+                    return self.with_inputs(packed, saved, form) if rounds else packed
                 except ValueError as error:
                     wrong.append(str(error))
         raise ValueError(f"tensor {saved} {'; or it '.join(wrong)}")
+
+    def with_inputs(self, packed: Packed, saved: str, form: Format) -> Packed:
+        """A tensor in codes that says how its products round their inputs. Those of experts are never rounded.
+
+        Raises:
+            ValueError: the scale of these is missing, or is not a positive number.
+        """
+        names = [f"{saved.removesuffix('weight')}{ending}" for ending in INPUT_SCALES]
+        scales = [self.tensors[name].float() for name in names if form.static and name in self.tensors]
+        if form.static and not (scales and all(scale.numel() == 1 and 0 < float(scale) < math.inf for scale in scales)):
+            has = f"the {INPUT_SCALES[0]} {scales[0].tolist()!s:.80}" if scales else f"no {names[0]}"
+            raise ValueError(f"has {has} beside it, and config.json says that there is a positive number")
+        assert packed.codes
+        scale = scales[0].reshape(()) if scales else None
+        return Packed(packed.views, packed.values, packed.codes._replace(inputs=form.inputs, input_scale=scale))
 
     def has_all(self, saved: str, scheme: Scheme) -> bool:
         """Whether all that a scheme needs is beside a tensor."""

@@ -44,6 +44,7 @@ from reference import (  # noqa: F401
     put_prompts,
     quantized_rows,
     rope_last,
+    round_inputs,
     route,
     square_sums,
     swap_blocks,

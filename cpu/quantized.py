@@ -6,7 +6,11 @@ there is no C++, a slab of outputs is unpacked at a time, which the cache holds,
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import reference
-from reference import FP4, NF4, Quantized
+from reference import FP4, NF4, Quantized, round_inputs
 
 LANES = 16  # outputs that lie side by side: one or two vectors of float32
 STEP = 8  # inputs whose codes lie together, and whose products are added up before they are scaled
@@ -24,6 +28,7 @@ WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"  # LANES are one vect
 SLAB = 1 << 20  # bytes of numbers that are unpacked at a time
 WORDS = {"int8": 2, "fp8": 2, "int4": 1, "fp4": 1, "nf4": 1}  # of 32 bits, for the codes of STEP inputs
 TABLES = {"fp4": FP4, "nf4": NF4}
+WARNINGS = threading.Lock()  # held while warnings are caught, which is for all threads
 
 
 class Forms(NamedTuple):
@@ -196,13 +201,102 @@ class CodedExperts:
         return self.experts[expert]
 
 
-def pack_quantized(weight: Quantized, find: Callable[[Quantized], Forms] | None = None) -> CodedLinear | CodedExperts:
-    """A weight, or a layer's stack of experts, in the layout of `CodedLinear`, which serves any number of rows.
+class RoundedLinear:
+    """A weight in codes whose products round their inputs, see `reference.round_inputs`. Its layout is `CodedLinear`'s.
+
+    It is for a CPU or a weight that has no product of integers. The codes of the inputs are multiplied as numbers.
+    """
+
+    def __init__(self, weight: Quantized, forms: Forms | None = None):
+        self.rounding = weight._replace(codes=weight.codes[:0], scales=weight.scales[:0])
+        self.product = CodedLinear(weight, forms)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, in] W^T + bias, [T, out] in x's dtype."""
+        codes, scales = round_inputs(x, self.rounding)
+        if scales.shape[1] == 1:
+            y = self.product(codes.float()) * scales
+        else:
+            y = self.product(codes.float() * scales.repeat_interleave(self.rounding.group, 1)[:, : x.shape[1]])
+        return (y if bias is None else y + bias).to(x.dtype)
+
+
+class IntegerLinear:
+    """A weight [out, in] of int8 with a scale for each output, whose products round their inputs to int8, too.
+
+    FBGEMM adds the products up in int32, so the result is exact before it is scaled. It takes an input as an unsigned
+    byte, 128 + code. Without instructions for it (VNNI) it adds two products in 16 bits, where 2 x 255 x 127 does not
+    fit. So there a code becomes 2 a + b with a from -64 to 63 and b 0 or 1, of which the bytes are 127 at most, and two
+    rows are multiplied for each.
+
+    Args:
+        middle: what is added to a code to make it a byte, of `middle_of_bytes`: 128, or 64 for a and b.
+    """
+
+    def __init__(self, weight: Quantized, middle: int):
+        self.rounding = weight._replace(codes=weight.codes[:0], scales=weight.scales[:0])
+        self.middle, self.packed = middle, pack_integers(weight.codes, weight.scales[:, 0])
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, in] W^T + bias, [T, out] in x's dtype."""
+        rows, static = x.float(), self.rounding.input_scale
+        scales = rows.abs().amax(1, keepdim=True).div_(127) if static is None else static
+        scales = scales.clamp(min=2**-64)
+        rows = (rows / scales).clamp_(-127, 127).round_()  # as `round_inputs`, in fewer steps
+        if self.middle == 128:
+            y = multiply_integers(rows, 128, self.packed)
+        else:
+            upper = (rows / 2).floor_()
+            both = multiply_integers(torch.cat((upper, rows - 2 * upper)), self.middle, self.packed)
+            y = 2 * both[: len(x)] + both[len(x) :]
+        y.mul_(scales)
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+
+def pack_integers(codes: torch.Tensor, scales: torch.Tensor) -> Any:
+    """Codes [out, in] int8 and a scale for each output, as `multiply_integers` takes them."""
+    with WARNINGS, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*quantized tensor creation")  # a later torch will not have them
+        weight = torch._make_per_channel_quantized_tensor(codes, scales.double(), torch.zeros(len(codes)).long(), 0)
+    return torch.ops.quantized.linear_prepack(weight, None)
+
+
+def multiply_integers(rows: torch.Tensor, middle: int, packed: Any) -> torch.Tensor:
+    """rows W^T [T, out] float32 of whole numbers [T, in] float32 from -middle to 255 - middle."""
+    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(rows, 1.0, middle, packed)
+
+
+@functools.cache
+def middle_of_bytes() -> int | None:
+    """128 or 64, if FBGEMM's sums are exact on this CPU with bytes up to 255, or up to 127; see `IntegerLinear`.
+
+    None: this torch has no such product. Products whose results are known tell.
+    """
+    with contextlib.suppress(AttributeError, RuntimeError):
+        torch.backends.quantized.engine = "fbgemm"  # which packs; another one would take layouts of its own
+        codes = torch.tensor([[127], [-128]], dtype=torch.int8).expand(2, 64).repeat(32, 1)
+        packed = pack_integers(codes, torch.ones(len(codes)))
+        for middle, most in ((128, 127), (64, 63)):
+            rows = torch.full((5, 64), float(most))
+            if torch.equal(multiply_integers(rows, middle, packed), rows @ codes.float().T):
+                return middle
+    return None
+
+
+def pack_quantized(
+    weight: Quantized, find: Callable[[Quantized], Forms] | None = None
+) -> CodedLinear | RoundedLinear | IntegerLinear | CodedExperts:
+    """A weight, or a layer's stack of experts, in a layout that serves any number of rows.
 
     find: gives the C++ for a weight, as `cpu.compiled.coded_forms` does. Without it every product unpacks the weight.
     """
+    one_scale = weight.zeros is None and weight.scales.shape[-1] == 1
+    if weight.inputs == "int8" and one_scale and (middle := middle_of_bytes()):
+        return IntegerLinear(weight, middle)
     forms = find(weight) if find else None
-    return CodedLinear(weight, forms) if weight.codes.dim() == 2 else CodedExperts(weight, forms)
+    if weight.codes.dim() > 2:
+        return CodedExperts(weight, forms)
+    return RoundedLinear(weight, forms) if weight.inputs else CodedLinear(weight, forms)
 
 
 def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -211,7 +305,7 @@ def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | No
     tables = [weight.codes, weight.scales, weight.zeros, bias]
     cut = [[None] * -(-len(weight.codes) // step) if table is None else table.split(step) for table in tables]
     parts = [
-        reference.quantized_linear(x, Quantized(weight.kind, codes, scales, zeros, weight.group), shift)
+        reference.quantized_linear(x, weight._replace(codes=codes, scales=scales, zeros=zeros), shift)
         for codes, scales, zeros, shift in zip(*cut, strict=True)
     ]
     return torch.cat(parts, 1)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from checkpoints.dequantize import Packed, axes, common_group
+from checkpoints.dequantize import Codes, Packed, axes, common_group
 from checkpoints.hub import checkpoint_files
 from checkpoints.rounding import GROUPS
 from config import EngineConfig
@@ -29,6 +29,8 @@ from models.shares import Part, is_absent
 
 PIECE_ELEMENTS = 2**22  # become codes at a time, in some hundred calls, whose own time is small beside that
 LEAST_GROUP = 16
+FP8_CAPABILITY = (8, 9)  # from which on a GPU converts and multiplies FP8, and Triton knows it
+ROUNDED_GROUP = 128  # a group is a multiple of this, or all inputs, where products round their inputs
 PLAIN = ("router", "shared_gate")  # small, and choose among experts; they are not rounded
 TABLES = ("embedding", "head")  # of a model; they are not rounded here
 PAIRED = ("int4", "fp4", "nf4")  # kinds whose codes have four bits
@@ -179,7 +181,8 @@ def kinds_of(model: Transformer) -> dict[str, int]:
         for name in (*owner.matrices, *owner.stacks):
             weight = getattr(owner, name)
             if isinstance(weight, QuantizedWeight):
-                found[weight.coded.kind] += 1
+                inputs = weight.coded.inputs
+                found[f"{weight.coded.kind}{f' with inputs in {inputs}' if inputs else ''}"] += 1
             elif torch.is_tensor(weight):
                 found[str(weight.dtype).removeprefix("torch.")] += 1
     return dict(found)
@@ -234,8 +237,22 @@ def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.T
     types = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
     made = new(*outer, inputs // 2 if kind in PAIRED else inputs, dtype=types.get(kind, torch.uint8))
     zeros = new(*table, dtype=dtype) if any(each.has_zeros for each in codes) else None
-    coded = model.ops.Quantized(kind, made, new(*table, dtype=dtype), zeros, group)
+    rounding: tuple[str, torch.Tensor | None] = "", None
+    if weight.ndim == 2 and zeros is None and (group >= inputs or group % ROUNDED_GROUP == 0):
+        rounding = rounding_of(codes, model.device)
+    coded = model.ops.Quantized(kind, made, new(*table, dtype=dtype), zeros, group, *rounding)
     return QuantizedWeight(model.ops, weight, coded, order.to(model.device) if len(order) else None)
+
+
+def rounding_of(codes: list[Codes], device: str) -> tuple[str, torch.Tensor | None]:
+    """`inputs` and `input_scale` of a matrix of these parts, which share their inputs: the largest scale is theirs."""
+    scales, inputs = [each.input_scale for each in codes if each.input_scale is not None], codes[0].inputs
+    gpu = torch.device(device).type == "cuda"
+    if inputs == "fp8" and not (gpu and torch.cuda.get_device_capability() >= FP8_CAPABILITY):  # nothing would be won
+        return "", None
+    if any(each.inputs != inputs for each in codes) or 0 < len(scales) < len(codes):
+        return "", None
+    return inputs, torch.stack(scales).max().to(device) if scales else None
 
 
 def order_of(matrix: Packed, columns: torch.Tensor, group: int) -> torch.Tensor | None:

@@ -27,7 +27,7 @@ from cpu import machine
 from cpu import weights as cpu_weights
 from cpu.compiled import Builder, coded_forms, compile_ops, has_compiler, multiply_job
 from cpu.quantized import pack_quantized
-from device.coded import coded_as, kinds_of
+from device.coded import FP8_CAPABILITY, coded_as, kinds_of
 from device.compile_guard import CompileGuard, check_compiler
 from device.dry_run import new_state
 from device.loader import fill_dummy, load_weights
@@ -60,7 +60,6 @@ from speculation.proposer import add_draft
 from worker import Worker
 
 CUDA_BLOCK_SIZES = (16, 32, 64, 128)
-FP8_CAPABILITY = (8, 9)  # from which on a GPU converts FP8, and Triton knows it
 SETTLED = 600  # seconds after which a server with a small model is one that stays
 
 

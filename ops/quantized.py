@@ -16,6 +16,7 @@ import triton.language as tl
 
 import reference
 from ops.matmul import INTERPRET, LINEAR_COUNTERS, MOST_REGISTERS, Chip, _cast, _chip, _counters, _dot, _is_last
+from ops.quantized_inputs import _rounded_part, round_inputs
 from reference import Quantized
 
 PROGRAMS = 512  # programs to aim for with few rows: four for each processor, which hide each other's waits
@@ -191,11 +192,13 @@ def _quantized_part(
 
 @triton.jit(do_not_specialize=["M"])
 def quantized_linear_kernel(
-    x, codes, scales, zeros, bias, y, partial, counters, M,
+    x, x_scales, codes, scales, zeros, bias, y, partial, counters, M,
     N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
     UNPACK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """y = x W^T + b, W = (numbers(codes) - zeros) * scales; x [M, K], codes [N, K] or [N, K / 2], y [M, N].
+
+    If there are x_scales [M, G], x is codes, too, and stands for x * x_scales; see `_rounded_part`.
 
     K is cut into SPLITS parts, each of which has a program of its own. If there are several (then M <= BLOCK_M), the
     last program to finish adds them in their order, from partial [SPLITS, M, N] float32.
@@ -205,10 +208,15 @@ def quantized_linear_kernel(
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m_m, m_n = o_m < M, o_n < N
     m_y = m_m[:, None] & m_n[None, :]
-    b_y = _quantized_part(
-        x, codes, scales, zeros, o_m, o_n, m_m, m_n, i_s,
-        K, KIND, SCALES, GROUP, UNPACK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
+    if x_scales is not None:
+        b_y = _rounded_part(
+            x, x_scales, codes, scales, o_m, o_n, m_m, m_n, i_s, K, GROUP, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+    else:
+        b_y = _quantized_part(
+            x, codes, scales, zeros, o_m, o_n, m_m, m_n, i_s,
+            K, KIND, SCALES, GROUP, UNPACK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     if SPLITS > 1:
         o_part = o_m[:, None] * N + o_n[None, :]
         tl.store(partial + i_s * M * N + o_part, b_y, mask=m_y)
@@ -264,7 +272,7 @@ def _layout(weight: Quantized, inputs: int, dtype: torch.dtype, chip: Chip) -> L
 
 def _check(weight: Quantized, inputs: int) -> None:
     """Check what the kernels rely on; `inputs` is K."""
-    kind, codes, scales, zeros, group = weight
+    kind, codes, scales, zeros, group, rounding, _ = weight
     dtype, width = {"int8": (torch.int8, inputs), "fp8": (torch.float8_e4m3fn, inputs)}.get(
         kind, (torch.uint8, inputs // 2)
     )
@@ -272,6 +280,8 @@ def _check(weight: Quantized, inputs: int) -> None:
     assert kind in ("int8", "fp8") or inputs % 32 == 0
     assert group >= inputs or group % 16 == 0
     assert scales.shape == (*codes.shape[:-1], triton.cdiv(inputs, group)) and scales.is_contiguous()
+    assert not rounding or (rounding == kind and zeros is None and scales.dtype.itemsize > 1)
+    assert not rounding or group >= inputs or group % 128 == 0
     assert zeros is None or (zeros.shape == scales.shape and zeros.is_contiguous() and zeros.dtype.itemsize > 1)
 
 
@@ -294,14 +304,19 @@ def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | No
     assert x.is_contiguous() and weight.codes.ndim == 2 and (bias is None or bias.shape == (outputs,))
     _check(weight, inputs)
 
-    chip = _chip(x.device)
-    scales, zeros, constants, block_k = _layout(weight, inputs, x.dtype, chip)
-    block_m, block_n, warps, stages = _rows_tile(tokens, x.dtype, chip)
+    chip, dtype, codes, x_scales = _chip(x.device), x.dtype, weight.codes.view(torch.uint8), None
+    wide = dtype
+    if weight.inputs:  # no code becomes a number, and the tiles are those of x in 16 bits
+        (x, x_scales), codes, wide = round_inputs(x, weight), weight.codes, torch.bfloat16
+    scales, zeros, constants, block_k = _layout(weight, inputs, wide, chip)
+    block_m, block_n, warps, stages = _rows_tile(tokens, wide, chip)
+    if x_scales is not None and x_scales.shape[1] > 1:
+        block_n = min(block_n, 64)  # two sums in the registers, one of them of a step
     row_tiles, column_tiles = triton.cdiv(tokens, block_m), triton.cdiv(outputs, block_n)
     steps, splits = triton.cdiv(inputs, block_k), 1
     while tokens <= 64 and column_tiles * splits < PROGRAMS and splits < 8 and steps // (2 * splits) >= 4:
         splits *= 2
-    y = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+    y = torch.empty(tokens, outputs, dtype=dtype, device=x.device)
     partial = counters = None
     if splits > 1:
         assert column_tiles <= LINEAR_COUNTERS
@@ -309,7 +324,7 @@ def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | No
         counters = _counters(x.device)
 
     quantized_linear_kernel[(row_tiles, column_tiles, splits)](
-        x, weight.codes.view(torch.uint8), scales, zeros, bias, y, partial, counters, tokens,
+        x, x_scales, codes, scales, zeros, bias, y, partial, counters, tokens,
         outputs, inputs, *constants, splits, block_m, block_n, block_k,
         num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip

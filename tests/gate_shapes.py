@@ -204,6 +204,7 @@ class Coded(NamedTuple):
     scales: torch.dtype = torch.float16
     zeros: bool = False
     dtype: torch.dtype = torch.bfloat16
+    rounding: str = ""
 
 
 CODED = (
@@ -217,6 +218,10 @@ CODED = (
     Coded("llama3-8b-int8", "int8", 28672, 4096, 128, zeros=True),
     Coded("llama3-8b-fp8", "fp8", 4096, 14336, 14336, torch.float32),
     Coded("llama3-8b-fp8-128", "fp8", 28672, 4096, 128, torch.float32, dtype=torch.float16),
+    Coded("llama3-8b-w8a8-int8", "int8", 4096, 14336, 14336, rounding="int8"),
+    Coded("llama3-8b-w8a8-fp8", "fp8", 4096, 14336, 14336, torch.float32, rounding="fp8"),
+    Coded("llama3-8b-w8a8-fp8-128", "fp8", 28672, 4096, 128, torch.float32, rounding="fp8"),
+    Coded("coded-odd-w8a8", "int8", 100, 1000, 1000, dtype=torch.float32, rounding="int8"),
     Coded("coded-odd", "int8", 100, 1000, 48, dtype=torch.float16),
     Coded("coded-fp32", "int4", 320, 192, 32, zeros=True, dtype=torch.float32),
     Coded("coded-fp32-nf4", "nf4", 320, 192, 16, dtype=torch.float32),

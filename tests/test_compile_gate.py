@@ -45,7 +45,7 @@ from gate_shapes import (
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
 REGISTERS = 64 * 1024  # that a processor has
 SHARDS = 2
-KERNELS = 42
+KERNELS = 43
 BRIEF: dict[int, tuple[str, ...]] = {
     # These launch every kernel.
     90: (
@@ -57,6 +57,7 @@ BRIEF: dict[int, tuple[str, ...]] = {
         "qwen3-0.6b-int4",
         "llama3-8b-mxfp4",
         "llama3-8b-fp8",
+        "llama3-8b-w8a8-fp8-128",
         "d128-kv8",
     ),
     86: ("gemma3-4b",),  # whose prefill needs most of the shared memory there
@@ -243,7 +244,7 @@ def in_codes(
 
 def coded_launches(s: Coded) -> Iterator[Callable[[Any], object]]:
     """A product with a weight in codes, for few rows, more, and many."""
-    weight = in_codes(s.kind, (s.outputs, s.inputs), s.group, s.scales, s.zeros)
+    weight = *in_codes(s.kind, (s.outputs, s.inputs), s.group, s.scales, s.zeros), s.rounding
     with torch.device("meta"):
         x, bias = torch.empty(65, s.inputs, dtype=s.dtype), torch.empty(s.outputs, dtype=s.dtype)
     for rows in (2, 17, 65):
@@ -333,7 +334,7 @@ def specializations(arch: int, shapes: tuple[str, ...]) -> list[tuple[str, Any, 
     from ops import matmul
 
     found: dict[str, tuple[str, Any, dict[str, Any]]] = {}
-    types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+    types = {torch.int8: "*i8", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
     types |= {torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv"}
 
     def record(fn: JITFunction, *args: Any, grid: Any, warmup: bool, **options: int) -> None:
@@ -355,7 +356,7 @@ def specializations(arch: int, shapes: tuple[str, ...]) -> list[tuple[str, Any, 
     JITFunction.run = record
     matmul.ARCH = arch
     for shape, calls in all_launches(whole=not shapes):
-        if (not shapes or shape in shapes) and (arch >= 89 or "kv8" not in shape):
+        if (not shapes or shape in shapes) and (arch >= 89 or not any(name in shape for name in ("kv8", "w8a8-fp8"))):
             for launch in calls:
                 launch(kernels)
     return list(found.values())
@@ -394,7 +395,7 @@ def compile_and_inspect(name: str, source: Any, options: dict[str, Any], arch: i
         "stack": int(usage["STACK"]) + int(usage["LOCAL"]),
         "spills": sum(code.startswith(("STL", "LDL")) for code in opcodes),
         "instructions": len(opcodes),
-        "hgmma": sum(code.startswith("HGMMA") for code in opcodes),
+        "hgmma": sum(code.startswith(("HGMMA", "IGMMA", "QGMMA")) for code in opcodes),  # of 16 bits, int8 and fp8
         "wide": sum(code.startswith("LDG") and code.endswith(".128") for code in opcodes),
         "blocks": max(1, constants.get("BLOCK_N", 0) // constants.get("BLOCK_SIZE", 1)),
         "copies": [[sum(wide), len(wide) - sum(wide)] for wide in copies],

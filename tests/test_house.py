@@ -54,9 +54,9 @@ EVERY_FILE = [
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
 MOST_STORY_LINES = 6970
 MOST_LINES = {
-    ".": 10805, "api": 6588, "checkpoints": 2902, "cpu": 2489, "device": 3734, "executors": 962, "lora": 937,
+    ".": 10805, "api": 6588, "checkpoints": 2947, "cpu": 2584, "device": 3750, "executors": 962, "lora": 937,
     "models": 3744,
-    "observe": 1552, "ops": 2790, "processes": 3805, "scheduling": 2678, "speculation": 666, "text": 4082,
+    "observe": 1552, "ops": 2929, "processes": 3805, "scheduling": 2678, "speculation": 666, "text": 4082,
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",
@@ -197,8 +197,8 @@ def test_every_backend_has_the_specifications_ops():
         assert set(found) == set(ops)
     text = "".join(ast.unparse(tree_of(FILES[name])) for name in set(FILES) - OPS)
     used = set(re.findall(r"\bops\.([a-z_]+)\(", text))
-    # keys_of is for those who look into a pool from outside, too
-    assert used | {"keys_of"} == set(ops)
+    # keys_of is for those who look into a pool from outside, too; round_inputs is called by products with codes
+    assert used | {"keys_of", "round_inputs"} == set(ops)
 
 
 def test_ops_import_nothing_of_ours_but_ops():

@@ -25,10 +25,10 @@ import test_latent
 import test_lora
 import test_matmul
 import test_quantized
-from ops import delta, drafts, experts, latent, lora, matmul, quantized, sampling
+from ops import delta, drafts, experts, latent, lora, matmul, quantized, quantized_inputs, sampling
 
 PLAN_DECODE = test_kernels.test_plan_decode_counts_the_tiles_that_hold_a_key
-HOMES = (delta, drafts, experts, kernels, latent, lora, matmul, quantized, sampling)
+HOMES = (delta, drafts, experts, kernels, latent, lora, matmul, quantized, quantized_inputs, sampling)
 # The kernel (and of what, where it has several), what stands in it, what is put there, and the test whose chosen
 # examples see it. Where a test has none, one of its cases follows.
 MUTATIONS: dict[str, tuple[Any, ...]] = {
@@ -51,6 +51,9 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
     "quantized_linear": ("o_n < N", "o_n < N - 1", test_quantized.test_quantized_linear),
     "quantized_linear, of parts": (
         "i_part in range(SPLITS)", "i_part in range(1, SPLITS)", test_quantized.test_quantized_linear),
+    "round_inputs": ("i_t * G + i_g, b_scale", "i_t * G, b_scale", test_quantized.test_products_of_rounded_inputs),
+    "quantized_linear, of rounded inputs": (
+        "m_n, i_s, K, GROUP", "m_n, 0, K, GROUP", test_quantized.test_products_of_rounded_inputs),
     "quantized_rows": ("// GROUP\n        if zeros", "// K\n        if zeros", test_quantized.test_quantized_rows),
     "route": ("m_left & (o_e != i_e)", "m_left & (o_e > i_e)", test_expert_kernels.test_route),
     "plan_experts": ("(b_id < i_e)", "(b_id <= i_e)", test_expert_kernels.test_plan_experts_sorts_the_pairs),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import reference
 from checkpoints.dequantize import axes, common_group
@@ -21,7 +24,7 @@ from models.quantized import QuantizedWeight
 from parallel import Group
 from test_dequantize import fp8_checkpoints, mxfp4_checkpoints, write
 from test_gguf import HIGH, pair
-from test_schemes import BNB4, CASES, GPT2, MIXTRAL, PHI3, SMALL, bnb4, checkpoints
+from test_schemes import BNB4, CASES, GPT2, MIXTRAL, PHI3, SMALL, bnb4, checkpoints, w8a8
 
 
 def both(folder: Path, rank: int = 0, size: int = 1) -> tuple[Transformer, Transformer]:
@@ -73,6 +76,42 @@ def test_codes_stand_for_the_numbers(tmp_path: Path, case: str) -> None:
             expected = next((kind[word] for word in case.split() if word in kind), "int4")
             differ = "act" in case or "ordered" in case  # q, k and v have inputs in other orders than one another here
             assert kinds == [expected] * (4 - 2 * differ + ("gptq" in case))
+
+
+def rounding_of(model: Transformer) -> list[tuple[str, Any]]:
+    """How the products of each matrix round their inputs, and its static scale."""
+    weights = [value for owner in model.owners() for value in vars(owner).values()]
+    coded = [weight.coded for weight in weights if isinstance(weight, QuantizedWeight)]
+    return [(each.inputs, None if each.input_scale is None else float(each.input_scale)) for each in coded]
+
+
+def test_inputs_are_rounded_as_the_checkpoint_says(tmp_path: Path) -> None:
+    """A static scale is the largest of the parts of a matrix; with zeros, or in experts, inputs stay as they are."""
+    for rank, size in ((0, 1), (1, 2)):
+        packed, _ = checkpoints(tmp_path, SMALL, *CASES["int8 channel"])
+        assert rounding_of(both(packed, rank, size)[0]) == [("int8", None)] * 4
+        packed, _ = checkpoints(tmp_path, SMALL, w8a8(dynamic=False), CASES["int8 channel"][1])
+        files = [*packed.glob("*.safetensors")]
+        tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
+        tensors["model.layers.0.self_attn.k_proj.input_scale"] = torch.tensor([3.0])
+        write(packed, json.loads((packed / "config.json").read_text()), tensors)
+        assert sorted(rounding_of(both(packed, rank, size)[0])) == [("int8", 1.0)] * 3 + [("int8", 3.0)]
+    for raw, case in ((SMALL, "int8 zeros"), (MIXTRAL, "int8 channel")):
+        packed, _ = checkpoints(tmp_path, raw, *CASES[case])
+        found = rounding_of(both(packed)[0])
+        assert ("", None) in found and (raw is MIXTRAL or set(found) == {("", None)})
+
+
+@pytest.mark.parametrize("scale", [None, torch.zeros(1), torch.tensor([math.inf]), torch.ones(2)], ids=str)
+def test_a_static_scale_must_be_there(tmp_path: Path, scale: torch.Tensor | None) -> None:
+    packed, _ = checkpoints(tmp_path, SMALL, w8a8(dynamic=False), CASES["int8 channel"][1])
+    tensors = {name: tensor for path in packed.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    name = "model.layers.0.self_attn.k_proj.input_scale"
+    del tensors[name]
+    tensors |= {} if scale is None else {name: scale}
+    write(packed, json.loads((packed / "config.json").read_text()), tensors)
+    with pytest.raises(ValueError, match=r"k_proj\.weight has .*input_scale.* beside it, and config.json says"):
+        both(packed)
 
 
 @pytest.mark.parametrize("raw", [PHI3, MIXTRAL, GPT2], ids=["fused", "experts", "transposed"])

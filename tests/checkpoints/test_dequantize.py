@@ -308,7 +308,7 @@ def compressed(**weights: Any) -> dict[str, Any]:
 
 
 def fp8(*block: int) -> Quantization:
-    return Quantization((Format("fp8", 8, block), Format("fp8-scale", 8, block)))
+    return Quantization(tuple(Format(scheme, 8, block, inputs="fp8") for scheme in ("fp8", "fp8-scale")))
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,17 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
     }, "ignore": ["lm_head"]}  # fmt: skip
 
 
+def w8a8(**activations: Any) -> dict[str, Any]:
+    """Weights of int8 with a scale for each output; a `second` group of modules has other activations."""
+    raw = compressed("int-quantized", num_bits=8, strategy="channel")
+    groups = raw["config_groups"]
+    if "second" in activations:
+        groups["group_1"] = groups["group_0"] | {"input_activations": activations["second"]}
+    else:
+        groups["group_0"]["input_activations"] = {"type": "int", "num_bits": 8, "dynamic": True} | activations
+    return raw
+
+
 NVFP4 = compressed("nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=16)
 
 
@@ -394,7 +405,17 @@ def test_what_is_wrong_with_a_checkpoint_is_said_in_a_line(
             MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {
                 "a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4", "group_size": 16}, "c": {"quant_algo": "FP8"},
             }},
-            [Format("fp8-scale"), Format("nvfp4", 4, (1, 16))],
+            [Format("fp8-scale", inputs="fp8", static=True), Format("nvfp4", 4, (1, 16))],
+        ),
+        (compressed("int-quantized", num_bits=8, strategy="channel"), [Format("int8", inputs="int8")]),
+        (w8a8(dynamic=False), [Format("int8", inputs="int8", static=True)]),
+        (w8a8(symmetric=False), [Format("int8")]),  # other codes than ours
+        (w8a8(num_bits=4), [Format("int8")]),
+        (w8a8(type="float"), [Format("int8")]),
+        (w8a8(second=None), [Format("int8")]),  # which modules are rounded the files do not say
+        (
+            {"quant_method": "fp8", "activation_scheme": "static"},
+            [Format(scheme, 8, (128, 128), inputs="fp8", static=True) for scheme in ("fp8", "fp8-scale")],
         ),
         (BNB4, [Format("bnb-nf4", 4)]),
         (BNB8, [Format("bnb-int8")]),

@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 import reference
 from cpu import compiled, experts, quantized
 from cpu import ops as cpu_ops
-from cpu.quantized import FEW, ROWS, WORDS, CodedExperts, CodedLinear, Forms, pack_quantized
+from cpu.quantized import (
+    FEW,
+    ROWS,
+    WORDS,
+    CodedExperts,
+    CodedLinear,
+    Forms,
+    IntegerLinear,
+    RoundedLinear,
+    middle_of_bytes,
+    pack_quantized,
+)
 from reference import Quantized
 
 KINDS = list(WORDS)
@@ -171,6 +182,85 @@ def test_experts_in_codes_are_the_ones_of_their_numbers(zeros):
             for up, down in (packed, [reference.dequantize(stack) for stack in stacks])
         ]
         torch.testing.assert_close(*done, atol=1e-4, rtol=1e-4)
+
+
+def rounded_product(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product of the codes of x and of the weight, in whole numbers and float64."""
+    codes, scales = reference.round_inputs(x, weight)
+    y = (codes.double() @ weight.codes.double().T) * scales.double() * weight.scales.double().T
+    return y if bias is None else y + bias.double()
+
+
+needs_integers = pytest.mark.skipif(not middle_of_bytes(), reason="this torch has no product of integers")
+
+
+@needs_integers
+@pytest.mark.parametrize("middle", [128, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_of_integers_are_exact(middle, dtype):
+    """Up to the last multiplications, whose errors are of float32; also in two halves, which any CPU adds exactly."""
+    if middle > middle_of_bytes():
+        pytest.skip("this CPU adds products of whole bytes in 16 bits")
+    torch.manual_seed(0)
+    for i, (outputs, inputs) in enumerate([(1, 32), (50, 96), (33, 1100), (20, 7)]):
+        weight = drawn("int8", (outputs, inputs), inputs, False)
+        weight.codes[0] = -128
+        weight = weight._replace(inputs="int8", input_scale=torch.tensor(0.05) if i == 2 else None)
+        packed = IntegerLinear(weight, middle)
+        for count in (0, 1, 9):
+            x = (torch.randn(count, 2 * inputs) * torch.randn(count, 1).exp()).to(dtype)[:, :inputs]
+            if count == 9:
+                x[0], x[1] = 1, 0
+            bias = torch.randn(outputs).to(dtype) if count != 1 else None
+            got, wanted = packed(x, bias), rounded_product(x, weight, bias)
+            assert got.dtype == dtype and got.shape == wanted.shape
+            size = rounded_product(x, weight, None).abs() + (0 if bias is None else bias.double().abs())
+            most = 4 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps
+            assert ((got.double() - wanted).abs() <= most * size).all()
+
+
+def test_a_cpu_is_asked_whether_its_sums_are_exact(monkeypatch):
+    """One that adds two products of bytes in 16 bits gets bytes of 7 bits, and one that is always wrong gets none."""
+
+    def exact(rows, middle, packed):
+        return rows @ packed.float().T
+
+    def saturating(rows, middle, packed):
+        pairs = (rows + middle).unflatten(1, (-1, 2))[:, None] * packed.float().unflatten(1, (-1, 2))
+        return pairs.sum(-1).clamp(-(2**15), 2**15 - 1).sum(-1) - middle * packed.float().sum(1)
+
+    def missing(rows, middle, packed):
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(quantized, "pack_integers", lambda codes, scales: codes)
+    monkeypatch.setattr(torch.backends.quantized, "engine", torch.backends.quantized.engine)  # is put back
+    wrong = lambda *args: exact(*args) + 1  # noqa: E731
+    for product, middle in ((exact, 128), (saturating, 64), (wrong, None), (missing, None)):
+        monkeypatch.setattr(quantized, "multiply_integers", product)
+        assert middle_of_bytes.__wrapped__() == middle
+
+
+def test_weights_whose_inputs_are_rounded(monkeypatch):
+    """Integers with a scale for each output have a product of their own where a CPU has one. Others are numbers."""
+    torch.manual_seed(0)
+    one = drawn("int8", (50, 300), 300, False)._replace(inputs="int8")
+    for middle, layout in ((128, IntegerLinear), (64, IntegerLinear), (None, RoundedLinear)):
+        monkeypatch.setattr(quantized, "middle_of_bytes", lambda middle=middle: middle)
+        monkeypatch.setattr(quantized, "pack_integers", lambda codes, scales: None)
+        assert type(pack_quantized(one, uncompiled)) is layout
+    assert type(pack_quantized(one._replace(inputs=""), uncompiled)) is CodedLinear
+    x, bias = torch.randn(5, 300), torch.randn(50)
+    for weight in (
+        one, drawn("int8", (50, 300), 128, False)._replace(inputs="int8"),
+        drawn("fp8", (50, 300), 300, False)._replace(inputs="fp8"),
+        drawn("fp8", (50, 300), 128, False)._replace(inputs="fp8", input_scale=torch.tensor(0.01)),
+    ):  # fmt: skip
+        codes, scales = reference.round_inputs(x, weight)
+        numbers = codes.float() * scales.repeat_interleave(min(weight.group, 300), 1)[:, :300]
+        for product in (RoundedLinear(weight), RoundedLinear(weight, uncompiled(weight)), pack_quantized(weight)):
+            check(product(x, bias), numbers, weight, bias)
+            check(product(x), numbers, weight)
+        check(cpu_ops.quantized_linear(x, weight, bias), numbers, weight, bias)
 
 
 def test_cpp_is_asked_for_once_for_each_kind(monkeypatch):

@@ -127,6 +127,82 @@ def test_quantized_linear(
 
 
 @tried(
+    st.sampled_from([1, 16, 17, 65]),
+    st.sampled_from([(1, 32), (65, 320), (7, 1088), (20, 100)]),
+    st.sampled_from(["int8", "fp8"]),
+    st.sampled_from([128, 256, 10**6]),
+    st.sampled_from([F32, BF16, F16]),
+    st.booleans(),
+    st.sampled_from([1, 64]),
+    on=[
+        (3, (65, 320), "int8", 10**6, BF16, False, 1),
+        (17, (7, 1088), "int8", 10**6, F32, True, 64),
+        (2, (7, 1088), "fp8", 128, BF16, False, 64),
+        (65, (20, 100), "fp8", 10**6, F16, True, 1),
+        (65, (65, 320), "int8", 256, F32, False, 64),
+    ],
+    drawn=15,
+)
+def test_products_of_rounded_inputs(
+    device: str, rows: int, sizes: tuple[int, int], kind: str, group: int, dtype: torch.dtype, more: bool,
+    programs: int,
+) -> None:  # fmt: skip
+    """Inputs have the specification's codes, bit by bit, and products are theirs. `more`: a static scale and a bias."""
+    outputs, inputs = sizes
+    weight, numbers = random_weight(kind, outputs, inputs, group, F32)
+    weight = weight._replace(inputs=kind, input_scale=torch.tensor(0.01) if more else None)
+    x, bias = (torch.randn(rows, inputs) * torch.randn(rows, 1).exp()).to(dtype), torch.randn(outputs).to(dtype)
+    x[-1, :7] = 0
+    codes, scales = reference.round_inputs(x, weight)
+    found = kernels.round_inputs(x.to(device), there(device, weight))
+    assert torch.equal(found[0].cpu().view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(found[1].cpu(), scales)
+    spread = scales.double().repeat_interleave(min(group, inputs), 1)[:, :inputs]
+    rounded = codes.double() * spread
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[kernels.quantized_linear.__module__], "PROGRAMS", programs)
+        got = kernels.quantized_linear(x.to(device), there(device, weight), bias.to(device) if more else None).cpu()
+    shift = bias.double() if more else 0
+    want, naive = rounded @ numbers.T + shift, (rounded.float() @ numbers.float().T).to(dtype).double() + shift
+    oracles.check_error(got, want, naive)
+    assert got.dtype == dtype
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("scale", [None, 0.02])
+def test_inputs_have_the_nearest_codes(kind: str, scale: float | None) -> None:
+    """The specification's, number by number: no other code is nearer, and a group's largest has the largest code."""
+    inputs, group, most = 20, 16, {"int8": 127, "fp8": 448}[kind]
+    weight, _ = random_weight(kind, 3, inputs, group, F32)
+    x = torch.randn(4, inputs) * 3
+    static = None if scale is None else torch.tensor(scale)
+    codes, scales = reference.round_inputs(x, weight._replace(inputs=kind, input_scale=static))
+    every = torch.arange(-127.0, 128) if kind == "int8" else torch.arange(256, dtype=torch.uint8).view(E4M3).float()
+    every = every[every.isfinite()].double()
+    for t in range(4):
+        for begin in range(0, inputs, group):
+            part = x[t, begin : begin + group].double()
+            size = float(part.abs().max()) / most if scale is None else scale
+            assert math.isclose(float(scales[t, begin // group]), size, rel_tol=1e-6)
+            for number, code in zip(part, codes[t, begin : begin + group].double(), strict=True):
+                nearest = (every - number / size).abs().min()
+                assert code in every and abs(code - number / size) <= nearest + 1e-4
+                assert scale is not None or abs(number) < part.abs().max() or abs(code) == most
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy tells of what is not a number
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_inputs_that_are_not_finite_or_are_zeros(kind: str) -> None:
+    weight, _ = random_weight(kind, 5, 64, 10**6, F32)
+    weight = weight._replace(inputs=kind)
+    x = torch.randn(4, 64)
+    x[1], x[2, 3], x[3, 5] = 0, math.nan, math.inf
+    for ops in (reference, kernels):
+        y = ops.quantized_linear(x, ops.Quantized(*weight))
+        assert y[0].isfinite().all() and not y[1].any() and not y[2:].isfinite().any()
+
+
+@tried(
     st.sampled_from([(1, 32), (7, 1088), (130, 96)]),
     st.sampled_from(["int4", "fp4", "nf4", "int8", "fp8"]),
     st.sampled_from([16, 32, 48, 10**6]),
