@@ -51,7 +51,8 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
     "quantized_linear": ("o_n < N", "o_n < N - 1", test_quantized.test_quantized_linear),
     "quantized_linear, of parts": (
         "i_part in range(SPLITS)", "i_part in range(1, SPLITS)", test_quantized.test_quantized_linear),
-    "quantized_rows": ("// GROUP\n        if zeros", "// K\n        if zeros", test_quantized.test_quantized_rows),
+    "quantized_rows": ("16 * i_half) // GROUP", "16 * i_half) // K", test_quantized.test_quantized_rows),
+    "quantized_rows, of factors": ("16 * i_half) // WIDE", "16 * i_half) // K", test_quantized.test_factors),
     "route": ("m_left & (o_e != i_e)", "m_left & (o_e > i_e)", test_expert_kernels.test_route),
     "plan_experts": ("(b_id < i_e)", "(b_id <= i_e)", test_expert_kernels.test_plan_experts_sorts_the_pairs),
     "expert_gate_up": (

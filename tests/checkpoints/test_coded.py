@@ -13,7 +13,7 @@ import reference
 from checkpoints.dequantize import axes, common_group
 from checkpoints.gguf_blocks import BLOCKS, KINDS
 from checkpoints.gguf_weights import packed
-from device.coded import stored
+from device.coded import stored, without_factors
 from device.loader import fill_dummy, load_weights
 from model import Transformer
 from model_config import ModelConfig
@@ -150,14 +150,21 @@ def test_blocks_of_gguf_stay_in_codes(kind: str, heads: int) -> None:
         part = whole[rows, begin:end]
         found = axes(part)
         assert found and part.codes
-        group = common_group(part, found[1])
-        codes, scales, *zeros = part.codes.read(*found, group)
-        assert len(zeros) == part.codes.has_zeros and torch.equal(scales, scales.to(part.codes.dtype).float())
-        codes = stored(codes, part.codes.kind)
-        coded = reference.Quantized(part.codes.kind, codes, scales, zeros[0] if zeros else None, group)
+        kept = part.codes
+        group, wide = (common_group(each, found[1]) if each else 0 for each in (kept.group, kept.wide))
+        read = kept.read(*found, group, wide)
+        assert (read.zeros is not None) == kept.has_zeros and (read.factors is not None) == (wide > 0)
+        assert torch.equal(read.scales.float(), read.scales.to(kept.dtype).float())
+        forms = [(read, wide)]
+        if wide:
+            forms.append((without_factors(kept.read(*found, group, group), kept.kind, group), 0))
         expected = part.float()
         size = expected.abs().max()
-        torch.testing.assert_close(reference.dequantize(coded), expected, rtol=1e-5, atol=float(size) * 1e-6)
+        for (codes, scales, zeros, factors), wide in forms:
+            coded = reference.Quantized(kept.kind, stored(codes, kept.kind), scales, zeros, group, factors, wide)
+            numbers = reference.dequantize(coded)
+            torch.testing.assert_close(numbers, expected, rtol=1e-5, atol=float(size) * 1e-6)
+            assert not wide or torch.equal(numbers, expected)
 
 
 def test_a_gguf_model_stays_in_codes(tmp_path: Path) -> None:
