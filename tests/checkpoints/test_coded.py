@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import reference
 from checkpoints.dequantize import axes, common_group
 from checkpoints.gguf_blocks import BLOCKS, KINDS
 from checkpoints.gguf_weights import packed
-from device.coded import stored, without_factors
+from device.coded import Rows, coded_of, stored, without_factors
 from device.loader import fill_dummy, load_weights
 from model import Transformer
 from model_config import ModelConfig
@@ -165,6 +166,34 @@ def test_blocks_of_gguf_stay_in_codes(kind: str, heads: int) -> None:
             numbers = reference.dequantize(coded)
             torch.testing.assert_close(numbers, expected, rtol=1e-5, atol=float(size) * 1e-6)
             assert not wide or torch.equal(numbers, expected)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "columns", "wide"),
+    [
+        (("Q4_K", "Q4_K"), slice(0, 768), 256), (("Q4_K", "Q4_K"), slice(160, 416), 32),
+        (("Q6_K", "Q6_K"), slice(16, 272), 0), (("Q4_K", "Q4_0"), slice(0, 768), 0),
+        (("Q5_K", "Q6_K"), slice(256, 768), 0), (("Q5_K", "Q5_K"), slice(256, 288), 32),
+    ],
+)  # fmt: skip
+def test_parts_of_a_matrix_keep_factors_where_they_are_alike(kinds: tuple[str, str], columns: slice, wide: int) -> None:
+    """And where a share's factors are not of less than 32 inputs. Otherwise the scales are their products."""
+    random, found = np.random.default_rng(0), []
+    for kind in kinds:
+        size = BLOCKS[kind][1]
+        raw = random.integers(0, 256, (8, 768 // BLOCKS[kind][0], size), dtype=np.uint8)
+        raw[..., HIGH[kind]] &= 0xBB
+        found.append(packed(torch.from_numpy(raw), kind, 0)[:, columns])
+    expected = torch.cat([part.float() for part in found])
+    weight = torch.empty(expected.shape, device="meta")
+    model: Any = SimpleNamespace(take=torch.zeros, ops=reference, device="cpu")
+    made = coded_of(model, weight, [(weight[:8], found[0]), (weight[8:], found[1])])
+    assert made and made.coded.wide == wide and (made.coded.factors is None) == (wide == 0)
+    assert made.coded.scales.dtype == (torch.float32 if not wide else torch.uint8)
+    for begin, part in zip((0, 8), found, strict=True):
+        assert Rows(made, begin).fill(part).isfinite()
+    size = float(expected.abs().max())
+    torch.testing.assert_close(reference.dequantize(made.coded), expected, rtol=1e-5, atol=size * 1e-6)
 
 
 def test_a_gguf_model_stays_in_codes(tmp_path: Path) -> None:
