@@ -180,16 +180,21 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 class Quantized(NamedTuple):
     """A weight [N, K], or [E, N, K] of experts, that is kept in codes: (numbers(codes) - zeros) * scales.
 
+    With factors f a scale is a product, and what is subtracted is one, too. If there are zeros, the numbers are counted
+    from the `LOWEST` one then: (numbers(codes) - lowest) * (scales * f[.., 0]) - zeros * f[.., 1].
+
     The numbers of codes: of `int8` the codes themselves; of `fp8` too, which are e4m3; of `int4` the code minus 8; of
-    `fp4` an e2m1 float; of `nf4` an entry of `NF4`. Codes of four bits are in pairs: byte 16 b + j of a row has column
-    32 b + j in its lower half and column 32 b + 16 + j in its upper one, as GGML's Q4_0 has them.
+    `fp4` an e2m1 float; of `nf4` and `iq4` an entry of a table. Codes of four bits are in pairs: byte 16 b + j of a row
+    has column 32 b + j in its lower half and column 32 b + 16 + j in its upper one, as GGML's Q4_0 has them.
     """
 
     kind: str
     codes: torch.Tensor  # [.., N, K] int8 or float8_e4m3fn; [.., N, K / 2] uint8, where K is a multiple of 32
-    scales: torch.Tensor  # [.., N, ceil(K / group)] of any float dtype
+    scales: torch.Tensor  # [.., N, ceil(K / group)] of any float dtype; with factors also int8 or uint8
     zeros: torch.Tensor | None  # as the scales, in the measure of the numbers; None: all are 0
-    group: int  # neighbouring inputs that share a scale and a zero: K, or a multiple of 16
+    group: int  # neighbouring inputs that share a scale and a zero: K, or a multiple of 16; with factors 16 or 32
+    factors: torch.Tensor | None = None  # [.., N, ceil(K / wide), 1] float32, or 2 where there are zeros
+    wide: int = 0  # neighbouring inputs that share factors: K, or a multiple of the group
     inputs: str = ""  # "int8" or "fp8": products round their inputs to such codes, see `round_inputs`
     input_scale: torch.Tensor | None = None  # [] float32, of all inputs; None: each group of a token has its own
 
@@ -200,29 +205,35 @@ NF4 = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of ggml's IQ4_NL
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # e2m1
+LOWEST = {"int4": -8}  # number of a kind, from which it counts beside factors; of others from 0
 
 
 def dequantize(weight: Quantized) -> torch.Tensor:
     """The numbers [.., N, K] float32 that a weight stands for."""
-    codes, tables = weight.codes, {"int4": range(-8, 8), "fp4": FP4, "nf4": NF4}
+    codes, tables = weight.codes, {"int4": range(-8, 8), "fp4": FP4, "nf4": NF4, "iq4": IQ4}
     if weight.kind in tables:
         halves = codes.unflatten(-1, (-1, 1, 16))
         pairs = torch.cat((halves & 15, halves >> 4), -2).flatten(-3)
         codes = torch.tensor([*tables[weight.kind]], dtype=torch.float32, device=codes.device)[pairs.int()]
     numbers = codes.float()
 
-    def spread(table: torch.Tensor) -> torch.Tensor:
-        return table.float().repeat_interleave(weight.group, -1)[..., : numbers.shape[-1]]
+    def spread(table: torch.Tensor, each: int = weight.group) -> torch.Tensor:
+        return table.float().repeat_interleave(each, -1)[..., : numbers.shape[-1]]
 
-    return (numbers if weight.zeros is None else numbers - spread(weight.zeros)) * spread(weight.scales)
+    scales, zeros = spread(weight.scales), 0 if weight.zeros is None else spread(weight.zeros)
+    if weight.factors is None:
+        return (numbers - zeros) * scales
+    first, *second = (spread(factor, weight.wide) for factor in weight.factors.unbind(-1))
+    scales = scales * first
+    return (numbers - LOWEST.get(weight.kind, 0)) * scales - zeros * second[0] if second else numbers * scales
 
 
 def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """y = x W^T + bias, for x [T, K] of any float dtype, a weight [N, K] in codes and bias [N]; y [T, N] in x's dtype.
+    """y = x W^T + bias, for x [T, K] of any float dtype, rounded as the weight [N, K] in codes says; y [T, N] in x's.
 
-    The products are of x, rounded as the weight says, and of the numbers as they are; they are added up in float32.
-    """
+    bias: [N]. The products are of the numbers as they are, and are added up in float32."""
     numbers = x.float()
     if weight.inputs:
         codes, scales = round_inputs(x, weight)
@@ -247,21 +258,14 @@ def round_inputs(x: torch.Tensor, weight: Quantized) -> tuple[torch.Tensor, torc
 
 def quantized_rows(weight: Quantized, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The rows [T, K] of a weight in codes, in `dtype`, for ids [T] of 0 to N - 1: a table's look-up."""
-    zeros = None if weight.zeros is None else weight.zeros[ids]
-    return dequantize(weight._replace(codes=weight.codes[ids], scales=weight.scales[ids], zeros=zeros)).to(dtype)
+    fields = (x[ids] if isinstance(x, torch.Tensor) and x.ndim else x for x in weight)
+    return dequantize(Quantized._make(fields)).to(dtype)
 
 
 def route(
-    logits: torch.Tensor,
-    k: int,
-    scoring: str,
-    bias: torch.Tensor | None = None,
-    groups: int = 1,
-    top_groups: int = 1,
-    renormalize: bool = True,
-    scale: float = 1.0,
-    slots: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, k: int, scoring: str, bias: torch.Tensor | None = None, groups: int = 1,
+    top_groups: int = 1, renormalize: bool = True, scale: float = 1.0, slots: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """w = scale * s[ids], s = scoring(logits), ids = the k experts of the largest s + bias.
 
     The router of a mixture of experts. With `groups` only the experts of the best `top_groups` of them may be chosen. A
@@ -305,13 +309,9 @@ class ExpertPlan(NamedTuple):
 
 
 def plan_experts(
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    num_experts: int,
-    first: int = 0,
-    weigh_inputs: bool = False,
+    weights: torch.Tensor, ids: torch.Tensor, num_experts: int, first: int = 0, weigh_inputs: bool = False,
     batch_invariant: bool = False,
-) -> ExpertPlan:
+) -> ExpertPlan:  # fmt: skip
     """What `expert_gate_up` and `expert_down` derive from the router's choice, once for both.
 
     Args:

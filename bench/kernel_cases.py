@@ -130,28 +130,31 @@ class Coded(NamedTuple):
     kind: str
     group: int
     rounding: str = ""  # `inputs` of a `Quantized`
+    wide: int = 0  # inputs that share factors of scales and zeros of 8 bits; 0: scales are bfloat16, without zeros
 
 
 LLAMA = (("o", 4096, 4096), ("gate_up", 4096, 28672), ("down", 14336, 4096))
 CODED = (
     Coded("qwen3-0.6b-int4", (("gate_up", 1024, 6144), ("down", 3072, 1024)), "int4", 128),
     Coded("llama3-8b-int4", LLAMA, "int4", 128),
+    Coded("llama3-8b-q4_k", LLAMA, "int4", 32, wide=256),
     Coded("llama3-8b-mxfp4", LLAMA, "fp4", 32),
     Coded("llama3-8b-nf4", LLAMA, "nf4", 64),
     Coded("llama3-8b-int8", LLAMA, "int8", 1 << 20),
     Coded("llama3-8b-fp8", LLAMA, "fp8", 1 << 20),
-    Coded("llama3-8b-w8a8-int8", LLAMA, "int8", 1 << 20, "int8"),
-    Coded("llama3-8b-w8a8-fp8", LLAMA, "fp8", 1 << 20, "fp8"),
-    Coded("llama3-8b-w8a8-fp8-128", LLAMA, "fp8", 128, "fp8"),
+    Coded("llama3-8b-w8a8-int8", LLAMA, "int8", 1 << 20, rounding="int8"),
+    Coded("llama3-8b-w8a8-fp8", LLAMA, "fp8", 1 << 20, rounding="fp8"),
+    Coded("llama3-8b-w8a8-fp8-128", LLAMA, "fp8", 128, rounding="fp8"),
 )
 
 
-def code_bytes(kind: str, group: int, outputs: int, inputs: int) -> int:
-    """Bytes of a weight's codes, and of its scales in bfloat16."""
-    return outputs * inputs // (1 if kind in ("int8", "fp8") else 2) + 2 * outputs * -(-inputs // group)
+def code_bytes(kind: str, group: int, outputs: int, inputs: int, wide: int = 0) -> int:
+    """Bytes of a weight's codes, and of its scales in bfloat16, or of scales, zeros and their factors."""
+    codes, tables = outputs * inputs // (1 if kind in ("int8", "fp8") else 2), 2 * outputs * -(-inputs // group)
+    return codes + tables + (8 * outputs * -(-inputs // wide) if wide else 0)
 
 
-def random_codes(device: str, kind: str, group: int, *shape: int) -> tuple[Any, ...]:
+def random_codes(device: str, kind: str, group: int, *shape: int, wide: int = 0) -> tuple[Any, ...]:
     """The fields of a `Quantized` of this shape."""
     *outputs, inputs = shape
     codes = torch.randint(0, 127, (*outputs, inputs), dtype=torch.uint8, device=device)
@@ -159,7 +162,17 @@ def random_codes(device: str, kind: str, group: int, *shape: int) -> tuple[Any, 
         codes = codes.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
     else:
         codes = codes[..., : inputs // 2].contiguous()
-    return kind, codes, draw(device, *outputs, -(-inputs // group), scale=0.01).abs(), None, group
+    table = *outputs, -(-inputs // group)
+    if wide:
+        scales, zeros = torch.randint(1, 64, (2, *table), dtype=torch.uint8, device=device)
+        factors = draw(device, *outputs, -(-inputs // wide), 2, scale=0.001).abs().float()
+        return kind, codes, scales, zeros, group, factors, wide
+    return kind, codes, draw(device, *table, scale=0.01).abs(), None, group
+
+
+def rounding(weight: Any, s: Coded) -> Any:
+    """A `Quantized` whose products round their inputs as the case says."""
+    return weight._replace(inputs=s.rounding)
 
 
 def coded_cases(s: Coded, tokens: tuple[int, ...] = (1, 16, 64, 2048)) -> Iterator[Case]:
@@ -167,13 +180,13 @@ def coded_cases(s: Coded, tokens: tuple[int, ...] = (1, 16, 64, 2048)) -> Iterat
     for (name, inputs, outputs), t in itertools.product(s.products, tokens):
 
         def make(device: str, t: int = t, inputs: int = inputs, outputs: int = outputs) -> Inputs:
-            x, codes = draw(device, t, inputs), random_codes(device, s.kind, s.group, outputs, inputs)
+            x, codes = draw(device, t, inputs), random_codes(device, s.kind, s.group, outputs, inputs, wide=s.wide)
             dense = draw(device, outputs, inputs)
             library = {"cuBLAS in bfloat16": lambda: F.linear(x, dense)}
-            return Inputs(lambda ops: ops.quantized_linear(x, ops.Quantized(*codes, s.rounding)), (), library)
+            return Inputs(lambda ops: ops.quantized_linear(x, rounding(ops.Quantized(*codes), s)), (), library)
 
         rounded = 2 * t * inputs if s.rounding else 0  # written and read, a byte each
-        moved = code_bytes(s.kind, s.group, outputs, inputs) + 2 * t * (inputs + outputs) + rounded
+        moved = code_bytes(s.kind, s.group, outputs, inputs, s.wide) + 2 * t * (inputs + outputs) + rounded
         yield Case("quantized_linear", f"{name}, {t} x {inputs} -> {outputs}", moved, 2 * t * outputs * inputs, make)
 
 

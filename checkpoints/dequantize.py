@@ -16,22 +16,32 @@ Index = Any  # what a tensor takes in brackets
 DTYPES = torch.float16, torch.bfloat16, torch.float32
 
 
+class Read(NamedTuple):
+    """What `Codes` read of a matrix, as `reference.Quantized` has it."""
+
+    codes: torch.Tensor  # [n, K], of integers the numbers, of others the bits
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
+
+
 class Codes(NamedTuple):
     """How a tensor can be kept in codes, of a kind of `reference.Quantized`.
 
-    `read(rows, columns, group)` gives the code of each element, as an integer of 8 bits where the file has one, and the
-    scale and zero (None: 0) of each `group` of columns. The zeros are in the measure of the codes. `rows` are the
-    places of one column along each dimension but the last, and `columns` those along that one.
+    `read(rows, columns, group, wide)` gives the code of each element, as an integer of 8 bits where the file has one,
+    the scale and zero of each `group` of columns, and the factors of each `wide` of them. The zeros are in the measure
+    of the codes. `rows` are the places of one column along each dimension but the last, and `columns` those along it.
     """
 
     kind: str
     group: int  # neighbouring columns that share a scale and a zero
     has_zeros: bool
     dtype: torch.dtype  # that holds each scale
-    read: Callable[[tuple[torch.Tensor, ...], torch.Tensor, int], tuple[torch.Tensor, ...]]
+    read: Callable[[tuple[torch.Tensor, ...], torch.Tensor, int, int], Read]
     groups: torch.Tensor | None = None  # [K], which scale each column has, where it is not neighbours that share one
     inputs: str = ""  # the codes to which products round their inputs, see `reference.Quantized`
     input_scale: torch.Tensor | None = None
+    wide: int = 0  # neighbouring columns that share factors; 0: there are none
 
 
 class Kept(NamedTuple):
@@ -42,6 +52,8 @@ class Kept(NamedTuple):
     middle: int = 0  # what is to be subtracted from these, and from zeros, to have the measure of that kind
     has_zeros: bool = False  # otherwise all are the middle
     dtype: torch.dtype = torch.float32  # that holds each scale, where the scales are not stored as floats
+    small: Table | None = None  # the scales before `factor` multiplies them, which `dtype` holds
+    factor: torch.Tensor | None = None  # [] float32
 
 
 class Packed:
@@ -251,23 +263,25 @@ def scaled(
             numbers = numbers.sub_(take(zeros, there, shared))
         return numbers.mul_(take(scales, there, shared))
 
-    def read(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int) -> tuple[torch.Tensor, ...]:
+    def read(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> Read:
         assert kept
         tables = columns[::group] if groups is None else groups[columns[::group]]
         places, there = grid(rows, columns), grid(rows, tables)
         codes = take(kept.codes, places, ones, lambda part: part if isinstance(part, torch.Tensor) else part.float())
         # Bytes that are less than the middle become numbers below 0 of two's complement.
-        found = [(codes - kept.middle).view(torch.int8) if kept.middle else codes]
-        found[0] = found[0].expand(places[0].shape)
-        found.append(take(scales, there, shared).expand(there[0].shape))
+        numbers = ((codes - kept.middle).view(torch.int8) if kept.middle else codes).expand(places[0].shape)
+        own = take(scales if kept.small is None else kept.small, there, shared).expand(there[0].shape)
+        less = None
         if kept.has_zeros and zeros is not None:
-            found.append(take(zeros, there, shared).expand(there[0].shape) - kept.middle)
-        return tuple(found)
+            less = take(zeros, there, shared).expand(there[0].shape) - kept.middle
+        factors = None if kept.factor is None else kept.factor.expand(len(own), len(columns[::wide]), 1)
+        return Read(numbers, own, less, factors)
 
     if kept is None:
         return lookup(codes.shape, values)
     dtype = scales.dtype if isinstance(scales, torch.Tensor) and scales.dtype in DTYPES else kept.dtype
-    return lookup(codes.shape, values, Codes(kept.kind, neighbours, kept.has_zeros, dtype, read, groups))
+    wide = 0 if kept.factor is None else codes.shape[-1]
+    return lookup(codes.shape, values, Codes(kept.kind, neighbours, kept.has_zeros, dtype, read, groups, wide=wide))
 
 
 def grid(rows: tuple[torch.Tensor, ...], columns: torch.Tensor) -> Places:
@@ -291,10 +305,9 @@ def axes(packed: Packed) -> tuple[tuple[torch.Tensor, ...], torch.Tensor] | None
     return tuple(place[:, 0] for place in outer), last[0]
 
 
-def common_group(packed: Packed, columns: torch.Tensor) -> int:
-    """How many neighbours of these columns share a scale, from the first of them on."""
-    assert packed.codes
-    group, begin, last = packed.codes.group, int(columns[0]), int(columns[-1])
+def common_group(group: int, columns: torch.Tensor) -> int:
+    """How many neighbours of these columns are together in a group of so many, from the first of them on."""
+    begin, last = int(columns[0]), int(columns[-1])
     return len(columns) if begin // group == last // group else math.gcd(group, begin)
 
 

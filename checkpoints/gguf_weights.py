@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpoints.dequantize import Codes, Packed, coordinates, distinct
-from checkpoints.gguf_blocks import BLOCKS, DTYPES, KINDS, split, unpack
+from checkpoints.dequantize import Codes, Packed, Read, coordinates, distinct
+from checkpoints.gguf_blocks import BLOCKS, DTYPES, FACTORED, KINDS, split, unpack
 from checkpoints.gguf_config import Saved, architecture_of, saved_names
 from checkpoints.gguf_file import FLOATS, parts_of, read_header
 from models.families import FAMILIES
@@ -101,25 +101,27 @@ def packed(table: torch.Tensor, kind: str, heads: int) -> Packed:
         part = slice(begin - first * numbers, last - first * numbers + 1, max(1, columns.stride(axis)))
         return unpack(blocks, kind)[..., part].movedim(-1, axis)
 
-    def read(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int) -> tuple[torch.Tensor, ...]:
+    def read(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> Read:
         begin, last = int(columns[0]), int(columns[-1])
         first, *outer = begin // numbers, *rows
         if heads:
             outer[-1] = stored(outer[-1])
         found = split(table[..., first : last // numbers + 1, :][tuple(outer)], kind)
-        codes, *tables = (x for x in found if x is not None)
         where = columns - first * numbers
         if bool((where.diff() == 1).all()):
-            codes = codes.narrow(1, int(where[0]), len(where))  # which copies nothing
+            codes = found.codes.narrow(1, int(where[0]), len(where))  # which copies nothing
         else:
-            codes = codes.index_select(1, where)
-        return codes, *(x.index_select(1, where[::group] // own) for x in tables)
+            codes = found.codes.index_select(1, where)
+        at = where[::group] // own
+        zeros = None if found.zeros is None else found.zeros[:, at]
+        factors = None if found.factors is None else found.factors[:, where[::wide] // numbers]
+        return Read(codes, found.scales[:, at], zeros, factors)
 
     if kind not in KINDS:
         return Packed(coordinates(shape), values)
-    kept, _, own = KINDS[kind]
-    has_zeros, dtype = kind in ("Q4_K", "Q5_K"), torch.float16 if kind in ("Q4_0", "Q8_0") else torch.float32
-    return Packed(coordinates(shape), values, Codes(kept, own, has_zeros, dtype, read))
+    kept, _, own, dtype = KINDS[kind]
+    wide = numbers if kind in FACTORED else 0
+    return Packed(coordinates(shape), values, Codes(kept, own, kind in ("Q4_K", "Q5_K"), dtype, read, wide=wide))
 
 
 @contextlib.contextmanager

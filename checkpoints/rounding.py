@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from checkpoints.dequantize import Codes, Packed, coordinates
+from checkpoints.dequantize import Codes, Packed, Read, coordinates
 
 GROUPS = {"int8": 0, "int8_per_channel_weight_only": 0, "fp8": 0, "int4": 32}  # inputs that share a scale; 0: all
 RANGES = {"int8": (-127, 127), "int4": (-8, 7), "fp8": (-448, 448)}
@@ -18,10 +18,10 @@ def rounded(numbers: torch.Tensor, kind: str) -> Packed:
     own, inputs = GROUPS[kind] or numbers.shape[-1], "int8" if kind == "int8" else ""
     kind = kind.split("_")[0]
 
-    def read(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int) -> tuple[torch.Tensor, ...]:
+    def read(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> Read:
         codes, scales = to_nearest(numbers[rows].float(), kind, own)
         columns = columns.to(codes.device)
-        return codes[:, columns], scales[:, columns[::group] // own]
+        return Read(codes[:, columns], scales[:, columns[::group] // own])
 
     codes = Codes(kind, own, False, torch.float16, read, inputs=inputs)
     return Packed(coordinates(tuple(numbers.shape)), lambda *places: numbers[places].float(), codes)

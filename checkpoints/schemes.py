@@ -199,6 +199,7 @@ def unpack_nvfp4(codes: torch.Tensor, form: Format, scales: torch.Tensor, factor
         raise ValueError(f"has the factor {float(factor)} of all scales; it must be above 0 and finite")
     whole, (numbers, kept) = factor.float().reshape(()), fp4(codes)
     table = Packed((scales,), lambda part: e4m3(part).mul_(whole))
+    kept = kept._replace(dtype=torch.float8_e4m3fn, small=Packed((scales,), e4m3), factor=whole)
     return scaled(numbers, table, (1, form.block[1]), kept=kept)
 
 

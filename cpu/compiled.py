@@ -43,7 +43,7 @@ from cpu import quantized as cpu_quantized
 from cpu import weights as cpu_weights
 from cpu.machine import has_bfloat16
 from cpu.ops import _store, _unit
-from cpu.quantized import Forms, multiply_codes, unpack_codes
+from cpu.quantized import Form, Forms, multiply_codes, unpack_codes
 from cpu.weights import multiply
 from observe.logs import logger
 from reference import Quantized
@@ -398,32 +398,40 @@ def multiply_job() -> Job:
 def coded_forms(builder: Builder, dtype: torch.dtype) -> Callable[[Quantized], Forms]:
     """What finds the C++ for a weight in codes, and has it made, in a model of this dtype."""
     slab = dtype if dtype == torch.bfloat16 and has_bfloat16() else torch.float32
-    made: dict[tuple[str, bool], Forms] = {}
+    made: dict[Form, Forms] = {}
     lock = threading.Lock()  # weights are packed by several threads
 
     def find(weight: Quantized) -> Forms:
-        key = weight.kind, weight.zeros is not None
+        key = Form.of(weight)
         with lock:
             if key not in made:
-                one, several, unpack = (builder.ask(job) for job in coded_jobs(*key, slab))
+                one, several, unpack = (builder.ask(job) for job in coded_jobs(key, slab))
                 made[key] = Forms(one, several, unpack, slab)
             return made[key]
 
     return find
 
 
-def coded_jobs(kind: str, has_zeros: bool, slab: torch.dtype) -> list[Job]:
+def coded_jobs(form: Form, slab: torch.dtype) -> list[Job]:
     """The jobs for a `Forms`, with weights of any shape."""
-    panels, groups, steps, lanes = 64, 8, 16, cpu_quantized.LANES  # an example that is large enough for threads
-    words = "float32", (panels, groups, steps, cpu_quantized.WORDS[kind], lanes)
-    tables = (("float32", (panels, groups, 1, lanes)),) * (1 + has_zeros)
-    dynamic = ((0, 1, 2), *((0, 1),) * len(tables))
+    panels, lanes, count = 64, cpu_quantized.LANES, 1 + form.has_zeros  # an example that is large enough for threads
+    shape: tuple[int, ...] = panels, 8, 16
+    loops: tuple[int, ...] = 0, 1, 2  # dimensions
+    tables: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((panels, 8, 1, lanes), (0, 1))] * count
+    if form.small:
+        shape, loops = (panels, 4, 2, 4, 2), (0, 1, 2, 4)
+        tables = [((panels, 4, 2, 1, 1, lanes), (0, 1, 2))] * count
+        tables += [((panels, 4, 1, 1, 1, lanes), (0, 1))] * count
+    words = (*shape, cpu_quantized.WORDS[form.kind], lanes), loops
+    like, dynamic = zip(*((("float32", shape), dims) for shape, dims in (words, *tables)), strict=True)
     jobs = []
     for rows in (1, cpu_quantized.ROWS):
-        x = "float32", (2, rows, groups, steps, cpu_quantized.STEP)
-        like, dims = (x, words, *tables), ((0, 2, 3), *dynamic)
-        jobs.append(Job(multiply_codes.__name__, (kind,), like, dims, torch.get_num_threads(), ONE_LOOP))
-    jobs.append(Job(unpack_codes.__name__, (kind, slab), (words, *tables), dynamic, torch.get_num_threads(), ONE_LOOP))
+        x = "float32", (2, rows, *shape[1:], cpu_quantized.STEP)
+        dims = 0, *(dim + 1 for dim in loops[1:])
+        jobs.append(
+            Job(multiply_codes.__name__, (form,), (x, *like), (dims, *dynamic), torch.get_num_threads(), ONE_LOOP)
+        )
+    jobs.append(Job(unpack_codes.__name__, (form, slab), like, dynamic, torch.get_num_threads(), ONE_LOOP))
     return jobs
 
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 import reference
-from reference import FP4, NF4, Quantized, round_inputs
+from reference import FP4, IQ4, LOWEST, NF4, Quantized, round_inputs
 
 LANES = 16  # outputs that lie side by side: one or two vectors of float32
 STEP = 8  # inputs whose codes lie together, and whose products are added up before they are scaled
@@ -26,13 +27,27 @@ ROWS = 4  # that the C++ for several rows takes at a time: for so many one has e
 FEW = {torch.float32: 48, torch.bfloat16: 8}  # rows; for more, unpacking costs less than a product in float32
 WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"  # LANES are one vector
 SLAB = 1 << 20  # bytes of numbers that are unpacked at a time
-WORDS = {"int8": 2, "fp8": 2, "int4": 1, "fp4": 1, "nf4": 1}  # of 32 bits, for the codes of STEP inputs
-TABLES = {"fp4": FP4, "nf4": NF4}
+WORDS = {"int8": 2, "fp8": 2, "int4": 1, "fp4": 1, "nf4": 1, "iq4": 1}  # of 32 bits, for the codes of STEP inputs
+TABLES = {"fp4": FP4, "nf4": NF4, "iq4": IQ4}
 WARNINGS = threading.Lock()  # held while warnings are caught, which is for all threads
 
 
+class Form(NamedTuple):
+    """What makes one formula of weights."""
+
+    kind: str
+    has_zeros: bool
+    small: str  # dtype of the scales and zeros that have factors; empty: they have none
+
+    @classmethod
+    def of(cls, weight: Quantized) -> Form:
+        """The one of a weight."""
+        small = "" if weight.factors is None else str(weight.scales.dtype).removeprefix("torch.")
+        return cls(weight.kind, weight.zeros is not None, small)
+
+
 class Forms(NamedTuple):
-    """The C++ for weights of a kind, with or without zeros. Each has a `run`, which is None until it is there."""
+    """The C++ for weights of a `Form`. Each has a `run`, which is None until it is there."""
 
     one: Any  # `multiply_codes` for one row
     several: Any  # `multiply_codes` for ROWS at a time
@@ -49,6 +64,24 @@ def choose(codes: torch.Tensor, table: tuple[float, ...]) -> torch.Tensor:
     return found[0]
 
 
+def vector() -> int:
+    """How many float32 numbers a vector has in the C++ of this CPU: LANES, or half of that."""
+    return LANES if torch.backends.cpu.get_cpu_capability() == "AVX512" else LANES // 2
+
+
+def e4m3(word: torch.Tensor) -> torch.Tensor:
+    """The float32 of the upper eight bits of words: e4m3 has its order of bits, and an exponent that is 120 less."""
+    return (word >> 4 & 0x07F00000 - (1 << 31)).view(torch.float32) * 2.0**120
+
+
+def small_numbers(dtype: str, words: torch.Tensor) -> torch.Tensor:
+    """The numbers [.., 4, 1, lanes] of eight bits in words [.., 1, 1, lanes], as float32; see `numbers`."""
+    word = words.view(torch.int32) << 24 - 8 * torch.arange(4, dtype=torch.int32)[:, None, None]
+    if dtype == "float8_e4m3fn":
+        return e4m3(word)
+    return ((word >> 24) if dtype == "int8" else (word >> 24 & 255)).float()
+
+
 def numbers(kind: str, words: torch.Tensor) -> list[torch.Tensor]:
     """STEP tensors of float32: the numbers of the codes in words [.., 1 or 2, lanes], which are float32 in name only.
 
@@ -57,9 +90,8 @@ def numbers(kind: str, words: torch.Tensor) -> list[torch.Tensor]:
     bits, found = 4 * WORDS[kind], []
     for word in words.view(torch.int32).unbind(-2):
         for at in range(0, 32, bits):
-            if kind == "fp8":  # e4m3 has float32's order of bits, and an exponent that is 120 less
-                byte = word << 24 - at
-                found.append((byte & -(1 << 31) | (byte >> 4) & 0x07F00000).view(torch.float32) * 2.0**120)
+            if kind == "fp8":
+                found.append(e4m3(word << 24 - at))
             elif kind in TABLES:
                 found.append(choose(word >> at, TABLES[kind]))
             else:
@@ -67,38 +99,52 @@ def numbers(kind: str, words: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def multiply_codes(
-    kind: str, x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, *zeros: torch.Tensor
-) -> torch.Tensor:
-    """x W^T [P, B, R, LANES] for x [B, R, G, n, STEP] float32 and a `CodedLinear`'s tensors; to be compiled.
+def decoded(
+    form: Form, words: torch.Tensor, tables: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """The numbers of the codes in words, less zeros, and the scale of their products; None: they are multiplied by it.
+
+    tables: those of a `CodedLinear`; see there, and `reference.Quantized` for the formulas.
+    """
+    found, count = numbers(form.kind, words), 1 + form.has_zeros
+    if not form.small:
+        for zero in tables[1:]:
+            found = [number - zero for number in found]
+        return found, tables[0]
+    pairs = zip(tables[:count], tables[count:], strict=True)
+    scale, *least = (small_numbers(form.small, table) * factor for table, factor in pairs)
+    if not least:
+        return found, scale
+    shift = least[0] + LOWEST.get(form.kind, 0) * scale
+    return [number * scale - shift for number in found], None
+
+
+def multiply_codes(form: Form, x: torch.Tensor, words: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
+    """x W^T [P, B, R, LANES] for x [B, R, .., n, STEP] float32 and a `CodedLinear`'s tensors; to be compiled.
 
     B is a loop, whose rounds find a panel in the cache. The R rows are written out, so that a code becomes a number
-    once for all of them. For several rows two halves of the lanes are written out, too: an input is read once for both.
+    once for all of them. For several rows the vectors of the lanes are written out, too: an input is read once for all.
+    A part of a vector would be many times as slow as a whole one.
     """
-    width = LANES if x.shape[1] == 1 or WIDE else LANES // 2
+    width = LANES if x.shape[1] == 1 else vector()
     parts = []
     for begin in range(0, LANES, width):
         lanes = slice(begin, begin + width)
-        found = numbers(kind, words[..., lanes])
-        for zero in zeros:
-            found = [number - zero[..., lanes] for number in found]
-        parts.append((found, scales[..., lanes]))
-    sums = []
+        parts.append(decoded(form, words[..., lanes], [table[..., lanes] for table in tables]))
+    sums, inner = [], tuple(range(2, x.ndim - 1))
     for row in x.unbind(1):
         for found, scale in parts:
             first, *rest = (number.unsqueeze(1) * row[..., i, None] for i, number in enumerate(found))
-            sums.append((sum(rest, first) * scale.unsqueeze(1)).sum((2, 3)))
+            total = sum(rest, first)
+            sums.append((total if scale is None else total * scale.unsqueeze(1)).sum(inner))
     return torch.stack(sums, 2).flatten(2).unflatten(2, (-1, LANES))
 
 
-def unpack_codes(
-    kind: str, dtype: torch.dtype, words: torch.Tensor, scales: torch.Tensor, *zeros: torch.Tensor
-) -> torch.Tensor:
-    """The numbers [G, n, STEP, P, LANES] of panels of a `CodedLinear`; to be compiled, or to serve as it is."""
-    found = numbers(kind, words)
-    for zero in zeros:
-        found = [number - zero for number in found]
-    return torch.stack([(number * scales).to(dtype).movedim(0, 2) for number in found], 2)
+def unpack_codes(form: Form, dtype: torch.dtype, words: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
+    """The numbers [.., n, STEP, P, LANES] of panels of a `CodedLinear`; to be compiled, or to serve as it is."""
+    found, scale = decoded(form, words, tables)
+    scaled = found if scale is None else [number * scale for number in found]
+    return torch.stack([number.to(dtype).movedim(0, -2) for number in scaled], -3)
 
 
 def in_order(kind: str, codes: torch.Tensor) -> torch.Tensor:
@@ -123,6 +169,9 @@ class CodedLinear:
         words   [P, G, n, 1 or 2, LANES]   the codes of STEP inputs, in words of 32 bits, whose lowest bits come first
         tables  [P, G, 1, LANES] float32   scales, and zeros if there are any
 
+    If the weight has factors, G are three dimensions: F of inputs that share them, q, and 4 groups. A word has the 8
+    bits of these four, [P, F, q, 1, 1, LANES], and after such tables come those of factors, [P, F, 1, 1, 1, LANES].
+
     The groups are the weight's own. If its last one is shorter, they are divided so that all have one size.
 
     Args:
@@ -133,27 +182,40 @@ class CodedLinear:
     """
 
     def __init__(self, weight: Quantized, forms: Forms | None = None):
-        self.kind, self.forms, self.outputs = weight.kind, forms, len(weight.codes)
+        self.form, self.forms, self.outputs = Form.of(weight), forms, len(weight.codes)
         self.inputs = weight.codes.shape[1] * 2 // WORDS[weight.kind]
-        self.padding = -self.inputs % (2 * STEP)  # a group is a multiple of this, or all inputs
+        factors = () if weight.factors is None else weight.factors.unbind(-1)
+        # A group is a multiple of two steps, or all inputs. Beside factors four are together.
+        self.padding = -self.inputs % (4 * weight.group if factors else 2 * STEP)
         inputs = self.inputs + self.padding
-        group = inputs if weight.group >= self.inputs else math.gcd(weight.group, inputs)
-        self.shape = -(-self.outputs // LANES), inputs // group, group // STEP
-        panels, groups, steps = self.shape
-        missing = -self.outputs % LANES
+        group, wide = (inputs if n >= self.inputs else math.gcd(n, inputs) for n in (weight.group, weight.wide))
+        group = math.gcd(group, wide // 4) if factors else group
+        panels, missing = -(-self.outputs // LANES), -self.outputs % LANES
+        groups, steps = inputs // group, group // STEP
+        self.shape = (panels, inputs // wide, wide // group // 4, 4, steps) if factors else (panels, groups, steps)
 
-        def table(values: torch.Tensor) -> torch.Tensor:
-            values = values.float().repeat_interleave(-(-weight.group // group), 1)[:, :groups]
-            return F.pad(values, (0, 0, 0, missing)).view(panels, LANES, groups).mT.unsqueeze(2).contiguous()
+        def table(values: torch.Tensor, each: int, own: int) -> torch.Tensor:
+            values, count = values.repeat_interleave(-(-min(each, inputs) // own), 1), inputs // own
+            values = F.pad(values, (0, count - values.shape[1], 0, missing))
+            return values.view(panels, LANES, count).mT.contiguous()
 
-        self.tables = [table(values) for values in (weight.scales, weight.zeros) if values is not None]
+        small = [values for values in (weight.scales, weight.zeros) if values is not None]
+        if factors:
+            tables = (table(values.view(torch.uint8), weight.group, group) for values in small)
+            fours = (each.view(panels, -1, 4, LANES).mT.contiguous().view(torch.float32) for each in tables)
+            self.tables = [each.view(*self.shape[:3], 1, 1, LANES) for each in fours]
+            for values in factors:
+                self.tables.append(table(values, weight.wide, wide).view(*self.shape[:2], 1, 1, 1, LANES))
+        else:
+            self.tables = [table(values.float(), weight.group, group).unsqueeze(2) for values in small]
         words = torch.empty(panels, groups, steps, WORDS[weight.kind], LANES, dtype=torch.int32)
+        padding = self.padding * WORDS[weight.kind] // 2  # bytes
         some = max(1, SLAB // (inputs * LANES))  # one by one, to save memory
         for part, codes in zip(words.split(some), weight.codes.split(some * LANES), strict=True):
-            lines = F.pad(in_order(weight.kind, codes), (0, self.padding, 0, -len(codes) % LANES)).contiguous()
+            lines = F.pad(in_order(weight.kind, codes), (0, padding, 0, -len(codes) % LANES)).contiguous()
             lines = lines.view(torch.int32).view(len(part), LANES, groups, steps, -1)
             part.copy_(lines.movedim(1, 4))
-        self.words = words.view(torch.float32)  # see `numbers`
+        self.words = words.view(*self.shape, -1, LANES).view(torch.float32)  # see `numbers`
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] W^T + bias, [T, out] in x's dtype."""
@@ -182,19 +244,24 @@ class CodedLinear:
         some = max(1, SLAB // (x.shape[1] * LANES * x.itemsize))
         for begin in range(0, self.shape[0], some):
             tensors = [tensor[begin : begin + some] for tensor in (self.words, *self.tables)]
-            slab = run(tensors)[0] if run else unpack_codes(self.kind, dtype, *tensors)
+            slab = run(tensors)[0] if run else unpack_codes(self.form, dtype, *tensors)
             out = y[:, begin * LANES : (begin + some) * LANES]
             torch.mm(x, slab.view(x.shape[1], -1), out=out)
         return y
+
+
+def parts_of(weight: Quantized, count: int) -> list[Quantized]:
+    """Parts of a weight that have so many of its outputs."""
+    fields = [x.split(count) if isinstance(x, torch.Tensor) and x.ndim else itertools.repeat(x) for x in weight]
+    return [Quantized(*part) for part in zip(*fields, strict=False)]
 
 
 class CodedExperts:
     """The weights [E, out, in] of a layer's experts, each a `CodedLinear`."""
 
     def __init__(self, weight: Quantized, forms: Forms | None = None):
-        zeros = [None] * len(weight.codes) if weight.zeros is None else weight.zeros
-        parts = zip(weight.codes, weight.scales, zeros, strict=True)
-        self.experts = [CodedLinear(Quantized(weight.kind, *part, weight.group), forms) for part in parts]
+        fields = [x if isinstance(x, torch.Tensor) else itertools.repeat(x) for x in weight]
+        self.experts = [CodedLinear(Quantized(*part), forms) for part in zip(*fields, strict=False)]
         self.shape = len(weight.codes), self.experts[0].outputs, self.experts[0].inputs
 
     def __getitem__(self, expert: int) -> CodedLinear:
@@ -301,11 +368,6 @@ def pack_quantized(
 
 def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
     """See `reference.quantized_linear`. The outputs come in parts, whose numbers the cache holds."""
-    step = max(1, SLAB // (4 * x.shape[1]))
-    tables = [weight.codes, weight.scales, weight.zeros, bias]
-    cut = [[None] * -(-len(weight.codes) // step) if table is None else table.split(step) for table in tables]
-    parts = [
-        reference.quantized_linear(x, weight._replace(codes=codes, scales=scales, zeros=zeros), shift)
-        for codes, scales, zeros, shift in zip(*cut, strict=True)
-    ]
-    return torch.cat(parts, 1)
+    parts = parts_of(weight, max(1, SLAB // (4 * x.shape[1])))
+    shifts = [None] * len(parts) if bias is None else bias.split(len(parts[0].codes))
+    return torch.cat([reference.quantized_linear(x, *each) for each in zip(parts, shifts, strict=True)], 1)

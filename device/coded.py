@@ -8,15 +8,17 @@ codes of one kind, and for plain numbers otherwise.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from collections import Counter
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
-from checkpoints.dequantize import Codes, Packed, axes, common_group
+from checkpoints.dequantize import Codes, Packed, Read, axes, common_group
 from checkpoints.hub import checkpoint_files
 from checkpoints.rounding import GROUPS
 from config import EngineConfig
@@ -31,9 +33,11 @@ PIECE_ELEMENTS = 2**22  # become codes at a time, in some hundred calls, whose o
 LEAST_GROUP = 16
 FP8_CAPABILITY = (8, 9)  # from which on a GPU converts and multiplies FP8, and Triton knows it
 ROUNDED_GROUP = 128  # a group is a multiple of this, or all inputs, where products round their inputs
+FINE = (16, 32)  # groups whose scales may have factors
+LOWEST = {"int4": -8}  # as the specification has it
 PLAIN = ("router", "shared_gate")  # small, and choose among experts; they are not rounded
 TABLES = ("embedding", "head")  # of a model; they are not rounded here
-PAIRED = ("int4", "fp4", "nf4")  # kinds whose codes have four bits
+PAIRED = ("int4", "fp4", "nf4", "iq4")  # kinds whose codes have four bits
 
 Source = torch.Tensor | Packed
 
@@ -48,29 +52,43 @@ class Rows(NamedTuple):
         """Copy the codes of a part [.., n, in]; returns the sum of their scales and zeros, not finite if a number is
         not."""
         coded, begin, total = self.weight.coded, self.begin, torch.zeros(())
-        codes, scales = coded.codes.flatten(0, -2), coded.scales.flatten(0, -2)
-        zeros = None if coded.zeros is None else coded.zeros.flatten(0, -2)
+        fields = coded.codes, coded.scales, coded.zeros, coded.factors
+        tables = [None if x is None else x.flatten(0, len(self.weight.shape) - 2) for x in fields]
         for part in chain.from_iterable(
             matrix.split(max(1, PIECE_ELEMENTS // matrix.shape[1])) for matrix in matrices_of(source)
         ):
             found = axes(part)
             assert found and part.codes
             columns = found[1] if self.weight.order is None else found[1][self.weight.order.to(found[1].device)]
-            numbers, scale, *zero = part.codes.read(found[0], columns, coded.group)
-            rows = slice(begin, begin + len(numbers))
-            codes[rows] = stored(numbers, coded.kind)
-            scales[rows] = scale
-            if zeros is not None:
-                zeros[rows] = zero[0] if zero else 0
-            nan = coded.kind == "fp8" and bool(((numbers.to(torch.uint8) & 127) == 127).any())
-            total += scale.sum() + sum(each.sum() for each in zero) + (math.nan if nan else 0)
-            begin = rows.stop
+            read = part.codes.read(found[0], columns, coded.group, coded.wide or coded.group)
+            if coded.factors is None and read.factors is not None:
+                read = without_factors(read, coded.kind, coded.group)
+            rows = slice(begin, begin + len(read.codes))
+            for table, values in zip(tables, (stored(read.codes, coded.kind), *read[1:]), strict=True):
+                if table is not None:
+                    table[rows] = 0 if values is None else values
+            nan = coded.kind == "fp8" and bool(((read.codes.to(torch.uint8) & 127) == 127).any())
+            sums = (values.sum(dtype=torch.float32) for values in read[1:] if values is not None)
+            total, begin = total + sum(sums) + (math.nan if nan else 0), rows.stop
         return total
 
 
 def matrices_of(source: Source) -> list[Any]:
     """The matrices of a part, one after the other: it may have one for each head."""
     return [source] if len(source.shape) == 2 else [source[i] for i in range(source.shape[0])]
+
+
+def without_factors(found: Read, kind: str, group: int) -> Read:
+    """The same numbers without factors, of which `found` has some for each group."""
+    assert found.factors is not None
+    scales = found.scales * found.factors[..., 0]
+    if found.zeros is None:
+        return Read(found.codes, scales)
+    least = found.zeros * found.factors[..., 1]
+    flat = (scales == 0) & (least != 0)  # a group without a scale, whose numbers are all the least one
+    zeros = torch.where(flat, 1, torch.where(scales == 0, 0, least / scales + LOWEST.get(kind, 0)))
+    codes = torch.where(flat.repeat_interleave(group, 1)[:, : found.codes.shape[1]], 0, found.codes)
+    return Read(codes, torch.where(flat, least, scales), zeros)
 
 
 def stored(numbers: torch.Tensor, kind: str) -> torch.Tensor:
@@ -219,7 +237,7 @@ def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.T
     codes = [matrix.codes for matrix, _ in found if matrix.codes]
     if len({each.kind for each in codes}) != 1:
         return None
-    kind, group = codes[0].kind, math.gcd(*(common_group(matrix, columns) for matrix, columns in found))
+    kind, group = codes[0].kind, common(codes, [columns for _, columns in found], "group")
     orders = [order_of(matrix, columns, group) for matrix, columns in found]
     order = orders[0]
     if order is None or not all(other is not None and torch.equal(order, other) for other in orders):
@@ -228,20 +246,31 @@ def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.T
         return None
     if (group % LEAST_GROUP and group < inputs) or (kind in PAIRED and inputs % 32):
         return None
-    dtype = codes[0].dtype
-    for each in codes[1:]:
-        dtype = torch.promote_types(dtype, each.dtype)
+    wide = 0
+    if all(each.wide and each[2:4] == codes[0][2:4] for each in codes) and group in FINE:
+        wide = common(codes, [columns for _, columns in found], "wide")
+    wide = wide if wide >= inputs or wide % 32 == 0 else 0
+    # Without factors scales are floats that hold the products with them.
+    dtypes = (each.dtype if wide or not each.wide else torch.float32 for each in codes)
+    dtype = functools.reduce(torch.promote_types, dtypes)
     *outer, _ = weight.shape
     new = model.take
     table = (*outer, -(-inputs // group))
     types = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
     made = new(*outer, inputs // 2 if kind in PAIRED else inputs, dtype=types.get(kind, torch.uint8))
     zeros = new(*table, dtype=dtype) if any(each.has_zeros for each in codes) else None
+    cuts = *outer, -(-inputs // wide) if wide else 0, 1 if zeros is None else 2
+    factors = new(*cuts, dtype=torch.float32) if wide else None
     rounding: tuple[str, torch.Tensor | None] = "", None
     if weight.ndim == 2 and zeros is None and (group >= inputs or group % ROUNDED_GROUP == 0):
         rounding = rounding_of(codes, model.device)
-    coded = model.ops.Quantized(kind, made, new(*table, dtype=dtype), zeros, group, *rounding)
+    coded = model.ops.Quantized(kind, made, new(*table, dtype=dtype), zeros, group, factors, wide, *rounding)
     return QuantizedWeight(model.ops, weight, coded, order.to(model.device) if len(order) else None)
+
+
+def common(codes: Sequence[Codes], columns: Sequence[torch.Tensor], name: str) -> int:
+    """How many neighbouring columns are together in a `group` or `wide` of all these parts."""
+    return math.gcd(*(common_group(getattr(each, name), at) for each, at in zip(codes, columns, strict=True)))
 
 
 def rounding_of(codes: list[Codes], device: str) -> tuple[str, torch.Tensor | None]:

@@ -204,8 +204,9 @@ def _find_tile(
 
 @triton.jit(do_not_specialize=["tiles"])
 def expert_gate_up_kernel(
-    x, weight, scales, zeros, bias, weights, starts, order, h, tiles,
-    KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, UNPACK: tl.constexpr,
+    x, weight, scales, zeros, factors, bias, weights, starts, order, h, tiles,
+    KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
+    UNPACK: tl.constexpr,
     E: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
     WEIGH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
     SHARERS: tl.constexpr,
@@ -229,8 +230,8 @@ def expert_gate_up_kernel(
         o_gate = i_n * BLOCK_N + o_row // 16 * 8 + o_row % 8
         o_row = i_e.to(tl.int64) * (2 * SIZE) + o_row // 8 % 2 * SIZE + o_gate
         b_both = _quantized_part(
-            x, weight, scales, zeros, b_token, o_row, m_m, o_gate < SIZE, 0,
-            H, KIND, SCALES, GROUP, UNPACK, 1, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
+            x, weight, scales, zeros, factors, b_token, o_row, m_m, o_gate < SIZE, 0,
+            H, KIND, SCALES, GROUP, WIDE, UNPACK, 1, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
         )  # fmt: skip
         b_both = tl.permute(tl.reshape(b_both, [BLOCK_M, BLOCK_N // 8, 2, 8]), [0, 1, 3, 2])
         b_gate, b_up = tl.split(b_both)
@@ -303,7 +304,7 @@ def expert_gate_up(
 
     columns = triton.cdiv(double // 2, block[1])
     expert_gate_up_kernel[(plan.tiles() * columns,)](
-        x, matrix, layout.scales, layout.zeros, bias, plan.weights, plan.starts, plan.order, h, plan.tiles(),
+        x, matrix, *layout[:3], bias, plan.weights, plan.starts, plan.order, h, plan.tiles(),
         *layout.constants, experts, inputs, double // 2, k, activation, plan.weigh_inputs, *block,
         triton.next_power_of_2(experts), SHARERS, num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
@@ -312,8 +313,9 @@ def expert_gate_up(
 
 @triton.jit(do_not_specialize=["tiles"])
 def expert_down_kernel(
-    h, weight, scales, zeros, bias, weights, starts, order, parts, tiles,
-    KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, UNPACK: tl.constexpr,
+    h, weight, scales, zeros, factors, bias, weights, starts, order, parts, tiles,
+    KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
+    UNPACK: tl.constexpr,
     E: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, WEIGH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, SHARERS: tl.constexpr,
 ):  # fmt: skip
@@ -330,8 +332,8 @@ def expert_down_kernel(
     b_pair = tl.load(order + o_m, mask=m_m, other=0).to(tl.int64)
     if KIND is not None:
         b_y = _quantized_part(
-            h, weight, scales, zeros, b_pair, i_e.to(tl.int64) * H + o_n, m_m, m_n, 0,
-            SIZE, KIND, SCALES, GROUP, UNPACK, 1, BLOCK_M, BLOCK_N, BLOCK_K,
+            h, weight, scales, zeros, factors, b_pair, i_e.to(tl.int64) * H + o_n, m_m, m_n, 0,
+            SIZE, KIND, SCALES, GROUP, WIDE, UNPACK, 1, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     else:
         p_h = h + (b_pair * SIZE)[:, None]
@@ -383,7 +385,7 @@ def expert_down(
 
     columns = triton.cdiv(hidden, block[1])
     expert_down_kernel[(plan.tiles() * columns,)](
-        h, matrix, layout.scales, layout.zeros, bias, plan.weights, plan.starts, plan.order, parts, plan.tiles(),
+        h, matrix, *layout[:3], bias, plan.weights, plan.starts, plan.order, parts, plan.tiles(),
         *layout.constants, experts, hidden, size, not plan.weigh_inputs, *block, triton.next_power_of_2(experts),
         SHARERS, num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip

@@ -20,8 +20,8 @@ from ops.quantized_inputs import _rounded_part, round_inputs
 from reference import Quantized
 
 PROGRAMS = 512  # programs to aim for with few rows: four for each processor, which hide each other's waits
-KINDS = ("int4", "fp4", "nf4", "int8", "fp8")
-NF4 = tl.constexpr(reference.NF4)
+KINDS = ("int4", "fp4", "nf4", "iq4", "int8", "fp8")
+NF4, IQ4 = tl.constexpr(reference.NF4), tl.constexpr(reference.IQ4)
 
 
 @functools.cache
@@ -30,9 +30,11 @@ def _unpacking(kind: str, dtype: torch.dtype) -> str:
     bits, exponent = (7, 8) if dtype == torch.bfloat16 else (10, 5)
     large = (2 ** (exponent - 1) - 1 + bits) << bits
     begin = "{.reg .b32 a, b; cvt.u32.u16 a, $2;"
-    if kind == "nf4":  # the high bytes of the numbers are looked up apart from the low ones, for eight codes each
-        table = torch.tensor(reference.NF4, dtype=dtype).view(torch.uint8).view(4, 4, 2)
-        low, high = ([int.from_bytes(bytes(four), "little") for four in table[..., i].tolist()] for i in (0, 1))
+    if table := {"nf4": reference.NF4, "iq4": reference.IQ4}.get(
+        kind
+    ):  # the high bytes of the numbers are looked up apart from the low ones, for eight codes each
+        pairs = torch.tensor(table, dtype=dtype).view(torch.uint8).view(4, 4, 2)
+        low, high = ([int.from_bytes(bytes(four), "little") for four in pairs[..., i].tolist()] for i in (0, 1))
         return f"""{{.reg .b32 s, m, a, b, c, d;
             cvt.u32.u16 s, $2; shr.b32 m, s, 3; and.b32 m, m, 0x1111; prmt.b32 m, 0xff00, 0, m; and.b32 s, s, 0x7777;
             prmt.b32 a, {low[0]}, {low[1]}, s; prmt.b32 b, {low[2]}, {low[3]}, s; lop3.b32 a, m, b, a, 0xca;
@@ -58,8 +60,8 @@ def _bits(b_code, KIND: tl.constexpr, UNPACK: tl.constexpr, dtype: tl.constexpr)
 
     A byte of int8 has one code: its seven bits, and the eighth. One of fp8 has its code twice. An integer becomes the
     lowest bits of a large float, whose last bit counts 1. A float of few bits becomes one with the same exponent and
-    mantissa. UNPACK does so for two bytes, in as many instructions as the compiler would take for one; its nf4 are the
-    numbers themselves.
+    mantissa. UNPACK does so for two bytes, in as many instructions as the compiler would take for one; its nf4 and
+    iq4 are the numbers themselves.
     """
     BITS: tl.constexpr = 7 if dtype == tl.bfloat16 else 10  # of the mantissa
     EXPONENT: tl.constexpr = 8 if dtype == tl.bfloat16 else 5
@@ -71,7 +73,7 @@ def _bits(b_code, KIND: tl.constexpr, UNPACK: tl.constexpr, dtype: tl.constexpr)
         )
     elif KIND == "int4":
         b_low, b_high = b_int & 15 | LARGE, b_int >> 4 | LARGE
-    elif KIND == "nf4":
+    elif KIND == "nf4" or KIND == "iq4":
         b_low, b_high = b_int & 15, b_int >> 4
     elif KIND == "int8":
         b_low, b_high = b_int & 127 | LARGE, b_int & 128 | LARGE
@@ -96,10 +98,10 @@ def _number(b_bits, b_more, KIND: tl.constexpr, UNPACK: tl.constexpr, dtype: tl.
     """The numbers of codes whose `_bits` these are, exact but for those of nf4; of int8 b_more are the other ones."""
     BITS: tl.constexpr = 7 if dtype == tl.bfloat16 else 10  # of the mantissa
     BIAS: tl.constexpr = 127 if dtype == tl.bfloat16 else 15  # of the exponent
-    if KIND == "nf4" and UNPACK is None:
+    if (KIND == "nf4" or KIND == "iq4") and UNPACK is None:
         b_number = tl.zeros(b_bits.shape, tl.float32)
         for i in tl.static_range(16):
-            b_number = tl.where(b_bits == i, NF4[i], b_number)
+            b_number = tl.where(b_bits == i, NF4[i] if KIND == "nf4" else IQ4[i], b_number)
     else:
         b_number = _float(b_bits, dtype)
     if KIND == "int4":
@@ -114,15 +116,29 @@ def _number(b_bits, b_more, KIND: tl.constexpr, UNPACK: tl.constexpr, dtype: tl.
 
 
 @triton.jit
-def _load_scales(p_scale, m_scale, SCALES: tl.constexpr):
-    """Scales float32; those of 8 bits are e4m3 or e8m0, as SCALES says, and others say it themselves."""
-    b_scale = tl.load(p_scale, mask=m_scale, other=0)
+def _load_scales(scales, factors, o_t, o_f, m_t, SCALES: tl.constexpr):
+    """Scales float32 at o_t, times factors at o_f. Those of 8 bits are e4m3 or e8m0, as SCALES says, or integers."""
+    b_scale = tl.load(scales + o_t, mask=m_t, other=0)
     if SCALES == "e4m3":
         b_bits, b_more = _bits(b_scale, "fp8", None, tl.float16)
         b_scale = _number(b_bits, b_more, "fp8", None, tl.float16)
     elif SCALES == "e8m0":
         b_scale = (b_scale.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
-    return b_scale.to(tl.float32)
+    b_scale = b_scale.to(tl.float32)
+    if factors is not None:
+        b_scale *= tl.load(factors + o_f, mask=m_t, other=0.0)
+    return b_scale
+
+
+@triton.jit
+def _load_zeros(zeros, factors, b_scale, o_t, o_f, m_t, KIND: tl.constexpr):
+    """Zeros float32 at o_t; with factors what is subtracted from the products of numbers and scales."""
+    b_zero = tl.load(zeros + o_t, mask=m_t, other=0).to(tl.float32)
+    if factors is not None:
+        b_zero *= tl.load(factors + o_f + 1, mask=m_t, other=0.0)
+        if KIND == "int4":
+            b_zero -= 8.0 * b_scale
+    return b_zero
 
 
 @triton.jit
@@ -135,24 +151,25 @@ def _spread(b_table, WIDTH: tl.constexpr):
 
 @triton.jit
 def _quantized_part(
-    x, codes, scales, zeros, o_m, o_n, m_m, m_n, i_s,
-    K: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, UNPACK: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, codes, scales, zeros, factors, o_m, o_n, m_m, m_n, i_s,
+    K: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
+    UNPACK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """x W^T over part i_s of SPLITS of the K columns, [BLOCK_M, BLOCK_N] float32, of the rows o_m of x and o_n of W.
 
     Scales multiply sums in float32: those of a step, or where one group is all of K those of the part. Where a step has
-    several groups, they multiply the numbers, in x's dtype, as zeros are subtracted there.
+    several groups, or where there are factors, they multiply the numbers, in x's dtype, as zeros are subtracted there.
     """
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    FINE: tl.constexpr = GROUP < BLOCK_K and GROUP < K
+    FINE: tl.constexpr = WIDE > 0 or (GROUP < BLOCK_K and GROUP < K)
+    FACTORS: tl.constexpr = 2 if zeros is not None else 1  # of WIDE inputs
     HALVES: tl.constexpr = 1 if KIND == "int8" or KIND == "fp8" else 2  # codes of a byte
     WIDTH: tl.constexpr = BLOCK_K // HALVES  # bytes of a step, of which RUN share a scale
     RUN: tl.constexpr = 16 if HALVES == 2 else GROUP
     dtype: tl.constexpr = tl.float16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
     p_x, p_code = x + (o_m.to(tl.int64) * K)[None, :], codes + (o_n.to(tl.int64) * (K // HALVES))[:, None]
-    o_table = o_n * GROUPS
+    o_table, o_wide = o_n * GROUPS, o_n * ((K + WIDE - 1) // WIDE if WIDE > 0 else 0)
     b_y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for i_k in range(i_s * STEPS // SPLITS, (i_s + 1) * STEPS // SPLITS):
         o_c = i_k * WIDTH + tl.arange(0, WIDTH)
@@ -170,35 +187,43 @@ def _quantized_part(
             if FINE and (i_half == 0 or GROUP == 16):  # in 32 inputs that are 16 bytes
                 o_g = (i_k * BLOCK_K + HALVES * RUN * tl.arange(0, WIDTH // RUN) + 16 * i_half) // GROUP
                 o_t, m_t = o_table[:, None] + o_g[None, :], m_n[:, None] & (o_g < GROUPS)[None, :]
-                b_scale = _spread(_load_scales(scales + o_t, m_t, SCALES).to(b_w.dtype), WIDTH)
+                o_f = o_t if WIDE == 0 else (o_wide[:, None] + (o_g * GROUP // WIDE)[None, :]) * FACTORS
+                b_small = _load_scales(scales, factors, o_t, o_f, m_t, SCALES)
+                b_scale = _spread(b_small.to(b_w.dtype), WIDTH)
                 if zeros is not None:
-                    b_zero = _spread(tl.load(zeros + o_t, mask=m_t, other=0.0).to(b_w.dtype), WIDTH)
+                    b_zero = _load_zeros(zeros, factors, b_small, o_t, o_f, m_t, KIND)
+                    b_zero = _spread(b_zero.to(b_w.dtype), WIDTH)
             elif zeros is not None and i_half == 0:
                 b_zero = tl.load(zeros + o_table + i_k * BLOCK_K // GROUP, mask=m_n, other=0.0)
                 b_zero = b_zero.to(b_w.dtype)[:, None]
+            if WIDE > 0:
+                b_w *= b_scale
             if zeros is not None:
                 b_w -= b_zero
-            if FINE:
+            if FINE and WIDE == 0:
                 b_w *= b_scale
             b_sum = _dot(b_w, b_x, b_sum)
         if FINE or GROUP >= K:
             b_y = b_sum
         else:
-            b_y += b_sum * _load_scales(scales + o_table + i_k * BLOCK_K // GROUP, m_n, SCALES)[:, None]
-    if GROUP >= K:
-        b_y *= _load_scales(scales + o_table, m_n, SCALES)[:, None]
+            o_t = o_table + i_k * BLOCK_K // GROUP
+            b_y += b_sum * _load_scales(scales, None, o_t, o_t, m_n, SCALES)[:, None]
+    if GROUP >= K and not FINE:
+        b_y *= _load_scales(scales, None, o_table, o_table, m_n, SCALES)[:, None]
     return tl.trans(b_y)
 
 
 @triton.jit(do_not_specialize=["M"])
 def quantized_linear_kernel(
-    x, x_scales, codes, scales, zeros, bias, y, partial, counters, M,
+    x, x_scales, codes, scales, zeros, factors, bias, y, partial, counters, M,
     N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
-    UNPACK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDE: tl.constexpr, UNPACK: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """y = x W^T + b, W = (numbers(codes) - zeros) * scales; x [M, K], codes [N, K] or [N, K / 2], y [M, N].
 
-    If there are x_scales [M, G], x is codes, too, and stands for x * x_scales; see `_rounded_part`.
+    With factors W is as `reference.Quantized` says. If there are x_scales [M, G], x is codes, too, and stands for
+    x * x_scales; see `_rounded_part`.
 
     K is cut into SPLITS parts, each of which has a program of its own. If there are several (then M <= BLOCK_M), the
     last program to finish adds them in their order, from partial [SPLITS, M, N] float32.
@@ -214,8 +239,8 @@ def quantized_linear_kernel(
         )
     else:
         b_y = _quantized_part(
-            x, codes, scales, zeros, o_m, o_n, m_m, m_n, i_s,
-            K, KIND, SCALES, GROUP, UNPACK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K,
+            x, codes, scales, zeros, factors, o_m, o_n, m_m, m_n, i_s,
+            K, KIND, SCALES, GROUP, WIDE, UNPACK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     if SPLITS > 1:
         o_part = o_m[:, None] * N + o_n[None, :]
@@ -236,11 +261,12 @@ class Layout(NamedTuple):
 
     scales: torch.Tensor | None  # [.., N, ceil(K / group)], as bytes if they are float8
     zeros: torch.Tensor | None
-    constants: tuple[str | None, str | None, int | None, str | None]  # KIND, SCALES, GROUP, UNPACK
+    factors: torch.Tensor | None
+    constants: tuple[str | None, str | None, int | None, int | None, str | None]  # KIND, SCALES, GROUP, WIDE, UNPACK
     step: int  # BLOCK_K
 
 
-PLAIN = Layout(None, None, (None, None, None, None), 0)  # of a weight that is not in codes
+PLAIN = Layout(None, None, None, (None, None, None, None, None), 0)  # of a weight that is not in codes
 
 
 def _plain_scales(scales: torch.Tensor) -> tuple[torch.Tensor, str]:
@@ -267,12 +293,13 @@ def _layout(weight: Quantized, inputs: int, dtype: torch.dtype, chip: Chip) -> L
             scales, zeros, *_ = *(t.repeat_interleave(repeat, -1)[..., :groups].contiguous() for t in tables), None
     scales, bytes_of = _plain_scales(scales)
     unpacking = None if INTERPRET or dtype == torch.float32 else _unpacking(weight.kind, dtype)
-    return Layout(scales, zeros, (weight.kind, bytes_of, group, unpacking), step)
+    constants = weight.kind, bytes_of, group, min(weight.wide, inputs), unpacking
+    return Layout(scales, zeros, weight.factors, constants, step)
 
 
 def _check(weight: Quantized, inputs: int) -> None:
     """Check what the kernels rely on; `inputs` is K."""
-    kind, codes, scales, zeros, group, rounding, _ = weight
+    kind, codes, scales, zeros, group, factors, wide, rounding, _ = weight
     dtype, width = {"int8": (torch.int8, inputs), "fp8": (torch.float8_e4m3fn, inputs)}.get(
         kind, (torch.uint8, inputs // 2)
     )
@@ -282,7 +309,12 @@ def _check(weight: Quantized, inputs: int) -> None:
     assert scales.shape == (*codes.shape[:-1], triton.cdiv(inputs, group)) and scales.is_contiguous()
     assert not rounding or (rounding == kind and zeros is None and scales.dtype.itemsize > 1)
     assert not rounding or group >= inputs or group % 128 == 0
-    assert zeros is None or (zeros.shape == scales.shape and zeros.is_contiguous() and zeros.dtype.itemsize > 1)
+    assert zeros is None or (zeros.shape == scales.shape and zeros.is_contiguous() and not _plain_scales(zeros)[1])
+    assert (factors is None) == (wide == 0)
+    if factors is not None:
+        assert group in (16, 32) and (wide % group == 0 or wide >= inputs) and factors.dtype == torch.float32
+        cuts = triton.cdiv(inputs, wide)
+        assert factors.shape == (*codes.shape[:-1], cuts, 1 if zeros is None else 2) and factors.is_contiguous()
 
 
 def _rows_tile(rows: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int]:
@@ -305,11 +337,11 @@ def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | No
     _check(weight, inputs)
 
     chip, dtype, codes, x_scales = _chip(x.device), x.dtype, weight.codes.view(torch.uint8), None
-    wide = dtype
+    tiled = dtype
     if weight.inputs:  # no code becomes a number, and the tiles are those of x in 16 bits
-        (x, x_scales), codes, wide = round_inputs(x, weight), weight.codes, torch.bfloat16
-    scales, zeros, constants, block_k = _layout(weight, inputs, wide, chip)
-    block_m, block_n, warps, stages = _rows_tile(tokens, wide, chip)
+        (x, x_scales), codes, tiled = round_inputs(x, weight), weight.codes, torch.bfloat16
+    scales, zeros, factors, constants, block_k = _layout(weight, inputs, tiled, chip)
+    block_m, block_n, warps, stages = _rows_tile(tokens, tiled, chip)
     if x_scales is not None and x_scales.shape[1] > 1:
         block_n = min(block_n, 64)  # two sums in the registers, one of them of a step
     row_tiles, column_tiles = triton.cdiv(tokens, block_m), triton.cdiv(outputs, block_n)
@@ -324,7 +356,7 @@ def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | No
         counters = _counters(x.device)
 
     quantized_linear_kernel[(row_tiles, column_tiles, splits)](
-        x, x_scales, codes, scales, zeros, bias, y, partial, counters, tokens,
+        x, x_scales, codes, scales, zeros, factors, bias, y, partial, counters, tokens,
         outputs, inputs, *constants, splits, block_m, block_n, block_k,
         num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
@@ -333,8 +365,9 @@ def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | No
 
 @triton.jit
 def quantized_rows_kernel(
-    codes, scales, zeros, ids, y,
-    K: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    codes, scales, zeros, factors, ids, y,
+    K: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """y[t] = (numbers(codes[i]) - zeros[i]) * scales[i], i = ids[t]; codes [N, K] or [N, K / 2], ids [T], y [T, K].
 
@@ -351,9 +384,16 @@ def quantized_rows_kernel(
     for i_half in tl.static_range(HALVES):
         b_y = _number(b_bits[i_half], b_bits[1], KIND, None, tl.float16).to(tl.float32)
         o_t = i_row * GROUPS + (o_k + 16 * i_half) // GROUP
+        o_f = o_t
+        if WIDE > 0:
+            o_f = (i_row * ((K + WIDE - 1) // WIDE) + (o_k + 16 * i_half) // WIDE) * (2 if zeros is not None else 1)
+        b_scale = _load_scales(scales, factors, o_t, o_f, m_k, SCALES)
+        if WIDE > 0:
+            b_y *= b_scale
         if zeros is not None:
-            b_y -= tl.load(zeros + o_t, mask=m_k, other=0.0).to(tl.float32)
-        b_y *= _load_scales(scales + o_t, m_k, SCALES)
+            b_y -= _load_zeros(zeros, factors, b_scale, o_t, o_f, m_k, KIND)
+        if WIDE == 0:
+            b_y *= b_scale
         tl.store(y + i_t * K + o_k + 16 * i_half, _cast(b_y, y.dtype.element_ty), mask=m_k)
 
 
@@ -369,7 +409,7 @@ def quantized_rows(weight: Quantized, ids: torch.Tensor, dtype: torch.dtype) -> 
     block = min(512, triton.next_power_of_2(width))
 
     quantized_rows_kernel[(len(ids), triton.cdiv(width, block))](
-        weight.codes.view(torch.uint8), scales, weight.zeros, ids, y,
-        inputs, weight.kind, bytes_of, min(weight.group, inputs), block, num_warps=4,
+        weight.codes.view(torch.uint8), scales, weight.zeros, weight.factors, ids, y,
+        inputs, weight.kind, bytes_of, min(weight.group, inputs), min(weight.wide, inputs), block, num_warps=4,
     )  # fmt: skip
     return y

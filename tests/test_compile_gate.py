@@ -232,19 +232,20 @@ def lora_launches(s: Lora) -> Iterator[Callable[[Any], object]]:
 
 
 def in_codes(
-    kind: str, shape: tuple[int, ...], group: int, scales: torch.dtype, with_zeros: bool
-) -> tuple[str, torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
+    kind: str, shape: tuple[int, ...], group: int, scales: torch.dtype, with_zeros: bool, wide: int = 0
+) -> tuple[Any, ...]:
     """The fields of a Quantized of this shape, without memory."""
     *outputs, inputs = shape
     dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kind, torch.uint8)
     codes = torch.empty(*outputs, inputs // 2 if dtype == torch.uint8 else inputs, dtype=dtype, device="meta")
     table = torch.empty(*outputs, -(-inputs // group), dtype=scales, device="meta")
-    return kind, codes, table, table if with_zeros else None, group
+    factors = torch.empty(*outputs, -(-inputs // wide), 1 + with_zeros, device="meta") if wide else None
+    return kind, codes, table, table if with_zeros else None, group, factors, wide
 
 
 def coded_launches(s: Coded) -> Iterator[Callable[[Any], object]]:
     """A product with a weight in codes, for few rows, more, and many."""
-    weight = *in_codes(s.kind, (s.outputs, s.inputs), s.group, s.scales, s.zeros), s.rounding
+    weight = *in_codes(s.kind, (s.outputs, s.inputs), s.group, s.scales, s.zeros, s.wide), s.rounding
     with torch.device("meta"):
         x, bias = torch.empty(65, s.inputs, dtype=s.dtype), torch.empty(s.outputs, dtype=s.dtype)
     for rows in (2, 17, 65):
@@ -313,7 +314,8 @@ def expert_launches(s: Experts, whole: bool) -> Iterator[Callable[[Any], object]
         plan = ops.plan_experts(*ops.route(logits, *router, slots=slots), s.experts, *options)
         both: Any = gate_up, down
         if s.kind:
-            both = [ops.Quantized(*in_codes(s.kind, w.shape, s.group, torch.bfloat16, False)) for w in both]
+            scales = torch.uint8 if s.wide else torch.bfloat16, s.wide > 0, s.wide
+            both = [ops.Quantized(*in_codes(s.kind, w.shape, s.group, *scales)) for w in both]
         ops.expert_down(ops.expert_gate_up(x, both[0], gate_up_bias, plan, s.activation), both[1], down_bias, plan)
 
     yield lambda ops: layer(ops, 1, False)
@@ -334,8 +336,9 @@ def specializations(arch: int, shapes: tuple[str, ...]) -> list[tuple[str, Any, 
     from ops import matmul
 
     found: dict[str, tuple[str, Any, dict[str, Any]]] = {}
-    types = {torch.int8: "*i8", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-    types |= {torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv"}
+    types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+    types |= {torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8", torch.int8: "*i8"}
+    types[torch.float8_e4m3fn] = "*fp8e4nv"
 
     def record(fn: JITFunction, *args: Any, grid: Any, warmup: bool, **options: int) -> None:
         signature, constants, attributes = {}, {}, {}

@@ -54,7 +54,8 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
     "round_inputs": ("i_t * G + i_g, b_scale", "i_t * G, b_scale", test_quantized.test_products_of_rounded_inputs),
     "quantized_linear, of rounded inputs": (
         "m_n, i_s, K, GROUP", "m_n, 0, K, GROUP", test_quantized.test_products_of_rounded_inputs),
-    "quantized_rows": ("// GROUP\n        if zeros", "// K\n        if zeros", test_quantized.test_quantized_rows),
+    "quantized_rows": ("16 * i_half) // GROUP", "16 * i_half) // K", test_quantized.test_quantized_rows),
+    "quantized_rows, of factors": ("16 * i_half) // WIDE", "16 * i_half) // K", test_quantized.test_factors),
     "route": ("m_left & (o_e != i_e)", "m_left & (o_e > i_e)", test_expert_kernels.test_route),
     "plan_experts": ("(b_id < i_e)", "(b_id <= i_e)", test_expert_kernels.test_plan_experts_sorts_the_pairs),
     "expert_gate_up": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import reference
 from checkpoints.dequantize import axes, common_group
 from checkpoints.gguf_blocks import BLOCKS, KINDS
 from checkpoints.gguf_weights import packed
-from device.coded import stored
+from device.coded import Rows, coded_of, stored, without_factors
 from device.loader import fill_dummy, load_weights
 from model import Transformer
 from model_config import ModelConfig
@@ -189,14 +190,49 @@ def test_blocks_of_gguf_stay_in_codes(kind: str, heads: int) -> None:
         part = whole[rows, begin:end]
         found = axes(part)
         assert found and part.codes
-        group = common_group(part, found[1])
-        codes, scales, *zeros = part.codes.read(*found, group)
-        assert len(zeros) == part.codes.has_zeros and torch.equal(scales, scales.to(part.codes.dtype).float())
-        codes = stored(codes, part.codes.kind)
-        coded = reference.Quantized(part.codes.kind, codes, scales, zeros[0] if zeros else None, group)
+        kept = part.codes
+        group, wide = (common_group(each, found[1]) if each else 0 for each in (kept.group, kept.wide))
+        read = kept.read(*found, group, wide)
+        assert (read.zeros is not None) == kept.has_zeros and (read.factors is not None) == (wide > 0)
+        assert torch.equal(read.scales.float(), read.scales.to(kept.dtype).float())
+        forms = [(read, wide)]
+        if wide:
+            forms.append((without_factors(kept.read(*found, group, group), kept.kind, group), 0))
         expected = part.float()
         size = expected.abs().max()
-        torch.testing.assert_close(reference.dequantize(coded), expected, rtol=1e-5, atol=float(size) * 1e-6)
+        for (codes, scales, zeros, factors), wide in forms:
+            coded = reference.Quantized(kept.kind, stored(codes, kept.kind), scales, zeros, group, factors, wide)
+            numbers = reference.dequantize(coded)
+            torch.testing.assert_close(numbers, expected, rtol=1e-5, atol=float(size) * 1e-6)
+            assert not wide or torch.equal(numbers, expected)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "columns", "wide"),
+    [
+        (("Q4_K", "Q4_K"), slice(0, 768), 256), (("Q4_K", "Q4_K"), slice(160, 416), 32),
+        (("Q6_K", "Q6_K"), slice(16, 272), 0), (("Q4_K", "Q4_0"), slice(0, 768), 0),
+        (("Q5_K", "Q6_K"), slice(256, 768), 0), (("Q5_K", "Q5_K"), slice(256, 288), 32),
+    ],
+)  # fmt: skip
+def test_parts_of_a_matrix_keep_factors_where_they_are_alike(kinds: tuple[str, str], columns: slice, wide: int) -> None:
+    """And where a share's factors are not of less than 32 inputs. Otherwise the scales are their products."""
+    random, found = np.random.default_rng(0), []
+    for kind in kinds:
+        size = BLOCKS[kind][1]
+        raw = random.integers(0, 256, (8, 768 // BLOCKS[kind][0], size), dtype=np.uint8)
+        raw[..., HIGH[kind]] &= 0xBB
+        found.append(packed(torch.from_numpy(raw), kind, 0)[:, columns])
+    expected = torch.cat([part.float() for part in found])
+    weight = torch.empty(expected.shape, device="meta")
+    model: Any = SimpleNamespace(take=torch.zeros, ops=reference, device="cpu")
+    made = coded_of(model, weight, [(weight[:8], found[0]), (weight[8:], found[1])])
+    assert made and made.coded.wide == wide and (made.coded.factors is None) == (wide == 0)
+    assert made.coded.scales.dtype == (torch.float32 if not wide else torch.uint8)
+    for begin, part in zip((0, 8), found, strict=True):
+        assert Rows(made, begin).fill(part).isfinite()
+    size = float(expected.abs().max())
+    torch.testing.assert_close(reference.dequantize(made.coded), expected, rtol=1e-5, atol=size * 1e-6)
 
 
 def test_a_gguf_model_stays_in_codes(tmp_path: Path) -> None:

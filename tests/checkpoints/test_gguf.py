@@ -114,7 +114,14 @@ def test_any_part_of_a_tensor_is_that_of_the_whole(kind: str):
     check_kind()
 
 
-HIGH = {"Q8_0": (1,), "Q4_0": (1,), "Q4_K": (1, 3), "Q5_K": (1, 3), "Q6_K": (209,)}  # bytes with scales' exponents
+HIGH = {
+    "Q8_0": (1,),
+    "Q4_0": (1,),
+    "Q4_K": (1, 3),
+    "Q5_K": (1, 3),
+    "Q6_K": (209,),
+    "IQ4_NL": (1,),
+}  # bytes with exponents
 
 
 @pytest.mark.parametrize("kind", FORMULAS)

@@ -20,6 +20,7 @@ from cpu.quantized import (
     WORDS,
     CodedExperts,
     CodedLinear,
+    Form,
     Forms,
     IntegerLinear,
     RoundedLinear,
@@ -29,7 +30,7 @@ from cpu.quantized import (
 from reference import Quantized
 
 KINDS = list(WORDS)
-FOUR_BITS = ("int4", "fp4", "nf4")
+FOUR_BITS = ("int4", "fp4", "nf4", "iq4")
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 
 
@@ -48,11 +49,24 @@ def drawn(kind: str, shape: tuple[int, ...], group: int, zeros: bool, dtype=torc
     return Quantized(kind, codes, scales, torch.randn(tables, generator=random).to(dtype) if zeros else None, group)
 
 
+def with_factors(weight: Quantized, small: torch.dtype, wide: int, seed: int = 0) -> Quantized:
+    """The weight with scales and zeros of 8 bits, and factors at random."""
+    random = torch.Generator().manual_seed(seed)
+    zeros, inputs = weight.zeros, weight.codes.shape[-1] * 2 // WORDS[weight.kind]
+    scales, *least = (
+        torch.randint(1, 64, table.shape, generator=random).to(small)
+        for table in (weight.scales, zeros)
+        if table is not None
+    )
+    factors = torch.rand(*weight.codes.shape[:-1], -(-inputs // wide), 1 + len(least), generator=random).add(0.1) / 64
+    return weight._replace(scales=scales, zeros=least[0] if least else None, factors=factors, wide=wide)
+
+
 def uncompiled(weight: Quantized, dtype: torch.dtype = torch.float32) -> Forms:
     """The functions themselves in the place of their C++."""
 
     def late(function, *settings):
-        return SimpleNamespace(run=lambda tensors: [function(weight.kind, *settings, *tensors)])
+        return SimpleNamespace(run=lambda tensors: [function(Form.of(weight), *settings, *tensors)])
 
     product = late(quantized.multiply_codes)
     return Forms(product, product, late(quantized.unpack_codes, dtype), dtype)
@@ -107,6 +121,26 @@ def test_a_weight_in_codes_gives_the_product_of_its_numbers(kind):
         check_products(weight, None, (0, 1))
 
 
+FACTORED = [  # outputs, inputs, inputs of a group, inputs that share factors
+    (1, 32, 32, 32), (50, 96, 32, 256), (130, 512, 32, 256), (17, 320, 16, 10**6), (33, 320, 16, 256), (20, 96, 32, 32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("small", [torch.uint8, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp4"])
+def test_scales_are_multiplied_by_factors(kind, small):
+    """Also where inputs that share factors are cut by the end of a row, and the last four groups are not whole."""
+    torch.manual_seed(0)
+    for i, (outputs, inputs, group, wide) in enumerate(FACTORED + ([(5, 50, 16, 64)] if kind == "int8" else [])):
+        weight = with_factors(drawn(kind, (outputs, inputs), group, kind != "fp4" and i % 2 == 0), small, wide, i)
+        if small != torch.uint8:
+            weight = weight._replace(
+                scales=(weight.scales.float() * (1 - 2 * (torch.rand(weight.scales.shape) < 0.5))).to(small)
+            )
+        check_products(weight, uncompiled(weight), (1, ROWS + 1))
+        check_products(weight, None, (0, 2))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_rounded_once_to_the_dtype_of_their_inputs(kind, dtype):
@@ -146,8 +180,16 @@ def test_a_packed_weight_takes_little_more_than_its_codes(kind):
     for group, zeros in ((1024, False), (128, True), (32, True)):
         weight = drawn(kind, (256, 1024), group, zeros, torch.bfloat16)
         given = sum(tensor.nbytes for tensor in weight if isinstance(tensor, torch.Tensor))
-        packed = CodedLinear(weight)
-        assert sum(tensor.untyped_storage().nbytes() for tensor in (packed.words, *packed.tables)) <= 1.2 * given
+        check_size(weight, given)
+    if kind in ("int4", "fp4", "int8"):
+        for group, wide, zeros in ((16, 1024, False), (32, 256, True)):  # with what GGUF and NVFP4 store
+            weight = with_factors(drawn(kind, (256, 1024), group, zeros), torch.uint8, wide)
+            check_size(weight, weight.codes.nbytes + weight.scales.nbytes * (1 + zeros) + weight.factors.nbytes / 2)
+
+
+def check_size(weight: Quantized, given: float) -> None:
+    packed = CodedLinear(weight)
+    assert sum(tensor.untyped_storage().nbytes() for tensor in (packed.words, *packed.tables)) <= 1.2 * given
 
 
 def test_codes_of_fp8_that_are_not_numbers_are_refused():
@@ -165,6 +207,8 @@ def test_the_op_takes_a_weight_as_it_is(monkeypatch, kind):
         weight, x, bias = drawn(kind, (50, 96), 32, zeros), torch.randn(3, 96), torch.randn(50)
         for b in (None, bias):
             check(cpu_ops.quantized_linear(x, weight, b), x, weight, b)
+    weight = with_factors(drawn(kind, (50, 96), 32, True), torch.uint8, 256)
+    check(cpu_ops.quantized_linear(x, weight, bias), x, weight, bias)
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -275,8 +319,8 @@ def test_cpp_is_asked_for_once_for_each_kind(monkeypatch):
         find = compiled.coded_forms(builder, dtype)
         kinds = [drawn(kind, (16, 32), 32, zeros) for kind in KINDS for zeros in (False, True)]
         found = [find(weight) for weight in kinds + kinds]
-        assert found[:10] == found[10:] and {forms.dtype for forms in found} == {slab}
-        assert len(asked) == 30 == len({job.key() for job in asked})
+        assert found[:12] == found[12:] and {forms.dtype for forms in found} == {slab}
+        assert len(asked) == 36 == len({job.key() for job in asked})
         asked.clear()
     monkeypatch.setattr(compiled, "has_bfloat16", lambda: False)
     assert compiled.coded_forms(builder, torch.bfloat16)(kinds[0]).dtype == torch.float32
@@ -294,6 +338,32 @@ def test_the_cpp_of_a_product_with_codes_is_the_product(kind, zeros):
     forms = find(drawn(kind, (16, 32), 32, zeros))
     for outputs, inputs, group in ((1, 32, 32), (17, 64, 16), (520, 1056, 1024), (1024, 512, 128)):
         check_products(drawn(kind, (outputs, inputs), group, zeros), forms, (1, 3, 4, 33, 60))
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "small"),
+    [("int4", torch.uint8), pytest.param("fp4", torch.float8_e4m3fn, marks=pytest.mark.long),
+     pytest.param("int8", torch.int8, marks=pytest.mark.long)],
+)  # fmt: skip
+def test_the_cpp_of_a_product_with_factors_is_the_product(kind, small):
+    """Where any of the loops goes round once, too."""
+    from test_cpu_compiled import Here  # which imports much
+
+    torch.manual_seed(0)
+    weights = [
+        with_factors(drawn(kind, (outputs, inputs), group, kind == "int4"), small, wide)
+        for outputs, inputs, group, wide in (
+            (1, 32, 32, 32),
+            (17, 96, 16, 64),
+            (520, 1024, 32, 256),
+            (40, 512, 16, 10**6),
+        )
+    ]
+    forms = compiled.coded_forms(Here(1), torch.float32)(weights[0])
+    for weight in weights:
+        check_products(weight, forms, (1, 3, 4, 33, 60))
 
 
 @pytest.mark.full

@@ -27,7 +27,7 @@ from test_experts import check_experts, layer
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
-FOUR_BITS = ("int4", "fp4", "nf4")
+FOUR_BITS = ("int4", "fp4", "nf4", "iq4")
 
 
 def number(kind: str, code: int) -> float:
@@ -36,8 +36,8 @@ def number(kind: str, code: int) -> float:
         return code - 8
     if kind == "int8":
         return code - 256 if code >= 128 else code
-    if kind == "nf4":
-        return reference.NF4[code]
+    if kind in ("nf4", "iq4"):
+        return (reference.NF4 if kind == "nf4" else reference.IQ4)[code]
     exponent_bits, mantissa_bits, bias = (2, 1, 1) if kind == "fp4" else (4, 3, 7)
     sign, rest = code >> (exponent_bits + mantissa_bits), code % 2 ** (exponent_bits + mantissa_bits)
     exponent, mantissa = rest >> mantissa_bits, rest % 2**mantissa_bits / 2**mantissa_bits
@@ -45,9 +45,15 @@ def number(kind: str, code: int) -> float:
 
 
 def random_weight(
-    kind: str, outputs: int, inputs: int, group: int, scale_type: torch.dtype = F16, with_zeros: bool = False
+    kind: str,
+    outputs: int,
+    inputs: int,
+    group: int,
+    scale_type: torch.dtype = F16,
+    with_zeros: bool = False,
+    wide: int = 0,
 ) -> tuple[Quantized, torch.Tensor]:
-    """A weight, and the numbers [outputs, inputs] float64 that it stands for."""
+    """A weight, and the numbers [outputs, inputs] float64 that it stands for. With `wide` its scales have 8 bits."""
     size, groups = (16 if kind in FOUR_BITS else 256), math.ceil(inputs / group)
     codes = torch.randint(0, size, (outputs, inputs))
     if kind == "fp8":
@@ -58,16 +64,27 @@ def random_weight(
     else:
         scales = (torch.rand(outputs, groups) * 0.1 + 0.01).to(scale_type)
     zeros = torch.randint(-8, 8, (outputs, groups)).to(scale_type) if with_zeros else None
+    factors = None
+    if wide:
+        small = torch.uint8 if with_zeros else E4M3 if kind == "fp4" else torch.int8
+        scales = torch.randint(1 if with_zeros else -63, 64, (outputs, groups)).float().to(small)
+        zeros = torch.randint(0, 64, (outputs, groups)).to(small) if with_zeros else None
+        factors = (torch.rand(outputs, math.ceil(inputs / wide), 1 + with_zeros) / 300 + 1e-3).half().float()
     for k in range(inputs):
-        shift = 0 if zeros is None else zeros[:, k // group].double()
-        numbers[:, k] = (numbers[:, k] - shift) * scales[:, k // group].double()
+        scale, shift = scales[:, k // group].double(), 0 if zeros is None else zeros[:, k // group].double()
+        if factors is None:
+            numbers[:, k] = (numbers[:, k] - shift) * scale
+            continue
+        f = factors[:, k // wide].double()
+        lowest = -8 if kind == "int4" and with_zeros else 0
+        numbers[:, k] = (numbers[:, k] - lowest) * (scale * f[:, 0]) - shift * f[:, -1]
     if kind in FOUR_BITS:
         packed = torch.zeros(outputs, inputs // 2, dtype=torch.uint8)
         for k in range(inputs):
             packed[:, k // 32 * 16 + k % 16] += (codes[:, k] << (4 if k % 32 >= 16 else 0)).to(torch.uint8)
     else:
         packed = codes.to(torch.uint8).view(torch.int8 if kind == "int8" else E4M3)
-    return Quantized(kind, packed, scales, zeros, group), numbers
+    return Quantized(kind, packed, scales, zeros, group, factors, wide), numbers
 
 
 def there(device: str, weight: Quantized) -> kernels.Quantized:
@@ -77,7 +94,7 @@ def there(device: str, weight: Quantized) -> kernels.Quantized:
 @tried(
     st.sampled_from([1, 16, 17, 65, 130]),
     st.sampled_from([(1, 32), (65, 320), (130, 640), (7, 1088)]),
-    st.sampled_from(["int4", "fp4", "nf4", "int8", "fp8"]),
+    st.sampled_from(["int4", "fp4", "nf4", "iq4", "int8", "fp8"]),
     st.sampled_from([16, 32, 48, 64, 80, 128, 192, 256, 10**6]),
     st.sampled_from([F32, BF16, F16]),
     st.sampled_from([F32, BF16, F16, E4M3, E8M0]),
@@ -90,6 +107,7 @@ def there(device: str, weight: Quantized) -> kernels.Quantized:
         (17, (70, 320), "fp4", 32, BF16, E8M0, False, True, 1),
         (1, (7, 1088), "fp4", 16, BF16, E4M3, False, False, 64),
         (65, (130, 160), "nf4", 64, BF16, F32, False, False, 1),
+        (2, (65, 320), "iq4", 32, BF16, F16, False, False, 1),
         (5, (7, 1088), "int8", 2000, BF16, F32, True, True, 64),
         (4, (9, 100), "fp8", 48, F32, BF16, False, False, 1),
         (70, (7, 1088), "int8", 192, F32, F32, True, False, 64),
@@ -204,7 +222,7 @@ def test_inputs_that_are_not_finite_or_are_zeros(kind: str) -> None:
 
 @tried(
     st.sampled_from([(1, 32), (7, 1088), (130, 96)]),
-    st.sampled_from(["int4", "fp4", "nf4", "int8", "fp8"]),
+    st.sampled_from(["int4", "fp4", "nf4", "iq4", "int8", "fp8"]),
     st.sampled_from([16, 32, 48, 10**6]),
     st.sampled_from([F32, BF16, F16]),
     st.sampled_from([F32, F16, E4M3, E8M0]),
@@ -212,7 +230,7 @@ def test_inputs_that_are_not_finite_or_are_zeros(kind: str) -> None:
     on=[
         ((7, 1088), "int4", 32, F32, F16, True), ((7, 1088), "int8", 2000, BF16, F32, False),
         ((130, 96), "fp8", 48, F16, F16, True), ((7, 1088), "fp4", 16, BF16, E4M3, False),
-        ((130, 96), "nf4", 64, F32, E8M0, False),
+        ((130, 96), "nf4", 64, F32, E8M0, False), ((130, 96), "iq4", 32, F32, F16, False),
     ],
     drawn=25,
 )  # fmt: skip
@@ -225,6 +243,35 @@ def test_quantized_rows(
     got = kernels.quantized_rows(there(device, weight), ids.to(device), dtype).cpu()
     assert got.dtype == dtype and torch.equal(reference.quantized_rows(weight, ids, dtype), got)
     oracles.check_error(got, numbers[ids], numbers[ids].to(dtype).double())
+
+
+@tried(
+    st.sampled_from([1, 17, 65]),
+    st.sampled_from([(1, 32), (65, 320), (7, 1088)]),
+    st.sampled_from(["int4", "fp4", "int8"]),
+    st.sampled_from([16, 32]),
+    st.sampled_from([32, 256, 10**6]),
+    st.sampled_from([F32, BF16, F16]),
+    st.booleans(),
+    on=[
+        (3, (65, 320), "int4", 32, 256, BF16, True), (2, (7, 1088), "fp4", 16, 10**6, F16, False),
+        (65, (33, 96), "int8", 16, 256, F32, False), (1, (7, 1088), "int8", 32, 32, BF16, True),
+        (2, (20, 32), "int4", 32, 256, F32, True),
+    ],
+    drawn=15,
+)  # fmt: skip
+def test_factors(
+    device: str, rows: int, sizes: tuple[int, int], kind: str, group: int, wide: int, dtype: torch.dtype,
+    with_zeros: bool,
+) -> None:  # fmt: skip
+    """Scales and zeros are integers or e4m3 times factors that inputs share, of which the last ones may be fewer."""
+    weight, numbers = random_weight(kind, *sizes, group, F16, with_zeros and kind != "fp4", wide)
+    torch.testing.assert_close(reference.dequantize(weight).double(), numbers, rtol=1e-6, atol=1e-6)
+    x, ids = torch.randn(rows, sizes[1]).to(dtype), torch.randint(0, sizes[0], (9,))
+    got = kernels.quantized_linear(x.to(device), there(device, weight)).cpu()
+    oracles.check_error(got, x.double() @ numbers.T, (x @ numbers.to(dtype).T).double())
+    got = kernels.quantized_rows(there(device, weight), ids.to(device), dtype).cpu()
+    assert torch.equal(reference.quantized_rows(weight, ids, dtype), got)
 
 
 @pytest.mark.usefixtures("products_by_rows")
@@ -271,7 +318,7 @@ def run_ptx(text: str, pairs: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("kind", ["int4", "fp4", "nf4", "int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int4", "fp4", "nf4", "iq4", "int8", "fp8"])
 def test_two_bytes_are_unpacked_at_a_time(kind: str, dtype: torch.dtype) -> None:
     """For any two bytes: what `_number` makes of these bits is the number of each code."""
     pairs = torch.arange(1 << 16)
@@ -294,13 +341,14 @@ def test_two_bytes_are_unpacked_at_a_time(kind: str, dtype: torch.dtype) -> None
     st.sampled_from([1, 20, 70]),
     st.sampled_from([(4, 2), (12, 1)]),
     st.sampled_from([(32, 16), (160, 33), (64, 140)]),
-    st.sampled_from([("int4", 32), ("fp4", 32), ("int8", 48), ("int8", 1000)]),
+    st.sampled_from([("int4", 32), ("fp4", 32), ("int8", 48), ("int8", 1000), ("int4", -32), ("int8", -16)]),
     st.sampled_from([F32, BF16, F16]),
     st.sampled_from(["silu", "swigluoai"]),
     st.booleans(),
     on=[
         (3, (4, 2), (160, 32), ("fp4", 32), BF16, "swigluoai", True),
         (40, (2, 1), (64, 160), ("int4", 128), F16, "silu", False),
+        (3, (4, 2), (64, 32), ("int4", -32), BF16, "silu", True),
     ],
     drawn=10,
 )
@@ -308,17 +356,18 @@ def test_experts(
     device: str, tokens: int, router: tuple[int, int], sizes: tuple[int, int], coding: tuple[str, int],
     dtype: torch.dtype, activation: str, more: bool,
 ) -> None:  # fmt: skip
-    """`more`: there are biases, zeros, and weights of inputs."""
+    """`more`: there are biases, zeros, and weights of inputs. With a group below 0 there are factors."""
     (count, k), (hidden, size), (kind, group) = router, sizes, coding
+    group, wide = abs(group), 64 if group < 0 else 0
     if kind in FOUR_BITS:
         size = math.ceil(size / 32) * 32
     args = layer(tokens, k, (count, hidden, size), dtype, more, (0, count))
     stacks = []
     for outputs, inputs in ((2 * size, hidden), (hidden, size)):
-        made = [random_weight(kind, outputs, inputs, group, F16, more) for _ in range(count)]
-        codes, scales = (torch.stack([weight[i] for weight, _ in made]) for i in (1, 2))
-        zeros = torch.stack([weight.zeros for weight, _ in made]) if more else None
-        stacks.append((Quantized(kind, codes, scales, zeros, group), torch.stack([numbers for _, numbers in made])))
+        made = [random_weight(kind, outputs, inputs, group, F16, more, wide) for _ in range(count)]
+        fields = zip(*(weight for weight, _ in made), strict=True)
+        stacked = (torch.stack(x) if isinstance(x[0], torch.Tensor) else x[0] for x in fields)
+        stacks.append((Quantized(*stacked), torch.stack([numbers for _, numbers in made])))
     (gate_up, gate_up_numbers), (down, down_numbers) = stacks
     dense = (args[0], gate_up_numbers, args[2], down_numbers, *args[4:])
     coded = there(device, gate_up), there(device, down)
