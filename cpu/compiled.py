@@ -399,21 +399,21 @@ def coded_forms(builder: Builder, dtype: torch.dtype) -> Callable[[Quantized], F
     """What finds the C++ for a weight in codes, and has it made, in a model of this dtype."""
     slab = dtype if dtype == torch.bfloat16 and has_bfloat16() else torch.float32
     made: dict[Form, Forms] = {}
-    lock = threading.Lock()  # weights are packed by several threads
+    lock, threads = threading.Lock(), torch.get_num_threads()  # weights are packed by several, of one each
 
     def find(weight: Quantized) -> Forms:
         key = Form.of(weight)
         with lock:
             if key not in made:
-                one, several, unpack = (builder.ask(job) for job in coded_jobs(key, slab))
+                one, several, unpack = (builder.ask(job) for job in coded_jobs(key, slab, threads))
                 made[key] = Forms(one, several, unpack, slab)
             return made[key]
 
     return find
 
 
-def coded_jobs(form: Form, slab: torch.dtype) -> list[Job]:
-    """The jobs for a `Forms`, with weights of any shape."""
+def coded_jobs(form: Form, slab: torch.dtype, threads: int) -> list[Job]:
+    """The jobs for a `Forms`, with weights of any shape, whose C++ runs on so many threads."""
     panels, lanes, count = 64, cpu_quantized.LANES, 1 + form.has_zeros  # an example that is large enough for threads
     shape: tuple[int, ...] = panels, 8, 16
     loops: tuple[int, ...] = 0, 1, 2  # dimensions
@@ -428,10 +428,8 @@ def coded_jobs(form: Form, slab: torch.dtype) -> list[Job]:
     for rows in (1, cpu_quantized.ROWS):
         x = "float32", (2, rows, *shape[1:], cpu_quantized.STEP)
         dims = 0, *(dim + 1 for dim in loops[1:])
-        jobs.append(
-            Job(multiply_codes.__name__, (form,), (x, *like), (dims, *dynamic), torch.get_num_threads(), ONE_LOOP)
-        )
-    jobs.append(Job(unpack_codes.__name__, (form, slab), like, dynamic, torch.get_num_threads(), ONE_LOOP))
+        jobs.append(Job(multiply_codes.__name__, (form,), (x, *like), (dims, *dynamic), threads, ONE_LOOP))
+    jobs.append(Job(unpack_codes.__name__, (form, slab), like, dynamic, threads, ONE_LOOP))
     return jobs
 
 

@@ -326,6 +326,15 @@ def test_cpp_is_asked_for_once_for_each_kind(monkeypatch):
     assert compiled.coded_forms(builder, torch.bfloat16)(kinds[0]).dtype == torch.float32
 
 
+def test_the_cpp_of_codes_has_the_threads_of_the_steps_and_not_those_of_packing(monkeypatch):
+    asked, threads = [], 7
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    find = compiled.coded_forms(SimpleNamespace(ask=lambda job: asked.append(job)), torch.float32)
+    threads = 1
+    find(drawn("int4", (16, 32), 32, False))
+    assert [job.threads for job in asked] == [7] * 3
+
+
 @needs_compiler
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.long), "int4"])
