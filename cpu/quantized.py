@@ -25,7 +25,6 @@ LANES = 16  # outputs that lie side by side: one or two vectors of float32
 STEP = 8  # inputs whose codes lie together, and whose products are added up before they are scaled
 ROWS = 4  # that the C++ for several rows takes at a time: for so many one has enough registers
 FEW = {torch.float32: 48, torch.bfloat16: 32}  # rows; for more, unpacking costs less than a product in float32
-WIDE = torch.backends.cpu.get_cpu_capability() == "AVX512"  # LANES are one vector
 SLAB = 1 << 20  # bytes of numbers that are unpacked at a time
 WORDS = {"int8": 2, "fp8": 2, "int4": 1, "fp4": 1, "nf4": 1, "iq4": 1}  # of 32 bits, for the codes of STEP inputs
 TABLES = {"fp4": FP4, "nf4": NF4, "iq4": IQ4}
