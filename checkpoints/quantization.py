@@ -21,6 +21,23 @@ PACKINGS = {  # of compressed-tensors, by format and type: the scheme, and the b
     ("nvfp4-pack-quantized", "float"): ("nvfp4-pack", (4,), ("tensor_group",)),
 }
 ORDERS = (True, "group", "dynamic")  # what compressed-tensors says where inputs have groups in an order of their own
+TORCHAO = {  # the configs of torchao: the scheme, the codes to which products round their inputs, and the known fields
+    "Int4WeightOnlyConfig": (
+        "torchao-int4", "",
+        "group_size int4_packing_format int4_choose_qparams_algorithm int4_tile_packed_ntile layout use_hqq "
+        "zero_point_domain preserve_zero",
+    ),
+    "Int8WeightOnlyConfig": ("torchao-int8", "", "granularity"),
+    "Int8DynamicActivationInt8WeightConfig": (
+        "torchao-int8", "int8", "granularity act_mapping_type weight_only_decode reduce_range layout",
+    ),
+    "Float8WeightOnlyConfig": ("torchao-fp8", "", "granularity weight_dtype"),
+    "Float8DynamicActivationFloat8WeightConfig": (
+        "torchao-fp8", "fp8",
+        "granularity weight_dtype activation_dtype packing_format mm_config activation_value_lb activation_value_ub "
+        "kernel_preference alg_id",
+    ),
+}  # fmt: skip
 ALGORITHMS = {"NVFP4": "nvfp4", "FP8": "fp8-scale"}  # of modelopt, and their schemes
 
 
@@ -227,6 +244,51 @@ def read_bitsandbytes(raw: dict[str, Any]) -> list[Format]:
     return [Format(f"bnb-{one_of(raw, 'bnb_4bit_quant_type', ('nf4', 'fp4'), 'fp4')}", 4)]
 
 
+def read_torchao(raw: dict[str, Any]) -> list[Format]:
+    """Int4, int8 and FP8 of torchao, the same for all modules."""
+    said = raw.get("quant_type")
+    if isinstance(said, dict):
+        check_fields(f"{WHERE}.quant_type", said, ("default",))
+        said = said.get("default")
+    said = said if isinstance(said, dict) else {"_type": said}
+    name, data = said.get("_type"), said.get("_data", {})
+    if name not in tuple(TORCHAO) or not isinstance(data, dict):
+        raise ValueError(f"{WHERE} has the quant_type {name!r:.80} of torchao; Manta reads {', '.join(TORCHAO)}")
+    one_of(said, "_version", (2,))
+    scheme, inputs, fields = TORCHAO[name]
+    check_fields(f"{WHERE}.quant_type: {name}", data, ("set_inductor_config", *fields.split()))
+    # {"_type": the class, "_data": what it has} stands for objects; of the members of an enumeration that is a name.
+    named = {key: each.get("_data") if isinstance(each, dict) else each for key, each in data.items()}
+    for field, only in (
+        ("int4_packing_format", "plain"), ("packing_format", "plain"),
+        ("weight_dtype", "float8_e4m3fn"), ("activation_dtype", "float8_e4m3fn"),
+    ):  # fmt: skip
+        one_of(named, field, (only,), only)
+    if scheme == "torchao-int4":
+        return [Format(scheme, 4, group_of(data, 128), False)]
+    grains = data.get("granularity")
+    of_inputs, of_weights = map(grain_of, grains if isinstance(grains, list) and len(grains) == 2 else (grains, grains))
+    symmetric = one_of(named, "act_mapping_type", ("symmetric", "asymmetric"), "symmetric") == "symmetric"
+    bounded = any(data.get(f"activation_value_{bound}") is not None for bound in ("lb", "ub"))
+    rounded = symmetric and not bounded and of_inputs is not None
+    return [Format(scheme, 8, of_weights or (1, 0), inputs=inputs if rounded else "")]
+
+
+def grain_of(raw: Any) -> tuple[int, int] | None:
+    """The block of a granularity of torchao, which is for rows by default; None where all numbers are one."""
+    name, data = (raw.get("_type"), raw.get("_data")) if isinstance(raw, dict) else (raw or "PerRow", {})
+    data = data if isinstance(data, dict) else {}
+    if name == "PerTensor":
+        return None
+    if name == "PerRow" and data.get("dim", -1) == -1:
+        return 1, 0
+    if name == "PerGroup":
+        return group_of(data)
+    if name == "PerBlock":
+        return block_size("granularity", data.get("block_size"))
+    raise ValueError(f"{WHERE} has the granularity {raw!r:.80}; Manta reads PerRow, PerTensor, PerGroup, PerBlock")
+
+
 METHODS = {
     "fp8": Method(
         read_fp8,
@@ -262,5 +324,9 @@ METHODS = {
         "load_in_4bit load_in_8bit _load_in_4bit _load_in_8bit bnb_4bit_quant_type bnb_4bit_use_double_quant "
         "bnb_4bit_compute_dtype bnb_4bit_quant_storage llm_int8_threshold llm_int8_skip_modules "
         "llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight",
+    ),
+    "torchao": Method(
+        read_torchao,
+        "quant_type quant_type_kwargs modules_to_not_convert include_input_output_embeddings untie_embedding_weights",
     ),
 }

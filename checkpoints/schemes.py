@@ -304,6 +304,32 @@ def unpack_bnb_int8(
     return scaled(codes, scales[:, None].float() / 127, (1, max(1, k)), kept=Kept("int8", codes))
 
 
+def unpack_torchao_int8(
+    codes: torch.Tensor, form: Format, scales: torch.Tensor, zeros: torch.Tensor | None = None
+) -> Packed:
+    """codes * scales, as `unpack_int8`. Zero points may be beside symmetric codes, too, and then all of them are 0."""
+    if zeros is not None and bool(zeros.any()):
+        raise ValueError("has zero points other than 0, and config.json names a config of symmetric weights")
+    return unpack_int8(codes, form, scales)
+
+
+def unpack_torchao_int4(codes: torch.Tensor, form: Format, scales: torch.Tensor, zeros: torch.Tensor) -> Packed:
+    """codes * scales + zeros, both [K / group, N], of signed integers in pairs [N, K / 2], the lower one first.
+
+    With 8 added to the codes that is (codes - (8 - zeros / scales)) * scales.
+    """
+    n, half = matrix(codes)
+    group = form.block[1] or 2 * half
+    count = -(-2 * half // group)
+    check(f"codes [{n}, {half}] in groups of {group}, and scales", scales, [count, n])
+    check("zero points", zeros, [count, n])
+    raw = fields(codes.view(torch.uint8), 1, 4, 2 * half, lambda found: found ^ 8)
+    numbers = fields(codes.view(torch.uint8), 1, 4, 2 * half, lambda found: (found ^ 8).float())
+    # In float32, scales too, because zeros are no whole numbers, and are kept as the scales are.
+    table = Packed((scales.mT, zeros.mT), lambda scale, zero: 8 - zero.float() / scale.float())
+    return scaled(numbers, Packed((scales.mT,), torch.Tensor.float), (1, group), table, kept=unsigned(raw, 4, True))
+
+
 class Beside(NamedTuple):
     """A tensor beside the one with the codes."""
 
@@ -327,6 +353,7 @@ BNB = {
     "scales": Beside(".absmax", ("F32", "U8")), "table": Beside(".quant_map", ("F32",)),
     "nested": Beside(".nested_absmax", ("F32",), False), "nested_table": Beside(".nested_quant_map", ("F32",), False),
 }  # fmt: skip
+TORCHAO = {"scales": Beside("._weight_scale", FLOATS)}
 STATES = {kind: {"state": Beside(f".quant_state.bitsandbytes__{kind}", ("U8",))} for kind in ("nf4", "fp4")}
 SCHEMES = {
     "fp8": Scheme("", "", "F8_E4M3", unpack_fp8, {"scales": Beside("_scale_inv", FACTORS)}),
@@ -352,4 +379,11 @@ SCHEMES = {
     "bnb-int8": Scheme(".weight", ".weight", "I8", unpack_bnb_int8, {
         "scales": Beside(".SCB", ("F32", "F16")), "layout": Beside(".weight_format", ("U8",), False),
     }),
+    "torchao-int4": Scheme("._weight_qdata", ".weight", "I8", unpack_torchao_int4, TORCHAO | {
+        "zeros": Beside("._weight_zero_point", FLOATS),
+    }),
+    "torchao-int8": Scheme("._weight_qdata", ".weight", "I8", unpack_torchao_int8, TORCHAO | {
+        "zeros": Beside("._weight_zero_point", ("I8",), False),
+    }),
+    "torchao-fp8": Scheme("._weight_qdata", ".weight", "F8_E4M3", unpack_fp8, TORCHAO),
 }  # fmt: skip

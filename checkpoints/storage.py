@@ -124,7 +124,7 @@ class Storage:
             if scheme := (complete or fitting).get(form.scheme):
                 try:
                     packed = scheme.unpack(codes, form, **self.parts(saved, dtype, scheme))
-                    rounds = form.inputs and saved.endswith(".weight") and ".experts." not in saved
+                    rounds = form.inputs and self.packed[saved].endswith(".weight") and ".experts." not in saved
                     return self.with_inputs(packed, saved, form) if rounds else packed
                 except ValueError as error:
                     wrong.append(str(error))

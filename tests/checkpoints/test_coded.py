@@ -70,7 +70,7 @@ def check(ours: Transformer, theirs: Transformer) -> list[str]:
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("nf4") and case != "gptq one group"])
 def test_codes_stand_for_the_numbers(tmp_path: Path, case: str) -> None:
     packed, _ = checkpoints(tmp_path, SMALL, *CASES[case])
-    kind = {"8": "int8", "int8": "int8", "nvfp4": "fp4"}
+    kind = {"8": "int8", "int8": "int8", "nvfp4": "fp4", "fp8": "fp8"}
     for rank, size in ((0, 1), (1, 2), (2, 4)):
         kinds = check(*both(packed, rank, size))
         if size == 1:
@@ -89,8 +89,9 @@ def rounding_of(model: Transformer) -> list[tuple[str, Any]]:
 def test_inputs_are_rounded_as_the_checkpoint_says(tmp_path: Path) -> None:
     """A static scale is the largest of the parts of a matrix; with zeros, or in experts, inputs stay as they are."""
     for rank, size in ((0, 1), (1, 2)):
-        packed, _ = checkpoints(tmp_path, SMALL, *CASES["int8 channel"])
-        assert rounding_of(both(packed, rank, size)[0]) == [("int8", None)] * 4
+        for case in ("int8 channel", "torchao int8 tensor"):
+            packed, _ = checkpoints(tmp_path, SMALL, *CASES[case])
+            assert rounding_of(both(packed, rank, size)[0]) == [("int8", None)] * 4
         packed, _ = checkpoints(tmp_path, SMALL, w8a8(dynamic=False), CASES["int8 channel"][1])
         files = [*packed.glob("*.safetensors")]
         tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}

@@ -334,7 +334,7 @@ def test_what_config_json_says_of_the_weights(raw: Any, found: Quantization | No
         ({"quant_method": "exl3"}, "quant_method 'exl3'; Manta reads fp8, compressed-tensors, mxfp4, gptq, awq"),
         ({"quant_method": ["gptq"]}, "quant_method ..gptq"),
         ({"bits": 4}, "has no quant_method, as files of MLX; Manta reads fp8, compressed-tensors, mxfp4"),
-        ({"quant_method": "torchao", "quant_algo": "X"}, r"quant_method 'torchao' \(X\); Manta reads fp8"),
+        ({"quant_method": "quark", "quant_algo": "X"}, r"quant_method 'quark' \(X\); Manta reads fp8"),
         (FP8 | {"weight_block_size": [128]}, "weight_block_size is"),
         (FP8 | {"weight_block_size": [128, True]}, "weight_block_size is"),
         (FP8 | {"fmt": "e5m2"}, "the fmt 'e5m2'; Manta reads e4m3"),

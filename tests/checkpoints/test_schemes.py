@@ -36,6 +36,24 @@ BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": Fa
 BNB8 = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
 
 
+def torchao(name: str, version: int = 2, **data: Any) -> dict[str, Any]:
+    """As torchao and transformers write it: objects have a `_type` and `_data`, of enumerations the member's name."""
+    kinds = {"int4_packing_format": "Int4PackingFormat", "act_mapping_type": "MappingType"}
+    data = {key: {"_type": kinds[key], "_data": each} if key in kinds else each for key, each in data.items()}
+    said = {"_type": f"{name}Config", "_version": version, "_data": {"set_inductor_config": True} | data}
+    return {"quant_method": "torchao", "quant_type": {"default": said}, "modules_to_not_convert": None}
+
+
+def grain(name: str, **data: Any) -> dict[str, Any]:
+    return {"_type": name, "_version": 1, "_data": data}
+
+
+ROW = grain("PerRow", dim=-1)
+AO4 = torchao("Int4WeightOnly", group_size=32, int4_packing_format="PLAIN")
+AO8 = torchao("Int8WeightOnly", group_size=None, granularity=ROW)
+W8A8, AO_FP8 = "Int8DynamicActivationInt8Weight", "Float8DynamicActivationFloat8Weight"
+
+
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
     weights = {"type": "int", "num_bits": 4, "strategy": "group", "symmetric": True, "group_size": 32} | weights
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {
@@ -177,6 +195,37 @@ def bnb8(n: int, k: int) -> Encoded:
     return packed, codes.float() * (scales[:, None] / 127)
 
 
+def ao4(n: int, k: int) -> Encoded:
+    """Powers of two as scales, and zeros in quarters of them: then float32 rounds nothing in either formula."""
+    codes, count = torch.randint(-8, 8, (n, k)), k // 32
+    scales = 2.0 ** torch.randint(-6, 0, (n, count))
+    zeros = scales * torch.randint(-60, 60, (n, count)) / 4
+    packed = {
+        "qdata": (codes[:, ::2] & 15 | codes[:, 1::2] << 4).to(torch.int8),
+        "scale": scales.T.bfloat16(), "zero_point": zeros.T.bfloat16(),
+    }  # fmt: skip
+    weight = codes * scales.repeat_interleave(32, 1) + zeros.repeat_interleave(32, 1)
+    return {f"_weight_{name}": each for name, each in packed.items()}, weight
+
+
+def ao8(group: int | None, older: bool = False) -> Callable[[int, int], Encoded]:
+    """A group of None: one scale for all. `older` versions of torchao write no zero points."""
+
+    def encode(n: int, k: int) -> Encoded:
+        codes = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+        scales = torch.rand(n, -(-k // group)) if group else torch.rand(1, 1)
+        packed = {"_weight_qdata": codes, "_weight_scale": scales}
+        packed |= {} if older else {"_weight_zero_point": torch.zeros_like(scales, dtype=torch.int8)}
+        return packed, codes.float() * (scales.repeat_interleave(group, 1)[:, :k] if group else scales)
+
+    return encode
+
+
+def ao_fp8(n: int, k: int) -> Encoded:
+    codes, scales = torch.randn(n, k).to(torch.float8_e4m3fn), torch.rand(n, 1)
+    return {"_weight_qdata": codes, "_weight_scale": scales}, codes.float() * scales
+
+
 def checkpoints(
     tmp_path: Path, raw: dict[str, Any], config: dict[str, Any], encode: Callable[[int, int], Encoded]
 ) -> tuple[Path, Path]:
@@ -213,6 +262,11 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[int, int], Encoded]]] = {
     "nf4 nested": (BNB4, bnb4(True)),
     "nf4 over rows": (BNB4, bnb4(True, 128)),
     "int8 bnb": (BNB8, bnb8),
+    "torchao int4": (AO4, ao4),
+    "torchao int8": (AO8, ao8(4096)),
+    "torchao int8 groups": (torchao("Int8WeightOnly", granularity=grain("PerGroup", group_size=32)), ao8(32)),
+    "torchao int8 tensor": (torchao(W8A8, granularity=[ROW, grain("PerTensor")]), ao8(None, older=True)),
+    "torchao fp8": (torchao("Float8WeightOnly", granularity=ROW), ao_fp8),
 }
 for bits in (2, 3, 4, 8):
     raw = GPTQ | {"bits": bits}
@@ -368,6 +422,14 @@ Q = "model.layers.0.self_attn.q_proj."
         ("nf4", {}, {"weight.quant_map": torch.ones(8)}, r"has a table of shape .8., not .16."),
         ("nf4", {}, {"weight.quant_state.bitsandbytes__nf4": torch.tensor([123]).byte()}, "state that is no JSON"),
         ("nf4", {"bnb_4bit_quant_type": "fp4"}, {}, "and the checkpoint has no .*quant_state.bitsandbytes__fp4"),
+        ("torchao int4", {}, {"_weight_scale": None}, f"is I8, and the checkpoint has no {Q}_weight_scale"),
+        ("torchao int4", {}, {"_weight_zero_point": None}, f"has no {Q}_weight_zero_point"),
+        ("torchao int4", AO8, {}, "_weight_zero_point beside it, which is BF16; Manta reads I8"),
+        ("torchao int4", torchao("Int4WeightOnly", group_size=64), {}, r"of shape .3, 64., not .2, 64."),
+        ("torchao int4", {}, {"_weight_act_pre_scale": torch.ones(64)}, "_act_pre_scale' that Qwen3ForCausalLM has"),
+        ("torchao int8", {}, {"_weight_zero_point": torch.ones(96, 1).char()}, "has zero points other than 0"),
+        ("torchao int8", AO4, {}, "_weight_zero_point beside it, which is I8; Manta reads BF16, F16, F32"),
+        ("torchao fp8", AO8, {}, "is F8_E4M3; with scales beside it Manta reads I8"),
         ("int8 bnb", {}, {"weight_format": torch.ones(()).byte()}, "has the weight_format 1; Manta reads 0"),
     ],
 )  # fmt: skip
@@ -417,6 +479,21 @@ def test_what_is_wrong_with_a_checkpoint_is_said_in_a_line(
             {"quant_method": "fp8", "activation_scheme": "static"},
             [Format(scheme, 8, (128, 128), inputs="fp8", static=True) for scheme in ("fp8", "fp8-scale")],
         ),
+        (AO4, [Format("torchao-int4", 4, (1, 32), False)]),
+        (torchao("Int4WeightOnly"), [Format("torchao-int4", 4, (1, 128), False)]),
+        (AO8, [Format("torchao-int8")]),
+        (torchao("Int8WeightOnly", granularity=grain("PerGroup", group_size=64)), [Format("torchao-int8", 8, (1, 64))]),
+        (torchao(W8A8, granularity=ROW, act_mapping_type="SYMMETRIC"), [Format("torchao-int8", inputs="int8")]),
+        (torchao(W8A8, granularity=[ROW, grain("PerTensor")]), [Format("torchao-int8", inputs="int8")]),
+        (torchao(W8A8, granularity=[grain("PerTensor"), ROW]), [Format("torchao-int8")]),  # one scale for a batch
+        (torchao(W8A8, granularity=ROW, act_mapping_type="ASYMMETRIC"), [Format("torchao-int8")]),
+        (torchao("Float8WeightOnly"), [Format("torchao-fp8")]),
+        (torchao(AO_FP8, granularity=[ROW, ROW]), [Format("torchao-fp8", inputs="fp8")]),
+        (torchao(AO_FP8, granularity=[ROW, ROW], activation_value_ub=9.0), [Format("torchao-fp8")]),
+        (
+            torchao(AO_FP8, granularity=[grain("PerBlock", block_size=size) for size in ([1, 128], [128, 128])]),
+            [Format("torchao-fp8", 8, (128, 128), inputs="fp8")],
+        ),
         (BNB4, [Format("bnb-nf4", 4)]),
         (BNB8, [Format("bnb-int8")]),
     ],
@@ -447,6 +524,21 @@ def test_what_config_json_says(raw: dict[str, Any], found: list[Format]) -> None
         (compressed("pack-quantized", group_size=None), "has the group_size None"),
         (MODELOPT | {"quant_algo": "W4A8_AWQ"}, "the quant_algo 'W4A8_AWQ' of modelopt; Manta reads NVFP4, FP8"),
         (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, "the quant_algo 'MIXED_PRECISION'"),
+        (torchao("Int4WeightOnly", int4_packing_format="TILE_PACKED_TO_4D"), "'TILE_PACKED_TO_4D'; Manta reads plain"),
+        (torchao("Int8WeightOnly", version=1), "has the _version 1; Manta reads 2"),
+        (torchao("Int8WeightOnly", granularity=grain("PerRow", dim=0)), "has the granularity .*'dim': 0"),
+        (torchao("Int8WeightOnly", granularity=grain("PerToken")), "Manta reads PerRow, PerTensor, PerGroup, PerBlock"),
+        (torchao("Int8WeightOnly", granularity=grain("PerGroup")), "has the group_size None"),
+        (
+            torchao("Int8WeightOnly", twist=3),
+            "quant_type: Int8WeightOnlyConfig has 'twist', 3, and Manta does not know",
+        ),
+        (torchao("Float8WeightOnly", weight_dtype=grain("torch.dtype") | {"_data": "float8_e5m2"}), "float8_e4m3fn"),
+        (torchao("Int8StaticActivationInt8Weight"), "the quant_type 'Int8StaticActivationInt8WeightConfig' of torchao"),
+        (torchao("FqnTo"), "the quant_type 'FqnToConfig' of torchao; Manta reads Int4WeightOnlyConfig, Int8"),
+        ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, "the quant_type 'int8_weight_only' of torchao"),
+        ({"quant_method": "torchao", "quant_type": {"a": 1}}, "quant_type has 'a', 1, and Manta does not know"),
+        ({"quant_method": "torchao"}, "the quant_type None of torchao"),
         (BNB4 | {"load_in_8bit": True}, "has load_in_4bit True and load_in_8bit True; one of them must be true"),
         (BNB4 | {"bnb_4bit_quant_type": "nf3"}, "has the bnb_4bit_quant_type 'nf3'; Manta reads nf4, fp4"),
         (BNB4 | {"bnb_4bit_quant_storage": "bfloat16"}, "has the bnb_4bit_quant_storage 'bfloat16'; Manta reads uint8"),
