@@ -41,7 +41,7 @@ class Transformer(Owner):
         max_model_len: positions that RoPE is tabulated for.
         group: the ranks that hold the weights of this stage, this process among them. Weights that only other stages
             have exist as shapes (device `meta`), so that each rank checks the whole checkpoint.
-        coded: "checkpoint", if matrices may stay in codes as theirs has them; a kind of `reference.Quantized`, if plain
+        coded: "checkpoint", if matrices may stay in codes as theirs has them; what `--quantization` says, if plain
             ones become such; or "". With either they have no memory before `device.coded.settle`.
 
     Raises:

@@ -244,14 +244,14 @@ def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | No
 def round_inputs(x: torch.Tensor, weight: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
     """codes = round(x / s), s = max |x| / 127 over a token's inputs of a group of the weight's; of fp8 max |x| / 448.
 
-    With an `input_scale` s is that, and codes are clamped. x: [T, K]. Returns the codes [T, K] int8 or float8_e4m3fn,
-    to nearest even, and s [T, ceil(K / group)] float32, which is 2^-64 at least.
+    With an `input_scale` s is that, and codes are clamped; s is NaN if an input is. x: [T, K]. Returns the codes [T, K]
+    int8 or float8_e4m3fn, to nearest even, and s [T, ceil(K / group)] float32, which is 2^-64 at least.
     """
     inputs, most = x.shape[1], 127 if weight.inputs == "int8" else 448
     group = min(weight.group, inputs)
     whole = F.pad(x.float(), (0, -inputs % group)).unflatten(1, (-1, group))
-    scales = whole.abs().amax(2) / most if weight.input_scale is None else weight.input_scale.expand(whole.shape[:2])
-    scales = scales.clamp(min=2**-64)
+    scales, static = whole.abs().amax(2) / most, weight.input_scale
+    scales = (scales if static is None else torch.where(scales.isnan(), scales, static)).clamp(min=2**-64)
     codes = (whole / scales[:, :, None]).clamp(-most, most).flatten(1)[:, :inputs]
     return codes.round().to(torch.int8) if weight.inputs == "int8" else codes.to(torch.float8_e4m3fn), scales
 

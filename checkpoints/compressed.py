@@ -22,6 +22,7 @@ from checkpoints.hub import FILES, INDEX
 
 SHARD_BYTES = 4 * 2**30  # of tensors in one file, at most, unless a single one is larger
 WHOLE = "model.safetensors"
+LEFT, INDEXES = ("config.json", "adapter_config.json"), ".index."  # are not copied, as they are of other weights
 BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt", "LICENSE")  # how the names of files end that are copied
 
 
@@ -140,7 +141,7 @@ def copy_beside(source: Path, target: Path) -> None:
     endings = (*BESIDE, ".py") if coded else BESIDE
     inner = itertools.chain.from_iterable(source.glob(name) for name in FILES if "/" in name)
     for path in (*source.iterdir(), *inner):
-        if path.is_file() and path.name.endswith(endings) and path.name not in ("config.json", INDEX):
+        if path.is_file() and path.name.endswith(endings) and path.name not in LEFT and INDEXES not in path.name:
             there = target / path.relative_to(source)
             there.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, there)

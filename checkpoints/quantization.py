@@ -65,7 +65,7 @@ class Method(NamedTuple):
     """A `quant_method`.
 
     The fields that `read` does not look at say nothing of how the stored weights are to be read: they are about what
-    the files show, about activations, or about the program that wrote them.
+    the files show, or about the program that wrote them.
     """
 
     read: Callable[[dict[str, Any]], list[Format]]
@@ -196,7 +196,7 @@ def read_compressed(raw: dict[str, Any]) -> list[Format]:
         block = block_size("block_structure", weights.get("block_structure")) if scheme == "fp8-scale" else (1, 0)
         block = group_of(weights) if strategy in ("group", "tensor_group") else block
         ordered = scheme == "pack" and weights.get("actorder") in ORDERS
-        found.append(Format(scheme, bits, block, symmetric, 0, ordered, *activations_of(scheme, group)))
+        found.append(Format(scheme, bits, block, symmetric, 0, ordered, *activations_of(scheme, group, block[1])))
     if not found:
         raise ValueError(f"{WHERE} has the format {raw.get('format')!r:.80} and no config_groups of modules")
     for name in ("sparsity_config", "transform_config"):
@@ -205,15 +205,19 @@ def read_compressed(raw: dict[str, Any]) -> list[Format]:
     return found
 
 
-def activations_of(scheme: str, group: dict[str, Any]) -> tuple[str, bool]:
+def activations_of(scheme: str, group: dict[str, Any], columns: int) -> tuple[str, bool]:
     """`inputs` and `static` of a `Format`, by what compressed-tensors says of the activations of some modules.
 
-    Activations stay as they are where they are not of the weights' kind, or not symmetric.
+    Activations stay as they are where they are not of the weights' kind, not symmetric, or where their scales are not
+    of tokens, or of those `columns` that share a scale of the weights.
     """
     said, kinds = group.get("input_activations"), {"int8": "int", "fp8-scale": "float"}
     if not isinstance(said, dict) or (said.get("type", "int"), said.get("num_bits", 8)) != (kinds.get(scheme), 8):
         return "", False
-    return (scheme[:4].removesuffix("-") if said.get("symmetric", True) else ""), not said.get("dynamic", False)
+    own = said.get("group_size") if said.get("strategy") == "group" else 0
+    strategies = ("group",) if columns else ("token", "tensor", None)
+    fits = said.get("symmetric", True) and own == columns and said.get("strategy") in strategies
+    return (scheme[:4].removesuffix("-") if fits else ""), not said.get("dynamic", False)
 
 
 def read_modelopt(raw: dict[str, Any]) -> list[Format]:

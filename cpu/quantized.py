@@ -267,6 +267,11 @@ class CodedExperts:
         return self.experts[expert]
 
 
+def without_codes(weight: Quantized) -> Quantized:
+    """What `round_inputs` reads of a weight, without the memory of its codes."""
+    return weight._replace(codes=weight.codes.new_empty(0), scales=weight.scales.new_empty(0))
+
+
 class RoundedLinear:
     """A weight in codes whose products round their inputs, see `reference.round_inputs`. Its layout is `CodedLinear`'s.
 
@@ -274,7 +279,7 @@ class RoundedLinear:
     """
 
     def __init__(self, weight: Quantized, forms: Forms | None = None):
-        self.rounding = weight._replace(codes=weight.codes[:0], scales=weight.scales[:0])
+        self.rounding = without_codes(weight)
         self.product = CodedLinear(weight, forms)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -300,13 +305,15 @@ class IntegerLinear:
     """
 
     def __init__(self, weight: Quantized, middle: int):
-        self.rounding = weight._replace(codes=weight.codes[:0], scales=weight.scales[:0])
+        self.rounding = without_codes(weight)
         self.middle, self.packed = middle, pack_integers(weight.codes, weight.scales[:, 0])
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] W^T + bias, [T, out] in x's dtype."""
         rows, static = x.float(), self.rounding.input_scale
-        scales = rows.abs().amax(1, keepdim=True).div_(127) if static is None else static
+        scales = rows.abs().amax(1, keepdim=True).div_(127)
+        if static is not None:
+            scales = torch.where(scales.isnan(), scales, static)  # a code cannot be NaN
         scales = scales.clamp(min=2**-64)
         rows = (rows / scales).clamp_(-127, 127).round_()  # as `round_inputs`, in fewer steps
         if self.middle == 128:

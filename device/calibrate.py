@@ -96,6 +96,7 @@ def calibrate(
             core.step()
     finally:
         core.close()
+    assert learners
     if (most := max(learner.tokens for learner in learners.values())) < tokens:
         raise ValueError(f"the calibration has {tokens} tokens, and a step has room for {most}; give a shorter text")
     made = {name: gathered(part, learners) for name, part in parts.items()}

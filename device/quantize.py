@@ -62,7 +62,8 @@ ABOUT = """Write a checkpoint whose matrices have few bits, as compressed-tensor
   w4a16  4 bits, a scale for a group of inputs       w8a8  8 bits, a scale for an output
   w8a16  8 bits, a scale for an output               fp8   e4m3, a scale for an output
 
-With w8a8 and fp8, vLLM rounds activations as well. Perplexity is measured before and after."""
+With w8a8 and fp8 inputs of products are rounded, too; docs/quantization.md says where. Perplexity is measured before
+and after."""
 
 Chunks = list[list[int]]
 
@@ -176,7 +177,7 @@ def quantize(options: Options) -> list[str]:
     tokens = sum(map(len, exam))
     method = f"by GPTQ with {sum(map(len, lessons)):,} tokens" if found else "to the nearest"
     left = len(job.rounds) - len(found)
-    also = f", but {left} of them to the nearest, because no token came to them alone" if found and left else ""
+    also = f", but {left} (experts, and what no token reached) to the nearest" if found and left else ""
     return [
         f"{target}: {len(job.rounds)} matrices in {options.scheme}, rounded {method}{also}",
         f"  perplexity  {before:.4f} before, {after:.4f} after, of {tokens:,} tokens",

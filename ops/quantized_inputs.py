@@ -30,21 +30,21 @@ def round_inputs_kernel(
 ):
     """codes = round(x / s), s = max |x| / 127 over GROUP inputs, of e4m3 / 448; x and codes [T, K], scales [T, G].
 
-    With an input_scale [1] s is that. One program per token and group, which reads its inputs twice.
+    With an input_scale [1] s is that, or NaN if an input is. One program per token and group, which reads its inputs
+    twice.
     """
     i_t, i_g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     G: tl.constexpr = (K + GROUP - 1) // GROUP
     MOST: tl.constexpr = FP8_MAX if FP8 else 127.0
+    b_most = tl.zeros([BLOCK], tl.float32)
+    for i_k in range(0, GROUP, BLOCK):
+        o_k = i_k + tl.arange(0, BLOCK)
+        o_x = i_g * GROUP + o_k
+        b_x = tl.load(x + i_t * K + o_x, mask=(o_k < GROUP) & (o_x < K), other=0.0).to(tl.float32)
+        b_most = tl.maximum(b_most, tl.abs(b_x), propagate_nan=tl.PropagateNan.ALL)
+    b_scale = _divide(tl.reduce(b_most, 0, _larger), MOST)
     if input_scale is not None:
-        b_scale = tl.load(input_scale)
-    else:
-        b_most = tl.zeros([BLOCK], tl.float32)
-        for i_k in range(0, GROUP, BLOCK):
-            o_k = i_k + tl.arange(0, BLOCK)
-            o_x = i_g * GROUP + o_k
-            b_x = tl.load(x + i_t * K + o_x, mask=(o_k < GROUP) & (o_x < K), other=0.0).to(tl.float32)
-            b_most = tl.maximum(b_most, tl.abs(b_x), propagate_nan=tl.PropagateNan.ALL)
-        b_scale = _divide(tl.reduce(b_most, 0, _larger), MOST)
+        b_scale = tl.where(b_scale != b_scale, b_scale, tl.load(input_scale))
     b_scale = tl.maximum(b_scale, LEAST_SCALE, propagate_nan=tl.PropagateNan.ALL)
     tl.store(scales + i_t * G + i_g, b_scale)
     for i_k in range(0, GROUP, BLOCK):

@@ -474,6 +474,8 @@ def test_what_is_wrong_with_a_checkpoint_is_said_in_a_line(
         (w8a8(symmetric=False), [Format("int8")]),  # other codes than ours
         (w8a8(num_bits=4), [Format("int8")]),
         (w8a8(type="float"), [Format("int8")]),
+        (w8a8(strategy="token"), [Format("int8", inputs="int8")]),
+        (w8a8(strategy="group", group_size=128), [Format("int8")]),  # and the weights have a scale for each output
         (w8a8(second=None), [Format("int8")]),  # which modules are rounded the files do not say
         (
             {"quant_method": "fp8", "activation_scheme": "static"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -185,6 +186,16 @@ def test_a_packed_weight_takes_little_more_than_its_codes(kind):
         for group, wide, zeros in ((16, 1024, False), (32, 256, True)):  # with what GGUF and NVFP4 store
             weight = with_factors(drawn(kind, (256, 1024), group, zeros), torch.uint8, wide)
             check_size(weight, weight.codes.nbytes + weight.scales.nbytes * (1 + zeros) + weight.factors.nbytes / 2)
+
+
+@pytest.mark.parametrize("group", [1024, 128])
+def test_a_packed_weight_that_rounds_its_inputs_leaves_the_codes(group):
+    weight = drawn("int8", (256, 1024), group, False)._replace(inputs="int8")
+    given = weakref.ref(weight.codes.untyped_storage()), weakref.ref(weight.scales.untyped_storage())
+    packed = pack_quantized(weight)
+    del weight
+    assert type(packed) is RoundedLinear or group == 1024
+    assert all(ref() is None for ref in given)
 
 
 def check_size(weight: Quantized, given: float) -> None:

@@ -1,4 +1,4 @@
-"""The plan of memory counts weights in few bits as the worker holds them, of each scheme."""
+"""The plan of memory counts weights in few bits as they are loaded, of each scheme, before a CPU packs them."""
 
 from __future__ import annotations
 

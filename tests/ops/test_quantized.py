@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 
 import kernels
 import reference
+from cpu import quantized as cpu_quantized
 from ops import matmul, quantized
 from reference import Quantized
 from test_experts import check_experts, layer
@@ -184,6 +185,21 @@ def test_products_of_rounded_inputs(
     want, naive = rounded @ numbers.T + shift, (rounded.float() @ numbers.float().T).to(dtype).double() + shift
     oracles.check_error(got, want, naive)
     assert got.dtype == dtype
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("scale", [None, 0.02])
+def test_a_product_shows_inputs_that_are_no_numbers(device: str, kind: str, scale: float | None) -> None:
+    """Though int8 has no code for them: the row is NaN, and no other is."""
+    weight, _ = random_weight(kind, 20, 64, 64, F32)
+    weight = weight._replace(inputs=kind, input_scale=None if scale is None else torch.tensor(scale))
+    x = torch.randn(3, 64)
+    x[1, 5] = math.nan
+    for y in (
+        reference.quantized_linear(x, weight), kernels.quantized_linear(x.to(device), there(device, weight)).cpu(),
+        cpu_quantized.pack_quantized(weight)(x),
+    ):  # fmt: skip
+        assert y[1].isnan().all() and y[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
