@@ -123,9 +123,9 @@ def test_where_a_rank_is_gone_all_of_them_end(tmp_path: Path, killed: str) -> No
         eventually(lambda: bool(reader.text), 20)
         os.kill(rank(server, 1) if killed == "follower" else engine_of(server), signal.SIGKILL)
         reader.join(30)
-        assert not reader.is_alive() and not reader.ended  # it looks broken off to its client, not whole
-        if reader.error:  # torchrun ends rank 0 at the same time, which may cut this last event off
-            assert "engine process has ended" in reader.error["message"]
+        assert not reader.is_alive()
+        # torchrun ends rank 0 at the same time, which may cut the last events off: then the stream has no end.
+        assert "engine process has ended" in reader.error["message"] if reader.error else not reader.ended
         assert server.process.wait(END) == 1
         server.assert_gone()
         log = server.log.read_text()
