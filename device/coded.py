@@ -234,11 +234,11 @@ def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.T
             if isinstance(matrix, torch.Tensor) or (here := axes(matrix)) is None or not matrix.codes:
                 return None
             found.append((matrix, here[1]))
-    codes = [matrix.codes for matrix, _ in found if matrix.codes]
+    codes, columns = [matrix.codes for matrix, _ in found if matrix.codes], [each for _, each in found]
     if len({each.kind for each in codes}) != 1:
         return None
-    kind, group = codes[0].kind, common(codes, [columns for _, columns in found], "group")
-    orders = [order_of(matrix, columns, group) for matrix, columns in found]
+    kind, group = codes[0].kind, common(codes, columns, "group")
+    orders = [order_of(matrix, each, group) for matrix, each in found]
     order = orders[0]
     if order is None or not all(other is not None and torch.equal(order, other) for other in orders):
         return None
@@ -246,9 +246,8 @@ def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.T
         return None
     if (group % LEAST_GROUP and group < inputs) or (kind in PAIRED and inputs % 32):
         return None
-    wide = 0
-    if all(each.wide and each[2:4] == codes[0][2:4] for each in codes) and group in FINE:
-        wide = common(codes, [columns for _, columns in found], "wide")
+    alike = len({(each.has_zeros, each.dtype) for each in codes}) == 1 and all(each.wide for each in codes)
+    wide = common(codes, columns, "wide") if alike and group in FINE else 0
     wide = wide if wide >= inputs or wide % 32 == 0 else 0
     # Without factors scales are floats that hold the products with them.
     dtypes = (each.dtype if wide or not each.wide else torch.float32 for each in codes)
