@@ -7,6 +7,7 @@ import torch
 from checkpoints.dequantize import Codes, Packed, Read, coordinates
 
 GROUPS = {"int8": 0, "int8_per_channel_weight_only": 0, "fp8": 0, "int4": 32}  # inputs that share a scale; 0: all
+HEAD = "int8_per_channel_weight_only"  # of a head, whose errors no later layer evens out, beside all of them
 RANGES = {"int8": (-127, 127), "int4": (-8, 7), "fp8": (-448, 448)}
 
 

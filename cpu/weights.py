@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from batch_state import Writes
 from checkpoints.dequantize import Packed, rows_of
 from checkpoints.hub import checkpoint_files
+from checkpoints.rounding import to_nearest
 from checkpoints.storage import opened
 from config import EngineConfig
 from cpu.machine import has_bfloat16, supports
@@ -367,14 +368,21 @@ def prepare(
 
 
 class MappedTable:
-    """A table of embeddings in a file of few bits, whose rows become numbers when they are looked up."""
+    """A table of embeddings in a file, whose rows become the numbers that the model has when they are looked up.
 
-    def __init__(self, table: Packed, dtype: torch.dtype):
-        self.table, self.dtype, self.shape = table, dtype, table.shape
+    Args:
+        kind: as which a plain table is rounded to codes, with a scale for each row; empty: the file has few bits.
+    """
+
+    def __init__(self, table: Packed | torch.Tensor, dtype: torch.dtype, kind: str = ""):
+        self.table, self.dtype, self.shape, self.kind = table, dtype, table.shape, kind
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows [T, size] of ids [T]."""
-        return rows_of(self.table, ids).to(self.dtype)
+        if isinstance(self.table, Packed):
+            return rows_of(self.table, ids).to(self.dtype)
+        codes, scales = to_nearest(self.table[ids].float(), self.kind, self.shape[1])
+        return (codes * scales).to(self.dtype)
 
 
 def map_embedding(model: Any, files: list[str]) -> None:
@@ -391,8 +399,9 @@ def map_embedding(model: Any, files: list[str]) -> None:
             for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
                 if saved == name or saved.endswith("." + name):
                     table = file.get_tensor(saved)
-                    if isinstance(table, Packed):
-                        model.embedding = MappedTable(table, model.dtype)
+                    coded = None if isinstance(model.embedding, torch.Tensor) else model.embedding.coded
+                    if isinstance(table, Packed) or coded:
+                        model.embedding = MappedTable(table, model.dtype, coded.kind if coded else "")
                         continue
                     plain = table.dtype in PLAIN and model.dtype in (table.dtype, torch.float32)
                     if plain and table.shape == model.embedding.shape:

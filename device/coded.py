@@ -20,7 +20,7 @@ import torch
 
 from checkpoints.dequantize import Codes, Packed, Read, axes, common_group
 from checkpoints.hub import checkpoint_files
-from checkpoints.rounding import GROUPS
+from checkpoints.rounding import GROUPS, HEAD
 from config import EngineConfig
 from layers import Owner
 from lora.stacks import AdaptedLinear
@@ -36,7 +36,7 @@ ROUNDED_GROUP = 128  # a group is a multiple of this, or all inputs, where produ
 FINE = (16, 32)  # groups whose scales may have factors
 LOWEST = {"int4": -8}  # as the specification has it
 PLAIN = ("router", "shared_gate")  # small, and choose among experts; they are not rounded
-TABLES = ("embedding", "head")  # of a model; they are not rounded here
+TABLES = ("embedding", "head")  # of a model
 PAIRED = ("int4", "fp4", "nf4", "iq4")  # kinds whose codes have four bits
 
 Source = torch.Tensor | Packed
@@ -129,8 +129,8 @@ def settle(model: Transformer, wanted: dict[str, Part], sources: dict[str, list[
     for storage, where in places.items():
         owner, attribute = where[0]
         weight, filling = getattr(owner, attribute), pieces.get(storage, [])
-        tables = owner is model and model.coded == "checkpoint" and not model.row.head_norm
-        matrices = (*owner.matrices, *owner.stacks, *(TABLES if tables else ()))
+        tables = TABLES if owner is model and not model.row.head_norm else ()
+        matrices = (*owner.matrices, *owner.stacks, *tables)
         packs = all(one is owner and name in matrices for one, name in where)
         parts = [(targets[name][i], sources[name][i]) for name, i in filling if name in sources]
         made = coded_of(model, weight, parts) if packs else None
@@ -211,13 +211,22 @@ def key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def keys_to_round(model: Transformer) -> set[int]:
-    """The `key` of each plain matrix that the options want in codes."""
+def keys_to_round(model: Transformer) -> dict[int, str]:
+    """As which kind the options want a model's weights in codes, see `rounded`, by the `key` of each of these."""
+    found = matrices_to_round(model)
+    if found and model.config.head == "logits" and not model.row.head_norm:  # which needs plain numbers
+        table = model.embedding if model.config.tie_word_embeddings else model.head
+        found |= {key(table): HEAD} if torch.is_tensor(table) else {}
+    return found
+
+
+def matrices_to_round(model: Transformer) -> dict[int, str]:
+    """See `keys_to_round`; without the head."""
     if model.coded not in GROUPS:
-        return set()
+        return {}
     places = ((owner, name) for owner in model.owners() for name in (*owner.matrices, *owner.stacks))
     weights = (getattr(owner, name) for owner, name in places if name not in PLAIN)
-    return {key(weight) for weight in weights if torch.is_tensor(weight)}
+    return {key(weight): model.coded for weight in weights if torch.is_tensor(weight)}
 
 
 def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.Tensor, Source]]) -> Any:

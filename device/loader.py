@@ -209,13 +209,13 @@ def find_slices(
             if (shape := list(whole.shape)) != list(part.shape):
                 raise ValueError(f"{path}: tensor {saved} has shape {shape}; config.json asks for {list(part.shape)}")
             found[name] = plain
-            slices[name] = slices_of(whole, part, model.coded if fills(part, rounding) else "")
+            slices[name] = slices_of(whole, part, kind_of(part, rounding))
     return slices
 
 
-def fills(part: Part, keys: set[int]) -> bool:
-    """Whether a tensor fills one of the weights with these keys."""
-    return bool(part.pieces) and key(part.pieces[0].target) in keys
+def kind_of(part: Part, rounding: dict[int, str]) -> str:
+    """As which kind a tensor is rounded, of those of `keys_to_round`; empty: it is not."""
+    return rounding.get(key(part.pieces[0].target), "") if part.pieces else ""
 
 
 def slices_of(whole: Source, part: Part, kind: str = "") -> list[Source]:
@@ -336,6 +336,8 @@ def fill_dummy(model: Transformer, seed: int, wanted: dict[str, Part] | None = N
     """
     generator = torch.Generator(device=model.device).manual_seed(seed % 2**63)
     wanted = wanted or model.parameters()
+    rounding = keys_to_round(model)
+    kinds = {name: kind_of(part, rounding) for name, part in wanted.items()}
     all_targets = settle_dummy(model, wanted)
     for name, part in wanted.items():
         if part.instead_of:  # the tensors that it stands for are made one by one
@@ -354,7 +356,7 @@ def fill_dummy(model: Transformer, seed: int, wanted: dict[str, Part] | None = N
         else:
             whole = torch.empty(part.shape, dtype=plain[0].dtype if plain else model.dtype, device=model.device)
         whole.normal_(0, part.shape[-2 if part.transposed else -1] ** -0.5, generator=generator)
-        kind = "" if len(plain) == len(targets) else model.coded
+        kind = "" if len(plain) == len(targets) else kinds[name]
         for target, source in zip(targets, slices_of(whole, part, kind), strict=True):
             if target is not whole:
                 copy((target, source))
@@ -366,6 +368,5 @@ def settle_dummy(model: Transformer, wanted: dict[str, Part]) -> dict[str, list[
     sources, rounding = {}, keys_to_round(model)
     for name, part in wanted.items():
         if not part.instead_of:
-            kind = model.coded if fills(part, rounding) else ""
-            sources[name] = slices_of(torch.empty(part.shape, device="meta"), part, kind)
+            sources[name] = slices_of(torch.empty(part.shape, device="meta"), part, kind_of(part, rounding))
     return settle(model, wanted, sources)

@@ -13,14 +13,15 @@ from safetensors.torch import load_file, save_file
 
 import reference
 from adapters import ALL, asked, make_adapter
-from checkpoints.rounding import GROUPS, to_nearest
+from checkpoints.rounding import GROUPS, HEAD, to_nearest
 from config import DEMO
 from engine import LLM, SamplingParams
+from lora.adapter import WEIGHTS
 from outputs import CompletionOutput
 
 PROMPTS = ["What is 23 + 58?", "Spell stone backwards.", "ROMEO:\n", "Enter the KING, with his lords and"] * 2
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)
-MATRICES = ("proj.weight",)
+TABLE = "embed_tokens.weight"  # which is the head, too
 
 
 @pytest.fixture(
@@ -41,10 +42,11 @@ def rounded_demo(kind: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
     tensors = {name: tensor.float() for name, tensor in load_file(f"{DEMO}/model.safetensors").items()}
     for name, tensor in tensors.items():
-        if name.endswith(MATRICES) and not name.startswith("mtp."):
-            group = GROUPS[kind] or tensor.shape[1]
-            codes, scales = to_nearest(tensor, kind.split("_")[0], group)
-            numbers = codes.to(torch.uint8).view(torch.float8_e4m3fn).float() if kind == "fp8" else codes
+        if name.endswith(("proj.weight", TABLE)) and not name.startswith("mtp."):
+            own = HEAD if name.endswith(TABLE) else kind
+            group = GROUPS[own] or tensor.shape[1]
+            codes, scales = to_nearest(tensor, own.split("_")[0], group)
+            numbers = codes.to(torch.uint8).view(torch.float8_e4m3fn).float() if own == "fp8" else codes
             tensors[name] = (numbers.unflatten(1, (-1, group)) * scales[:, :, None]).flatten(1)
     save_file(tensors, folder / "model.safetensors")
     return str(folder)
@@ -115,7 +117,9 @@ def test_codes_answer_as_their_numbers(kind, rounded_demo):
 
 
 def test_adapters_add_to_codes(kind, rounded_demo, tmp_path):
-    make_adapter(tmp_path / "a", 0, modules=(*ALL, "embed_tokens", "lm_head"))
+    tensors = make_adapter(tmp_path / "a", 0, modules=(*ALL, "embed_tokens", "lm_head"))
+    without_tables = {name: tensor for name, tensor in tensors.items() if "base_layer" not in name}
+    save_file(without_tables, tmp_path / "a" / WEIGHTS)
     asked_for = [asked(tmp_path / "a"), None] * 4
     found = []
     for model, fields in ((rounded_demo, {}), (DEMO, {"quantization": kind})):

@@ -251,6 +251,31 @@ needs_integers = pytest.mark.skipif(not middle_of_bytes(), reason="this torch ha
 
 @needs_integers
 @pytest.mark.parametrize("middle", [128, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_inputs_as_sums_of_integers(middle, dtype):
+    """Beside the largest of a row they are as exact as float32 is, and those of 16 bits as 1 / 127 / 508 of it."""
+    if middle > middle_of_bytes():
+        pytest.skip("this CPU adds products of whole bytes in 16 bits")
+    torch.manual_seed(0)
+    for outputs, inputs in ((1, 32), (50, 96), (33, 1100), (20, 7)):
+        weight = drawn("int8", (outputs, inputs), inputs, False)
+        weight.codes[0] = -128
+        packed, numbers = IntegerLinear(weight, middle), reference.dequantize(weight).double()
+        for count in (0, 1, 9):
+            x = (torch.randn(count, 2 * inputs) * torch.randn(count, 1).exp()).to(dtype)[:, :inputs]
+            if count == 9:
+                x[0], x[1], x[2, 0] = 1, 0, 100
+            bias = torch.randn(outputs).to(dtype) if count != 1 else None
+            got = packed(x, bias)
+            wanted = x.double() @ numbers.T + (0 if bias is None else bias.double())
+            assert got.dtype == dtype and got.shape == wanted.shape
+            finest = 1 / 127 / (508 if x.itemsize == 2 else 2 * 254**2)
+            most = x.double().abs().amax(1, keepdim=True) * numbers.abs().sum(1) * (finest + 2**-22)
+            assert ((got.double() - wanted).abs() <= most + torch.finfo(dtype).eps * wanted.abs() + 1e-30).all()
+
+
+@needs_integers
+@pytest.mark.parametrize("middle", [128, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_products_of_integers_are_exact(middle, dtype):
     """Up to the last multiplications, whose errors are of float32; also in two halves, which any CPU adds exactly."""
@@ -303,7 +328,9 @@ def test_weights_whose_inputs_are_rounded(monkeypatch):
         monkeypatch.setattr(quantized, "middle_of_bytes", lambda middle=middle: middle)
         monkeypatch.setattr(quantized, "pack_integers", lambda codes, scales: None)
         assert type(pack_quantized(one, uncompiled)) is layout
-    assert type(pack_quantized(one._replace(inputs=""), uncompiled)) is CodedLinear
+        assert type(pack_quantized(one._replace(inputs=""), uncompiled)) is (
+            IntegerLinear if middle == 128 else CodedLinear
+        )
     x, bias = torch.randn(5, 300), torch.randn(50)
     for weight in (
         one, drawn("int8", (50, 300), 128, False)._replace(inputs="int8"),

