@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 import kernels
 import reference
 from cpu import quantized as cpu_quantized
-from ops import matmul, quantized
+from ops import matmul, quantized, quantized_inputs
 from reference import Quantized
 from test_experts import check_experts, layer
 
@@ -149,11 +149,12 @@ def test_quantized_linear(
     st.sampled_from([1, 16, 17, 65]),
     st.sampled_from([(1, 32), (65, 320), (7, 1088), (20, 100)]),
     st.sampled_from(["int8", "fp8"]),
-    st.sampled_from([128, 256, 10**6]),
+    st.sampled_from([128, 256, 384, 10**6]),
     st.sampled_from([F32, BF16, F16]),
     st.booleans(),
     st.sampled_from([1, 64]),
     on=[
+        (2, (7, 1088), "int8", 384, BF16, False, 1),
         (3, (65, 320), "int8", 10**6, BF16, False, 1),
         (17, (7, 1088), "int8", 10**6, F32, True, 64),
         (2, (7, 1088), "fp8", 128, BF16, False, 64),
@@ -171,7 +172,8 @@ def test_products_of_rounded_inputs(
     weight, numbers = random_weight(kind, outputs, inputs, group, F32)
     weight = weight._replace(inputs=kind, input_scale=torch.tensor(0.01) if more else None)
     x, bias = (torch.randn(rows, inputs) * torch.randn(rows, 1).exp()).to(dtype), torch.randn(outputs).to(dtype)
-    x[-1, :7] = 0
+    x[1:2] = 0  # a row without a scale of its own
+    x[0, -1] = 2 * x.abs().max()  # the last input, which a program may read in a second go
     codes, scales = reference.round_inputs(x, weight)
     found = kernels.round_inputs(x.to(device), there(device, weight))
     assert torch.equal(found[0].cpu().view(torch.uint8), codes.view(torch.uint8))
@@ -185,6 +187,15 @@ def test_products_of_rounded_inputs(
     want, naive = rounded @ numbers.T + shift, (rounded.float() @ numbers.float().T).to(dtype).double() + shift
     oracles.check_error(got, want, naive)
     assert got.dtype == dtype
+
+
+def test_a_program_rounds_the_inputs_of_its_own_group(device: str) -> None:
+    """The interpreter runs one program after the other, so a later one puts right what this one wrote too much."""
+    x, codes, scales = torch.randn(3, 1088), torch.full((3, 1088), 99, dtype=torch.int8), torch.full((3, 3), -1.0)
+    x, codes, scales = x.to(device), codes.to(device), scales.to(device)
+    quantized_inputs.round_inputs_kernel[(3, 1)](x, None, codes, scales, 1088, 384, False, 512)
+    assert (codes[:, 384:] == 99).all() and (scales[:, 1:] == -1).all()
+    torch.testing.assert_close(codes[:, :384] * scales[:, :1], x[:, :384], rtol=0, atol=float(scales.max()) * 0.51)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
