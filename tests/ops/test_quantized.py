@@ -159,6 +159,7 @@ def test_quantized_linear(
         (17, (7, 1088), "int8", 10**6, F32, True, 64),
         (2, (7, 1088), "fp8", 128, BF16, False, 64),
         (65, (20, 100), "fp8", 10**6, F16, True, 1),
+        (2, (7, 1088), "fp8", 10**6, BF16, False, 1),
         (65, (65, 320), "int8", 256, F32, False, 64),
     ],
     drawn=15,
@@ -187,6 +188,13 @@ def test_products_of_rounded_inputs(
     want, naive = rounded @ numbers.T + shift, (rounded.float() @ numbers.float().T).to(dtype).double() + shift
     oracles.check_error(got, want, naive)
     assert got.dtype == dtype
+
+
+def test_a_half_goes_to_the_even_code(device: str) -> None:
+    weight, _ = random_weight("int8", 3, 64, 64, F32)
+    weight, x = weight._replace(inputs="int8", input_scale=torch.ones(1)), torch.arange(-32, 32)[None] + 0.5
+    for codes, _ in (reference.round_inputs(x, weight), kernels.round_inputs(x.to(device), there(device, weight))):
+        assert codes.flatten().tolist() == [round(number) for number in x.flatten().tolist()]
 
 
 def test_a_program_rounds_the_inputs_of_its_own_group(device: str) -> None:
