@@ -323,6 +323,19 @@ def test_a_row_ignores_the_others(device: str, group: int, monkeypatch: pytest.M
     assert torch.equal(kernels.quantized_linear(x[1:].contiguous(), weight), many[1:])
 
 
+def test_each_tile_of_outputs_counts_its_own_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs the parts of a tile one after the other, so one counter for all would do there."""
+    counters = torch.zeros(matmul.LINEAR_COUNTERS, dtype=torch.int32, device=device)
+    counters[0] = -99  # so the first tile waits for parts that never come
+    monkeypatch.setattr(quantized, "PROGRAMS", 64)
+    monkeypatch.setattr(quantized, "_counters", lambda _: counters)
+    weight, numbers = random_weight("int4", 70, 1088, 128)
+    x = torch.randn(2, 1088).to(F16)
+    y = kernels.quantized_linear(x.to(device), there(device, weight)).cpu()
+    assert y[:, :64].isnan().all()
+    torch.testing.assert_close(y[:, 64:].double(), (x.double() @ numbers.T)[:, 64:], rtol=0.01, atol=0.1)
+
+
 def run_ptx(text: str, pairs: torch.Tensor) -> list[torch.Tensor]:
     """$0 and $1 [n] of these instructions for $2 [n], two bytes each."""
     values = {"$2": pairs}
