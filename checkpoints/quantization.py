@@ -164,9 +164,9 @@ def read_gptq(raw: dict[str, Any]) -> list[Format]:
 
 
 def read_awq(raw: dict[str, Any]) -> list[Format]:
-    """AWQ of AutoAWQ."""
-    one_of(raw, "version", ("gemm",), "gemm")
-    for name in ("format", "checkpoint_format"):
+    """AWQ of AutoAWQ and gptqmodel."""
+    one_of(raw, "method", ("awq",), "awq")
+    for name in ("version", "format", "checkpoint_format"):
         one_of(raw, name, ("gemm",), "gemm")
     one_of(raw, "zero_point", (True,), True)
     return [Format("awq", one_of(raw, "bits", (4,)), group_of(raw), False)]
@@ -316,7 +316,7 @@ METHODS = {
     "awq": Method(
         read_awq,
         "bits group_size zero_point version format checkpoint_format modules_to_not_convert backend do_fuse "
-        "fuse_max_seq_len modules_to_fuse exllama_config sym desc_act lm_head meta pack_dtype",
+        "fuse_max_seq_len modules_to_fuse exllama_config sym desc_act lm_head method meta pack_dtype",
     ),
     "modelopt": Method(
         read_modelopt,

@@ -30,8 +30,7 @@ def round_inputs_kernel(
 ):
     """codes = round(x / s), s = max |x| / 127 over GROUP inputs, of e4m3 / 448; x and codes [T, K], scales [T, G].
 
-    With an input_scale [1] s is that, or NaN if an input is. One program per token and group, which reads its inputs
-    twice.
+    With an input_scale [1] s is that, or NaN if an input is. A program per token and group reads its inputs twice.
     """
     i_t, i_g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     G: tl.constexpr = (K + GROUP - 1) // GROUP
@@ -91,7 +90,8 @@ def _rounded_part(
     """x W^T over part i_s of SPLITS of the K columns, [BLOCK_M, BLOCK_N] float32, of the rows o_m of x and o_n of W.
 
     x and codes are int8, whose sums are exact, or e4m3. The matrix unit keeps few bits of long sums of e4m3, so those
-    of a step are added in float32. A step is in one group, whose scales [M, G] and [N, G] multiply its sums.
+    of a step are added in float32. A step is in one group, whose scales [M, G] and [N, G] multiply its sums. Offsets of
+    [M, G] have 64 bits: with 32 the pointers of a thread spill registers on sm_100.
     """
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
@@ -115,7 +115,7 @@ def _rounded_part(
             b_y += b_sum
         else:
             o_g = i_k * BLOCK_K // GROUP
-            b_own = tl.load(x_scales + o_m * GROUPS + o_g, mask=m_m, other=0.0)[None, :]
+            b_own = tl.load(x_scales + o_m.to(tl.int64) * GROUPS + o_g, mask=m_m, other=0.0)[None, :]
             b_scale = tl.load(scales + o_n * GROUPS + o_g, mask=m_n, other=0.0).to(tl.float32)[:, None]
             b_y += b_sum.to(tl.float32) * b_own * b_scale
     if GROUPS == 1:

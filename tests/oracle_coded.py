@@ -4,22 +4,24 @@
 
 It runs in a process that cannot see this project, as oracle.py does. A case has the `shape` of a Qwen 3, the `folder`
 of its plain checkpoint, which is made if it is not there, the place `out` of the one in few bits, and `prompts`. It
-also has either `weights`, the arguments of compressed-tensors' quantization, and the `format` in which it stores them,
-or `bitsandbytes`, those of transformers' BitsAndBytesConfig. Of prompt i, `out`/oracle.safetensors has the logits
-`logits{i}`. Of the first one it has the greedy tokens `tokens` that follow, too, and by how much each of them is
-likelier than the next one, `margins`.
+also has `weights`, the arguments of compressed-tensors' quantization, and the `format` in which it stores them; or
+`bitsandbytes`, those of transformers' BitsAndBytesConfig; or `gptqmodel`, those of that package's QuantizeConfig, and
+the folder `packages` in which the package lies. Of prompt i, `out`/oracle.safetensors has the logits `logits{i}`. Of
+the first one it has the greedy tokens `tokens` that follow, too, and by how much each of them is likelier than the next
+one, `margins`.
 
 What is computed is what a plain model does with the weights that the package itself reads from its codes. Its products
 would round activations, too, which says nothing of how weights are read.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn import Linear
 
 NEW = 200
@@ -88,6 +90,37 @@ def bitsandbytes(case: dict) -> dict[str, torch.Tensor]:
     return found
 
 
+def gptqmodel(case: dict) -> dict[str, torch.Tensor]:
+    """The same by GPTQModel: GPTQ or AWQ, calibrated with random tokens. AWQ changes norms, too, so all are given."""
+    sys.path.append(case["packages"])
+    os.cpu_count = lambda: 8  # with fewer cores it asks for more threads than it has
+    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+    from tokenizers import Tokenizer, models
+
+    out, options = case["out"], case["gptqmodel"]
+    backend = BACKEND.AWQ_TORCH if options.get("method") == "awq" else BACKEND.GPTQ_TORCH
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(case["shape"]["vocab_size"])}, unk_token="t0"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="t0").save_pretrained(case["folder"])
+    made = GPTQModel.load(case["folder"], QuantizeConfig(device="cpu", offload_to_disk=False, **options))
+    ids = torch.randint(0, case["shape"]["vocab_size"], (32, 1, 64))
+    made.quantize([{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in ids], batch_size=1, backend=backend)
+    made.save(out)
+    found = {name: x.float() for name, x in load_file(Path(out, "model.safetensors")).items() if x.is_floating_point()}
+    found = {name.removesuffix(".weight"): x for name, x in found.items() if name.endswith(".weight")}
+    read = GPTQModel.load(out, device="cpu", backend=backend, dtype=torch.float16)  # that of the stored scales
+    for name, module in read.model.named_modules():
+        if not hasattr(module, "qweight"):
+            continue
+        module.scales = module.scales.float()  # so that no product is rounded
+        if backend == BACKEND.AWQ_TORCH:
+            packed = module.qweight, module.qzeros, module.scales
+            found[name] = dequantize_gemm(*packed, bits=module.bits, group_size=module.group_size).T
+        else:
+            found[name] = module.dequantize_weight().T
+    return found
+
+
 def make_plain(case: dict) -> None:
     torch.manual_seed(0)
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**case["shape"])).float()
@@ -101,7 +134,8 @@ def make_plain(case: dict) -> None:
 def make(case: dict) -> None:
     if not Path(case["folder"], "config.json").exists():
         make_plain(case)
-    weights = (compressed if "weights" in case else bitsandbytes)(case)
+    writers = {"weights": compressed, "bitsandbytes": bitsandbytes, "gptqmodel": gptqmodel}
+    weights = next(write for name, write in writers.items() if name in case)(case)
     model, found = plain(case["folder"]), {}
     assert weights
     for name, weight in weights.items():

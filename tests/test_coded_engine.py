@@ -21,35 +21,83 @@ from outputs import CompletionOutput
 
 PROMPTS = ["What is 23 + 58?", "Spell stone backwards.", "ROMEO:\n", "Enter the KING, with his lords and"] * 2
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)
-TABLE = "embed_tokens.weight"  # which is the head, too
+MATRICES, TABLE = "proj.weight", "embed_tokens.weight"  # which is the head, too
+PACKED = {  # kinds that only checkpoints have: what config.json says of them
+    "fp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+}
+RARE = [pytest.param(kind, marks=pytest.mark.full) for kind in ("int8_per_channel_weight_only", "fp8", *PACKED)]
 
 
-@pytest.fixture(
-    scope="module",
-    params=["int4", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("int8_per_channel_weight_only", "fp8"))],
-)
+@pytest.fixture(scope="module", params=["int4", *RARE])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+def rounded(numbers: torch.Tensor, kind: str) -> torch.Tensor:
+    """The numbers that `--quantization` makes."""
+    group = GROUPS[kind] or numbers.shape[1]
+    codes, scales = to_nearest(numbers, kind.split("_")[0], group)
+    values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float() if kind == "fp8" else codes
+    return (values.unflatten(1, (-1, group)) * scales[:, :, None]).flatten(1)
+
+
+def packed(name: str, numbers: torch.Tensor, kind: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A matrix as a checkpoint of this kind stores it, and the numbers that it stands for."""
+    table, group = (torch.tensor(reference.FP4), 16) if kind == "fp4" else (torch.tensor(reference.NF4), 64)
+    groups = numbers.unflatten(1, (-1, group))
+    scales, whole = groups.abs().amax(2) / table.abs().max(), torch.ones(())
+    if kind == "fp4":  # a group's scale has 8 bits, whose largest number is 448
+        whole = scales.max() / 448
+        scales = (scales / whole).to(torch.float8_e4m3fn)
+    steps = scales.float() * whole
+    codes = (groups[..., None] / steps[..., None, None] - table).abs().argmin(-1)
+    found, pairs = (table[codes] * steps[..., None]).flatten(1), codes.to(torch.uint8).flatten(1).unflatten(1, (-1, 2))
+    if kind == "fp4":
+        stored = {"": pairs[..., 0] | pairs[..., 1] << 4, "_scale": scales, "_scale_2": whole}
+    else:
+        said = json.dumps({"quant_type": "nf4", "blocksize": group, "dtype": "float32", "shape": [*numbers.shape]})
+        stored = {
+            "": (pairs[..., 0] << 4 | pairs[..., 1]).view(-1, 1), ".absmax": scales.flatten(), ".quant_map": table,
+            ".quant_state.bitsandbytes__nf4": torch.tensor([*said.encode()], dtype=torch.uint8),
+        }  # fmt: skip
+    return {name + end: tensor for end, tensor in stored.items()}, found
+
+
 @pytest.fixture(scope="module")
-def rounded_demo(kind: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The demo with the numbers that codes of this kind stand for."""
-    folder = tmp_path_factory.mktemp("rounded")
-    for path in Path(DEMO).glob("*.json"):
-        (folder / path.name).write_bytes(path.read_bytes())
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+def demos(kind: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The demo with the numbers that codes of this kind stand for; and the demo in these codes, or to be read so."""
+    plain, coded = tmp_path_factory.mktemp("rounded"), tmp_path_factory.mktemp("coded")
+    config = json.loads(Path(DEMO, "config.json").read_text()) | {"torch_dtype": "float32"}
+    for folder, more in ((plain, {}), (coded, {"quantization_config": PACKED.get(kind)})):
+        for path in Path(DEMO).glob("*.json"):
+            (folder / path.name).write_bytes(path.read_bytes())
+        (folder / "config.json").write_text(json.dumps(config | more))
     tensors = {name: tensor.float() for name, tensor in load_file(f"{DEMO}/model.safetensors").items()}
+    stored = dict(tensors)
     for name, tensor in tensors.items():
-        if name.endswith(("proj.weight", TABLE)) and not name.startswith("mtp."):
-            own = HEAD if name.endswith(TABLE) else kind
-            group = GROUPS[own] or tensor.shape[1]
-            codes, scales = to_nearest(tensor, own.split("_")[0], group)
-            numbers = codes.to(torch.uint8).view(torch.float8_e4m3fn).float() if own == "fp8" else codes
-            tensors[name] = (numbers.unflatten(1, (-1, group)) * scales[:, :, None]).flatten(1)
-    save_file(tensors, folder / "model.safetensors")
-    return str(folder)
+        if name.endswith(MATRICES) and not name.startswith("mtp."):
+            if kind in PACKED:
+                made, tensors[name] = packed(name, tensor, kind)
+                stored |= made
+            else:
+                tensors[name] = rounded(tensor, kind)
+        elif name.endswith(TABLE) and kind not in PACKED:
+            tensors[name] = rounded(tensor, HEAD)
+    save_file(tensors, plain / "model.safetensors")
+    save_file(stored, coded / "model.safetensors")
+    return str(plain), str(coded) if kind in PACKED else DEMO
+
+
+@pytest.fixture(scope="module")
+def rounded_demo(demos: tuple[str, str]) -> str:
+    return demos[0]
+
+
+@pytest.fixture(scope="module")
+def in_codes(demos: tuple[str, str], kind: str) -> dict[str, Any]:
+    """The options of an engine with weights in codes."""
+    return {"model": demos[1], "device": "cpu", "dtype": "float32"} | ({} if kind in PACKED else {"quantization": kind})
 
 
 def answers(llm: LLM, **fields: Any) -> list[CompletionOutput]:
@@ -105,39 +153,42 @@ def test_rounded_inputs_answer_as_the_specification(ways):
         assert preempted or fields is not STARVED
 
 
-def test_codes_answer_as_their_numbers(kind, rounded_demo):
+def test_codes_answer_as_their_numbers(in_codes, kind, rounded_demo, caplog):
     """Whole, in chunks, after preemption, and with prefixes that were there."""
     with LLM(rounded_demo, device="cpu", dtype="float32") as llm:
         expected = answers(llm)
     for fields in ({}, CHUNKED, STARVED):
-        with LLM(DEMO, device="cpu", dtype="float32", quantization=kind, **fields) as llm:
+        with LLM(**in_codes, **fields) as llm:
+            assert f"matrices of the model: 24 in {kind.split('_')[0]}\n" in caplog.text
+            caplog.clear()
             for _ in range(2):
                 check_alike(answers(llm), expected)
             assert llm.core.metrics()["num_preemptions_total"] > 0 or fields is not STARVED
 
 
-def test_adapters_add_to_codes(kind, rounded_demo, tmp_path):
+def test_adapters_add_to_codes(in_codes, rounded_demo, tmp_path):
     tensors = make_adapter(tmp_path / "a", 0, modules=(*ALL, "embed_tokens", "lm_head"))
     without_tables = {name: tensor for name, tensor in tensors.items() if "base_layer" not in name}
     save_file(without_tables, tmp_path / "a" / WEIGHTS)
     asked_for = [asked(tmp_path / "a"), None] * 4
     found = []
-    for model, fields in ((rounded_demo, {}), (DEMO, {"quantization": kind})):
-        with LLM(model, device="cpu", dtype="float32", enable_lora=True, **fields) as llm:
+    for fields in ({"model": rounded_demo, "device": "cpu", "dtype": "float32"}, in_codes):
+        with LLM(**fields, enable_lora=True) as llm:
             found.append(answers(llm, lora_request=asked_for))
     check_alike(found[1], found[0])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("fields", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
-def test_ranks_share_codes(kind, rounded_demo, fields):
+def test_ranks_share_codes(in_codes, rounded_demo, fields):
     with LLM(rounded_demo, device="cpu", dtype="float32") as llm:
         expected = answers(llm)
-    with LLM(DEMO, device="cpu", dtype="float32", quantization=kind, **fields) as llm:
+    with LLM(**in_codes, **fields) as llm:
         found = answers(llm)
     check_alike(found, expected)
 
 
+@pytest.mark.parametrize("kind", GROUPS)
 def test_each_number_is_the_nearest(kind):
     """No other code of a group would be nearer."""
     numbers = torch.randn(7, 96)

@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 import reference
-from checkpoints.dequantize import axes, common_group
+from checkpoints.dequantize import Codes, axes, common_group
 from checkpoints.gguf_blocks import BLOCKS, KINDS
 from checkpoints.gguf_weights import packed
 from device.coded import Rows, coded_of, stored, without_factors
+from device.coded import rounding_of as chosen_rounding
 from device.loader import fill_dummy, load_weights
 from model import Transformer
 from model_config import ModelConfig
@@ -102,6 +103,16 @@ def test_inputs_are_rounded_as_the_checkpoint_says(tmp_path: Path) -> None:
         packed, _ = checkpoints(tmp_path, raw, *CASES[case])
         found = rounding_of(both(packed)[0])
         assert ("", None) in found and (raw is MIXTRAL or set(found) == {("", None)})
+
+
+def test_inputs_in_fp8_need_a_chip_that_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles no such product for chips before sm_89, so none may be asked for there."""
+    made = {kind: Codes(kind, 0, False, torch.float32, lambda *_: None, inputs=kind) for kind in ("int8", "fp8")}
+    for capability, rounded in (((8, 0), ""), ((8, 6), ""), ((8, 9), "fp8"), ((9, 0), "fp8"), ((12, 0), "fp8")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
+        assert chosen_rounding([made["fp8"]], "cuda") == (rounded, None)
+        assert chosen_rounding([made["int8"]], "cuda") == ("int8", None)
+    assert chosen_rounding([made["fp8"]], "cpu") == ("", None)
 
 
 @pytest.mark.parametrize("scale", [None, torch.zeros(1), torch.tensor([math.inf]), torch.ones(2)], ids=str)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +11,9 @@ from safetensors.torch import load_file
 
 from device.coded import kinds_of
 from oracle_checks import logits_of, make_worker
-from random_checkpoints import TESTS, once
+from packed_checkpoints import KEPT, PACKED, PROMPTS, ask
+from random_checkpoints import once
 
-pytestmark = pytest.mark.full
-
-SHAPE = {
-    "vocab_size": 99, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": False,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
-PROMPTS = [[1, 2, 3, 4, 5], [7] * 40]
 CHANNEL = {"num_bits": 8, "strategy": "channel", "group_size": None}
 E4M3 = "torch.float8_e4m3fn"
 
@@ -63,25 +53,29 @@ def written(request: pytest.FixtureRequest, shared: Path) -> dict[str, Path]:
     pytest.importorskip(PACKAGES[request.param])
     cases = {name: case for name, (_, case) in CASES.items() if request.param in case}
 
-    def make(folder: Path) -> None:
-        told = {"folder": str(folder / "plain"), "shape": SHAPE, "prompts": PROMPTS}
-        asked = [case | told | {"out": str(folder / name)} for name, case in cases.items()]
-        (folder / "cases.json").write_text(json.dumps(asked))
-        # -I: transformers looks for a package called `kernels`, and would find ours.
-        subprocess.run([sys.executable, "-I", TESTS / "oracle_coded.py", "cases.json"], check=True, cwd=folder)
-
-    folder = once(shared / f"written-{request.param}", make)
+    folder = once(shared / f"written-{request.param}", lambda folder: ask(folder, cases))
     return {name: folder / name for name in cases}
 
 
-def test_logits_and_tokens_are_those_of_the_package(written: dict[str, Path]) -> None:
+def check(folder: Path, kind: str) -> None:
     """Given the package's own tokens, each is ours as well, unless another one is as good as that."""
+    oracle, prompt = load_file(folder / "oracle.safetensors"), PROMPTS[0]
+    for i, ids in enumerate(PROMPTS):
+        worker = make_worker(folder, backend="reference")
+        assert kinds_of(worker.model).keys() == {kind}
+        assert (logits_of(worker, ids) - oracle[f"logits{i}"]).abs().max() <= 1e-4, folder
+    tokens, clear = oracle["tokens"], oracle["margins"] > 1e-3
+    found = logits_of(make_worker(folder), prompt + tokens.tolist())[len(prompt) - 1 : -1].argmax(1)
+    assert len(tokens) == 200 and clear.sum() > 150 and torch.equal(found[clear], tokens[clear]), folder
+
+
+@pytest.mark.full
+def test_logits_and_tokens_are_those_of_the_package(written: dict[str, Path]) -> None:
     for name, folder in written.items():
-        oracle, prompt = load_file(folder / "oracle.safetensors"), PROMPTS[0]
-        for i, ids in enumerate(PROMPTS):
-            worker = make_worker(folder, backend="reference")
-            assert kinds_of(worker.model).keys() == {CASES[name][0]}
-            assert (logits_of(worker, ids) - oracle[f"logits{i}"]).abs().max() <= 1e-4, name
-        tokens, clear = oracle["tokens"], oracle["margins"] > 1e-3
-        found = logits_of(make_worker(folder), prompt + tokens.tolist())[len(prompt) - 1 : -1].argmax(1)
-        assert len(tokens) == 200 and clear.sum() > 150 and torch.equal(found[clear], tokens[clear]), name
+        check(folder, CASES[name][0])
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_logits_and_tokens_are_those_of_gptqmodel(name: str) -> None:
+    """Of checkpoints that it has written some day; see packed_checkpoints.py."""
+    check(PACKED / name, "int4")

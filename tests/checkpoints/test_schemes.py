@@ -519,6 +519,7 @@ def test_what_config_json_says(raw: dict[str, Any], found: list[Format]) -> None
         (GPTQ | {"dynamic": {"a": 5}}, "has the dynamic .* it must be an object of objects"),
         (AWQ | {"version": "gemv"}, "has the version 'gemv'; Manta reads gemm"),
         (AWQ | {"bits": 8}, "has the bits 8; Manta reads 4"),
+        (AWQ | {"method": "paroquant"}, "has the method 'paroquant'; Manta reads awq"),
         (AWQ | {"zero_point": False}, "has the zero_point False; Manta reads True"),
         (compressed("pack-quantized", num_bits=3), "Manta reads int, 2, 4, 8"),
         (compressed("int-quantized", type="float"), "Manta reads int, 8"),

@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 import kernels
 import reference
 from cpu import quantized as cpu_quantized
-from ops import matmul, quantized
+from ops import matmul, quantized, quantized_inputs
 from reference import Quantized
 from test_experts import check_experts, layer
 
@@ -149,15 +149,17 @@ def test_quantized_linear(
     st.sampled_from([1, 16, 17, 65]),
     st.sampled_from([(1, 32), (65, 320), (7, 1088), (20, 100)]),
     st.sampled_from(["int8", "fp8"]),
-    st.sampled_from([128, 256, 10**6]),
+    st.sampled_from([128, 256, 384, 10**6]),
     st.sampled_from([F32, BF16, F16]),
     st.booleans(),
     st.sampled_from([1, 64]),
     on=[
+        (2, (7, 1088), "int8", 384, BF16, False, 1),
         (3, (65, 320), "int8", 10**6, BF16, False, 1),
         (17, (7, 1088), "int8", 10**6, F32, True, 64),
         (2, (7, 1088), "fp8", 128, BF16, False, 64),
         (65, (20, 100), "fp8", 10**6, F16, True, 1),
+        (2, (7, 1088), "fp8", 10**6, BF16, False, 1),
         (65, (65, 320), "int8", 256, F32, False, 64),
     ],
     drawn=15,
@@ -171,7 +173,8 @@ def test_products_of_rounded_inputs(
     weight, numbers = random_weight(kind, outputs, inputs, group, F32)
     weight = weight._replace(inputs=kind, input_scale=torch.tensor(0.01) if more else None)
     x, bias = (torch.randn(rows, inputs) * torch.randn(rows, 1).exp()).to(dtype), torch.randn(outputs).to(dtype)
-    x[-1, :7] = 0
+    x[1:2] = 0  # a row without a scale of its own
+    x[0, -1] = 2 * x.abs().max()  # the last input, which a program may read in a second go
     codes, scales = reference.round_inputs(x, weight)
     found = kernels.round_inputs(x.to(device), there(device, weight))
     assert torch.equal(found[0].cpu().view(torch.uint8), codes.view(torch.uint8))
@@ -185,6 +188,23 @@ def test_products_of_rounded_inputs(
     want, naive = rounded @ numbers.T + shift, (rounded.float() @ numbers.float().T).to(dtype).double() + shift
     oracles.check_error(got, want, naive)
     assert got.dtype == dtype
+
+
+def test_a_half_goes_to_the_even_code(device: str) -> None:
+    weight, _ = random_weight("int8", 3, 64, 64, F32)
+    weight, x = weight._replace(inputs="int8", input_scale=torch.ones(1)), torch.arange(-32, 32)[None] + 0.5
+    for codes, _ in (reference.round_inputs(x, weight), kernels.round_inputs(x.to(device), there(device, weight))):
+        assert codes.flatten().tolist() == [round(number) for number in x.flatten().tolist()]
+
+
+def test_a_program_rounds_the_inputs_of_its_own_group(device: str) -> None:
+    """The interpreter runs one program after the other, so a later one puts right what this one wrote too much."""
+    x, codes, scales = torch.randn(3, 1088), torch.full((3, 1088), 99, dtype=torch.int8), torch.full((3, 3), -1.0)
+    x[:, 384] = 9  # the first of the next group
+    x, codes, scales = x.to(device), codes.to(device), scales.to(device)
+    quantized_inputs.round_inputs_kernel[(3, 1)](x, None, codes, scales, 1088, 384, False, 512)
+    assert (codes[:, 384:] == 99).all() and (scales[:, 1:] == -1).all()
+    torch.testing.assert_close(scales[:, 0], x[:, :384].abs().amax(1) / 127)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -301,6 +321,19 @@ def test_a_row_ignores_the_others(device: str, group: int, monkeypatch: pytest.M
     for begin, end in ((0, 1), (63, 64), (13, 45)):
         assert torch.equal(kernels.quantized_linear(x[begin:end].contiguous(), weight), few[begin:end])
     assert torch.equal(kernels.quantized_linear(x[1:].contiguous(), weight), many[1:])
+
+
+def test_each_tile_of_outputs_counts_its_own_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs the parts of a tile one after the other, so one counter for all would do there."""
+    counters = torch.zeros(matmul.LINEAR_COUNTERS, dtype=torch.int32, device=device)
+    counters[0] = -99  # so the first tile waits for parts that never come
+    monkeypatch.setattr(quantized, "PROGRAMS", 64)
+    monkeypatch.setattr(quantized, "_counters", lambda _: counters)
+    weight, numbers = random_weight("int4", 70, 1088, 128)
+    x = torch.randn(2, 1088).to(F16)
+    y = kernels.quantized_linear(x.to(device), there(device, weight)).cpu()
+    assert y[:, :64].isnan().all()
+    torch.testing.assert_close(y[:, 64:].double(), (x.double() @ numbers.T)[:, 64:], rtol=0.01, atol=0.1)
 
 
 def run_ptx(text: str, pairs: torch.Tensor) -> list[torch.Tensor]:
