@@ -256,14 +256,18 @@ def parts_of(weight: Quantized, count: int) -> list[Quantized]:
 
 
 class CodedExperts:
-    """The weights [E, out, in] of a layer's experts, each a `CodedLinear`."""
+    """The weights [E, out, in] of a layer's experts, each as `pack` makes a product of it.
 
-    def __init__(self, weight: Quantized, forms: Forms | None = None):
-        fields = [x if isinstance(x, torch.Tensor) else itertools.repeat(x) for x in weight]
-        self.experts = [CodedLinear(Quantized(*part), forms) for part in zip(*fields, strict=False)]
-        self.shape = len(weight.codes), self.experts[0].outputs, self.experts[0].inputs
+    If the weight rounds its inputs, `rounded` does so with a token's, once for all experts that the token meets.
+    """
 
-    def __getitem__(self, expert: int) -> CodedLinear:
+    def __init__(self, weight: Quantized, pack: Callable[[Quantized], CodedLinear | IntegerLinear]):
+        fields = [x if isinstance(x, torch.Tensor) and x.ndim else itertools.repeat(x) for x in weight]
+        self.experts = [pack(Quantized(*part)) for part in zip(*fields, strict=False)]
+        self.rounding = without_codes(weight) if weight.inputs else None
+        self.shape = *weight.codes.shape[:2], weight.codes.shape[2] * 2 // WORDS[weight.kind]
+
+    def __getitem__(self, expert: int) -> CodedLinear | IntegerLinear:
         return self.experts[expert]
 
 
@@ -272,28 +276,44 @@ def without_codes(weight: Quantized) -> Quantized:
     return weight._replace(codes=weight.codes.new_empty(0), scales=weight.scales.new_empty(0))
 
 
-class RoundedLinear:
-    """A weight in codes whose products round their inputs, see `reference.round_inputs`. Its layout is `CodedLinear`'s.
+def rounded(x: torch.Tensor, weight: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a product takes for x, see `round_inputs`: numbers [T, in] float32, and what multiplies its results [T, 1].
 
-    It is for a CPU or a weight that has no product of integers. The codes of the inputs are multiplied as numbers.
+    The numbers are the codes of x. Where inputs are in groups, they are what the codes stand for, and it is 1.
+    """
+    if weight.inputs == "int8" and weight.group >= x.shape[1]:  # in fewer steps
+        rows, static = x.float(), weight.input_scale
+        scales = rows.abs().amax(1, keepdim=True).div_(127)
+        if static is not None:
+            scales = torch.where(scales.isnan(), scales, static)  # a code cannot be NaN
+        scales = scales.clamp(min=2**-64)
+        return (rows / scales).clamp_(-127, 127).round_(), scales
+    codes, scales = round_inputs(x, weight)
+    if scales.shape[1] == 1:
+        return codes.float(), scales
+    return codes.float() * scales.repeat_interleave(weight.group, 1)[:, : x.shape[1]], scales.new_ones(len(x), 1)
+
+
+class RoundedLinear:
+    """A weight in codes whose products round their inputs, see `reference.round_inputs`.
+
+    Args:
+        product: multiplies `rounded` inputs by the weight. It is a `CodedLinear` for a CPU or a weight that has no
+            product of integers, and multiplies codes as numbers.
     """
 
-    def __init__(self, weight: Quantized, forms: Forms | None = None):
-        self.rounding = without_codes(weight)
-        self.product = CodedLinear(weight, forms)
+    def __init__(self, weight: Quantized, product: CodedLinear | IntegerLinear):
+        self.rounding, self.product = without_codes(weight), product
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] W^T + bias, [T, out] in x's dtype."""
-        codes, scales = round_inputs(x, self.rounding)
-        if scales.shape[1] == 1:
-            y = self.product(codes.float()) * scales
-        else:
-            y = self.product(codes.float() * scales.repeat_interleave(self.rounding.group, 1)[:, : x.shape[1]])
-        return (y if bias is None else y + bias).to(x.dtype)
+        numbers, scales = rounded(x, self.rounding)
+        y = self.product(numbers).mul_(scales)
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
 
 
 class IntegerLinear:
-    """A weight [out, in] of int8 with a scale for each output, whose products round their inputs to int8, too.
+    """A weight [out, in] of int8 with a scale for each output, for inputs that are rounded to int8, too.
 
     FBGEMM adds the products up in int32, so the result is exact before it is scaled. It takes an input as an unsigned
     byte, 128 + code. Without instructions for it (VNNI) it adds two products in 16 bits, where 2 x 255 x 127 does not
@@ -305,25 +325,15 @@ class IntegerLinear:
     """
 
     def __init__(self, weight: Quantized, middle: int):
-        self.rounding = without_codes(weight)
         self.middle, self.packed = middle, pack_integers(weight.codes, weight.scales[:, 0])
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, in] W^T + bias, [T, out] in x's dtype."""
-        rows, static = x.float(), self.rounding.input_scale
-        scales = rows.abs().amax(1, keepdim=True).div_(127)
-        if static is not None:
-            scales = torch.where(scales.isnan(), scales, static)  # a code cannot be NaN
-        scales = scales.clamp(min=2**-64)
-        rows = (rows / scales).clamp_(-127, 127).round_()  # as `round_inputs`, in fewer steps
+    def __call__(self, codes: torch.Tensor) -> torch.Tensor:
+        """codes W^T [T, out] float32, of codes [T, in] float32 from -127 to 127."""
         if self.middle == 128:
-            y = multiply_integers(rows, 128, self.packed)
-        else:
-            upper = (rows / 2).floor_()
-            both = multiply_integers(torch.cat((upper, rows - 2 * upper)), self.middle, self.packed)
-            y = 2 * both[: len(x)] + both[len(x) :]
-        y.mul_(scales)
-        return (y if bias is None else y.add_(bias)).to(x.dtype)
+            return multiply_integers(codes, 128, self.packed)
+        upper = (codes / 2).floor_()
+        both = multiply_integers(torch.cat((upper, codes - 2 * upper)), self.middle, self.packed)
+        return 2 * both[: len(codes)] + both[len(codes) :]
 
 
 def pack_integers(codes: torch.Tensor, scales: torch.Tensor) -> Any:
@@ -358,18 +368,21 @@ def middle_of_bytes() -> int | None:
 
 def pack_quantized(
     weight: Quantized, find: Callable[[Quantized], Forms] | None = None
-) -> CodedLinear | RoundedLinear | IntegerLinear | CodedExperts:
+) -> CodedLinear | RoundedLinear | CodedExperts:
     """A weight, or a layer's stack of experts, in a layout that serves any number of rows.
 
     find: gives the C++ for a weight, as `cpu.compiled.coded_forms` does. Without it every product unpacks the weight.
     """
     one_scale = weight.zeros is None and weight.scales.shape[-1] == 1
-    if weight.inputs == "int8" and one_scale and (middle := middle_of_bytes()):
-        return IntegerLinear(weight, middle)
-    forms = find(weight) if find else None
+    middle = middle_of_bytes() if weight.inputs == "int8" and one_scale else None
+    forms = find(weight) if find and not middle else None
+
+    def pack(part: Quantized) -> CodedLinear | IntegerLinear:
+        return IntegerLinear(part, middle) if middle else CodedLinear(part, forms)
+
     if weight.codes.dim() > 2:
-        return CodedExperts(weight, forms)
-    return RoundedLinear(weight, forms) if weight.inputs else CodedLinear(weight, forms)
+        return CodedExperts(weight, pack)
+    return RoundedLinear(weight, pack(weight)) if weight.inputs else CodedLinear(weight, forms)
 
 
 def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
