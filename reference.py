@@ -220,7 +220,7 @@ def dequantize(weight: Quantized) -> torch.Tensor:
     numbers = codes.float()
 
     def spread(table: torch.Tensor, each: int = weight.group) -> torch.Tensor:
-        return table.float().repeat_interleave(each, -1)[..., : numbers.shape[-1]]
+        return table.float().repeat_interleave(min(each, numbers.shape[-1]), -1)[..., : numbers.shape[-1]]
 
     scales, zeros = spread(weight.scales), 0 if weight.zeros is None else spread(weight.zeros)
     if weight.factors is None:

@@ -335,14 +335,14 @@ def expert_down_kernel(
         return
     o_m, o_n = i_start + tl.arange(0, BLOCK_M), i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m_m, m_n = o_m < i_end, o_n < H
-    b_pair = tl.load(order + o_m, mask=m_m, other=0).to(tl.int64)
+    b_pair = tl.load(order + o_m, mask=m_m, other=0)
     if KIND is not None:
         b_y = _coded_part(
             h, h_scales, weight, scales, zeros, factors, b_pair, i_e.to(tl.int64) * H + o_n, m_m, m_n, 0,
             SIZE, KIND, SCALES, GROUP, WIDE, UNPACK, 1, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     else:
-        p_h = h + (b_pair * SIZE)[:, None]
+        p_h = h + (b_pair.to(tl.int64) * SIZE)[:, None]
         p_w = weight + i_e.to(tl.int64) * (H * SIZE) + (o_n * SIZE)[None, :]
         b_y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for i_k in range(0, SIZE, BLOCK_K):
@@ -355,7 +355,7 @@ def expert_down_kernel(
         b_y += tl.load(bias + i_e * H + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
     if WEIGH:
         b_y *= tl.load(weights + b_pair, mask=m_m, other=0.0)[:, None]
-    tl.store(parts + (b_pair * H)[:, None] + o_n[None, :], b_y, mask=m_m[:, None] & m_n[None, :])
+    tl.store(parts + (b_pair.to(tl.int64) * H)[:, None] + o_n[None, :], b_y, mask=m_m[:, None] & m_n[None, :])
 
 
 @triton.jit(do_not_specialize=["first"])
