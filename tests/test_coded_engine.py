@@ -144,7 +144,13 @@ def run_experts(folder: str, count: int, length: int, **fields: Any) -> list[Com
         return [output.outputs[0] for output in llm.generate(prompts, greedy, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("ranks", [{}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.full)], ids=str)
+SHARED = {"tensor_parallel_size": 2}
+WHOLE = SHARED | {"enable_expert_parallel": True}
+
+
+@pytest.mark.parametrize(
+    "ranks", [{}, *(pytest.param(each, marks=pytest.mark.full) for each in (SHARED, WHOLE))], ids=str
+)
 def test_experts_whose_inputs_are_rounded_answer_as_the_specification(experts, ranks, caplog):
     plain, packed = experts
     asked = {"quantization": "int8"}
