@@ -337,8 +337,11 @@ def expert_down_kernel(
     m_m, m_n = o_m < i_end, o_n < H
     b_pair = tl.load(order + o_m, mask=m_m, other=0)
     if KIND is not None:
+        i_s = 0
+        if GROUP >= SIZE and h_scales is not None:  # 0, too; not knowing that, the compiler unrolls and spills less
+            i_s = tl.program_id(1)
         b_y = _coded_part(
-            h, h_scales, weight, scales, zeros, factors, b_pair, i_e.to(tl.int64) * H + o_n, m_m, m_n, 0,
+            h, h_scales, weight, scales, zeros, factors, b_pair, i_e.to(tl.int64) * H + o_n, m_m, m_n, i_s,
             SIZE, KIND, SCALES, GROUP, WIDE, UNPACK, 1, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     else:
