@@ -220,7 +220,7 @@ def dequantize(weight: Quantized) -> torch.Tensor:
     numbers = codes.float()
 
     def spread(table: torch.Tensor, each: int = weight.group) -> torch.Tensor:
-        return table.float().repeat_interleave(each, -1)[..., : numbers.shape[-1]]
+        return table.float().repeat_interleave(min(each, numbers.shape[-1]), -1)[..., : numbers.shape[-1]]
 
     scales, zeros = spread(weight.scales), 0 if weight.zeros is None else spread(weight.zeros)
     if weight.factors is None:
@@ -234,11 +234,17 @@ def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | No
     """y = x W^T + bias, for x [T, K] of any float dtype, rounded as the weight [N, K] in codes says; y [T, N] in x's.
 
     bias: [N]. The products are of the numbers as they are, and are added up in float32."""
-    numbers = x.float()
-    if weight.inputs:
-        codes, scales = round_inputs(x, weight)
-        numbers = codes.float() * scales.repeat_interleave(min(weight.group, x.shape[1]), 1)[:, : x.shape[1]]
-    return F.linear(numbers, dequantize(weight), None if bias is None else bias.float()).to(x.dtype)
+    numbers, matrix = _operands(x, weight)
+    return F.linear(numbers, matrix, None if bias is None else bias.float()).to(x.dtype)
+
+
+def _operands(x: torch.Tensor, weight: torch.Tensor | Quantized) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, K] float32 and a weight [.., N, K] as numbers; x is rounded to codes and back if the weight says so."""
+    if isinstance(weight, torch.Tensor) or not weight.inputs:
+        return x.float(), dequantize(weight) if isinstance(weight, Quantized) else weight
+    codes, scales = round_inputs(x, weight)
+    spread = scales.repeat_interleave(min(weight.group, x.shape[1]), 1)[:, : x.shape[1]]
+    return codes.float() * spread, dequantize(weight)
 
 
 def round_inputs(x: torch.Tensor, weight: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
@@ -332,13 +338,14 @@ def expert_gate_up(
     silu: silu(gate) up. gelu_tanh: gelu(gate) up, see `act_mul`. swigluoai: (up + 1) g sigmoid(1.702 g), g = min(gate,
     7), with up first clamped to [-7, 7] (gpt-oss). Without `weigh_inputs` w is 1.
 
-    x: [T, H], any float dtype. weight: [E, 2 I, H]: an expert's gate, then its up. bias: [E, 2 I] or None.
-    h: [T k, I] in x's dtype, rounded once from float32. Rows whose expert is not this rank's are undefined.
+    x: [T, H], any float dtype; for codes that say so it is rounded, before w. weight: [E, 2 I, H], an expert's gate and
+    then its up. bias: [E, 2 I] or None. h: [T k, I] in x's dtype, rounded once from float32. Rows whose expert is not
+    this rank's are undefined.
     """
-    weight = dequantize(weight) if isinstance(weight, Quantized) else weight
-    h = x.new_zeros(plan.ids.numel(), weight.shape[1] // 2)
+    rows, matrices = _operands(x, weight)
+    h = x.new_zeros(plan.ids.numel(), matrices.shape[1] // 2)
     for expert, pairs in _meetings(plan):
-        y = F.linear(x[pairs // plan.ids.shape[1]].float(), weight[expert].float())
+        y = F.linear(rows[pairs // plan.ids.shape[1]], matrices[expert].float())
         if plan.weigh_inputs:
             y *= plan.weights.flatten()[pairs, None]
         gate, up = (y if bias is None else y + bias[expert].float()).chunk(2, dim=1)
@@ -358,13 +365,13 @@ def expert_down(
 
     With `weigh_inputs` w is 1. Choices whose expert is not this rank's are left out.
 
-    h: [T k, I], of `expert_gate_up`. weight: [E, H, I]. bias: [E, H] or None.
+    h: [T k, I], of `expert_gate_up`, rounded as there. weight: [E, H, I]. bias: [E, H] or None.
     y: [T, H] in h's dtype, rounded once from float32.
     """
-    weight = dequantize(weight) if isinstance(weight, Quantized) else weight
-    parts = torch.zeros(len(h), weight.shape[1], device=h.device)
+    rows, matrices = _operands(h, weight)
+    parts = torch.zeros(len(h), matrices.shape[1], device=h.device)
     for expert, pairs in _meetings(plan):
-        y = F.linear(h[pairs].float(), weight[expert].float())
+        y = F.linear(rows[pairs], matrices[expert].float())
         y = y if bias is None else y + bias[expert].float()
         parts[pairs] = y if plan.weigh_inputs else y * plan.weights.flatten()[pairs, None]
     return parts.unflatten(0, plan.ids.shape).sum(1).to(h.dtype)
@@ -681,17 +688,10 @@ def conv_silu(
 
 
 def delta_rule(
-    qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    decay: torch.Tensor,
-    dt_bias: torch.Tensor,
-    state: torch.Tensor,
-    rows: DeltaRows,
-    key_heads: int,
-    batch_invariant: bool = False,
+    qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, decay: torch.Tensor, dt_bias: torch.Tensor,
+    state: torch.Tensor, rows: DeltaRows, key_heads: int, batch_invariant: bool = False,
     taken: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """S <- g S; S <- S + k (beta (v - S^T k))^T; o = S^T q: for each token of a row in turn, and each value head.
 
     q and k are divided by sqrt(sum of squares + 1e-6), and q by sqrt(dk), too. beta = sigmoid(b), and

@@ -76,7 +76,9 @@ class Experts(NamedTuple):
     hidden: int
     size: int
     activation: str
-    kind: str = ""  # of codes, whose scales are of 32 inputs; empty: the weights are bfloat16
+    kind: str = ""  # of codes; empty: the weights are bfloat16
+    group: int = 32  # inputs that share a scale
+    rounding: str = ""  # `inputs` of a `Quantized`
 
     def hit(self, tokens: int) -> float:
         """The expected number of distinct experts that `tokens` tokens meet, if all experts are as likely."""
@@ -85,6 +87,8 @@ class Experts(NamedTuple):
 
 EXPERTS = (
     Experts("qwen3-30b-a3b", 128, 8, 2048, 768, "silu"),
+    Experts("qwen3-30b-a3b-w8a8-int8", 128, 8, 2048, 768, "silu", "int8", 1 << 20, "int8"),
+    Experts("qwen3-30b-a3b-w8a8-fp8-128", 128, 8, 2048, 768, "silu", "fp8", 128, "fp8"),
     Experts("gpt-oss-20b", 32, 4, 2880, 2880, "swigluoai"),
     Experts("gpt-oss-20b-mxfp4", 32, 4, 2880, 2880, "swigluoai", "fp4"),
 )
@@ -170,7 +174,7 @@ def random_codes(device: str, kind: str, group: int, *shape: int, wide: int = 0)
     return kind, codes, draw(device, *table, scale=0.01).abs(), None, group
 
 
-def rounding(weight: Any, s: Coded) -> Any:
+def rounding(weight: Any, s: Coded | Experts) -> Any:
     """A `Quantized` whose products round their inputs as the case says."""
     return weight._replace(inputs=s.rounding)
 
@@ -195,13 +199,13 @@ def expert_cases(s: Experts, tokens: tuple[int, ...] = (1, 32, 256, 4096)) -> It
 
     def weights(device: str, outputs: int, inputs: int) -> Callable[[ModuleType], Any]:
         if s.kind:
-            codes = random_codes(device, s.kind, 32, s.experts, outputs, inputs)
-            return lambda ops: ops.Quantized(*codes)
+            codes = random_codes(device, s.kind, s.group, s.experts, outputs, inputs)
+            return lambda ops: rounding(ops.Quantized(*codes), s)
         weight = draw(device, s.experts, outputs, inputs, scale=inputs**-0.5)
         return lambda ops: weight
 
     def weight_bytes(outputs: int, inputs: int) -> int:
-        return code_bytes(s.kind, 32, outputs, inputs) if s.kind else 2 * outputs * inputs
+        return code_bytes(s.kind, s.group, outputs, inputs) if s.kind else 2 * outputs * inputs
 
     for t in tokens:
         pairs, hit = t * s.k, s.hit(t)
@@ -229,8 +233,10 @@ def expert_cases(s: Experts, tokens: tuple[int, ...] = (1, 32, 256, 4096)) -> It
         yield Case("route", name, 2 * t * s.experts + 8 * pairs, 0, choices)
         read, flops = t * s.hidden + pairs * s.size, pairs * matrix
         both, last = weight_bytes(2 * s.size, s.hidden), weight_bytes(s.hidden, s.size)
-        yield Case("expert_gate_up", name, int(2 * read + hit * both), 2 * flops, gate_up)
-        yield Case("expert_down", name, int(2 * read + hit * last), flops, down)
+        each = 2 if s.rounding else 0  # bytes of a rounded input, written and read
+        both_rounded, last_rounded = each * t * s.hidden, each * pairs * s.size
+        yield Case("expert_gate_up", name, int(2 * read + both_rounded + hit * both), 2 * flops, gate_up)
+        yield Case("expert_down", name, int(2 * read + last_rounded + hit * last), flops, down)
 
 
 def delta_cases(s: Delta) -> Iterator[Case]:

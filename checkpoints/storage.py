@@ -124,14 +124,15 @@ class Storage:
             if scheme := (complete or fitting).get(form.scheme):
                 try:
                     packed = scheme.unpack(codes, form, **self.parts(saved, dtype, scheme))
-                    rounds = form.inputs and self.packed[saved].endswith(".weight") and ".experts." not in saved
+                    # Beside one tensor for all experts there is no name of static scales that Manta knows.
+                    rounds = form.inputs and (self.packed[saved].endswith(".weight") or not form.static)
                     return self.with_inputs(packed, saved, form) if rounds else packed
                 except ValueError as error:
                     wrong.append(str(error))
         raise ValueError(f"tensor {saved} {'; or it '.join(wrong)}")
 
     def with_inputs(self, packed: Packed, saved: str, form: Format) -> Packed:
-        """A tensor in codes that says how its products round their inputs. Those of experts are never rounded.
+        """A tensor in codes that says how its products round their inputs.
 
         Raises:
             ValueError: the scale of these is missing, or is not a positive number.

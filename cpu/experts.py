@@ -6,12 +6,14 @@ done for all experts together, because in a small step the number of calls takes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from cpu.quantized import CodedExperts, rounded
 from cpu.weights import PackedExperts, PackedLinear
 
 SUMMED = 256  # tokens whose choices are added up at a time; they are in float32 meanwhile
@@ -50,16 +52,19 @@ def plan_experts(
 
 def expert_gate_up(
     x: torch.Tensor,
-    weight: torch.Tensor | PackedExperts,
+    weight: torch.Tensor | PackedExperts | CodedExperts,
     bias: torch.Tensor | None,
     plan: ExpertPlan,
     activation: str,
 ) -> torch.Tensor:
     """See `reference.expert_gate_up`."""
-    rows = x.index_select(0, plan.tokens)
+    numbers, scales = _rounded(x, weight)
+    rows = numbers.index_select(0, plan.tokens)
+    scales = None if scales is None else scales.index_select(0, plan.tokens)
     if plan.weigh_inputs:
-        rows *= plan.weights.view(-1, 1).index_select(0, plan.pairs)
-    y = _products(rows, weight, bias, plan).float()
+        weights = plan.weights.view(-1, 1).index_select(0, plan.pairs)
+        (rows if scales is None else scales).mul_(weights)
+    y = _products(rows, scales, weight, bias, plan).float()
     half = y.shape[1] // 2
     gate, up = y.split_with_sizes((half, half), 1)
     if activation == "swigluoai":
@@ -73,11 +78,11 @@ def expert_gate_up(
 
 
 def expert_down(
-    h: torch.Tensor, weight: torch.Tensor | PackedExperts, bias: torch.Tensor | None, plan: ExpertPlan
+    h: torch.Tensor, weight: torch.Tensor | PackedExperts | CodedExperts, bias: torch.Tensor | None, plan: ExpertPlan
 ) -> torch.Tensor:
     """See `reference.expert_down`."""
     tokens, k = plan.weights.shape
-    y = _products(h.index_select(0, plan.pairs), weight, bias, plan)
+    y = _products(*_rounded(h.index_select(0, plan.pairs), weight), weight, bias, plan)
     if y.shape[0] < h.shape[0]:
         y = F.pad(y, (0, 0, 0, 1))  # zeros for the pairs of other ranks
     weights = torch.ones_like(plan.weights) if plan.weigh_inputs else plan.weights
@@ -89,15 +94,33 @@ def expert_down(
     return out
 
 
+def _rounded(
+    x: torch.Tensor, weight: torch.Tensor | PackedExperts | CodedExperts
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the products take for x, and what multiplies their results [T, 1], if the weight rounds its inputs."""
+    rounding = weight.rounding if isinstance(weight, CodedExperts) else None
+    return rounded(x, rounding) if rounding else (x, None)
+
+
 def _products(
-    rows: torch.Tensor, weight: torch.Tensor | PackedExperts, bias: torch.Tensor | None, plan: ExpertPlan
+    rows: torch.Tensor,
+    scales: torch.Tensor | None,
+    weight: torch.Tensor | PackedExperts | CodedExperts,
+    bias: torch.Tensor | None,
+    plan: ExpertPlan,
 ) -> torch.Tensor:
-    """[n, out]: each expert's product with its pairs' rows [n, in]."""
-    parts = rows.split_with_sizes([count for _, count in plan.hits])
+    """[n, out]: each expert's product with its pairs' rows [n, in], times scales [n, 1], plus its bias."""
+    counts = [count for _, count in plan.hits]
+    parts = rows.split_with_sizes(counts)
+    factors: Sequence[Any] = [None] * len(counts) if scales is None else scales.split_with_sizes(counts)
     done = []
-    for (expert, count), part in zip(plan.hits, parts, strict=True):
-        matrix, shift = weight[expert], None if bias is None else bias[expert]
-        if isinstance(matrix, torch.Tensor):
+    for (expert, count), part, factor in zip(plan.hits, parts, factors, strict=True):
+        matrix: Any = weight[expert]
+        shift = None if bias is None else bias[expert]
+        if factor is not None:
+            y = matrix(part).mul_(factor)
+            done.append(y if shift is None else y.add_(shift))
+        elif isinstance(matrix, torch.Tensor):
             done.append(F.linear(part, matrix, shift))
         elif count < FEW and isinstance(matrix, PackedLinear):
             done.append(matrix(F.pad(part, (0, 0, 0, FEW - count)), shift)[:count])

@@ -28,6 +28,7 @@ FEW = {torch.float32: 48, torch.bfloat16: 32}  # rows; for more, unpacking costs
 SLAB = 1 << 20  # bytes of numbers that are unpacked at a time
 WORDS = {"int8": 2, "fp8": 2, "int4": 1, "fp4": 1, "nf4": 1, "iq4": 1}  # of 32 bits, for the codes of STEP inputs
 TABLES = {"fp4": FP4, "nf4": NF4, "iq4": IQ4}
+Product = Callable[..., torch.Tensor]  # what multiplies inputs, or their codes, by a weight
 WARNINGS = threading.Lock()  # held while warnings are caught, which is for all threads
 
 
@@ -256,14 +257,18 @@ def parts_of(weight: Quantized, count: int) -> list[Quantized]:
 
 
 class CodedExperts:
-    """The weights [E, out, in] of a layer's experts, each a `CodedLinear`."""
+    """The weights [E, out, in] of a layer's experts, each as `pack` makes a product of it.
 
-    def __init__(self, weight: Quantized, forms: Forms | None = None):
-        fields = [x if isinstance(x, torch.Tensor) else itertools.repeat(x) for x in weight]
-        self.experts = [CodedLinear(Quantized(*part), forms) for part in zip(*fields, strict=False)]
-        self.shape = len(weight.codes), self.experts[0].outputs, self.experts[0].inputs
+    If the weight rounds its inputs, `rounded` does so with a token's, once for all experts that the token meets.
+    """
 
-    def __getitem__(self, expert: int) -> CodedLinear:
+    def __init__(self, weight: Quantized, pack: Callable[[Quantized], Product]):
+        fields = [x if isinstance(x, torch.Tensor) and x.ndim else itertools.repeat(x) for x in weight]
+        self.experts = [pack(Quantized(*part)) for part in zip(*fields, strict=False)]
+        self.rounding = without_codes(weight) if weight.inputs else None
+        self.shape = *weight.codes.shape[:2], weight.codes.shape[2] * 2 // WORDS[weight.kind]
+
+    def __getitem__(self, expert: int) -> Product:
         return self.experts[expert]
 
 
@@ -272,32 +277,44 @@ def without_codes(weight: Quantized) -> Quantized:
     return weight._replace(codes=weight.codes.new_empty(0), scales=weight.scales.new_empty(0))
 
 
-class RoundedLinear:
-    """A weight in codes whose products round their inputs, see `reference.round_inputs`. Its layout is `CodedLinear`'s.
+def rounded(x: torch.Tensor, weight: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a product takes for x, see `round_inputs`: numbers [T, in] float32, and what multiplies its results [T, 1].
 
-    It is for a CPU or a weight that has no product of integers. The codes of the inputs are multiplied as numbers.
+    The numbers are the codes of x. Where inputs are in groups, they are what the codes stand for, and it is 1.
+    """
+    if weight.inputs == "int8" and weight.group >= x.shape[1]:  # in fewer steps
+        rows, static = x.float(), weight.input_scale
+        scales = rows.abs().amax(1, keepdim=True).div_(127)
+        if static is not None:
+            scales = torch.where(scales.isnan(), scales, static)  # a code cannot be NaN
+        scales = scales.clamp(min=2**-64)
+        return (rows / scales).clamp_(-127, 127).round_(), scales
+    codes, scales = round_inputs(x, weight)
+    if scales.shape[1] == 1:
+        return codes.float(), scales
+    return codes.float() * scales.repeat_interleave(weight.group, 1)[:, : x.shape[1]], scales.new_ones(len(x), 1)
+
+
+class RoundedLinear:
+    """A weight in codes whose products round their inputs, see `reference.round_inputs`.
+
+    Args:
+        product: multiplies `rounded` inputs by the weight. It is a `CodedLinear` for a CPU or a weight that has no
+            product of integers, and multiplies codes as numbers.
     """
 
-    def __init__(self, weight: Quantized, forms: Forms | None = None):
-        self.rounding = without_codes(weight)
-        self.product = CodedLinear(weight, forms)
+    def __init__(self, weight: Quantized, product: Product):
+        self.rounding, self.product = without_codes(weight), product
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] W^T + bias, [T, out] in x's dtype."""
-        codes, scales = round_inputs(x, self.rounding)
-        if scales.shape[1] == 1:
-            y = self.product(codes.float()) * scales
-        else:
-            y = self.product(codes.float() * scales.repeat_interleave(self.rounding.group, 1)[:, : x.shape[1]])
-        return (y if bias is None else y + bias).to(x.dtype)
+        numbers, scales = rounded(x, self.rounding)
+        y = self.product(numbers).mul_(scales)
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
 
 
 class IntegerLinear:
-    """A weight [out, in] of int8 with a scale for each output, which multiplies inputs that are integers, too.
-
-    An input is s (c + d / 254 + e / 254^2), with s = max |x| / 127 of its row and codes from -127 to 127. Where inputs
-    are rounded, c is all of it. Otherwise d is as fine as the numbers of 16 bits that a row has, and e as those of 32.
-    Each has a row of its own, as products of bytes are many times as fast as those of floats.
+    """A weight [out, in] of int8 with a scale for each output, for inputs that are integers, too.
 
     FBGEMM adds the products up in int32, so the result is exact before it is scaled. It takes an input as an unsigned
     byte, 128 + code. Without instructions for it (VNNI) it adds two products in 16 bits, where 2 x 255 x 127 does not
@@ -309,34 +326,42 @@ class IntegerLinear:
     """
 
     def __init__(self, weight: Quantized, middle: int):
-        self.rounding = without_codes(weight)
         self.middle, self.packed = middle, pack_integers(weight.codes, weight.scales[:, 0])
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, in] W^T + bias, [T, out] in x's dtype."""
-        rows, static = x.float(), self.rounding.input_scale
-        scales = rows.abs().amax(1, keepdim=True).div_(127)
-        if static is not None:
-            scales = torch.where(scales.isnan(), scales, static)  # a code cannot be NaN
-        scales = scales.clamp(min=2**-64)
-        rows = (rows / scales).clamp_(-127, 127)
-        found = [rows.round()]  # as `round_inputs`, in fewer steps
-        for _ in range(0 if self.rounding.inputs else x.itemsize // 2):
-            rows = (rows - found[-1]).mul_(254)
-            found.append(rows.round())
-        y, *finer = self.products(torch.cat(found)).split(len(x))
-        for i, part in enumerate(finer, 1):
-            y += part.div_(254.0**i)
-        y.mul_(scales)
-        return (y if bias is None else y.add_(bias)).to(x.dtype)
-
-    def products(self, codes: torch.Tensor) -> torch.Tensor:
-        """codes W^T [T, out] float32 of codes [T, in] float32."""
+    def __call__(self, codes: torch.Tensor) -> torch.Tensor:
+        """codes W^T [T, out] float32, of codes [T, in] float32 from -127 to 127."""
         if self.middle == 128:
             return multiply_integers(codes, 128, self.packed)
         upper = (codes / 2).floor_()
         both = multiply_integers(torch.cat((upper, codes - 2 * upper)), self.middle, self.packed)
         return 2 * both[: len(codes)] + both[len(codes) :]
+
+
+class SplitLinear:
+    """A weight as that of `IntegerLinear`, for inputs that are not rounded.
+
+    An input is s (c + d / 254 + e / 254^2), with s = max |x| / 127 of its row and integers from -127 to 127: c and d
+    are as fine as the numbers of 16 bits beside the largest of a row, and with e as those of 32. Each is a row of its
+    own, because products of bytes are several times as fast as those of floats.
+    """
+
+    def __init__(self, product: IntegerLinear):
+        self.product = product
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, in] W^T + bias, [T, out] in x's dtype."""
+        rows = x.float()
+        scales = rows.abs().amax(1, keepdim=True).div_(127).clamp_(min=2**-64)
+        rows = (rows / scales).clamp_(-127, 127)
+        found = [rows.round()]
+        for _ in range(x.itemsize // 2):
+            rows = (rows - found[-1]).mul_(254)
+            found.append(rows.round())
+        y, *finer = self.product(torch.cat(found)).split(len(x))
+        for i, part in enumerate(finer, 1):
+            y += part.div_(254.0**i)
+        y.mul_(scales)
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
 
 
 def pack_integers(codes: torch.Tensor, scales: torch.Tensor) -> Any:
@@ -371,19 +396,24 @@ def middle_of_bytes() -> int | None:
 
 def pack_quantized(
     weight: Quantized, find: Callable[[Quantized], Forms] | None = None
-) -> CodedLinear | RoundedLinear | IntegerLinear | CodedExperts:
+) -> Product | CodedExperts:
     """A weight, or a layer's stack of experts, in a layout that serves any number of rows.
 
     find: gives the C++ for a weight, as `cpu.compiled.coded_forms` does. Without it every product unpacks the weight.
     """
     one_scale = weight.kind == "int8" and weight.zeros is None and weight.scales.shape[-1] == 1
-    matrix = weight.codes.dim() == 2
-    if one_scale and matrix and (middle := middle_of_bytes()) and (weight.inputs or middle == 128):
-        return IntegerLinear(weight, middle)
-    forms = find(weight) if find else None
+    middle = middle_of_bytes() if one_scale else None
+    middle = middle if weight.inputs or middle == 128 else None  # a row would become four, or six
+    forms = find(weight) if find and not middle else None
+
+    def pack(part: Quantized) -> Product:
+        if not middle:
+            return CodedLinear(part, forms)
+        return IntegerLinear(part, middle) if weight.inputs else SplitLinear(IntegerLinear(part, middle))
+
     if weight.codes.dim() > 2:
-        return CodedExperts(weight, forms)
-    return RoundedLinear(weight, forms) if weight.inputs else CodedLinear(weight, forms)
+        return CodedExperts(weight, pack)
+    return RoundedLinear(weight, pack(weight)) if weight.inputs else pack(weight)
 
 
 def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -270,7 +270,7 @@ def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.T
     cuts = *outer, -(-inputs // wide) if wide else 0, 1 if zeros is None else 2
     factors = new(*cuts, dtype=torch.float32) if wide else None
     rounding: tuple[str, torch.Tensor | None] = "", None
-    if weight.ndim == 2 and zeros is None and (group >= inputs or group % ROUNDED_GROUP == 0):
+    if zeros is None and (group >= inputs or group % ROUNDED_GROUP == 0):
         rounding = rounding_of(codes, model.device)
     coded = model.ops.Quantized(kind, made, new(*table, dtype=dtype), zeros, group, factors, wide, *rounding)
     return QuantizedWeight(model.ops, weight, coded, order.to(model.device) if len(order) else None)
@@ -282,7 +282,7 @@ def common(codes: Sequence[Codes], columns: Sequence[torch.Tensor], name: str) -
 
 
 def rounding_of(codes: list[Codes], device: str) -> tuple[str, torch.Tensor | None]:
-    """`inputs` and `input_scale` of a matrix of these parts, which share their inputs: the largest scale is theirs."""
+    """`inputs` and `input_scale` of a matrix, or of experts, of these parts: the largest scale is that of all."""
     scales, inputs = [each.input_scale for each in codes if each.input_scale is not None], codes[0].inputs
     gpu = torch.device(device).type == "cuda"
     if inputs == "fp8" and not (gpu and torch.cuda.get_device_capability() >= FP8_CAPABILITY):  # nothing would be won

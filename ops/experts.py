@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, _cast, _chip, _dot
-from ops.quantized import PLAIN, Layout, _check, _layout, _quantized_part, _rows_tile
+from ops.matmul import LOG2E, MOST_REGISTERS, NO_ID, _cast, _dot
+from ops.quantized import PLAIN, Layout, _coded_part, _operands
 from reference import Quantized
 
 EXPERT_ROWS = 16  # rows of a tile while few pairs meet an expert: the least that the matrix unit takes
@@ -204,7 +204,7 @@ def _find_tile(
 
 @triton.jit(do_not_specialize=["tiles"])
 def expert_gate_up_kernel(
-    x, weight, scales, zeros, factors, bias, weights, starts, order, h, tiles,
+    x, x_scales, weight, scales, zeros, factors, bias, weights, starts, order, h, tiles,
     KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
     UNPACK: tl.constexpr,
     E: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -215,7 +215,8 @@ def expert_gate_up_kernel(
 
     x [T, H], weight [E, 2 SIZE, H], h [T k, SIZE]. One program per tile of an expert's rows and BLOCK_N of its outputs:
     it computes as many gates and as many ups. K are the choices of a token. All of H is summed in its order. If the
-    weight is in codes, of KIND, eight gates and their ups take turns in one tile, so that a thread has both.
+    weight is in codes, of KIND, eight gates and their ups take turns in one tile, so that a thread has both. If there
+    are x_scales [T, G], x is codes, too, and stands for x * x_scales.
     """
     COLUMNS: tl.constexpr = (SIZE + BLOCK_N - 1) // BLOCK_N
     i_e, i_start, i_end, i_n = _find_tile(starts, tiles, E, COLUMNS, BLOCK_M, BLOCK_E, SHARERS)
@@ -229,8 +230,8 @@ def expert_gate_up_kernel(
         o_row = tl.arange(0, 2 * BLOCK_N)
         o_gate = i_n * BLOCK_N + o_row // 16 * 8 + o_row % 8
         o_row = i_e.to(tl.int64) * (2 * SIZE) + o_row // 8 % 2 * SIZE + o_gate
-        b_both = _quantized_part(
-            x, weight, scales, zeros, factors, b_token, o_row, m_m, o_gate < SIZE, 0,
+        b_both = _coded_part(
+            x, x_scales, weight, scales, zeros, factors, b_token, o_row, m_m, o_gate < SIZE, 0,
             H, KIND, SCALES, GROUP, WIDE, UNPACK, 1, BLOCK_M, 2 * BLOCK_N, BLOCK_K,
         )  # fmt: skip
         b_both = tl.permute(tl.reshape(b_both, [BLOCK_M, BLOCK_N // 8, 2, 8]), [0, 1, 3, 2])
@@ -266,18 +267,22 @@ def expert_gate_up_kernel(
     tl.store(h + o_h, _cast(b_h, h.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
 
 
-def _prepare(
-    weight: torch.Tensor | Quantized, x: torch.Tensor, rows: int, products: int
-) -> tuple[torch.Tensor, Layout, tuple[int, int, int, int, int]]:
-    """A weight, or its codes, as the kernels take it, with the tile of its grouped product with x; see `_tile`."""
+class Product(NamedTuple):
+    """A weight of experts, or its codes, and their inputs as the kernels take them."""
+
+    inputs: tuple[torch.Tensor, torch.Tensor | None]  # rows, and their scales if they are codes
+    matrix: torch.Tensor
+    layout: Layout
+    tile: tuple[int, int, int, int, int]  # see `_tile`
+
+
+def _prepare(weight: torch.Tensor | Quantized, x: torch.Tensor, rows: int, products: int) -> Product:
+    """A grouped product with x, each of whose rows is rounded once if the weight says so."""
     if isinstance(weight, torch.Tensor):
         assert weight.is_contiguous() and weight.dtype == x.dtype and weight.shape[2] == x.shape[1]
-        return weight, PLAIN, _tile(rows, x.dtype, products)
-    _check(weight, x.shape[1])
-    chip = _chip(x.device)
-    layout = _layout(weight, x.shape[1], x.dtype, chip)
-    block_m, block_n, warps, stages = _rows_tile(rows, x.dtype, chip)
-    return weight.codes.view(torch.uint8), layout, (block_m, block_n // products, layout.step, warps, stages)
+        return Product((x, None), weight, PLAIN, _tile(rows, x.dtype, products))
+    x, x_scales, codes, layout, (block_m, block_n, warps, stages) = _operands(x, weight, rows)
+    return Product((x, x_scales), codes, layout, (block_m, block_n // products, layout.step, warps, stages))
 
 
 def _tile(rows: int, dtype: torch.dtype, products: int) -> tuple[int, int, int, int, int]:
@@ -293,7 +298,7 @@ def expert_gate_up(
 ) -> torch.Tensor:
     """See `reference.expert_gate_up`. Of weights in codes `quantized_linear` tells what is rounded."""
     (tokens, k), inputs = plan.ids.shape, x.shape[1]
-    matrix, layout, (*block, warps, stages) = _prepare(weight, x, plan.rows, 2)
+    rows, matrix, layout, (*block, warps, stages) = _prepare(weight, x, plan.rows, 2)
     experts, double = matrix.shape[:2]
     assert len(x) == tokens and x.is_contiguous()
     assert plan.starts.shape == (experts + 1,) and activation in ("silu", "gelu_tanh", "swigluoai")
@@ -304,7 +309,7 @@ def expert_gate_up(
 
     columns = triton.cdiv(double // 2, block[1])
     expert_gate_up_kernel[(plan.tiles() * columns,)](
-        x, matrix, *layout[:3], bias, plan.weights, plan.starts, plan.order, h, plan.tiles(),
+        *rows, matrix, *layout[:3], bias, plan.weights, plan.starts, plan.order, h, plan.tiles(),
         *layout.constants, experts, inputs, double // 2, k, activation, plan.weigh_inputs, *block,
         triton.next_power_of_2(experts), SHARERS, num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
@@ -313,7 +318,7 @@ def expert_gate_up(
 
 @triton.jit(do_not_specialize=["tiles"])
 def expert_down_kernel(
-    h, weight, scales, zeros, factors, bias, weights, starts, order, parts, tiles,
+    h, h_scales, weight, scales, zeros, factors, bias, weights, starts, order, parts, tiles,
     KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
     UNPACK: tl.constexpr,
     E: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, WEIGH: tl.constexpr,
@@ -321,7 +326,8 @@ def expert_down_kernel(
 ):  # fmt: skip
     """parts[p] = w (h[p] W_e^T + b_e) for each pair p with an expert e of this rank, float32.
 
-    h [T k, SIZE], weight [E, H, SIZE], parts [T k, H]. One program per tile of an expert's rows and BLOCK_N of H.
+    h [T k, SIZE], weight [E, H, SIZE], parts [T k, H]. One program per tile of an expert's rows and BLOCK_N of H. If
+    there are h_scales [T k, G], h is codes and stands for h * h_scales.
     """
     COLUMNS: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
     i_e, i_start, i_end, i_n = _find_tile(starts, tiles, E, COLUMNS, BLOCK_M, BLOCK_E, SHARERS)
@@ -329,14 +335,17 @@ def expert_down_kernel(
         return
     o_m, o_n = i_start + tl.arange(0, BLOCK_M), i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m_m, m_n = o_m < i_end, o_n < H
-    b_pair = tl.load(order + o_m, mask=m_m, other=0).to(tl.int64)
+    b_pair = tl.load(order + o_m, mask=m_m, other=0)
     if KIND is not None:
-        b_y = _quantized_part(
-            h, weight, scales, zeros, factors, b_pair, i_e.to(tl.int64) * H + o_n, m_m, m_n, 0,
+        i_s = 0
+        if GROUP >= SIZE and h_scales is not None:  # 0, too; not knowing that, the compiler unrolls and spills less
+            i_s = tl.program_id(1)
+        b_y = _coded_part(
+            h, h_scales, weight, scales, zeros, factors, b_pair, i_e.to(tl.int64) * H + o_n, m_m, m_n, i_s,
             SIZE, KIND, SCALES, GROUP, WIDE, UNPACK, 1, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     else:
-        p_h = h + (b_pair * SIZE)[:, None]
+        p_h = h + (b_pair.to(tl.int64) * SIZE)[:, None]
         p_w = weight + i_e.to(tl.int64) * (H * SIZE) + (o_n * SIZE)[None, :]
         b_y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for i_k in range(0, SIZE, BLOCK_K):
@@ -349,7 +358,7 @@ def expert_down_kernel(
         b_y += tl.load(bias + i_e * H + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
     if WEIGH:
         b_y *= tl.load(weights + b_pair, mask=m_m, other=0.0)[:, None]
-    tl.store(parts + (b_pair * H)[:, None] + o_n[None, :], b_y, mask=m_m[:, None] & m_n[None, :])
+    tl.store(parts + (b_pair.to(tl.int64) * H)[:, None] + o_n[None, :], b_y, mask=m_m[:, None] & m_n[None, :])
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -373,7 +382,7 @@ def expert_down(
 ) -> torch.Tensor:
     """See `reference.expert_down`. The choices' results are added in their order, none of them atomically."""
     (tokens, k), size = plan.ids.shape, h.shape[1]
-    matrix, layout, (*block, warps, stages) = _prepare(weight, h, plan.rows, 1)
+    rows, matrix, layout, (*block, warps, stages) = _prepare(weight, h, plan.rows, 1)
     experts, hidden = matrix.shape[:2]
     assert len(h) == tokens * k and h.is_contiguous()
     assert plan.starts.shape == (experts + 1,)
@@ -385,7 +394,7 @@ def expert_down(
 
     columns = triton.cdiv(hidden, block[1])
     expert_down_kernel[(plan.tiles() * columns,)](
-        h, matrix, *layout[:3], bias, plan.weights, plan.starts, plan.order, parts, plan.tiles(),
+        *rows, matrix, *layout[:3], bias, plan.weights, plan.starts, plan.order, parts, plan.tiles(),
         *layout.constants, experts, hidden, size, not plan.weigh_inputs, *block, triton.next_power_of_2(experts),
         SHARERS, num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip

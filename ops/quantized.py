@@ -213,6 +213,25 @@ def _quantized_part(
     return tl.trans(b_y)
 
 
+@triton.jit
+def _coded_part(
+    x, x_scales, codes, scales, zeros, factors, o_m, o_n, m_m, m_n, i_s,
+    K: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
+    UNPACK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """x W^T over part i_s of SPLITS of the K columns; if there are x_scales, x is codes, see `_rounded_part`."""
+    if x_scales is not None:
+        b_y = _rounded_part(
+            x, x_scales, codes, scales, o_m, o_n, m_m, m_n, i_s, K, GROUP, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+    else:
+        b_y = _quantized_part(
+            x, codes, scales, zeros, factors, o_m, o_n, m_m, m_n, i_s,
+            K, KIND, SCALES, GROUP, WIDE, UNPACK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    return b_y
+
+
 @triton.jit(do_not_specialize=["M"])
 def quantized_linear_kernel(
     x, x_scales, codes, scales, zeros, factors, bias, y, partial, counters, M,
@@ -233,15 +252,10 @@ def quantized_linear_kernel(
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m_m, m_n = o_m < M, o_n < N
     m_y = m_m[:, None] & m_n[None, :]
-    if x_scales is not None:
-        b_y = _rounded_part(
-            x, x_scales, codes, scales, o_m, o_n, m_m, m_n, i_s, K, GROUP, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
-        )
-    else:
-        b_y = _quantized_part(
-            x, codes, scales, zeros, factors, o_m, o_n, m_m, m_n, i_s,
-            K, KIND, SCALES, GROUP, WIDE, UNPACK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+    b_y = _coded_part(
+        x, x_scales, codes, scales, zeros, factors, o_m, o_n, m_m, m_n, i_s,
+        K, KIND, SCALES, GROUP, WIDE, UNPACK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     if SPLITS > 1:
         o_part = o_m[:, None] * N + o_n[None, :]
         tl.store(partial + i_s * M * N + o_part, b_y, mask=m_y)
@@ -326,6 +340,32 @@ def _rows_tile(rows: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int
     return 128, 128 if chip.wgmma else 64, 8, 3
 
 
+class Operands(NamedTuple):
+    """x and a weight in codes as the kernels take them."""
+
+    x: torch.Tensor  # [T, K], codes if there are x_scales
+    x_scales: torch.Tensor | None  # [T, G] float32
+    codes: torch.Tensor  # as bytes, if they become numbers
+    layout: Layout
+    tile: tuple[int, int, int, int]  # see `_rows_tile`
+
+
+def _operands(x: torch.Tensor, weight: Quantized, rows: int) -> Operands:
+    """x [T, K], rounded where the weight says so, and the weight, for a product in tiles that suit so many rows."""
+    _check(weight, x.shape[1])
+    chip = _chip(x.device)
+    if not weight.inputs:
+        layout = _layout(weight, x.shape[1], x.dtype, chip)
+        return Operands(x, None, weight.codes.view(torch.uint8), layout, _rows_tile(rows, x.dtype, chip))
+    # No code becomes a number, and the tiles are those of x in 16 bits.
+    x, x_scales = round_inputs(x, weight)
+    layout = _layout(weight, x.shape[1], torch.bfloat16, chip)
+    block_m, block_n, warps, stages = _rows_tile(rows, torch.bfloat16, chip)
+    if x_scales.shape[1] > 1:
+        block_n = min(block_n, 64)  # two sums in the registers, one of them of a step
+    return Operands(x, x_scales, weight.codes, layout, (block_m, block_n, warps, stages))
+
+
 def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
     """See `reference.quantized_linear`.
 
@@ -334,16 +374,10 @@ def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | No
     """
     (tokens, inputs), outputs = x.shape, len(weight.codes)
     assert x.is_contiguous() and weight.codes.ndim == 2 and (bias is None or bias.shape == (outputs,))
-    _check(weight, inputs)
 
-    chip, dtype, codes, x_scales = _chip(x.device), x.dtype, weight.codes.view(torch.uint8), None
-    tiled = dtype
-    if weight.inputs:  # no code becomes a number, and the tiles are those of x in 16 bits
-        (x, x_scales), codes, tiled = round_inputs(x, weight), weight.codes, torch.bfloat16
-    scales, zeros, factors, constants, block_k = _layout(weight, inputs, tiled, chip)
-    block_m, block_n, warps, stages = _rows_tile(tokens, tiled, chip)
-    if x_scales is not None and x_scales.shape[1] > 1:
-        block_n = min(block_n, 64)  # two sums in the registers, one of them of a step
+    dtype, (x, x_scales, codes, layout, tile) = x.dtype, _operands(x, weight, tokens)
+    scales, zeros, factors, constants, block_k = layout
+    block_m, block_n, warps, stages = tile
     row_tiles, column_tiles = triton.cdiv(tokens, block_m), triton.cdiv(outputs, block_n)
     steps, splits = triton.cdiv(inputs, block_k), 1
     while tokens <= 64 and column_tiles * splits < PROGRAMS and splits < 8 and steps // (2 * splits) >= 4:

@@ -131,6 +131,7 @@ class Experts(NamedTuple):
     kind: str = ""  # of codes, and how many inputs share a scale
     group: int = 0
     wide: int = 0  # inputs that share factors of scales and zeros of 8 bits; 0: scales are bfloat16, without zeros
+    rounding: str = ""
 
 
 EXPERTS = (
@@ -146,6 +147,10 @@ EXPERTS = (
     Experts("qwen3-30b-a3b-int4", 128, 2048, 768, 8, kind="int4", group=128),
     Experts("qwen3-30b-a3b-q4_k", 128, 2048, 768, 8, kind="int4", group=32, wide=256),
     Experts("deepseek-v3-fp8", 256, 7168, 2048, 8, "sigmoid", 8, 4, kind="fp8", group=128),
+    Experts("qwen3-30b-a3b-w8a8-int8", 128, 2048, 768, 8, kind="int8", group=2048, rounding="int8"),
+    Experts("qwen3-30b-a3b-w8a8-fp8", 128, 2048, 768, 8, kind="fp8", group=2048, rounding="fp8"),
+    Experts("qwen3-30b-a3b-w8a8-fp8-128", 128, 2048, 768, 8, kind="fp8", group=128, rounding="fp8"),
+    Experts("deepseek-v3-w8a8-fp8-128", 256, 7168, 2048, 8, "sigmoid", 8, 4, kind="fp8", group=128, rounding="fp8"),
     Experts("experts-fp32", 8, 96, 80, 2, activation="gelu_tanh", dtype=torch.float32),
 )
 

@@ -18,6 +18,8 @@ from config import DEMO
 from engine import LLM, SamplingParams
 from lora.adapter import WEIGHTS
 from outputs import CompletionOutput
+from test_dequantize import build, write
+from test_schemes import w8a8
 
 PROMPTS = ["What is 23 + 58?", "Spell stone backwards.", "ROMEO:\n", "Enter the KING, with his lords and"] * 2
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)
@@ -143,14 +145,80 @@ def test_rounded_inputs_answer_as_the_specification(ways):
         ranks = {name: value for name, value in fields.items() if name == "tensor_parallel_size"}
         expected, _ = run(backend="reference", **ranks)
         found, preempted = run(**fields)
-        apart = []
-        for ours, theirs in zip(found, expected, strict=True):
-            for token, own, other in zip(theirs.token_ids, ours.logprobs, theirs.logprobs, strict=True):
-                apart.append(abs(own[token].logprob - other[token].logprob) if token in own else math.inf)
-                if token not in own or apart[-1] > 0.5:
-                    break
-        assert sum(each < 1e-4 for each in apart) > len(apart) / 2
+        check_nearly_alike(found, expected)
         assert preempted or fields is not STARVED
+
+
+def check_nearly_alike(found: list[CompletionOutput], expected: list[CompletionOutput]) -> None:
+    """Most tokens are as likely to four digits, though inputs here and there have the next code."""
+    apart = []
+    for ours, theirs in zip(found, expected, strict=True):
+        for token, own, other in zip(theirs.token_ids, ours.logprobs, theirs.logprobs, strict=True):
+            apart.append(abs(own[token].logprob - other[token].logprob) if token in own else math.inf)
+            if token not in own or apart[-1] > 0.5:
+                break
+    assert sum(each < 1e-4 for each in apart) > len(apart) / 2
+
+
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True, "max_position_embeddings": 256,
+    "tie_word_embeddings": False, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A random model with experts, plain, and with the codes of its matrices in W8A8 of compressed-tensors."""
+    torch.manual_seed(0)
+    plain = write(tmp_path_factory.mktemp("plain"), MOE, {"x": torch.ones(1)})
+    tensors, coded = {}, {}
+    for name, part in build(plain).parameters().items():
+        saved = name if name.startswith("lm_head") else f"model.{name}"
+        if part.instead_of:  # one tensor for all experts
+            continue
+        weight = torch.ones(part.shape) if len(part.shape) == 1 else torch.randn(part.shape) * part.shape[-1] ** -0.5
+        tensors[saved] = coded[saved] = weight
+        if name.endswith(MATRICES):
+            codes, scales = to_nearest(weight, "int8", weight.shape[1])
+            coded |= {saved: codes.to(torch.int8), f"{saved}_scale": scales}
+        elif name.startswith("lm_head"):
+            coded[saved] = rounded(weight, HEAD)
+    quantized = MOE | {"quantization_config": w8a8()}
+    return str(write(plain, MOE, tensors)), str(write(tmp_path_factory.mktemp("w8a8"), quantized, coded))
+
+
+def run_experts(folder: str, count: int, length: int, **fields: Any) -> list[CompletionOutput]:
+    prompts = [[(7 * i + j * j) % 97 for j in range(3 + i)] for i in range(count)]
+    greedy = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, logprobs=1)
+    with LLM(folder, device="cpu", skip_tokenizer_init=True, max_model_len=64, block_size=16, **fields) as llm:
+        return [output.outputs[0] for output in llm.generate(prompts, greedy, use_tqdm=False)]
+
+
+SHARED = {"tensor_parallel_size": 2}
+WHOLE = SHARED | {"enable_expert_parallel": True}
+
+
+@pytest.mark.parametrize(
+    "ranks", [{}, *(pytest.param(each, marks=pytest.mark.full) for each in (SHARED, WHOLE))], ids=str
+)
+def test_experts_whose_inputs_are_rounded_answer_as_the_specification(experts, ranks, caplog):
+    plain, packed = experts
+    asked = {"quantization": "int8"}
+    expected = run_experts(plain, 8, 8, backend="reference", **asked, **ranks)
+    with caplog.at_level("INFO"):
+        check_nearly_alike(run_experts(plain, 8, 8, **asked, **ranks), expected)
+    assert ranks or "8 in int8 with inputs in int8, 2 in float32" in caplog.text  # but for the routers all
+    check_nearly_alike(run_experts(packed, 8, 8, **ranks), expected)
+
+
+@pytest.mark.full
+def test_interpreted_kernels_of_such_experts_answer_so_too(experts):
+    pytest.importorskip("triton")
+    fields = {"quantization": "int8", "max_num_seqs": 2, "max_num_batched_tokens": 8}
+    found, expected = (run_experts(experts[0], 2, 2, backend=backend, **fields) for backend in ("triton", "reference"))
+    check_nearly_alike(found, expected)
 
 
 def test_codes_answer_as_their_numbers(in_codes, kind, rounded_demo, caplog):

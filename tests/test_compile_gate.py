@@ -58,6 +58,8 @@ BRIEF: dict[int, tuple[str, ...]] = {
         "llama3-8b-mxfp4",
         "llama3-8b-fp8",
         "llama3-8b-w8a8-fp8-128",
+        "qwen3-30b-a3b-w8a8-int8",
+        "qwen3-30b-a3b-w8a8-fp8-128",
         "d128-kv8",
     ),
     86: ("gemma3-4b",),  # whose prefill needs most of the shared memory there
@@ -315,7 +317,7 @@ def expert_launches(s: Experts, whole: bool) -> Iterator[Callable[[Any], object]
         both: Any = gate_up, down
         if s.kind:
             scales = torch.uint8 if s.wide else torch.bfloat16, s.wide > 0, s.wide
-            both = [ops.Quantized(*in_codes(s.kind, w.shape, s.group, *scales)) for w in both]
+            both = [ops.Quantized(*in_codes(s.kind, w.shape, s.group, *scales), s.rounding) for w in both]
         ops.expert_down(ops.expert_gate_up(x, both[0], gate_up_bias, plan, s.activation), both[1], down_bias, plan)
 
     yield lambda ops: layer(ops, 1, False)

@@ -53,7 +53,7 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
         "i_part in range(SPLITS)", "i_part in range(1, SPLITS)", test_quantized.test_quantized_linear),
     "round_inputs": ("i_t * G + i_g, b_scale", "i_t * G, b_scale", test_quantized.test_products_of_rounded_inputs),
     "quantized_linear, of rounded inputs": (
-        "m_n, i_s, K, GROUP", "m_n, 0, K, GROUP", test_quantized.test_products_of_rounded_inputs),
+        "m_m, m_n, i_s,", "m_m, m_n, 0,", test_quantized.test_products_of_rounded_inputs),
     "quantized_rows": ("16 * i_half) // GROUP", "16 * i_half) // K", test_quantized.test_quantized_rows),
     "quantized_rows, of factors": ("16 * i_half) // WIDE", "16 * i_half) // K", test_quantized.test_factors),
     "route": ("m_left & (o_e != i_e)", "m_left & (o_e > i_e)", test_expert_kernels.test_route),
@@ -61,6 +61,10 @@ MUTATIONS: dict[str, tuple[Any, ...]] = {
     "expert_gate_up": (
         "m_n = o_m < i_end, o_n < SIZE", "m_n = o_m < i_end, o_n < SIZE - 1", test_expert_kernels.test_experts),
     "expert_down": ("m_n = o_m < i_end, o_n < H", "m_n = o_m < i_end - 1, o_n < H", test_expert_kernels.test_experts),
+    "expert_gate_up, of rounded inputs": (
+        "b_token, o_row, m_m", "b_token, o_gate, m_m", test_quantized.test_experts_whose_inputs_are_rounded),
+    "expert_down, of rounded inputs": (
+        "b_pair, i_e.to(tl.int64) * H + o_n", "b_pair, o_n", test_quantized.test_experts_whose_inputs_are_rounded),
     "expert_sum": ("(i_e < E)", "(i_e <= E)", test_expert_kernels.test_experts),
     "lora_ids": ("o_t < i_stop", "o_t < i_stop - 1", test_lora.test_plan_lora_sorts_the_tokens),
     "lora_shrink": ("m_n = o_m < i_end, o_n < N", "m_n = o_m < i_end, o_n < N - 1", test_lora.test_lora),

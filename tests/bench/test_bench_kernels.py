@@ -26,6 +26,7 @@ CASES = [
     *bench_kernels.coded_cases(bench_kernels.Coded("tiny", (("down", 64, 24),), "fp8", 48), (3,)),
     *bench_kernels.coded_cases(bench_kernels.Coded("tiny", (("down", 64, 24),), "int4", 32), (3,)),
     *bench_kernels.expert_cases(bench_kernels.Experts("tiny", 3, 2, 32, 32, "silu", "fp4"), (3,)),
+    *bench_kernels.expert_cases(bench_kernels.Experts("tiny", 3, 2, 32, 24, "silu", "int8", 1 << 20, "int8"), (3,)),
     *bench_kernels.expert_cases(bench_kernels.Experts("tiny", 6, 2, 32, 24, "silu"), (3,)),
     *bench_kernels.lora_cases(bench_kernels.Lora("tiny", (("qkv", 32, (0, 16, 24)),), 4, 3), (6,)),
     *bench_kernels.decode_cases(TINY, (("drafts", [70, 5]),), (3,), 4),

@@ -17,6 +17,7 @@ import reference
 from checkpoints.dequantize import Codes, axes, common_group
 from checkpoints.gguf_blocks import BLOCKS, KINDS
 from checkpoints.gguf_weights import packed
+from checkpoints.storage import Storage, opened
 from device.coded import Rows, coded_of, stored, without_factors
 from device.coded import rounding_of as chosen_rounding
 from device.loader import fill_dummy, load_weights
@@ -24,7 +25,7 @@ from model import Transformer
 from model_config import ModelConfig
 from models.quantized import QuantizedWeight
 from parallel import Group
-from test_dequantize import fp8_checkpoints, mxfp4_checkpoints, write
+from test_dequantize import FP8, fp8_checkpoints, mxfp4_checkpoints, random_fp8, write
 from test_gguf import HIGH, pair
 from test_schemes import BNB4, CASES, GPT2, MIXTRAL, PHI3, SMALL, bnb4, checkpoints, w8a8
 
@@ -88,21 +89,38 @@ def rounding_of(model: Transformer) -> list[tuple[str, Any]]:
 
 
 def test_inputs_are_rounded_as_the_checkpoint_says(tmp_path: Path) -> None:
-    """A static scale is the largest of the parts of a matrix; with zeros, or in experts, inputs stay as they are."""
-    for rank, size in ((0, 1), (1, 2)):
-        for case in ("int8 channel", "torchao int8 tensor"):
-            packed, _ = checkpoints(tmp_path, SMALL, *CASES[case])
-            assert rounding_of(both(packed, rank, size)[0]) == [("int8", None)] * 4
-        packed, _ = checkpoints(tmp_path, SMALL, w8a8(dynamic=False), CASES["int8 channel"][1])
-        files = [*packed.glob("*.safetensors")]
-        tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
-        tensors["model.layers.0.self_attn.k_proj.input_scale"] = torch.tensor([3.0])
-        write(packed, json.loads((packed / "config.json").read_text()), tensors)
-        assert sorted(rounding_of(both(packed, rank, size)[0])) == [("int8", 1.0)] * 3 + [("int8", 3.0)]
-    for raw, case in ((SMALL, "int8 zeros"), (MIXTRAL, "int8 channel")):
-        packed, _ = checkpoints(tmp_path, raw, *CASES[case])
-        found = rounding_of(both(packed)[0])
-        assert ("", None) in found and (raw is MIXTRAL or set(found) == {("", None)})
+    """A static scale is the largest of the parts of a matrix, or of experts; with zeros inputs stay as they are."""
+    for raw, of_other in ((SMALL, "self_attn.k_proj"), (MIXTRAL, "mlp.experts.2.up_proj")):
+        for rank, size in ((0, 1), (1, 2)):
+            for case in ("int8 channel", "torchao int8 tensor"):
+                packed, _ = checkpoints(tmp_path, raw, *CASES[case])
+                assert rounding_of(both(packed, rank, size)[0]) == [("int8", None)] * 4
+            packed, _ = checkpoints(tmp_path, raw, w8a8(dynamic=False), CASES["int8 channel"][1])
+            files = [*packed.glob("*.safetensors")]
+            tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
+            tensors[f"model.layers.0.{of_other}.input_scale"] = torch.tensor([3.0])
+            write(packed, json.loads((packed / "config.json").read_text()), tensors)
+            assert sorted(rounding_of(both(packed, rank, size)[0])) == [("int8", 1.0)] * 3 + [("int8", 3.0)]
+        packed, _ = checkpoints(tmp_path, raw, *CASES["int8 zeros"])
+        assert set(rounding_of(both(packed)[0])) == {("", None)}
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "static"])
+def test_experts_in_one_tensor_may_have_their_inputs_rounded(tmp_path: Path, scheme: str) -> None:
+    """By token: there is no name for a static scale beside them. A CPU would win nothing by it."""
+    codes, scales = random_fp8(3, 64, 64), torch.rand(3, 4, 3)
+    tensors = {"model.layers.0.mlp.experts.gate_up_proj": codes}
+    tensors |= {f"{name}_scale_inv": scales for name in tensors}
+    folder = write(tmp_path, MIXTRAL | {"quantization_config": FP8 | {"activation_scheme": scheme}}, tensors)
+    config = ModelConfig.from_folder(str(folder))
+    [path] = map(str, folder.glob("*.safetensors"))
+    storage = Storage([path], config.quantization)
+    with opened(path) as file:
+        found = storage.open(file, "model.layers.0.mlp.experts.gate_up_proj")
+    assert [part.codes.inputs for part in (found, found[1])] == ["fp8" if scheme == "dynamic" else ""] * 2
+    parts = [found.codes, found.codes]
+    assert chosen_rounding(parts, "cpu") == ("", None)
+    assert chosen_rounding([each._replace(inputs="int8") for each in parts], "cpu") == ("int8", None)
 
 
 def test_inputs_in_fp8_need_a_chip_that_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:

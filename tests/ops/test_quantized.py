@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,14 @@ def random_weight(
     else:
         packed = codes.to(torch.uint8).view(torch.int8 if kind == "int8" else E4M3)
     return Quantized(kind, packed, scales, zeros, group, factors, wide), numbers
+
+
+def random_stack(count: int, *args: Any) -> tuple[Quantized, torch.Tensor]:
+    """As many of `random_weight` in one."""
+    made = [random_weight(*args) for _ in range(count)]
+    fields = zip(*(weight for weight, _ in made), strict=True)
+    stacked = (torch.stack(x) if isinstance(x[0], torch.Tensor) else x[0] for x in fields)
+    return Quantized(*stacked), torch.stack([numbers for _, numbers in made])
 
 
 def there(device: str, weight: Quantized) -> kernels.Quantized:
@@ -411,13 +420,65 @@ def test_experts(
     if kind in FOUR_BITS:
         size = math.ceil(size / 32) * 32
     args = layer(tokens, k, (count, hidden, size), dtype, more, (0, count))
-    stacks = []
-    for outputs, inputs in ((2 * size, hidden), (hidden, size)):
-        made = [random_weight(kind, outputs, inputs, group, F16, more, wide) for _ in range(count)]
-        fields = zip(*(weight for weight, _ in made), strict=True)
-        stacked = (torch.stack(x) if isinstance(x[0], torch.Tensor) else x[0] for x in fields)
-        stacks.append((Quantized(*stacked), torch.stack([numbers for _, numbers in made])))
-    (gate_up, gate_up_numbers), (down, down_numbers) = stacks
+    gate_up, gate_up_numbers = random_stack(count, kind, 2 * size, hidden, group, F16, more, wide)
+    down, down_numbers = random_stack(count, kind, hidden, size, group, F16, more, wide)
     dense = (args[0], gate_up_numbers, args[2], down_numbers, *args[4:])
     coded = there(device, gate_up), there(device, down)
     check_experts(kernels, dense, 0, activation, more, False, device, coded)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy tells of what is not a number
+@tried(
+    st.sampled_from([1, 20, 70]),
+    st.sampled_from([(4, 2, 0, 4), (12, 1, 0, 12), (6, 3, 2, 3)]),
+    st.sampled_from([(32, 16), (160, 33), (300, 140)]),
+    st.sampled_from([("int8", 1000), ("int8", 128), ("fp8", 1000), ("fp8", 128)]),
+    st.sampled_from([F32, BF16, F16]),
+    st.sampled_from(["silu", "swigluoai"]),
+    st.booleans(),
+    on=[
+        (3, (4, 2, 0, 4), (160, 32), ("int8", 1000), BF16, "silu", False),
+        (9, (6, 3, 2, 3), (32, 16), ("int8", 1000), F32, "swigluoai", True),
+        (3, (6, 3, 2, 3), (160, 33), ("fp8", 128), BF16, "silu", False),
+        (40, (2, 1, 0, 2), (32, 16), ("fp8", 1000), F16, "silu", True),
+    ],
+    drawn=10,
+)
+def test_experts_whose_inputs_are_rounded(
+    device: str, tokens: int, router: tuple[int, int, int, int], sizes: tuple[int, int], coding: tuple[str, int],
+    dtype: torch.dtype, activation: str, more: bool,
+) -> None:  # fmt: skip
+    """Of the experts those from `first` on are here. `more`: there are biases, static scales, and weights of inputs."""
+    (count, k, first, held), (hidden, size), (kind, group) = router, sizes, coding
+    x, _, up_bias, _, down_bias, weights, ids = layer(tokens, k, (count, hidden, size), dtype, more, (first, held))
+    static = torch.tensor(0.02 if kind == "int8" else 0.005) if more else None
+    gate_up, up_numbers = random_stack(held, kind, 2 * size, hidden, group, F32)
+    down, down_numbers = random_stack(held, kind, hidden, size, group, F32)
+    gate_up, down = (each._replace(inputs=kind, input_scale=static) for each in (gate_up, down))
+    here = (ids >= first) & (ids < first + held)
+    local, met = torch.where(here, ids - first, -1), here.flatten()
+
+    def rounded(rows: torch.Tensor, weight: Quantized) -> torch.Tensor:
+        codes, scales = reference.round_inputs(rows, weight)
+        return codes.double() * scales.double().repeat_interleave(min(group, rows.shape[1]), 1)[:, : rows.shape[1]]
+
+    dense = up_numbers, up_bias, down_numbers, down_bias, weights, local, activation, more
+    want, _ = oracles.experts(rounded(x, gate_up), *dense)
+    naive, _ = oracles.experts(rounded(x, gate_up).float(), *dense, naive=True)
+    h = (torch.randn(tokens * k, size) * torch.randn(tokens * k, 1).exp()).to(dtype)
+    pairs = torch.einsum("ths,ts->th", down_numbers[local.flatten()], rounded(h, down))
+    pairs += 0 if down_bias is None else down_bias.double()[local.flatten()]
+    pairs *= here.flatten()[:, None] if more else (weights * here).double().view(-1, 1)
+    summed, size_of = pairs.view(tokens, k, -1).sum(1), pairs.view(tokens, k, -1).abs().sum(1).max()
+    h[~met] = math.nan  # rows of another rank's experts may be anything
+    for ops, place in ((reference, "cpu"), (kernels, device)):
+        put = lambda part, place=place: None if part is None else part.to(place)  # noqa: E731
+        up, back = (ops.Quantized(*there(place, each)) for each in (gate_up, down))
+        plan = ops.plan_experts(put(weights), put(ids), held, first, more)
+        got = ops.expert_gate_up(put(x), up, put(up_bias), plan, activation).cpu()
+        assert got.dtype == dtype
+        if met.any():
+            oracles.check_error(got[met], want[met], naive[met].to(dtype).double())
+        got = ops.expert_down(put(h), back, put(down_bias), plan).cpu()
+        assert got.dtype == dtype
+        assert ((got.double() - summed).abs() <= torch.finfo(dtype).eps * summed.abs() + 4e-7 * size_of).all()
