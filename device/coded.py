@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from checkpoints.dequantize import Codes, Packed, Read, axes, common_group
+from checkpoints.dequantize import Codes, Packed, Read, apart, axes, common_group, paired
 from checkpoints.hub import checkpoint_files
 from checkpoints.rounding import GROUPS
 from config import EngineConfig
@@ -64,7 +64,7 @@ class Rows(NamedTuple):
             if coded.factors is None and read.factors is not None:
                 read = without_factors(read, coded.kind, coded.group)
             rows = slice(begin, begin + len(read.codes))
-            for table, values in zip(tables, (stored(read.codes, coded.kind), *read[1:]), strict=True):
+            for table, values in zip(tables, (stored(read.codes, coded.kind, len(columns)), *read[1:]), strict=True):
                 if table is not None:
                     table[rows] = 0 if values is None else values
             nan = coded.kind == "fp8" and bool(((read.codes.to(torch.uint8) & 127) == 127).any())
@@ -87,20 +87,21 @@ def without_factors(found: Read, kind: str, group: int) -> Read:
     least = found.zeros * found.factors[..., 1]
     flat = (scales == 0) & (least != 0)  # a group without a scale, whose numbers are all the least one
     zeros = torch.where(flat, 1, torch.where(scales == 0, 0, least / scales + LOWEST.get(kind, 0)))
-    codes = torch.where(flat.repeat_interleave(group, 1)[:, : found.codes.shape[1]], 0, found.codes)
-    return Read(codes, torch.where(flat, least, scales), zeros)
+    many, codes = flat.repeat_interleave(group, 1), found.codes
+    if kind == "int4" and codes.dtype == torch.uint8:  # they are in pairs
+        codes = apart(codes).view(torch.int8) - 8
+    return Read(torch.where(many[:, : codes.shape[1]], 0, codes), torch.where(flat, least, scales), zeros)
 
 
-def stored(numbers: torch.Tensor, kind: str) -> torch.Tensor:
-    """The codes as `reference.Quantized` has them: of the integers of `int8` and `int4`, and of the bits of floats."""
+def stored(numbers: torch.Tensor, kind: str, inputs: int) -> torch.Tensor:
+    """The codes of a `Read`, which are of so many inputs, as `reference.Quantized` has them."""
     if kind == "int8":
         return numbers.to(torch.int8)
     if kind == "fp8":
         return numbers.to(torch.uint8).view(torch.float8_e4m3fn)
-    # As long integers, of which each holds eight codes, they are put together several times as fast.
-    whole = (numbers + (8 if kind == "int4" else 0)).to(torch.uint8).contiguous()
-    halves = whole.view(torch.int64).unflatten(1, (-1, 2, 2))
-    return (halves[:, :, 1] << 4).bitwise_or_(halves[:, :, 0]).flatten(1).view(torch.uint8)
+    if numbers.shape[1] < inputs:  # they are in pairs
+        return numbers
+    return paired((numbers + 8 if kind == "int4" else numbers).to(torch.uint8))
 
 
 def settle(model: Transformer, wanted: dict[str, Part], sources: dict[str, list[Source]]) -> dict[str, list[Any]]:

@@ -189,6 +189,7 @@ class Start:
         if self.device == "cpu":
             small = self.num_parameters * model.dtype.itemsize < cpu_weights.SMALL
             machine.settle(config.threads, small and config.beside_server, self.sharers)
+            machine.keep_memory()
         mapped = config.load_format != "dummy" and not config.weights
         files = checkpoint_files(config.folder) if mapped else []
         self.arrange(files)

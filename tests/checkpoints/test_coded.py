@@ -202,7 +202,9 @@ def test_blocks_of_gguf_stay_in_codes(kind: str, heads: int) -> None:
         expected = part.float()
         size = expected.abs().max()
         for (codes, scales, zeros, factors), wide in forms:
-            coded = reference.Quantized(kept.kind, stored(codes, kept.kind), scales, zeros, group, factors, wide)
+            coded = reference.Quantized(
+                kept.kind, stored(codes, kept.kind, len(found[1])), scales, zeros, group, factors, wide
+            )
             numbers = reference.dequantize(coded)
             torch.testing.assert_close(numbers, expected, rtol=1e-5, atol=float(size) * 1e-6)
             assert not wide or torch.equal(numbers, expected)
@@ -214,6 +216,7 @@ def test_blocks_of_gguf_stay_in_codes(kind: str, heads: int) -> None:
         (("Q4_K", "Q4_K"), slice(0, 768), 256), (("Q4_K", "Q4_K"), slice(160, 416), 32),
         (("Q6_K", "Q6_K"), slice(16, 272), 0), (("Q4_K", "Q4_0"), slice(0, 768), 0),
         (("Q5_K", "Q6_K"), slice(256, 768), 0), (("Q5_K", "Q5_K"), slice(256, 288), 32),
+        (("Q4_K", "Q4_0"), slice(16, 272), 0), (("Q4_K", "Q4_K"), slice(16, 272), 0),
     ],
 )  # fmt: skip
 def test_parts_of_a_matrix_keep_factors_where_they_are_alike(kinds: tuple[str, str], columns: slice, wide: int) -> None:

@@ -25,6 +25,7 @@ from checkpoints.storage import Storage, opened
 from config import DEMO, EngineConfig
 from device import quantize
 from device.calibrate import Found, calibrate
+from device.coded import stored
 from device.loader import load_weights
 from device.quantize import Job, Options, main
 from engine import LLM
@@ -140,8 +141,10 @@ def test_the_codes_are_those_of_the_option_quantization(tmp_path: Path, scheme: 
             group = GROUP.get(scheme, 1)
             places = (torch.arange(tensor.shape[0]),), torch.arange(tensor.shape[1]), group, group
             assert own.codes and tensor.codes
-            for mine, theirs in zip(tensor.codes.read(*places), own.codes.read(*places), strict=True):
-                assert mine is theirs is None or torch.equal(mine.float(), theirs.float()), name
+            read = [each.codes.read(*places) for each in (tensor, own)]
+            mine, theirs = ([stored(each.codes, kind, tensor.shape[1]), *each[1:]] for each in read)
+            for one, other in zip(mine, theirs, strict=True):
+                assert one is other is None or torch.equal(one.float(), other.float()), name
 
 
 def test_large_checkpoints_are_written_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
