@@ -104,12 +104,15 @@ def stored(numbers: torch.Tensor, kind: str, inputs: int) -> torch.Tensor:
     return paired((numbers + 8 if kind == "int4" else numbers).to(torch.uint8))
 
 
-def settle(model: Transformer, wanted: dict[str, Part], sources: dict[str, list[Source]]) -> dict[str, list[Any]]:
+def settle(
+    model: Transformer, wanted: dict[str, Part], sources: dict[str, list[Source]], fp8: bool | None = None
+) -> dict[str, list[Any]]:
     """Give the weights of a model their memory, where they have none yet.
 
     Args:
         wanted: the model's `parameters`, and what else is filled with it. Its targets that become plain change.
         sources: by name, what each piece is filled with.
+        fp8: `rounds_to_fp8` of the device that the model is for; by default, of the one that it is on.
 
     Returns:
         By name, what each piece is to be copied to: a tensor, or `Rows`.
@@ -117,6 +120,7 @@ def settle(model: Transformer, wanted: dict[str, Part], sources: dict[str, list[
     if not model.coded:
         return {name: [piece.target for piece in part.pieces] for name, part in wanted.items()}
     model.counted = model.num_parameters()
+    fp8 = rounds_to_fp8(model.device) if fp8 is None else fp8
     places: dict[int, list[tuple[Owner, str]]] = {}  # of each weight
     for owner in model.owners():
         for attribute, value in vars(owner).items():
@@ -134,7 +138,7 @@ def settle(model: Transformer, wanted: dict[str, Part], sources: dict[str, list[
         matrices = (*owner.matrices, *owner.stacks, *(TABLES if tables else ()))
         packs = all(one is owner and name in matrices for one, name in where)
         parts = [(targets[name][i], sources[name][i]) for name, i in filling if name in sources]
-        made = coded_of(model, weight, parts) if packs else None
+        made = coded_of(model, weight, parts, fp8) if packs else None
         if made and (made.order is None or "embedding" not in (name for _, name in where)):
             for _, attribute in where:
                 setattr(owner, attribute, made)
@@ -221,11 +225,12 @@ def keys_to_round(model: Transformer) -> set[int]:
     return {key(weight) for weight in weights if torch.is_tensor(weight)}
 
 
-def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.Tensor, Source]]) -> Any:
+def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.Tensor, Source]], fp8: bool) -> Any:
     """A weight in codes for one of a model's, or None where it cannot be in codes of one kind.
 
     Args:
         parts: views of `weight`, and what fills them.
+        fp8: see `settle`.
     """
     found, inputs = [], weight.shape[-1]
     for target, source in parts:
@@ -263,7 +268,7 @@ def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.T
     factors = new(*cuts, dtype=torch.float32) if wide else None
     rounding: tuple[str, torch.Tensor | None] = "", None
     if weight.ndim == 2 and zeros is None and (group >= inputs or group % ROUNDED_GROUP == 0):
-        rounding = rounding_of(codes, model.device)
+        rounding = rounding_of(codes, model.device, fp8)
     coded = model.ops.Quantized(kind, made, new(*table, dtype=dtype), zeros, group, factors, wide, *rounding)
     return QuantizedWeight(model.ops, weight, coded, order.to(model.device) if len(order) else None)
 
@@ -273,11 +278,15 @@ def common(codes: Sequence[Codes], columns: Sequence[torch.Tensor], name: str) -
     return math.gcd(*(common_group(getattr(each, name), at) for each, at in zip(codes, columns, strict=True)))
 
 
-def rounding_of(codes: list[Codes], device: str) -> tuple[str, torch.Tensor | None]:
+def rounds_to_fp8(device: str) -> bool:
+    """Whether products on a device may round their inputs to e4m3; elsewhere nothing would be won."""
+    return torch.device(device).type == "cuda" and torch.cuda.get_device_capability() >= FP8_CAPABILITY
+
+
+def rounding_of(codes: list[Codes], device: str, fp8: bool) -> tuple[str, torch.Tensor | None]:
     """`inputs` and `input_scale` of a matrix of these parts, which share their inputs: the largest scale is theirs."""
     scales, inputs = [each.input_scale for each in codes if each.input_scale is not None], codes[0].inputs
-    gpu = torch.device(device).type == "cuda"
-    if inputs == "fp8" and not (gpu and torch.cuda.get_device_capability() >= FP8_CAPABILITY):  # nothing would be won
+    if inputs == "fp8" and not fp8:
         return "", None
     if any(each.inputs != inputs for each in codes) or 0 < len(scales) < len(codes):
         return "", None

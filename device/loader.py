@@ -136,10 +136,11 @@ def find_weights(
     return found, files
 
 
-def settle_headers(model: Transformer, folder: str, wanted: dict[str, Part]) -> None:
-    """Find out from the headers of a checkpoint's files what of a model on the meta device stays in codes."""
+def settle_headers(model: Transformer, folder: str, wanted: dict[str, Part], fp8: bool) -> None:
+    """Find out from the headers of a checkpoint's files what of a model on the meta device stays in codes; of `fp8` see
+    `settle`."""
     _, files = find_weights(model, folder, checkpoint_files(folder), wanted)
-    settle(model, wanted, {name: sources for file in files for name, sources in file.items()})
+    settle(model, wanted, {name: sources for file in files for name, sources in file.items()}, fp8)
 
 
 def check_complete(folder: str, wanted: dict[str, Part], found: dict[str, str]) -> None:

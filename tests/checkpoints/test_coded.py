@@ -230,7 +230,7 @@ def test_parts_of_a_matrix_keep_factors_where_they_are_alike(kinds: tuple[str, s
     expected = torch.cat([part.float() for part in found])
     weight = torch.empty(expected.shape, device="meta")
     model: Any = SimpleNamespace(take=torch.zeros, ops=reference, device="cpu")
-    made = coded_of(model, weight, [(weight[:8], found[0]), (weight[8:], found[1])])
+    made = coded_of(model, weight, [(weight[:8], found[0]), (weight[8:], found[1])], False)
     assert made and made.coded.wide == wide and (made.coded.factors is None) == (wide == 0)
     assert made.coded.scales.dtype == (torch.float32 if not wide else torch.uint8)
     for begin, part in zip((0, 8), found, strict=True):
