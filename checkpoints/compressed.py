@@ -7,8 +7,10 @@ other, and never holds more than a file of them. `new_folder` makes a folder tha
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator
@@ -22,6 +24,7 @@ from checkpoints.hub import FILES, INDEX
 
 SHARD_BYTES = 4 * 2**30  # of tensors in one file, at most, unless a single one is larger
 WHOLE = "model.safetensors"
+UNFINISHED = ".unfinished"  # how the name of a folder ends that is being written
 LEFT, INDEXES = ("config.json", "adapter_config.json"), ".index."  # are not copied, as they are of other weights
 BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt", "LICENSE")  # how the names of files end that are copied
 
@@ -169,15 +172,39 @@ def check_target(target: Path, source: Path | None, overwrite: bool) -> None:
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder beside `target`, which takes its place at the end of the `with` block, and is gone if that raises.
 
-    A run that is killed leaves it behind under its own name, without config.json.
+    A run that is killed leaves it behind under its own name, which the next run with this target removes.
     """
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as work:
+    remove_left(target)
+    with tempfile.TemporaryDirectory(UNFINISHED, f".{target.name}-", target.parent) as work, locked(Path(work)):
         made = Path(work) / "new"
         made.mkdir()
         yield made
         if target.exists():
             target.rename(Path(work) / "old")
         made.rename(target)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder, until the `with` block or this process ends; says whether no other process has locked it."""
+    descriptor, ours = os.open(folder, os.O_RDONLY), False
+    try:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = True
+        yield ours
+    finally:
+        os.close(descriptor)
+
+
+def remove_left(target: Path) -> None:
+    """Remove what runs have left beside a target whose processes are gone. What was there before such a run stays if
+    nothing has come in its place."""
+    for left in target.parent.iterdir():
+        if left.name.startswith(f".{target.name}-") and left.name.endswith(UNFINISHED) and left.is_dir():
+            with locked(left) as gone:
+                if gone and (target.exists() or not (left / "old").exists()):
+                    shutil.rmtree(left)
 
 
 def write_config(source: Path, target: Path, quantization: dict[str, Any]) -> None:

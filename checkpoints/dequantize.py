@@ -19,7 +19,7 @@ DTYPES = torch.float16, torch.bfloat16, torch.float32
 class Read(NamedTuple):
     """What `Codes` read of a matrix, as `reference.Quantized` has it."""
 
-    codes: torch.Tensor  # [n, K], of integers the numbers, of others the bits
+    codes: torch.Tensor  # [n, K], of integers the numbers, of others the bits; or `paired` [n, K / 2]
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
     factors: torch.Tensor | None = None
@@ -181,6 +181,19 @@ def distinct(places: torch.Tensor) -> torch.Tensor:
     return places
 
 
+def paired(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of four bits [n, K] uint8, two in a byte [n, K / 2] as `reference.Quantized` has them; K is a multiple of
+    32. As long integers, which hold eight codes each, they are put together several times as fast."""
+    halves = codes.contiguous().view(torch.int64).unflatten(1, (-1, 2, 2))
+    return (halves[:, :, 1] << 4).bitwise_or_(halves[:, :, 0]).flatten(1).view(torch.uint8)
+
+
+def apart(pairs: torch.Tensor) -> torch.Tensor:
+    """The codes [n, K] uint8 of bytes [n, K / 2] as `paired` makes them."""
+    halves = pairs.unflatten(1, (-1, 1, 16))
+    return torch.cat((halves & 15, halves >> 4), 2).flatten(1)
+
+
 def minifloat(bits: torch.Tensor, exponent: int, mantissa: int) -> torch.Tensor:
     """The values of small floats, whose sign has been extended over the bits above. NaN and infinities are not known.
 
@@ -220,6 +233,10 @@ def fields(
         if not order and dim == entries.ndim - 1:
             entries = entries.view(torch.uint8)  # of which there are four times as many as words, but they take less
         starts = [bits * which for which in order or range(8 * entries.itemsize // bits)]
+        if bits == 4 and entries.itemsize == 1 and dim == entries.ndim - 1:  # one step for both, without gaps
+            pairs = entries.to(torch.int16)
+            first = pairs >> starts[0] if starts[0] else pairs
+            return (pairs << 8 - starts[1]).bitwise_or_(first).bitwise_and_(0x0F0F).view(torch.uint8)
         shifted = [as_bytes(entries >> start if start else entries) for start in starts]
         return torch.stack(shifted, dim + 1).bitwise_and_(mask).flatten(dim, dim + 1)
 
@@ -268,8 +285,10 @@ def scaled(
         tables = columns[::group] if groups is None else groups[columns[::group]]
         places, there = grid(rows, columns), grid(rows, tables)
         codes = take(kept.codes, places, ones, lambda part: part if isinstance(part, torch.Tensor) else part.float())
-        # Bytes that are less than the middle become numbers below 0 of two's complement.
-        numbers = ((codes - kept.middle).view(torch.int8) if kept.middle else codes).expand(places[0].shape)
+        if kept.kind == "int4" and kept.middle == 8 and len(columns) % 32 == 0:  # its bits are the code + 8
+            numbers = paired(codes.expand(places[0].shape))
+        else:  # bytes that are less than the middle become numbers below 0 of two's complement
+            numbers = ((codes - kept.middle).view(torch.int8) if kept.middle else codes).expand(places[0].shape)
         own = take(scales if kept.small is None else kept.small, there, shared).expand(there[0].shape)
         less = None
         if kept.has_zeros and zeros is not None:

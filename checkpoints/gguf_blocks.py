@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from checkpoints.dequantize import Read
+from checkpoints.dequantize import Read, apart
 from checkpoints.gguf_file import TYPES
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+LOW = 0x0F0F0F0F0F0F0F0F  # the lower halves of eight bytes
 IQ4 = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113  # as ggml has its table
 BLOCKS = {name: (numbers, size) for name, numbers, size in TYPES.values()}
 
@@ -22,7 +23,7 @@ BLOCKS = {name: (numbers, size) for name, numbers, size in TYPES.values()}
 class Split(NamedTuple):
     """The parts of n blocks, whose numbers are codes * scales - least; both are multiplied by their factor before."""
 
-    codes: torch.Tensor  # [n, groups, -1]
+    codes: torch.Tensor  # [n, groups, -1]; those of four bits are `paired` [n, bytes]
     scales: torch.Tensor  # [n, groups]
     least: torch.Tensor | None = None  # [n, groups]
     factors: torch.Tensor | None = None  # [n, 1 or 2] float32
@@ -34,7 +35,11 @@ def unpack(blocks: torch.Tensor, kind: str) -> torch.Tensor:
         return blocks.contiguous().view(DTYPES[kind]).flatten(-2).float()
     if kind in FORMULAS:
         codes, scales, least, factors = FORMULAS[kind](blocks.flatten(0, -2))
+        if kind in PAIRED:
+            codes = apart(codes).view(len(codes), scales.shape[1], -1)
         codes = torch.tensor(IQ4).float()[codes.int()] if kind == "IQ4_NL" else codes.float()
+        if kind == "Q4_0":
+            codes -= 8
         numbers = codes.mul_((scales if factors is None else scales.float() * factors[:, :1])[:, :, None])
         if least is not None and factors is not None:
             numbers.sub_((least.float() * factors[:, 1:])[:, :, None])
@@ -63,12 +68,12 @@ def q8_0(blocks: torch.Tensor) -> Split:
 
 def q4_0(blocks: torch.Tensor) -> Split:
     """d (q - 8), with 4 bits each."""
-    return Split(nibbles(blocks[:, 2:], 1).flatten(2).to(torch.int8).sub_(8), halves(blocks[:, :2]))
+    return Split(blocks[:, 2:], halves(blocks[:, :2]))
 
 
 def iq4_nl(blocks: torch.Tensor) -> Split:
     """d table[q], with 4 bits each."""
-    return Split(nibbles(blocks[:, 2:], 1).flatten(2), halves(blocks[:, :2]))
+    return Split(blocks[:, 2:], halves(blocks[:, :2]))
 
 
 def scales_and_least(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -83,8 +88,11 @@ def scales_and_least(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def q4_k(blocks: torch.Tensor) -> Split:
-    """d q - m, with 4 bits each."""
-    return Split(nibbles(blocks[:, 16:], 4).view(-1, 8, 32), *scales_and_least(blocks))
+    """d q - m, with 4 bits each. The lower halves of 32 bytes are a group, and the upper ones the next."""
+    first, second = blocks[:, 16:].contiguous().view(torch.int64).view(-1, 4, 2, 2).unbind(2)  # 16 bytes each
+    low = first & LOW | (second & LOW) << 4
+    high = first >> 4 & LOW | second & ~LOW
+    return Split(torch.stack((low, high), 2).view(len(blocks), -1).view(torch.uint8), *scales_and_least(blocks))
 
 
 def q5_k(blocks: torch.Tensor) -> Split:
@@ -110,13 +118,14 @@ KINDS = {  # of `reference.Quantized` in which they can be kept, what that subtr
     "Q4_K": ("int4", 8, 32, torch.uint8), "Q5_K": ("int8", 0, 32, torch.uint8), "Q6_K": ("int8", 0, 16, torch.int8),
     "IQ4_NL": ("iq4", 0, 32, torch.float16),
 }  # fmt: skip
+PAIRED = ("Q4_0", "Q4_K", "IQ4_NL")  # two codes in a byte, as that has them
 FACTORED = ("Q4_K", "Q5_K", "Q6_K")  # a block's scales have factors
 
 
 def split(blocks: torch.Tensor, kind: str) -> Read:
-    """What blocks [n, blocks, bytes] have, as `reference.Quantized` would keep it; the codes are int8."""
+    """What blocks [n, blocks, bytes] have, as `reference.Quantized` would keep it; the codes are int8, or `paired`."""
     parts, n = FORMULAS[kind](blocks.flatten(0, -2)), len(blocks)
     least = None if parts.least is None else parts.least.view(n, -1)
     factors = None if parts.factors is None else parts.factors.view(n, -1, parts.factors.shape[1])
-    codes = parts.codes.view(torch.int8) - KINDS[kind][1]
-    return Read(codes.view(n, -1), parts.scales.reshape(n, -1), least, factors)
+    codes = parts.codes if kind in PAIRED else parts.codes.view(torch.int8) - KINDS[kind][1]
+    return Read(codes.reshape(n, -1), parts.scales.reshape(n, -1), least, factors)

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpoints.dequantize import Codes, Packed, Read, coordinates, distinct
-from checkpoints.gguf_blocks import BLOCKS, DTYPES, FACTORED, KINDS, split, unpack
+from checkpoints.dequantize import Codes, Packed, Read, apart, coordinates, distinct
+from checkpoints.gguf_blocks import BLOCKS, DTYPES, FACTORED, KINDS, PAIRED, split, unpack
 from checkpoints.gguf_config import Saved, architecture_of, saved_names
 from checkpoints.gguf_file import FLOATS, parts_of, read_header
 from models.families import FAMILIES
@@ -106,12 +106,15 @@ def packed(table: torch.Tensor, kind: str, heads: int) -> Packed:
         first, *outer = begin // numbers, *rows
         if heads:
             outer[-1] = stored(outer[-1])
-        found = split(table[..., first : last // numbers + 1, :][tuple(outer)], kind)
-        where = columns - first * numbers
-        if bool((where.diff() == 1).all()):
-            codes = found.codes.narrow(1, int(where[0]), len(where))  # which copies nothing
+        found = split(at_rows(table[..., first : last // numbers + 1, :], outer), kind)
+        where, codes = columns - first * numbers, found.codes
+        begin, count, gaps = int(where[0]), len(where), bool((where.diff() != 1).any())
+        if kind in PAIRED and not gaps and begin % 32 == count % 32 == 0:
+            codes = codes.narrow(1, begin // 2, count // 2)  # which copies nothing
         else:
-            codes = found.codes.index_select(1, where)
+            if kind in PAIRED:
+                codes = apart(codes).view(torch.int8) - (8 if kept == "int4" else 0)
+            codes = codes.index_select(1, where) if gaps else codes.narrow(1, begin, count)
         at = where[::group] // own
         zeros = None if found.zeros is None else found.zeros[:, at]
         factors = None if found.factors is None else found.factors[:, where[::wide] // numbers]
@@ -122,6 +125,15 @@ def packed(table: torch.Tensor, kind: str, heads: int) -> Packed:
     kept, _, own, dtype = KINDS[kind]
     wide = numbers if kind in FACTORED else 0
     return Packed(coordinates(shape), values, Codes(kept, own, kind in ("Q4_K", "Q5_K"), dtype, read, wide=wide))
+
+
+def at_rows(table: torch.Tensor, places: list[torch.Tensor]) -> torch.Tensor:
+    """The entries [n, ..] of a table at places [n] along each of its first dimensions. Rows that follow one another are
+    a view, because a copy of bytes at places is slow."""
+    *outer, rows = places
+    if bool((rows.diff() == 1).all()) and all(bool((place == place[0]).all()) for place in outer):
+        return table[tuple(int(place[0]) for place in outer)].narrow(0, int(rows[0]), len(rows))
+    return table[tuple(places)]
 
 
 @contextlib.contextmanager

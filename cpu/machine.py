@@ -18,7 +18,7 @@ import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 CGROUPS, MINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # limits by which Linux keeps containers apart
-KEEP = 1 << 30  # bytes that malloc keeps; see `settle`
+KEEP = 1 << 30  # bytes that malloc keeps; see `keep_memory`
 
 
 def available_cores() -> int:
@@ -69,17 +69,22 @@ def _cgroups(controller: str) -> Iterator[Path]:
 
 
 def settle(threads: int | None, spare: bool = False, ranks: int = 1) -> None:
-    """Let torch use `threads` threads, and let malloc keep its memory.
+    """Let torch use `threads` threads.
 
     None means a thread for each core that this process may use, divided among `ranks` processes. With `spare` one core
     stays free. In a small model two threads wait for each other at every product, and lose more to a third process
     than the second thread brings.
+    """
+    cores = available_cores()
+    torch.set_num_threads(threads or max(1, (cores - spare) // ranks))
+
+
+def keep_memory() -> None:
+    """Let malloc keep its memory.
 
     By default glibc maps every large tensor afresh, and the system zeroes it page by page, which can take longer than
     computing it.
     """
-    cores = available_cores()
-    torch.set_num_threads(threads or max(1, (cores - spare) // ranks))
     with contextlib.suppress(OSError, AttributeError, TypeError):  # not glibc; on Windows there is not even a libc
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, KEEP)
@@ -87,7 +92,7 @@ def settle(threads: int | None, spare: bool = False, ranks: int = 1) -> None:
 
 
 def release() -> None:
-    """Give the system back what loading and warming up have left free, which `settle` lets malloc keep."""
+    """Give the system back what loading and warming up have left free, which `keep_memory` lets malloc keep."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -157,10 +157,12 @@ def in_order(kind: str, codes: torch.Tensor) -> torch.Tensor:
         if kind == "fp8" and codes.float().isnan().any():
             raise ValueError("the weight has codes of fp8 that are not numbers")
         return codes.view(torch.uint8)
-    halves = codes.unflatten(1, (-1, 1, 16))
-    single = torch.cat((halves & 15, halves >> 4), 2).flatten(1)
-    single = single ^ 8 if kind == "int4" else single
-    return single[:, ::2] | single[:, 1::2] << 4
+    found = []
+    for half in (codes, codes >> 4):  # the first and the last 16 codes of 32, each in a byte
+        pairs = half.view(torch.int16) & 0x0F0F
+        eights = (pairs | pairs >> 4).to(torch.uint8)  # keeps the lower byte
+        found.append((eights ^ 0x88 if kind == "int4" else eights).view(torch.int64))
+    return torch.stack(found, 2).flatten(1).view(torch.uint8)
 
 
 class CodedLinear:
@@ -394,9 +396,7 @@ def middle_of_bytes() -> int | None:
     return None
 
 
-def pack_quantized(
-    weight: Quantized, find: Callable[[Quantized], Forms] | None = None
-) -> Product | CodedExperts:
+def pack_quantized(weight: Quantized, find: Callable[[Quantized], Forms] | None = None) -> Product | CodedExperts:
     """A weight, or a layer's stack of experts, in a layout that serves any number of rows.
 
     find: gives the C++ for a weight, as `cpu.compiled.coded_forms` does. Without it every product unpacks the weight.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from checkpoints.dequantize import Codes, Packed, Read, axes, common_group
+from checkpoints.dequantize import Codes, Packed, Read, apart, axes, common_group, paired
 from checkpoints.hub import checkpoint_files
 from checkpoints.rounding import GROUPS, HEAD
 from config import EngineConfig
@@ -64,7 +64,7 @@ class Rows(NamedTuple):
             if coded.factors is None and read.factors is not None:
                 read = without_factors(read, coded.kind, coded.group)
             rows = slice(begin, begin + len(read.codes))
-            for table, values in zip(tables, (stored(read.codes, coded.kind), *read[1:]), strict=True):
+            for table, values in zip(tables, (stored(read.codes, coded.kind, len(columns)), *read[1:]), strict=True):
                 if table is not None:
                     table[rows] = 0 if values is None else values
             nan = coded.kind == "fp8" and bool(((read.codes.to(torch.uint8) & 127) == 127).any())
@@ -87,28 +87,32 @@ def without_factors(found: Read, kind: str, group: int) -> Read:
     least = found.zeros * found.factors[..., 1]
     flat = (scales == 0) & (least != 0)  # a group without a scale, whose numbers are all the least one
     zeros = torch.where(flat, 1, torch.where(scales == 0, 0, least / scales + LOWEST.get(kind, 0)))
-    codes = torch.where(flat.repeat_interleave(group, 1)[:, : found.codes.shape[1]], 0, found.codes)
-    return Read(codes, torch.where(flat, least, scales), zeros)
+    many, codes = flat.repeat_interleave(group, 1), found.codes
+    if kind == "int4" and codes.dtype == torch.uint8:  # they are in pairs
+        codes = apart(codes).view(torch.int8) - 8
+    return Read(torch.where(many[:, : codes.shape[1]], 0, codes), torch.where(flat, least, scales), zeros)
 
 
-def stored(numbers: torch.Tensor, kind: str) -> torch.Tensor:
-    """The codes as `reference.Quantized` has them: of the integers of `int8` and `int4`, and of the bits of floats."""
+def stored(numbers: torch.Tensor, kind: str, inputs: int) -> torch.Tensor:
+    """The codes of a `Read`, which are of so many inputs, as `reference.Quantized` has them."""
     if kind == "int8":
         return numbers.to(torch.int8)
     if kind == "fp8":
         return numbers.to(torch.uint8).view(torch.float8_e4m3fn)
-    # As long integers, of which each holds eight codes, they are put together several times as fast.
-    whole = (numbers + (8 if kind == "int4" else 0)).to(torch.uint8).contiguous()
-    halves = whole.view(torch.int64).unflatten(1, (-1, 2, 2))
-    return (halves[:, :, 1] << 4).bitwise_or_(halves[:, :, 0]).flatten(1).view(torch.uint8)
+    if numbers.shape[1] < inputs:  # they are in pairs
+        return numbers
+    return paired((numbers + 8 if kind == "int4" else numbers).to(torch.uint8))
 
 
-def settle(model: Transformer, wanted: dict[str, Part], sources: dict[str, list[Source]]) -> dict[str, list[Any]]:
+def settle(
+    model: Transformer, wanted: dict[str, Part], sources: dict[str, list[Source]], fp8: bool | None = None
+) -> dict[str, list[Any]]:
     """Give the weights of a model their memory, where they have none yet.
 
     Args:
         wanted: the model's `parameters`, and what else is filled with it. Its targets that become plain change.
         sources: by name, what each piece is filled with.
+        fp8: `rounds_to_fp8` of the device that the model is for; by default, of the one that it is on.
 
     Returns:
         By name, what each piece is to be copied to: a tensor, or `Rows`.
@@ -116,6 +120,7 @@ def settle(model: Transformer, wanted: dict[str, Part], sources: dict[str, list[
     if not model.coded:
         return {name: [piece.target for piece in part.pieces] for name, part in wanted.items()}
     model.counted = model.num_parameters()
+    fp8 = rounds_to_fp8(model.device) if fp8 is None else fp8
     places: dict[int, list[tuple[Owner, str]]] = {}  # of each weight
     for owner in model.owners():
         for attribute, value in vars(owner).items():
@@ -133,7 +138,7 @@ def settle(model: Transformer, wanted: dict[str, Part], sources: dict[str, list[
         matrices = (*owner.matrices, *owner.stacks, *tables)
         packs = all(one is owner and name in matrices for one, name in where)
         parts = [(targets[name][i], sources[name][i]) for name, i in filling if name in sources]
-        made = coded_of(model, weight, parts) if packs else None
+        made = coded_of(model, weight, parts, fp8) if packs else None
         if made and (made.order is None or "embedding" not in (name for _, name in where)):
             for _, attribute in where:
                 setattr(owner, attribute, made)
@@ -229,11 +234,12 @@ def matrices_to_round(model: Transformer) -> dict[int, str]:
     return {key(weight): model.coded for weight in weights if torch.is_tensor(weight)}
 
 
-def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.Tensor, Source]]) -> Any:
+def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.Tensor, Source]], fp8: bool) -> Any:
     """A weight in codes for one of a model's, or None where it cannot be in codes of one kind.
 
     Args:
         parts: views of `weight`, and what fills them.
+        fp8: see `settle`.
     """
     found, inputs = [], weight.shape[-1]
     for target, source in parts:
@@ -271,7 +277,7 @@ def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.T
     factors = new(*cuts, dtype=torch.float32) if wide else None
     rounding: tuple[str, torch.Tensor | None] = "", None
     if zeros is None and (group >= inputs or group % ROUNDED_GROUP == 0):
-        rounding = rounding_of(codes, model.device)
+        rounding = rounding_of(codes, model.device, fp8)
     coded = model.ops.Quantized(kind, made, new(*table, dtype=dtype), zeros, group, factors, wide, *rounding)
     return QuantizedWeight(model.ops, weight, coded, order.to(model.device) if len(order) else None)
 
@@ -281,11 +287,15 @@ def common(codes: Sequence[Codes], columns: Sequence[torch.Tensor], name: str) -
     return math.gcd(*(common_group(getattr(each, name), at) for each, at in zip(codes, columns, strict=True)))
 
 
-def rounding_of(codes: list[Codes], device: str) -> tuple[str, torch.Tensor | None]:
+def rounds_to_fp8(device: str) -> bool:
+    """Whether products on a device may round their inputs to e4m3; elsewhere nothing would be won."""
+    return torch.device(device).type == "cuda" and torch.cuda.get_device_capability() >= FP8_CAPABILITY
+
+
+def rounding_of(codes: list[Codes], device: str, fp8: bool) -> tuple[str, torch.Tensor | None]:
     """`inputs` and `input_scale` of a matrix, or of experts, of these parts: the largest scale is that of all."""
     scales, inputs = [each.input_scale for each in codes if each.input_scale is not None], codes[0].inputs
-    gpu = torch.device(device).type == "cuda"
-    if inputs == "fp8" and not (gpu and torch.cuda.get_device_capability() >= FP8_CAPABILITY):  # nothing would be won
+    if inputs == "fp8" and not fp8:
         return "", None
     if any(each.inputs != inputs for each in codes) or 0 < len(scales) < len(codes):
         return "", None

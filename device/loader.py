@@ -25,6 +25,7 @@ from checkpoints.rounding import rounded
 from checkpoints.storage import Storage, opened
 from checkpoints.tied_head import stand_in
 from config import read_json
+from cpu import machine
 from device.coded import Rows, Source, key, keys_to_round, settle
 from model import Transformer
 from models.families import HALF_PREFIXES, PREFIXES, our_name
@@ -104,13 +105,15 @@ def load_weights(
 def readers(model: Transformer, stage: Stage | None) -> Iterator[int]:
     """How many threads read: READERS, or for codes on a CPU one a core, among which torch then divides nothing.
 
-    A code is made in many short steps, after each of which torch's threads would wait for each other.
+    A code is made in many short steps, after each of which torch's threads would wait for each other. Each makes a
+    tensor, so malloc keeps their memory from here on. The weights have theirs already, which must be free to go.
     """
     threads = torch.get_num_threads()
     if stage or not model.coded:
         yield READERS
         return
     torch.set_num_threads(1)
+    machine.keep_memory()
     try:
         yield threads
     finally:
@@ -133,10 +136,11 @@ def find_weights(
     return found, files
 
 
-def settle_headers(model: Transformer, folder: str, wanted: dict[str, Part]) -> None:
-    """Find out from the headers of a checkpoint's files what of a model on the meta device stays in codes."""
+def settle_headers(model: Transformer, folder: str, wanted: dict[str, Part], fp8: bool) -> None:
+    """Find out from the headers of a checkpoint's files what of a model on the meta device stays in codes; of `fp8` see
+    `settle`."""
     _, files = find_weights(model, folder, checkpoint_files(folder), wanted)
-    settle(model, wanted, {name: sources for file in files for name, sources in file.items()})
+    settle(model, wanted, {name: sources for file in files for name, sources in file.items()}, fp8)
 
 
 def check_complete(folder: str, wanted: dict[str, Part], found: dict[str, str]) -> None:

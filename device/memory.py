@@ -421,12 +421,13 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
 
 def plan_stage(
     config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype, max_model_len: int,
-    pipeline: Pipeline, total: int,
+    pipeline: Pipeline, total: int, fp8: bool,
 ) -> tuple[Transformer, MemoryPlan, int, str]:  # fmt: skip
     """The model of a stage on the meta device, its rank's memory plan, bytes for the KV pool, and where that is.
 
     Args:
         total: bytes of a GPU; 0: the stage is on this machine's CPU.
+        fp8: whether the GPU may round inputs of products to e4m3.
 
     Raises:
         ValueError: the recurrent states do not fit.
@@ -434,7 +435,7 @@ def plan_stage(
     coded = coded_as(config, model_config)
     model = dry_model(config, model_config, ops, dtype, max_model_len, pipeline, coded)
     if coded and files_of(config):
-        settle_headers(model, config.weights or config.folder, model.parameters())
+        settle_headers(model, config.weights or config.folder, model.parameters(), fp8)
     elif coded:
         settle_dummy(model, model.parameters())
     plan = plan_memory(config, model, total > 0)
@@ -485,15 +486,25 @@ def check_room(
 
 
 def gpu_bytes() -> int:
-    """Bytes of memory of the smallest GPU that CUDA_VISIBLE_DEVICES lets through; 0 where there is none.
+    """Bytes of memory of the smallest GPU that CUDA_VISIBLE_DEVICES lets through; 0 where there is none."""
+    return min((int(said) * MIB for said in ask_gpus("memory.total") if said.isdigit()), default=0)
 
-    `nvidia-smi` asks the driver. CUDA would make a context first, which takes half a GiB of this memory.
+
+def gpu_capability() -> tuple[int, ...]:
+    """The lowest compute capability of these GPUs; (0, 0) where there is none, or the driver is too old to tell."""
+    told = (said.split(".") for said in ask_gpus("compute_cap") if said[0].isdigit())
+    return min((tuple(map(int, numbers)) for numbers in told), default=(0, 0))
+
+
+def ask_gpus(what: str) -> list[str]:
+    """What `nvidia-smi` says of each GPU that CUDA_VISIBLE_DEVICES lets through; nothing where there is none.
+
+    It asks the driver. CUDA would make a context first, which takes half a GiB of a GPU's memory.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     which = [] if visible is None else [f"--id={visible}"]
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", *which]
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", *which]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split()
     except (OSError, subprocess.SubprocessError):
-        return 0
-    return min((int(line) * MIB for line in said.split() if line.isdigit()), default=0)
+        return []

@@ -37,6 +37,7 @@ from device.memory import (
     blocks_per_seq,
     check_room,
     gpu_bytes,
+    gpu_capability,
     largest_step,
     plan_memory,
     plan_stage,
@@ -189,6 +190,7 @@ class Start:
         if self.device == "cpu":
             small = self.num_parameters * model.dtype.itemsize < cpu_weights.SMALL
             machine.settle(config.threads, small and config.beside_server, self.sharers)
+            machine.keep_memory()
         mapped = config.load_format != "dummy" and not config.weights
         files = checkpoint_files(config.folder) if mapped else []
         self.arrange(files)
@@ -420,7 +422,7 @@ def new_builder(config: EngineConfig, backend: str) -> Builder | None:
 
 
 def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | None = None) -> None:
-    """Print what a worker would hold on a GPU of `gib` GiB, or on this machine.
+    """Print what a worker would hold on a GPU of `gib` GiB, which is one that multiplies FP8, or on this machine.
 
     Nothing is allocated, and no GPU is touched.
 
@@ -449,7 +451,8 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
         ops = importlib.import_module("reference")
     stages = stage_layers(config, model_config, ops, dtype)
     pipelines = [Pipeline(i, len(stages), layers) for i, layers in enumerate(stages)]
-    plans = [plan_stage(config, model_config, ops, dtype, max_model_len, stage, total) for stage in pipelines]
+    fp8 = bool(total) and (bool(gib) or gpu_capability() >= FP8_CAPABILITY)
+    plans = [plan_stage(config, model_config, ops, dtype, max_model_len, stage, total, fp8) for stage in pipelines]
     model, plan, room, where = min(plans, key=lambda found: found[2] // found[1].block)
     for line in report(config, model, plan, room, where):
         print(line)

@@ -15,6 +15,7 @@ addresses by CUDA's virtual memory, for which torch alone has no call.)
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from cpu import machine
 from device.coded import coded_tensors
 from device.loader import find_weights
 from device.warmup import capture
+from lora.stacks import Adapters
 from model import Transformer
 from models.logprobs import LogprobGatherer
 from models.pooled import Pooler
@@ -139,6 +141,10 @@ class KeptWorker(Worker):
             self.start.parameters = self.start.draft_parameters = {}  # which hold what is plain
             self.model = self.start.model = self.new_model()
             self.greedy_head = self.start.greedy_head = None
+            if self.adapters:  # which refer to the old model, as it does to them
+                wanted = self.model.parameters()
+                self.start.adapters = self.adapters = Adapters.of(self.config, self.model, wanted, self.adapters)
+                gc.collect()
             self.proposer = new_proposer(self.config, self.model)  # the old one has the old draft
 
     def empty(self, keep: bool) -> None:

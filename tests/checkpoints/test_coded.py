@@ -18,7 +18,7 @@ from checkpoints.dequantize import Codes, axes, common_group
 from checkpoints.gguf_blocks import BLOCKS, KINDS
 from checkpoints.gguf_weights import packed
 from checkpoints.storage import Storage, opened
-from device.coded import Rows, coded_of, stored, without_factors
+from device.coded import Rows, coded_of, rounds_to_fp8, stored, without_factors
 from device.coded import rounding_of as chosen_rounding
 from device.loader import fill_dummy, load_weights
 from model import Transformer
@@ -119,8 +119,8 @@ def test_experts_in_one_tensor_may_have_their_inputs_rounded(tmp_path: Path, sch
         found = storage.open(file, "model.layers.0.mlp.experts.gate_up_proj")
     assert [part.codes.inputs for part in (found, found[1])] == ["fp8" if scheme == "dynamic" else ""] * 2
     parts = [found.codes, found.codes]
-    assert chosen_rounding(parts, "cpu") == ("", None)
-    assert chosen_rounding([each._replace(inputs="int8") for each in parts], "cpu") == ("int8", None)
+    assert chosen_rounding(parts, "cpu", False) == ("", None)
+    assert chosen_rounding([each._replace(inputs="int8") for each in parts], "cpu", False) == ("int8", None)
 
 
 def test_inputs_in_fp8_need_a_chip_that_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +128,9 @@ def test_inputs_in_fp8_need_a_chip_that_multiplies_it(monkeypatch: pytest.Monkey
     made = {kind: Codes(kind, 0, False, torch.float32, lambda *_: None, inputs=kind) for kind in ("int8", "fp8")}
     for capability, rounded in (((8, 0), ""), ((8, 6), ""), ((8, 9), "fp8"), ((9, 0), "fp8"), ((12, 0), "fp8")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
-        assert chosen_rounding([made["fp8"]], "cuda") == (rounded, None)
-        assert chosen_rounding([made["int8"]], "cuda") == ("int8", None)
-    assert chosen_rounding([made["fp8"]], "cpu") == ("", None)
+        assert chosen_rounding([made["fp8"]], "meta", rounds_to_fp8("cuda")) == (rounded, None)
+        assert chosen_rounding([made["int8"]], "meta", rounds_to_fp8("cuda")) == ("int8", None)
+    assert not rounds_to_fp8("cpu")
 
 
 @pytest.mark.parametrize("scale", [None, torch.zeros(1), torch.tensor([math.inf]), torch.ones(2)], ids=str)
@@ -231,7 +231,9 @@ def test_blocks_of_gguf_stay_in_codes(kind: str, heads: int) -> None:
         expected = part.float()
         size = expected.abs().max()
         for (codes, scales, zeros, factors), wide in forms:
-            coded = reference.Quantized(kept.kind, stored(codes, kept.kind), scales, zeros, group, factors, wide)
+            coded = reference.Quantized(
+                kept.kind, stored(codes, kept.kind, len(found[1])), scales, zeros, group, factors, wide
+            )
             numbers = reference.dequantize(coded)
             torch.testing.assert_close(numbers, expected, rtol=1e-5, atol=float(size) * 1e-6)
             assert not wide or torch.equal(numbers, expected)
@@ -243,6 +245,7 @@ def test_blocks_of_gguf_stay_in_codes(kind: str, heads: int) -> None:
         (("Q4_K", "Q4_K"), slice(0, 768), 256), (("Q4_K", "Q4_K"), slice(160, 416), 32),
         (("Q6_K", "Q6_K"), slice(16, 272), 0), (("Q4_K", "Q4_0"), slice(0, 768), 0),
         (("Q5_K", "Q6_K"), slice(256, 768), 0), (("Q5_K", "Q5_K"), slice(256, 288), 32),
+        (("Q4_K", "Q4_0"), slice(16, 272), 0), (("Q4_K", "Q4_K"), slice(16, 272), 0),
     ],
 )  # fmt: skip
 def test_parts_of_a_matrix_keep_factors_where_they_are_alike(kinds: tuple[str, str], columns: slice, wide: int) -> None:
@@ -256,7 +259,7 @@ def test_parts_of_a_matrix_keep_factors_where_they_are_alike(kinds: tuple[str, s
     expected = torch.cat([part.float() for part in found])
     weight = torch.empty(expected.shape, device="meta")
     model: Any = SimpleNamespace(take=torch.zeros, ops=reference, device="cpu")
-    made = coded_of(model, weight, [(weight[:8], found[0]), (weight[8:], found[1])])
+    made = coded_of(model, weight, [(weight[:8], found[0]), (weight[8:], found[1])], False)
     assert made and made.coded.wide == wide and (made.coded.factors is None) == (wide == 0)
     assert made.coded.scales.dtype == (torch.float32 if not wide else torch.uint8)
     for begin, part in zip((0, 8), found, strict=True):

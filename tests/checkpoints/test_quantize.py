@@ -6,6 +6,8 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from safetensors import safe_open
 
 import reference
 from checkpoints import compressed
-from checkpoints.compressed import RECIPES
+from checkpoints.compressed import RECIPES, UNFINISHED, new_folder
 from checkpoints.dequantize import Packed
 from checkpoints.gptq import DAMPING, gptq
 from checkpoints.hub import checkpoint_files, find_model
@@ -25,6 +27,7 @@ from checkpoints.storage import Storage, opened
 from config import DEMO, EngineConfig
 from device import quantize
 from device.calibrate import Found, calibrate
+from device.coded import stored
 from device.loader import load_weights
 from device.quantize import Job, Options, main
 from engine import LLM
@@ -140,8 +143,10 @@ def test_the_codes_are_those_of_the_option_quantization(tmp_path: Path, scheme: 
             group = GROUP.get(scheme, 1)
             places = (torch.arange(tensor.shape[0]),), torch.arange(tensor.shape[1]), group, group
             assert own.codes and tensor.codes
-            for mine, theirs in zip(tensor.codes.read(*places), own.codes.read(*places), strict=True):
-                assert mine is theirs is None or torch.equal(mine.float(), theirs.float()), name
+            read = [each.codes.read(*places) for each in (tensor, own)]
+            mine, theirs = ([stored(each.codes, kind, tensor.shape[1]), *each[1:]] for each in read)
+            for one, other in zip(mine, theirs, strict=True):
+                assert one is other is None or torch.equal(one.float(), other.float()), name
 
 
 def test_large_checkpoints_are_written_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +183,27 @@ def test_a_run_that_is_cut_off_leaves_nothing(tmp_path: Path, monkeypatch: pytes
     job_of(source, "w4a16").write(target, {})
     assert any(name.endswith("_packed") for name in tensors_in(target))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plain"]
+
+
+def test_what_a_killed_run_has_left_is_removed(tmp_path: Path) -> None:
+    """But not what a living one writes, or what a user calls alike, or the old model where no other is there yet."""
+    target, backup, old = tmp_path / "out", tmp_path / ".out-backup", tmp_path / f".out-1{UNFINISHED}"
+    for path in (backup, old / "old"):
+        path.mkdir(parents=True)
+    code = (
+        "from pathlib import Path; from checkpoints.compressed import new_folder\n"
+        f"with new_folder(Path({str(target)!r})) as folder: print(folder.parent.name, flush=True); input()"
+    )
+    command, here, pipe = [sys.executable, "-c", code], Path(DEMO).parent, subprocess.PIPE
+    with subprocess.Popen(command, cwd=here, stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout
+        beside = tmp_path / other.stdout.readline().strip()
+        with new_folder(target):
+            assert beside.is_dir() and backup.is_dir() and old.is_dir()
+        other.kill()
+    assert beside.is_dir() and target.is_dir()
+    with new_folder(target):
+        assert backup.is_dir() and not beside.exists() and not old.exists()
 
 
 # --- GPTQ -------------------------------------------------------------------------------------------------------------

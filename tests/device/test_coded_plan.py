@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from test_dequantize import fp8_checkpoints, mxfp4_checkpoints, write
 from test_schemes import CASES, GPTQ, MIXTRAL, PHI3, SMALL, checkpoints
 
 
-def planned(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[MemoryPlan, list[str]]:
+def planned(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, gib: float | None = None
+) -> tuple[MemoryPlan, list[str]]:
     """What `--plan` counts, and its lines."""
     found, lines, report = [], [], startup.report
 
@@ -33,7 +36,7 @@ def planned(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Memo
         return iter(())
 
     monkeypatch.setattr(startup, "report", told)
-    print_plan(config, ModelConfig.from_folder(config.folder))
+    print_plan(config, ModelConfig.from_folder(config.folder), gib)
     return found[0], lines
 
 
@@ -78,6 +81,22 @@ def test_fused_matrices_and_experts_are_counted(
 def test_floats_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     packed, _ = fp8_checkpoints(tmp_path, "channel") if kind == "fp8" else mxfp4_checkpoints(tmp_path)
     check(str(packed), monkeypatch, kind)
+
+
+@pytest.mark.parametrize(("gib", "capability", "rounds"), [(None, (8, 6), 0), (None, (8, 9), 1), (80, (8, 6), 1)])
+def test_a_gpu_is_planned_with_inputs_as_it_rounds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: float | None, capability: tuple[int, int], rounds: int
+) -> None:
+    """One of which only the memory is told is one that multiplies FP8."""
+    packed, _ = fp8_checkpoints(tmp_path, "channel")
+    said = json.loads((packed / "config.json").read_text())
+    for group in said["quantization_config"]["config_groups"].values():
+        group["input_activations"] = {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True}
+    (packed / "config.json").write_text(json.dumps(said))
+    monkeypatch.setattr(startup, "gpu_bytes", lambda: 2**36)
+    monkeypatch.setattr(startup, "gpu_capability", lambda: capability)
+    _, lines = planned(EngineConfig(str(packed), max_num_seqs=2, max_model_len=32), monkeypatch, gib)
+    assert "in fp8" in lines[0] and ("with inputs in fp8" in lines[0]) == rounds
 
 
 @pytest.mark.parametrize(("name", "kind"), [("Q4_0", "int4"), ("Q4_K", "int4"), ("Q6_K", "int8"), ("Q8_0", "int8")])

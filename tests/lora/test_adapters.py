@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,21 @@ def test_adapters_stay_where_they_are_when_weights_are_loaded_again(
         got = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=asked(folders[1]))
         assert_equal(got, merged(1).generate(PROMPTS, GREEDY, use_tqdm=False))
         llm.core.executor.worker.load_weights("")  # type: ignore[union-attr]
+
+
+def test_an_old_model_is_gone_when_new_weights_come(
+    make_llm: Callable[..., LLM], folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a model in codes; so the two never take memory at once."""
+    llm = make_llm(**ROOMY, enable_lora=True, quantization="int8_per_channel_weight_only")
+    before = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=asked(folders[1]))
+    worker = llm.core.executor.worker  # type: ignore[union-attr]
+    old, fill = weakref.ref(worker.model), worker.start.fill
+    seen: list[object] = []
+    monkeypatch.setattr(worker.start, "fill", lambda source: (seen.append(old()), fill(source)))
+    worker.load_weights("")
+    assert seen == [None]
+    assert_equal(llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=asked(folders[1])), before)
 
 
 def test_a_folder_that_is_written_anew_is_another_adapter(

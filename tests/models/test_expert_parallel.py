@@ -133,7 +133,7 @@ def test_memory_is_planned_for_the_experts_of_the_fewest_engines_and_the_tokens_
     def plan(**fields: Any) -> MemoryPlan:
         config = EngineConfig(str(folder), **EP, **fields)
         model_config = ModelConfig.from_folder(config.folder)
-        return plan_stage(config, model_config, kernels, torch.float32, 256, Pipeline(), 2**33)[1]
+        return plan_stage(config, model_config, kernels, torch.float32, 256, Pipeline(), 2**33, True)[1]
 
     one, three, growing = plan(), plan(data_parallel_size=3), plan(data_parallel_size_max=3)
     assert one.weights == growing.weights > three.weights and one.context < growing.context == three.context
