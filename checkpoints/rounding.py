@@ -7,7 +7,6 @@ import torch
 from checkpoints.dequantize import Codes, Packed, Read, coordinates
 
 GROUPS = {"int8": 0, "int8_per_channel_weight_only": 0, "fp8": 0, "int4": 32}  # inputs that share a scale; 0: all
-HEAD = "int8_per_channel_weight_only"  # of a head, whose errors no later layer evens out, beside all of them
 RANGES = {"int8": (-127, 127), "int4": (-8, 7), "fp8": (-448, 448)}
 
 
@@ -26,6 +25,11 @@ def rounded(numbers: torch.Tensor, kind: str) -> Packed:
 
     codes = Codes(kind, own, False, torch.float16, read, inputs=inputs)
     return Packed(coordinates(tuple(numbers.shape)), lambda *places: numbers[places].float(), codes)
+
+
+def kind_of_head(kind: str) -> str:
+    """As which kind a head is rounded beside matrices of a kind: to 8 bits, as no later layer evens its errors out."""
+    return "int8" if kind == "int8" else "int8_per_channel_weight_only"
 
 
 def to_nearest(numbers: torch.Tensor, kind: str, group: int) -> tuple[torch.Tensor, torch.Tensor]:

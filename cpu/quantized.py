@@ -396,14 +396,19 @@ def middle_of_bytes() -> int | None:
     return None
 
 
-def pack_quantized(weight: Quantized, find: Callable[[Quantized], Forms] | None = None) -> Product | CodedExperts:
+def pack_quantized(
+    weight: Quantized, is_head: bool = False, find: Callable[[Quantized], Forms] | None = None
+) -> Product | CodedExperts:
     """A weight, or a layer's stack of experts, in a layout that serves any number of rows.
 
-    find: gives the C++ for a weight, as `cpu.compiled.coded_forms` does. Without it every product unpacks the weight.
+    Args:
+        is_head: it is so large that a `SplitLinear` is as fast as C++, and does not have to wait for it.
+        find: gives the C++ for a weight, as `cpu.compiled.coded_forms` does; None: there is none.
     """
     one_scale = weight.kind == "int8" and weight.zeros is None and weight.scales.shape[-1] == 1
     middle = middle_of_bytes() if one_scale else None
-    middle = middle if weight.inputs or middle == 128 else None  # a row would become four, or six
+    splits = middle == 128 and (is_head or not find)  # with 64 a row would become four, or six
+    middle = middle if weight.inputs or splits else None
     forms = find(weight) if find and not middle else None
 
     def pack(part: Quantized) -> Product:

@@ -332,7 +332,7 @@ def multiply(
 
 
 def prepare(
-    model: Any, rows: str, files: list[str], multiplied: Any = None, pack_codes: Callable[[Any], Any] | None = None
+    model: Any, rows: str, files: list[str], multiplied: Any = None, pack_codes: Callable[..., Any] | None = None
 ) -> GreedyHead | None:
     """Give a model's weights the layouts that a CPU is fast with; returns its `GreedyHead`, if one pays.
 
@@ -343,28 +343,30 @@ def prepare(
         rows: see `pack`.
         files: the checkpoint's safetensors; none where weights are made up.
         multiplied: see `CompressedLinear`; with "both" it must be there for a model in bfloat16.
-        pack_codes: what makes a layout of a `Quantized`; needed where the model has any.
+        pack_codes: `cpu.quantized.pack_quantized` with its C++; needed where the model has any.
     """
+    head = id(model.head)  # the head itself would keep its memory
     tied = model.head is model.embedding and isinstance(model.embedding, torch.Tensor)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # in each of as many of Python's threads, because FBGEMM packs with one
 
     def layout(weight: Any) -> Any:
         if not isinstance(weight, torch.Tensor):
-            return weight.packed(pack_codes)
+            assert pack_codes
+            return weight.packed(functools.partial(pack_codes, is_head=id(weight) == head))
         return pack(weight, rows, multiplied) if weight.ndim == 2 else PackedExperts(weight, rows)
 
     packing.pack(model, layout, threads)
     torch.set_num_threads(threads)
     packing.norms_to_float(model)  # a norm multiplies in float32, and would convert its weight in each call
-    head = None
+    greedy = None
     if tied and model.group.size == 1 and rows != "several":
         # Built from the copy, because reading the whole mapped file would keep its pages in memory.
-        head = greedy_head(model.embedding)
+        greedy = greedy_head(model.embedding)
     map_embedding(model, files)
-    if head:
-        head.weight = model.embedding
-    return head
+    if greedy:
+        greedy.weight = model.embedding
+    return greedy
 
 
 class MappedTable:

@@ -20,7 +20,7 @@ import torch
 
 from checkpoints.dequantize import Codes, Packed, Read, apart, axes, common_group, paired
 from checkpoints.hub import checkpoint_files
-from checkpoints.rounding import GROUPS, HEAD
+from checkpoints.rounding import GROUPS, kind_of_head
 from config import EngineConfig
 from layers import Owner
 from lora.stacks import AdaptedLinear
@@ -221,7 +221,7 @@ def keys_to_round(model: Transformer) -> dict[int, str]:
     found = matrices_to_round(model)
     if found and model.config.head == "logits" and not model.row.head_norm:  # which needs plain numbers
         table = model.embedding if model.config.tie_word_embeddings else model.head
-        found |= {key(table): HEAD} if torch.is_tensor(table) else {}
+        found |= {key(table): kind_of_head(model.coded)} if torch.is_tensor(table) else {}
     return found
 
 

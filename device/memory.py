@@ -468,10 +468,10 @@ def check_room(
     if c.latent:
         attention = c.num_layers * c.latent.weights(c.hidden_size, c.num_heads)
     tables = 2 if c.head == "logits" and not c.tie_word_embeddings else 1  # of the vocabulary's size
-    matrices = attention + c.hidden_size * (3 * sum(c.mlp_sizes) + tables * c.vocab_size)
-    size = matrices * dtype.itemsize
+    matrices, table = attention + 3 * c.hidden_size * sum(c.mlp_sizes), c.hidden_size * c.vocab_size
+    size = (matrices + tables * table) * dtype.itemsize
     if config.quantization != "auto":
-        size = matrices * (5 if config.quantization == "int4" else 8) // 8  # with its scales
+        size = matrices * (5 if config.quantization == "int4" else 8) // 8 + table  # with its scales
     elif coded_as(config, model_config):
         size = sum(map(os.path.getsize, checkpoint_files(config.weights or config.folder)))
     size = size // config.world_size + max_model_len * 2 * c.head_dim * 4

@@ -228,7 +228,7 @@ def test_experts_in_codes_are_the_ones_of_their_numbers(zeros):
     torch.manual_seed(0)
     stacks = [drawn("int8", shape, 32, zeros) for shape in ((4, 64, 48), (4, 48, 32))]
     stacks = [stack._replace(scales=stack.scales / 64) for stack in stacks]
-    packed = [pack_quantized(stack, uncompiled) for stack in stacks]
+    packed = [pack_quantized(stack, find=uncompiled) for stack in stacks]
     assert [type(each) for each in packed] == [CodedExperts] * 2 and packed[0].shape == (4, 64, 48)
     x, weights = torch.randn(5, 48), torch.rand(5, 2)
     for ids in (torch.tensor([[0, 3], [3, 0], [0, 3], [2, 3], [3, 2]]), torch.full((5, 2), 9)):  # none is here
@@ -252,7 +252,7 @@ def test_experts_whose_inputs_are_rounded(monkeypatch, middle, weigh_inputs, gro
     static = torch.tensor(0.03) if weigh_inputs else None
     stacks = [drawn("int8", shape, group, False) for shape in ((4, 64, 48), (4, 48, 32))]
     stacks = [each._replace(scales=each.scales / 64, inputs="int8", input_scale=static) for each in stacks]
-    packed = [pack_quantized(stack, uncompiled) for stack in stacks]
+    packed = [pack_quantized(stack, find=uncompiled) for stack in stacks]
     assert {type(expert) for stack in packed for expert in stack.experts} == {
         IntegerLinear if middle and group == 1000 else CodedLinear
     }
@@ -356,9 +356,10 @@ def test_weights_whose_inputs_are_rounded(monkeypatch):
     for middle, layout in ((128, IntegerLinear), (64, IntegerLinear), (None, CodedLinear)):
         monkeypatch.setattr(quantized, "middle_of_bytes", lambda middle=middle: middle)
         monkeypatch.setattr(quantized, "pack_integers", lambda codes, scales: None)
-        assert type(pack_quantized(one, uncompiled).product) is layout
-        plain = pack_quantized(one._replace(inputs=""), uncompiled)
-        assert type(plain) is (SplitLinear if middle == 128 else CodedLinear)
+        assert type(pack_quantized(one, find=uncompiled).product) is layout
+        plain, splits = one._replace(inputs=""), SplitLinear if middle == 128 else CodedLinear
+        assert type(pack_quantized(plain, find=uncompiled)) is CodedLinear
+        assert type(pack_quantized(plain)) is type(pack_quantized(plain, True, uncompiled)) is splits
     x, bias = torch.randn(5, 300), torch.randn(50)
     for weight in (
         one, drawn("int8", (50, 300), 128, False)._replace(inputs="int8"),
