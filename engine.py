@@ -441,12 +441,12 @@ class LLM(PoolingFaces):
 
     def _run(self, live: dict[str, Choices], stream: Stream, use_tqdm: bool) -> None:
         """Take outputs until all requests of `live` have ended, and move the bar."""
-        start = time.monotonic()
-        prefilled, decoded = 0, 0
+        start, prefilled, decoded = time.monotonic(), 0, 0
         with tqdm(total=len(live), desc="Generating", unit="request", disable=not use_tqdm) as bar:
             while live:
                 output = self.client.get_output(stream)
-                request = live[output.request_id]
+                if not (request := live.get(output.request_id)):  # this was on its way when a stop string ended it
+                    continue
                 begun = request.metrics.first_token_time is not None
                 check_accepted(output, begun)
                 if not begun and (output.token_ids or output.finished):
