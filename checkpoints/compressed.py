@@ -198,10 +198,10 @@ def locked(folder: Path) -> Iterator[bool]:
 
 
 def remove_left(target: Path) -> None:
-    """Remove what runs have left beside a target whose processes are gone. What was there before such a run stays if
-    nothing has come in its place."""
+    """Remove what dead runs have left beside a target; but not the model that one was to replace, if that is all."""
     for left in target.parent.iterdir():
-        if left.name.startswith(f".{target.name}-") and left.name.endswith(UNFINISHED) and left.is_dir():
+        name = left.name.removesuffix(UNFINISHED)[:-8]  # without the characters that tempfile has drawn
+        if name == f".{target.name}-" and left.name.endswith(UNFINISHED) and left.is_dir():
             with locked(left) as gone:
                 if gone and (target.exists() or not (left / "old").exists()):
                     shutil.rmtree(left)

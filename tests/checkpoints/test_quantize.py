@@ -186,9 +186,11 @@ def test_a_run_that_is_cut_off_leaves_nothing(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_a_killed_run_has_left_is_removed(tmp_path: Path) -> None:
-    """But not what a living one writes, or what a user calls alike, or the old model where no other is there yet."""
-    target, backup, old = tmp_path / "out", tmp_path / ".out-backup", tmp_path / f".out-1{UNFINISHED}"
-    for path in (backup, old / "old"):
+    """But not what a living one writes, or what a user calls alike, or the old model where no other is there yet, or
+    the old one of another target, whose name begins alike."""
+    target, backup, old = tmp_path / "out", tmp_path / ".out-backup", tmp_path / f".out-a1b2c_3d{UNFINISHED}"
+    another = tmp_path / f".out-v2-a1b2c_3d{UNFINISHED}"
+    for path in (backup, old / "old", another / "old"):
         path.mkdir(parents=True)
     code = (
         "from pathlib import Path; from checkpoints.compressed import new_folder\n"
@@ -203,7 +205,7 @@ def test_what_a_killed_run_has_left_is_removed(tmp_path: Path) -> None:
         other.kill()
     assert beside.is_dir() and target.is_dir()
     with new_folder(target):
-        assert backup.is_dir() and not beside.exists() and not old.exists()
+        assert backup.is_dir() and another.is_dir() and not beside.exists() and not old.exists()
 
 
 # --- GPTQ -------------------------------------------------------------------------------------------------------------
