@@ -24,6 +24,7 @@ from checkpoints.storage import opened
 from config import EngineConfig
 from cpu.machine import has_bfloat16, supports
 from models import packing
+from models.families import our_name
 
 SMALL = 1 << 26  # bytes of weights; in the steps of a smaller model one core does most of the work
 OUTPUTS = 8192  # FBGEMM packs so many of a weight's outputs at a time; with more they do not fit in the cache
@@ -397,9 +398,8 @@ def map_embedding(model: Any, files: list[str]) -> None:
         return
     for path in files:
         with opened(path) as file:
-            name = f"{model.row.name('embed')}.weight"
             for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-                if saved == name or saved.endswith("." + name):
+                if our_name(saved, (f"{model.row.name('embed')}.weight",)):  # and not the table of another part
                     table = file.get_tensor(saved)
                     coded = None if isinstance(model.embedding, torch.Tensor) else model.embedding.coded
                     if isinstance(table, Packed) or coded:

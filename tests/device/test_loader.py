@@ -29,8 +29,10 @@ SHAPE = {
 }  # fmt: skip
 
 
-def build(folder: Path, dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1) -> Transformer:
-    model = Transformer(ModelConfig.from_folder(str(folder)), reference, "cpu", dtype, 8, Group(rank, size))
+def build(
+    folder: Path, dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1, coded: str = ""
+) -> Transformer:
+    model = Transformer(ModelConfig.from_folder(str(folder)), reference, "cpu", dtype, 8, Group(rank, size), coded)
     for target in targets(model):
         target.fill_(torch.nan)
     return model
@@ -272,6 +274,23 @@ def test_embeddings_are_looked_up_in_the_mapped_file(save, tied, dtype):
     mapped = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
     ranges = [[int(end, 16) for end in entry.split("-")] for entry in mapped]
     assert any(begin <= model.embedding.data_ptr() < end for begin, end in ranges)
+
+
+@pytest.mark.parametrize("coded", ["", "int8"])
+@pytest.mark.parametrize("rows", [1, 2], ids=["as large", "larger"])
+def test_a_table_of_another_part_is_not_the_model_s(save, coded, rows):
+    """What predicts tokens ahead may have one, which is not read."""
+    folder = save(tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    other = torch.randn_like(tensors["model.embed_tokens.weight"]).repeat(rows, 1)
+    save_file(tensors | {"mtp.embed_tokens.weight": other}, folder / "model.safetensors")
+    model, expected = build(folder, coded=coded), build(folder, coded=coded)
+    for each in (model, expected):
+        load_weights(each, str(folder))
+    model.head = None  # as if it were packed
+    cpu_weights.map_embedding(model, checkpoint_files(str(folder)))
+    ids = torch.arange(10)
+    assert model.embedding is not expected.embedding and torch.equal(model.embed(ids, ids), expected.embed(ids, ids))
 
 
 @pytest.mark.parametrize("why", ["a head that is the table", "another dtype", "several ranks"])
