@@ -304,3 +304,17 @@ def test_a_table_that_is_not_the_file_s_stays(save, why):
         model.head = model.head.clone()
     cpu_weights.map_embedding(model, checkpoint_files(str(folder)))
     assert model.embedding is table
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_one_product_of_weights_in_codes_is_the_head(save, tied):
+    folder, seen = save(tie_word_embeddings=tied), []
+    model = build(folder, coded="int8")
+    load_weights(model, str(folder))
+
+    def pack_codes(weight, is_head):
+        seen.append((tuple(weight.codes.shape), is_head))
+        return weight
+
+    cpu_weights.prepare(model, "several", [], pack_codes=pack_codes)
+    assert [shape for shape, is_head in seen if is_head] == [(97, 64)] and len(seen) == 1 + 4 * 3
