@@ -12,7 +12,7 @@ import itertools
 import math
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ LANES = 16  # outputs that lie side by side: one or two vectors of float32
 STEP = 8  # inputs whose codes lie together, and whose products are added up before they are scaled
 ROWS = 4  # that the C++ for several rows takes at a time: for so many one has enough registers
 FEW = {torch.float32: 48, torch.bfloat16: 32}  # rows; for more, unpacking costs less than a product in float32
+TOGETHER = 32  # rows; the integers of more are multiplied one after the other, to save memory
 SLAB = 1 << 20  # bytes of numbers that are unpacked at a time
 WORDS = {"int8": 2, "fp8": 2, "int4": 1, "fp4": 1, "nf4": 1, "iq4": 1}  # of 32 bits, for the codes of STEP inputs
 TABLES = {"fp4": FP4, "nf4": NF4, "iq4": IQ4}
@@ -359,7 +360,11 @@ class SplitLinear:
         for _ in range(x.itemsize // 2):
             rows = (rows - found[-1]).mul_(254)
             found.append(rows.round())
-        y, *finer = self.product(torch.cat(found)).split(len(x))
+        finer: Iterable[torch.Tensor]
+        if len(x) > TOGETHER:
+            y, finer = self.product(found[0]), map(self.product, found[1:])
+        else:
+            y, *finer = self.product(torch.cat(found)).split(len(x))
         for i, part in enumerate(finer, 1):
             y += part.div_(254.0**i)
         y.mul_(scales)

@@ -346,7 +346,7 @@ def prepare(
         multiplied: see `CompressedLinear`; with "both" it must be there for a model in bfloat16.
         pack_codes: `cpu.quantized.pack_quantized` with its C++; needed where the model has any.
     """
-    head = id(model.head)  # the head itself would keep its memory
+    head = id(model.head)  # a reference would keep its codes beside the layout
     tied = model.head is model.embedding and isinstance(model.embedding, torch.Tensor)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # in each of as many of Python's threads, because FBGEMM packs with one

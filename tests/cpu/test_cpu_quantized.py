@@ -290,7 +290,7 @@ def test_inputs_as_sums_of_integers(middle, dtype):
         weight = drawn("int8", (outputs, inputs), inputs, False)
         weight.codes[0] = -128
         packed, numbers = SplitLinear(IntegerLinear(weight, middle)), reference.dequantize(weight).double()
-        for count in (0, 1, 9):
+        for count in (0, 1, 9, 40):
             x = (torch.randn(count, 2 * inputs) * torch.randn(count, 1).exp()).to(dtype)[:, :inputs]
             if count == 9:
                 x[0], x[1], x[2, 0] = 1, 0, 100
