@@ -356,14 +356,18 @@ def test_explain_tells_of_running_and_finished_requests(server: Server) -> None:
     ],
 )
 def test_a_client_that_leaves_is_out_of_the_engine(server: Server, fields: dict[str, Any]) -> None:
-    sock = server.connect("POST", COMPLETIONS, LONG | fields)
-    eventually(lambda: server.running() > 0)
-    generated = server.metric("generation_tokens_total")
-    sock.close()
-    eventually(lambda: server.running() == 0, 2)
-    # A few steps pass between the reading and the closing; a server that polled ten times a second made over 15 more.
+    later = []
+    for _ in range(3):
+        sock = server.connect("POST", COMPLETIONS, LONG | fields)
+        eventually(lambda: server.running() > 0)
+        generated = server.metric("generation_tokens_total")
+        sock.close()
+        eventually(lambda: server.running() == 0, 2)
+        later.append(server.metric("generation_tokens_total") - generated)
+    # A few steps pass between the reading and the closing, and more if the machine has other work just then. A server
+    # that polled ten times a second made over 15 more.
     answers = 3 if {"prompt", "n"} & fields.keys() else 1
-    assert server.metric("generation_tokens_total") - generated <= 10 * answers
+    assert sorted(later)[1] <= 10 * answers
 
 
 def test_the_sdk_sees_errors_as_its_own(server: Server) -> None:
