@@ -57,20 +57,10 @@ def keys_of(kv: torch.Tensor) -> torch.Tensor:
 
 
 def qk_norm_rope_store(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    rotation: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv: torch.Tensor,
-    interleaved: bool = False,
-    norm: str = "rms",
-    norm_last: bool = False,
-    scales: torch.Tensor | None = None,
-    v_norm: bool = False,
-    kv_scales: torch.Tensor | None = None,
-) -> torch.Tensor:
+    qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float, rotation: torch.Tensor,
+    slot_mapping: torch.Tensor, kv: torch.Tensor, interleaved: bool = False, norm: str = "rms", norm_last: bool = False,
+    scales: torch.Tensor | None = None, v_norm: bool = False, kv_scales: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """q = rope(norm(q)), and the pool gets k = rope(norm(k)) and v: with rope(x)[i] = x[i] cos - x[i + r/2] sin and
     rope(x)[i + r/2] = x[i + r/2] cos + x[i] sin for i < r/2, in float32, rounded once.
 
@@ -183,13 +173,15 @@ class Quantized(NamedTuple):
     With factors f a scale is a product, and what is subtracted is one, too. If there are zeros, the numbers are counted
     from the `LOWEST` one then: (numbers(codes) - lowest) * (scales * f[.., 0]) - zeros * f[.., 1].
 
-    The numbers of codes: of `int8` the codes themselves; of `fp8` too, which are e4m3; of `int4` the code minus 8; of
-    `fp4` an e2m1 float; of `nf4` and `iq4` an entry of a table. Codes of four bits are in pairs: byte 16 b + j of a row
-    has column 32 b + j in its lower half and column 32 b + 16 + j in its upper one, as GGML's Q4_0 has them.
+    The numbers of codes: of `int8` the codes themselves; of `fp8` too, which are e4m3; of `int4` the code minus 8, and
+    of `int6` minus 32; of `fp4` an e2m1 float; of `nf4` and `iq4` an entry of a table. Codes of four bits are in pairs:
+    byte 16 b + j of a row has column 32 b + j in its lower half and column 32 b + 16 + j in its upper one, as GGML's
+    Q4_0 has them. So are the lower four bits of int6. Behind those, byte 8 b + j of a row has the upper two bits of
+    columns 32 b + j, 32 b + 8 + j, 32 b + 16 + j and 32 b + 24 + j, the first one's lowest.
     """
 
     kind: str
-    codes: torch.Tensor  # [.., N, K] int8 or float8_e4m3fn; [.., N, K / 2] uint8, where K is a multiple of 32
+    codes: torch.Tensor  # [.., N, K] int8 or float8_e4m3fn; of fewer bits [.., N, bytes] uint8, K a multiple of 32
     scales: torch.Tensor  # [.., N, ceil(K / group)] of any float dtype; with factors also int8 or uint8
     zeros: torch.Tensor | None  # as the scales, in the measure of the numbers; None: all are 0
     group: int  # neighbouring inputs that share a scale and a zero: K, or a multiple of 16; with factors 16 or 32
@@ -207,20 +199,31 @@ NF4 = (
 )  # fmt: skip
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of ggml's IQ4_NL
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # e2m1
-LOWEST = {"int4": -8}  # number of a kind, from which it counts beside factors; of others from 0
+LOWEST = {"int4": -8, "int6": -32}  # number of a kind, from which it counts beside factors; of others from 0
+BITS = {"int4": 4, "fp4": 4, "nf4": 4, "iq4": 4, "int6": 6, "int8": 8, "fp8": 8}  # of a code
+TABLES = {"int4": range(-8, 8), "int6": range(-32, 32), "fp4": FP4, "nf4": NF4, "iq4": IQ4}  # numbers by their codes
+
+
+def apart(kind: str, codes: torch.Tensor) -> torch.Tensor:
+    """The codes [.., K] uint8 of a kind with fewer than eight bits, see `Quantized`."""
+    inputs = codes.shape[-1] * 8 // BITS[kind]
+    halves = codes[..., : inputs // 2].unflatten(-1, (-1, 1, 16))
+    lower = torch.cat((halves & 15, halves >> 4), -2).flatten(-3)
+    if kind != "int6":
+        return lower
+    quarters = codes[..., inputs // 2 :].unflatten(-1, (-1, 1, 8))
+    return lower | torch.cat([(quarters >> at & 3) << 4 for at in (0, 2, 4, 6)], -2).flatten(-3)
 
 
 def dequantize(weight: Quantized) -> torch.Tensor:
     """The numbers [.., N, K] float32 that a weight stands for."""
-    codes, tables = weight.codes, {"int4": range(-8, 8), "fp4": FP4, "nf4": NF4, "iq4": IQ4}
-    if weight.kind in tables:
-        halves = codes.unflatten(-1, (-1, 1, 16))
-        pairs = torch.cat((halves & 15, halves >> 4), -2).flatten(-3)
-        codes = torch.tensor([*tables[weight.kind]], dtype=torch.float32, device=codes.device)[pairs.int()]
-    numbers = codes.float()
+    numbers, inputs = weight.codes.float(), weight.codes.shape[-1] * 8 // BITS[weight.kind]
+    if weight.kind in TABLES:
+        codes = apart(weight.kind, weight.codes).int()
+        numbers = torch.tensor([*TABLES[weight.kind]], dtype=torch.float32, device=codes.device)[codes]
 
     def spread(table: torch.Tensor, each: int = weight.group) -> torch.Tensor:
-        return table.float().repeat_interleave(min(each, numbers.shape[-1]), -1)[..., : numbers.shape[-1]]
+        return table.float().repeat_interleave(min(each, inputs), -1)[..., :inputs]
 
     scales, zeros = spread(weight.scales), 0 if weight.zeros is None else spread(weight.zeros)
     if weight.factors is None:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from reference import BITS
+
 Run = Callable[[], Any]
 
 
@@ -142,6 +144,7 @@ CODED = (
     Coded("qwen3-0.6b-int4", (("gate_up", 1024, 6144), ("down", 3072, 1024)), "int4", 128),
     Coded("llama3-8b-int4", LLAMA, "int4", 128),
     Coded("llama3-8b-q4_k", LLAMA, "int4", 32, wide=256),
+    Coded("llama3-8b-q5_k", LLAMA, "int6", 32, wide=256),
     Coded("llama3-8b-mxfp4", LLAMA, "fp4", 32),
     Coded("llama3-8b-nf4", LLAMA, "nf4", 64),
     Coded("llama3-8b-int8", LLAMA, "int8", 1 << 20),
@@ -154,7 +157,7 @@ CODED = (
 
 def code_bytes(kind: str, group: int, outputs: int, inputs: int, wide: int = 0) -> int:
     """Bytes of a weight's codes, and of its scales in bfloat16, or of scales, zeros and their factors."""
-    codes, tables = outputs * inputs // (1 if kind in ("int8", "fp8") else 2), 2 * outputs * -(-inputs // group)
+    codes, tables = outputs * inputs * BITS[kind] // 8, 2 * outputs * -(-inputs // group)
     return codes + tables + (8 * outputs * -(-inputs // wide) if wide else 0)
 
 
@@ -165,7 +168,7 @@ def random_codes(device: str, kind: str, group: int, *shape: int, wide: int = 0)
     if kind in ("int8", "fp8"):
         codes = codes.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
     else:
-        codes = codes[..., : inputs // 2].contiguous()
+        codes = codes[..., : inputs * BITS[kind] // 8].contiguous()
     table = *outputs, -(-inputs // group)
     if wide:
         scales, zeros = torch.randint(1, 64, (2, *table), dtype=torch.uint8, device=device)

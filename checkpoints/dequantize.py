@@ -116,12 +116,10 @@ def lookup(shape: Sequence[int], values: Callable[..., torch.Tensor], codes: Cod
 
 
 def take(
-    table: Table,
-    places: Places,
-    shared: Sequence[int],
+    table: Table, places: Places, shared: Sequence[int],
     read: Callable[[Any], torch.Tensor] = lambda entries: entries.float(),
     split: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """What a table has for each element, where so many neighbours along each dimension share an entry.
 
     Args:
@@ -188,6 +186,14 @@ def paired(codes: torch.Tensor) -> torch.Tensor:
     return (halves[:, :, 1] << 4).bitwise_or_(halves[:, :, 0]).flatten(1).view(torch.uint8)
 
 
+def in_quarters(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of six bits [n, K] uint8 as bytes [n, 3 K / 4], see `reference.Quantized`; K is a multiple of 32."""
+    upper = (codes >> 4).view(torch.int64).unflatten(1, (-1, 4))
+    first, second, third, fourth = upper.unbind(2)
+    upper = fourth << 6 | third << 4 | second << 2 | first
+    return torch.cat((paired(codes & 15), upper.view(torch.uint8)), 1)
+
+
 def apart(pairs: torch.Tensor) -> torch.Tensor:
     """The codes [n, K] uint8 of bytes [n, K / 2] as `paired` makes them."""
     halves = pairs.unflatten(1, (-1, 1, 16))
@@ -211,13 +217,9 @@ def as_bytes(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def fields(
-    words: torch.Tensor,
-    dim: int,
-    bits: int,
-    size: int,
-    number: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float,
-    order: Sequence[int] = (),
-) -> Packed:
+    words: torch.Tensor, dim: int, bits: int, size: int,
+    number: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float, order: Sequence[int] = (),
+) -> Packed:  # fmt: skip
     """Numbers of a few bits that lie one after the other in words, from the lowest bit on.
 
     Args:
@@ -256,13 +258,9 @@ def fields(
 
 
 def scaled(
-    codes: Table,
-    scales: Table,
-    shared: Sequence[int],
-    zeros: Table | None = None,
-    groups: torch.Tensor | None = None,
+    codes: Table, scales: Table, shared: Sequence[int], zeros: Table | None = None, groups: torch.Tensor | None = None,
     kept: Kept | None = None,
-) -> Packed:
+) -> Packed:  # fmt: skip
     """(codes - zeros) * scales, where so many neighbours along each dimension share a scale and a zero.
 
     Args:

@@ -115,7 +115,7 @@ FORMULAS: dict[str, Callable[[torch.Tensor], Split]] = {
 }  # fmt: skip
 KINDS = {  # of `reference.Quantized` in which they can be kept, what that subtracts from codes, group, dtype of scales
     "Q8_0": ("int8", 0, 32, torch.float16), "Q4_0": ("int4", 0, 32, torch.float16),
-    "Q4_K": ("int4", 8, 32, torch.uint8), "Q5_K": ("int8", 0, 32, torch.uint8), "Q6_K": ("int8", 0, 16, torch.int8),
+    "Q4_K": ("int4", 8, 32, torch.uint8), "Q5_K": ("int6", 32, 32, torch.uint8), "Q6_K": ("int6", 0, 16, torch.int8),
     "IQ4_NL": ("iq4", 0, 32, torch.float16),
 }  # fmt: skip
 PAIRED = ("Q4_0", "Q4_K", "IQ4_NL")  # two codes in a byte, as that has them

@@ -422,11 +422,11 @@ def coded_jobs(form: Form, slab: torch.dtype, threads: int) -> list[Job]:
         shape, loops = (panels, 4, 2, 4, 2), (0, 1, 2, 4)
         tables = [((panels, 4, 2, 1, 1, lanes), (0, 1, 2))] * count
         tables += [((panels, 4, 1, 1, 1, lanes), (0, 1))] * count
-    words = (*shape, cpu_quantized.WORDS[form.kind], lanes), loops
+    words = (*shape, cpu_quantized.words_of(form.kind), lanes), loops
     like, dynamic = zip(*((("float32", shape), dims) for shape, dims in (words, *tables)), strict=True)
     jobs = []
     for rows in (1, cpu_quantized.ROWS):
-        x = "float32", (2, rows, *shape[1:], cpu_quantized.STEP)
+        x = "float32", (2, rows, *shape[1:], cpu_quantized.step_of(form.kind))
         dims = 0, *(dim + 1 for dim in loops[1:])
         jobs.append(Job(multiply_codes.__name__, (form,), (x, *like), (dims, *dynamic), threads, ONE_LOOP))
     jobs.append(Job(unpack_codes.__name__, (form, slab), like, dynamic, threads, ONE_LOOP))

@@ -75,17 +75,10 @@ class Inputs(NamedTuple):
 
 
 def delta_rule(
-    qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    decay: torch.Tensor,
-    dt_bias: torch.Tensor,
-    state: torch.Tensor,
-    rows: DeltaRows,
-    key_heads: int,
-    batch_invariant: bool = False,
+    qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, decay: torch.Tensor, dt_bias: torch.Tensor,
+    state: torch.Tensor, rows: DeltaRows, key_heads: int, batch_invariant: bool = False,
     taken: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """See `reference.delta_rule`. Here drafts do not go together with `batch_invariant`."""
     assert taken is None or not batch_invariant
     _, heads, dk, dv = state.shape

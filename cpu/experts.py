@@ -32,13 +32,9 @@ class ExpertPlan(NamedTuple):
 
 
 def plan_experts(
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    num_experts: int,
-    first: int = 0,
-    weigh_inputs: bool = False,
+    weights: torch.Tensor, ids: torch.Tensor, num_experts: int, first: int = 0, weigh_inputs: bool = False,
     batch_invariant: bool = False,
-) -> ExpertPlan:
+) -> ExpertPlan:  # fmt: skip
     """See `reference.plan_experts`."""
     listed = ids.flatten().tolist()  # plain Python is as fast as torch for thousands of pairs, and faster for few
     here = [pair for pair, expert in enumerate(listed) if first <= expert < first + num_experts]

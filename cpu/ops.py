@@ -196,20 +196,10 @@ def keys_of(kv: torch.Tensor) -> torch.Tensor:
 
 
 def qk_norm_rope_store(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    rotation: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv: torch.Tensor,
-    interleaved: bool = False,
-    norm: str = "rms",
-    norm_last: bool = False,
-    scales: torch.Tensor | None = None,
-    v_norm: bool = False,
-    kv_scales: torch.Tensor | None = None,
-) -> torch.Tensor:
+    qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float, rotation: torch.Tensor,
+    slot_mapping: torch.Tensor, kv: torch.Tensor, interleaved: bool = False, norm: str = "rms", norm_last: bool = False,
+    scales: torch.Tensor | None = None, v_norm: bool = False, kv_scales: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """See `reference.qk_norm_rope_store`. q is a part of `qkv`."""
     _, _, kv_heads, _, head_dim = kv.shape
     x = qkv.view(qkv.shape[0], -1, head_dim)

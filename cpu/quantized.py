@@ -19,16 +19,15 @@ import torch
 import torch.nn.functional as F
 
 import reference
-from reference import FP4, IQ4, LOWEST, NF4, Quantized, round_inputs
+from reference import BITS, LOWEST, TABLES, Quantized, round_inputs
 
 LANES = 16  # outputs that lie side by side: one or two vectors of float32
-STEP = 8  # inputs whose codes lie together, and whose products are added up before they are scaled
+STEP = 8  # inputs whose codes lie together, and whose products are added up before they are scaled; of int6 16
 ROWS = 4  # that the C++ for several rows takes at a time: for so many one has enough registers
 FEW = {torch.float32: 48, torch.bfloat16: 32}  # rows; for more, unpacking costs less than a product in float32
 TOGETHER = 32  # rows; the integers of more are multiplied one after the other, to save memory
 SLAB = 1 << 20  # bytes of numbers that are unpacked at a time
-WORDS = {"int8": 2, "fp8": 2, "int4": 1, "fp4": 1, "nf4": 1, "iq4": 1}  # of 32 bits, for the codes of STEP inputs
-TABLES = {"fp4": FP4, "nf4": NF4, "iq4": IQ4}
+LOOKUPS = ("fp4", "nf4", "iq4")  # kinds whose numbers are those of a table
 Product = Callable[..., torch.Tensor]  # what multiplies inputs, or their codes, by a weight
 WARNINGS = threading.Lock()  # held while warnings are caught, which is for all threads
 
@@ -54,6 +53,16 @@ class Forms(NamedTuple):
     several: Any  # `multiply_codes` for ROWS at a time
     slab: Any  # `unpack_codes`
     dtype: torch.dtype  # what `slab` makes: float32, or bfloat16 where the CPU multiplies that fast
+
+
+def step_of(kind: str) -> int:
+    """How many inputs of a kind's codes lie together. They fill whole words of 32 bits."""
+    return STEP * 2 if kind == "int6" else STEP
+
+
+def words_of(kind: str) -> int:
+    """How many words the codes of `step_of` inputs fill."""
+    return step_of(kind) * BITS[kind] // 32
 
 
 def choose(codes: torch.Tensor, table: tuple[float, ...]) -> torch.Tensor:
@@ -84,19 +93,21 @@ def small_numbers(dtype: str, words: torch.Tensor) -> torch.Tensor:
 
 
 def numbers(kind: str, words: torch.Tensor) -> list[torch.Tensor]:
-    """STEP tensors of float32: the numbers of the codes in words [.., 1 or 2, lanes], which are float32 in name only.
+    """As many tensors of float32 as `step_of` says: the numbers of the codes in words [.., `words_of`, lanes].
 
-    They come as float32 because Inductor loads vectors of these fastest: with AVX2 it copies integers to the stack.
+    Words come as float32 because Inductor loads vectors of these fastest: with AVX2 it copies integers to the stack.
     """
-    bits, found = 4 * WORDS[kind], []
-    for word in words.view(torch.int32).unbind(-2):
-        for at in range(0, 32, bits):
+    bits, found, each = BITS[kind], list[torch.Tensor](), words.view(torch.int32).unbind(-2)
+    for word in each:
+        for at in range(0, 33 - bits, bits):
             if kind == "fp8":
                 found.append(e4m3(word << 24 - at))
-            elif kind in TABLES:
-                found.append(choose(word >> at, TABLES[kind]))
+            elif kind in LOOKUPS:
+                found.append(choose(word >> at, tuple(TABLES[kind])))
             else:
                 found.append((word << 32 - bits - at >> 32 - bits).float())
+    if kind == "int6":  # five codes in each word, and the sixteenth in what is left of three
+        found.append((each[2] >> 30 << 4 | (each[1] >> 30 & 3) << 2 | each[0] >> 30 & 3).float())
     return found
 
 
@@ -121,7 +132,7 @@ def decoded(
 
 
 def multiply_codes(form: Form, x: torch.Tensor, words: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
-    """x W^T [P, B, R, LANES] for x [B, R, .., n, STEP] float32 and a `CodedLinear`'s tensors; to be compiled.
+    """x W^T [P, B, R, LANES] for x [B, R, .., n, step] float32 and a `CodedLinear`'s tensors; to be compiled.
 
     B is a loop, whose rounds find a panel in the cache. The R rows are written out, so that a code becomes a number
     once for all of them. For several rows the vectors of the lanes are written out, too: an input is read once for all.
@@ -142,22 +153,29 @@ def multiply_codes(form: Form, x: torch.Tensor, words: torch.Tensor, *tables: to
 
 
 def unpack_codes(form: Form, dtype: torch.dtype, words: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
-    """The numbers [.., n, STEP, P, LANES] of panels of a `CodedLinear`; to be compiled, or to serve as it is."""
+    """The numbers [.., n, step, P, LANES] of panels of a `CodedLinear`; to be compiled, or to serve as it is."""
     found, scale = decoded(form, words, tables)
     scaled = found if scale is None else [number * scale for number in found]
     return torch.stack([number.to(dtype).movedim(0, -2) for number in scaled], -3)
 
 
 def in_order(kind: str, codes: torch.Tensor) -> torch.Tensor:
-    """The bytes [N, ..] uint8 of a weight's codes in the order of inputs; an int4 code is a number with a sign then.
+    """The bytes [N, ..] uint8 of a weight's codes in the order of inputs; int4 and int6 are numbers with a sign then.
 
     Raises:
         ValueError: codes of fp8 are not numbers.
     """
-    if WORDS[kind] == 2:
+    if BITS[kind] == 8:
         if kind == "fp8" and codes.float().isnan().any():
             raise ValueError("the weight has codes of fp8 that are not numbers")
         return codes.view(torch.uint8)
+    if kind == "int6":
+        sixteens = (reference.apart(kind, codes) ^ 32).unflatten(1, (-1, 16)).int()
+        words = sixteens[..., :3] * 0
+        for i, at in enumerate(range(0, 30, 6)):
+            words |= sixteens[..., i:15:5] << at
+        words |= (sixteens[..., 15:] >> torch.tensor([0, 2, 4])) << 30
+        return words.flatten(1).view(torch.uint8)
     found = []
     for half in (codes, codes >> 4):  # the first and the last 16 codes of 32, each in a byte
         pairs = half.view(torch.int16) & 0x0F0F
@@ -167,9 +185,9 @@ def in_order(kind: str, codes: torch.Tensor) -> torch.Tensor:
 
 
 class CodedLinear:
-    """A weight [out, in] in codes, in P panels of LANES outputs. A panel has G groups of n times STEP inputs.
+    """A weight [out, in] in codes, in P panels of LANES outputs. A panel has G groups of n times `step_of` inputs.
 
-        words   [P, G, n, 1 or 2, LANES]   the codes of STEP inputs, in words of 32 bits, whose lowest bits come first
+        words   [P, G, n, 1 to 3, LANES]   the codes of a step, in words of 32 bits, whose lowest bits come first
         tables  [P, G, 1, LANES] float32   scales, and zeros if there are any
 
     If the weight has factors, G are three dimensions: F of inputs that share them, q, and 4 groups. A word has the 8
@@ -186,15 +204,15 @@ class CodedLinear:
 
     def __init__(self, weight: Quantized, forms: Forms | None = None):
         self.form, self.forms, self.outputs = Form.of(weight), forms, len(weight.codes)
-        self.inputs = weight.codes.shape[1] * 2 // WORDS[weight.kind]
+        self.inputs, self.step = weight.codes.shape[1] * 8 // BITS[weight.kind], step_of(weight.kind)
         factors = () if weight.factors is None else weight.factors.unbind(-1)
-        # A group is a multiple of two steps, or all inputs. Beside factors four are together.
+        # A group is a multiple of 16, or all inputs. Beside factors four are together.
         self.padding = -self.inputs % (4 * weight.group if factors else 2 * STEP)
         inputs = self.inputs + self.padding
         group, wide = (inputs if n >= self.inputs else math.gcd(n, inputs) for n in (weight.group, weight.wide))
         group = math.gcd(group, wide // 4) if factors else group
         panels, missing = -(-self.outputs // LANES), -self.outputs % LANES
-        groups, steps = inputs // group, group // STEP
+        groups, steps = inputs // group, group // self.step
         self.shape = (panels, inputs // wide, wide // group // 4, 4, steps) if factors else (panels, groups, steps)
 
         def table(values: torch.Tensor, each: int, own: int) -> torch.Tensor:
@@ -211,8 +229,8 @@ class CodedLinear:
                 self.tables.append(table(values, weight.wide, wide).view(*self.shape[:2], 1, 1, 1, LANES))
         else:
             self.tables = [table(values.float(), weight.group, group).unsqueeze(2) for values in small]
-        words = torch.empty(panels, groups, steps, WORDS[weight.kind], LANES, dtype=torch.int32)
-        padding = self.padding * WORDS[weight.kind] // 2  # bytes
+        words = torch.empty(panels, groups, steps, words_of(weight.kind), LANES, dtype=torch.int32)
+        padding = self.padding * BITS[weight.kind] // 8  # bytes
         some = max(1, SLAB // (inputs * LANES))  # one by one, to save memory
         for part, codes in zip(words.split(some), weight.codes.split(some * LANES), strict=True):
             lines = F.pad(in_order(weight.kind, codes), (0, padding, 0, -len(codes) % LANES)).contiguous()
@@ -236,7 +254,7 @@ class CodedLinear:
         rows = x.shape[0]
         together = 1 if rows == 1 else ROWS
         x = F.pad(x.float(), (0, 0, 0, -rows % together)).contiguous()
-        y = run([x.view(-1, together, *self.shape[1:], STEP), self.words, *self.tables])[0]
+        y = run([x.view(-1, together, *self.shape[1:], self.step), self.words, *self.tables])[0]
         return y.movedim(0, 2).reshape(x.shape[0], -1)[:rows]
 
     def _by_slabs(self, x: torch.Tensor) -> torch.Tensor:
@@ -269,7 +287,7 @@ class CodedExperts:
         fields = [x if isinstance(x, torch.Tensor) and x.ndim else itertools.repeat(x) for x in weight]
         self.experts = [pack(Quantized(*part)) for part in zip(*fields, strict=False)]
         self.rounding = without_codes(weight) if weight.inputs else None
-        self.shape = *weight.codes.shape[:2], weight.codes.shape[2] * 2 // WORDS[weight.kind]
+        self.shape = *weight.codes.shape[:2], weight.codes.shape[2] * 8 // BITS[weight.kind]
 
     def __getitem__(self, expert: int) -> Product:
         return self.experts[expert]

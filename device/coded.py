@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from checkpoints.dequantize import Codes, Packed, Read, apart, axes, common_group, paired
+from checkpoints.dequantize import Codes, Packed, Read, apart, axes, common_group, in_quarters, paired
 from checkpoints.hub import checkpoint_files
 from checkpoints.rounding import GROUPS, kind_of_head
 from config import EngineConfig
@@ -33,11 +33,12 @@ PIECE_ELEMENTS = 2**22  # become codes at a time, in some hundred calls, whose o
 LEAST_GROUP = 16
 FP8_CAPABILITY = (8, 9)  # from which on a GPU converts and multiplies FP8, and Triton knows it
 ROUNDED_GROUP = 128  # a group is a multiple of this, or all inputs, where products round their inputs
-FINE = (16, 32)  # groups whose scales may have factors
-LOWEST = {"int4": -8}  # as the specification has it
+FINE = (16, 32)  # groups whose scales may have factors, and
+LEAST_WIDE = 64  # so many inputs, or a multiple of that, or all share them: a CPU reads four groups at a time
 PLAIN = ("router", "shared_gate")  # small, and choose among experts; they are not rounded
 TABLES = ("embedding", "head")  # of a model
-PAIRED = ("int4", "fp4", "nf4", "iq4")  # kinds whose codes have four bits
+LOWEST = {"int4": -8, "int6": -32}  # as the specification has it, and
+BITS = {"int4": 4, "fp4": 4, "nf4": 4, "iq4": 4, "int6": 6, "int8": 8, "fp8": 8}  # of a code
 
 Source = torch.Tensor | Packed
 
@@ -62,7 +63,9 @@ class Rows(NamedTuple):
             columns = found[1] if self.weight.order is None else found[1][self.weight.order.to(found[1].device)]
             read = part.codes.read(found[0], columns, coded.group, coded.wide or coded.group)
             if coded.factors is None and read.factors is not None:
-                read = without_factors(read, coded.kind, coded.group)
+                read = without_factors(read, part.codes.kind, coded.group)
+            elif coded.factors is not None and coded.zeros is not None:
+                read = with_zeros(read, part.codes.kind, coded.kind)
             rows = slice(begin, begin + len(read.codes))
             for table, values in zip(tables, (stored(read.codes, coded.kind, len(columns)), *read[1:]), strict=True):
                 if table is not None:
@@ -78,6 +81,22 @@ def matrices_of(source: Source) -> list[Any]:
     return [source] if len(source.shape) == 2 else [source[i] for i in range(source.shape[0])]
 
 
+def unpaired(codes: torch.Tensor) -> torch.Tensor:
+    """The numbers of int4, which may be in pairs."""
+    return apart(codes).view(torch.int8) - 8 if codes.dtype == torch.uint8 else codes
+
+
+def with_zeros(found: Read, kind: str, wanted: str) -> Read:
+    """The same numbers beside factors and zeros, counted from the lowest one of the `wanted` kind, see `Quantized`."""
+    codes, scales, zeros, factors = found
+    if wanted != kind:
+        codes = unpaired(codes) + LOWEST[wanted] - LOWEST[kind]
+    if zeros is None:  # (number - lowest) scale f - scale (-lowest f)
+        assert factors is not None
+        zeros, factors = scales, torch.cat((factors, factors * -LOWEST[kind]), 2)
+    return Read(codes, scales, zeros, factors)
+
+
 def without_factors(found: Read, kind: str, group: int) -> Read:
     """The same numbers without factors, of which `found` has some for each group."""
     assert found.factors is not None
@@ -88,19 +107,23 @@ def without_factors(found: Read, kind: str, group: int) -> Read:
     flat = (scales == 0) & (least != 0)  # a group without a scale, whose numbers are all the least one
     zeros = torch.where(flat, 1, torch.where(scales == 0, 0, least / scales + LOWEST.get(kind, 0)))
     many, codes = flat.repeat_interleave(group, 1), found.codes
-    if kind == "int4" and codes.dtype == torch.uint8:  # they are in pairs
-        codes = apart(codes).view(torch.int8) - 8
+    codes = unpaired(codes) if kind == "int4" else codes
     return Read(torch.where(many[:, : codes.shape[1]], 0, codes), torch.where(flat, least, scales), zeros)
 
 
 def stored(numbers: torch.Tensor, kind: str, inputs: int) -> torch.Tensor:
-    """The codes of a `Read`, which are of so many inputs, as `reference.Quantized` has them."""
-    if kind == "int8":
-        return numbers.to(torch.int8)
+    """The codes of a `Read`, which are of so many inputs, as `reference.Quantized` has them. Its pairs may be of int4
+    where the kind has more bits."""
     if kind == "fp8":
         return numbers.to(torch.uint8).view(torch.float8_e4m3fn)
     if numbers.shape[1] < inputs:  # they are in pairs
-        return numbers
+        if BITS[kind] == 4:
+            return numbers
+        numbers = unpaired(numbers)
+    if kind == "int8":
+        return numbers.to(torch.int8)
+    if kind == "int6":
+        return in_quarters((numbers + 32).view(torch.uint8))
     return paired((numbers + 8 if kind == "int4" else numbers).to(torch.uint8))
 
 
@@ -250,28 +273,30 @@ def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.T
                 return None
             found.append((matrix, here[1]))
     codes, columns = [matrix.codes for matrix, _ in found if matrix.codes], [each for _, each in found]
-    if len({each.kind for each in codes}) != 1:
+    kinds = {each.kind for each in codes}
+    if len(kinds) > 1 and not kinds <= {"int4", "int6", "int8"}:
         return None
-    kind, group = codes[0].kind, common(codes, columns, "group")
+    kind = max(kinds, key=BITS.__getitem__)  # whose numbers those of the others are, too
+    bits, group = BITS[kind], common(codes, columns, "group")
     orders = [order_of(matrix, each, group) for matrix, each in found]
     order = orders[0]
     if order is None or not all(other is not None and torch.equal(order, other) for other in orders):
         return None
     if len(order) and weight.ndim > 2:
         return None
-    if (group % LEAST_GROUP and group < inputs) or (kind in PAIRED and inputs % 32):
+    if (group % LEAST_GROUP and group < inputs) or (bits < 8 and inputs % 32):
         return None
-    alike = len({(each.has_zeros, each.dtype) for each in codes}) == 1 and all(each.wide for each in codes)
-    wide = common(codes, columns, "wide") if alike and group in FINE else 0
-    wide = wide if wide >= inputs or wide % 32 == 0 else 0
+    wide = common(codes, columns, "wide") if all(each.wide for each in codes) and group in FINE else 0
+    wide = wide if wide >= inputs or wide % LEAST_WIDE == 0 else 0
     # Without factors scales are floats that hold the products with them.
     dtypes = (each.dtype if wide or not each.wide else torch.float32 for each in codes)
     dtype = functools.reduce(torch.promote_types, dtypes)
+    dtype = torch.int8 if dtype == torch.int16 else dtype  # GGUF's bytes without a sign have six bits
     *outer, _ = weight.shape
     new = model.take
     table = (*outer, -(-inputs // group))
     types = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-    made = new(*outer, inputs // 2 if kind in PAIRED else inputs, dtype=types.get(kind, torch.uint8))
+    made = new(*outer, inputs * bits // 8, dtype=types.get(kind, torch.uint8))
     zeros = new(*table, dtype=dtype) if any(each.has_zeros for each in codes) else None
     cuts = *outer, -(-inputs // wide) if wide else 0, 1 if zeros is None else 2
     factors = new(*cuts, dtype=torch.float32) if wide else None

@@ -21,7 +21,6 @@ from types import ModuleType
 
 import torch
 
-from checkpoints.hub import checkpoint_files
 from config import MOST_DRAFTING, EngineConfig
 from cpu import machine
 from device.coded import coded_as, files_of, kinds_of
@@ -419,6 +418,20 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     yield f"tokens that each of {rows:,} requests may have for all to fit: {each:,}"
 
 
+def planned_model(
+    config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype, max_model_len: int,
+    pipeline: Pipeline, fp8: bool,
+) -> Transformer:  # fmt: skip
+    """The model of a stage's first rank on the meta device, with the codes that its files have; see `plan_stage`."""
+    coded = coded_as(config, model_config)
+    model = dry_model(config, model_config, ops, dtype, max_model_len, pipeline, coded)
+    if coded and files_of(config):
+        settle_headers(model, config.weights or config.folder, model.parameters(), fp8)
+    elif coded:
+        settle_dummy(model, model.parameters())
+    return model
+
+
 def plan_stage(
     config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype, max_model_len: int,
     pipeline: Pipeline, total: int, fp8: bool,
@@ -432,12 +445,7 @@ def plan_stage(
     Raises:
         ValueError: the recurrent states do not fit.
     """
-    coded = coded_as(config, model_config)
-    model = dry_model(config, model_config, ops, dtype, max_model_len, pipeline, coded)
-    if coded and files_of(config):
-        settle_headers(model, config.weights or config.folder, model.parameters(), fp8)
-    elif coded:
-        settle_dummy(model, model.parameters())
+    model = planned_model(config, model_config, ops, dtype, max_model_len, pipeline, fp8)
     plan = plan_memory(config, model, total > 0)
     if total:
         budget = int(total * config.gpu_memory_utilization)
@@ -452,29 +460,16 @@ def plan_stage(
 
 
 def check_room(
-    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: str
-) -> None:
-    """Check, before any of them is allocated, that this device has room for a rank's matrices and RoPE's table.
+    config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype, max_model_len: int,
+    pipeline: Pipeline, device: str,
+) -> None:  # fmt: skip
+    """Check, before any of them is allocated, that this device has room for a rank's weights and RoPE's table.
 
     Raises:
         ValueError: names what they take and what is free.
     """
-    c = model_config
-    with_keys = [shape for shape, source in zip(c.kv_shapes, c.kv_sources, strict=True) if source >= 0]
-    q = c.num_heads * (3 if c.row.out_gate else 2)  # heads of queries, gates and results
-    attention = sum(c.hidden_size * (q + 2 * kv_heads) * dim for kv_heads, dim in with_keys)
-    if c.delta:
-        attention += len(c.delta_layers) * c.delta.weights(c.hidden_size)
-    if c.latent:
-        attention = c.num_layers * c.latent.weights(c.hidden_size, c.num_heads)
-    tables = 2 if c.head == "logits" and not c.tie_word_embeddings else 1  # of the vocabulary's size
-    matrices, table = attention + 3 * c.hidden_size * sum(c.mlp_sizes), c.hidden_size * c.vocab_size
-    size = (matrices + tables * table) * dtype.itemsize
-    if config.quantization != "auto":
-        size = matrices * (5 if config.quantization == "int4" else 8) // 8 + table  # with its scales
-    elif coded_as(config, model_config):
-        size = sum(map(os.path.getsize, checkpoint_files(config.weights or config.folder)))
-    size = size // config.world_size + max_model_len * 2 * c.head_dim * 4
+    model = planned_model(config, model_config, ops, dtype, 1, pipeline, fp8=False)  # a table of 1 token, which is made
+    size = count_bytes(model.owners()) + max_model_len * 2 * model_config.head_dim * 4
     if device == "cuda":
         torch.cuda.empty_cache()  # an engine that was closed in this process has left its memory to torch
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else machine.available_bytes()

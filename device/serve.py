@@ -46,14 +46,9 @@ def new_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, r
 
 
 def work(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    rank: int,
-    rendezvous: str,
-    plans: Any,
-    results: Any,
+    config: EngineConfig, model_config: ModelConfig, rank: int, rendezvous: str, plans: Any, results: Any,
     script: dict[str, str] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Make a worker; take plans and return results until this process ends.
 
     Args:

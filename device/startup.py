@@ -133,7 +133,7 @@ def prepare(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvo
         config = settle_tokens(config, group.min(torch.cuda.mem_get_info()[1]))
     if stages > 1 or config.pipeline_layer_partition:
         group.pipeline.layers = stage_layers(config, model_config, ops, dtype)[group.pipeline.stage]
-    check_room(config, model_config, dtype, max_model_len, device)
+    check_room(config, model_config, ops, dtype, max_model_len, group.pipeline, device)
     return Start(config, model_config, device, dtype, ops, builder, group, max_model_len)
 
 

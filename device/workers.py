@@ -53,12 +53,9 @@ class Workers:
     """
 
     def __init__(
-        self,
-        executor: UniExecutor | MpExecutor,
-        config: EngineConfig,
-        facts: dict[str, Any],
+        self, executor: UniExecutor | MpExecutor, config: EngineConfig, facts: dict[str, Any],
         start_over: Callable[[bool, str | None], int],
-    ):
+    ):  # fmt: skip
         self.executor, self.config, self.start_over = executor, config, start_over
         self.sizes = {name: facts[name] for name in ("max_model_len", "num_host_blocks")}
         self.sizes["num_gpu_blocks_override"] = facts["num_blocks"]

@@ -329,17 +329,10 @@ def delta_scan_kernel(
 
 
 def delta_rule(
-    qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    decay: torch.Tensor,
-    dt_bias: torch.Tensor,
-    state: torch.Tensor,
-    rows: DeltaRows,
-    key_heads: int,
-    batch_invariant: bool = False,
+    qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, decay: torch.Tensor, dt_bias: torch.Tensor,
+    state: torch.Tensor, rows: DeltaRows, key_heads: int, batch_invariant: bool = False,
     taken: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """See `reference.delta_rule`. Here dk is at most 256.
 
     Rows of one token or with drafts, and with `batch_invariant` all rows, go token by token. The others multiply

@@ -84,16 +84,9 @@ def route_kernel(
 
 
 def route(
-    logits: torch.Tensor,
-    k: int,
-    scoring: str,
-    bias: torch.Tensor | None = None,
-    groups: int = 1,
-    top_groups: int = 1,
-    renormalize: bool = True,
-    scale: float = 1.0,
-    slots: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, k: int, scoring: str, bias: torch.Tensor | None = None, groups: int = 1, top_groups: int = 1,
+    renormalize: bool = True, scale: float = 1.0, slots: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `reference.route`."""
     tokens, experts = logits.shape
     assert logits.is_contiguous() and scoring in ("softmax", "sigmoid") and 1 <= k <= experts
@@ -159,13 +152,9 @@ def plan_experts_kernel(ids, starts, order, first, P, E: tl.constexpr, BLOCK: tl
 
 
 def plan_experts(
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    num_experts: int,
-    first: int = 0,
-    weigh_inputs: bool = False,
+    weights: torch.Tensor, ids: torch.Tensor, num_experts: int, first: int = 0, weigh_inputs: bool = False,
     batch_invariant: bool = False,
-) -> ExpertPlan:
+) -> ExpertPlan:  # fmt: skip
     """See `reference.plan_experts`. With `batch_invariant` the tiles have one size."""
     pairs = ids.numel()
     assert weights.shape == ids.shape and weights.is_contiguous() and ids.is_contiguous() and ids.dtype == torch.int32

@@ -17,19 +17,22 @@ import triton.language as tl
 import reference
 from ops.matmul import INTERPRET, LINEAR_COUNTERS, MOST_REGISTERS, Chip, _cast, _chip, _counters, _dot, _is_last
 from ops.quantized_inputs import _rounded_part, round_inputs
-from reference import Quantized
+from reference import BITS, Quantized
 
 PROGRAMS = 512  # programs to aim for with few rows: four for each processor, which hide each other's waits
-KINDS = ("int4", "fp4", "nf4", "iq4", "int8", "fp8")
 NF4, IQ4 = tl.constexpr(reference.NF4), tl.constexpr(reference.IQ4)
 
 
 @functools.cache
 def _unpacking(kind: str, dtype: torch.dtype) -> str:
-    """PTX that does for two bytes what `_bits` does for one, in two operands of twice 16 bits; see there for `kind`."""
+    """PTX that does for two of `_load_codes` what `_bits` does for one, in two operands of twice 16 bits."""
     bits, exponent = (7, 8) if dtype == torch.bfloat16 else (10, 5)
     large = (2 ** (exponent - 1) - 1 + bits) << bits
     begin = "{.reg .b32 a, b; cvt.u32.u16 a, $2;"
+    if kind == "int6":
+        either = [f"or.b32 {to}, {to}, a; or.b32 {to}, {to}, {large * 0x00010001};" for to in ("$0", "$1")]
+        return f"""{{.reg .b32 a, b; shr.b32 b, $2, 4; and.b32 $0, $2, 0x000f000f; and.b32 a, b, 0x00300030; {either[0]}
+            and.b32 $1, b, 0x000f000f; shr.b32 a, $2, 8; and.b32 a, a, 0x00300030; {either[1]}}}"""
     if table := {"nf4": reference.NF4, "iq4": reference.IQ4}.get(
         kind
     ):  # the high bytes of the numbers are looked up apart from the low ones, for eight codes each
@@ -55,24 +58,37 @@ def _unpacking(kind: str, dtype: torch.dtype) -> str:
 
 
 @triton.jit
+def _load_codes(p_row, o_c, m_c, K: tl.constexpr, KIND: tl.constexpr):
+    """The bytes o_c of rows, with two codes or one each; of int6 in 16 bits, which have both codes' upper bits, too."""
+    b_code = tl.load(p_row + o_c, mask=m_c, other=0)
+    if KIND == "int6":
+        b_upper = tl.load(p_row + K // 2 + o_c // 16 * 8 + o_c % 8, mask=m_c, other=0)
+        b_code = b_code.to(tl.int16) | (b_upper >> (o_c // 8 % 2 * 2).to(tl.uint8)).to(tl.int16) << 8
+    return b_code
+
+
+@triton.jit
 def _bits(b_code, KIND: tl.constexpr, UNPACK: tl.constexpr, dtype: tl.constexpr):
-    """What `_number` takes of bytes: two times 16 bits, of the codes in the lower and in the upper half.
+    """What `_number` takes of `_load_codes`: two times 16 bits, of the codes in the lower and in the upper half.
 
     A byte of int8 has one code: its seven bits, and the eighth. One of fp8 has its code twice. An integer becomes the
     lowest bits of a large float, whose last bit counts 1. A float of few bits becomes one with the same exponent and
     mantissa. UNPACK does so for two bytes, in as many instructions as the compiler would take for one; its nf4 and
     iq4 are the numbers themselves.
     """
-    BITS: tl.constexpr = 7 if dtype == tl.bfloat16 else 10  # of the mantissa
+    MANTISSA: tl.constexpr = 7 if dtype == tl.bfloat16 else 10  # bits
     EXPONENT: tl.constexpr = 8 if dtype == tl.bfloat16 else 5
-    LARGE: tl.constexpr = (2 ** (EXPONENT - 1) - 1 + BITS) << BITS
+    LARGE: tl.constexpr = (2 ** (EXPONENT - 1) - 1 + MANTISSA) << MANTISSA
+    OPERANDS: tl.constexpr = "=&r,=&r,r" if KIND == "int6" else "=&r,=&r,h"
     b_int = b_code.to(tl.int16)
     if UNPACK is not None:
         b_low, b_high = tl.inline_asm_elementwise(
-            UNPACK, "=&r,=&r,h", [b_code], dtype=(tl.uint16, tl.uint16), is_pure=True, pack=2
+            UNPACK, OPERANDS, [b_code], dtype=(tl.uint16, tl.uint16), is_pure=True, pack=2
         )
     elif KIND == "int4":
         b_low, b_high = b_int & 15 | LARGE, b_int >> 4 | LARGE
+    elif KIND == "int6":
+        b_low, b_high = b_int & 15 | b_int >> 4 & 48 | LARGE, b_int >> 4 & 15 | b_int >> 8 & 48 | LARGE
     elif KIND == "nf4" or KIND == "iq4":
         b_low, b_high = b_int & 15, b_int >> 4
     elif KIND == "int8":
@@ -96,7 +112,7 @@ def _float(b_bits, dtype: tl.constexpr):
 @triton.jit
 def _number(b_bits, b_more, KIND: tl.constexpr, UNPACK: tl.constexpr, dtype: tl.constexpr):
     """The numbers of codes whose `_bits` these are, exact but for those of nf4; of int8 b_more are the other ones."""
-    BITS: tl.constexpr = 7 if dtype == tl.bfloat16 else 10  # of the mantissa
+    MANTISSA: tl.constexpr = 7 if dtype == tl.bfloat16 else 10  # bits
     BIAS: tl.constexpr = 127 if dtype == tl.bfloat16 else 15  # of the exponent
     if (KIND == "nf4" or KIND == "iq4") and UNPACK is None:
         b_number = tl.zeros(b_bits.shape, tl.float32)
@@ -105,7 +121,9 @@ def _number(b_bits, b_more, KIND: tl.constexpr, UNPACK: tl.constexpr, dtype: tl.
     else:
         b_number = _float(b_bits, dtype)
     if KIND == "int4":
-        b_number -= 2.0**BITS + 8.0
+        b_number -= 2.0**MANTISSA + 8.0
+    elif KIND == "int6":
+        b_number -= 2.0**MANTISSA + 32.0
     elif KIND == "int8":  # the eighth bit counts -128
         b_number -= _float(b_more, dtype)
     elif KIND == "fp4":
@@ -136,8 +154,8 @@ def _load_zeros(zeros, factors, b_scale, o_t, o_f, m_t, KIND: tl.constexpr):
     b_zero = tl.load(zeros + o_t, mask=m_t, other=0).to(tl.float32)
     if factors is not None:
         b_zero *= tl.load(factors + o_f + 1, mask=m_t, other=0.0)
-        if KIND == "int4":
-            b_zero -= 8.0 * b_scale
+        if KIND == "int4" or KIND == "int6":
+            b_zero -= (8.0 if KIND == "int4" else 32.0) * b_scale
     return b_zero
 
 
@@ -165,19 +183,19 @@ def _quantized_part(
     FINE: tl.constexpr = WIDE > 0 or (GROUP < BLOCK_K and GROUP < K)
     FACTORS: tl.constexpr = 2 if zeros is not None else 1  # of WIDE inputs
     HALVES: tl.constexpr = 1 if KIND == "int8" or KIND == "fp8" else 2  # codes of a byte
+    ROW: tl.constexpr = K * 3 // 4 if KIND == "int6" else K // HALVES  # bytes
     WIDTH: tl.constexpr = BLOCK_K // HALVES  # bytes of a step, of which RUN share a scale
     RUN: tl.constexpr = 16 if HALVES == 2 else GROUP
     dtype: tl.constexpr = tl.float16 if x.dtype.element_ty == tl.float32 else x.dtype.element_ty
-    p_x, p_code = x + (o_m.to(tl.int64) * K)[None, :], codes + (o_n.to(tl.int64) * (K // HALVES))[:, None]
+    p_x, p_code = x + (o_m.to(tl.int64) * K)[None, :], codes + (o_n.to(tl.int64) * ROW)[:, None]
     o_table, o_wide = o_n * GROUPS, o_n * ((K + WIDE - 1) // WIDE if WIDE > 0 else 0)
     b_y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for i_k in range(i_s * STEPS // SPLITS, (i_s + 1) * STEPS // SPLITS):
         o_c = i_k * WIDTH + tl.arange(0, WIDTH)
         o_k = o_c // 16 * 32 + o_c % 16 if HALVES == 2 else o_c
         m_k = o_k < K
-        b_bits = _bits(
-            tl.load(p_code + o_c[None, :], mask=m_n[:, None] & m_k[None, :], other=0), KIND, UNPACK, dtype
-        )  # fmt: skip
+        b_code = _load_codes(p_code, o_c[None, :], m_n[:, None] & m_k[None, :], K, KIND)
+        b_bits = _bits(b_code, KIND, UNPACK, dtype)
         b_sum = b_y if FINE or GROUP >= K else tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for i_half in tl.static_range(HALVES):
             b_x = tl.load(p_x + (o_k + 16 * i_half)[:, None], mask=m_k[:, None] & m_m[None, :], other=0.0)
@@ -239,7 +257,7 @@ def quantized_linear_kernel(
     WIDE: tl.constexpr, UNPACK: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """y = x W^T + b, W = (numbers(codes) - zeros) * scales; x [M, K], codes [N, K] or [N, K / 2], y [M, N].
+    """y = x W^T + b, W = (numbers(codes) - zeros) * scales; x [M, K], codes [N, bytes of a row], y [M, N].
 
     With factors W is as `reference.Quantized` says. If there are x_scales [M, G], x is codes, too, and stands for
     x * x_scales; see `_rounded_part`.
@@ -314,11 +332,9 @@ def _layout(weight: Quantized, inputs: int, dtype: torch.dtype, chip: Chip) -> L
 def _check(weight: Quantized, inputs: int) -> None:
     """Check what the kernels rely on; `inputs` is K."""
     kind, codes, scales, zeros, group, factors, wide, rounding, _ = weight
-    dtype, width = {"int8": (torch.int8, inputs), "fp8": (torch.float8_e4m3fn, inputs)}.get(
-        kind, (torch.uint8, inputs // 2)
-    )
-    assert kind in KINDS and codes.is_contiguous() and codes.dtype == dtype and codes.shape[-1] == width
-    assert kind in ("int8", "fp8") or inputs % 32 == 0
+    dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kind, torch.uint8)
+    assert codes.is_contiguous() and codes.dtype == dtype and codes.shape[-1] * 8 == inputs * BITS[kind]
+    assert BITS[kind] == 8 or inputs % 32 == 0
     assert group >= inputs or group % 16 == 0
     assert scales.shape == (*codes.shape[:-1], triton.cdiv(inputs, group)) and scales.is_contiguous()
     assert not rounding or (rounding == kind and zeros is None and scales.dtype.itemsize > 1)
@@ -403,18 +419,19 @@ def quantized_rows_kernel(
     K: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y[t] = (numbers(codes[i]) - zeros[i]) * scales[i], i = ids[t]; codes [N, K] or [N, K / 2], ids [T], y [T, K].
+    """y[t] = (numbers(codes[i]) - zeros[i]) * scales[i], i = ids[t]; codes [N, bytes of a row], ids [T], y [T, K].
 
-    One program per id and BLOCK bytes of its codes.
+    One program per id and BLOCK bytes that have its codes, or their lower four bits.
     """
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     HALVES: tl.constexpr = 1 if KIND == "int8" or KIND == "fp8" else 2  # codes of a byte
+    ROW: tl.constexpr = K * 3 // 4 if KIND == "int6" else K // HALVES  # bytes
     i_t = tl.program_id(0).to(tl.int64)
     i_row = tl.load(ids + i_t).to(tl.int64)
     o_c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     o_k = o_c // 16 * 32 + o_c % 16 if HALVES == 2 else o_c
     m_k = o_k < K
-    b_bits = _bits(tl.load(codes + i_row * (K // HALVES) + o_c, mask=m_k, other=0), KIND, None, tl.float16)
+    b_bits = _bits(_load_codes(codes + i_row * ROW, o_c, m_k, K, KIND), KIND, None, tl.float16)
     for i_half in tl.static_range(HALVES):
         b_y = _number(b_bits[i_half], b_bits[1], KIND, None, tl.float16).to(tl.float32)
         o_t = i_row * GROUPS + (o_k + 16 * i_half) // GROUP
@@ -433,8 +450,8 @@ def quantized_rows_kernel(
 
 def quantized_rows(weight: Quantized, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """See `reference.quantized_rows`."""
-    width = weight.codes.shape[1]
-    inputs = width * (1 if weight.kind in ("int8", "fp8") else 2)
+    inputs = weight.codes.shape[1] * 8 // BITS[weight.kind]
+    width = inputs if BITS[weight.kind] == 8 else inputs // 2
     assert weight.codes.ndim == 2 and ids.ndim == 1 and ids.is_contiguous()
     _check(weight, inputs)
 

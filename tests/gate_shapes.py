@@ -146,6 +146,7 @@ EXPERTS = (
     Experts("gpt-oss-20b-mxfp4", 32, 2880, 2880, 4, activation="swigluoai", biased=True, kind="fp4", group=32),
     Experts("qwen3-30b-a3b-int4", 128, 2048, 768, 8, kind="int4", group=128),
     Experts("qwen3-30b-a3b-q4_k", 128, 2048, 768, 8, kind="int4", group=32, wide=256),
+    Experts("qwen3-30b-a3b-q6_k", 128, 2048, 768, 8, kind="int6", group=16, wide=256),
     Experts("deepseek-v3-fp8", 256, 7168, 2048, 8, "sigmoid", 8, 4, kind="fp8", group=128),
     Experts("qwen3-30b-a3b-w8a8-int8", 128, 2048, 768, 8, kind="int8", group=2048, rounding="int8"),
     Experts("qwen3-30b-a3b-w8a8-fp8", 128, 2048, 768, 8, kind="fp8", group=2048, rounding="fp8"),
@@ -221,7 +222,8 @@ CODED = (
     Coded("llama3-8b-int4", "int4", 28672, 4096, 128, dtype=torch.float16),
     Coded("llama3-8b-int4-32", "int4", 4096, 14336, 32, zeros=True),
     Coded("llama3-8b-q4_k", "int4", 4096, 14336, 32, torch.uint8, zeros=True, wide=256),
-    Coded("llama3-8b-q6_k", "int8", 4096, 14336, 16, torch.int8, dtype=torch.float16, wide=256),
+    Coded("llama3-8b-q6_k", "int6", 4096, 14336, 16, torch.int8, dtype=torch.float16, wide=256),
+    Coded("llama3-8b-q5_k", "int6", 28672, 4096, 32, torch.uint8, zeros=True, wide=256),
     Coded("llama3-8b-mxfp4", "fp4", 4096, 14336, 32, torch.float8_e8m0fnu),
     Coded("llama3-8b-nvfp4", "fp4", 28672, 4096, 16, torch.float8_e4m3fn, wide=4096),
     Coded("llama3-8b-nf4", "nf4", 28672, 4096, 64, torch.bfloat16),
@@ -235,7 +237,7 @@ CODED = (
     Coded("coded-odd-w8a8", "int8", 100, 1000, 1000, dtype=torch.float32, rounding="int8"),
     Coded("coded-odd", "int8", 100, 1000, 48, dtype=torch.float16),
     Coded("coded-fp32", "int4", 320, 192, 32, zeros=True, dtype=torch.float32),
-    Coded("coded-fp32-q5_k", "int8", 320, 192, 32, torch.uint8, zeros=True, dtype=torch.float32, wide=64),
+    Coded("coded-fp32-q5_k", "int6", 320, 192, 32, torch.uint8, zeros=True, dtype=torch.float32, wide=64),
     Coded("coded-fp32-nf4", "nf4", 320, 192, 16, dtype=torch.float32),
 )
 VOCABULARIES = {"gpt-oss-vocabulary": 201088, "qwen3.5-vocabulary": 248320, "gemma3-vocabulary": 262144}

@@ -87,11 +87,13 @@ def write_gguf(
     path: Path,
     kind_of: Callable[[str], str] = lambda name: "F32",
     more: Callable[[gguf.GGUFWriter, str], None] | None = None,
+    instead: dict[str, np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
     """Write a checkpoint as a GGUF file; returns what its tensors stand for, by llama.cpp's names.
 
     Args:
         kind_of: the type of each matrix. more: writes more metadata.
+        instead: tensors to write in the place of the checkpoint's, by llama.cpp's names.
     """
     config = json.loads((folder / "config.json").read_text())
     kind = ARCHITECTURES[config["architectures"][0]]
@@ -115,7 +117,8 @@ def write_gguf(
     numbers = {}
     for name, weight in tensors_of(folder, config, kind).items():
         told = gguf.GGMLQuantizationType[kind_of(name) if weight.ndim > 1 else "F32"]
-        data = gguf.quantize(weight, told)
+        weight = (instead or {}).get(name, weight)
+        data = random_blocks(weight.shape, told) if told.name.endswith("_K") else gguf.quantize(weight, told)
         numbers[name] = gguf.dequantize(data, told)
         writer.add_tensor(name, data, raw_dtype=told)
     writer.write_header_to_file()
@@ -123,6 +126,18 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return numbers
+
+
+def random_blocks(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Blocks of a matrix of Q4_K, Q5_K or Q6_K, which the package cannot make: of any codes. Their scales make numbers
+    as large as those of a plain matrix."""
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    blocks = np.random.default_rng(sum(shape)).integers(0, 256, (*shape[:-1], shape[-1] // 256, size), dtype=np.uint8)
+    factor = np.float16(shape[-1] ** -0.5 / (16 * 40 if kind.name == "Q6_K" else 256 if kind.name == "Q4_K" else 512))
+    least = np.float16(factor * (7.5 if kind.name == "Q4_K" else 15.5))
+    for place, value in ((208, factor),) if kind.name == "Q6_K" else ((0, factor), (2, least)):
+        blocks[..., place : place + 2] = np.array([value]).view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
 
 
 def rope(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> None:

@@ -187,7 +187,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(write(plain, MOE, tensors)), str(write(tmp_path_factory.mktemp("w8a8"), quantized, coded))
 
 
-def run_experts(folder: str, count: int, length: int, **fields: Any) -> list[CompletionOutput]:
+def run_folder(folder: str, count: int, length: int, **fields: Any) -> list[CompletionOutput]:
     prompts = [[(7 * i + j * j) % 97 for j in range(3 + i)] for i in range(count)]
     greedy = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, logprobs=1)
     with LLM(folder, device="cpu", skip_tokenizer_init=True, max_model_len=64, block_size=16, **fields) as llm:
@@ -204,19 +204,19 @@ WHOLE = SHARED | {"enable_expert_parallel": True}
 def test_experts_whose_inputs_are_rounded_answer_as_the_specification(experts, ranks, caplog):
     plain, packed = experts
     asked = {"quantization": "int8"}
-    expected = run_experts(plain, 8, 8, backend="reference", **asked, **ranks)
+    expected = run_folder(plain, 8, 8, backend="reference", **asked, **ranks)
     with caplog.at_level("INFO"):
-        check_nearly_alike(run_experts(plain, 8, 8, **asked, **ranks), expected)
+        check_nearly_alike(run_folder(plain, 8, 8, **asked, **ranks), expected)
     assert ranks or "8 in int8 with inputs in int8, 2 in float32" in caplog.text  # but for the routers all
-    expected = run_experts(packed, 8, 8, backend="reference", **ranks)  # whose head is plain
-    check_nearly_alike(run_experts(packed, 8, 8, **ranks), expected)
+    expected = run_folder(packed, 8, 8, backend="reference", **ranks)  # whose head is plain
+    check_nearly_alike(run_folder(packed, 8, 8, **ranks), expected)
 
 
 @pytest.mark.full
 def test_interpreted_kernels_of_such_experts_answer_so_too(experts):
     pytest.importorskip("triton")
     fields = {"quantization": "int8", "max_num_seqs": 2, "max_num_batched_tokens": 8}
-    found, expected = (run_experts(experts[0], 2, 2, backend=backend, **fields) for backend in ("triton", "reference"))
+    found, expected = (run_folder(experts[0], 2, 2, backend=backend, **fields) for backend in ("triton", "reference"))
     check_nearly_alike(found, expected)
 
 
@@ -253,6 +253,46 @@ def test_ranks_share_codes(in_codes, rounded_demo, fields):
     with LLM(**in_codes, **fields) as llm:
         found = answers(llm)
     check_alike(found, expected)
+
+
+MIXED = {"attn_v": "Q6_K", "attn_output": "Q5_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"}  # all else: Q4_K
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A GGUF file of several types, as most are, and one with the numbers that it stands for."""
+    gguf_files = pytest.importorskip("gguf_files", reason="needs the package gguf")
+    folder = tmp_path_factory.mktemp("gguf")
+    shape = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 97}
+    dense = {name: value for name, value in MOE.items() if "expert" not in name and "moe" not in name}
+    config = dense | shape | {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True}
+    plain = write(folder / "plain", config, {"x": torch.ones(1)})
+    torch.manual_seed(0)
+    tensors = {
+        f"model.{name}": torch.ones(part.shape) if len(part.shape) == 1 else torch.randn(part.shape)
+        for name, part in build(plain).parameters().items()
+        if not part.instead_of
+    }
+    write(plain, config, tensors)
+
+    def kind_of(name: str) -> str:
+        return next((kind for part, kind in MIXED.items() if part in name), "Q4_K")
+
+    def more(writer: Any, kind: str) -> None:
+        writer.add_tokenizer_model("no_vocab")
+
+    numbers = gguf_files.write_gguf(plain, folder / "mixed.gguf", kind_of, more)
+    gguf_files.write_gguf(plain, folder / "numbers.gguf", more=more, instead=numbers)
+    return str(folder / "mixed.gguf"), str(folder / "numbers.gguf")
+
+
+@pytest.mark.parametrize("fields", [{}, pytest.param(SHARED, marks=pytest.mark.full)], ids=str)
+def test_a_gguf_of_several_types_answers_as_its_numbers(mixed, fields, caplog):
+    """q and k of Q4_K and v of Q6_K are one matrix, of six bits."""
+    expected = run_folder(mixed[1], 8, 8, dtype="float32")
+    with caplog.at_level("INFO"):
+        check_alike(run_folder(mixed[0], 8, 8, dtype="float32", **fields), expected)
+    assert fields or "matrices of the model: 6 in int6, 2 in int4\n" in caplog.text
 
 
 @pytest.mark.parametrize("kind", GROUPS)

@@ -54,9 +54,9 @@ EVERY_FILE = [
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
 MOST_STORY_LINES = 6970
 MOST_LINES = {
-    ".": 10805, "api": 6588, "checkpoints": 3158, "cpu": 2751, "device": 3824, "executors": 962, "lora": 937,
+    ".": 10798, "api": 6588, "checkpoints": 3156, "cpu": 2748, "device": 3836, "executors": 962, "lora": 937,
     "models": 3744,
-    "observe": 1552, "ops": 3014, "processes": 3805, "scheduling": 2678, "speculation": 666, "text": 4082,
+    "observe": 1552, "ops": 3013, "processes": 3805, "scheduling": 2678, "speculation": 666, "text": 4082,
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",
@@ -189,7 +189,8 @@ def public_functions(name: str) -> dict[str, list[str]]:
 
 def test_every_backend_has_the_specifications_ops():
     ops = public_functions("reference")
-    for no_op in ("uniform", "dequantize"):  # the number that `sample` draws, and what a weight in codes stands for
+    # The number that `sample` draws, and what a weight in codes stands for.
+    for no_op in ("uniform", "apart", "dequantize"):
         del ops[no_op]
     for backend in ("kernels", "cpu.ops"):
         found = public_functions(backend)

@@ -242,14 +242,18 @@ def test_blocks_of_gguf_stay_in_codes(kind: str, heads: int) -> None:
 @pytest.mark.parametrize(
     ("kinds", "columns", "wide"),
     [
-        (("Q4_K", "Q4_K"), slice(0, 768), 256), (("Q4_K", "Q4_K"), slice(160, 416), 32),
+        (("Q4_K", "Q4_K"), slice(0, 768), 256), (("Q4_K", "Q4_K"), slice(160, 416), 0),
         (("Q6_K", "Q6_K"), slice(16, 272), 0), (("Q4_K", "Q4_0"), slice(0, 768), 0),
-        (("Q5_K", "Q6_K"), slice(256, 768), 0), (("Q5_K", "Q5_K"), slice(256, 288), 32),
+        (("Q5_K", "Q6_K"), slice(256, 768), 256), (("Q5_K", "Q5_K"), slice(256, 288), 32), 
+        (("Q4_K", "Q5_K"), slice(192, 448), 64), (("Q5_K", "Q5_K"), slice(192, 448), 64),
         (("Q4_K", "Q4_0"), slice(16, 272), 0), (("Q4_K", "Q4_K"), slice(16, 272), 0),
+        (("Q4_K", "Q6_K"), slice(0, 768), 256), (("Q6_K", "Q4_K"), slice(0, 768), 256),
+        (("Q8_0", "Q5_K"), slice(256, 768), 0),
+        (("Q6_K", "Q4_0"), slice(16, 272), 0), (("Q4_K", "Q8_0"), slice(0, 768), 0),
     ],
 )  # fmt: skip
 def test_parts_of_a_matrix_keep_factors_where_they_are_alike(kinds: tuple[str, str], columns: slice, wide: int) -> None:
-    """And where a share's factors are not of less than 32 inputs. Otherwise the scales are their products."""
+    """And where a share's factors are not of less than 64 inputs. Otherwise the scales are their products."""
     random, found = np.random.default_rng(0), []
     for kind in kinds:
         size = BLOCKS[kind][1]
@@ -260,8 +264,10 @@ def test_parts_of_a_matrix_keep_factors_where_they_are_alike(kinds: tuple[str, s
     weight = torch.empty(expected.shape, device="meta")
     model: Any = SimpleNamespace(take=torch.zeros, ops=reference, device="cpu")
     made = coded_of(model, weight, [(weight[:8], found[0]), (weight[8:], found[1])], False)
-    assert made and made.coded.wide == wide and (made.coded.factors is None) == (wide == 0)
-    assert made.coded.scales.dtype == (torch.float32 if not wide else torch.uint8)
+    kept = {KINDS[kind][0] for kind in kinds}
+    assert made and made.coded.kind == max(kept, key=reference.BITS.get)
+    assert made.coded.wide == wide and (made.coded.factors is None) == (wide == 0)
+    assert made.coded.scales.dtype == (torch.float32 if not wide else torch.int8 if "Q6_K" in kinds else torch.uint8)
     for begin, part in zip((0, 8), found, strict=True):
         assert Rows(made, begin).fill(part).isfinite()
     size = float(expected.abs().max())

@@ -18,7 +18,6 @@ from cpu import ops as cpu_ops
 from cpu.quantized import (
     FEW,
     ROWS,
-    WORDS,
     CodedExperts,
     CodedLinear,
     Form,
@@ -29,10 +28,9 @@ from cpu.quantized import (
     middle_of_bytes,
     pack_quantized,
 )
-from reference import Quantized
+from reference import BITS, Quantized
 
-KINDS = list(WORDS)
-FOUR_BITS = ("int4", "fp4", "nf4", "iq4")
+KINDS = list(BITS)
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 
 
@@ -46,7 +44,7 @@ def drawn(kind: str, shape: tuple[int, ...], group: int, zeros: bool, dtype=torc
         exponents = torch.randint(-8, 7, shape, generator=random).float()
         codes = (torch.randn(shape, generator=random) * exponents.exp2()).to(torch.float8_e4m3fn)
     else:
-        codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), generator=random).to(torch.uint8)
+        codes = torch.randint(0, 256, (*shape[:-1], shape[-1] * BITS[kind] // 8), generator=random).to(torch.uint8)
     scales = torch.rand(tables, generator=random).add(0.1).to(dtype)
     return Quantized(kind, codes, scales, torch.randn(tables, generator=random).to(dtype) if zeros else None, group)
 
@@ -54,7 +52,7 @@ def drawn(kind: str, shape: tuple[int, ...], group: int, zeros: bool, dtype=torc
 def with_factors(weight: Quantized, small: torch.dtype, wide: int, seed: int = 0) -> Quantized:
     """The weight with scales and zeros of 8 bits, and factors at random."""
     random = torch.Generator().manual_seed(seed)
-    zeros, inputs = weight.zeros, weight.codes.shape[-1] * 2 // WORDS[weight.kind]
+    zeros, inputs = weight.zeros, weight.codes.shape[-1] * 8 // BITS[weight.kind]
     scales, *least = (
         torch.randint(1, 64, table.shape, generator=random).to(small)
         for table in (weight.scales, zeros)
@@ -89,7 +87,7 @@ def check(
 def check_products(weight: Quantized, forms: Forms | None, counts: tuple[int, ...], dtype=torch.float32) -> None:
     """The products with some numbers of rows, every other one with a bias."""
     (outputs, inputs), packed = weight.codes.shape, CodedLinear(weight, forms)
-    inputs *= 2 if weight.kind in FOUR_BITS else 1
+    inputs = inputs * 8 // BITS[weight.kind]
     for i, count in enumerate(counts):
         x = torch.randn(count, 2 * inputs).to(dtype)[:, :inputs]  # not contiguous
         bias = torch.randn(outputs).to(dtype) if i % 2 else None
@@ -116,7 +114,7 @@ def test_a_weight_in_codes_gives_the_product_of_its_numbers(kind):
     """With C++, before it is there, and without; also where groups, panels, rows and slabs do not end together."""
     torch.manual_seed(0)
     none, most = SimpleNamespace(run=None), FEW[torch.float32]
-    for i, (outputs, inputs, group) in enumerate(WEIGHTS + (ODD if kind not in FOUR_BITS else [])):
+    for i, (outputs, inputs, group) in enumerate(WEIGHTS + (ODD if BITS[kind] == 8 else [])):
         weight = drawn(kind, (outputs, inputs), group, i % 2 == 1)
         check_products(weight, uncompiled(weight), (1, ROWS + 1, most + 1))
         check_products(weight, Forms(none, none, none, torch.float32), (2,))
@@ -124,12 +122,13 @@ def test_a_weight_in_codes_gives_the_product_of_its_numbers(kind):
 
 
 FACTORED = [  # outputs, inputs, inputs of a group, inputs that share factors
-    (1, 32, 32, 32), (50, 96, 32, 256), (130, 512, 32, 256), (17, 320, 16, 10**6), (33, 320, 16, 256), (20, 96, 32, 32),
+    (1, 32, 32, 32), (50, 96, 32, 256), (130, 512, 32, 256), (17, 320, 16, 10**6), (33, 320, 16, 256),
+    (20, 192, 32, 64),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("small", [torch.uint8, torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("kind", ["int4", "int8", "fp4"])
+@pytest.mark.parametrize("kind", ["int4", "int6", "int8", "fp4"])
 def test_scales_are_multiplied_by_factors(kind, small):
     """Also where inputs that share factors are cut by the end of a row, and the last four groups are not whole."""
     torch.manual_seed(0)
@@ -168,8 +167,10 @@ def test_all_codes_are_read_as_specified():
         every = torch.arange(256, dtype=torch.uint8)
         if kind == "fp8":
             every[127], every[255] = 126, 254  # instead of those that are not numbers
-        columns = 32 if kind not in FOUR_BITS else 16
+        columns = 32 * BITS[kind] // 8
         codes = every.repeat_interleave(columns).view(256, columns)
+        if kind == "int6":
+            codes[:, 16:] = codes[:, 16:].flip(0)  # so that each lower half meets other upper bits
         codes = codes.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn) if columns == 32 else codes
         weight = Quantized(kind, codes, torch.ones(256, 1), None, 32)
         for forms in (None, uncompiled(weight)):
@@ -183,7 +184,7 @@ def test_a_packed_weight_takes_little_more_than_its_codes(kind):
         weight = drawn(kind, (256, 1024), group, zeros, torch.bfloat16)
         given = sum(tensor.nbytes for tensor in weight if isinstance(tensor, torch.Tensor))
         check_size(weight, given)
-    if kind in ("int4", "fp4", "int8"):
+    if kind in ("int4", "int6", "fp4", "int8"):
         for group, wide, zeros in ((16, 1024, False), (32, 256, True)):  # with what GGUF and NVFP4 store
             weight = with_factors(drawn(kind, (256, 1024), group, zeros), torch.uint8, wide)
             check_size(weight, weight.codes.nbytes + weight.scales.nbytes * (1 + zeros) + weight.factors.nbytes / 2)
@@ -387,8 +388,8 @@ def test_cpp_is_asked_for_once_for_each_kind(monkeypatch):
         find = compiled.coded_forms(builder, dtype)
         kinds = [drawn(kind, (16, 32), 32, zeros) for kind in KINDS for zeros in (False, True)]
         found = [find(weight) for weight in kinds + kinds]
-        assert found[:12] == found[12:] and {forms.dtype for forms in found} == {slab}
-        assert len(asked) == 36 == len({job.key() for job in asked})
+        assert found[: len(kinds)] == found[len(kinds) :] and {forms.dtype for forms in found} == {slab}
+        assert len(asked) == 3 * len(kinds) == len({job.key() for job in asked})
         asked.clear()
     monkeypatch.setattr(compiled, "has_bfloat16", lambda: False)
     assert compiled.coded_forms(builder, torch.bfloat16)(kinds[0]).dtype == torch.float32
@@ -422,7 +423,7 @@ def test_the_cpp_of_a_product_with_codes_is_the_product(kind, zeros):
 @pytest.mark.parametrize(
     ("kind", "small"),
     [("int4", torch.uint8), pytest.param("fp4", torch.float8_e4m3fn, marks=pytest.mark.long),
-     pytest.param("int8", torch.int8, marks=pytest.mark.long)],
+     ("int6", torch.int8)],
 )  # fmt: skip
 def test_the_cpp_of_a_product_with_factors_is_the_product(kind, small):
     """Where any of the loops goes round once, too."""
@@ -451,7 +452,7 @@ def test_the_cpp_of_a_product_with_factors_is_the_product(kind, small):
 )  # fmt: skip
 def test_drawn_weights_give_the_product_of_their_numbers(kind, outputs, pieces, group, zeros, count, dtype, seed):
     torch.manual_seed(seed)
-    inputs = 32 * pieces - (seed % 32 if kind not in FOUR_BITS else 0)
+    inputs = 32 * pieces - (seed % 32 if BITS[kind] == 8 else 0)
     weight = drawn(kind, (outputs, inputs), 16 * group or inputs, zeros, dtype, seed)
     for forms in (None, uncompiled(weight)):
         check_products(weight, forms, (1, count), dtype)

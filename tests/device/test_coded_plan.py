@@ -99,7 +99,7 @@ def test_a_gpu_is_planned_with_inputs_as_it_rounds_them(
     assert "in fp8" in lines[0] and ("with inputs in fp8" in lines[0]) == rounds
 
 
-@pytest.mark.parametrize(("name", "kind"), [("Q4_0", "int4"), ("Q4_K", "int4"), ("Q6_K", "int8"), ("Q8_0", "int8")])
+@pytest.mark.parametrize(("name", "kind"), [("Q4_0", "int4"), ("Q4_K", "int4"), ("Q6_K", "int6"), ("Q8_0", "int8")])
 def test_gguf_files_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     gguf_file(tmp_path, name)

@@ -504,9 +504,9 @@ def test_memory_that_a_closed_engine_left_to_torch_is_free(monkeypatch):
     monkeypatch.setattr(torch, "cuda", fake)
     config = EngineConfig(load_format="dummy")
     model = dataclasses.replace(ModelConfig.from_folder(DEMO), vocab_size=2**22, hidden_size=2**10)  # 8 GiB and more
-    check_room(config, model, torch.bfloat16, 100, "cuda")
+    check_room(config, model, reference, torch.bfloat16, 100, Pipeline(), "cuda")
     with pytest.raises(ValueError, match=r"asks for .* GiB of weights.* cuda has 80\.0 GiB free"):
-        check_room(config, model, torch.bfloat16, 10**9, "cuda")
+        check_room(config, model, reference, torch.bfloat16, 10**9, Pipeline(), "cuda")
 
 
 def test_blocks_of_a_pool():

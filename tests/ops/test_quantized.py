@@ -24,18 +24,17 @@ import kernels
 import reference
 from cpu import quantized as cpu_quantized
 from ops import matmul, quantized, quantized_inputs
-from reference import Quantized
+from reference import BITS, Quantized
 from test_experts import check_experts, layer
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
-FOUR_BITS = ("int4", "fp4", "nf4", "iq4")
 
 
 def number(kind: str, code: int) -> float:
     """The number of a code, counted from 0."""
-    if kind == "int4":
-        return code - 8
+    if kind in ("int4", "int6"):
+        return code - (8 if kind == "int4" else 32)
     if kind == "int8":
         return code - 256 if code >= 128 else code
     if kind in ("nf4", "iq4"):
@@ -56,7 +55,7 @@ def random_weight(
     wide: int = 0,
 ) -> tuple[Quantized, torch.Tensor]:
     """A weight, and the numbers [outputs, inputs] float64 that it stands for. With `wide` its scales have 8 bits."""
-    size, groups = (16 if kind in FOUR_BITS else 256), math.ceil(inputs / group)
+    size, groups = 1 << BITS[kind], math.ceil(inputs / group)
     codes = torch.randint(0, size, (outputs, inputs))
     if kind == "fp8":
         codes = torch.where(codes % 128 == 127, 0, codes)  # NaN
@@ -78,12 +77,15 @@ def random_weight(
             numbers[:, k] = (numbers[:, k] - shift) * scale
             continue
         f = factors[:, k // wide].double()
-        lowest = -8 if kind == "int4" and with_zeros else 0
+        lowest = {"int4": -8, "int6": -32}.get(kind, 0) if with_zeros else 0
         numbers[:, k] = (numbers[:, k] - lowest) * (scale * f[:, 0]) - shift * f[:, -1]
-    if kind in FOUR_BITS:
-        packed = torch.zeros(outputs, inputs // 2, dtype=torch.uint8)
+    if BITS[kind] < 8:
+        packed = torch.zeros(outputs, inputs * BITS[kind] // 8, dtype=torch.uint8)
         for k in range(inputs):
-            packed[:, k // 32 * 16 + k % 16] += (codes[:, k] << (4 if k % 32 >= 16 else 0)).to(torch.uint8)
+            packed[:, k // 32 * 16 + k % 16] += (codes[:, k] % 16 << (4 if k % 32 >= 16 else 0)).to(torch.uint8)
+            if kind == "int6":
+                upper = codes[:, k] // 16 << k % 32 // 8 * 2
+                packed[:, inputs // 2 + k // 32 * 8 + k % 8] += upper.to(torch.uint8)
     else:
         packed = codes.to(torch.uint8).view(torch.int8 if kind == "int8" else E4M3)
     return Quantized(kind, packed, scales, zeros, group, factors, wide), numbers
@@ -104,7 +106,7 @@ def there(device: str, weight: Quantized) -> kernels.Quantized:
 @tried(
     st.sampled_from([1, 16, 17, 65, 130]),
     st.sampled_from([(1, 32), (65, 320), (130, 640), (7, 1088)]),
-    st.sampled_from(["int4", "fp4", "nf4", "iq4", "int8", "fp8"]),
+    st.sampled_from([*BITS]),
     st.sampled_from([16, 32, 48, 64, 80, 128, 192, 256, 10**6]),
     st.sampled_from([F32, BF16, F16]),
     st.sampled_from([F32, BF16, F16, E4M3, E8M0]),
@@ -118,6 +120,8 @@ def there(device: str, weight: Quantized) -> kernels.Quantized:
         (1, (7, 1088), "fp4", 16, BF16, E4M3, False, False, 64),
         (65, (130, 160), "nf4", 64, BF16, F32, False, False, 1),
         (2, (65, 320), "iq4", 32, BF16, F16, False, False, 1),
+        (2, (65, 320), "int6", 16, BF16, F16, False, False, 1),
+        (3, (7, 1088), "int6", 32, F16, F16, True, False, 64),
         (5, (7, 1088), "int8", 2000, BF16, F32, True, True, 64),
         (4, (9, 100), "fp8", 48, F32, BF16, False, False, 1),
         (70, (7, 1088), "int8", 192, F32, F32, True, False, 64),
@@ -267,7 +271,7 @@ def test_inputs_that_are_not_finite_or_are_zeros(kind: str) -> None:
 
 @tried(
     st.sampled_from([(1, 32), (7, 1088), (130, 96)]),
-    st.sampled_from(["int4", "fp4", "nf4", "iq4", "int8", "fp8"]),
+    st.sampled_from([*BITS]),
     st.sampled_from([16, 32, 48, 10**6]),
     st.sampled_from([F32, BF16, F16]),
     st.sampled_from([F32, F16, E4M3, E8M0]),
@@ -276,6 +280,7 @@ def test_inputs_that_are_not_finite_or_are_zeros(kind: str) -> None:
         ((7, 1088), "int4", 32, F32, F16, True), ((7, 1088), "int8", 2000, BF16, F32, False),
         ((130, 96), "fp8", 48, F16, F16, True), ((7, 1088), "fp4", 16, BF16, E4M3, False),
         ((130, 96), "nf4", 64, F32, E8M0, False), ((130, 96), "iq4", 32, F32, F16, False),
+        ((7, 1088), "int6", 16, F32, F16, True),
     ],
     drawn=25,
 )  # fmt: skip
@@ -293,14 +298,15 @@ def test_quantized_rows(
 @tried(
     st.sampled_from([1, 17, 65]),
     st.sampled_from([(1, 32), (65, 320), (7, 1088)]),
-    st.sampled_from(["int4", "fp4", "int8"]),
+    st.sampled_from(["int4", "int6", "fp4", "int8"]),
     st.sampled_from([16, 32]),
     st.sampled_from([32, 256, 10**6]),
     st.sampled_from([F32, BF16, F16]),
     st.booleans(),
     on=[
         (3, (65, 320), "int4", 32, 256, BF16, True), (2, (7, 1088), "fp4", 16, 10**6, F16, False),
-        (65, (33, 96), "int8", 16, 256, F32, False), (1, (7, 1088), "int8", 32, 32, BF16, True),
+        (65, (33, 96), "int6", 16, 256, F32, False), (3, (7, 1088), "int6", 32, 256, F16, True),
+        (1, (7, 1088), "int8", 32, 32, BF16, True),
         (2, (20, 32), "int4", 32, 256, F32, True),
     ],
     drawn=15,
@@ -363,6 +369,7 @@ def run_ptx(text: str, pairs: torch.Tensor) -> list[torch.Tensor]:
     ops = {
         "cvt.u32.u16": lambda a: a,
         "and.b32": lambda a, b: a & b,
+        "or.b32": lambda a, b: a | b,
         "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
         "shr.b32": lambda a, b: a >> b,
         "prmt.b32": permute,
@@ -376,18 +383,20 @@ def run_ptx(text: str, pairs: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("kind", ["int4", "fp4", "nf4", "iq4", "int8", "fp8"])
+@pytest.mark.parametrize("kind", [*BITS])
 def test_two_bytes_are_unpacked_at_a_time(kind: str, dtype: torch.dtype) -> None:
-    """For any two bytes: what `_number` makes of these bits is the number of each code."""
-    pairs = torch.arange(1 << 16)
+    """For any two bytes: what `_number` makes of these bits is the number of each code. Of int6, for two 16 bits."""
+    pairs, width = (torch.arange(1 << 16), 8) if kind != "int6" else (torch.randint(1 << 32, (1 << 16,)), 16)
     made = [torch.stack((bits & 0xFFFF, bits >> 16)) for bits in run_ptx(quantized._unpacking(kind, dtype), pairs)]
     low, high = (bits.to(torch.uint16).view(dtype) for bits in made)
-    codes = torch.stack((pairs & 255, pairs >> 8))
-    halves = [codes & 15, codes >> 4] if kind in FOUR_BITS else [codes]
+    codes = torch.stack((pairs & (1 << width) - 1, pairs >> width))
+    halves = [codes] if BITS[kind] == 8 else [codes & 15, codes >> 4 & 15]
+    if kind == "int6":
+        halves = [halves[0] | codes >> 4 & 48, halves[1] | codes >> 8 & 48]
     bits, bias = (7, 127) if dtype == BF16 else (10, 15)
     factor, shift = {"fp4": 2.0 ** (bias - 1), "fp8": 2.0 ** (bias - 7)}.get(kind, 1.0), 0.0
-    shift = 2.0**bits + 8 if kind == "int4" else high if kind == "int8" else 0.0
-    size = 16 if kind in FOUR_BITS else 256
+    shift = {"int4": 2.0**bits + 8, "int6": 2.0**bits + 32, "int8": high}.get(kind, 0.0)
+    size = 1 << BITS[kind]
     numbers = torch.tensor([number(kind, code) for code in range(size)]).to(dtype)
     if kind == "fp8":
         numbers[[127, 255]] = torch.tensor([480.0, -480.0]).to(dtype)
@@ -399,7 +408,7 @@ def test_two_bytes_are_unpacked_at_a_time(kind: str, dtype: torch.dtype) -> None
     st.sampled_from([1, 20, 70]),
     st.sampled_from([(4, 2), (12, 1)]),
     st.sampled_from([(32, 16), (160, 33), (64, 140)]),
-    st.sampled_from([("int4", 32), ("fp4", 32), ("int8", 48), ("int8", 1000), ("int4", -32), ("int8", -16)]),
+    st.sampled_from([("int4", 32), ("fp4", 32), ("int8", 48), ("int8", 1000), ("int4", -32), ("int6", -16)]),
     st.sampled_from([F32, BF16, F16]),
     st.sampled_from(["silu", "swigluoai"]),
     st.booleans(),
@@ -417,12 +426,13 @@ def test_experts(
     """`more`: there are biases, zeros, and weights of inputs. With a group below 0 there are factors."""
     (count, k), (hidden, size), (kind, group) = router, sizes, coding
     group, wide = abs(group), 64 if group < 0 else 0
-    if kind in FOUR_BITS:
+    if BITS[kind] < 8:
         size = math.ceil(size / 32) * 32
     args = layer(tokens, k, (count, hidden, size), dtype, more, (0, count))
     gate_up, gate_up_numbers = random_stack(count, kind, 2 * size, hidden, group, F16, more, wide)
     down, down_numbers = random_stack(count, kind, hidden, size, group, F16, more, wide)
-    dense = (args[0], gate_up_numbers, args[2], down_numbers, *args[4:])
+    x = args[0] / (16 if BITS[kind] > 4 else 1)  # so that products of two large numbers fit into float16
+    dense = (x, gate_up_numbers, args[2], down_numbers, *args[4:])
     coded = there(device, gate_up), there(device, down)
     check_experts(kernels, dense, 0, activation, more, False, device, coded)
 
