@@ -22,17 +22,7 @@ from typing import NoReturn
 
 import torch
 
-from checkpoints.compressed import (
-    RECIPES,
-    Recipe,
-    Shards,
-    check_target,
-    config_of,
-    copy_beside,
-    new_folder,
-    tensors_of,
-    write_config,
-)
+from checkpoints import compressed
 from checkpoints.hub import checkpoint_files, find_model
 from checkpoints.rounding import nearest_of
 from checkpoints.storage import opened
@@ -97,9 +87,9 @@ class Options:
             raise ValueError("method is rtn; it has no use for --calibration, which must be left out")
 
     @property
-    def recipe(self) -> Recipe:
+    def recipe(self) -> compressed.Recipe:
         """The scheme."""
-        return RECIPES[self.scheme]
+        return compressed.RECIPES[self.scheme]
 
     @property
     def group(self) -> int:
@@ -122,7 +112,7 @@ def new_parser() -> OneLineParser:
     )
     parser.add_argument("model", metavar="MODEL", help="a folder with safetensors, or a model's id on the hub")
     parser.add_argument("out", metavar="OUT", help="the folder to write, which must be new or empty")
-    parser.add_argument("--scheme", required=True, choices=[*RECIPES], help="how the matrices are stored")
+    parser.add_argument("--scheme", required=True, choices=[*compressed.RECIPES], help="how the matrices are stored")
     parser.add_argument(
         "--group-size", type=int, metavar="INT",
         help="of w4a16: inputs that share a scale, 32, 64 or 128, or -1 for all (default: 128)",
@@ -161,11 +151,10 @@ def quantize(options: Options) -> list[str]:
     set_up("info", "text")
     begun, source = time.monotonic(), EngineConfig(options.model)
     texts = [read_text(path) for path in (options.calibration, options.text) if path]
-    target = Path(options.out).resolve()
-    here = os.path.isdir(options.model)
-    check_target(target, Path(options.model) if here else None, options.overwrite)  # before anything is downloaded
+    target, here = Path(options.out).resolve(), Path(options.model) if os.path.isdir(options.model) else None
+    compressed.check_target(target, here, options.overwrite)  # before anything is downloaded
     source = find_model(source)
-    check_target(target, Path(source.folder), options.overwrite)
+    compressed.check_target(target, Path(source.folder), options.overwrite)
     job = Job(options, source)
     lessons, exam = job.chunks(texts)
     before = perplexity(source, exam)
@@ -284,8 +273,8 @@ class Job:
             found: by our names, the codes and scales that are chosen already; the other matrices are rounded now.
         """
         source, recipe = Path(self.source.folder), self.options.recipe
-        with new_folder(target) as folder:
-            shards = Shards(folder)
+        with compressed.new_folder(target) as folder:
+            shards = compressed.Shards(folder)
             for path in self.paths:
                 with opened(path) as file:
                     for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
@@ -294,10 +283,10 @@ class Job:
                             shards.add({saved: tensor})
                             continue
                         codes, scales = found.get(self.rounds[saved]) or self.to_nearest(tensor)
-                        shards.add(tensors_of(saved, codes, scales, recipe))
+                        shards.add(compressed.tensors_of(saved, codes, scales, recipe))
             shards.finish()
-            copy_beside(source, folder)
-            write_config(source, folder, config_of(recipe, self.options.group, self.ignore))
+            compressed.copy_beside(source, folder)
+            compressed.write_config(source, folder, compressed.config_of(recipe, self.options.group, self.ignore))
             sizes = [sum(map(os.path.getsize, paths)) for paths in (self.paths, folder.glob("*.safetensors"))]
         return sizes[0], sizes[1]
 

@@ -173,7 +173,7 @@ def test_a_run_that_is_cut_off_leaves_nothing(tmp_path: Path, monkeypatch: pytes
     def cut_off(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(quantize, "write_config", cut_off)
+    monkeypatch.setattr(quantize.compressed, "write_config", cut_off)
     for place in (target, tmp_path / "other"):
         with pytest.raises(KeyboardInterrupt):
             job_of(source, "w4a16").write(place, {})
