@@ -152,12 +152,9 @@ def take(
 
 
 def spread(
-    entries: torch.Tensor,
-    dim: int,
-    at: torch.Tensor,
-    each: int,
+    entries: torch.Tensor, dim: int, at: torch.Tensor, each: int,
     split: Callable[[torch.Tensor, int], torch.Tensor] | None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """What elements at some places along a dimension have of the entries that `each` neighbours share, see `take`.
 
     Places without gaps have all of the entries, which is far faster.
@@ -211,11 +208,6 @@ def minifloat(bits: torch.Tensor, exponent: int, mantissa: int) -> torch.Tensor:
     return wide.view(torch.float32).mul_(2.0 ** (127 - ((1 << exponent - 1) - 1)))
 
 
-def as_bytes(numbers: torch.Tensor) -> torch.Tensor:
-    """The lowest 8 bits of integers, in a quarter of the memory of float32."""
-    return numbers.to(torch.uint8)
-
-
 def fields(
     words: torch.Tensor, dim: int, bits: int, size: int,
     number: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float, order: Sequence[int] = (),
@@ -239,7 +231,7 @@ def fields(
             pairs = entries.to(torch.int16)
             first = pairs >> starts[0] if starts[0] else pairs
             return (pairs << 8 - starts[1]).bitwise_or_(first).bitwise_and_(0x0F0F).view(torch.uint8)
-        shifted = [as_bytes(entries >> start if start else entries) for start in starts]
+        shifted = [(entries >> start if start else entries).byte() for start in starts]
         return torch.stack(shifted, dim + 1).bitwise_and_(mask).flatten(dim, dim + 1)
 
     def values(*places: torch.Tensor) -> torch.Tensor:

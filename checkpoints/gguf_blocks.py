@@ -37,7 +37,7 @@ def unpack(blocks: torch.Tensor, kind: str) -> torch.Tensor:
         codes, scales, least, factors = FORMULAS[kind](blocks.flatten(0, -2))
         if kind in PAIRED:
             codes = apart(codes).view(len(codes), scales.shape[1], -1)
-        codes = torch.tensor(IQ4).float()[codes.int()] if kind == "IQ4_NL" else codes.float()
+        codes = torch.tensor(IQ4).float()[codes.int()] if kind.startswith("IQ4") else codes.float()
         if kind == "Q4_0":
             codes -= 8
         numbers = codes.mul_((scales if factors is None else scales.float() * factors[:, :1])[:, :, None])
@@ -67,13 +67,21 @@ def q8_0(blocks: torch.Tensor) -> Split:
 
 
 def q4_0(blocks: torch.Tensor) -> Split:
-    """d (q - 8), with 4 bits each."""
+    """d (q - 8), with 4 bits each; of IQ4_NL d table[q]."""
     return Split(blocks[:, 2:], halves(blocks[:, :2]))
 
 
-def iq4_nl(blocks: torch.Tensor) -> Split:
-    """d table[q], with 4 bits each."""
-    return Split(blocks[:, 2:], halves(blocks[:, :2]))
+def q5_0(blocks: torch.Tensor) -> Split:
+    """d (q - 16), with 4 bits each, and a fifth of all 32 in four bytes before them, the first one's lowest."""
+    high = (blocks[:, 2:6, None] >> torch.arange(8, dtype=torch.uint8) & 1).view(-1, 1, 32)
+    return Split((nibbles(blocks[:, 6:], 1).flatten(2) | high << 4).view(torch.int8) - 16, halves(blocks[:, :2]))
+
+
+def iq4_xs(blocks: torch.Tensor) -> Split:
+    """d (s - 32) table[q], with 4 bits each. The upper 2 of the 6 bits of each s lie in two bytes before the lower."""
+    low = nibbles(blocks[:, 4:8], 4).flatten(1)
+    high = (blocks[:, 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(1)
+    return Split(blocks[:, 8:], (low | high << 4).view(torch.int8) - 32, factors=halves(blocks[:, :2]))
 
 
 def scales_and_least(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -101,6 +109,16 @@ def q5_k(blocks: torch.Tensor) -> Split:
     return Split(nibbles(blocks[:, 48:], 4).view(-1, 8, 32) | high << 4, *scales_and_least(blocks))
 
 
+def q3_k(blocks: torch.Tensor) -> Split:
+    """d (s - 32) (q - 4), with 2 bits each, and a third in another byte; 6 bits of s, 4 and 2 in two bytes."""
+    low = blocks[:, 32:96].view(-1, 2, 1, 32) >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3
+    high = blocks[:, None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    codes = (low.reshape(-1, 8, 32) | high << 2).view(torch.int8) - 4
+    upper = (blocks[:, None, 104:108] >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3).flatten(1)
+    scales = torch.cat((blocks[:, 96:104] & 15, blocks[:, 96:104] >> 4), 1) | upper << 4
+    return Split(codes.view(-1, 16, 16), scales.view(torch.int8) - 32, factors=halves(blocks[:, 108:]))
+
+
 def q6_k(blocks: torch.Tensor) -> Split:
     """d s (q - 32) with a scale s of 8 bits for 16 numbers. Of each number 4 bits are here, and 2 in another byte."""
     low, high = nibbles(blocks[:, :128], 2), blocks[:, 128:192].view(-1, 2, 1, 32)
@@ -111,15 +129,17 @@ def q6_k(blocks: torch.Tensor) -> Split:
 
 
 FORMULAS: dict[str, Callable[[torch.Tensor], Split]] = {
-    "Q8_0": q8_0, "Q4_0": q4_0, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k, "IQ4_NL": iq4_nl,
+    "Q8_0": q8_0, "Q4_0": q4_0, "Q5_0": q5_0, "Q3_K": q3_k, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k, "IQ4_NL": q4_0,
+    "IQ4_XS": iq4_xs,
 }  # fmt: skip
 KINDS = {  # of `reference.Quantized` in which they can be kept, what that subtracts from codes, group, dtype of scales
     "Q8_0": ("int8", 0, 32, torch.float16), "Q4_0": ("int4", 0, 32, torch.float16),
     "Q4_K": ("int4", 8, 32, torch.uint8), "Q5_K": ("int6", 32, 32, torch.uint8), "Q6_K": ("int6", 0, 16, torch.int8),
-    "IQ4_NL": ("iq4", 0, 32, torch.float16),
+    "IQ4_NL": ("iq4", 0, 32, torch.float16), "IQ4_XS": ("iq4", 0, 32, torch.int8),
+    "Q5_0": ("int6", 0, 32, torch.float16), "Q3_K": ("int4", 0, 16, torch.int8),
 }  # fmt: skip
-PAIRED = ("Q4_0", "Q4_K", "IQ4_NL")  # two codes in a byte, as that has them
-FACTORED = ("Q4_K", "Q5_K", "Q6_K")  # a block's scales have factors
+PAIRED = ("Q4_0", "Q4_K", "IQ4_NL", "IQ4_XS")  # two codes in a byte, as that has them
+FACTORED = ("Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # a block's scales have factors
 
 
 def split(blocks: torch.Tensor, kind: str) -> Read:

@@ -31,7 +31,7 @@ FLOATS = ("F32", "F16", "BF16")  # types that need no unpacking
 MOST_VALUES = 2**24  # of an array in the metadata; vocabularies have several hundred thousand
 MOST_FACTORS = 2**14  # of RoPE
 # Types that need no package; see `checkpoints.gguf_blocks`.
-OURS = (*FLOATS, "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
+OURS = (*FLOATS, "Q8_0", "Q4_0", "Q5_0", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 

@@ -17,7 +17,6 @@ from checkpoints.dequantize import (
     Kept,
     Packed,
     Table,
-    as_bytes,
     e2m1,
     e4m3,
     fields,
@@ -118,13 +117,9 @@ def check_zeros(form: Format, zeros: torch.Tensor | None) -> None:
 
 
 def unpack_pack(
-    codes: torch.Tensor,
-    form: Format,
-    scales: torch.Tensor,
-    shape: torch.Tensor,
-    zeros: torch.Tensor | None = None,
+    codes: torch.Tensor, form: Format, scales: torch.Tensor, shape: torch.Tensor, zeros: torch.Tensor | None = None,
     groups: torch.Tensor | None = None,
-) -> Packed:
+) -> Packed:  # fmt: skip
     """(codes - zeros) * scales [N, K / group] of compressed-tensors: codes lie along the inputs [N, words], zeros along
     the outputs [words, K / group]. Both are stored as unsigned numbers; symmetric ones have their middle as zero."""
     if list(shape.shape) != [2] or (n := int(shape[0])) < 1 or (k := int(shape[1])) < 1:
@@ -139,7 +134,7 @@ def unpack_pack(
         check("zero points", zeros, [words_for(n, form.bits), count])
         table = fields(zeros, 0, form.bits, n)
     numbers = fields(codes, 1, form.bits, k)
-    kept = unsigned(fields(codes, 1, form.bits, k, as_bytes), form.bits, zeros is not None)
+    kept = unsigned(fields(codes, 1, form.bits, k, torch.Tensor.byte), form.bits, zeros is not None)
     return scaled(numbers, scales, (1, group), table, order_of(groups, k, group, count, form.ordered), kept)
 
 
@@ -160,7 +155,7 @@ def unpack_gptq(
     if form.symmetric and not bool((table.float() == middle).all()):
         raise ValueError(f"has zero points other than {middle}, and config.json says sym true: is the format gptq_v2?")
     order = order_of(groups, k, group, count, form.ordered)
-    numbers, raw = (fields(codes.mT, 1, form.bits, k, of) for of in (torch.Tensor.float, as_bytes))
+    numbers, raw = (fields(codes.mT, 1, form.bits, k, of) for of in (torch.Tensor.float, torch.Tensor.byte))
     return scaled(numbers, scales.mT, (1, group), table.mT, order, unsigned(raw, form.bits, not form.symmetric))
 
 
@@ -173,7 +168,7 @@ def unpack_awq(codes: torch.Tensor, form: Format, zeros: torch.Tensor, scales: t
     check(f"codes [{k}, {words}] in groups of {group}, and scales", scales, [count, n])
     check("zero points", zeros, [count, words])
     numbers, table = (fields(each.mT, 0, 4, n, order=AWQ_ORDER) for each in (codes, zeros))
-    raw = fields(codes.mT, 0, 4, n, as_bytes, AWQ_ORDER)
+    raw = fields(codes.mT, 0, 4, n, torch.Tensor.byte, AWQ_ORDER)
     return scaled(numbers, scales.mT, (1, group), table, kept=unsigned(raw, 4, True))
 
 
@@ -184,7 +179,7 @@ def unsigned(codes: Packed, bits: int, has_zeros: bool) -> Kept:
 
 def fp4(pairs: torch.Tensor) -> tuple[Packed, Kept]:
     """The numbers [.., K] of 4-bit floats [.., K / 2] in pairs, the lower one first, and how they can be kept."""
-    numbers, codes = (fields(pairs, pairs.ndim - 1, 4, 2 * pairs.shape[-1], of) for of in (e2m1, as_bytes))
+    numbers, codes = (fields(pairs, pairs.ndim - 1, 4, 2 * pairs.shape[-1], of) for of in (e2m1, torch.Tensor.byte))
     return numbers, Kept("fp4", codes)
 
 
@@ -221,14 +216,9 @@ def unpack_mxfp4(codes: torch.Tensor, form: Format, scales: torch.Tensor) -> Pac
 
 
 def unpack_bnb_4bit(
-    codes: torch.Tensor,
-    form: Format,
-    scales: torch.Tensor,
-    table: torch.Tensor,
-    state: torch.Tensor,
-    nested: torch.Tensor | None = None,
-    nested_table: torch.Tensor | None = None,
-) -> Packed:
+    codes: torch.Tensor, form: Format, scales: torch.Tensor, table: torch.Tensor, state: torch.Tensor,
+    nested: torch.Tensor | None = None, nested_table: torch.Tensor | None = None,
+) -> Packed:  # fmt: skip
     """table[codes] * scales: codes of the flattened matrix in pairs, the upper one first, and a scale for each block of
     it. Nested scales are themselves codes: nested_table[codes] * nested, for each block of them, and an offset."""
     said = read_state(state)
@@ -247,9 +237,8 @@ def unpack_bnb_4bit(
         check("a nested table", nested_table, [256])
         absmax = unnest(scales.view(absmax.shape), nested, nested_table, said)
     pairs = codes.view(n if k % 2 == 0 else 1, -1)
-    numbers, raw = (
-        fields(pairs, 1, 4, 2 * pairs.shape[1], of, NIBBLES) for of in (lambda found: entries(table, found), as_bytes)
-    )
+    ways = (lambda found: entries(table, found), torch.Tensor.byte)
+    numbers, raw = (fields(pairs, 1, 4, 2 * pairs.shape[1], of, NIBBLES) for of in ways)
     if absmax.shape[0] == n and torch.allclose(table, torch.tensor(NF4), atol=1e-6):  # a block is of one row
         return scaled(numbers, absmax, (1, block), kept=Kept("nf4", raw))
     return scaled(flat(numbers, n, k, 1), flat(absmax, n, k, block), (1, 1))

@@ -40,7 +40,6 @@ from gate_shapes import (
     Lora,
     Shape,
 )
-from reference import BITS
 
 # Bytes of shared memory that a program may use on each chip (CUDA guide, table 30).
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
@@ -240,7 +239,8 @@ def in_codes(
     """The fields of a Quantized of this shape, without memory."""
     *outputs, inputs = shape
     dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kind, torch.uint8)
-    codes = torch.empty(*outputs, inputs * BITS[kind] // 8, dtype=dtype, device="meta")
+    bits = {"int8": 8, "fp8": 8, "int6": 6}.get(kind, 4)
+    codes = torch.empty(*outputs, inputs * bits // 8, dtype=dtype, device="meta")
     table = torch.empty(*outputs, -(-inputs // group), dtype=scales, device="meta")
     factors = torch.empty(*outputs, -(-inputs // wide), 1 + with_zeros, device="meta") if wide else None
     return kind, codes, table, table if with_zeros else None, group, factors, wide

@@ -250,6 +250,9 @@ def test_blocks_of_gguf_stay_in_codes(kind: str, heads: int) -> None:
         (("Q4_K", "Q6_K"), slice(0, 768), 256), (("Q6_K", "Q4_K"), slice(0, 768), 256),
         (("Q8_0", "Q5_K"), slice(256, 768), 0),
         (("Q6_K", "Q4_0"), slice(16, 272), 0), (("Q4_K", "Q8_0"), slice(0, 768), 0),
+        (("Q3_K", "Q5_K"), slice(0, 768), 256), (("Q3_K", "Q4_K"), slice(256, 512), 256),
+        (("Q3_K", "Q3_K"), slice(16, 272), 0), (("Q5_0", "Q8_0"), slice(32, 768), 0),
+        (("IQ4_XS", "IQ4_NL"), slice(0, 768), 0), (("IQ4_XS", "IQ4_XS"), slice(0, 768), 256),
     ],
 )  # fmt: skip
 def test_parts_of_a_matrix_keep_factors_where_they_are_alike(kinds: tuple[str, str], columns: slice, wide: int) -> None:
@@ -267,7 +270,10 @@ def test_parts_of_a_matrix_keep_factors_where_they_are_alike(kinds: tuple[str, s
     kept = {KINDS[kind][0] for kind in kinds}
     assert made and made.coded.kind == max(kept, key=reference.BITS.get)
     assert made.coded.wide == wide and (made.coded.factors is None) == (wide == 0)
-    assert made.coded.scales.dtype == (torch.float32 if not wide else torch.int8 if "Q6_K" in kinds else torch.uint8)
+    signed = {*kinds} & {"Q6_K", "Q3_K", "IQ4_XS"}
+    small = torch.int8 if signed else torch.uint8
+    halves = {*kinds} <= {"Q5_0", "Q8_0"}
+    assert made.coded.scales.dtype == (small if wide else torch.float16 if halves else torch.float32)
     for begin, part in zip((0, 8), found, strict=True):
         assert Rows(made, begin).fill(part).isfinite()
     size = float(expected.abs().max())

@@ -128,7 +128,7 @@ FACTORED = [  # outputs, inputs, inputs of a group, inputs that share factors
 
 
 @pytest.mark.parametrize("small", [torch.uint8, torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("kind", ["int4", "int6", "int8", "fp4"])
+@pytest.mark.parametrize("kind", ["int4", "int6", "int8", "fp4", "iq4"])
 def test_scales_are_multiplied_by_factors(kind, small):
     """Also where inputs that share factors are cut by the end of a row, and the last four groups are not whole."""
     torch.manual_seed(0)
