@@ -33,10 +33,9 @@ def _unpacking(kind: str, dtype: torch.dtype) -> str:
         either = [f"or.b32 {to}, {to}, a; or.b32 {to}, {to}, {large * 0x00010001};" for to in ("$0", "$1")]
         return f"""{{.reg .b32 a, b; shr.b32 b, $2, 4; and.b32 $0, $2, 0x000f000f; and.b32 a, b, 0x00300030; {either[0]}
             and.b32 $1, b, 0x000f000f; shr.b32 a, $2, 8; and.b32 a, a, 0x00300030; {either[1]}}}"""
-    if table := {"nf4": reference.NF4, "iq4": reference.IQ4}.get(
-        kind
-    ):  # the high bytes of the numbers are looked up apart from the low ones, for eight codes each
-        pairs = torch.tensor(table, dtype=dtype).view(torch.uint8).view(4, 4, 2)
+    if kind in ("nf4", "iq4"):  # the numbers' high bytes are looked up apart from the low ones, for eight codes each
+        table = reference.TABLES[kind]
+        pairs = torch.tensor(table, dtype=dtype, device="cpu").view(torch.uint8).view(4, 4, 2)  # in a dry run, too
         low, high = ([int.from_bytes(bytes(four), "little") for four in pairs[..., i].tolist()] for i in (0, 1))
         return f"""{{.reg .b32 s, m, a, b, c, d;
             cvt.u32.u16 s, $2; shr.b32 m, s, 3; and.b32 m, m, 0x1111; prmt.b32 m, 0xff00, 0, m; and.b32 s, s, 0x7777;

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from models.quantized import QuantizedWeight
 from parallel import Group
 from test_damaged import gguf_file
 from test_dequantize import fp8_checkpoints, mxfp4_checkpoints, write
-from test_schemes import CASES, GPTQ, MIXTRAL, PHI3, SMALL, checkpoints
+from test_schemes import BNB4, CASES, GPTQ, MIXTRAL, PHI3, SMALL, bnb4, checkpoints
 
 
 def planned(
@@ -110,6 +112,42 @@ def test_gguf_files_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 def test_rounded_weights_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     _, plain = checkpoints(tmp_path, SMALL, *CASES["awq"])
     check(str(plain), monkeypatch, kind, "int8", quantization=kind)  # which the head has
+
+
+PLAN = """
+import sys
+from config import EngineConfig
+from device.startup import print_plan
+from model_config import ModelConfig
+for folder in sys.argv[1:]:
+    config = EngineConfig(folder, dtype="bfloat16", max_num_seqs=2, max_model_len=32)
+    print_plan(config, ModelConfig.from_folder(folder), 80)
+"""
+
+
+@pytest.mark.full
+def test_each_kind_is_planned_with_kernels_that_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run prepares them as a GPU's start does; what the interpreter needs is less."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for kind in ("nf4", "int4", "int8", "fp4", "fp8", "int6", "iq4"):
+        (tmp_path / kind).mkdir()
+    table, randn = torch.tensor(reference.NF4), torch.randn
+    with monkeypatch.context() as patched:  # whose table must be that of the scheme
+        patched.setattr(torch, "randn", lambda *shape: table.clone() if shape == (16,) else randn(*shape))
+        folders = {"nf4": checkpoints(tmp_path / "nf4", SMALL, BNB4, bnb4(False, 32))[0]}
+    for kind, case in (("int4", "awq"), ("int8", "int8 channel"), ("fp4", "nvfp4")):
+        folders[kind] = checkpoints(tmp_path / kind, SMALL, *CASES[case])[0]
+    folders["fp8"] = fp8_checkpoints(tmp_path / "fp8", "channel")[0]
+    for kind, name in (("int6", "Q6_K"), ("iq4", "IQ4_XS")):
+        gguf_file(tmp_path / kind, name)
+        folders[kind] = Path(made_folder(str(tmp_path / kind / "packed.gguf")))
+    command = [sys.executable, "-c", PLAN, *map(str, folders.values())]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if "parameters in" in line]
+    assert len(told) == len(folders) and all(kind in line for kind, line in zip(folders, told, strict=True))
 
 
 def test_without_files_the_plan_says_that_weights_are_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
