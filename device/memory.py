@@ -469,7 +469,7 @@ def check_room(
         ValueError: names what they take and what is free.
     """
     model = planned_model(config, model_config, ops, dtype, 1, pipeline, fp8=False)  # a table of 1 token, which is made
-    size = count_bytes(model.owners()) + max_model_len * 2 * model_config.head_dim * 4
+    size = count_bytes(model.owners()) + (max_model_len - 1) * sum(table.nbytes for table in model.rotations)
     if device == "cuda":
         torch.cuda.empty_cache()  # an engine that was closed in this process has left its memory to torch
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else machine.available_bytes()

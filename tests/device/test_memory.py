@@ -22,6 +22,7 @@ import reference
 from batch_state import BatchState
 from config import DEMO, EngineConfig
 from core import EngineCore
+from cpu import machine
 from cpu import sampling as cpu_sampling
 from device import dry_run, memory, pools, startup, warmup
 from device.compile_guard import kernels_of, unlaunched
@@ -507,6 +508,22 @@ def test_memory_that_a_closed_engine_left_to_torch_is_free(monkeypatch):
     check_room(config, model, reference, torch.bfloat16, 100, Pipeline(), "cuda")
     with pytest.raises(ValueError, match=r"asks for .* GiB of weights.* cuda has 80\.0 GiB free"):
         check_room(config, model, reference, torch.bfloat16, 10**9, Pipeline(), "cuda")
+
+
+@pytest.mark.parametrize("family", ["bloom", "deepseek-v3", "gemma3"])
+def test_there_is_room_for_all_tables_of_rope(monkeypatch, family):
+    """Of which a model may have none, one that is not as wide as a head, or two."""
+    config, shape = (
+        EngineConfig(load_format="dummy"),
+        ModelConfig.from_folder(str(ROOT / "tests/data/families" / family)),
+    )
+    model = Transformer(shape, reference, "meta", torch.bfloat16, 64, Group(0, 1))
+    free = [count_bytes(model.owners())]
+    monkeypatch.setattr(machine, "available_bytes", lambda: free[0])
+    check_room(config, shape, reference, torch.bfloat16, 64, Pipeline(), "cpu")
+    free[0] -= 1
+    with pytest.raises(ValueError, match=r"RoPE's table of 64 tokens; cpu has"):
+        check_room(config, shape, reference, torch.bfloat16, 64, Pipeline(), "cpu")
 
 
 def test_blocks_of_a_pool():
