@@ -225,7 +225,8 @@ def fields(
 
     def split(entries: torch.Tensor, dim: int) -> torch.Tensor:
         if not order and dim == entries.ndim - 1:
-            entries = entries.view(torch.uint8)  # of which there are four times as many as words, but they take less
+            # Of these there are four times as many as words, but they take less. A single column may have any stride.
+            entries = entries.flatten().view(entries.shape).view(torch.uint8)
         starts = [bits * which for which in order or range(8 * entries.itemsize // bits)]
         if bits == 4 and entries.itemsize == 1 and dim == entries.ndim - 1:  # one step for both, without gaps
             pairs = entries.to(torch.int16)

@@ -33,11 +33,12 @@ PIECE_ELEMENTS = 2**22  # become codes at a time, in some hundred calls, whose o
 LEAST_GROUP = 16
 FP8_CAPABILITY = (8, 9)  # from which on a GPU converts and multiplies FP8, and Triton knows it
 ROUNDED_GROUP = 128  # a group is a multiple of this, or all inputs, where products round their inputs
-FINE, LEAST_WIDE = (16, 32), 64  # groups whose scales may have factors, and inputs that share these: all, or n times 64
+FINE = (16, 32)  # inputs of a group whose scales may have factors,
+LEAST_WIDE = 64  # which so many inputs share, or a multiple of that, or all
 PLAIN = ("router", "shared_gate")  # small, and choose among experts; they are not rounded
 TABLES = ("embedding", "head")  # of a model
-LOWEST = {"int4": -8, "int6": -32}  # as the specification has it, and
-BITS = {"int4": 4, "fp4": 4, "nf4": 4, "iq4": 4, "int6": 6, "int8": 8, "fp8": 8}  # of a code
+LOWEST = {"int4": -8, "int6": -32}  # this, and the bits of a code, as the specification has them
+BITS = {"int4": 4, "fp4": 4, "nf4": 4, "iq4": 4, "int6": 6, "int8": 8, "fp8": 8}
 
 Source = torch.Tensor | Packed
 
@@ -275,6 +276,7 @@ def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.T
     kinds = {each.kind for each in codes}
     if len(kinds) > 1 and not kinds <= {"int4", "int6", "int8"}:
         return None
+    assert kinds  # what no tensor fills has been refused
     kind = max(kinds, key=BITS.__getitem__)  # whose numbers those of the others are, too
     bits, group = BITS[kind], common(codes, columns, "group")
     orders = [order_of(matrix, each, group) for matrix, each in found]

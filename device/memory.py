@@ -418,20 +418,6 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     yield f"tokens that each of {rows:,} requests may have for all to fit: {each:,}"
 
 
-def planned_model(
-    config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype, max_model_len: int,
-    pipeline: Pipeline, fp8: bool,
-) -> Transformer:  # fmt: skip
-    """The model of a stage's first rank on the meta device, with the codes that its files have; see `plan_stage`."""
-    coded = coded_as(config, model_config)
-    model = dry_model(config, model_config, ops, dtype, max_model_len, pipeline, coded)
-    if coded and files_of(config):
-        settle_headers(model, config.weights or config.folder, model.parameters(), fp8)
-    elif coded:
-        settle_dummy(model, model.parameters())
-    return model
-
-
 def plan_stage(
     config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype, max_model_len: int,
     pipeline: Pipeline, total: int, fp8: bool,
@@ -445,7 +431,12 @@ def plan_stage(
     Raises:
         ValueError: the recurrent states do not fit.
     """
-    model = planned_model(config, model_config, ops, dtype, max_model_len, pipeline, fp8)
+    coded = coded_as(config, model_config)
+    model = dry_model(config, model_config, ops, dtype, max_model_len, pipeline, coded)
+    if coded and files_of(config):
+        settle_headers(model, config.weights or config.folder, model.parameters(), fp8)
+    elif coded:
+        settle_dummy(model, model.parameters())
     plan = plan_memory(config, model, total > 0)
     if total:
         budget = int(total * config.gpu_memory_utilization)
@@ -463,13 +454,19 @@ def check_room(
     config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype, max_model_len: int,
     pipeline: Pipeline, device: str,
 ) -> None:  # fmt: skip
-    """Check, before any of them is allocated, that this device has room for a rank's weights and RoPE's table.
+    """Check, before any of them is allocated, that there is room for a rank's weights, a draft's, and RoPE's tables.
 
     Raises:
         ValueError: names what they take and what is free.
     """
-    model = planned_model(config, model_config, ops, dtype, 1, pipeline, fp8=False)  # a table of 1 token, which is made
-    size = count_bytes(model.owners()) + (max_model_len - 1) * sum(table.nbytes for table in model.rotations)
+    model = dry_model(config, model_config, ops, dtype, 1, pipeline)  # tables of one token, because they are made
+    size, coded = count_bytes(model.owners()), coded_as(config, model_config)
+    draft = count_bytes({*model.owners(), *(model.draft or model).owners()}) - size
+    if coded == "checkpoint":
+        size = sum(map(os.path.getsize, files_of(config))) // config.world_size
+    elif coded:
+        size = size * (5 if coded == "int4" else 8) // (8 * dtype.itemsize)  # at least
+    size += draft + (max_model_len - 1) * sum(table.nbytes for table in model.rotations)
     if device == "cuda":
         torch.cuda.empty_cache()  # an engine that was closed in this process has left its memory to torch
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else machine.available_bytes()

@@ -513,10 +513,8 @@ def test_memory_that_a_closed_engine_left_to_torch_is_free(monkeypatch):
 @pytest.mark.parametrize("family", ["bloom", "deepseek-v3", "gemma3"])
 def test_there_is_room_for_all_tables_of_rope(monkeypatch, family):
     """Of which a model may have none, one that is not as wide as a head, or two."""
-    config, shape = (
-        EngineConfig(load_format="dummy"),
-        ModelConfig.from_folder(str(ROOT / "tests/data/families" / family)),
-    )
+    config = EngineConfig(load_format="dummy")
+    shape = ModelConfig.from_folder(str(ROOT / "tests/data/families" / family))
     model = Transformer(shape, reference, "meta", torch.bfloat16, 64, Group(0, 1))
     free = [count_bytes(model.owners())]
     monkeypatch.setattr(machine, "available_bytes", lambda: free[0])
@@ -524,6 +522,18 @@ def test_there_is_room_for_all_tables_of_rope(monkeypatch, family):
     free[0] -= 1
     with pytest.raises(ValueError, match=r"RoPE's table of 64 tokens; cpu has"):
         check_room(config, shape, reference, torch.bfloat16, 64, Pipeline(), "cpu")
+
+
+def test_the_room_for_a_draft_and_for_few_bits(monkeypatch):
+    """A draft that is a model of its own takes as much as the demo itself. int8 takes half of bfloat16."""
+    shape, drafts = ModelConfig.from_folder(DEMO), {"method": "draft_model", "model": DEMO, "num_speculative_tokens": 2}
+    size = count_bytes(Transformer(shape, reference, "meta", torch.bfloat16, 1, Group(0, 1)).owners())
+    for fields, most in (({}, 1), ({"speculative_config": drafts}, 2), ({"quantization": "int8"}, 0.5)):
+        config = EngineConfig(load_format="dummy", **fields)
+        for free, fits in ((most * size + 4096, True), (most * size - 4096, False)):
+            monkeypatch.setattr(machine, "available_bytes", lambda free=free: free)
+            with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="GiB of weights"):
+                check_room(config, shape, reference, torch.bfloat16, 1, Pipeline(), "cpu")
 
 
 def test_blocks_of_a_pool():
