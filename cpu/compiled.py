@@ -278,9 +278,16 @@ class Builder:
 
 
 def compile_job(job: Job) -> None:
-    """Compile, and keep the result. Where several processes want the same, one compiles."""
-    from torch._inductor import aot_compile
+    """Compile, and keep the result. Where several processes want the same, one compiles.
 
+    Raises:
+        RuntimeError: Inductor did not get C++ with this CPU's vectors to run. Without them it would be kept, and slow.
+    """
+    from torch._inductor import aot_compile, cpu_vec_isa
+
+    bits = cpu_vec_isa.pick_vec_isa().bit_width()
+    if bits < {"AVX512": 512, "AVX2": 256}.get(torch.backends.cpu.get_cpu_capability(), 0):
+        raise RuntimeError(f"a trial of the compiler failed, and its C++ would have vectors of {bits} bits")
     function = functools.partial(getattr(sys.modules[__name__], job.name), *job.settings)
 
     class Body(torch.nn.Module):

@@ -47,12 +47,9 @@ def plan_experts(
 
 
 def expert_gate_up(
-    x: torch.Tensor,
-    weight: torch.Tensor | PackedExperts | CodedExperts,
-    bias: torch.Tensor | None,
-    plan: ExpertPlan,
+    x: torch.Tensor, weight: torch.Tensor | PackedExperts | CodedExperts, bias: torch.Tensor | None, plan: ExpertPlan,
     activation: str,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """See `reference.expert_gate_up`."""
     numbers, scales = _rounded(x, weight)
     rows = numbers.index_select(0, plan.tokens)
@@ -99,12 +96,9 @@ def _rounded(
 
 
 def _products(
-    rows: torch.Tensor,
-    scales: torch.Tensor | None,
-    weight: torch.Tensor | PackedExperts | CodedExperts,
-    bias: torch.Tensor | None,
-    plan: ExpertPlan,
-) -> torch.Tensor:
+    rows: torch.Tensor, scales: torch.Tensor | None, weight: torch.Tensor | PackedExperts | CodedExperts,
+    bias: torch.Tensor | None, plan: ExpertPlan,
+) -> torch.Tensor:  # fmt: skip
     """[n, out]: each expert's product with its pairs' rows [n, in], times scales [n, 1], plus its bias."""
     counts = [count for _, count in plan.hits]
     parts = rows.split_with_sizes(counts)

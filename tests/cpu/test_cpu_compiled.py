@@ -52,6 +52,22 @@ class Here(Builder):
         return super().ask(job)
 
 
+def test_cpp_without_the_vectors_of_this_cpu_is_not_kept(monkeypatch, tmp_path):
+    """Inductor falls back to narrower ones where its trial fails, say because the disk is full for a moment."""
+    from torch._inductor import cpu_vec_isa
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    open_folders()
+    job = Job("activate", ("silu", True), (("float32", (8, 64)),), ((0,),), 1)
+    for isa, capability in (("invalid", "AVX2"), ("avx2", "AVX512")):
+        narrow = cpu_vec_isa.invalid_vec_isa if isa == "invalid" else cpu_vec_isa.VecAVX2()
+        monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", lambda narrow=narrow: narrow)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        with pytest.raises(RuntimeError, match=f"would have vectors of {narrow.bit_width()} bits"):
+            compile_job(job)
+        assert not job.path()
+
+
 class Uncompiled(Builder):
     """Has the functions themselves in the place of their C++."""
 
