@@ -217,10 +217,12 @@ def apart(kind: str, codes: torch.Tensor) -> torch.Tensor:
 
 def dequantize(weight: Quantized) -> torch.Tensor:
     """The numbers [.., N, K] float32 that a weight stands for."""
-    numbers, inputs = weight.codes.float(), weight.codes.shape[-1] * 8 // BITS[weight.kind]
+    inputs = weight.codes.shape[-1] * 8 // BITS[weight.kind]
     if weight.kind in TABLES:
         codes = apart(weight.kind, weight.codes).int()
         numbers = torch.tensor([*TABLES[weight.kind]], dtype=torch.float32, device=codes.device)[codes]
+    else:
+        numbers = weight.codes.float()
 
     def spread(table: torch.Tensor, each: int = weight.group) -> torch.Tensor:
         return table.float().repeat_interleave(min(each, inputs), -1)[..., :inputs]

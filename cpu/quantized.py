@@ -171,7 +171,7 @@ def in_order(kind: str, codes: torch.Tensor) -> torch.Tensor:
         return codes.view(torch.uint8)
     if kind == "int6":
         sixteens = (reference.apart(kind, codes) ^ 32).unflatten(1, (-1, 16)).int()
-        words = sixteens[..., :3] * 0
+        words = torch.zeros_like(sixteens[..., :3])
         for i, at in enumerate(range(0, 30, 6)):
             words |= sixteens[..., i:15:5] << at
         words |= (sixteens[..., 15:] >> torch.tensor([0, 2, 4])) << 30
