@@ -55,8 +55,8 @@ def halves(data: torch.Tensor) -> torch.Tensor:
     return data.contiguous().view(torch.float16).float()
 
 
-def layers(data: torch.Tensor, bits: int) -> torch.Tensor:
-    """Numbers [.., 8 / bits, n] of a few bits of bytes [.., n]: first the lowest of all bytes, last their highest."""
+def planes(data: torch.Tensor, bits: int) -> torch.Tensor:
+    """Bit planes [.., 8 / bits, n] of bytes [.., n]: first the lowest bits of all of them, last the highest."""
     return torch.stack([data >> at & (1 << bits) - 1 for at in range(0, 8, bits)], -2)
 
 
@@ -72,13 +72,13 @@ def q4_0(blocks: torch.Tensor) -> Split:
 
 def q5_0(blocks: torch.Tensor) -> Split:
     """d (q - 16), with 4 bits each, and a fifth of all 32 in four bytes before them, the first one's lowest."""
-    low, high = layers(blocks[:, 6:], 4).flatten(1), layers(blocks[:, 2:6], 1).mT.flatten(1)
+    low, high = planes(blocks[:, 6:], 4).flatten(1), planes(blocks[:, 2:6], 1).mT.flatten(1)
     return Split((low | high << 4)[:, None].view(torch.int8) - 16, halves(blocks[:, :2]))
 
 
 def iq4_xs(blocks: torch.Tensor) -> Split:
     """d (s - 32) table[q], with 4 bits each. The upper 2 of the 6 bits of each s lie in two bytes before the lower."""
-    low, high = layers(blocks[:, 4:8], 4).mT.flatten(1), layers(blocks[:, 2:4], 2).mT.flatten(1)
+    low, high = planes(blocks[:, 4:8], 4).mT.flatten(1), planes(blocks[:, 2:4], 2).mT.flatten(1)
     return Split(blocks[:, 8:], (low | high << 4).view(torch.int8) - 32, factors=halves(blocks[:, :2]))
 
 
@@ -103,22 +103,22 @@ def q4_k(blocks: torch.Tensor) -> Split:
 
 def q5_k(blocks: torch.Tensor) -> Split:
     """d q - m, with 4 bits each, and a fifth in another byte: bit i of it is that of group i."""
-    low, high = layers(blocks[:, 48:].unflatten(1, (4, 32)), 4).flatten(1, 2), layers(blocks[:, 16:48], 1)
+    low, high = planes(blocks[:, 48:].unflatten(1, (4, 32)), 4).flatten(1, 2), planes(blocks[:, 16:48], 1)
     return Split(low | high << 4, *scales_and_least(blocks))
 
 
 def q3_k(blocks: torch.Tensor) -> Split:
     """d (s - 32) (q - 4), with 2 bits each, and a third elsewhere. Of each s 4 bits are in one byte, 2 in another."""
-    low, high = layers(blocks[:, 32:96].unflatten(1, (2, 32)), 2).flatten(1, 2), layers(blocks[:, :32], 1)
+    low, high = planes(blocks[:, 32:96].unflatten(1, (2, 32)), 2).flatten(1, 2), planes(blocks[:, :32], 1)
     codes = (low | high << 2).view(torch.int8) - 4
-    scales = layers(blocks[:, 96:104], 4).flatten(1) | layers(blocks[:, 104:108], 2).flatten(1) << 4
+    scales = planes(blocks[:, 96:104], 4).flatten(1) | planes(blocks[:, 104:108], 2).flatten(1) << 4
     return Split(codes.view(-1, 16, 16), scales.view(torch.int8) - 32, factors=halves(blocks[:, 108:]))
 
 
 def q6_k(blocks: torch.Tensor) -> Split:
     """d s (q - 32) with a scale s of 8 bits for 16 numbers. Of each number 4 bits are here, and 2 in another byte."""
-    low = layers(blocks[:, :128].unflatten(1, (2, 64)), 4).view(-1, 2, 4, 32)
-    high = layers(blocks[:, 128:192].unflatten(1, (2, 32)), 2)
+    low = planes(blocks[:, :128].unflatten(1, (2, 64)), 4).view(-1, 2, 4, 32)
+    high = planes(blocks[:, 128:192].unflatten(1, (2, 32)), 2)
     codes = (low | high << 4).view(torch.int8) - 32
     scales, factors = blocks[:, 192:208].contiguous().view(torch.int8), halves(blocks[:, 208:])
     return Split(codes.view(-1, 16, 16), scales, factors=factors)
