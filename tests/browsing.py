@@ -25,6 +25,7 @@ QUIET = [
     "--disable-background-networking", "--disable-component-update",
 ]  # fmt: skip
 CHAT, LIVE = "**/v1/chat/completions", "**/live"
+expect.set_options(timeout=60_000)  # milliseconds: a busy machine may take long over an answer
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def open_page(server: Server, browser: Browser, excused: list[str]) -> Iterator[
     def opened(routes: dict[Any, Callable[[Route], None]] | None = None, script: str = "", **options: Any) -> Page:
         contexts.append(browser.new_context(**({"viewport": {"width": 1440, "height": 900}} | options)))
         page = contexts[-1].new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(60_000)
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         for url, handler in (routes or {}).items():

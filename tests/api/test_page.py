@@ -562,7 +562,7 @@ def test_everybody_can_use_it(live: Callable[..., Page], width: int, scheme: str
 
 
 def test_nothing_scrolls_sideways(live: Callable[..., Page]) -> None:
-    page = live()
+    page = live({CHAT: streams(chunk("long" * 200), chunk("", "stop"))})
     send(page, engine(), engine(1))
     page.get_by_text("Settings").click()
     ask(page, "long" * 200)
