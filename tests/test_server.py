@@ -327,7 +327,7 @@ def test_a_stop_string_in_one_of_several_samples(server: Server, llm: Any) -> No
     for chunk in client.completions.create(prompt="Enter", n=3, stop=stop, stream=True, **SAMPLED):
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == wanted
-    eventually(lambda: server.running() == 0, 2)
+    eventually(lambda: server.running() == 0)
 
 
 def test_explain_tells_of_running_and_finished_requests(server: Server) -> None:
@@ -338,7 +338,7 @@ def test_explain_tells_of_running_and_finished_requests(server: Server) -> None:
         status, text = server.get("/explain/" + id)
         explained = json.loads(text)
         assert status == 200 and explained["id"] == id and len(explained["prompts"]) == 2
-    eventually(lambda: server.running() == 0, 2)
+    eventually(lambda: server.running() == 0)
     assert len(json.loads(server.get("/explain/" + id)[1])["prompts"]) == 2  # and when it is over
     answer = server.client().completions.create(model="demo", prompt="To be", max_tokens=2)
     assert server.get("/explain/" + answer.id)[0] == 200
@@ -362,7 +362,7 @@ def test_a_client_that_leaves_is_out_of_the_engine(server: Server, fields: dict[
         eventually(lambda: server.running() > 0)
         generated = server.metric("generation_tokens_total")
         sock.close()
-        eventually(lambda: server.running() == 0, 2)
+        eventually(lambda: server.running() == 0)
         later.append(server.metric("generation_tokens_total") - generated)
     # A few steps pass between the reading and the closing, and more if the machine has other work just then. A server
     # that polled ten times a second made over 15 more.

@@ -457,9 +457,11 @@ def test_requests_of_clients_that_left_make_room(server: Server, openai: Any) ->
     impatient = openai.OpenAI(base_url=server.client().base_url, api_key="none", max_retries=0, timeout=0.3)
     server.clients.append(impatient)
     long = TALK | {"max_completion_tokens": 1000}
+    generated = server.metric("generation_tokens_total")
     with pytest.raises(openai.APITimeoutError):
         impatient.chat.completions.create(**long, n=40, extra_body={"min_tokens": 1000, "ignore_eos": True})
-    eventually(lambda: server.running() == 0, 5)
+    eventually(lambda: server.running() == 0)
+    assert server.metric("generation_tokens_total") - generated < 40 * 1000 / 2
     assert len(server.client().chat.completions.create(**TALK).choices) == 1
 
 
