@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 API = ROOT / "docs" / "api.md"
-TABLES = ("\n\nOf answers:\n\n", "\n\nOf prompts alone:\n\n", "\n\n[//]: # (the end of the tables)\n")  # around them
+TABLES = ("\n\nGeneration:\n\n", "\n\nOther routes:\n\n", "\n\n[//]: # (the end of the tables)\n")  # around them
 WORDS = frozenset(("yes", "ignored", "no", ""))  # the others are names
 
 
