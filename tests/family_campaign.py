@@ -504,25 +504,25 @@ KNOWN = {  # what people know a family by, where its name does not say it
 }  # fmt: skip
 BEGIN, END = "<!-- the table: python tests/family_campaign.py --table -->", "<!-- its end -->"
 TRAITS = {  # what a row's field says, in words
-    "norm": {"layer": "LayerNorm", "either": "RMSNorm or LayerNorm"}, "unit_offset": {True: "norms stored less 1"},
-    "norm_weight": {False: "norms without weights"}, "gated": {False: "plain MLP"},
+    "norm": {"layer": "LayerNorm", "either": "RMSNorm or LayerNorm"}, "unit_offset": {True: "norms stored minus 1"},
+    "norm_weight": {False: "norms without weights"}, "gated": {False: "MLP without gate"},
     "qk_norm": {"head": "q/k norm", "heads": "q/k norm by head", "all": "q/k norm over all heads",
                 "after": "q/k norm after RoPE", "unit": "q/k norm without weights"},
     "rope": {"listed": "some layers without RoPE", "windowed": "RoPE in window layers"},
-    "window": {"pattern": "windows in some layers", "attention_types": "windows in some layers"},
-    "chunked": {True: "chunks"},
-    "local_rope": {"rope_local_base_freq": "two RoPEs", "unscaled": "two RoPEs"}, "caps": {True: "soft caps"},
-    "sinks": {True: "sinks"}, "alibi": {True: "ALiBi", "alibi": "ALiBi if asked for"},
-    "clip": {"clip_qkv": "bounds of q, k and v"},
+    "window": dict.fromkeys(("pattern", "attention_types"), "sliding windows in some layers"),
+    "chunked": {True: "attention chunks"},
+    "local_rope": {"rope_local_base_freq": "two RoPEs", "unscaled": "two RoPEs"}, "caps": {True: "soft-capping"},
+    "sinks": {True: "attention sinks"}, "alibi": {True: "ALiBi", "alibi": "optional ALiBi"},
+    "clip": {"clip_qkv": "clipped q, k and v"},
     "latent": {True: "latent attention"}, "parallel": {True: "parallel MLP"},
-    "full_heads": {True: "other heads in layers that see all"}, "v_norm": {True: "norm of values"},
+    "full_heads": {True: "other heads in full-attention layers"}, "v_norm": {True: "v norm"},
     "blocks": {True: "some layers without attention, MLPs of several sizes"},
-    "kv_shared": {"num_kv_shared_layers": "shared keys"},
-    "layer_inputs": {"hidden_size_per_layer_input": "embeddings for each layer"},
+    "kv_shared": {"num_kv_shared_layers": "shared keys and values"},
+    "layer_inputs": {"hidden_size_per_layer_input": "per-layer embeddings"},
     "streams": {"altup_num_inputs": "AltUp, LAuReL, sparse gates"},
     "delta": {"split": "gated delta rule in some layers", "by_heads": "gated delta rule in some layers"},
     "out_gate": {True: "gated attention"},
-    "embed_scale": {"sqrt": "scaled embeddings", "mup_enabled": "scaled embeddings if asked for"},
+    "embed_scale": {"sqrt": "scaled embeddings", "mup_enabled": "optionally scaled embeddings"},
     "interleaved": {True: "interleaved RoPE"},
 }  # fmt: skip
 
@@ -533,11 +533,11 @@ def table() -> str:
 
     found = json.loads(RESULT.read_text())
     remote = {case["architecture"]: case["config"].replace("Config", "ForCausalLM") for case in REMOTE.values()}
-    lines = ["| `architectures` | known as | beside Llama | shapes that passed |", "|---|---|---|---|"]
+    lines = ["| `architectures` | known as | differences from Llama | shapes that passed |", "|---|---|---|---|"]
     for name, row in FAMILIES.items():
         traits = [words.get(getattr(row, field)) for field, words in TRAITS.items()]
         if isinstance(row.parallel, str):
-            traits.append("parallel MLP if asked for")
+            traits.append("optional parallel MLP")
         if row.residual_scale:
             scores = ", scores" if row.attention_scale else ""
             traits.append(f"scaled embeddings, residuals{scores} and logits")
@@ -555,7 +555,7 @@ def table() -> str:
         base = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
         passed = found.get(name)
         tried = f"{passed['passed']} of {passed['drawn']}" if passed else f"1, as `{remote.get(name, 'none')}`"
-        told = ", ".join(trait for trait in traits if trait) or "biases, names or sizes"
+        told = ", ".join(trait for trait in traits if trait) or "only biases, names or sizes"
         told = "" if name == "LlamaForCausalLM" else told
         names = ", ".join(f"`{each}`" for each in (name, *(alias for alias, of in ALIASES.items() if of == name)))
         lines.append(f"| {names} | {KNOWN.get(name, base)} | {told} | {tried} |")
