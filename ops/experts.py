@@ -194,8 +194,7 @@ def _find_tile(
 @triton.jit(do_not_specialize=["tiles"])
 def expert_gate_up_kernel(
     x, x_scales, weight, scales, zeros, factors, bias, weights, starts, order, h, tiles,
-    KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
-    UNPACK: tl.constexpr,
+    KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, UNPACK: tl.constexpr,
     E: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr,
     WEIGH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
     SHARERS: tl.constexpr,
@@ -215,6 +214,8 @@ def expert_gate_up_kernel(
     m_m, m_n = o_m < i_end, o_n < SIZE
     b_pair = tl.load(order + o_m, mask=m_m, other=0)
     b_token = (b_pair // K).to(tl.int64)
+    if WEIGH:  # loaded here, because registers spill on sm_120 otherwise
+        b_w = tl.load(weights + b_pair, mask=m_m, other=0.0)[:, None]
     if KIND is not None:
         o_row = tl.arange(0, 2 * BLOCK_N)
         o_gate = i_n * BLOCK_N + o_row // 16 * 8 + o_row % 8
@@ -238,7 +239,6 @@ def expert_gate_up_kernel(
             b_gate = _dot(b_x, tl.load(p_gate + o_k[:, None], mask=m_w, other=0.0), b_gate)
             b_up = _dot(b_x, tl.load(p_gate + SIZE * H + o_k[:, None], mask=m_w, other=0.0), b_up)
     if WEIGH:
-        b_w = tl.load(weights + b_pair, mask=m_m, other=0.0)[:, None]
         b_gate, b_up = b_gate * b_w, b_up * b_w
     if bias is not None:
         p_bias = bias + i_e * (2 * SIZE) + o_n
