@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from checkpoints.quantization import Quantization
+from checkpoints.quantization import Format
 from config import read_json
 from models.family_row import Family
 from models.kv_layout import KVLayout, layout_of, part_of
@@ -144,7 +144,7 @@ class ModelConfig:
     labels: tuple[str, ...] = ()  # names of the classification head's outputs
     label_activation: Literal["softmax", "sigmoid", "identity"] = "softmax"  # what makes of these what is returned
     ahead: int = 1  # layers after the last one that a checkpoint may have, which predict tokens ahead
-    quantization: Quantization | None = None  # how the weights are stored, where it is not as numbers
+    quantization: tuple[Format, ...] = ()  # ways in which weights may be stored, where not as numbers
     kv_cache_dtype: str = "auto"  # the option of this name
     notes: tuple[str, ...] = field(default=(), compare=False)  # for the start log: what may surprise
     normalize: bool | None = None  # whether an embedding is divided by its length; None: see `models.pooling`

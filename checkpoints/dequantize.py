@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-Index = Any  # what a tensor takes in brackets
 DTYPES = torch.float16, torch.bfloat16, torch.float32
 
 
@@ -48,8 +47,7 @@ class Kept(NamedTuple):
     """How `scaled` numbers can be kept in codes."""
 
     kind: str  # of `reference.Quantized`
-    codes: Any  # a `Table` of them, in bytes
-    middle: int = 0  # what is to be subtracted from these, and from zeros, to have the measure of that kind
+    middle: int = 0  # what is to be subtracted from codes and zeros to have the measure of that kind
     has_zeros: bool = False  # otherwise all are the middle
     dtype: torch.dtype = torch.float32  # that holds each scale, where the scales are not stored as floats
     small: Table | None = None  # the scales before `factor` multiplies them, which `dtype` holds
@@ -61,7 +59,7 @@ class Packed:
 
     Args:
         views: tensors of the shape of this one, which everything is done to that is done to this one.
-        values: makes the elements of such views, in float32.
+        values: makes the elements of such views, in float32 or bytes.
         codes: how it can be kept without becoming numbers, if it can. Then the views are `coordinates`.
     """
 
@@ -84,7 +82,7 @@ class Packed:
         """The tensor in another shape."""
         return self.each(lambda view: view.view(shape))
 
-    def __getitem__(self, index: Index) -> Packed:
+    def __getitem__(self, index: Any) -> Packed:
         return self.each(lambda view: view[index])
 
     def split(self, rows: int) -> list[Packed]:
@@ -96,9 +94,13 @@ class Packed:
         """The tensor after a change of its views."""
         return Packed(tuple(map(change, self.views)), self.values, self.codes)
 
+    def read(self) -> torch.Tensor:
+        """The elements, as `values` makes them."""
+        return self.values(*self.views).expand(self.shape)
+
     def float(self) -> torch.Tensor:
         """The numbers, in float32."""
-        return self.values(*self.views).expand(self.shape)
+        return self.read().float()
 
 
 def coordinates(shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
@@ -210,14 +212,14 @@ def minifloat(bits: torch.Tensor, exponent: int, mantissa: int) -> torch.Tensor:
 
 def fields(
     words: torch.Tensor, dim: int, bits: int, size: int,
-    number: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float, order: Sequence[int] = (),
+    change: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.byte, order: Sequence[int] = (),
 ) -> Packed:  # fmt: skip
-    """Numbers of a few bits that lie one after the other in words, from the lowest bit on.
+    """Unsigned numbers of a few bits, each in a byte, that lie one after the other in words, from the lowest bit on.
 
     Args:
         words: [..., words, ...] unsigned bytes or int32. A number may cross from a word to the next.
         dim: the dimension along which they lie; of the result it has this `size`.
-        number: makes float32 of the unsigned numbers, or leaves them in bytes.
+        change: what becomes of the bytes; by default they stay as they are.
         order: which of the numbers of a word is the first, the second, and so on; by default in their order.
     """
     width, mask, ones = 8 * words.itemsize, (1 << bits) - 1, [1] * words.ndim
@@ -237,14 +239,14 @@ def fields(
 
     def values(*places: torch.Tensor) -> torch.Tensor:
         shared = [*ones[:dim], per, *ones[dim + 1 :]]
-        return number(take(words, places, shared, lambda entries: entries, split))
+        return change(take(words, places, shared, lambda entries: entries, split))
 
     def crossing(*places: torch.Tensor) -> torch.Tensor:
         at, ends = places[dim] * bits, []
         for end in (at, at + bits - 1):
             there = (*places[:dim], end // width, *places[dim + 1 :])
             ends.append(take(words, there, ones, torch.Tensor.long) & 2**width - 1)
-        return number((ends[0] | ends[1] << width) >> at % width & mask)
+        return change(((ends[0] | ends[1] << width) >> at % width & mask).byte())
 
     shape = (*words.shape[:dim], size, *words.shape[dim + 1 :])
     return lookup(shape, crossing if width % bits else values)
@@ -252,21 +254,25 @@ def fields(
 
 def scaled(
     codes: Table, scales: Table, shared: Sequence[int], zeros: Table | None = None, groups: torch.Tensor | None = None,
-    kept: Kept | None = None,
+    kept: Kept | None = None, number: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float,
 ) -> Packed:  # fmt: skip
-    """(codes - zeros) * scales, where so many neighbours along each dimension share a scale and a zero.
+    """(number(codes) - zeros) * scales, where so many neighbours along each dimension share a scale and a zero.
 
     Args:
-        codes: [..., N, K]; the numbers are float32 of these.
+        codes: [..., N, K], a byte each.
         groups: [K], which scale each input has, where it is not neighbours that share one.
         kept: how the tensor can be kept in codes, if it can.
+        number: makes float32 of codes.
     """
     ones = [1] * len(codes.shape)
     neighbours, shared = shared[-1], shared if groups is None else (*shared[:-1], 1)
 
+    def raw(part: Table) -> torch.Tensor:
+        return part if isinstance(part, torch.Tensor) else part.read()
+
     def values(*places: torch.Tensor) -> torch.Tensor:
         there = places if groups is None else (*places[:-1], groups[places[-1]])
-        numbers = take(codes, places, ones)
+        numbers = number(take(codes, places, ones, raw))
         if zeros is not None:
             numbers = numbers.sub_(take(zeros, there, shared))
         return numbers.mul_(take(scales, there, shared))
@@ -275,17 +281,17 @@ def scaled(
         assert kept
         tables = columns[::group] if groups is None else groups[columns[::group]]
         places, there = grid(rows, columns), grid(rows, tables)
-        codes = take(kept.codes, places, ones, lambda part: part if isinstance(part, torch.Tensor) else part.float())
+        found = take(codes, places, ones, raw)
         if kept.kind == "int4" and kept.middle == 8 and len(columns) % 32 == 0:  # its bits are the code + 8
-            numbers = paired(codes.expand(places[0].shape))
+            found = paired(found.expand(places[0].shape))
         else:  # bytes that are less than the middle become numbers below 0 of two's complement
-            numbers = ((codes - kept.middle).view(torch.int8) if kept.middle else codes).expand(places[0].shape)
+            found = ((found - kept.middle).view(torch.int8) if kept.middle else found).expand(places[0].shape)
         own = take(scales if kept.small is None else kept.small, there, shared).expand(there[0].shape)
         less = None
         if kept.has_zeros and zeros is not None:
             less = take(zeros, there, shared).expand(there[0].shape) - kept.middle
         factors = None if kept.factor is None else kept.factor.expand(len(own), len(columns[::wide]), 1)
-        return Read(numbers, own, less, factors)
+        return Read(found, own, less, factors)
 
     if kept is None:
         return lookup(codes.shape, values)
@@ -322,10 +328,10 @@ def common_group(group: int, columns: torch.Tensor) -> int:
 
 
 def e4m3(codes: torch.Tensor) -> torch.Tensor:
-    """The values of 8-bit floats, NaN among them."""
+    """The values of 8-bit floats, or of their bytes, NaN among them."""
     bits = codes.view(torch.int8)
     nan = (bits & 127 == 127).any()
-    return codes.float() if nan else minifloat(bits, 4, 3)
+    return codes.view(torch.float8_e4m3fn).float() if nan else minifloat(bits, 4, 3)
 
 
 def e2m1(codes: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ numbers of such weights.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 WHERE = "config.json: quantization_config"
@@ -20,6 +19,7 @@ PACKINGS = {  # of compressed-tensors, by format and type: the scheme, and the b
     ("pack-quantized", "int"): ("pack", (2, 4, 8), ("channel", "group")),
     ("nvfp4-pack-quantized", "float"): ("nvfp4-pack", (4,), ("tensor_group",)),
 }
+ACTIVATIONS = {"int8": ("int", "int8"), "fp8-scale": ("float", "fp8")}  # by scheme: their type, and kind of our codes
 ORDERS = (True, "group", "dynamic")  # what compressed-tensors says where inputs have groups in an order of their own
 TORCHAO = {  # the configs of torchao: the scheme, the codes to which products round their inputs, and the known fields
     "Int4WeightOnlyConfig": (
@@ -38,7 +38,6 @@ TORCHAO = {  # the configs of torchao: the scheme, the codes to which products r
         "kernel_preference alg_id",
     ),
 }  # fmt: skip
-ALGORITHMS = {"NVFP4": "nvfp4", "FP8": "fp8-scale"}  # of modelopt, and their schemes
 
 
 class Format(NamedTuple):
@@ -54,13 +53,6 @@ class Format(NamedTuple):
     static: bool = False  # a tensor beside the weight has the scale of these
 
 
-@dataclass(frozen=True)
-class Quantization:
-    """The ways in which a checkpoint may store its weights. Its files tell which weights are stored so."""
-
-    formats: tuple[Format, ...]
-
-
 class Method(NamedTuple):
     """A `quant_method`.
 
@@ -72,14 +64,19 @@ class Method(NamedTuple):
     fields: str  # that are known, with blanks between them
 
 
-def read_quantization(raw: Any) -> Quantization | None:
-    """What a config.json says in `quantization_config`, or None where it says nothing.
+ALGORITHMS = {  # of modelopt
+    "NVFP4": Format("nvfp4", 4, (1, 16)), "FP8": Format("fp8-scale", inputs="fp8", static=True),
+}  # fmt: skip
+
+
+def read_quantization(raw: Any) -> tuple[Format, ...]:
+    """The formats that `quantization_config` of a config.json allows, if any. Files tell which weights have which.
 
     Raises:
         ValueError: it is of a kind that Manta does not read, or has a field that Manta does not know; it is named.
     """
     if not raw:
-        return None
+        return ()
     if not isinstance(raw, dict):
         raise ValueError(f"{WHERE} is {raw!r:.80}; it must be an object")
     name = raw.get("quant_method")
@@ -89,7 +86,7 @@ def read_quantization(raw: Any) -> Quantization | None:
         raise ValueError(f"{WHERE} has {kind}; Manta reads {', '.join(METHODS)}")
     method = METHODS[name]
     check_fields(WHERE, raw, ("quant_method", *method.fields.split()))
-    return Quantization(tuple(dict.fromkeys(alike(method.read(raw)))))
+    return tuple(dict.fromkeys(alike(method.read(raw))))
 
 
 def alike(formats: list[Format]) -> list[Format]:
@@ -212,13 +209,13 @@ def activations_of(scheme: str, group: dict[str, Any], columns: int) -> tuple[st
     Activations stay as they are where they are not of the weights' kind, not symmetric, or where their scales are not
     of tokens, or of those `columns` that share a scale of the weights.
     """
-    said, kinds = group.get("input_activations"), {"int8": "int", "fp8-scale": "float"}
-    if not isinstance(said, dict) or (said.get("type", "int"), said.get("num_bits", 8)) != (kinds.get(scheme), 8):
+    said, (own, kind) = group.get("input_activations"), ACTIVATIONS.get(scheme, (None, ""))
+    if not isinstance(said, dict) or (said.get("type", "int"), said.get("num_bits", 8)) != (own, 8):
         return "", False
-    own = said.get("group_size") if said.get("strategy") == "group" else 0
+    size = said.get("group_size") if said.get("strategy") == "group" else 0
     strategies = ("group",) if columns else ("token", "tensor", None)
-    fits = said.get("symmetric", True) and own == columns and said.get("strategy") in strategies
-    return (scheme[:4].removesuffix("-") if fits else ""), not said.get("dynamic", False)
+    fits = said.get("symmetric", True) and size == columns and said.get("strategy") in strategies
+    return kind if fits else "", not said.get("dynamic", False)
 
 
 def read_modelopt(raw: dict[str, Any]) -> list[Format]:
@@ -232,9 +229,8 @@ def read_modelopt(raw: dict[str, Any]) -> list[Format]:
             raise ValueError(
                 f"{WHERE} has the quant_algo {name!r:.80} of modelopt; Manta reads {', '.join(ALGORITHMS)}"
             )
-        group = group_of(layer if isinstance(layer, dict) else {}, 16) if name == "NVFP4" else (1, 0)
-        eight = name == "FP8"
-        found.append(Format(ALGORITHMS[name], 8 if eight else 4, group, inputs="fp8" if eight else "", static=eight))
+        form, has_size = ALGORITHMS[name], name == "NVFP4" and isinstance(layer, dict)
+        found.append(form._replace(block=group_of(layer, 16)) if has_size else form)
     return found
 
 

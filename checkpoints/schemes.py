@@ -9,22 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from checkpoints.dequantize import (
-    Kept,
-    Packed,
-    Table,
-    e2m1,
-    e4m3,
-    fields,
-    lookup,
-    power_of_two,
-    scaled,
-    take,
-)
+from checkpoints.dequantize import Kept, Packed, Table, e2m1, e4m3, fields, lookup, power_of_two, scaled, take
 from checkpoints.quantization import Format
 
 FLOATS = ("BF16", "F16", "F32")  # of plain tensors, as safetensors names them
@@ -35,7 +25,7 @@ NF4 = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip  # as bitsandbytes writes its table
-NIBBLES = (1, 0)  # bitsandbytes has the first of two in the upper half of a byte
+UPPER_FIRST = (1, 0)  # of the two codes in a byte, as bitsandbytes has them
 
 
 def check(what: str, tensor: torch.Tensor, *shapes: Sequence[int]) -> None:
@@ -57,7 +47,7 @@ def matrix(codes: torch.Tensor) -> tuple[int, int]:
     return codes.shape[0], codes.shape[1]
 
 
-def order_of(
+def groups_of(
     groups: torch.Tensor | None, inputs: int, size: int, count: int, ordered: bool = False
 ) -> torch.Tensor | None:
     """The group of each input, or None where `size` neighbours are one; `ordered`: the groups must be told."""
@@ -90,7 +80,7 @@ def unpack_fp8(codes: torch.Tensor, form: Format, scales: torch.Tensor) -> Packe
     else:
         shared = (*[1] * (codes.ndim - 2), *form.block)
     check("scales", scales, [-(-n // each) for n, each in zip(shape, shared, strict=True)] if codes.ndim > 1 else [1])
-    return scaled(Packed((codes,), e4m3), scales, shared, kept=Kept("fp8", codes.view(torch.uint8)))
+    return scaled(codes.view(torch.uint8), scales, shared, kept=Kept("fp8"), number=e4m3)
 
 
 def unpack_int8(codes: torch.Tensor, form: Format, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> Packed:
@@ -106,7 +96,7 @@ def unpack_int8(codes: torch.Tensor, form: Format, scales: torch.Tensor, zeros: 
     if zeros is not None:
         check("zero points", zeros, scales.shape, [1] if scales.numel() == 1 else scales.shape)
         zeros = zeros.view(scales.shape)
-    return scaled(codes, scales, shared, zeros, kept=Kept("int8", codes, has_zeros=zeros is not None))
+    return scaled(codes, scales, shared, zeros, kept=Kept("int8", has_zeros=zeros is not None))
 
 
 def check_zeros(form: Format, zeros: torch.Tensor | None) -> None:
@@ -133,9 +123,8 @@ def unpack_pack(
     if zeros is not None:
         check("zero points", zeros, [words_for(n, form.bits), count])
         table = fields(zeros, 0, form.bits, n)
-    numbers = fields(codes, 1, form.bits, k)
-    kept = unsigned(fields(codes, 1, form.bits, k, torch.Tensor.byte), form.bits, zeros is not None)
-    return scaled(numbers, scales, (1, group), table, order_of(groups, k, group, count, form.ordered), kept)
+    own, kept = groups_of(groups, k, group, count, form.ordered), unsigned(form.bits, zeros is not None)
+    return scaled(fields(codes, 1, form.bits, k), scales, (1, group), table, own, kept)
 
 
 def unpack_gptq(
@@ -150,13 +139,12 @@ def unpack_gptq(
     check(f"codes of {form.bits} bits [{words}, {n}] in groups of {group}, and scales", scales, [count, n])
     check("zero points", zeros, [count, words_for(n, form.bits)])
     mask = (1 << form.bits) - 1
-    table = fields(zeros, 1, form.bits, n, lambda found: (found + form.less & mask).float())
+    table = fields(zeros, 1, form.bits, n, lambda found: found + form.less & mask)
     middle = 1 << (form.bits - 1)
     if form.symmetric and not bool((table.float() == middle).all()):
         raise ValueError(f"has zero points other than {middle}, and config.json says sym true: is the format gptq_v2?")
-    order = order_of(groups, k, group, count, form.ordered)
-    numbers, raw = (fields(codes.mT, 1, form.bits, k, of) for of in (torch.Tensor.float, torch.Tensor.byte))
-    return scaled(numbers, scales.mT, (1, group), table.mT, order, unsigned(raw, form.bits, not form.symmetric))
+    own, kept = groups_of(groups, k, group, count, form.ordered), unsigned(form.bits, not form.symmetric)
+    return scaled(fields(codes.mT, 1, form.bits, k), scales.mT, (1, group), table.mT, own, kept)
 
 
 def unpack_awq(codes: torch.Tensor, form: Format, zeros: torch.Tensor, scales: torch.Tensor) -> Packed:
@@ -168,19 +156,17 @@ def unpack_awq(codes: torch.Tensor, form: Format, zeros: torch.Tensor, scales: t
     check(f"codes [{k}, {words}] in groups of {group}, and scales", scales, [count, n])
     check("zero points", zeros, [count, words])
     numbers, table = (fields(each.mT, 0, 4, n, order=AWQ_ORDER) for each in (codes, zeros))
-    raw = fields(codes.mT, 0, 4, n, torch.Tensor.byte, AWQ_ORDER)
-    return scaled(numbers, scales.mT, (1, group), table, kept=unsigned(raw, 4, True))
+    return scaled(numbers, scales.mT, (1, group), table, kept=unsigned(4, True))
 
 
-def unsigned(codes: Packed, bits: int, has_zeros: bool) -> Kept:
+def unsigned(bits: int, has_zeros: bool) -> Kept:
     """How unsigned integers can be kept."""
-    return Kept("int8" if bits == 8 else "int4", codes, 1 << (bits - 1), has_zeros)
+    return Kept("int8" if bits == 8 else "int4", 1 << (bits - 1), has_zeros)
 
 
-def fp4(pairs: torch.Tensor) -> tuple[Packed, Kept]:
-    """The numbers [.., K] of 4-bit floats [.., K / 2] in pairs, the lower one first, and how they can be kept."""
-    numbers, codes = (fields(pairs, pairs.ndim - 1, 4, 2 * pairs.shape[-1], of) for of in (e2m1, torch.Tensor.byte))
-    return numbers, Kept("fp4", codes)
+def nibbles(pairs: torch.Tensor) -> Packed:
+    """Codes [.., K] of 4 bits from pairs [.., K / 2], the lower one first."""
+    return fields(pairs, pairs.ndim - 1, 4, 2 * pairs.shape[-1])
 
 
 def unpack_nvfp4(codes: torch.Tensor, form: Format, scales: torch.Tensor, factor: torch.Tensor) -> Packed:
@@ -192,10 +178,10 @@ def unpack_nvfp4(codes: torch.Tensor, form: Format, scales: torch.Tensor, factor
     check("a factor of all scales", factor, [], [1])
     if not 0 < float(factor) < math.inf:
         raise ValueError(f"has the factor {float(factor)} of all scales; it must be above 0 and finite")
-    whole, (numbers, kept) = factor.float().reshape(()), fp4(codes)
+    whole = factor.float().reshape(())
     table = Packed((scales,), lambda part: e4m3(part).mul_(whole))
-    kept = kept._replace(dtype=torch.float8_e4m3fn, small=Packed((scales,), e4m3), factor=whole)
-    return scaled(numbers, table, (1, form.block[1]), kept=kept)
+    kept = Kept("fp4", dtype=torch.float8_e4m3fn, small=Packed((scales,), e4m3), factor=whole)
+    return scaled(nibbles(codes), table, (1, form.block[1]), kept=kept, number=e2m1)
 
 
 def unpack_nvfp4_pack(codes: torch.Tensor, form: Format, scales: torch.Tensor, divisor: torch.Tensor) -> Packed:
@@ -210,9 +196,8 @@ def unpack_mxfp4(codes: torch.Tensor, form: Format, scales: torch.Tensor) -> Pac
     """
     if codes.ndim < 3 or codes.shape[-1] != 16 or codes.shape[:-1] != scales.shape:
         raise ValueError(f"has blocks of shape {list(codes.shape)} and scales of shape {list(scales.shape)}")
-    numbers, kept = fp4(codes.flatten(-2))
-    shared = *[1] * (codes.ndim - 2), 32
-    return scaled(numbers, Packed((scales,), power_of_two), shared, kept=kept._replace(dtype=torch.bfloat16)).mT
+    shared, kept = (*[1] * (codes.ndim - 2), 32), Kept("fp4", dtype=torch.bfloat16)
+    return scaled(nibbles(codes.flatten(-2)), Packed((scales,), power_of_two), shared, kept=kept, number=e2m1).mT
 
 
 def unpack_bnb_4bit(
@@ -237,11 +222,10 @@ def unpack_bnb_4bit(
         check("a nested table", nested_table, [256])
         absmax = unnest(scales.view(absmax.shape), nested, nested_table, said)
     pairs = codes.view(n if k % 2 == 0 else 1, -1)
-    ways = (lambda found: entries(table, found), torch.Tensor.byte)
-    numbers, raw = (fields(pairs, 1, 4, 2 * pairs.shape[1], of, NIBBLES) for of in ways)
+    found, number = fields(pairs, 1, 4, 2 * pairs.shape[1], order=UPPER_FIRST), partial(entries, table)
     if absmax.shape[0] == n and torch.allclose(table, torch.tensor(NF4), atol=1e-6):  # a block is of one row
-        return scaled(numbers, absmax, (1, block), kept=Kept("nf4", raw))
-    return scaled(flat(numbers, n, k, 1), flat(absmax, n, k, block), (1, 1))
+        return scaled(found, absmax, (1, block), kept=Kept("nf4"), number=number)
+    return scaled(flat(found, n, k, 1), flat(absmax, n, k, block), (1, 1), number=number)
 
 
 def read_state(state: torch.Tensor) -> dict[str, Any]:
@@ -290,7 +274,7 @@ def unpack_bnb_int8(
     check("scales", scales, [n])
     if layout is not None and bool((layout != 0).any()):
         raise ValueError(f"has the weight_format {layout.tolist()}; Manta reads 0, row after row")
-    return scaled(codes, scales[:, None].float() / 127, (1, max(1, k)), kept=Kept("int8", codes))
+    return scaled(codes, scales[:, None].float() / 127, (1, max(1, k)), kept=Kept("int8"))
 
 
 def unpack_torchao_int8(
@@ -312,11 +296,10 @@ def unpack_torchao_int4(codes: torch.Tensor, form: Format, scales: torch.Tensor,
     count = -(-2 * half // group)
     check(f"codes [{n}, {half}] in groups of {group}, and scales", scales, [count, n])
     check("zero points", zeros, [count, n])
-    raw = fields(codes.view(torch.uint8), 1, 4, 2 * half, lambda found: found ^ 8)
-    numbers = fields(codes.view(torch.uint8), 1, 4, 2 * half, lambda found: (found ^ 8).float())
+    numbers = fields(codes.view(torch.uint8), 1, 4, 2 * half, lambda found: found ^ 8)
     # In float32, scales too, because zeros are no whole numbers, and are kept as the scales are.
     table = Packed((scales.mT, zeros.mT), lambda scale, zero: 8 - zero.float() / scale.float())
-    return scaled(numbers, Packed((scales.mT,), torch.Tensor.float), (1, group), table, kept=unsigned(raw, 4, True))
+    return scaled(numbers, Packed((scales.mT,), torch.Tensor.float), (1, group), table, kept=unsigned(4, True))
 
 
 class Beside(NamedTuple):

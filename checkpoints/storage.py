@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from checkpoints.dequantize import Packed
 from checkpoints.gguf_weights import opened_gguf
-from checkpoints.quantization import Format, Quantization
+from checkpoints.quantization import Format
 from checkpoints.schemes import FLOATS, SCHEMES, Scheme
 
 INPUT_SCALES = "input_scale", "activation_scale"  # beside weights, of their products' inputs
@@ -52,9 +52,8 @@ class Storage:
         ValueError: a file is damaged.
     """
 
-    def __init__(self, paths: list[str], quantization: Quantization | None):
-        self.formats = quantization.formats if quantization else ()
-        self.schemes = {form.scheme: SCHEMES[form.scheme] for form in self.formats}
+    def __init__(self, paths: list[str], formats: tuple[Format, ...]):
+        self.formats, self.schemes = formats, {form.scheme: SCHEMES[form.scheme] for form in formats}
         self.dtypes: dict[str, str] = {}  # of all tensors, as safetensors names them
         self.tensors: dict[str, torch.Tensor] = {}  # views of the mapped files, of those that may be beside codes
         endings = tuple(of.ending for scheme in self.schemes.values() for of in scheme.beside.values())

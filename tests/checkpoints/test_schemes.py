@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from checkpoints.dequantize import fields
-from checkpoints.quantization import Format, Quantization, read_quantization
-from checkpoints.schemes import order_of, unpack_awq, unpack_gptq, unpack_nvfp4
+from checkpoints.quantization import Format, read_quantization
+from checkpoints.schemes import groups_of, unpack_awq, unpack_gptq, unpack_nvfp4
 from device.loader import load_weights
 from test_dequantize import E2M1, QWEN3, build, check_equal, check_parts, write
 
@@ -501,7 +501,7 @@ def test_what_is_wrong_with_a_checkpoint_is_said_in_a_line(
     ],
 )  # fmt: skip
 def test_what_config_json_says(raw: dict[str, Any], found: list[Format]) -> None:
-    assert read_quantization(raw) == Quantization(tuple(found))
+    assert read_quantization(raw) == tuple(found)
 
 
 @pytest.mark.parametrize(
@@ -555,7 +555,7 @@ def test_what_manta_does_not_read_is_refused(raw: dict[str, Any], message: str) 
 def test_configs_of_odd_values_are_read_or_refused():
     layers = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "NVFP4"}}
     found = read_quantization(layers)
-    assert found is not None and found.formats[0].block == (1, 16)
+    assert found[0].block == (1, 16)
     weights = {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True}
     packed = {
         "quant_method": "compressed-tensors",
@@ -570,4 +570,4 @@ def test_configs_of_odd_values_are_read_or_refused():
 
 
 def test_inputs_that_have_kept_their_order_have_no_groups():
-    assert order_of(torch.full((8,), -1, dtype=torch.int32), 8, 4, 2) is None
+    assert groups_of(torch.full((8,), -1, dtype=torch.int32), 8, 4, 2) is None
