@@ -21,28 +21,39 @@ BLOCKS = {name: (numbers, size) for name, numbers, size in TYPES.values()}
 
 
 class Split(NamedTuple):
-    """The parts of n blocks, whose numbers are codes * scales - least; both are multiplied by their factor before."""
+    """The parts of n blocks, whose numbers are codes * scales - mins; both are multiplied by their factor before."""
 
     codes: torch.Tensor  # [n, groups, -1]; those of four bits are `paired` [n, bytes]
     scales: torch.Tensor  # [n, groups]
-    least: torch.Tensor | None = None  # [n, groups]
-    factors: torch.Tensor | None = None  # [n, 1 or 2] float32
+    mins: torch.Tensor | None = None  # [n, groups]; codes are unsigned beside them
+    factors: torch.Tensor | None = None  # [n, 1 or 2] float32: GGML's d, and its dmin
+
+
+class BlockType(NamedTuple):
+    """How blocks of a type are split, and how `reference.Quantized` can keep their codes."""
+
+    split: Callable[[torch.Tensor], Split]
+    kind: str
+    group: int
+    dtype: torch.dtype  # of the scales
+    factors: int = 0  # of a block: none, one of its scales, or one of its mins, too
+    paired: bool = False  # the codes of a `Split` are `paired`
 
 
 def unpack(blocks: torch.Tensor, kind: str) -> torch.Tensor:
     """The float32 numbers [..., K] of blocks [..., blocks, bytes] of a type."""
     if kind in DTYPES:
         return blocks.contiguous().view(DTYPES[kind]).flatten(-2).float()
-    if kind in FORMULAS:
-        codes, scales, least, factors = FORMULAS[kind](blocks.flatten(0, -2))
-        if kind in PAIRED:
+    if kind in BLOCK_TYPES:
+        codes, scales, mins, factors = BLOCK_TYPES[kind].split(blocks.flatten(0, -2))
+        if BLOCK_TYPES[kind].paired:
             codes = apart(codes).view(len(codes), scales.shape[1], -1)
         codes = torch.tensor(IQ4).float()[codes.int()] if kind.startswith("IQ4") else codes.float()
         if kind == "Q4_0":
             codes -= 8
         numbers = codes.mul_((scales if factors is None else scales.float() * factors[:, :1])[:, :, None])
-        if least is not None and factors is not None:
-            numbers.sub_((least.float() * factors[:, 1:])[:, :, None])
+        if mins is not None and factors is not None:
+            numbers.sub_((mins.float() * factors[:, 1:])[:, :, None])
         return numbers.view(*blocks.shape[:-2], -1)
     import gguf
 
@@ -82,15 +93,15 @@ def iq4_xs(blocks: torch.Tensor) -> Split:
     return Split(blocks[:, 8:], (low | high << 4).view(torch.int8) - 32, factors=halves(blocks[:, :2]))
 
 
-def scales_and_least(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each of 8 groups of a block 6 bits of the scale, and of what is subtracted [n, 8], and the factors of both.
+def scales_and_mins(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The scales and mins [n, 8] of a block's groups, with 6 bits each, and the factors of both.
 
     The first four of each are the lower bits of 8 bytes, whose upper bits, and four more bytes, have the others.
     """
     factors, first, second, third = halves(blocks[:, :4]), blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), 1)
-    least = torch.cat((second & 63, third >> 4 | second >> 6 << 4), 1)
-    return scales, least, factors
+    mins = torch.cat((second & 63, third >> 4 | second >> 6 << 4), 1)
+    return scales, mins, factors
 
 
 def q4_k(blocks: torch.Tensor) -> Split:
@@ -98,13 +109,13 @@ def q4_k(blocks: torch.Tensor) -> Split:
     first, second = blocks[:, 16:].contiguous().view(torch.int64).view(-1, 4, 2, 2).unbind(2)  # 16 bytes each
     low = first & LOW | (second & LOW) << 4
     high = first >> 4 & LOW | second & ~LOW
-    return Split(torch.stack((low, high), 2).view(len(blocks), -1).view(torch.uint8), *scales_and_least(blocks))
+    return Split(torch.stack((low, high), 2).view(len(blocks), -1).view(torch.uint8), *scales_and_mins(blocks))
 
 
 def q5_k(blocks: torch.Tensor) -> Split:
     """d q - m, with 4 bits each, and a fifth in another byte: bit i of it is that of group i."""
     low, high = planes(blocks[:, 48:].unflatten(1, (4, 32)), 4).flatten(1, 2), planes(blocks[:, 16:48], 1)
-    return Split(low | high << 4, *scales_and_least(blocks))
+    return Split(low | high << 4, *scales_and_mins(blocks))
 
 
 def q3_k(blocks: torch.Tensor) -> Split:
@@ -124,24 +135,25 @@ def q6_k(blocks: torch.Tensor) -> Split:
     return Split(codes.view(-1, 16, 16), scales, factors=factors)
 
 
-FORMULAS: dict[str, Callable[[torch.Tensor], Split]] = {
-    "Q8_0": q8_0, "Q4_0": q4_0, "Q5_0": q5_0, "Q3_K": q3_k, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k, "IQ4_NL": q4_0,
-    "IQ4_XS": iq4_xs,
-}  # fmt: skip
-KINDS = {  # of `reference.Quantized` in which they can be kept, what that subtracts from codes, group, dtype of scales
-    "Q8_0": ("int8", 0, 32, torch.float16), "Q4_0": ("int4", 0, 32, torch.float16),
-    "Q4_K": ("int4", 8, 32, torch.uint8), "Q5_K": ("int6", 32, 32, torch.uint8), "Q6_K": ("int6", 0, 16, torch.int8),
-    "IQ4_NL": ("iq4", 0, 32, torch.float16), "IQ4_XS": ("iq4", 0, 32, torch.int8),
-    "Q5_0": ("int6", 0, 32, torch.float16), "Q3_K": ("int4", 0, 16, torch.int8),
-}  # fmt: skip
-PAIRED = ("Q4_0", "Q4_K", "IQ4_NL", "IQ4_XS")  # two codes in a byte, as that has them
-FACTORED = ("Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # a block's scales have factors
+BLOCK_TYPES = {  # those that are unpacked here
+    "Q8_0": BlockType(q8_0, "int8", 32, torch.float16),
+    "Q4_0": BlockType(q4_0, "int4", 32, torch.float16, paired=True),
+    "Q5_0": BlockType(q5_0, "int6", 32, torch.float16),
+    "Q3_K": BlockType(q3_k, "int4", 16, torch.int8, factors=1),
+    "Q4_K": BlockType(q4_k, "int4", 32, torch.uint8, factors=2, paired=True),
+    "Q5_K": BlockType(q5_k, "int6", 32, torch.uint8, factors=2),
+    "Q6_K": BlockType(q6_k, "int6", 16, torch.int8, factors=1),
+    "IQ4_NL": BlockType(q4_0, "iq4", 32, torch.float16, paired=True),
+    "IQ4_XS": BlockType(iq4_xs, "iq4", 32, torch.int8, factors=1, paired=True),
+}
 
 
 def split(blocks: torch.Tensor, kind: str) -> Read:
-    """What blocks [n, blocks, bytes] have, as `reference.Quantized` would keep it; the codes are int8, or `paired`."""
-    parts, n = FORMULAS[kind](blocks.flatten(0, -2)), len(blocks)
-    least = None if parts.least is None else parts.least.view(n, -1)
-    factors = None if parts.factors is None else parts.factors.view(n, -1, parts.factors.shape[1])
-    codes = parts.codes if kind in PAIRED else parts.codes.view(torch.int8) - KINDS[kind][1]
-    return Read(codes.reshape(n, -1), parts.scales.reshape(n, -1), least, factors)
+    """The parts of blocks [n, blocks, bytes] as `reference.Quantized` keeps them; codes are int8, or `paired`."""
+    own, n = BLOCK_TYPES[kind], len(blocks)
+    codes, scales, mins, factors = own.split(blocks.flatten(0, -2))
+    mins = None if mins is None else mins.view(n, -1)
+    factors = None if factors is None else factors.view(n, -1, own.factors)
+    if kind == "Q5_K":  # its codes are unsigned
+        codes = codes.view(torch.int8) - 32
+    return Read(codes.reshape(n, -1), scales.reshape(n, -1), mins, factors)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from checkpoints.dequantize import Codes, Packed, Read, apart, coordinates, distinct
-from checkpoints.gguf_blocks import BLOCKS, DTYPES, FACTORED, KINDS, PAIRED, split, unpack
+from checkpoints.gguf_blocks import BLOCK_TYPES, BLOCKS, DTYPES, split, unpack
 from checkpoints.gguf_config import Saved, architecture_of, saved_names
 from checkpoints.gguf_file import FLOATS, parts_of, read_header
 from models.families import FAMILIES
@@ -101,30 +101,30 @@ def packed(table: torch.Tensor, kind: str, heads: int) -> Packed:
         part = slice(begin - first * numbers, last - first * numbers + 1, max(1, columns.stride(axis)))
         return unpack(blocks, kind)[..., part].movedim(-1, axis)
 
+    if kind not in BLOCK_TYPES:
+        return Packed(coordinates(shape), values)
+    own = BLOCK_TYPES[kind]
+
     def read(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> Read:
-        begin, last = int(columns[0]), int(columns[-1])
-        first, *outer = begin // numbers, *rows
-        if heads:
-            outer[-1] = stored(outer[-1])
-        found = split(at_rows(table[..., first : last // numbers + 1, :], outer), kind)
-        where, codes = columns - first * numbers, found.codes
-        begin, count, gaps = int(where[0]), len(where), bool((where.diff() != 1).any())
-        if kind in PAIRED and not gaps and begin % 32 == count % 32 == 0:
+        first, end = int(columns[0]) // numbers, int(columns[-1]) // numbers + 1
+        *outer, row = rows
+        places = [*outer, stored(row) if heads else row]
+        codes, scales, mins, factors = split(at_rows(table[..., first:end, :], places), kind)
+        columns = columns - first * numbers  # among those of these blocks
+        begin, count, gaps = int(columns[0]), len(columns), bool((columns.diff() != 1).any())
+        if own.paired and not gaps and begin % 32 == count % 32 == 0:
             codes = codes.narrow(1, begin // 2, count // 2)  # which copies nothing
         else:
-            if kind in PAIRED:
-                codes = apart(codes).view(torch.int8) - (8 if kept == "int4" else 0)
-            codes = codes.index_select(1, where) if gaps else codes.narrow(1, begin, count)
-        at = where[::group] // own
-        zeros = None if found.zeros is None else found.zeros[:, at]
-        factors = None if found.factors is None else found.factors[:, where[::wide] // numbers]
-        return Read(codes, found.scales[:, at], zeros, factors)
+            if own.paired:
+                codes = apart(codes).view(torch.int8) - (8 if own.kind == "int4" else 0)
+            codes = codes.index_select(1, columns) if gaps else codes.narrow(1, begin, count)
+        at = columns[::group] // own.group
+        mins = None if mins is None else mins[:, at]
+        factors = None if factors is None else factors[:, columns[::wide] // numbers]
+        return Read(codes, scales[:, at], mins, factors)
 
-    if kind not in KINDS:
-        return Packed(coordinates(shape), values)
-    kept, _, own, dtype = KINDS[kind]
-    wide = numbers if kind in FACTORED else 0
-    return Packed(coordinates(shape), values, Codes(kept, own, kind in ("Q4_K", "Q5_K"), dtype, read, wide=wide))
+    wide = numbers if own.factors else 0
+    return Packed(coordinates(shape), values, Codes(own.kind, own.group, own.factors == 2, own.dtype, read, wide=wide))
 
 
 def at_rows(table: torch.Tensor, places: list[torch.Tensor]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import reference
 from checkpoints.dequantize import Codes, axes, common_group
-from checkpoints.gguf_blocks import BLOCKS, KINDS
+from checkpoints.gguf_blocks import BLOCK_TYPES, BLOCKS
 from checkpoints.gguf_weights import packed
 from checkpoints.storage import Storage, opened
 from device.coded import Rows, coded_of, rounds_to_fp8, stored, without_factors
@@ -203,7 +203,7 @@ def test_tensors_that_lie_by_heads_are_rounded(tmp_path: Path, raw: dict[str, An
         assert sorted(one + other) == pytest.approx(sorted(whole), abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
 @pytest.mark.parametrize("heads", [0, 2])
 def test_blocks_of_gguf_stay_in_codes(kind: str, heads: int) -> None:
     """Of any rows and of columns from a group's first one on, also where rows of heads change places."""
@@ -267,7 +267,7 @@ def test_parts_of_a_matrix_keep_factors_where_they_are_alike(kinds: tuple[str, s
     weight = torch.empty(expected.shape, device="meta")
     model: Any = SimpleNamespace(take=torch.zeros, ops=reference, device="cpu")
     made = coded_of(model, weight, [(weight[:8], found[0]), (weight[8:], found[1])], False)
-    kept = {KINDS[kind][0] for kind in kinds}
+    kept = {BLOCK_TYPES[kind].kind for kind in kinds}
     assert made and made.coded.kind == max(kept, key=reference.BITS.get)
     assert made.coded.wide == wide and (made.coded.factors is None) == (wide == 0)
     signed = {*kinds} & {"Q6_K", "Q3_K", "IQ4_XS"}

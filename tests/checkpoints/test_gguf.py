@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from checkpoints.gguf_blocks import BLOCKS, FORMULAS, unpack
+from checkpoints.gguf_blocks import BLOCK_TYPES, BLOCKS, unpack
 from checkpoints.gguf_file import FLOATS, OURS, TYPES, parts_of, read_header
 from checkpoints.gguf_folder import made_folder
 from checkpoints.gguf_weights import packed
@@ -87,7 +87,7 @@ def test_types_have_the_sizes_of_the_package():
     for number, (name, numbers, size) in TYPES.items():
         assert gguf.GGMLQuantizationType[name] == number
         assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] == (numbers, size)
-    assert (*FLOATS, *FORMULAS) == OURS
+    assert (*FLOATS, *BLOCK_TYPES) == OURS
 
 
 @pytest.mark.parametrize("kind", [name for name, _, _ in TYPES.values()])
@@ -127,7 +127,7 @@ HIGH = {
 }  # bytes with exponents
 
 
-@pytest.mark.parametrize("kind", FORMULAS)
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_formulas_give_the_bits_of_the_package(kind: str):
     """Of blocks in which any bit may be set, but for those that would make a scale infinite."""
     raw = np.random.default_rng(0).integers(0, 256, (7, 3, BLOCKS[kind][1]), dtype=np.uint8)
