@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -170,14 +170,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 class Quantized(NamedTuple):
     """A weight [N, K], or [E, N, K] of experts, that is kept in codes: (numbers(codes) - zeros) * scales.
 
-    With factors f a scale is a product, and what is subtracted is one, too. If there are zeros, the numbers are counted
-    from the `LOWEST` one then: (numbers(codes) - lowest) * (scales * f[.., 0]) - zeros * f[.., 1].
+    With factors f, as GGML's super-blocks have them: numbers(codes) * (scales * f[.., 0]); and if there are zeros,
+    (numbers(codes) - LOWEST) * (scales * f[.., 0]) - zeros * f[.., 1].
 
-    The numbers of codes: of `int8` the codes themselves; of `fp8` too, which are e4m3; of `int4` the code minus 8, and
-    of `int6` minus 32; of `fp4` an e2m1 float; of `nf4` and `iq4` an entry of a table. Codes of four bits are in pairs:
-    byte 16 b + j of a row has column 32 b + j in its lower half and column 32 b + 16 + j in its upper one, as GGML's
-    Q4_0 has them. So are the lower four bits of int6. Behind those, byte 8 b + j of a row has the upper two bits of
-    columns 32 b + j, 32 b + 8 + j, 32 b + 16 + j and 32 b + 24 + j, the first one's lowest.
+    The numbers of `int8` and `fp8` are the codes, of `int4` codes - 8, of `int6` codes - 32, of `fp4` (e2m1) floats, of
+    `nf4` and `iq4` entries of a table. Codes of four bits are in pairs, as in GGML's Q4_0: byte 16 b + j of a row has
+    column 32 b + j in its lower half, and 32 b + 16 + j in its upper one. So are the lower four bits of int6. Behind
+    those, byte 8 b + j of a row has the upper two bits of columns 32 b + j + 0, 8, 16 and 24, the first one's lowest.
     """
 
     kind: str
@@ -190,9 +189,12 @@ class Quantized(NamedTuple):
     inputs: str = ""  # "int8" or "fp8": products round their inputs to such codes, see `round_inputs`
     input_scale: torch.Tensor | None = None  # [] float32, of all inputs; None: each group of a token has its own
 
+    def at(self, index: Any) -> Quantized:
+        """Some of its rows, or experts: what it has at an index of the first dimension."""
+        return Quantized._make(x[index] if isinstance(x, torch.Tensor) and x.ndim else x for x in self)
 
-# Of QLoRA (Dettmers et al., 2023): quantiles of a normal distribution.
-NF4 = (
+
+NF4 = (  # quantiles of a normal distribution, of QLoRA (Dettmers et al., 2023)
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
@@ -236,9 +238,8 @@ def dequantize(weight: Quantized) -> torch.Tensor:
 
 
 def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """y = x W^T + bias, for x [T, K] of any float dtype, rounded as the weight [N, K] in codes says; y [T, N] in x's.
-
-    bias: [N]. The products are of the numbers as they are, and are added up in float32."""
+    """y = x W^T + bias [N], for x [T, K] of any float dtype, rounded as the weight [N, K] says; y [T, N] in x's dtype.
+    Products are of the numbers as they are, and are added up in float32."""
     numbers, matrix = _operands(x, weight)
     return F.linear(numbers, matrix, None if bias is None else bias.float()).to(x.dtype)
 
@@ -269,8 +270,7 @@ def round_inputs(x: torch.Tensor, weight: Quantized) -> tuple[torch.Tensor, torc
 
 def quantized_rows(weight: Quantized, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The rows [T, K] of a weight in codes, in `dtype`, for ids [T] of 0 to N - 1: a table's look-up."""
-    fields = (x[ids] if isinstance(x, torch.Tensor) and x.ndim else x for x in weight)
-    return dequantize(Quantized._make(fields)).to(dtype)
+    return dequantize(weight.at(ids)).to(dtype)
 
 
 def route(

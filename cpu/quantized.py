@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import threading
 import warnings
@@ -271,12 +270,6 @@ class CodedLinear:
         return y
 
 
-def parts_of(weight: Quantized, count: int) -> list[Quantized]:
-    """Parts of a weight that have so many of its outputs."""
-    fields = [x.split(count) if isinstance(x, torch.Tensor) and x.ndim else itertools.repeat(x) for x in weight]
-    return [Quantized(*part) for part in zip(*fields, strict=False)]
-
-
 class CodedExperts:
     """The weights [E, out, in] of a layer's experts, each as `pack` makes a product of it.
 
@@ -284,8 +277,7 @@ class CodedExperts:
     """
 
     def __init__(self, weight: Quantized, pack: Callable[[Quantized], Product]):
-        fields = [x if isinstance(x, torch.Tensor) and x.ndim else itertools.repeat(x) for x in weight]
-        self.experts = [pack(Quantized(*part)) for part in zip(*fields, strict=False)]
+        self.experts = [pack(weight.at(expert)) for expert in range(len(weight.codes))]
         self.rounding = without_codes(weight) if weight.inputs else None
         self.shape = *weight.codes.shape[:2], weight.codes.shape[2] * 8 // BITS[weight.kind]
 
@@ -446,6 +438,8 @@ def pack_quantized(
 
 def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
     """See `reference.quantized_linear`. The outputs come in parts, whose numbers the cache holds."""
-    parts = parts_of(weight, max(1, SLAB // (4 * x.shape[1])))
-    shifts = [None] * len(parts) if bias is None else bias.split(len(parts[0].codes))
-    return torch.cat([reference.quantized_linear(x, *each) for each in zip(parts, shifts, strict=True)], 1)
+    some, done = max(1, SLAB // (4 * x.shape[1])), []
+    for begin in range(0, len(weight.codes), some):
+        part = slice(begin, begin + some)
+        done.append(reference.quantized_linear(x, weight.at(part), None if bias is None else bias[part]))
+    return torch.cat(done, 1)
