@@ -186,7 +186,7 @@ class Quantized(NamedTuple):
     group: int  # neighbouring inputs that share a scale and a zero: K, or a multiple of 16; with factors 16 or 32
     factors: torch.Tensor | None = None  # [.., N, ceil(K / wide), 1] float32, or 2 where there are zeros
     wide: int = 0  # neighbouring inputs that share factors: K, or a multiple of the group
-    inputs: str = ""  # "int8" or "fp8": products round their inputs to such codes, see `round_inputs`
+    input_kind: str = ""  # "int8" or "fp8": products round their inputs to such codes, see `round_inputs`
     input_scale: torch.Tensor | None = None  # [] float32, of all inputs; None: each group of a token has its own
 
     def at(self, index: Any) -> Quantized:
@@ -246,7 +246,7 @@ def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | No
 
 def _operands(x: torch.Tensor, weight: torch.Tensor | Quantized) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, K] float32 and a weight [.., N, K] as numbers; x is rounded to codes and back if the weight says so."""
-    if isinstance(weight, torch.Tensor) or not weight.inputs:
+    if isinstance(weight, torch.Tensor) or not weight.input_kind:
         return x.float(), dequantize(weight) if isinstance(weight, Quantized) else weight
     codes, scales = round_inputs(x, weight)
     spread = scales.repeat_interleave(min(weight.group, x.shape[1]), 1)[:, : x.shape[1]]
@@ -259,13 +259,13 @@ def round_inputs(x: torch.Tensor, weight: Quantized) -> tuple[torch.Tensor, torc
     With an `input_scale` s is that, and codes are clamped; s is NaN if an input is. x: [T, K]. Returns the codes [T, K]
     int8 or float8_e4m3fn, to nearest even, and s [T, ceil(K / group)] float32, which is 2^-64 at least.
     """
-    inputs, most = x.shape[1], 127 if weight.inputs == "int8" else 448
+    inputs, most = x.shape[1], 127 if weight.input_kind == "int8" else 448
     group = min(weight.group, inputs)
     whole = F.pad(x.float(), (0, -inputs % group)).unflatten(1, (-1, group))
     scales, static = whole.abs().amax(2) / most, weight.input_scale
     scales = (scales if static is None else torch.where(scales.isnan(), scales, static)).clamp(min=2**-64)
     codes = (whole / scales[:, :, None]).clamp(-most, most).flatten(1)[:, :inputs]
-    return codes.round().to(torch.int8) if weight.inputs == "int8" else codes.to(torch.float8_e4m3fn), scales
+    return codes.round().to(torch.int8) if weight.input_kind == "int8" else codes.to(torch.float8_e4m3fn), scales
 
 
 def quantized_rows(weight: Quantized, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

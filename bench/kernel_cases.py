@@ -80,7 +80,7 @@ class Experts(NamedTuple):
     activation: str
     kind: str = ""  # of codes; empty: the weights are bfloat16
     group: int = 32  # inputs that share a scale
-    rounding: str = ""  # `inputs` of a `Quantized`
+    rounding: str = ""  # `input_kind` of a `Quantized`
 
     def hit(self, tokens: int) -> float:
         """The expected number of distinct experts that `tokens` tokens meet, if all experts are as likely."""
@@ -135,7 +135,7 @@ class Coded(NamedTuple):
     products: tuple[tuple[str, int, int], ...]  # name, inputs and outputs
     kind: str
     group: int
-    rounding: str = ""  # `inputs` of a `Quantized`
+    rounding: str = ""  # `input_kind` of a `Quantized`
     wide: int = 0  # inputs that share factors of scales and zeros of 8 bits; 0: scales are bfloat16, without zeros
 
 
@@ -179,7 +179,7 @@ def random_codes(device: str, kind: str, group: int, *shape: int, wide: int = 0)
 
 def rounding(weight: Any, s: Coded | Experts) -> Any:
     """A `Quantized` whose products round their inputs as the case says."""
-    return weight._replace(inputs=s.rounding)
+    return weight._replace(input_kind=s.rounding)
 
 
 def coded_cases(s: Coded, tokens: tuple[int, ...] = (1, 16, 64, 2048)) -> Iterator[Case]:

@@ -38,7 +38,7 @@ class Codes(NamedTuple):
     dtype: torch.dtype  # that holds each scale
     read: Callable[[tuple[torch.Tensor, ...], torch.Tensor, int, int], Read]
     groups: torch.Tensor | None = None  # [K], which scale each column has, where it is not neighbours that share one
-    inputs: str = ""  # the codes to which products round their inputs, see `reference.Quantized`
+    input_kind: str = ""  # the codes to which products round their inputs, see `reference.Quantized`
     input_scale: torch.Tensor | None = None
     wide: int = 0  # neighbouring columns that share factors; 0: there are none
 

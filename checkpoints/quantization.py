@@ -49,7 +49,7 @@ class Format(NamedTuple):
     symmetric: bool = True  # all zero points are the middle of the codes
     less: int = 0  # was subtracted from the zero points before they were stored
     ordered: bool = False  # a tensor beside the codes says which group each input is of
-    inputs: str = ""  # the codes to which products round their inputs, see `reference.Quantized`
+    input_kind: str = ""  # the codes to which products round their inputs, see `reference.Quantized`
     static: bool = False  # a tensor beside the weight has the scale of these
 
 
@@ -65,7 +65,7 @@ class Method(NamedTuple):
 
 
 ALGORITHMS = {  # of modelopt
-    "NVFP4": Format("nvfp4", 4, (1, 16)), "FP8": Format("fp8-scale", inputs="fp8", static=True),
+    "NVFP4": Format("nvfp4", 4, (1, 16)), "FP8": Format("fp8-scale", input_kind="fp8", static=True),
 }  # fmt: skip
 
 
@@ -93,8 +93,8 @@ def alike(formats: list[Format]) -> list[Format]:
     """The formats, without rounded inputs where a scheme has them for some modules alone: files do not say which."""
     said: dict[str, set[tuple[str, bool]]] = {}
     for form in formats:
-        said.setdefault(form.scheme, set()).add((form.inputs, form.static))
-    return [form if len(said[form.scheme]) == 1 else form._replace(inputs="", static=False) for form in formats]
+        said.setdefault(form.scheme, set()).add((form.input_kind, form.static))
+    return [form if len(said[form.scheme]) == 1 else form._replace(input_kind="", static=False) for form in formats]
 
 
 def check_fields(where: str, raw: dict[str, Any], known: tuple[str, ...]) -> None:
@@ -138,7 +138,7 @@ def read_fp8(raw: dict[str, Any]) -> list[Format]:
     one_of(raw, "expert_dtype", ("fp8",), "fp8")
     block = block_size("weight_block_size", raw.get("weight_block_size"))
     static = one_of(raw, "activation_scheme", ("dynamic", "static"), "dynamic") == "static"
-    return [Format(scheme, 8, block, inputs="fp8", static=static) for scheme in ("fp8", "fp8-scale")]
+    return [Format(scheme, 8, block, input_kind="fp8", static=static) for scheme in ("fp8", "fp8-scale")]
 
 
 def read_gptq(raw: dict[str, Any]) -> list[Format]:
@@ -204,7 +204,7 @@ def read_compressed(raw: dict[str, Any]) -> list[Format]:
 
 
 def activations_of(scheme: str, group: dict[str, Any], columns: int) -> tuple[str, bool]:
-    """`inputs` and `static` of a `Format`, by what compressed-tensors says of the activations of some modules.
+    """`input_kind` and `static` of a `Format`, by what compressed-tensors says of the activations of some modules.
 
     Activations stay as they are where they are not of the weights' kind, not symmetric, or where their scales are not
     of tokens, or of those `columns` that share a scale of the weights.
@@ -256,7 +256,7 @@ def read_torchao(raw: dict[str, Any]) -> list[Format]:
     if name not in tuple(TORCHAO) or not isinstance(data, dict):
         raise ValueError(f"{WHERE} has the quant_type {name!r:.80} of torchao; Manta reads {', '.join(TORCHAO)}")
     one_of(said, "_version", (2,))
-    scheme, inputs, fields = TORCHAO[name]
+    scheme, kind, fields = TORCHAO[name]
     check_fields(f"{WHERE}.quant_type: {name}", data, ("set_inductor_config", *fields.split()))
     # {"_type": the class, "_data": what it has} stands for objects; of the members of an enumeration that is a name.
     named = {key: each.get("_data") if isinstance(each, dict) else each for key, each in data.items()}
@@ -272,7 +272,7 @@ def read_torchao(raw: dict[str, Any]) -> list[Format]:
     symmetric = one_of(named, "act_mapping_type", ("symmetric", "asymmetric"), "symmetric") == "symmetric"
     bounded = any(data.get(f"activation_value_{bound}") is not None for bound in ("lb", "ub"))
     rounded = symmetric and not bounded and of_inputs is not None
-    return [Format(scheme, 8, of_weights or (1, 0), inputs=inputs if rounded else "")]
+    return [Format(scheme, 8, of_weights or (1, 0), input_kind=kind if rounded else "")]
 
 
 def grain_of(raw: Any) -> tuple[int, int] | None:

@@ -15,7 +15,7 @@ def rounded(numbers: torch.Tensor, kind: str) -> Packed:
 
     The scales are of whole rows, so a part has the codes that it has in the whole.
     """
-    own, inputs = GROUPS[kind] or numbers.shape[-1], "int8" if kind == "int8" else ""
+    own, input_kind = GROUPS[kind] or numbers.shape[-1], "int8" if kind == "int8" else ""
     kind = kind.split("_")[0]
 
     def read(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> Read:
@@ -23,7 +23,7 @@ def rounded(numbers: torch.Tensor, kind: str) -> Packed:
         columns = columns.to(codes.device)
         return Read(codes[:, columns], scales[:, columns[::group] // own])
 
-    codes = Codes(kind, own, False, torch.float16, read, inputs=inputs)
+    codes = Codes(kind, own, False, torch.float16, read, input_kind=input_kind)
     return Packed(coordinates(tuple(numbers.shape)), lambda *places: numbers[places].float(), codes)
 
 

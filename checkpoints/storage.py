@@ -124,7 +124,7 @@ class Storage:
                 try:
                     packed = scheme.unpack(codes, form, **self.parts(saved, dtype, scheme))
                     # Beside one tensor for all experts there is no name of static scales that Manta knows.
-                    rounds = form.inputs and (self.packed[saved].endswith(".weight") or not form.static)
+                    rounds = form.input_kind and (self.packed[saved].endswith(".weight") or not form.static)
                     return self.with_inputs(packed, saved, form) if rounds else packed
                 except ValueError as error:
                     wrong.append(str(error))
@@ -143,7 +143,7 @@ class Storage:
             raise ValueError(f"has {has} beside it, and config.json says that there is a positive number")
         assert packed.codes
         scale = scales[0].reshape(()) if scales else None
-        return Packed(packed.views, packed.values, packed.codes._replace(inputs=form.inputs, input_scale=scale))
+        return Packed(packed.views, packed.values, packed.codes._replace(input_kind=form.input_kind, input_scale=scale))
 
     def has_all(self, saved: str, scheme: Scheme) -> bool:
         """Whether all that a scheme needs is beside a tensor."""

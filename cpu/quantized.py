@@ -278,7 +278,7 @@ class CodedExperts:
 
     def __init__(self, weight: Quantized, pack: Callable[[Quantized], Product]):
         self.experts = [pack(weight.at(expert)) for expert in range(len(weight.codes))]
-        self.rounding = without_codes(weight) if weight.inputs else None
+        self.rounding = without_codes(weight) if weight.input_kind else None
         self.shape = *weight.codes.shape[:2], weight.codes.shape[2] * 8 // BITS[weight.kind]
 
     def __getitem__(self, expert: int) -> Product:
@@ -295,7 +295,7 @@ def rounded(x: torch.Tensor, weight: Quantized) -> tuple[torch.Tensor, torch.Ten
 
     The numbers are the codes of x. Where inputs are in groups, they are what the codes stand for, and it is 1.
     """
-    if weight.inputs == "int8" and weight.group >= x.shape[1]:  # in fewer steps
+    if weight.input_kind == "int8" and weight.group >= x.shape[1]:  # in fewer steps
         rows, static = x.float(), weight.input_scale
         scales = rows.abs().amax(1, keepdim=True).div_(127)
         if static is not None:
@@ -423,17 +423,17 @@ def pack_quantized(
     one_scale = weight.kind == "int8" and weight.zeros is None and weight.scales.shape[-1] == 1
     middle = middle_of_bytes() if one_scale else None
     splits = middle == 128 and (is_head or not find)  # with 64 a row would become four, or six
-    middle = middle if weight.inputs or splits else None
+    middle = middle if weight.input_kind or splits else None
     forms = find(weight) if find and not middle else None
 
     def pack(part: Quantized) -> Product:
         if not middle:
             return CodedLinear(part, forms)
-        return IntegerLinear(part, middle) if weight.inputs else SplitLinear(IntegerLinear(part, middle))
+        return IntegerLinear(part, middle) if weight.input_kind else SplitLinear(IntegerLinear(part, middle))
 
     if weight.codes.dim() > 2:
         return CodedExperts(weight, pack)
-    return RoundedLinear(weight, pack(weight)) if weight.inputs else pack(weight)
+    return RoundedLinear(weight, pack(weight)) if weight.input_kind else pack(weight)
 
 
 def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:

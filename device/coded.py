@@ -227,8 +227,8 @@ def kinds_of(model: Transformer) -> dict[str, int]:
         for name in (*owner.matrices, *owner.stacks):
             weight = getattr(owner, name)
             if isinstance(weight, QuantizedWeight):
-                inputs = weight.coded.inputs
-                found[f"{weight.coded.kind}{f' with inputs in {inputs}' if inputs else ''}"] += 1
+                kind, input_kind = weight.coded.kind, weight.coded.input_kind
+                found[f"{kind} with inputs in {input_kind}" if input_kind else kind] += 1
             elif torch.is_tensor(weight):
                 found[str(weight.dtype).removeprefix("torch.")] += 1
     return dict(found)
@@ -319,13 +319,11 @@ def rounds_to_fp8(device: str) -> bool:
 
 
 def rounding_of(codes: list[Codes], device: str, fp8: bool) -> tuple[str, torch.Tensor | None]:
-    """`inputs` and `input_scale` of a matrix, or of experts, of these parts: the largest scale is that of all."""
-    scales, inputs = [each.input_scale for each in codes if each.input_scale is not None], codes[0].inputs
-    if inputs == "fp8" and not fp8:
+    """`input_kind` and `input_scale` of a matrix, or of experts, of these parts: the largest scale is that of all."""
+    kind, scales = codes[0].input_kind, [each.input_scale for each in codes if each.input_scale is not None]
+    if (kind == "fp8" and not fp8) or any(each.input_kind != kind for each in codes) or 0 < len(scales) < len(codes):
         return "", None
-    if any(each.inputs != inputs for each in codes) or 0 < len(scales) < len(codes):
-        return "", None
-    return inputs, torch.stack(scales).max().to(device) if scales else None
+    return kind, torch.stack(scales).max().to(device) if scales else None
 
 
 def order_of(matrix: Packed, columns: torch.Tensor, group: int) -> torch.Tensor | None:

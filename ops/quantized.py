@@ -330,14 +330,14 @@ def _layout(weight: Quantized, inputs: int, dtype: torch.dtype, chip: Chip) -> L
 
 def _check(weight: Quantized, inputs: int) -> None:
     """Check what the kernels rely on; `inputs` is K."""
-    kind, codes, scales, zeros, group, factors, wide, rounding, _ = weight
+    kind, codes, scales, zeros, group, factors, wide, input_kind, _ = weight
     dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kind, torch.uint8)
     assert codes.is_contiguous() and codes.dtype == dtype and codes.shape[-1] * 8 == inputs * BITS[kind]
     assert BITS[kind] == 8 or inputs % 32 == 0
     assert group >= inputs or group % 16 == 0
     assert scales.shape == (*codes.shape[:-1], triton.cdiv(inputs, group)) and scales.is_contiguous()
-    assert not rounding or (rounding == kind and zeros is None and scales.dtype.itemsize > 1)
-    assert not rounding or group >= inputs or group % 128 == 0
+    assert not input_kind or (input_kind == kind and zeros is None and scales.dtype.itemsize > 1)
+    assert not input_kind or group >= inputs or group % 128 == 0
     assert zeros is None or (zeros.shape == scales.shape and zeros.is_contiguous() and not _plain_scales(zeros)[1])
     assert (factors is None) == (wide == 0)
     if factors is not None:
@@ -369,7 +369,7 @@ def _operands(x: torch.Tensor, weight: Quantized, rows: int) -> Operands:
     """x [T, K], rounded where the weight says so, and the weight, for a product in tiles that suit so many rows."""
     _check(weight, x.shape[1])
     chip = _chip(x.device)
-    if not weight.inputs:
+    if not weight.input_kind:
         layout = _layout(weight, x.shape[1], x.dtype, chip)
         return Operands(x, None, weight.codes.view(torch.uint8), layout, _rows_tile(rows, x.dtype, chip))
     # No code becomes a number, and the tiles are those of x in 16 bits.

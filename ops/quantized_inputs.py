@@ -66,17 +66,17 @@ def round_inputs(x: torch.Tensor, weight: Quantized) -> tuple[torch.Tensor, torc
     """See `reference.round_inputs`."""
     (tokens, inputs), scale = x.shape, weight.input_scale
     group = min(weight.group, inputs)
-    assert x.is_contiguous() and weight.inputs in ("int8", "fp8") and group > 0
+    assert x.is_contiguous() and weight.input_kind in ("int8", "fp8") and group > 0
     assert scale is None or (scale.dtype == torch.float32 and scale.numel() == 1)
 
     groups = triton.cdiv(inputs, group)
-    dtype = torch.float8_e4m3fn if weight.inputs == "fp8" else torch.int8
+    dtype = torch.float8_e4m3fn if weight.input_kind == "fp8" else torch.int8
     codes = torch.empty(tokens, inputs, dtype=dtype, device=x.device)
     scales = torch.empty(tokens, groups, dtype=torch.float32, device=x.device)
     block = min(1024, triton.next_power_of_2(group))
 
     round_inputs_kernel[(tokens, groups)](
-        x, scale, codes, scales, inputs, group, weight.inputs == "fp8", block, num_warps=1 if block <= 128 else 4
+        x, scale, codes, scales, inputs, group, weight.input_kind == "fp8", block, num_warps=1 if block <= 128 else 4
     )
     return codes, scales
 

@@ -85,7 +85,7 @@ def rounding_of(model: Transformer) -> list[tuple[str, Any]]:
     """How the products of each matrix round their inputs, and its static scale."""
     weights = [value for owner in model.owners() for value in vars(owner).values()]
     coded = [weight.coded for weight in weights if isinstance(weight, QuantizedWeight)]
-    return [(each.inputs, None if each.input_scale is None else float(each.input_scale)) for each in coded]
+    return [(each.input_kind, None if each.input_scale is None else float(each.input_scale)) for each in coded]
 
 
 def test_inputs_are_rounded_as_the_checkpoint_says(tmp_path: Path) -> None:
@@ -117,15 +117,15 @@ def test_experts_in_one_tensor_may_have_their_inputs_rounded(tmp_path: Path, sch
     storage = Storage([path], config.quantization)
     with opened(path) as file:
         found = storage.open(file, "model.layers.0.mlp.experts.gate_up_proj")
-    assert [part.codes.inputs for part in (found, found[1])] == ["fp8" if scheme == "dynamic" else ""] * 2
+    assert [part.codes.input_kind for part in (found, found[1])] == ["fp8" if scheme == "dynamic" else ""] * 2
     parts = [found.codes, found.codes]
     assert chosen_rounding(parts, "cpu", False) == ("", None)
-    assert chosen_rounding([each._replace(inputs="int8") for each in parts], "cpu", False) == ("int8", None)
+    assert chosen_rounding([each._replace(input_kind="int8") for each in parts], "cpu", False) == ("int8", None)
 
 
 def test_inputs_in_fp8_need_a_chip_that_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton compiles no such product for chips before sm_89, so none may be asked for there."""
-    made = {kind: Codes(kind, 0, False, torch.float32, lambda *_: None, inputs=kind) for kind in ("int8", "fp8")}
+    made = {kind: Codes(kind, 0, False, torch.float32, lambda *_: None, input_kind=kind) for kind in ("int8", "fp8")}
     for capability, rounded in (((8, 0), ""), ((8, 6), ""), ((8, 9), "fp8"), ((9, 0), "fp8"), ((12, 0), "fp8")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
         assert chosen_rounding([made["fp8"]], "meta", rounds_to_fp8("cuda")) == (rounded, None)

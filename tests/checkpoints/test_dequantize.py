@@ -308,7 +308,7 @@ def compressed(**weights: Any) -> dict[str, Any]:
 
 
 def fp8(*block: int) -> tuple[Format, ...]:
-    return tuple(Format(scheme, 8, block, inputs="fp8") for scheme in ("fp8", "fp8-scale"))
+    return tuple(Format(scheme, 8, block, input_kind="fp8") for scheme in ("fp8", "fp8-scale"))
 
 
 @pytest.mark.parametrize(

@@ -467,34 +467,34 @@ def test_what_is_wrong_with_a_checkpoint_is_said_in_a_line(
             MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {
                 "a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4", "group_size": 16}, "c": {"quant_algo": "FP8"},
             }},
-            [Format("fp8-scale", inputs="fp8", static=True), Format("nvfp4", 4, (1, 16))],
+            [Format("fp8-scale", input_kind="fp8", static=True), Format("nvfp4", 4, (1, 16))],
         ),
-        (compressed("int-quantized", num_bits=8, strategy="channel"), [Format("int8", inputs="int8")]),
-        (w8a8(dynamic=False), [Format("int8", inputs="int8", static=True)]),
+        (compressed("int-quantized", num_bits=8, strategy="channel"), [Format("int8", input_kind="int8")]),
+        (w8a8(dynamic=False), [Format("int8", input_kind="int8", static=True)]),
         (w8a8(symmetric=False), [Format("int8")]),  # other codes than ours
         (w8a8(num_bits=4), [Format("int8")]),
         (w8a8(type="float"), [Format("int8")]),
-        (w8a8(strategy="token"), [Format("int8", inputs="int8")]),
+        (w8a8(strategy="token"), [Format("int8", input_kind="int8")]),
         (w8a8(strategy="group", group_size=128), [Format("int8")]),  # and the weights have a scale for each output
         (w8a8(second=None), [Format("int8")]),  # which modules are rounded the files do not say
         (
             {"quant_method": "fp8", "activation_scheme": "static"},
-            [Format(scheme, 8, (128, 128), inputs="fp8", static=True) for scheme in ("fp8", "fp8-scale")],
+            [Format(scheme, 8, (128, 128), input_kind="fp8", static=True) for scheme in ("fp8", "fp8-scale")],
         ),
         (AO4, [Format("torchao-int4", 4, (1, 32), False)]),
         (torchao("Int4WeightOnly"), [Format("torchao-int4", 4, (1, 128), False)]),
         (AO8, [Format("torchao-int8")]),
         (torchao("Int8WeightOnly", granularity=grain("PerGroup", group_size=64)), [Format("torchao-int8", 8, (1, 64))]),
-        (torchao(W8A8, granularity=ROW, act_mapping_type="SYMMETRIC"), [Format("torchao-int8", inputs="int8")]),
-        (torchao(W8A8, granularity=[ROW, grain("PerTensor")]), [Format("torchao-int8", inputs="int8")]),
+        (torchao(W8A8, granularity=ROW, act_mapping_type="SYMMETRIC"), [Format("torchao-int8", input_kind="int8")]),
+        (torchao(W8A8, granularity=[ROW, grain("PerTensor")]), [Format("torchao-int8", input_kind="int8")]),
         (torchao(W8A8, granularity=[grain("PerTensor"), ROW]), [Format("torchao-int8")]),  # one scale for a batch
         (torchao(W8A8, granularity=ROW, act_mapping_type="ASYMMETRIC"), [Format("torchao-int8")]),
         (torchao("Float8WeightOnly"), [Format("torchao-fp8")]),
-        (torchao(AO_FP8, granularity=[ROW, ROW]), [Format("torchao-fp8", inputs="fp8")]),
+        (torchao(AO_FP8, granularity=[ROW, ROW]), [Format("torchao-fp8", input_kind="fp8")]),
         (torchao(AO_FP8, granularity=[ROW, ROW], activation_value_ub=9.0), [Format("torchao-fp8")]),
         (
             torchao(AO_FP8, granularity=[grain("PerBlock", block_size=size) for size in ([1, 128], [128, 128])]),
-            [Format("torchao-fp8", 8, (128, 128), inputs="fp8")],
+            [Format("torchao-fp8", 8, (128, 128), input_kind="fp8")],
         ),
         (BNB4, [Format("bnb-nf4", 4)]),
         (BNB8, [Format("bnb-int8")]),

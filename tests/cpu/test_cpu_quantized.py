@@ -192,7 +192,7 @@ def test_a_packed_weight_takes_little_more_than_its_codes(kind):
 
 @pytest.mark.parametrize("group", [1024, 128])
 def test_a_packed_weight_that_rounds_its_inputs_leaves_the_codes(group):
-    weight = drawn("int8", (256, 1024), group, False)._replace(inputs="int8")
+    weight = drawn("int8", (256, 1024), group, False)._replace(input_kind="int8")
     given = weakref.ref(weight.codes.untyped_storage()), weakref.ref(weight.scales.untyped_storage())
     packed = pack_quantized(weight)
     del weight
@@ -252,7 +252,7 @@ def test_experts_whose_inputs_are_rounded(monkeypatch, middle, weigh_inputs, gro
     torch.manual_seed(0)
     static = torch.tensor(0.03) if weigh_inputs else None
     stacks = [drawn("int8", shape, group, False) for shape in ((4, 64, 48), (4, 48, 32))]
-    stacks = [each._replace(scales=each.scales / 64, inputs="int8", input_scale=static) for each in stacks]
+    stacks = [each._replace(scales=each.scales / 64, input_kind="int8", input_scale=static) for each in stacks]
     packed = [pack_quantized(stack, find=uncompiled) for stack in stacks]
     assert {type(expert) for stack in packed for expert in stack.experts} == {
         IntegerLinear if middle and group == 1000 else CodedLinear
@@ -315,7 +315,7 @@ def test_products_of_integers_are_exact(middle, dtype):
     for i, (outputs, inputs) in enumerate([(1, 32), (50, 96), (33, 1100), (20, 7)]):
         weight = drawn("int8", (outputs, inputs), inputs, False)
         weight.codes[0] = -128
-        weight = weight._replace(inputs="int8", input_scale=torch.tensor(0.05) if i == 2 else None)
+        weight = weight._replace(input_kind="int8", input_scale=torch.tensor(0.05) if i == 2 else None)
         packed = RoundedLinear(weight, IntegerLinear(weight, middle))
         for count in (0, 1, 9):
             x = (torch.randn(count, 2 * inputs) * torch.randn(count, 1).exp()).to(dtype)[:, :inputs]
@@ -353,19 +353,19 @@ def test_a_cpu_is_asked_whether_its_sums_are_exact(monkeypatch):
 def test_weights_whose_inputs_are_rounded(monkeypatch):
     """Integers with a scale for each output have a product of their own where a CPU has one. Others are numbers."""
     torch.manual_seed(0)
-    one = drawn("int8", (50, 300), 300, False)._replace(inputs="int8")
+    one = drawn("int8", (50, 300), 300, False)._replace(input_kind="int8")
     for middle, layout in ((128, IntegerLinear), (64, IntegerLinear), (None, CodedLinear)):
         monkeypatch.setattr(quantized, "middle_of_bytes", lambda middle=middle: middle)
         monkeypatch.setattr(quantized, "pack_integers", lambda codes, scales: None)
         assert type(pack_quantized(one, find=uncompiled).product) is layout
-        plain, splits = one._replace(inputs=""), SplitLinear if middle == 128 else CodedLinear
+        plain, splits = one._replace(input_kind=""), SplitLinear if middle == 128 else CodedLinear
         assert type(pack_quantized(plain, find=uncompiled)) is CodedLinear
         assert type(pack_quantized(plain)) is type(pack_quantized(plain, True, uncompiled)) is splits
     x, bias = torch.randn(5, 300), torch.randn(50)
     for weight in (
-        one, drawn("int8", (50, 300), 128, False)._replace(inputs="int8"),
-        drawn("fp8", (50, 300), 300, False)._replace(inputs="fp8"),
-        drawn("fp8", (50, 300), 128, False)._replace(inputs="fp8", input_scale=torch.tensor(0.01)),
+        one, drawn("int8", (50, 300), 128, False)._replace(input_kind="int8"),
+        drawn("fp8", (50, 300), 300, False)._replace(input_kind="fp8"),
+        drawn("fp8", (50, 300), 128, False)._replace(input_kind="fp8", input_scale=torch.tensor(0.01)),
     ):  # fmt: skip
         codes, scales = reference.round_inputs(x, weight)
         numbers = codes.float() * scales.repeat_interleave(min(weight.group, 300), 1)[:, :300]

@@ -184,7 +184,7 @@ def test_products_of_rounded_inputs(
     """Inputs have the specification's codes, bit by bit, and products are theirs. `more`: a static scale and a bias."""
     outputs, inputs = sizes
     weight, numbers = random_weight(kind, outputs, inputs, group, F32)
-    weight = weight._replace(inputs=kind, input_scale=torch.tensor(0.01) if more else None)
+    weight = weight._replace(input_kind=kind, input_scale=torch.tensor(0.01) if more else None)
     x, bias = (torch.randn(rows, inputs) * torch.randn(rows, 1).exp()).to(dtype), torch.randn(outputs).to(dtype)
     x[1:2] = 0  # a row without a scale of its own
     x[0, -1] = 2 * x.abs().max()  # the last input, which a program may read in a second go
@@ -205,7 +205,7 @@ def test_products_of_rounded_inputs(
 
 def test_a_half_goes_to_the_even_code(device: str) -> None:
     weight, _ = random_weight("int8", 3, 64, 64, F32)
-    weight, x = weight._replace(inputs="int8", input_scale=torch.ones(1)), torch.arange(-32, 32)[None] + 0.5
+    weight, x = weight._replace(input_kind="int8", input_scale=torch.ones(1)), torch.arange(-32, 32)[None] + 0.5
     for codes, _ in (reference.round_inputs(x, weight), kernels.round_inputs(x.to(device), there(device, weight))):
         assert codes.flatten().tolist() == [round(number) for number in x.flatten().tolist()]
 
@@ -225,7 +225,7 @@ def test_a_program_rounds_the_inputs_of_its_own_group(device: str) -> None:
 def test_a_product_shows_inputs_that_are_no_numbers(device: str, kind: str, scale: float | None) -> None:
     """Though int8 has no code for them: the row is NaN, and no other is."""
     weight, _ = random_weight(kind, 20, 64, 64, F32)
-    weight = weight._replace(inputs=kind, input_scale=None if scale is None else torch.tensor(scale))
+    weight = weight._replace(input_kind=kind, input_scale=None if scale is None else torch.tensor(scale))
     x = torch.randn(3, 64)
     x[1, 5] = math.nan
     for y in (
@@ -243,7 +243,7 @@ def test_inputs_have_the_nearest_codes(kind: str, scale: float | None) -> None:
     weight, _ = random_weight(kind, 3, inputs, group, F32)
     x = torch.randn(4, inputs) * 3
     static = None if scale is None else torch.tensor(scale)
-    codes, scales = reference.round_inputs(x, weight._replace(inputs=kind, input_scale=static))
+    codes, scales = reference.round_inputs(x, weight._replace(input_kind=kind, input_scale=static))
     every = torch.arange(-127.0, 128) if kind == "int8" else torch.arange(256, dtype=torch.uint8).view(E4M3).float()
     every = every[every.isfinite()].double()
     for t in range(4):
@@ -261,7 +261,7 @@ def test_inputs_have_the_nearest_codes(kind: str, scale: float | None) -> None:
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_inputs_that_are_not_finite_or_are_zeros(kind: str) -> None:
     weight, _ = random_weight(kind, 5, 64, 10**6, F32)
-    weight = weight._replace(inputs=kind)
+    weight = weight._replace(input_kind=kind)
     x = torch.randn(4, 64)
     x[1], x[2, 3], x[3, 5] = 0, math.nan, math.inf
     for ops in (reference, kernels):
@@ -466,7 +466,7 @@ def test_experts_whose_inputs_are_rounded(
     static = torch.tensor(0.02 if kind == "int8" else 0.005) if more else None
     gate_up, up_numbers = random_stack(held, kind, 2 * size, hidden, group, F32)
     down, down_numbers = random_stack(held, kind, hidden, size, group, F32)
-    gate_up, down = (each._replace(inputs=kind, input_scale=static) for each in (gate_up, down))
+    gate_up, down = (each._replace(input_kind=kind, input_scale=static) for each in (gate_up, down))
     here = (ids >= first) & (ids < first + held)
     local, met = torch.where(here, ids - first, -1), here.flatten()
 
