@@ -12,8 +12,6 @@ import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -50,30 +48,36 @@ class Rows(NamedTuple):
     begin: int  # of the rows, counted over all experts
 
     def fill(self, source: Packed) -> torch.Tensor:
-        """Copy the codes of a part [.., n, in]; returns the sum of their scales and zeros, not finite if a number is
-        not."""
-        coded, begin, total = self.weight.coded, self.begin, torch.zeros(())
+        """Copy the codes of a part [.., n, in]; returns the sum of its scales and zeros: NaN or infinite if one is."""
+        weight, coded, begin, total = self.weight, self.weight.coded, self.begin, torch.zeros(())
         fields = coded.codes, coded.scales, coded.zeros, coded.factors
-        tables = [None if x is None else x.flatten(0, len(self.weight.shape) - 2) for x in fields]
-        for part in chain.from_iterable(
-            matrix.split(max(1, PIECE_ELEMENTS // matrix.shape[1])) for matrix in matrices_of(source)
-        ):
-            found = axes(part)
-            assert found and part.codes
-            columns = found[1] if self.weight.order is None else found[1][self.weight.order.to(found[1].device)]
-            read = part.codes.read(found[0], columns, coded.group, coded.wide or coded.group)
-            if coded.factors is None and read.factors is not None:
-                read = without_factors(read, part.codes.kind, coded.group)
-            elif coded.factors is not None and coded.zeros is not None:
-                read = with_zeros(read, part.codes.kind, coded.kind)
-            rows = slice(begin, begin + len(read.codes))
-            for table, values in zip(tables, (stored(read.codes, coded.kind, len(columns)), *read[1:]), strict=True):
-                if table is not None:
-                    table[rows] = 0 if values is None else values
-            nan = coded.kind == "fp8" and bool(((read.codes.to(torch.uint8) & 127) == 127).any())
-            sums = (values.sum(dtype=torch.float32) for values in read[1:] if values is not None)
-            total, begin = total + sum(sums) + (math.nan if nan else 0), rows.stop
+        tables = [None if x is None else x.flatten(0, len(weight.shape) - 2) for x in fields]
+        for matrix in matrices_of(source):
+            for part in matrix.split(max(1, PIECE_ELEMENTS // matrix.shape[1])):
+                read = read_for(weight, part)
+                rows = slice(begin, begin + len(read.codes))
+                for table, values in zip(tables, read, strict=True):
+                    if table is not None:
+                        table[rows] = 0 if values is None else values
+                total += sum(values.sum(dtype=torch.float32) for values in read[1:] if values is not None)
+                if coded.kind == "fp8" and bool((read.codes.view(torch.uint8) & 127 == 127).any()):
+                    total += math.nan
+                begin = rows.stop
         return total
+
+
+def read_for(weight: QuantizedWeight, part: Packed) -> Read:
+    """Rows of a matrix of the checkpoint, with their codes, scales, zeros and factors as a weight keeps them."""
+    found, coded, order = axes(part), weight.coded, weight.order
+    assert found and part.codes
+    rows, columns = found
+    columns = columns if order is None else columns[order.to(columns.device)]
+    read = part.codes.read(rows, columns, coded.group, coded.wide or coded.group)
+    if coded.factors is None and read.factors is not None:
+        read = without_factors(read, part.codes.kind, coded.group)
+    elif coded.factors is not None and coded.zeros is not None:
+        read = with_zeros(read, part.codes.kind, coded.kind)
+    return read._replace(codes=stored(read.codes, coded.kind, len(columns)))
 
 
 def matrices_of(source: Source) -> list[Any]:
@@ -112,8 +116,7 @@ def without_factors(found: Read, kind: str, group: int) -> Read:
 
 
 def stored(numbers: torch.Tensor, kind: str, inputs: int) -> torch.Tensor:
-    """The codes of a `Read`, which are of so many inputs, as `reference.Quantized` has them. Its pairs may be of int4
-    where the kind has more bits."""
+    """The codes of a `Read`, of so many inputs, as `Quantized` has them. Pairs of int4 may be for a wider kind."""
     if kind == "fp8":
         return numbers.to(torch.uint8).view(torch.float8_e4m3fn)
     if numbers.shape[1] < inputs:  # they are in pairs
@@ -140,8 +143,9 @@ def settle(
     Returns:
         By name, what each piece is to be copied to: a tensor, or `Rows`.
     """
+    targets: dict[str, list[Any]] = {name: [piece.target for piece in part.pieces] for name, part in wanted.items()}
     if not model.coded:
-        return {name: [piece.target for piece in part.pieces] for name, part in wanted.items()}
+        return targets
     model.counted = model.num_parameters()
     fp8 = rounds_to_fp8(model.device) if fp8 is None else fp8
     places: dict[int, list[tuple[Owner, str]]] = {}  # of each weight
@@ -153,7 +157,6 @@ def settle(
     for name, part in wanted.items():
         for i, piece in enumerate(part.pieces):
             pieces.setdefault(key(piece.target), []).append((name, i))
-    targets: dict[str, list[Any]] = {name: [piece.target for piece in part.pieces] for name, part in wanted.items()}
     for storage, where in places.items():
         owner, attribute = where[0]
         weight, filling = getattr(owner, attribute), pieces.get(storage, [])
@@ -162,24 +165,21 @@ def settle(
         packs = all(one is owner and name in matrices for one, name in where)
         parts = [(targets[name][i], sources[name][i]) for name, i in filling if name in sources]
         made = coded_of(model, weight, parts, fp8) if packs else None
-        if made and (made.order is None or "embedding" not in (name for _, name in where)):
-            for _, attribute in where:
-                setattr(owner, attribute, made)
-            for name, i in filling:
-                targets[name][i] = Rows(made, targets[name][i].storage_offset() // weight.shape[-1])
-            continue
-        plain = model.take(*weight.shape, dtype=weight.dtype)
+        if made and made.order is not None and "embedding" in (name for _, name in where):
+            made = None  # its rows, which are looked up, would come in that order
+        made = made or model.take(*weight.shape, dtype=weight.dtype)
         for owner, attribute in where:
-            setattr(owner, attribute, plain)
+            setattr(owner, attribute, made)
         for name, i in filling:
             view = targets[name][i]
-            targets[name][i] = plain.as_strided(view.shape, view.stride(), view.storage_offset())
-    for name, found in targets.items():
-        filled = [
-            piece if isinstance(target, Rows) else piece._replace(target=target)
-            for piece, target in zip(wanted[name].pieces, found, strict=True)
-        ]
-        wanted[name] = wanted[name]._replace(pieces=tuple(filled))
+            if isinstance(made, QuantizedWeight):
+                targets[name][i] = Rows(made, view.storage_offset() // weight.shape[-1])
+            else:
+                targets[name][i] = made.as_strided(view.shape, view.stride(), view.storage_offset())
+    for name, part in wanted.items():
+        both = zip(part.pieces, targets[name], strict=True)
+        filled = (piece if isinstance(to, Rows) else piece._replace(target=to) for piece, to in both)
+        wanted[name] = part._replace(pieces=tuple(filled))
     return targets
 
 
@@ -264,53 +264,55 @@ def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.T
         parts: views of `weight`, and what fills them.
         fp8: see `settle`.
     """
-    found, inputs = [], weight.shape[-1]
+    found, inputs = list[tuple[Codes, torch.Tensor]](), weight.shape[-1]
     for target, source in parts:
         if target.shape[-1] != inputs or not target.is_contiguous():
             return None
         for matrix in matrices_of(source):
             if isinstance(matrix, torch.Tensor) or (here := axes(matrix)) is None or not matrix.codes:
                 return None
-            found.append((matrix, here[1]))
-    codes, columns = [matrix.codes for matrix, _ in found if matrix.codes], [each for _, each in found]
+            found.append((matrix.codes, here[1]))
+    codes = [each for each, _ in found]
     kinds = {each.kind for each in codes}
     if len(kinds) > 1 and not kinds <= {"int4", "int6", "int8"}:
         return None
     assert kinds  # what no tensor fills has been refused
     kind = max(kinds, key=BITS.__getitem__)  # whose numbers those of the others are, too
-    bits, group = BITS[kind], common(codes, columns, "group")
-    orders = [order_of(matrix, each, group) for matrix, each in found]
+    group = math.gcd(*(common_group(each.group, columns) for each, columns in found))
+    orders = [order_of(each.groups, columns, group) for each, columns in found]
     order = orders[0]
-    if order is None or not all(other is not None and torch.equal(order, other) for other in orders):
+    if order is None or any(other is None or not torch.equal(order, other) for other in orders):
         return None
     if len(order) and weight.ndim > 2:
         return None
-    if (group % LEAST_GROUP and group < inputs) or (bits < 8 and inputs % 32):
+    if (group % LEAST_GROUP and group < inputs) or (BITS[kind] < 8 and inputs % 32):
         return None
-    wide = common(codes, columns, "wide") if all(each.wide for each in codes) and group in FINE else 0
+    has_factors = group in FINE and all(each.wide for each in codes)
+    wide = math.gcd(*(common_group(each.wide, columns) for each, columns in found)) if has_factors else 0
     wide = wide if wide >= inputs or wide % LEAST_WIDE == 0 else 0
     # Without factors scales are floats that hold the products with them.
     dtypes = (each.dtype if wide or not each.wide else torch.float32 for each in codes)
     dtype = functools.reduce(torch.promote_types, dtypes)
     dtype = torch.int8 if dtype == torch.int16 else dtype  # GGUF's bytes without a sign have six bits
-    *outer, _ = weight.shape
-    new = model.take
-    table = (*outer, -(-inputs // group))
-    types = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-    made = new(*outer, inputs * bits // 8, dtype=types.get(kind, torch.uint8))
-    zeros = new(*table, dtype=dtype) if any(each.has_zeros for each in codes) else None
-    cuts = *outer, -(-inputs // wide) if wide else 0, 1 if zeros is None else 2
-    factors = new(*cuts, dtype=torch.float32) if wide else None
-    rounding: tuple[str, torch.Tensor | None] = "", None
-    if zeros is None and (group >= inputs or group % ROUNDED_GROUP == 0):
-        rounding = rounding_of(codes, model.device, fp8)
-    coded = model.ops.Quantized(kind, made, new(*table, dtype=dtype), zeros, group, factors, wide, *rounding)
+    has_zeros = any(each.has_zeros for each in codes)
+    coded = new_codes(model, weight.shape, kind, dtype, has_zeros, group, wide)
+    if not has_zeros and (group >= inputs or group % ROUNDED_GROUP == 0):
+        input_kind, input_scale = rounding_of(codes, model.device, fp8)
+        coded = coded._replace(input_kind=input_kind, input_scale=input_scale)
     return QuantizedWeight(model.ops, weight, coded, order.to(model.device) if len(order) else None)
 
 
-def common(codes: Sequence[Codes], columns: Sequence[torch.Tensor], name: str) -> int:
-    """How many neighbouring columns are together in a `group` or `wide` of all these parts."""
-    return math.gcd(*(common_group(getattr(each, name), at) for each, at in zip(codes, columns, strict=True)))
+def new_codes(
+    model: Transformer, shape: torch.Size, kind: str, dtype: torch.dtype, has_zeros: bool, group: int, wide: int
+) -> Any:
+    """A `Quantized` that has its memory, for a weight of a shape; its inputs are not rounded."""
+    *outer, inputs = shape
+    groups = (*outer, -(-inputs // group))
+    types = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+    codes = model.take(*outer, inputs * BITS[kind] // 8, dtype=types.get(kind, torch.uint8))
+    scales, zeros = (model.take(*groups, dtype=dtype) if there else None for there in (True, has_zeros))
+    factors = model.take(*outer, -(-inputs // wide), 1 + has_zeros, dtype=torch.float32) if wide else None
+    return model.ops.Quantized(kind, codes, scales, zeros, group, factors, wide)
 
 
 def rounds_to_fp8(device: str) -> bool:
@@ -326,14 +328,12 @@ def rounding_of(codes: list[Codes], device: str, fp8: bool) -> tuple[str, torch.
     return kind, torch.stack(scales).max().to(device) if scales else None
 
 
-def order_of(matrix: Packed, columns: torch.Tensor, group: int) -> torch.Tensor | None:
-    """[in] the order in which the columns of a matrix are those of one group after the other. It is empty where they
-    are so already, and None where groups differ in size."""
-    assert matrix.codes
-    if matrix.codes.groups is None:
+def order_of(groups: torch.Tensor | None, columns: torch.Tensor, size: int) -> torch.Tensor | None:
+    """[in] the order in which `columns` are those of one group of this size after the other. It is empty where they are
+    so already, and None where groups differ in size. `groups`: see `Codes`."""
+    if groups is None:
         return columns[:0]
-    groups = matrix.codes.groups[columns]
+    groups = groups[columns]
     order = groups.argsort(stable=True)
-    if len(order) % group or bool((groups[order].view(-1, group).diff() != 0).any()):
-        return None
-    return order
+    alike = len(order) % size == 0 and not bool((groups[order].view(-1, size).diff() != 0).any())
+    return order if alike else None

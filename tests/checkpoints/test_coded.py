@@ -252,6 +252,7 @@ def test_blocks_of_gguf_stay_in_codes(kind: str, heads: int) -> None:
         (("Q6_K", "Q4_0"), slice(16, 272), 0), (("Q4_K", "Q8_0"), slice(0, 768), 0),
         (("Q3_K", "Q5_K"), slice(0, 768), 256), (("Q3_K", "Q4_K"), slice(256, 512), 256),
         (("Q3_K", "Q3_K"), slice(16, 272), 0), (("Q5_0", "Q8_0"), slice(32, 768), 0),
+        (("Q4_0", "Q8_0"), slice(0, 768), 0), (("Q5_0", "Q4_0"), slice(32, 768), 0),
         (("IQ4_XS", "IQ4_NL"), slice(0, 768), 0), (("IQ4_XS", "IQ4_XS"), slice(0, 768), 256),
     ],
 )  # fmt: skip
@@ -272,7 +273,7 @@ def test_parts_of_a_matrix_keep_factors_where_they_are_alike(kinds: tuple[str, s
     assert made.coded.wide == wide and (made.coded.factors is None) == (wide == 0)
     signed = {*kinds} & {"Q6_K", "Q3_K", "IQ4_XS"}
     small = torch.int8 if signed else torch.uint8
-    halves = {*kinds} <= {"Q5_0", "Q8_0"}
+    halves = {*kinds} <= {"Q4_0", "Q5_0", "Q8_0"}
     assert made.coded.scales.dtype == (small if wide else torch.float16 if halves else torch.float32)
     for begin, part in zip((0, 8), found, strict=True):
         assert Rows(made, begin).fill(part).isfinite()
