@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-DTYPES = torch.float16, torch.bfloat16, torch.float32
+DTYPES = torch.float16, torch.bfloat16, torch.float32  # of plain numbers
 
 
 class Read(NamedTuple):
     """What `Codes` read of a matrix, as `reference.Quantized` has it."""
 
-    codes: torch.Tensor  # [n, K], of integers the numbers, of others the bits; or `paired` [n, K / 2]
+    codes: torch.Tensor  # [n, K], of integer kinds the numbers, of others the bits; or `paired` [n, K / 2]
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
     factors: torch.Tensor | None = None
@@ -58,7 +58,7 @@ class Packed:
     """A tensor whose elements are a function of some bytes and scales; it is read in parts.
 
     Args:
-        views: tensors of the shape of this one, which everything is done to that is done to this one.
+        views: tensors of this one's shape. What is done to this one is done to each of them.
         values: makes the elements of such views, in float32 or bytes.
         codes: how it can be kept without becoming numbers, if it can. Then the views are `coordinates`.
     """
@@ -122,7 +122,7 @@ def take(
     read: Callable[[Any], torch.Tensor] = lambda entries: entries.float(),
     split: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """What a table has for each element, where so many neighbours along each dimension share an entry.
+    """The entry of a table for each element, where so many neighbours along each dimension share one.
 
     Args:
         table: [ceil(size / neighbours), ...] of each dimension.
@@ -171,7 +171,7 @@ def spread(
 
 
 def distinct(places: torch.Tensor) -> torch.Tensor:
-    """A view of coordinates without the dimensions along which they are all alike, which are left with a size of 1."""
+    """A view of coordinates in which a dimension along which all are alike has a size of 1."""
     for dim, stride in enumerate(places.stride()):
         if stride == 0 and places.shape[dim] > 1:
             places = places.narrow(dim, 0, 1)
@@ -312,7 +312,7 @@ def rows_of(packed: Packed, ids: torch.Tensor) -> torch.Tensor:
 
 
 def axes(packed: Packed) -> tuple[tuple[torch.Tensor, ...], torch.Tensor] | None:
-    """Of a matrix that can be kept in codes: its `rows` and `columns`, see `Codes`; None if columns are its rows."""
+    """The `rows` and `columns` (see `Codes`) of a matrix; None if it cannot be kept in codes, or is transposed."""
     *outer, last = packed.views
     if packed.codes is None or last.ndim != 2 or not last.numel():
         return None
@@ -322,7 +322,7 @@ def axes(packed: Packed) -> tuple[tuple[torch.Tensor, ...], torch.Tensor] | None
 
 
 def common_group(group: int, columns: torch.Tensor) -> int:
-    """How many neighbours of these columns are together in a group of so many, from the first of them on."""
+    """The largest groups that, cut from the first of these columns on, each lie in one group of so many."""
     begin, last = int(columns[0]), int(columns[-1])
     return len(columns) if begin // group == last // group else math.gcd(group, begin)
 

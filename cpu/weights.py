@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from batch_state import Writes
-from checkpoints.dequantize import Packed, rows_of
+from checkpoints.dequantize import DTYPES, Packed, rows_of
 from checkpoints.hub import checkpoint_files
 from checkpoints.rounding import to_nearest
 from checkpoints.storage import opened
@@ -34,7 +34,6 @@ PROMPT = 256  # rows; with so many or more, panels are laid side by side first
 LANES = 16  # outputs of a compressed weight that lie side by side: a vector of float32
 RARE = 1 / 64  # share of an output's inputs; a weight with more elements of unusual size is not compressed
 CLOSE = 1024  # outputs of a head; where so many may be the largest, all are computed
-PLAIN = torch.float16, torch.bfloat16, torch.float32
 UP = 2.0**64  # scales the inputs of a compressed weight, because its elements are read as 2^-126 to 2^-111
 
 
@@ -405,7 +404,7 @@ def map_embedding(model: Any, files: list[str]) -> None:
                     if isinstance(table, Packed) or coded:
                         model.embedding = MappedTable(table, model.dtype, coded.kind if coded else "")
                         continue
-                    plain = table.dtype in PLAIN and model.dtype in (table.dtype, torch.float32)
+                    plain = table.dtype in DTYPES and model.dtype in (table.dtype, torch.float32)
                     if plain and table.shape == model.embedding.shape:
                         model.embedding = table
 

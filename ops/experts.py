@@ -308,8 +308,7 @@ def expert_gate_up(
 @triton.jit(do_not_specialize=["tiles"])
 def expert_down_kernel(
     h, h_scales, weight, scales, zeros, factors, bias, weights, starts, order, parts, tiles,
-    KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
-    UNPACK: tl.constexpr,
+    KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, UNPACK: tl.constexpr,
     E: tl.constexpr, H: tl.constexpr, SIZE: tl.constexpr, WEIGH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, SHARERS: tl.constexpr,
 ):  # fmt: skip

@@ -167,15 +167,16 @@ def _spread(b_table, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _quantized_part(
+def _weight_only_part(
     x, codes, scales, zeros, factors, o_m, o_n, m_m, m_n, i_s,
     K: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
     UNPACK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """x W^T over part i_s of SPLITS of the K columns, [BLOCK_M, BLOCK_N] float32, of the rows o_m of x and o_n of W.
 
-    Scales multiply sums in float32: those of a step, or where one group is all of K those of the part. Where a step has
-    several groups, or where there are factors, they multiply the numbers, in x's dtype, as zeros are subtracted there.
+    x is not in codes (W4A16, W8A16). Scales multiply sums in float32: of a step, or of the part where one group is all
+    of K. Where a step has several groups, or there are factors, they multiply the numbers, in x's dtype. Zeros are
+    subtracted from numbers, in x's dtype, too.
     """
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
@@ -236,13 +237,13 @@ def _coded_part(
     K: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
     UNPACK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x W^T over part i_s of SPLITS of the K columns; if there are x_scales, x is codes, see `_rounded_part`."""
+    """x W^T over part i_s of SPLITS of the K columns, by either way; with x_scales x is codes, too."""
     if x_scales is not None:
         b_y = _rounded_part(
             x, x_scales, codes, scales, o_m, o_n, m_m, m_n, i_s, K, GROUP, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
         )
     else:
-        b_y = _quantized_part(
+        b_y = _weight_only_part(
             x, codes, scales, zeros, factors, o_m, o_n, m_m, m_n, i_s,
             K, KIND, SCALES, GROUP, WIDE, UNPACK, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
@@ -318,10 +319,9 @@ def _layout(weight: Quantized, inputs: int, dtype: torch.dtype, chip: Chip) -> L
         if common == 64:
             step = 64
         elif common < group:
-            repeat, group = group // common, common
-            tables = (scales, zeros) if zeros is not None else (scales,)
-            groups = triton.cdiv(inputs, group)
-            scales, zeros, *_ = *(t.repeat_interleave(repeat, -1)[..., :groups].contiguous() for t in tables), None
+            repeat, group, groups = group // common, common, triton.cdiv(inputs, common)
+            scales = scales.repeat_interleave(repeat, -1)[..., :groups].contiguous()
+            zeros = None if zeros is None else zeros.repeat_interleave(repeat, -1)[..., :groups].contiguous()
     scales, bytes_of = _plain_scales(scales)
     unpacking = None if INTERPRET or dtype == torch.float32 else _unpacking(weight.kind, dtype)
     constants = weight.kind, bytes_of, group, min(weight.wide, inputs), unpacking

@@ -89,9 +89,9 @@ def _rounded_part(
 ):  # fmt: skip
     """x W^T over part i_s of SPLITS of the K columns, [BLOCK_M, BLOCK_N] float32, of the rows o_m of x and o_n of W.
 
-    x and codes are int8, whose sums are exact, or e4m3. The matrix unit keeps few bits of long sums of e4m3, so those
-    of a step are added in float32. A step is in one group, whose scales [M, G] and [N, G] multiply its sums. Offsets of
-    [M, G] have 64 bits: with 32 the pointers of a thread spill registers on sm_100.
+    x is in codes, too (W8A8): both are int8, whose sums are exact, or e4m3. The matrix unit keeps few bits of long sums
+    of e4m3, so those of a step are added in float32. A step is in one group, whose scales [M, G] and [N, G] multiply
+    its sums. Offsets of [M, G] have 64 bits: with 32 the pointers of a thread spill registers on sm_100.
     """
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
