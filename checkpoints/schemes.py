@@ -50,7 +50,7 @@ def matrix(codes: torch.Tensor) -> tuple[int, int]:
 def groups_of(
     groups: torch.Tensor | None, inputs: int, size: int, count: int, ordered: bool = False
 ) -> torch.Tensor | None:
-    """The group of each input, or None where `size` neighbours are one; `ordered`: the groups must be told."""
+    """The group of each input, or None if a group is `size` neighbours. If `ordered`, groups (g_idx) must be there."""
     if groups is None and ordered and count > 1:
         raise ValueError("has no groups of inputs (g_idx) beside it, and config.json says that they have an order")
     if groups is None:

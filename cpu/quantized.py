@@ -123,10 +123,10 @@ def decoded(
             found = [number - zero for number in found]
         return found, tables[0]
     pairs = zip(tables[:count], tables[count:], strict=True)
-    scale, *least = (small_numbers(form.small, table) * factor for table, factor in pairs)
-    if not least:
+    scale, *mins = (small_numbers(form.small, table) * factor for table, factor in pairs)
+    if not mins:
         return found, scale
-    shift = least[0] + LOWEST.get(form.kind, 0) * scale
+    shift = mins[0] + LOWEST.get(form.kind, 0) * scale
     return [number * scale - shift for number in found], None
 
 

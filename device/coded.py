@@ -1,8 +1,8 @@
-"""Weights that stay in codes, as checkpoints of few bits have them: which of a model's, and how they are filled.
+"""Decides which weights of a model stay in codes, and copies the codes.
 
-A model that is made for it (`Transformer.coded`) has no memory for its matrices at first. Once the headers of the files
-have told how each is stored, `settle` gives them their memory: for codes where all parts of a matrix can be kept in
-codes of one kind, and for plain numbers otherwise.
+A model that may have codes (`Transformer.coded`) has no memory for its matrices at first. The headers of the files tell
+how each part of a matrix is stored. Then `settle` gives the matrix its memory: for codes, if codes of one kind can hold
+all its parts, or else for plain numbers.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from model_config import ModelConfig
 from models.quantized import QuantizedWeight
 from models.shares import Part, is_absent
 
-PIECE_ELEMENTS = 2**22  # become codes at a time, in some hundred calls, whose own time is small beside that
+PIECE_ELEMENTS = 2**22  # become codes at a time: so many that the calls' own time does not count
 LEAST_GROUP = 16
-FP8_CAPABILITY = (8, 9)  # from which on a GPU converts and multiplies FP8, and Triton knows it
-ROUNDED_GROUP = 128  # a group is a multiple of this, or all inputs, where products round their inputs
-FINE = (16, 32)  # inputs of a group whose scales may have factors,
-LEAST_WIDE = 64  # which so many inputs share, or a multiple of that, or all
-PLAIN = ("router", "shared_gate")  # small, and choose among experts; they are not rounded
+FP8_CAPABILITY = (8, 9)  # the first with which GPU and Triton convert and multiply FP8
+ROUNDED_GROUP = 128  # products round inputs only if a group is a multiple of this, or all inputs
+FINE = (16, 32)  # groups of these sizes may have factors
+LEAST_WIDE = 64  # all inputs share factors, or a multiple of so many
+PLAIN = ("router", "shared_gate")  # are not rounded: they are small, and choose among experts
 TABLES = ("embedding", "head")  # of a model
-LOWEST = {"int4": -8, "int6": -32}  # this, and the bits of a code, as the specification has them
+LOWEST = {"int4": -8, "int6": -32}  # as in reference.py, and so are BITS
 BITS = {"int4": 4, "fp4": 4, "nf4": 4, "iq4": 4, "int6": 6, "int8": 8, "fp8": 8}
 
 Source = torch.Tensor | Packed
@@ -81,17 +81,17 @@ def read_for(weight: QuantizedWeight, part: Packed) -> Read:
 
 
 def matrices_of(source: Source) -> list[Any]:
-    """The matrices of a part, one after the other: it may have one for each head."""
+    """The matrices of a part, in order: it may have one for each head."""
     return [source] if len(source.shape) == 2 else [source[i] for i in range(source.shape[0])]
 
 
 def unpaired(codes: torch.Tensor) -> torch.Tensor:
-    """The numbers of int4, which may be in pairs."""
+    """The numbers of int4 codes, which may be in pairs."""
     return apart(codes).view(torch.int8) - 8 if codes.dtype == torch.uint8 else codes
 
 
 def with_zeros(found: Read, kind: str, wanted: str) -> Read:
-    """The same numbers beside factors and zeros, counted from the lowest one of the `wanted` kind, see `Quantized`."""
+    """The same numbers as a weight of the `wanted` kind with factors and zeros has them: counted from `LOWEST`."""
     codes, scales, zeros, factors = found
     if wanted != kind:
         codes = unpaired(codes) + LOWEST[wanted] - LOWEST[kind]
@@ -102,17 +102,17 @@ def with_zeros(found: Read, kind: str, wanted: str) -> Read:
 
 
 def without_factors(found: Read, kind: str, group: int) -> Read:
-    """The same numbers without factors, of which `found` has some for each group."""
+    """The same numbers, with the factors of each group multiplied into its scale and its zero."""
     assert found.factors is not None
     scales = found.scales * found.factors[..., 0]
     if found.zeros is None:
         return Read(found.codes, scales)
-    least = found.zeros * found.factors[..., 1]
-    flat = (scales == 0) & (least != 0)  # a group without a scale, whose numbers are all the least one
-    zeros = torch.where(flat, 1, torch.where(scales == 0, 0, least / scales + LOWEST.get(kind, 0)))
+    mins = found.zeros * found.factors[..., 1]
+    flat = (scales == 0) & (mins != 0)  # a group without a scale: its numbers are all alike
+    zeros = torch.where(flat, 1, torch.where(scales == 0, 0, mins / scales + LOWEST.get(kind, 0)))
     many, codes = flat.repeat_interleave(group, 1), found.codes
     codes = unpaired(codes) if kind == "int4" else codes
-    return Read(torch.where(many[:, : codes.shape[1]], 0, codes), torch.where(flat, least, scales), zeros)
+    return Read(torch.where(many[:, : codes.shape[1]], 0, codes), torch.where(flat, mins, scales), zeros)
 
 
 def stored(numbers: torch.Tensor, kind: str, inputs: int) -> torch.Tensor:
@@ -184,7 +184,7 @@ def settle(
 
 
 def files_of(config: EngineConfig) -> list[str]:
-    """The files of the weights; none where these are made up, or are not there (yet), which the loader will tell."""
+    """The files of the weights; none if weights are made up, or are not there yet. The loader tells what is missing."""
     source, made_up = config.weights or config.folder, config.load_format == "dummy" and not config.weights
     with contextlib.suppress(ValueError):
         return checkpoint_files(source) if os.path.exists(source) and not made_up else []
@@ -192,11 +192,11 @@ def files_of(config: EngineConfig) -> list[str]:
 
 
 def coded_as(config: EngineConfig, model_config: ModelConfig) -> str:
-    """How a model's matrices are kept, see `coded` of `Transformer`: as the options say, or as its checkpoint does.
+    """How a model's matrices are kept, see `Transformer.coded`: as the options say, or as its checkpoint does.
 
     Raises:
-        ValueError: the options ask for a kind, and the checkpoint has its weights in few bits already; or that a row's
-            products depend on no other row.
+        ValueError: the options ask for a kind, and the checkpoint has few bits already; or they ask for
+            `batch_invariant`.
     """
     asked, paths = config.quantization, files_of(config)
     in_codes = bool(paths and model_config.quantization) or any(path.endswith(".gguf") for path in paths)
@@ -210,7 +210,7 @@ def coded_as(config: EngineConfig, model_config: ModelConfig) -> str:
 
 
 def coded_tensors(model: Transformer) -> list[torch.Tensor]:
-    """What the matrices in codes take."""
+    """The tensors of all matrices in codes."""
     found = [unwrapped(value) for owner in model.owners() for value in vars(owner).values()]
     return [tensor for weight in found if isinstance(weight, QuantizedWeight) for tensor in weight.tensors()]
 
@@ -221,7 +221,7 @@ def unwrapped(weight: Any) -> Any:
 
 
 def kinds_of(model: Transformer) -> dict[str, int]:
-    """How many matrices of a stage there are of each kind, or of each dtype; its tables and head are not among them."""
+    """Counts the matrices of a stage by kind, or by dtype if they are plain. Tables and the head do not count."""
     found = Counter[str]()
     for owner in model.owners():
         for name in (*owner.matrices, *owner.stacks):
@@ -235,12 +235,12 @@ def kinds_of(model: Transformer) -> dict[str, int]:
 
 
 def key(tensor: torch.Tensor) -> int:
-    """Tells tensors apart that share no memory."""
+    """Names the memory of a tensor, which its views share."""
     return tensor.untyped_storage()._cdata
 
 
 def keys_to_round(model: Transformer) -> dict[int, str]:
-    """As which kind the options want a model's weights in codes, see `rounded`, by the `key` of each of these."""
+    """The kind, see `rounded`, that `--quantization` wants of each weight, by the weight's `key`; {} without it."""
     found = matrices_to_round(model)
     if found and model.config.head == "logits" and not model.row.head_norm:  # which needs plain numbers
         table = model.embedding if model.config.tie_word_embeddings else model.head
@@ -249,7 +249,7 @@ def keys_to_round(model: Transformer) -> dict[int, str]:
 
 
 def matrices_to_round(model: Transformer) -> dict[int, str]:
-    """See `keys_to_round`; without the head."""
+    """As `keys_to_round`, without the head."""
     if model.coded not in GROUPS:
         return {}
     places = ((owner, name) for owner in model.owners() for name in (*owner.matrices, *owner.stacks))
@@ -258,7 +258,7 @@ def matrices_to_round(model: Transformer) -> dict[int, str]:
 
 
 def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.Tensor, Source]], fp8: bool) -> Any:
-    """A weight in codes for one of a model's, or None where it cannot be in codes of one kind.
+    """A `QuantizedWeight` to take the place of `weight`, or None if codes of one kind cannot hold all its parts.
 
     Args:
         parts: views of `weight`, and what fills them.
@@ -276,8 +276,8 @@ def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.T
     kinds = {each.kind for each in codes}
     if len(kinds) > 1 and not kinds <= {"int4", "int6", "int8"}:
         return None
-    assert kinds  # what no tensor fills has been refused
-    kind = max(kinds, key=BITS.__getitem__)  # whose numbers those of the others are, too
+    assert kinds  # a weight that nothing fills has been refused
+    kind = max(kinds, key=BITS.__getitem__)  # it has the numbers of the others, too
     group = math.gcd(*(common_group(each.group, columns) for each, columns in found))
     orders = [order_of(each.groups, columns, group) for each, columns in found]
     order = orders[0]
@@ -293,7 +293,7 @@ def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.T
     # Without factors scales are floats that hold the products with them.
     dtypes = (each.dtype if wide or not each.wide else torch.float32 for each in codes)
     dtype = functools.reduce(torch.promote_types, dtypes)
-    dtype = torch.int8 if dtype == torch.int16 else dtype  # GGUF's bytes without a sign have six bits
+    dtype = torch.int8 if dtype == torch.int16 else dtype  # of int8 and uint8; those of GGUF have six bits
     has_zeros = any(each.has_zeros for each in codes)
     coded = new_codes(model, weight.shape, kind, dtype, has_zeros, group, wide)
     if not has_zeros and (group >= inputs or group % ROUNDED_GROUP == 0):
@@ -316,12 +316,12 @@ def new_codes(
 
 
 def rounds_to_fp8(device: str) -> bool:
-    """Whether products on a device may round their inputs to e4m3; elsewhere nothing would be won."""
+    """Whether products on a device may round their inputs to e4m3. Elsewhere that would win nothing."""
     return torch.device(device).type == "cuda" and torch.cuda.get_device_capability() >= FP8_CAPABILITY
 
 
 def rounding_of(codes: list[Codes], device: str, fp8: bool) -> tuple[str, torch.Tensor | None]:
-    """`input_kind` and `input_scale` of a matrix, or of experts, of these parts: the largest scale is that of all."""
+    """`input_kind` and `input_scale` of a matrix, or experts, with these parts. The largest scale serves all."""
     kind, scales = codes[0].input_kind, [each.input_scale for each in codes if each.input_scale is not None]
     if (kind == "fp8" and not fp8) or any(each.input_kind != kind for each in codes) or 0 < len(scales) < len(codes):
         return "", None
@@ -329,8 +329,8 @@ def rounding_of(codes: list[Codes], device: str, fp8: bool) -> tuple[str, torch.
 
 
 def order_of(groups: torch.Tensor | None, columns: torch.Tensor, size: int) -> torch.Tensor | None:
-    """[in] the order in which `columns` are those of one group of this size after the other. It is empty where they are
-    so already, and None where groups differ in size. `groups`: see `Codes`."""
+    """The order [in] that puts columns of one group side by side. It is empty if they lie so already, and None if not
+    all groups have this size. `groups`: see `Codes`."""
     if groups is None:
         return columns[:0]
     groups = groups[columns]

@@ -21,7 +21,7 @@ class QuantizedWeight:
         ops: the backend.
         weight: the matrix as it would be, on the device `meta`. Parts of a checkpoint refer to it.
         coded: its codes, see `reference.Quantized`.
-        order: [in] int64, which input each column of the codes is of; None: they have the inputs' order.
+        order: [in] int64, the input of each column of the codes; None: they are in the order of the inputs.
     """
 
     def __init__(self, ops: ModuleType, weight: torch.Tensor, coded: Any, order: torch.Tensor | None):
@@ -47,7 +47,7 @@ class QuantizedWeight:
         return self.ops.quantized_rows(self.coded, ids, self.weight.dtype)
 
     def packed(self, pack: Callable[[Any], Any]) -> Any:
-        """What `pack` makes of the codes, to be called in the place of this one."""
+        """What `pack` makes of the codes. It is called in the place of this weight."""
         product, order = pack(self.coded), self.order
         return product if order is None else lambda x, bias=None: product(x[:, order], bias)
 
