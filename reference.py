@@ -181,7 +181,7 @@ class Quantized(NamedTuple):
 
     kind: str
     codes: torch.Tensor  # [.., N, K] int8 or float8_e4m3fn; of fewer bits [.., N, bytes] uint8, K a multiple of 32
-    scales: torch.Tensor  # [.., N, ceil(K / group)] of any float dtype; with factors also int8 or uint8
+    scales: torch.Tensor  # [.., N, ceil(K / group)] of any float dtype but e8m0; with factors also int8 or uint8
     zeros: torch.Tensor | None  # as the scales, in the measure of the numbers; None: all are 0
     group: int  # neighbouring inputs that share a scale and a zero: K, or a multiple of 16; with factors 16 or 32
     factors: torch.Tensor | None = None  # [.., N, ceil(K / wide), 1] float32, or 2 where there are zeros

@@ -134,13 +134,11 @@ def _number(b_bits, b_more, KIND: tl.constexpr, UNPACK: tl.constexpr, dtype: tl.
 
 @triton.jit
 def _load_scales(scales, factors, o_t, o_f, m_t, SCALES: tl.constexpr):
-    """Scales float32 at o_t, times factors at o_f. Those of 8 bits are e4m3 or e8m0, as SCALES says, or integers."""
+    """Scales float32 at o_t, times factors at o_f. Those of 8 bits are e4m3, if SCALES says so, or integers."""
     b_scale = tl.load(scales + o_t, mask=m_t, other=0)
     if SCALES == "e4m3":
         b_bits, b_more = _bits(b_scale, "fp8", None, tl.float16)
         b_scale = _number(b_bits, b_more, "fp8", None, tl.float16)
-    elif SCALES == "e8m0":
-        b_scale = (b_scale.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
     b_scale = b_scale.to(tl.float32)
     if factors is not None:
         b_scale *= tl.load(factors + o_f, mask=m_t, other=0.0)
@@ -302,9 +300,8 @@ PLAIN = Layout(None, None, None, (None, None, None, None, None), 0)  # of a weig
 
 
 def _plain_scales(scales: torch.Tensor) -> tuple[torch.Tensor, str]:
-    """Scales as a kernel loads them, and what those of 8 bits are."""
-    bytes_of = {torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}.get(scales.dtype, "")
-    return scales.view(torch.uint8) if bytes_of else scales, bytes_of
+    """Scales as a kernel loads them, and SCALES: what their bytes are, if they are not what they seem."""
+    return (scales.view(torch.uint8), "e4m3") if scales.dtype == torch.float8_e4m3fn else (scales, "")
 
 
 def _layout(weight: Quantized, inputs: int, dtype: torch.dtype, chip: Chip) -> Layout:

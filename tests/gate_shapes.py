@@ -224,7 +224,7 @@ CODED = (
     Coded("llama3-8b-q4_k", "int4", 4096, 14336, 32, torch.uint8, zeros=True, wide=256),
     Coded("llama3-8b-q6_k", "int6", 4096, 14336, 16, torch.int8, dtype=torch.float16, wide=256),
     Coded("llama3-8b-q5_k", "int6", 28672, 4096, 32, torch.uint8, zeros=True, wide=256),
-    Coded("llama3-8b-mxfp4", "fp4", 4096, 14336, 32, torch.float8_e8m0fnu),
+    Coded("llama3-8b-mxfp4", "fp4", 4096, 14336, 32, torch.bfloat16),
     Coded("llama3-8b-nvfp4", "fp4", 28672, 4096, 16, torch.float8_e4m3fn, wide=4096),
     Coded("llama3-8b-nf4", "nf4", 28672, 4096, 64, torch.bfloat16),
     Coded("llama3-8b-iq4_nl", "iq4", 28672, 4096, 32),
