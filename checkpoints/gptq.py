@@ -13,7 +13,7 @@ import torch
 
 from checkpoints.rounding import nearest, scales_of
 
-DAMPING = 0.01  # of the mean of the diagonal, is added to it
+DAMPING = 0.01  # so much of the mean of the diagonal is added to it: `damp_percent` of other tools
 BLOCK = 128  # inputs whose errors go to the rest of the matrix in one product
 
 
@@ -31,7 +31,7 @@ def gptq(
 
     Args:
         numbers: [n, inputs] float32 of the matrix.
-        gram: [inputs, inputs] float32: X^T X of the inputs X [tokens, inputs].
+        gram: [inputs, inputs] float32: H = X^T X of the inputs X [tokens, inputs].
         kind: int8, int4 or fp8.
     """
     rest, inputs = numbers.clone(), numbers.shape[1]

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 WHERE = "config.json: quantization_config"
-STRATEGIES = ("tensor", "channel", "block")
-PACKINGS = {  # of compressed-tensors, by format and type: the scheme, and the bits and strategies that it may have
-    ("float-quantized", "float"): ("fp8-scale", (8,), STRATEGIES),
-    ("naive-quantized", "float"): ("fp8-scale", (8,), STRATEGIES),
-    ("int-quantized", "int"): ("int8", (8,), ("tensor", "channel", "group")),
-    ("naive-quantized", "int"): ("int8", (8,), ("tensor", "channel", "group")),
-    ("pack-quantized", "int"): ("pack", (2, 4, 8), ("channel", "group")),
-    ("nvfp4-pack-quantized", "float"): ("nvfp4-pack", (4,), ("tensor_group",)),
+FP8, INT8 = ("fp8-scale", (8,), ("tensor", "channel", "block")), ("int8", (8,), ("tensor", "channel", "group"))
+PACKINGS: dict[str, dict[str, tuple[str, tuple[int, ...], tuple[str, ...]]]] = {
+    # Of compressed-tensors, by format and type: the scheme, and the bits and strategies that it may have.
+    "float-quantized": {"float": FP8},
+    "naive-quantized": {"float": FP8, "int": INT8},
+    "int-quantized": {"int": INT8},
+    "pack-quantized": {"int": ("pack", (2, 4, 8), ("channel", "group"))},
+    "nvfp4-pack-quantized": {"float": ("nvfp4-pack", (4,), ("tensor_group",))},
 }
 ACTIVATIONS = {"int8": ("int", "int8"), "fp8-scale": ("float", "fp8")}  # by scheme: their type, and kind of our codes
 ORDERS = (True, "group", "dynamic")  # what compressed-tensors says where inputs have groups in an order of their own
@@ -47,7 +47,7 @@ class Format(NamedTuple):
     bits: int = 8
     block: tuple[int, int] = (1, 0)  # outputs and inputs that share a scale, if it is not for all; 0 for all inputs
     symmetric: bool = True  # all zero points are the middle of the codes
-    less: int = 0  # was subtracted from the zero points before they were stored
+    zero_offset: int = 0  # what was subtracted from zero points before they were stored
     ordered: bool = False  # a tensor beside the codes says which group each input is of
     input_kind: str = ""  # the codes to which products round their inputs, see `reference.Quantized`
     static: bool = False  # a tensor beside the weight has the scale of these
@@ -178,10 +178,9 @@ def read_compressed(raw: dict[str, Any]) -> list[Format]:
         weights = weights if isinstance(weights, dict) else {}
         kind, bits, strategy = str(weights.get("type")), weights.get("num_bits"), weights.get("strategy")
         symmetric = weights.get("symmetric", True)
-        known = {type: packing for (format, type), packing in PACKINGS.items() if format == form}
-        if not known:
-            formats = ", ".join(dict.fromkeys(format for format, _ in PACKINGS))
-            raise ValueError(f"{WHERE} has the format {form!r:.80}; Manta reads {formats}")
+        if form not in tuple(PACKINGS):
+            raise ValueError(f"{WHERE} has the format {form!r:.80}; Manta reads {', '.join(PACKINGS)}")
+        known = PACKINGS[form]
         scheme, widths, strategies = known.get(kind, next(iter(known.values())))
         halves = (True,) if kind == "float" else (True, False)
         if kind not in known or bits not in widths or strategy not in strategies or symmetric not in halves:

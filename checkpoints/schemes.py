@@ -139,7 +139,7 @@ def unpack_gptq(
     check(f"codes of {form.bits} bits [{words}, {n}] in groups of {group}, and scales", scales, [count, n])
     check("zero points", zeros, [count, words_for(n, form.bits)])
     mask = (1 << form.bits) - 1
-    table = fields(zeros, 1, form.bits, n, lambda found: found + form.less & mask)
+    table = fields(zeros, 1, form.bits, n, lambda found: found + form.zero_offset & mask)
     middle = 1 << (form.bits - 1)
     if form.symmetric and not bool((table.float() == middle).all()):
         raise ValueError(f"has zero points other than {middle}, and config.json says sym true: is the format gptq_v2?")

@@ -10,7 +10,7 @@ import torch
 
 from layers import Mlp, New, Norm, Owner, Step, linear
 from model_config import ModelConfig
-from models.quantized import in_codes
+from models.quantized import operand
 from models.shares import Part, Parts, Shares
 from parallel import Group
 
@@ -118,8 +118,8 @@ class ExpertMlp(Owner):
         if self.ranks:
             x, weights, ids = self.ranks.dispatch(x, weights, ids)
         plan = ops.plan_experts(weights, ids, self.count, self.first, self.r.weigh_inputs, self.batch_invariant)
-        h = ops.expert_gate_up(x, in_codes(self.gate_up), self.gate_up_bias, plan, self.config.activation)
-        y = ops.expert_down(h, in_codes(self.down), self.down_bias, plan)
+        h = ops.expert_gate_up(x, operand(self.gate_up), self.gate_up_bias, plan, self.config.activation)
+        y = ops.expert_down(h, operand(self.down), self.down_bias, plan)
         return self.ranks.combine(y, tokens) if self.ranks else y
 
     def serve(self, like: torch.Tensor) -> None:

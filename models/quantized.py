@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-def in_codes(stack: Any) -> Any:
+def operand(stack: Any) -> Any:
     """A stack of experts' weights as the ops take it: a tensor, or a `Quantized`."""
     return stack.coded if isinstance(stack, QuantizedWeight) else stack
 
