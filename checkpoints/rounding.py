@@ -19,8 +19,9 @@ def rounded(numbers: torch.Tensor, kind: str) -> Packed:
     kind = kind.split("_")[0]
 
     def read(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> Read:
-        codes, scales = to_nearest(numbers[rows].float(), kind, own)
-        columns = columns.to(codes.device)
+        values, scales = nearest_of(numbers[rows].float(), kind, own, torch.float16)
+        codes, columns = codes_of(values, kind), columns.to(values.device)
+        codes = codes.view(torch.uint8) if kind == "fp8" else codes
         return Read(codes[:, columns], scales[:, columns[::group] // own])
 
     codes = Codes(kind, own, False, torch.float16, read, input_kind=input_kind)
@@ -32,10 +33,9 @@ def kind_of_head(kind: str) -> str:
     return "int8" if kind == "int8" else "int8_per_channel_weight_only"
 
 
-def to_nearest(numbers: torch.Tensor, kind: str, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes and scales of numbers, see `nearest_of`, with scales of 16 bits; of `fp8` the bytes of e4m3."""
-    values, scales = nearest_of(numbers, kind, group, torch.float16)
-    return (values.to(torch.float8_e4m3fn).view(torch.uint8).float() if kind == "fp8" else values), scales
+def codes_of(values: torch.Tensor, kind: str) -> torch.Tensor:
+    """The codes that have these values: int8, or e4m3 if the kind is fp8."""
+    return values.to(torch.float8_e4m3fn if kind == "fp8" else torch.int8)
 
 
 def nearest_of(numbers: torch.Tensor, kind: str, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

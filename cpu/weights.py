@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from batch_state import Writes
 from checkpoints.dequantize import DTYPES, Packed, rows_of
 from checkpoints.hub import checkpoint_files
-from checkpoints.rounding import to_nearest
+from checkpoints.rounding import nearest_of
 from checkpoints.storage import opened
 from config import EngineConfig
 from cpu.machine import has_bfloat16, supports
@@ -383,8 +383,8 @@ class MappedTable:
         """The rows [T, size] of ids [T]."""
         if isinstance(self.table, Packed):
             return rows_of(self.table, ids).to(self.dtype)
-        codes, scales = to_nearest(self.table[ids].float(), self.kind, self.shape[1])
-        return (codes * scales).to(self.dtype)
+        values, scales = nearest_of(self.table[ids].float(), self.kind, self.shape[1], torch.float16)
+        return (values * scales).to(self.dtype)
 
 
 def map_embedding(model: Any, files: list[str]) -> None:

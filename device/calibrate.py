@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from checkpoints.gptq import gptq
+from checkpoints.rounding import codes_of
 from config import EngineConfig
 from core import EngineCore
 from device.coded import PLAIN, key
@@ -56,8 +57,7 @@ class Learner:
         values, scales = gptq(self.weight.float(), inputs.T @ inputs, self.kind, self.group, self.dtype)
         wide = scales.repeat_interleave(self.group, 1)[:, : values.shape[1]]
         self.weight.copy_(values * wide)
-        codes = values.to(torch.float8_e4m3fn if self.kind == "fp8" else torch.int8)
-        self.found, self.tokens = Found(codes.cpu(), scales.to(self.dtype).cpu()), len(inputs)
+        self.found, self.tokens = Found(codes_of(values, self.kind).cpu(), scales.to(self.dtype).cpu()), len(inputs)
 
 
 def calibrate(

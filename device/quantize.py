@@ -24,7 +24,7 @@ import torch
 
 from checkpoints import compressed
 from checkpoints.hub import checkpoint_files, find_model
-from checkpoints.rounding import nearest_of
+from checkpoints.rounding import codes_of, nearest_of
 from checkpoints.storage import opened
 from checkpoints.tied_head import settle_head
 from config import DEMO, PROG, EngineConfig
@@ -294,7 +294,7 @@ class Job:
         """The nearest codes of a matrix, and their scales."""
         kind, group = self.options.recipe.kind, self.options.group
         values, scales = nearest_of(matrix.float(), kind, group if group > 0 else matrix.shape[1], self.dtype)
-        return Found(values.to(torch.float8_e4m3fn if kind == "fp8" else torch.int8), scales.to(self.dtype))
+        return Found(codes_of(values, kind), scales.to(self.dtype))
 
 
 def spread(chunks: Chunks, most: int) -> Chunks:

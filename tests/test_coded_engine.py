@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import reference
 from adapters import ALL, asked, make_adapter
-from checkpoints.rounding import GROUPS, kind_of_head, to_nearest
+from checkpoints.rounding import GROUPS, codes_of, kind_of_head, nearest_of
 from config import DEMO
 from engine import LLM, SamplingParams
 from lora.adapter import WEIGHTS
@@ -39,8 +39,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def rounded(numbers: torch.Tensor, kind: str) -> torch.Tensor:
     """The numbers that `--quantization` makes."""
     group = GROUPS[kind] or numbers.shape[1]
-    codes, scales = to_nearest(numbers, kind.split("_")[0], group)
-    values = codes.to(torch.uint8).view(torch.float8_e4m3fn).float() if kind == "fp8" else codes
+    values, scales = nearest_of(numbers, kind.split("_")[0], group, torch.float16)
     return (values.unflatten(1, (-1, group)) * scales[:, :, None]).flatten(1)
 
 
@@ -181,8 +180,8 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         weight = torch.ones(part.shape) if len(part.shape) == 1 else torch.randn(part.shape) * part.shape[-1] ** -0.5
         tensors[saved] = coded[saved] = weight
         if name.endswith(MATRICES):
-            codes, scales = to_nearest(weight, "int8", weight.shape[1])
-            coded |= {saved: codes.to(torch.int8), f"{saved}_scale": scales}
+            values, scales = nearest_of(weight, "int8", weight.shape[1], torch.float16)
+            coded |= {saved: codes_of(values, "int8"), f"{saved}_scale": scales}
     quantized = MOE | {"quantization_config": w8a8()}
     return str(write(plain, MOE, tensors)), str(write(tmp_path_factory.mktemp("w8a8"), quantized, coded))
 
@@ -301,13 +300,11 @@ def test_each_number_is_the_nearest(kind):
     numbers = torch.randn(7, 96)
     numbers[3] = 0
     kind = kind.split("_")[0]
-    codes, scales = to_nearest(numbers, kind, 32)
-    types = {"int8": torch.int8, "fp8": torch.uint8}
-    made = codes.to(types[kind]) if kind in types else None
-    if made is None:
-        halves = (codes + 8).to(torch.uint8).unflatten(1, (-1, 2, 16))
+    values, scales = nearest_of(numbers, kind, 32, torch.float16)
+    made = codes_of(values, kind)
+    if kind == "int4":
+        halves = (made + 8).to(torch.uint8).unflatten(1, (-1, 2, 16))
         made = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
-    made = made.view(torch.float8_e4m3fn) if kind == "fp8" else made
     found = reference.dequantize(reference.Quantized(kind, made, scales, None, 32))
     step = scales.abs().repeat_interleave(32, 1)
     most = step * {"int8": 0.5, "int4": 1.001}.get(kind, 0) + (numbers.abs() / 16 + step * 2**-10) * (kind == "fp8")
