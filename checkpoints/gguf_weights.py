@@ -83,7 +83,7 @@ def packed(table: torch.Tensor, kind: str, heads: int) -> Packed:
     shape = (*table.shape[:-2], table.shape[-2] * numbers)
     head_dim = shape[-2] // heads if heads else 0
 
-    def stored(rows: torch.Tensor) -> torch.Tensor:
+    def in_file(rows: torch.Tensor) -> torch.Tensor:
         place, half = rows % head_dim, head_dim // 2
         return rows - place + place % half * 2 + place // half
 
@@ -96,7 +96,7 @@ def packed(table: torch.Tensor, kind: str, heads: int) -> Packed:
         begin, last = int(columns.flatten()[0]), int(columns.flatten()[-1])
         first, end = begin // numbers, last // numbers + 1
         if heads:
-            outer[-1] = stored(outer[-1])
+            outer[-1] = in_file(outer[-1])
         blocks = table[..., first:end, :][tuple(place.select(axis, 0) for place in outer)]
         part = slice(begin - first * numbers, last - first * numbers + 1, max(1, columns.stride(axis)))
         return unpack(blocks, kind)[..., part].movedim(-1, axis)
@@ -108,7 +108,7 @@ def packed(table: torch.Tensor, kind: str, heads: int) -> Packed:
     def read(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> Read:
         first, end = int(columns[0]) // numbers, int(columns[-1]) // numbers + 1
         *outer, row = rows
-        places = [*outer, stored(row) if heads else row]
+        places = [*outer, in_file(row) if heads else row]
         codes, scales, mins, factors = split(at_rows(table[..., first:end, :], places), kind)
         columns = columns - first * numbers  # among those of these blocks
         begin, count, gaps = int(columns[0]), len(columns), bool((columns.diff() != 1).any())

@@ -46,7 +46,7 @@ def opened(path: str) -> Iterator[Any]:
 
 
 class Storage:
-    """Which tensors of a checkpoint stand for which. Its headers alone are read.
+    """Finds the tensors of a checkpoint that are packed, and those beside them. Only headers are read.
 
     Raises:
         ValueError: a file is damaged.
@@ -63,7 +63,7 @@ class Storage:
                     self.dtypes[name] = file.get_slice(name).get_dtype()
                     if name.endswith((*endings, *INPUT_SCALES)):
                         self.tensors[name] = file.get_tensor(name)
-        self.packed: dict[str, str] = {}  # names of the tensors that may be codes, and those of the tensors packed
+        self.packed: dict[str, str] = {}  # names of tensors that may be codes, and of the tensors that they stand for
         self.beside: set[str] = set()
         for scheme in self.schemes.values():
             self.find(scheme)
@@ -81,23 +81,23 @@ class Storage:
                     self.packed[stem + scheme.codes] = stem + scheme.plain
                     self.beside.add(name)
 
-    def plain(self, saved: str) -> str | None:
-        """The name of the tensor for which a tensor of the files stands; None for what is beside the codes of one."""
+    def name_of(self, saved: str) -> str | None:
+        """The name of the tensor for which a tensor of the files stands; None for a tensor beside codes."""
         if scale := KV_SCALE.search(saved):
             return f"{saved[: scale.start()]}.{scale[3] or scale[4]}_scale"
         if saved in self.beside or (self.schemes and saved.endswith(ACTIVATIONS)):
             return None
         return self.packed.get(saved, saved)
 
-    def alone(self, saved: str) -> str:
-        """The names of the codes that a tensor would belong to, if none of them is there; "" for any other tensor."""
+    def missing_codes(self, saved: str) -> str:
+        """The names of the codes that should be there with a tensor, if none of them is; "" for any other tensor."""
         beside = [(scheme, of.ending) for scheme in self.schemes.values() for of in scheme.beside.values()]
         stems = ((saved.removesuffix(ending), scheme) for scheme, ending in beside if saved.endswith(ending))
         codes = dict.fromkeys(stem + (scheme.codes or scheme.plain) for stem, scheme in stems)
         return "" if any(name in self.dtypes for name in codes) else " or ".join(codes)
 
-    def idle(self, file: Any, saved: str) -> bool:
-        """Whether a tensor is a bias of zeros beside a packed weight, as tools write it where the model has none."""
+    def is_zero_bias(self, file: Any, saved: str) -> bool:
+        """Whether a tensor is a bias of zeros beside a packed weight. Tools write it even if the model has no bias."""
         stem = saved.removesuffix("bias")
         return stem != saved and stem + "weight" in self.names and not file.get_tensor(saved).any()
 

@@ -41,7 +41,7 @@ def find_tables(
     for path in paths:
         with opened(path) as file:
             for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-                plain = storage.plain(saved)
+                plain = storage.name_of(saved)
                 if plain and (name := our_name(plain, names)):
                     found[name] = plain, storage.open(file, saved)
     return found

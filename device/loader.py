@@ -185,15 +185,15 @@ def find_slices(
     rounding = keys_to_round(model)
     with opened(path) as file:
         for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-            plain = storage.plain(saved)
+            plain = storage.name_of(saved)
             if plain is None:
                 continue
             name, unlisted = instead.get(plain) or our_name(plain, wanted), index and saved not in index
-            if name is None and (unlisted or skipped(plain, model) or storage.idle(file, saved)):
+            if name is None and (unlisted or skipped(plain, model) or storage.is_zero_bias(file, saved)):
                 continue
             if name in found:
                 raise ValueError(f"{path} has a tensor {saved!r:.200}; the checkpoint has it as {found[name]}, too")
-            if name is None and (codes := storage.alone(saved)):
+            if name is None and (codes := storage.missing_codes(saved)):
                 raise ValueError(f"{path} has a tensor {saved!r:.200}, and the checkpoint has no {codes}")
             if name is None:
                 raise ValueError(f"{path} has a tensor {saved!r:.200} that {model.config.architecture} has not")

@@ -85,7 +85,7 @@ def read_by_us(folder: Path) -> dict[str, torch.Tensor | Packed]:
     for path in paths:
         with opened(path) as file:
             for saved in file.keys():  # noqa: SIM118
-                if name := storage.plain(saved):
+                if name := storage.name_of(saved):
                     found[name] = storage.open(file, saved)
     return found
 
