@@ -251,9 +251,8 @@ def _coded_part(
 @triton.jit(do_not_specialize=["M"])
 def quantized_linear_kernel(
     x, x_scales, codes, scales, zeros, factors, bias, y, partial, counters, M,
-    N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
-    WIDE: tl.constexpr, UNPACK: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
+    UNPACK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """y = x W^T + b, W = (numbers(codes) - zeros) * scales; x [M, K], codes [N, bytes of a row], y [M, N].
 
@@ -310,8 +309,9 @@ def _layout(weight: Quantized, inputs: int, dtype: torch.dtype, chip: Chip) -> L
     A step has a part of a group, or groups of 16 or 32 inputs. Others are cut into such ones, with copies of the scale.
     Without wgmma numbers take too many registers for 128 inputs a step.
     """
-    scales, zeros, step = weight.scales, weight.zeros, 32 if dtype == torch.float32 else 128 if chip.wgmma else 64
+    scales, zeros = weight.scales, weight.zeros
     group = min(weight.group, inputs)
+    step = 32 if dtype == torch.float32 else 128 if chip.wgmma else 64
     if group < inputs and (common := math.gcd(group, step)) < step:
         if common == 64:
             step = 64
@@ -387,14 +387,14 @@ def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | No
     (tokens, inputs), outputs = x.shape, len(weight.codes)
     assert x.is_contiguous() and weight.codes.ndim == 2 and (bias is None or bias.shape == (outputs,))
 
-    dtype, (x, x_scales, codes, layout, tile) = x.dtype, _operands(x, weight, tokens)
-    scales, zeros, factors, constants, block_k = layout
-    block_m, block_n, warps, stages = tile
+    given = _operands(x, weight, tokens)
+    scales, zeros, factors, constants, block_k = given.layout
+    block_m, block_n, warps, stages = given.tile
     row_tiles, column_tiles = triton.cdiv(tokens, block_m), triton.cdiv(outputs, block_n)
     steps, splits = triton.cdiv(inputs, block_k), 1
     while tokens <= 64 and column_tiles * splits < PROGRAMS and splits < 8 and steps // (2 * splits) >= 4:
         splits *= 2
-    y = torch.empty(tokens, outputs, dtype=dtype, device=x.device)
+    y = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
     partial = counters = None
     if splits > 1:
         assert column_tiles <= LINEAR_COUNTERS
@@ -402,7 +402,7 @@ def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | No
         counters = _counters(x.device)
 
     quantized_linear_kernel[(row_tiles, column_tiles, splits)](
-        x, x_scales, codes, scales, zeros, factors, bias, y, partial, counters, tokens,
+        given.x, given.x_scales, given.codes, scales, zeros, factors, bias, y, partial, counters, tokens,
         outputs, inputs, *constants, splits, block_m, block_n, block_k,
         num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
