@@ -172,9 +172,8 @@ def _weight_only_part(
 ):  # fmt: skip
     """x W^T over part i_s of SPLITS of the K columns, [BLOCK_M, BLOCK_N] float32, of the rows o_m of x and o_n of W.
 
-    x is not in codes (W4A16, W8A16). Scales multiply sums in float32: of a step, or of the part where one group is all
-    of K. Where a step has several groups, or there are factors, they multiply the numbers, in x's dtype. Zeros are
-    subtracted from numbers, in x's dtype, too.
+    x is not in codes (W4A16, W8A16). Zeros are taken from numbers in x's dtype. Scales multiply sums in float32: of
+    a step, or of the part if one group is all of K. If a step has several groups, or factors, they multiply numbers.
     """
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
