@@ -126,12 +126,8 @@ class Reader:
         except (ValueError, struct.error, IndexError, RecursionError) as error:
             raise ValueError(f"{self.path} is damaged: its header breaks at byte {self.at} ({error})") from None
         align = metadata.get("general.alignment", 32)
-        if (
-            not isinstance(align, int)
-            or align < 8
-            or align % 8
-            or any(offset % align for _, _, offset in infos.values())
-        ):
+        fits = isinstance(align, int) and align >= 8 and align % 8 == 0
+        if not fits or any(offset % align for _, _, offset in infos.values()):
             raise ValueError(f"{self.path} is damaged: its tensors are not aligned to {align!r:.80} bytes")
         start = -(-self.at // align) * align
         found = {name: self.placed(start, name, *info) for name, info in infos.items()}
@@ -224,10 +220,8 @@ def numbers_of(header: Header, name: str) -> list[float]:
     tensor = header.tensors[name]
     if tensor.kind != "F32":
         raise ValueError(f"{header.path}: tensor {name} is {tensor.kind}; Manta reads F32 there")
-    if tensor.size > MOST_FACTORS * 4:
-        raise ValueError(
-            f"{header.path}: tensor {name} has {tensor.size // 4} numbers; Manta reads up to {MOST_FACTORS}"
-        )
+    if (count := tensor.size // 4) > MOST_FACTORS:
+        raise ValueError(f"{header.path}: tensor {name} has {count} numbers; Manta reads up to {MOST_FACTORS}")
     with open(header.path, "rb") as file:
         file.seek(tensor.begin)
-        return list(struct.unpack(f"<{tensor.size // 4}f", file.read(tensor.size)))
+        return list(struct.unpack(f"<{count}f", file.read(tensor.size)))

@@ -193,7 +193,7 @@ def read_compressed(raw: dict[str, Any]) -> list[Format]:
         block = group_of(weights) if strategy in ("group", "tensor_group") else block
         ordered = scheme == "pack" and weights.get("actorder") in ORDERS
         columns = 0 if strategy in ("channel", "tensor") else block[1]
-        found.append(Format(scheme, bits, block, symmetric, 0, ordered, *activations_of(scheme, group, columns)))
+        found.append(Format(scheme, int(bits), block, symmetric, 0, ordered, *activations_of(scheme, group, columns)))
     if not found:
         raise ValueError(f"{WHERE} has the format {raw.get('format')!r:.80} and no config_groups of modules")
     for name in ("sparsity_config", "transform_config"):

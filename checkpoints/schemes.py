@@ -47,6 +47,15 @@ def matrix(codes: torch.Tensor) -> tuple[int, int]:
     return codes.shape[0], codes.shape[1]
 
 
+def grouping(form: Format, inputs: int) -> tuple[int, int]:
+    """How many neighbours share a scale, and how many groups these are. None is smaller than the others, because other
+    sizes would make as many."""
+    size = form.block[1] or max(1, inputs)
+    if inputs > size and inputs % size:
+        raise ValueError(f"has {inputs} inputs; groups of {size}, as config.json says, do not divide them")
+    return size, -(-inputs // size)
+
+
 def groups_of(
     groups: torch.Tensor | None, inputs: int, size: int, count: int, ordered: bool = False
 ) -> torch.Tensor | None:
@@ -56,9 +65,8 @@ def groups_of(
     if groups is None:
         return None
     check("groups of inputs", groups, [inputs])
-    if bool((groups == -1).all()):  # as compressed-tensors leaves them where inputs have kept their order
-        return None
-    if torch.equal(groups, (torch.arange(inputs) // size).to(groups.dtype)):
+    own = (torch.arange(inputs) // size).to(groups.dtype)
+    if bool((groups == -1).all()) or torch.equal(groups, own):  # compressed-tensors leaves -1 where none has moved
         return None
     if not bool(((groups >= 0) & (groups < count)).all()):
         raise ValueError(
@@ -86,11 +94,11 @@ def unpack_fp8(codes: torch.Tensor, form: Format, scales: torch.Tensor) -> Packe
 def unpack_int8(codes: torch.Tensor, form: Format, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> Packed:
     """(codes - zeros) * scales of signed bytes [N, K], where both are one for all, [N, 1], or [N, K / group]."""
     n, k = matrix(codes)
-    group = form.block[1] or max(1, k)
     if scales.numel() == 1:
         scales, shared = scales.view(1, 1), (max(1, n), max(1, k))
     else:
-        check("scales", scales, [n, -(-k // group)])
+        group, count = grouping(form, k)
+        check("scales", scales, [n, count])
         shared = 1, group
     check_zeros(form, zeros)
     if zeros is not None:
@@ -114,8 +122,7 @@ def unpack_pack(
     the outputs [words, K / group]. Both are stored as unsigned numbers; symmetric ones have their middle as zero."""
     if list(shape.shape) != [2] or (n := int(shape[0])) < 1 or (k := int(shape[1])) < 1:
         raise ValueError(f"has shape {shape.tolist()} beside it; that must be of a matrix")
-    group = form.block[1] or k
-    count = -(-k // group)
+    group, count = grouping(form, k)
     check(f"codes of {form.bits} bits", codes, [n, words_for(k, form.bits)])
     check("scales", scales, [n, count])
     check_zeros(form, zeros)
@@ -151,8 +158,8 @@ def unpack_awq(codes: torch.Tensor, form: Format, zeros: torch.Tensor, scales: t
     """(codes - zeros) * scales [K / group, N]: codes [K, words] and zeros [K / group, words] lie along the outputs, in
     an order of their own."""
     k, words = matrix(codes)
-    n, group = words * 8, form.block[1] or k
-    count = -(-k // group)
+    n = words * 8
+    group, count = grouping(form, k)
     check(f"codes [{k}, {words}] in groups of {group}, and scales", scales, [count, n])
     check("zero points", zeros, [count, words])
     numbers, table = (fields(each.mT, 0, 4, n, order=AWQ_ORDER) for each in (codes, zeros))
@@ -172,9 +179,9 @@ def nibbles(pairs: torch.Tensor) -> Packed:
 def unpack_nvfp4(codes: torch.Tensor, form: Format, scales: torch.Tensor, factor: torch.Tensor) -> Packed:
     """codes * (scales [N, K / 16] * factor): of 4-bit floats in pairs, the lower one first, and of 8-bit ones."""
     n, half = matrix(codes)
-    if not form.block[1]:
-        raise ValueError("has groups of all inputs, which NVFP4 has not")
-    check("scales", scales, [n, -(-2 * half // form.block[1])])
+    if form.block[1] != 16:
+        raise ValueError(f"has groups of {form.block[1] or 'all'} inputs, which NVFP4 has not: it has groups of 16")
+    check("scales", scales, [n, -(-2 * half // 16)])
     check("a factor of all scales", factor, [], [1])
     if not 0 < float(factor) < math.inf:
         raise ValueError(f"has the factor {float(factor)} of all scales; it must be above 0 and finite")
@@ -292,8 +299,7 @@ def unpack_torchao_int4(codes: torch.Tensor, form: Format, scales: torch.Tensor,
     With 8 added to the codes that is (codes - (8 - zeros / scales)) * scales.
     """
     n, half = matrix(codes)
-    group = form.block[1] or 2 * half
-    count = -(-2 * half // group)
+    group, count = grouping(form, 2 * half)
     check(f"codes [{n}, {half}] in groups of {group}, and scales", scales, [count, n])
     check("zero points", zeros, [count, n])
     numbers = fields(codes.view(torch.uint8), 1, 4, 2 * half, lambda found: found ^ 8)

@@ -404,18 +404,24 @@ Q = "model.layers.0.self_attn.q_proj."
         ("awq", GPTQ, {}, "has codes of 4 bits .* and scales of shape"),
         ("gptq 4", AWQ, {}, "has a tensor '.*g_idx' that Qwen3ForCausalLM has not"),
         ("awq", {"group_size": -1}, {}, r"has codes .96, 8. in groups of 96, and scales of shape .3, 64., not"),
+        # As many groups of 33 as of 32, with a smaller one at the end.
+        ("awq", {"group_size": 33}, {}, "has 96 inputs; groups of 33, as config.json says, do not divide them"),
+        ("pack 4", compressed("pack-quantized", group_size=33), {}, "has 96 inputs; groups of 33"),
+        ("torchao int4", torchao("Int4WeightOnly", group_size=33), {}, "has 96 inputs; groups of 33"),
+        ("torchao int8 groups", torchao("Int8WeightOnly", granularity=grain("PerGroup", group_size=33)), {}, "of 33"),
+        ("nvfp4", {"group_size": 17}, {}, "has groups of 17 inputs, which NVFP4 has not"),
         ("awq", {}, {"qzeros": torch.zeros(1, 12).int()}, r"has zero points of shape .1, 12., not .2, 12."),
         ("pack 4", compressed("pack-quantized", symmetric=False), {}, "has no zero points beside it, .* False"),
         ("pack zeros", compressed("pack-quantized"), {}, "has zero points beside it, and .* symmetric True"),
         ("pack 4", compressed("pack-quantized", num_bits=8), {}, r"codes of 8 bits of shape .64, 12., not .64, 24."),
-        ("pack 4", {}, {"weight_shape": torch.tensor([96, 60])}, r"shape \[96, 60\]; config.json asks for|has scales"),
+        ("pack 4", {}, {"weight_shape": torch.tensor([96, 60])}, "has 60 inputs; groups of 32"),
         ("pack 4", {}, {"weight_shape": torch.tensor([96])}, r"has shape .96. beside it; that must be of a matrix"),
         ("pack 4", {}, {"weight_scale": None}, f"is I32, and the checkpoint has no {Q}weight_scale"),
         ("int8 channel", {}, {"weight_zero_point": torch.zeros(96, 1).char()}, "has zero points beside it"),
         ("int8 channel", {}, {"weight_scale": torch.ones(95, 1)}, r"has scales of shape .95, 1., not .96, 1."),
         ("int8 channel", {}, {"weight_scale": None}, f"is I8, and the checkpoint has no {Q}weight_scale"),
         ("nvfp4", {}, {"weight_scale_2": None}, f"is U8, and the checkpoint has no {Q}weight_scale_2"),
-        ("nvfp4", {"group_size": 32}, {}, r"has scales of shape .64, 6., not .64, 3."),
+        ("nvfp4", {"group_size": 32}, {}, "has groups of 32 inputs, which NVFP4 has not"),
         ("nvfp4", {"quant_algo": "FP8"}, {}, "is U8; with scales beside it Manta reads F8_E4M3"),
         ("nf4", {}, {"weight.absmax": torch.ones(95)}, r"has scales of shape .95., not .96."),
         ("nf4", {}, {"weight.absmax": torch.ones(96).byte()}, "has scales in bytes and no nested_absmax"),
@@ -425,7 +431,7 @@ Q = "model.layers.0.self_attn.q_proj."
         ("torchao int4", {}, {"_weight_scale": None}, f"is I8, and the checkpoint has no {Q}_weight_scale"),
         ("torchao int4", {}, {"_weight_zero_point": None}, f"has no {Q}_weight_zero_point"),
         ("torchao int4", AO8, {}, "_weight_zero_point beside it, which is BF16; Manta reads I8"),
-        ("torchao int4", torchao("Int4WeightOnly", group_size=64), {}, r"of shape .3, 64., not .2, 64."),
+        ("torchao int4", torchao("Int4WeightOnly", group_size=64), {}, "has 96 inputs; groups of 64"),
         ("torchao int4", {}, {"_weight_act_pre_scale": torch.ones(64)}, "_act_pre_scale' that Qwen3ForCausalLM has"),
         ("torchao int8", {}, {"_weight_zero_point": torch.ones(96, 1).char()}, "has zero points other than 0"),
         ("torchao int8", AO4, {}, "_weight_zero_point beside it, which is I8; Manta reads BF16, F16, F32"),
@@ -556,6 +562,7 @@ def test_configs_of_odd_values_are_read_or_refused():
     layers = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "NVFP4"}}
     found = read_quantization(layers)
     assert found[0].block == (1, 16)
+    assert repr(read_quantization(compressed("pack-quantized", num_bits=4.0))[0].bits) == "4"
     weights = {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True}
     packed = {
         "quant_method": "compressed-tensors",
