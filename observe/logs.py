@@ -180,7 +180,7 @@ def start_log(facts: dict[str, Any], workers: str) -> str:
     notes = "".join(f"  note      {note}\n" for note in f["notes"])
     return (
         f"{f['model']}\n"
-        f"  model     {f['architecture']}, {f['parameters']:,} parameters in {f['dtype']}\n"
+        f"  model     {f['architecture']}, {f['parameters']:,} parameters, activations in {f['dtype']}\n"
         f"{notes}"
         f"  device    {f['device']}, backend {f['backend']}{compiled}{workers}\n"
         f"{memory_note(f['memory'])}"

@@ -347,7 +347,13 @@ def test_start_log_says_what_fits(llm):
     text = start_log(llm.core.facts, llm.core.executor.note())
     assert len(text.splitlines()) <= 6
     assert "  note      what may surprise\n" in start_log(llm.core.facts | {"notes": ["what may surprise"]}, "")
-    for fact in ("Qwen3ForCausalLM", "float32", "cpu, backend cpu", "blocks of 64", "full length of 1,024"):
+    for fact in (
+        "Qwen3ForCausalLM",
+        "parameters, activations in float32",
+        "cpu, backend cpu",
+        "blocks of 64",
+        "full length of 1,024",
+    ):
         assert fact in text
     assert list(llm.core.facts["startup"]) == ["imports", "weights", "KV pool", "warm-up"]
     assert all(f"{phase} {seconds:.2f} s" in text for phase, seconds in llm.core.facts["startup"].items())
