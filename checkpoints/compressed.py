@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from checkpoints.hub import FILES, INDEX
@@ -158,8 +159,8 @@ def check_target(target: Path, source: Path | None, overwrite: bool) -> None:
     """
     if source and target.resolve() in (source.resolve(), *source.resolve().parents):
         raise ValueError(f"OUT is {target}; it must be another folder than MODEL, and none that MODEL is in")
-    if not target.parent.is_dir():
-        raise ValueError(f"OUT is {target}; there is no folder {target.parent}")
+    if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+        raise ValueError(f"OUT is {target}; there is no folder {target.parent}, or nothing can be written to it")
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:
@@ -172,16 +173,19 @@ def check_target(target: Path, source: Path | None, overwrite: bool) -> None:
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder beside `target`, which takes its place at the end of the `with` block, and is gone if that raises.
 
-    A run that is killed leaves it behind under its own name, which the next run with this target removes.
+    A killed run leaves it behind, and the next with this target removes it. A ValueError says what cannot be written.
     """
     remove_left(target)
-    with tempfile.TemporaryDirectory(UNFINISHED, f".{target.name}-", target.parent) as work, locked(Path(work)):
-        made = Path(work) / "new"
-        made.mkdir()
-        yield made
-        if target.exists():
-            target.rename(Path(work) / "old")
-        made.rename(target)
+    try:
+        with tempfile.TemporaryDirectory(UNFINISHED, f".{target.name}-", target.parent) as work, locked(Path(work)):
+            made = Path(work) / "new"
+            made.mkdir()
+            yield made
+            if target.exists():
+                target.rename(Path(work) / "old")
+            made.rename(target)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"OUT is {target}, which cannot be written: {error}") from None
 
 
 @contextlib.contextmanager

@@ -78,9 +78,7 @@ def read_headers(path: str) -> list[Header]:
     """
     headers = [read_header(each) for each in parts_of(path)]
     if (count := headers[0].metadata.get("split.count") or 1) != len(headers):
-        raise ValueError(
-            f"{path} is a part of {count!r:.80}; they must be named like NAME-00001-of-{len(headers):05}.gguf"
-        )
+        raise ValueError(f"{path} is a part of {count!r:.80}; name them like NAME-00001-of-{len(headers):05}.gguf")
     return headers
 
 
@@ -149,9 +147,7 @@ class Reader:
         if not dims or not all(dims) or dims[0] % numbers:
             raise ValueError(f"{self.path}: tensor {name!r:.80} has rows of {dims[:1]}; {told} has blocks of {numbers}")
         if len(dims) == 1 and told not in FLOATS:
-            raise ValueError(
-                f"{self.path}: tensor {name!r:.80} has one dimension and is {told}; Manta reads floats there"
-            )
+            raise ValueError(f"{self.path}: tensor {name!r:.80} has one dimension and is {told}; it must be floats")
         found = Tensor(told, dims[::-1], start + offset, math.prod(dims) // numbers * size)
         if (end := found.begin + found.size) > len(self.data):
             raise ValueError(f"{self.path} is cut off: {name!r:.80} ends at byte {end}, the file at {len(self.data)}")

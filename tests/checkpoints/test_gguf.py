@@ -432,7 +432,7 @@ def test_a_file_that_is_damaged_is_one_line(small: Path):
         (lambda w: w.add_float32("qwen3.rope.scaling.yarn_ext_factor", 0.0), "yarn_ext_factor is 0.0; Manta has 1.0"),
         (lambda w: w.add_string("qwen3.attention.scale", "x"), "metadata has a value of another kind"),
         (lambda w: w.add_uint32("general.alignment", 9), "not aligned to 9 bytes"),
-        (lambda w: w.add_uint32("split.count", 7), "is a part of 7; they must be named like"),
+        (lambda w: w.add_uint32("split.count", 7), "is a part of 7; name them like"),
         (lambda w: w.add_string("tokenizer.ggml.model", "rwkv"), "has a tokenizer of type 'rwkv'; Manta has gpt2"),
         (lambda w: w.add_string("tokenizer.ggml.model", "gpt2"), "splits texts in the way 'default'; Manta has gpt-2,"),
         (lambda w: w.add_array("qwen3.attention.head_count", [4, 8]), r"head_count is \[4, 8\]; Manta has the same"),

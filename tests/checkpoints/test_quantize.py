@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 import reference
 from checkpoints import compressed
-from checkpoints.compressed import RECIPES, UNFINISHED, new_folder
+from checkpoints.compressed import RECIPES, UNFINISHED, check_target, new_folder
 from checkpoints.dequantize import Packed
 from checkpoints.gptq import DAMPING, gptq
 from checkpoints.hub import checkpoint_files, find_model
@@ -183,6 +183,22 @@ def test_a_run_that_is_cut_off_leaves_nothing(tmp_path: Path, monkeypatch: pytes
     job_of(source, "w4a16").write(target, {})
     assert any(name.endswith("_packed") for name in tensors_in(target))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "plain"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left")])
+def test_a_disk_that_is_full_is_said_in_a_line(tmp_path: Path, error: Exception) -> None:
+    words = r"^OUT is .*/out, which cannot be written: .*No space left"
+    with pytest.raises(ValueError, match=words), new_folder(tmp_path / "out") as folder:
+        (folder / "config.json").write_text("{}")
+        raise error
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_that_nobody_may_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permissions do not hold for root, who may run this."""
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ValueError, match=r"there is no folder .*, or nothing can be written to it"):
+        check_target(tmp_path / "out", None, False)
 
 
 def test_what_a_killed_run_has_left_is_removed(tmp_path: Path) -> None:
