@@ -154,6 +154,6 @@ def split(blocks: torch.Tensor, kind: str) -> Read:
     codes, scales, mins, factors = own.split(blocks.flatten(0, -2))
     mins = None if mins is None else mins.view(n, -1)
     factors = None if factors is None else factors.view(n, -1, own.factors)
-    if kind == "Q5_K":  # its codes are unsigned
+    if mins is not None and not own.paired:  # codes of 6 bits are unsigned beside them
         codes = codes.view(torch.int8) - 32
     return Read(codes.reshape(n, -1), scales.reshape(n, -1), mins, factors)
