@@ -48,8 +48,8 @@ def matrix(codes: torch.Tensor) -> tuple[int, int]:
 
 
 def grouping(form: Format, inputs: int) -> tuple[int, int]:
-    """How many neighbours share a scale, and how many groups these are. None is smaller than the others, because other
-    sizes would make as many."""
+    """How many neighbouring inputs share a scale, and how many such groups there are. They divide the inputs: with a
+    smaller group at the end, a wrong size could fit the same scales."""
     size = form.block[1] or max(1, inputs)
     if inputs > size and inputs % size:
         raise ValueError(f"has {inputs} inputs; groups of {size}, as config.json says, do not divide them")
