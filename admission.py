@@ -19,13 +19,13 @@ from plan import NewRow, StepPlan
 from scheduling.adapters import AdapterSlots
 from scheduling.beam import blocks_to_fork
 from scheduling.fair import Fair
-from scheduling.policy import GroupQueue, Policy
+from scheduling.policy import GroupQueue, Policy, place
 from scheduling.priority import Priority
 from scheduling.reserve import Reserve
 from scheduling.samples import Samples
 from scheduling.swap import Swap
 from scheduling.trial import Trial
-from sequence import Request, SchedulingBudget, Sequence, SequenceGroup, Status, by_column
+from sequence import Adapter, Request, SchedulingBudget, Sequence, SequenceGroup, Status, by_column
 
 POLICIES: dict[str, type[Policy]] = {  # by the names of `EngineConfig.scheduling_policy`
     "auto": Policy,
@@ -83,7 +83,6 @@ class Admission:
         self.preempted: list[tuple[str, str, str]] = []  # in this step: (group, how, for which request)
         self.obstacle: tuple[str, ...] = ()  # (group, why): the first that could not come in
         self.urgent: SequenceGroup | None = None  # a waiting group for which others are preempted in this step
-        self._come_back()
 
     # --- the queues -------------------------------------------------------------------------------------------------
 
@@ -96,40 +95,30 @@ class Admission:
         alone = self.trial.alone
         (self.waiting if not alone or group.request in alone else self.aside).push(group)
 
-    def _come_back(self) -> None:
-        """Have the groups that stepped aside queue again, if there may be a slot for an adapter of theirs."""
-        for group in self.adapters.back():
-            self._queue(group)
-
     def start_turn(self) -> None:
         """Choose which suspects run alone next; all other groups wait aside. Nothing may run or be swapped now."""
         self.trial.turn()
-        for group in [queue.pop(Status.HELD) for queue in (self.waiting, self.aside) for _ in range(len(queue))]:
+        for group in [queue.pop(group, Status.HELD) for queue in (self.waiting, self.aside) for group in [*queue]]:
             self._queue(group)
 
     def withdraw(self, group: SequenceGroup) -> None:
         """Take a group, which does not run, out of its queue for good."""
         if group.status is Status.SWAPPED:
-            self.swapped.abort(group)
+            self.swapped.pop(group, Status.FINISHED)
             self.swap.drop(group.seqs)
         elif group.status is Status.HELD:
             group.request.held.remove(group)
-        elif group in self.adapters.aside:
-            self.adapters.withdraw(group)
         else:
-            (self.waiting if group.status is Status.WAITING else self.aside).abort(group)
+            (self.waiting if group.status is Status.WAITING else self.aside).pop(group, Status.FINISHED)
 
     def drop_swapped(self, now: float) -> None:
         """Have swapped groups compute their tokens again."""
-        while self.swapped:
-            self._drop_first_swapped(now)
-
-    def _drop_first_swapped(self, now: float) -> None:
-        group = self.swapped.pop(Status.WAITING)
-        self.swap.drop(group.seqs)
-        group.forget_computed()
-        group.timeline.note(started_over=True)
-        self.wait(group, now)
+        for group in [*self.swapped]:
+            self.swapped.pop(group, Status.WAITING)
+            self.swap.drop(group.seqs)
+            group.forget_computed()
+            group.timeline.note(started_over=True)
+            self.wait(group, now)
 
     def forget_moves(self, plans: Items[StepPlan], now: float) -> None:
         """Trust nothing that these plans were to move, because nobody knows which moves were made."""
@@ -146,20 +135,28 @@ class Admission:
         self.space.reset_prefix_cache()
         self.released = []  # new workers have no slots to give up
 
+    def uses(self, adapter: Adapter) -> bool:
+        """Whether a request that has yet to finish has this adapter."""
+        queues = self.waiting, self.swapped, self.aside
+        return adapter in self.adapters.users or any(adapter in queue.lines for queue in queues)
+
     @property
-    def num_aside(self) -> int:
-        """How many groups wait for something else than room."""
-        return len(self.aside) + len(self.adapters.aside)
+    def num_deferred(self) -> int:
+        """Groups that wait for an adapter's slot or a trial, not for room."""
+        return len(self.aside) + sum(len(line) for line in self.waiting.lines.values() if self.adapters.lacks(line[0]))
+
+    def _firsts(self) -> list[SequenceGroup]:
+        """The first group of each line of both queues."""
+        return [*self.waiting.firsts(), *self.swapped.firsts()]
 
     def first(self) -> SequenceGroup | None:
-        """The group that comes in next; None if no group waits or is swapped."""
-        firsts = [queue.first() for queue in (self.waiting, self.swapped) if queue]
-        return min(firsts, key=lambda group: group.key, default=None)
+        """The group that comes in next; None if no group waits or is swapped, or none can have its adapter now."""
+        return min(self.adapters.admissible(self._firsts()), key=place, default=None)
 
     def entrant(self, plan: StepPlan, running: Items[SequenceGroup]) -> tuple[SequenceGroup, int] | None:
         """The group that comes in next, and the tokens that it has yet to compute; None if there is no room for it."""
         group = self.first()
-        if group is None or len(self.free_slots) < group.width or not self.adapters.has_room(group):
+        if group is None or len(self.free_slots) < group.width:
             return None
         length = len(group.seqs[0].tokens)
         if group.status is Status.WAITING:
@@ -180,22 +177,17 @@ class Admission:
 
         Each has its blocks and slots. The caller puts it into `running` and takes its tokens from `budget` at once.
         """
-        self._come_back()
         growth: float | None = None
-        while (group := self.first()) and group.status in statuses:
+        while group := self.first():
+            if group.status not in statuses:
+                return
             if self.now > group.timeline.begun:
                 self.policy.passed_over(group, running)
             if why := self._obstacle(group, budget):
                 self.obstacle = (group.name, why)
                 return
-            if not self.adapters.has_room(group):
-                if group.status is Status.SWAPPED:  # it cannot keep its blocks while it stands aside
-                    self._drop_first_swapped(self.now)
-                else:
-                    self.adapters.step_aside(self.waiting.pop(Status.ASIDE))
-                continue
             if group.status is Status.WAITING and self.samples.follows(group, plan):
-                self.samples.hold(self.waiting.pop(Status.HELD), self.now)
+                self.samples.hold(self.waiting.pop(group, Status.HELD), self.now)
                 continue
             length, chunked = len(group.seqs[0].tokens), self.config.enable_chunked_prefill
             # A prompt that becomes a vector may have a step of its own, however long it is.
@@ -210,7 +202,9 @@ class Admission:
                 self.obstacle = (group.name, "blocks")
                 return
             queue = self.waiting if group.status is Status.WAITING else self.swapped
-            yield queue.pop(Status.RUNNING)
+            yield queue.pop(group, Status.RUNNING)
+        if passed := self._firsts():
+            self.obstacle = (min(passed, key=place).name, "adapters")
 
     def _obstacle(self, group: SequenceGroup, budget: SchedulingBudget) -> str:
         """Why a group cannot come in, whatever blocks are free; empty: it can."""
@@ -228,17 +222,27 @@ class Admission:
     def make_way(self, running: Items[SequenceGroup], plan: StepPlan) -> list[SequenceGroup]:
         """The running groups to preempt, last first, for the first in line to fit; none if it would not fit even then.
 
+        The first in line may have passed groups that wait for an adapter. If so, the first of these is tried before it.
         Only groups of a worse class make way. Prompt blocks that are kept for samples of such groups are given up
         first. Prompts that become vectors never make way, because they end with the step that they run in.
         """
         if not self.waiting or not running or self.config.makes_vectors:
             return []
-        group, slots = self.waiting.first(), len(self.free_slots)
-        victims: list[SequenceGroup] = []
-        holders = [r for r in self.samples.holders if self.policy.yields(min(r.groups, key=lambda g: g.key), group)]
-        if group is not self.first() or not (holders or self.policy.yields(running[-1], group)):
+        for group in dict.fromkeys((min(self._firsts(), key=place), self.first())):
+            if group and group.status is Status.WAITING:
+                victims = self._make_way_for(group, running, plan)
+                if self.urgent:
+                    return victims
+        return []
+
+    def _make_way_for(self, group: SequenceGroup, running: Items[SequenceGroup], plan: StepPlan) -> list[SequenceGroup]:
+        """What `make_way` returns, for this group. If it will fit, it is `urgent`."""
+        slots = len(self.free_slots)
+        holders = [r for r in self.samples.holders if self.policy.yields(min(r.groups, key=place), group)]
+        if not (holders or self.policy.yields(running[-1], group)):
             return []
-        if not self.adapters.has_room(group):
+        with_adapter = self.adapters.to_preempt(group, lambda victim: self.policy.yields(victim, group))
+        if with_adapter is None:
             return []
         entry, beam_blocks = self._entry(group, plan)
         left = self.blocks.num_free - self.blocks.watermark_blocks - self.space.price(entry) - beam_blocks
@@ -253,18 +257,22 @@ class Admission:
 
         holders = holders if left < 0 else []  # they give blocks only, of which there may be enough
         left += sum(drop(request.prompt_tables) for request in holders)
-        for victim in reversed(running):
-            if not self.policy.yields(victim, group) or (left >= 0 and slots >= group.width):
+        victims = dict[SequenceGroup, None]()
+        for victim in [*with_adapter, *reversed(running)]:
+            if len(victims) >= len(with_adapter) and left >= 0 and slots >= group.width:
                 break
-            left += drop(table for seq in victim.seqs for table in seq.tables)
-            slots += victim.width
-            victims.append(victim)
+            if not self.policy.yields(victim, group):
+                break
+            if victim not in victims:
+                left += drop(table for seq in victim.seqs for table in seq.tables)
+                slots += victim.width
+                victims[victim] = None
         if left < 0 or slots < group.width:
             return []
         for request in holders:
             self.samples.give_up(request)
         self.urgent = group
-        return victims
+        return sorted(victims, key=place, reverse=True)
 
     def _entry(self, group: SequenceGroup, plan: StepPlan, most: int | None = None) -> tuple[Entry, int]:
         """How a waiting group's first sequence could come in, and how many blocks its other beams take.

@@ -33,7 +33,7 @@ from sampling_params import default_sampling
 from scheduler import Scheduler
 from scheduling.fair import step_tokens
 from scheduling.grammar import COMPILE_TIMEOUT, Grammars, awaits_token
-from sequence import Request
+from sequence import Adapter, Request
 
 UTILITIES = {  # the methods that clients may call by name, and the path from the core to each
     "metrics": "metrics",
@@ -129,9 +129,8 @@ class EngineCore:
         # The most steps in flight: of one lane, and of all. There are as many lanes as pipeline stages.
         self.ahead = 2 if overlap else 1
         self.depth = config.pipeline_parallel_size - 1 + self.ahead
-        self.compiling: dict[str, tuple[Request, float]] = {}  # requests that wait for their grammars, and until when
-        self.paused: dict[str, EngineCoreRequest] = {}  # requests that wait for new weights, or for an adapter
-        self.adapters = HostAdapters(config, self.workers.call, self._queued)
+        self.paused: dict[str, EngineCoreRequest] = {}  # requests that wait for new weights
+        self.adapters = HostAdapters(config, self.workers.call, self._uses)
         self.workers.on_restart = self._reload_adapters
         self.pausing = False  # whether new requests must wait, because an update of weights is about to begin
         self.news = Outputs()  # what `tell` has not returned yet
@@ -151,15 +150,19 @@ class EngineCore:
             ValueError: it can never run; see `Scheduler.add` and `check_pooling`.
         """
         r = request
-        if any(r.request_id in known for known in (self.paused, self.compiling, self.scheduler.requests)):
+        places = self.paused, self.adapters.waiting, self.grammars.waiting, self.scheduler.requests
+        if any(r.request_id in place for place in places):
             raise ValueError(f"request id {r.request_id!r} is in use by a request in flight")
+        if self.pausing:
+            self.paused[r.request_id] = r
+            return
         try:
-            adapter = self.adapters.take(r.lora, at_once) if r.lora and not self.pausing else None
+            adapter = self.adapters.take(r.lora, at_once) if r.lora else None
         except ValueError:
             self.scheduler.stats.refused()
             raise
-        if self.pausing or (r.lora and not adapter):
-            self.paused[r.request_id] = r
+        if r.lora and not adapter:
+            self.adapters.wait(r)
             return
         # Also without an adapter: whatever the salt is, it is none of an adapter's.
         salt = f"{r.salt}\0{adapter.key if adapter else ''}" if self.config.enable_lora else r.salt
@@ -176,7 +179,7 @@ class EngineCore:
                 if at_once:
                     wait([queued.grammar], COMPILE_TIMEOUT)
                 if not queued.grammar.done():
-                    self.compiling[r.request_id] = queued, time.monotonic() + COMPILE_TIMEOUT
+                    self.grammars.wait(queued)
                     return
             self._queue(queued)
         except ValueError:
@@ -185,7 +188,12 @@ class EngineCore:
 
     def _queued(self) -> Iterator[Request]:
         """The requests that have their adapters."""
-        return chain(self.scheduler.requests.values(), (request for request, _ in self.compiling.values()))
+        return chain(self.scheduler.requests.values(), self.grammars.waiting.values())
+
+    def _uses(self, adapter: Adapter) -> bool:
+        """Whether a request has this adapter."""
+        compiling = (request.adapter for request in self.grammars.waiting.values())
+        return self.scheduler.admission.uses(adapter) or adapter in compiling
 
     def _reload_adapters(self) -> None:
         """New workers read the adapters anew; requests whose adapter is gone end.
@@ -207,16 +215,16 @@ class EngineCore:
     @undisturbed()
     def admit(self) -> None:
         """Queue the requests whose grammars, weights or adapters are ready; `tell` has the errors of refused ones."""
-        self.adapters.look(idle=not (self.plans or self._may_run()))
-        for request_id in [] if self.pausing else list(self.paused):
+        ready = self.adapters.look(idle=not (self.plans or self._may_run()))
+        if not self.pausing:
+            ready += self.paused.values()
+            self.paused.clear()
+        for waiting in ready:
             try:
-                self.add(self.paused.pop(request_id))
+                self.add(waiting)
             except ValueError as error:
-                self.news.outputs.append(error_output(request_id, str(error)))
-        for request, until in [*self.compiling.values()]:
-            if not request.grammar.done() and time.monotonic() <= until:
-                continue
-            del self.compiling[request.request_id]
+                self.news.outputs.append(error_output(waiting.request_id, str(error)))
+        for request in self.grammars.ready():
             self._observe("tick")
             try:
                 self._queue(request)
@@ -236,16 +244,16 @@ class EngineCore:
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """Drop a request, or one of its samples; see `Scheduler.abort`."""
         if index is None:
-            if waits := self.compiling.pop(request_id, None):
-                self.grammars.leave(waits[0])
             self.paused.pop(request_id, None)
+            self.adapters.abort(request_id)
+            self.grammars.abort(request_id)
         self.scheduler.abort(request_id, index, reason)
         self._observe("aborted", request_id, index, reason)
 
     def has_work(self) -> bool:
         """Whether a step would do anything, if only tell news."""
-        may_come_in = bool(self.paused) and not (self.pausing or self.workers.asleep)
-        return bool(self.plans or self.compiling or self.news) or self._may_run() or may_come_in
+        may_come_in = bool(self.paused or self.adapters.waiting) and not (self.pausing or self.workers.asleep)
+        return bool(self.plans or self.grammars.waiting or self.news) or self._may_run() or may_come_in
 
     def _may_run(self) -> bool:
         """Whether a request could be run now: one has not finished, and the workers are awake."""
@@ -272,7 +280,7 @@ class EngineCore:
         """
         self.workers.check_whole()
         self._observe("tick")
-        if self.paused or self.compiling:
+        if self.paused or self.adapters.waiting or self.grammars.waiting:
             self.admit()
         restarts = self.workers.num_restarts
         more = self._may_run() if start is None else start
@@ -280,9 +288,9 @@ class EngineCore:
         if len(self.plans) == self.depth or (self.plans and not (more and may_plan_ahead(self.scheduler, self.ahead))):
             self._land()
         self._make_masks()
-        if self.compiling and not (more or self.plans):
-            wait([request.grammar for request, _ in self.compiling.values()], GLANCE, FIRST_COMPLETED)
-        elif self.paused and not (more or self.plans):
+        if self.grammars.waiting and not (more or self.plans):
+            wait([request.grammar for request in self.grammars.waiting.values()], GLANCE, FIRST_COMPLETED)
+        elif (self.paused or self.adapters.waiting) and not (more or self.plans):
             time.sleep(GLANCE)
         # A restart has dropped the plans. After it, a caller that gave `start` decides again.
         more = self._may_run() if start is None else start and self.workers.num_restarts == restarts
@@ -369,7 +377,7 @@ class EngineCore:
 
     def busy(self) -> bool:
         """Whether requests must end before weights may be updated. While workers sleep, none would end."""
-        return not self.workers.asleep and bool(self.plans or self.compiling or self.scheduler.has_work())
+        return not self.workers.asleep and bool(self.plans or self.grammars.waiting or self.scheduler.has_work())
 
     def update_weights(self, source: str, lasting: bool = True) -> int:
         """Replace the weights of all ranks; returns their version: how often that was done.
@@ -424,7 +432,8 @@ class EngineCore:
             "cache_config_info": {name: str(value) for name, value in cache.items()},
         }
         if self.config.enable_lora:
-            paused = [request.lora.lora_name for request in self.paused.values() if request.lora]
+            waiting = chain(self.paused.values(), self.adapters.waiting.values())
+            paused = [request.lora.lora_name for request in waiting if request.lora]
             told["lora_requests_info"] = self.scheduler.reports.adapters(paused)
         return told
 

@@ -12,9 +12,10 @@ of the budget until `num_computed` has caught up, and then the model's last hidd
 Waiting, running and swapped groups are in the same order: by class, then by arrival. The policy sets the class: `fcfs`
 gives all requests the same one, `priority` takes the request's priority, and `fair` the tokens that its client has had.
 The first in order goes first, and the last one that runs is preempted first. So no request passes an earlier one of its
-class, and a request takes at most as many steps as it and all before it have tokens. There are three exceptions:
+class, and a request takes at most as many steps as it and all before it have tokens. There are four exceptions:
 
     samples               wait until their prompt is computed; sequences that came in by then may run on first
+    adapters              others pass a group until a slot for its adapter is free (`scheduling/adapters.py`)
     no chunked prefill    `max_num_seqs` steps of prompts may come before a step of decodes (`scheduling/classic.py`)
     `fair`                a group makes way for the first only if it is more than a step's tokens behind
 
@@ -219,10 +220,7 @@ class Scheduler:
             why_waiting = self.admission.obstacle[1]
         if self.admission.aside:
             why_waiting = "trial"
-        passed = self.admission.adapters.aside
-        if passed and not (self.waiting or self.swapped):
-            why_waiting = "adapters"
-        queued = self.waiting or self.swapped or self.admission.num_aside
+        queued = self.waiting or self.swapped or self.admission.aside
         self.waits.advance(now, why_waiting if queued else "step")
         computed = self.config.token_budget - budget.tokens - sum(flight.drafts.values())  # drafts count once they land
         self.counters["num_computed_tokens_total"] += computed
@@ -251,22 +249,23 @@ class Scheduler:
     def make_way(self, flight: Flight) -> None:
         """Preempt groups of a worse class, if the first in line needs their room."""
         for victim in self.admission.make_way(self.running, flight.plan):
-            assert self.admission.urgent and victim is self.running[-1]
-            self._preempt_last(flight.plan, self.admission.urgent.request)
+            assert self.admission.urgent
+            self._preempt(victim, flight.plan, self.admission.urgent.request)
 
-    def _preempt_last(self, plan: StepPlan, cause: Request) -> SequenceGroup:
-        """Preempt the last running group, to make room for `cause`; returns it."""
-        victim = self.running[-1]
+    def _preempt(self, victim: SequenceGroup, plan: StepPlan, cause: Request) -> None:
+        """Preempt a running group, to make room for `cause`."""
         for flight in self.in_flight:  # what these steps bring it is dropped, even if it runs again first
             flight.dropped.update(victim.seqs)
         self._take_out(victim)
         self.admission.preempt(victim, plan, cause)
-        return victim
 
     def _make_room(self, missing: int, group: SequenceGroup, plan: StepPlan) -> bool:
         """Preempt from the back until `missing` blocks are free; returns whether `group` still runs."""
         while missing > self.blocks.num_free:
-            if not self.admission.samples.drop(1) and self._preempt_last(plan, group.request) is group:
+            if self.admission.samples.drop(1):
+                continue
+            self._preempt(victim := self.running[-1], plan, group.request)
+            if victim is group:
                 return False
         return True
 

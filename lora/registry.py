@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from config import EngineConfig
 from lora.adapter import LoRARequest, read_adapter, state_of
 from observe.logs import logger
-from sequence import Adapter, Request
+from plan import EngineCoreRequest
+from sequence import Adapter
 
 LOOK = 0.1  # seconds between two looks at what workers have read, where these run steps and would be held up
 PAUSE = 0.002  # the same where nothing but an adapter is waited for
@@ -24,19 +25,24 @@ class HostAdapters:
     Workers read an adapter beside their steps. Until all of them have read it, nobody is given it, and its row is not
     free.
 
+    If all rows are in use, requests for further adapters wait, and others pass them. So that these cannot keep them
+    waiting for ever, one adapter then has to leave: new requests for it wait, too, until it has left.
+
     Args:
         config: the engine's options.
         call: has all workers call a method, by its name and with its arguments; returns what each returns. A ValueError
             says that the workers were started anew; then `reload` was called.
-        requests: returns the requests that have their adapters.
+        in_use: returns whether a request has an adapter.
 
     Attributes:
-        crowded: whether a request waits because all rows are in use; later ones then wait behind it.
         reading: the adapters that workers read now, and their folders.
+        waiting: the requests that wait for their adapters, by id.
+        lines: the ids of those for each folder.
+        crowded: the folders whose adapters need a row, in the order of arrival.
     """
 
-    def __init__(self, config: EngineConfig, call: Callable[..., list[Any]], requests: Callable[[], Iterable[Request]]):
-        self.enabled, self.call, self.requests = config.enable_lora, call, requests
+    def __init__(self, config: EngineConfig, call: Callable[..., list[Any]], in_use: Callable[[Adapter], bool]):
+        self.enabled, self.call, self.in_use = config.enable_lora, call, in_use
         self.limits = config.max_lora_rank, config.max_prompt_adapter_token
         self.free = list(range(config.host_loras))[::-1]
         self.known: dict[Adapter, str] = {}  # and their folders; the least recently used first
@@ -44,7 +50,11 @@ class HostAdapters:
         self.failed: dict[Adapter, tuple[str, float]] = {}  # what was wrong with an adapter, and when that was found
         self.interrupted: set[Adapter] = set()  # workers have died while they read these
         self.looked = 0.0  # when `look` last asked the workers
-        self.crowded = False
+        self.waiting: dict[str, EngineCoreRequest] = {}
+        self.lines: dict[str, dict[str, None]] = {}
+        self.crowded: dict[str, None] = {}
+        self.leaving: Adapter | None = None  # has to leave for the first of `crowded`
+        self.answered: list[str] = []  # folders of which workers have said that they are read, or what is wrong
 
     def add(self, name: str, folder: str) -> bool | None:
         """Have an adapter loaded before a request asks for it.
@@ -62,7 +72,7 @@ class HostAdapters:
         return None if Adapter(state_of(folder), -1) in self.reading else False
 
     def take(self, asked: LoRARequest, at_once: bool = False) -> Adapter | None:
-        """The adapter that a request asks for; None: the request has to wait until it is read, or for room.
+        """The adapter that a request asks for; None: the request has to `wait` until it is read, or for room.
 
         Args:
             at_once: wait here until it is read.
@@ -70,7 +80,28 @@ class HostAdapters:
         Raises:
             ValueError: the engine serves none, there is no such adapter, or it is not for this model.
         """
-        return None if self.crowded else self._find(asked, at_once)
+        behind = asked.lora_path in self.lines and (not at_once or asked.lora_path in self.crowded)
+        return None if behind else self._find(asked, at_once)
+
+    def wait(self, request: EngineCoreRequest) -> None:
+        """Have a request wait until `look` returns it."""
+        assert request.lora
+        folder = request.lora.lora_path
+        self.waiting[request.request_id] = request
+        self.lines.setdefault(folder, {})[request.request_id] = None
+        if folder not in self.reading.values():
+            self.crowded[folder] = None
+            self.leaving = self.leaving or next(iter(self.known), None)
+
+    def abort(self, request_id: str) -> None:
+        """Have a request wait no more, if it does."""
+        if (request := self.waiting.pop(request_id, None)) and request.lora:
+            line = self.lines[folder := request.lora.lora_path]
+            del line[request_id]
+            if not line:
+                del self.lines[folder]
+                self.crowded.pop(folder, None)
+                self.leaving = self.leaving if self.crowded else None
 
     def _find(self, asked: LoRARequest, at_once: bool) -> Adapter | None:
         if not self.enabled:
@@ -79,6 +110,8 @@ class HostAdapters:
             return None
         wanted = Adapter(state_of(asked.lora_path), -1)
         adapter = next((known for known in self.known if known == wanted), None)
+        if adapter and adapter == self.leaving:
+            return None
         if adapter:
             self.known[adapter] = self.known.pop(adapter)
             return dataclasses.replace(adapter, name=asked.lora_name)  # one folder may have several names
@@ -88,7 +121,6 @@ class HostAdapters:
         if wanted not in self.reading:
             virtual = read_adapter(asked.lora_path, *self.limits).num_virtual_tokens if self.limits[1] else 0
             if not self._make_room():
-                self.crowded = True
                 return None
             self._begin(Adapter(wanted.key, self.free.pop(), asked.lora_name, virtual), asked.lora_path)
         if not at_once:
@@ -100,11 +132,9 @@ class HostAdapters:
 
     def _make_room(self) -> bool:
         """Whether a row is free, or becomes so because no request uses its adapter."""
-        if not self.free:
-            used = {request.adapter for request in self.requests()}
-            if unused := next((known for known in self.known if known not in used), None):
-                del self.known[unused]
-                self.free.append(unused.row)
+        if not self.free and (unused := next((known for known in self.known if not self.in_use(known)), None)):
+            del self.known[unused]
+            self.free.append(unused.row)
         return bool(self.free)
 
     def _begin(self, adapter: Adapter, folder: str) -> None:
@@ -112,15 +142,26 @@ class HostAdapters:
         with contextlib.suppress(ValueError):  # new workers read nothing yet, and the caller sees that in `reading`
             self.call("begin_load", adapter.row, folder)
 
-    def look(self, idle: bool) -> None:
-        """See what has been read, and let requests try again that were crowded out.
+    def look(self, idle: bool) -> list[EngineCoreRequest]:
+        """See what has been read, and whether there is room; returns the requests that may ask for their adapter again.
 
         Args:
             idle: whether the workers run no steps, so that it does not matter how often they are asked.
         """
-        self.crowded = False
         if self.reading and (idle or time.monotonic() > self.looked + LOOK):
             self._ask()
+        if self.crowded and not self.answered:  # what has just been read stays until it is in use
+            if self._make_room():
+                spared = self.known.get(self.leaving, "") if self.leaving else ""  # the folder of one that can stay
+                self.leaving = None
+                for folder in (next(iter(self.crowded)), spared):
+                    if folder in self.crowded:
+                        del self.crowded[folder]
+                        self.answered.append(folder)
+            elif self.leaving not in self.known:
+                self.leaving = next(iter(self.known), None)
+        answered, self.answered = self.answered, []
+        return [self.waiting.pop(name) for folder in answered for name in self.lines.pop(folder, ())]
 
     def _ask(self) -> None:
         """Ask the workers which adapters they have read."""
@@ -136,6 +177,7 @@ class HostAdapters:
             if None in said:
                 continue
             del self.reading[adapter]
+            self.answered.append(folder)
             self.interrupted.discard(adapter)
             if wrong := next(filter(None, said), ""):
                 self._refuse(adapter, wrong)
@@ -164,6 +206,7 @@ class HostAdapters:
             else:
                 self.free.append(adapter.row)
         self.interrupted ^= self.reading.keys()
+        self.answered += self.reading.values()
         self.reading.clear()
         lost = {}
         for adapter, folder in [*self.known.items()]:

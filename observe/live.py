@@ -111,7 +111,7 @@ class Recorder(Observer):
         then = before.get(self.rank, {})
         # A successor of the engine that said so counts from 0 again.
         new = {name: max(0, total - then.get(name, total)) for name, total in totals.items()}
-        waiting = len(s.waiting) + s.admission.num_aside
+        waiting = len(s.waiting) + len(s.admission.aside)
         found = {
             "rank": self.rank,
             "block_size": s.blocks.block_size,
@@ -149,7 +149,7 @@ class Recorder(Observer):
         """Who runs, who is swapped and who waits, each in their order, as far as an answer may list them."""
         s = self.scheduler
         yield from ((group, "running") for group in s.running)
-        waiting = chain(s.waiting, s.admission.aside, s.admission.adapters.aside)
+        waiting = chain(s.waiting, s.admission.aside)
         for state, queue in (("swapped", s.swapped), ("waiting", waiting)):
             yield from ((group, state) for group in nsmallest(MAX_REQUESTS, queue, key=lambda group: group.key))
 

@@ -80,8 +80,9 @@ class EngineServer:
 
     def _load(self) -> Load:
         scheduler = self.core.scheduler
-        queued = len(scheduler.waiting) + len(scheduler.swapped) + scheduler.admission.num_aside
-        return Load(self.load.rank, len(self.core.paused) + queued, len(scheduler.running))
+        queued = len(scheduler.waiting) + len(scheduler.swapped) + len(scheduler.admission.aside)
+        queued += len(self.core.paused) + len(self.core.adapters.waiting)
+        return Load(self.load.rank, queued, len(scheduler.running))
 
     def _report(self) -> None:
         """Tell the coordinator what has changed."""
@@ -111,7 +112,7 @@ class EngineServer:
             ):
                 self._report()
                 try:
-                    soon = core.compiling or core.adapters.reading
+                    soon = core.grammars.waiting or core.adapters.reading
                     client, message = inbox.get(timeout=GLANCE if soon else BEAT)
                     if client is None and message is None:
                         return

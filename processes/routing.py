@@ -73,11 +73,10 @@ class Router:
             chain(hashes, tokens, self.block_size, salt)
         drawn = alive if self.routers == 1 or len(alive) < 3 else random.sample(alive, 2)
         least = min(self.loads[rank] for rank in drawn)
-        holders = [self.holders[digest] for digest in reversed(hashes) if digest in self.holders]
-        near = [rank for rank in holders if rank in alive and self.loads[rank] - least <= CLOSE]
-        if near:
-            rank = near[0]
-        else:
+        near = {rank for rank in alive if self.loads[rank] - least <= CLOSE}
+        holders = (self.holders.get(digest, -1) for digest in reversed(hashes))
+        rank = next((rank for rank in holders if rank in near), -1)
+        if rank < 0:
             rank = min(drawn, key=lambda rank: (self.loads[rank], (rank - self.turn) % self.size))
             self.turn = rank + 1
         self.loads[rank] += WAITING * width  # until the engine says that they run

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
 
 from plan import StepPlan
-from scheduling.policy import GroupQueue
-from sequence import Adapter, Key, Sequence, SequenceGroup, Status
+from sequence import Adapter, Sequence, SequenceGroup
 
 
 class AdapterSlots:
     """The device's slots for adapters. A group that runs holds its adapter's slot.
 
-    A group whose adapter has no slot steps aside, and others pass it. So that they cannot keep it waiting for ever, the
-    adapter with the fewest groups then has to leave: of the groups that want it, only those before the one that waits
-    still come in, and these are finitely many. When no group holds a slot any more, all that stepped aside queue again,
-    in order.
+    Others pass a group that cannot have a slot: all slots are held by groups with other adapters. So that they cannot
+    keep it waiting for ever, the adapter with the fewest groups then has to leave: of the groups that want it, only
+    those before the first one that is passed still come in. Once no group holds its slot, the first in line takes it.
 
     Args:
         count: slots.
@@ -28,24 +27,35 @@ class AdapterSlots:
         self.slots: dict[Adapter, int] = {}  # the least recently used first
         self.holders: dict[SequenceGroup, Adapter] = {}
         self.users: Counter[Adapter] = Counter()  # how many groups hold each of those that are held
-        self.aside = GroupQueue(Status.ASIDE)
-        self.leaving: tuple[Adapter, Key] | None = None  # and the key of the group that waits for its slot
-        self.changed = False  # whether those aside may come in now
+        self.leaving: Adapter | None = None  # this one has to leave
 
-    def has_room(self, group: SequenceGroup) -> bool:
-        """Whether a group's adapter, if it wants one, has a slot or can have one now."""
+    def lacks(self, group: SequenceGroup) -> bool:
+        """Whether other adapters have all slots, so that a group cannot have one for its own."""
         adapter = group.request.adapter
-        if adapter is None:
-            return True
-        if adapter in self.slots:
-            return self.leaving is None or self.leaving[0] != adapter or group.key < self.leaving[1]
-        return bool(self.free) or len(self.users) < len(self.slots)
+        return not (adapter is None or adapter in self.slots or self.free or len(self.users) < len(self.slots))
 
-    def step_aside(self, group: SequenceGroup) -> None:
-        """Have a group, which is in no queue, wait for room."""
+    def admissible(self, firsts: list[SequenceGroup]) -> list[SequenceGroup]:
+        """Those of `firsts` that may come in now. These are the first groups of all lines, one line an adapter."""
+        passed = [group.key for group in firsts if self.lacks(group)]
+        if not passed:
+            self.leaving = None
+            return firsts
         if self.leaving is None:
-            self.leaving = min(self.slots, key=self.users.__getitem__), group.key
-        self.aside.push(group)
+            self.leaving = min(self.slots, key=self.users.__getitem__)
+        bar = min(passed)
+        return [g for g in firsts if not self.lacks(g) and (g.request.adapter != self.leaving or g.key < bar)]
+
+    def to_preempt(self, group: SequenceGroup, yields: Callable[[SequenceGroup], bool]) -> list[SequenceGroup] | None:
+        """The fewest running groups without which a group could have a slot; all must be ones that `yields` names.
+
+        Returns None if there are none such.
+        """
+        if not self.lacks(group):
+            return []
+        by_adapter: defaultdict[Adapter, list[SequenceGroup]] = defaultdict(list)
+        for holder, adapter in self.holders.items():
+            by_adapter[adapter].append(holder)
+        return min((groups for groups in by_adapter.values() if all(map(yields, groups))), key=len, default=None)
 
     def take(self, group: SequenceGroup, plan: StepPlan) -> None:
         """Give a group that comes in its adapter's slot; the plan loads the adapter if the slot has another one."""
@@ -80,24 +90,9 @@ class AdapterSlots:
             self.users[adapter] -= 1
             if not self.users[adapter]:
                 del self.users[adapter]
-                self.changed = bool(self.aside)
-
-    def withdraw(self, group: SequenceGroup) -> None:
-        """Take a group out of those that stepped aside, for good."""
-        self.aside.abort(group)
-        if self.leaving and group.key == self.leaving[1]:
-            self.leaving, self.changed = None, bool(self.aside)
-
-    def back(self) -> list[SequenceGroup]:
-        """Those that stepped aside, if they may queue again; then no adapter has to leave any more."""
-        if not self.changed:
-            return []
-        self.leaving, self.changed = None, False
-        return [self.aside.pop(Status.HELD) for _ in range(len(self.aside))]
 
     def forget(self) -> None:
         """Nobody knows what is in the slots any more; no group runs."""
         assert not self.holders
         self.free += self.slots.values()
         self.slots.clear()
-        self.changed = bool(self.aside)

@@ -39,8 +39,9 @@ class ClassicOrder:
         """Whether the first to have come has yet to wait; as in vLLM, that is not always the first in line."""
         if not self.delay_factor or not self.scheduler.waiting or not self.scheduler.running:
             return False
-        earliest = min(group.request.arrival for group in self.scheduler.waiting)
-        return now - earliest <= self.delay_factor * self.prefill_seconds
+        requests = self.scheduler.requests.values()  # in the order of arrival; few of them run
+        first = next(r for r in requests if any(group.status is Status.WAITING for group in r.groups))
+        return now - first.arrival <= self.delay_factor * self.prefill_seconds
 
     def landed(self, flight: Flight, now: float) -> None:
         """Measure a step whose result is in."""

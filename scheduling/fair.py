@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import chain
 from typing import Any
 
 from config import EngineConfig
 from scheduling.policy import Policy
-from sequence import Flight, Request, SequenceGroup, Status
+from sequence import Adapter, Flight, Request, SequenceGroup, Status
 
 UNPLACED = 2**62  # class of a group that stands behind another one of its client
 OUTPUT_WEIGHT = 2  # what a token of output counts, where one of the prompt counts 1 (as in the paper of `Fair`)
@@ -43,17 +44,13 @@ class Client:
     counter: int = 0  # tokens that it has had, or may yet have
     outstanding: int = 0  # the part of them that groups which have yet to finish were charged with
     num_requests: int = 0  # that have yet to finish
-    backlog: list[SequenceGroup] = field(default_factory=list)  # that wait and were never let in, by arrival
+    # By adapter, its groups that wait and were never let in, in the order of arrival. None is empty.
+    backlogs: dict[Adapter | None, list[SequenceGroup]] = field(default_factory=dict)
 
     @property
     def settled(self) -> int:
         """The tokens that its finished groups have had."""
         return self.counter - self.outstanding
-
-    @property
-    def first(self) -> SequenceGroup | None:
-        """Its group that comes in next, among those that were never let in."""
-        return self.backlog[0] if self.backlog else None
 
 
 class Fair(Policy):
@@ -61,7 +58,8 @@ class Fair(Policy):
 
     After "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). Each client has a counter of the tokens
     that it has had. Cached tokens are free, and a token of output counts `OUTPUT_WEIGHT`. Only the first to arrive of
-    each client stands in line, and the client's counter is its class. A group that is let in keeps its class for life.
+    each client stands in line (for each adapter, because others may pass the groups that wait for one), and the
+    client's counter is its class. A group that is let in keeps its class for life.
     Its client is charged at once with all that it may come to have, so that the client's next group stands further
     back, as in start-time fair queueing (Goyal et al., SIGCOMM 1996). When a group ends, what it did not have is given
     back, and its client's group in line may move forward.
@@ -112,36 +110,34 @@ class Fair(Policy):
             super().push(group)
             return
         client = self.clients[group.request.client]
-        if (first := client.first) is None:
+        if not client.backlogs:
             client.counter = max(client.counter, self.virtual_time)
-        elif arrival(group) < arrival(first):  # a sample that was held is to stand in line instead
-            self._move(first, UNPLACED)
+        backlog = client.backlogs.setdefault(group.request.adapter, [])
+        if backlog and arrival(group) < arrival(backlog[0]):  # a sample that was held is to stand in line instead
+            self._move(backlog[0], UNPLACED)
         group.key = (UNPLACED, *arrival(group))
         super().push(group)
-        insort(client.backlog, group, key=arrival)
+        insort(backlog, group, key=arrival)
         self._place(client)
 
-    def pop(self, status: Status) -> SequenceGroup:
+    def pop(self, group: SequenceGroup, status: Status) -> SequenceGroup:
         """See `GroupQueue`; the next one of its client comes to stand in line."""
-        group = super().pop(status)
         client = self.clients[group.request.client]
-        if client.first is group:
-            del client.backlog[0]
+        backlog = client.backlogs.get(group.request.adapter, [])
+        at = bisect_left(backlog, arrival(group), key=arrival)
+        if at < len(backlog) and backlog[at] is group:
+            del backlog[at]
+            if not backlog:
+                del client.backlogs[group.request.adapter]
+        super().pop(group, status)
         self._place(client)
         return group
 
-    def abort(self, group: SequenceGroup) -> None:
-        """See `GroupQueue`; the next one of its client comes to stand in line."""
-        super().abort(group)
-        client = self.clients[group.request.client]
-        if not group.charged_prompt:
-            del client.backlog[bisect_left(client.backlog, arrival(group), key=arrival)]
-        self._place(client)
-
     def _place(self, client: Client) -> None:
-        """Have the first of a client stand where its counter says, unless it stands further forward."""
-        if (first := client.first) and client.counter < first.key[0]:
-            self._move(first, client.counter)
+        """Have the first of a client's groups stand where its counter says, unless they stand further forward."""
+        for first, *_ in client.backlogs.values():
+            if client.counter < first.key[0]:
+                self._move(first, client.counter)
 
     def _move(self, group: SequenceGroup, rank: int) -> None:
         self._remove(group)
@@ -227,5 +223,7 @@ class Fair(Policy):
             groups = [group for request in requests if request.client == name for group in request.groups]
             charged = sum(group.charged_prompt + OUTPUT_WEIGHT * group.charged_output for group in groups)
             assert client.outstanding == charged and client.settled >= 0
-            for group in client.backlog:
-                assert group.status is self.status and (group is client.first) == (group.key[0] < UNPLACED)
+            for group in chain.from_iterable(client.backlogs.values()):
+                assert group.status is self.status and (group is client.backlogs[group.request.adapter][0]) == (
+                    group.key[0] < UNPLACED
+                )

@@ -16,10 +16,11 @@ import copy
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -258,6 +259,9 @@ class Grammars:
         self.threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="mask")
         self.small, self.others = ThreadPoolExecutor(1, thread_name_prefix="grammar"), Turns(self._compile)
         self.cache: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()
+        self.waiting: dict[str, Request] = {}  # for their grammars, by id; the first to come first
+        self.deadlines: dict[Request, float] = {}  # until when these wait
+        self.compiled: deque[Request] = deque()  # whose grammars are ready
 
     def prepare(self) -> None:
         """Begin to read the model's vocabulary, before the first grammar needs it."""
@@ -295,6 +299,27 @@ class Grammars:
             self.others.ask(wanted, client)
         self.cache.move_to_end(wanted)
         return future
+
+    def wait(self, request: Request) -> None:
+        """Have a request wait until `ready` returns it."""
+        self.waiting[request.request_id] = request
+        self.deadlines[request] = time.monotonic() + COMPILE_TIMEOUT
+        request.grammar.add_done_callback(lambda _: self.compiled.append(request))
+
+    def ready(self) -> list[Request]:
+        """The requests that wait no more: their grammars are compiled, or they have waited for COMPILE_TIMEOUT."""
+        now, ready = time.monotonic(), [self.compiled.popleft() for _ in range(len(self.compiled))]
+        ready += takewhile(lambda request: now > self.deadlines[request], self.deadlines)
+        ready = [request for request in ready if self.deadlines.pop(request, None) is not None]  # else aborted
+        for request in ready:
+            del self.waiting[request.request_id]
+        return ready
+
+    def abort(self, request_id: str) -> None:
+        """Have a request wait no more, if it does."""
+        if request := self.waiting.pop(request_id, None):
+            del self.deadlines[request]
+            self.leave(request)
 
     def leave(self, request: Request) -> None:
         """A request waits for its grammar no more."""

@@ -40,7 +40,6 @@ def check_admission(admission: Admission, scheduler: Scheduler, groups: list[Seq
     """Each group is in one place, and each slot has one owner."""
     queues = admission.waiting, admission.swapped, admission.aside
     waiting, swapped, aside = map(list, queues)
-    passed = [*admission.adapters.aside]
     requests, running = scheduler.requests.values(), scheduler.running
     held = [group for request in requests for group in request.held]
     assert [*map(len, (waiting, swapped, aside))] == [*map(len, queues)]
@@ -48,12 +47,12 @@ def check_admission(admission: Admission, scheduler: Scheduler, groups: list[Seq
     assert all(alone and group.request not in alone for group in aside)
     assert not alone or all(group.request in alone for group in (*waiting, *swapped, *running))
     assert admission.trial.suspects.keys() <= set(requests)
-    places = [id(group) for group in (*waiting, *swapped, *aside, *passed, *held, *running)]
+    places = [id(group) for group in (*waiting, *swapped, *aside, *held, *running)]
     assert sorted(places) == sorted(map(id, groups))
     slots = [seq.slot for group in running for seq in group.seqs]
     slots += [slot for group in running for slot in group.spare_slots]
     assert sorted(slots + admission.free_slots) == list(range(admission.config.max_num_seqs))
-    for group in (*waiting, *swapped, *aside, *passed, *held):
+    for group in (*waiting, *swapped, *aside, *held):
         assert not group.spare_slots and all(seq.slot < 0 and not seq.tables for seq in group.seqs)
     for group in held:
         assert group.status is Status.HELD and (leader := group.request.leader)
@@ -65,15 +64,11 @@ def check_admission(admission: Admission, scheduler: Scheduler, groups: list[Seq
 
 
 def check_adapters(adapters: AdapterSlots, running: list[SequenceGroup]) -> None:
-    """Running groups hold their adapters' slots, and whoever stands aside has reason to."""
+    """Running groups hold their adapters' slots."""
     held = {group: group.request.adapter for group in running if group.request.adapter}
     assert adapters.holders == held and adapters.users == Counter(held.values())
     assert adapters.users.keys() <= adapters.slots.keys() and all(adapters.users.values())
     assert sorted([*adapters.free, *adapters.slots.values()]) == list(range(adapters.count))
-    assert adapters.changed or not adapters.leaving or (adapters.aside and adapters.leaving[0] in adapters.users)
-    for group in adapters.aside:
-        assert group.status is Status.ASIDE and group.request.adapter
-        assert adapters.changed or not adapters.has_room(group)
 
 
 def check_running(scheduler: Scheduler) -> None:

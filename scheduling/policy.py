@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
+from itertools import chain
 from typing import Any
 
 from config import EngineConfig
-from sequence import Flight, Key, Request, SequenceGroup, Status
+from sequence import Adapter, Flight, Key, Request, SequenceGroup, Status
 
 
 def place(group: SequenceGroup) -> Key:
@@ -17,40 +18,39 @@ def place(group: SequenceGroup) -> Key:
 
 
 class GroupQueue:
-    """Groups of one status in a sorted list, first to go first. Each step looks at few, so it costs next to nothing."""
+    """Groups of one status: a line for each adapter, sorted by key. A step looks at the first of each line."""
 
     def __init__(self, status: Status):
         self.status = status
-        self.line: list[SequenceGroup] = []
+        self.lines: dict[Adapter | None, list[SequenceGroup]] = {}  # none is empty
 
     def __len__(self) -> int:
-        return len(self.line)
+        return sum(map(len, self.lines.values()))
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        return iter(self.line)
+        """All groups, line by line."""
+        return chain.from_iterable(self.lines.values())
+
+    def firsts(self) -> list[SequenceGroup]:
+        """The first group of each line."""
+        return [line[0] for line in self.lines.values()]
 
     def push(self, group: SequenceGroup) -> None:
         """Put `group` in its place."""
         group.status = self.status
-        insort(self.line, group, key=place)
+        insort(self.lines.setdefault(group.request.adapter, []), group, key=place)
 
-    def first(self) -> SequenceGroup:
-        """The group that goes next; the queue must not be empty."""
-        return self.line[0]
-
-    def pop(self, status: Status) -> SequenceGroup:
-        """Take out the group that goes next; it gets `status`."""
-        group = self.line.pop(0)
+    def pop(self, group: SequenceGroup, status: Status) -> SequenceGroup:
+        """Take `group` out, and give it `status`."""
+        self._remove(group)
         group.status = status
         return group
 
-    def abort(self, group: SequenceGroup) -> None:
-        """Take `group` out for good."""
-        group.status = Status.FINISHED
-        self._remove(group)
-
     def _remove(self, group: SequenceGroup) -> None:
-        del self.line[bisect_left(self.line, group.key, key=place)]
+        line = self.lines[group.request.adapter]
+        del line[bisect_left(line, group.key, key=place)]
+        if not line:
+            del self.lines[group.request.adapter]
 
 
 class Policy(GroupQueue):

@@ -30,7 +30,8 @@ class Reports:
     def metrics(self) -> dict[str, Any]:
         """What is counted, by the names of `observe.metrics.SERIES`."""
         scheduler, blocks = self.scheduler, self.scheduler.space.device
-        waiting = {"capacity": len(scheduler.waiting), "deferred": scheduler.admission.num_aside}
+        admission, deferred = scheduler.admission, scheduler.admission.num_deferred
+        waiting = {"capacity": len(admission.waiting) + len(admission.aside) - deferred, "deferred": deferred}
         taken = {str(place): scheduler.drafting.taken_at[place] for place in range(scheduler.drafting.most)}
         return ({"spec_decode_num_accepted_tokens_per_pos_total": taken} if taken else {}) | {
             "num_requests_running": len(scheduler.running),
@@ -44,7 +45,7 @@ class Reports:
     def adapters(self, paused: list[str]) -> dict[str, str]:
         """The names of adapters that requests run with and wait for, those that are `paused` among them."""
         admission = self.scheduler.admission
-        queues = chain(admission.waiting, admission.swapped, admission.aside, admission.adapters.aside)
+        queues = chain(admission.waiting, admission.swapped, admission.aside)
         return {
             "max_lora": str(self.scheduler.config.max_loras),
             "waiting_lora_adapters": ",".join(sorted({*names_of(queues), *paused})),

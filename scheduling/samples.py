@@ -103,7 +103,7 @@ class Samples:
 
     def _has_more(self, request: Request, group: SequenceGroup) -> bool:
         """Whether samples other than `group` have yet to come in."""
-        others = (other for other in request.groups if other is not group)
+        others = (other for other in reversed(request.groups) if other is not group)  # the last ones come in last
         return any(other.status in (Status.HELD, Status.WAITING) for other in others)
 
     def _let_go(self, request: Request, now: float) -> None:

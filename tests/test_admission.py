@@ -395,7 +395,7 @@ def test_two_clients_get_the_same_however_much_they_ask_for():
     for i in range(150):
         engine.add(f"b{i}", prompt(2, i), client="b", max_tokens=1 + i % 20, ignore_eos=True)
     fair, written = engine.scheduler.admission.policy, {"a": 0, "b": 0}
-    while all(fair.clients[client].backlog for client in "ab"):
+    while all(fair.clients[client].backlogs for client in "ab"):
         engine.step()
         for client in "ab":
             mine = (found for name, found in engine.answers.items() if name[0] == client)

@@ -225,7 +225,7 @@ class Scenario:
         slots = [seq.slot for seq in seqs if seq.slot >= 0] + [slot for group in groups for slot in group.spare_slots]
         assert len(set(slots)) == len(slots) and not set(slots) & set(scheduler.admission.free_slots)
         admission, counts = scheduler.admission, Counter(group.status for group in groups)
-        aside = [*admission.aside, *admission.adapters.aside]
+        aside = [*admission.aside]
         places = (scheduler.running, scheduler.waiting, scheduler.swapped, aside)
         statuses = (Status.RUNNING, Status.WAITING, Status.SWAPPED, Status.ASIDE)
         assert [*map(len, places)] == [counts[status] for status in statuses]

@@ -8,6 +8,7 @@ import shutil
 import signal
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -379,7 +380,7 @@ def test_crowded_requests_wait_in_order_and_go_on(folders: list[Path]) -> None:
     core = make_core(max_loras=1, max_cpu_loras=1)
     for name, folder in {"a": 0, "b": 1, "none": None, "c": 2, "a again": 0}.items():
         core.add(request(name, folders[folder] if folder is not None else None), at_once=True)
-    assert list(core.paused) == ["b", "c", "a again"]  # that one too: it would hold up those before it
+    assert list(core.adapters.waiting) == ["b", "c", "a again"]  # that one too: it would hold up those before it
     found, errors, ended = run(core)
     assert not errors and ended == ["a", "none", "b", "c", "a again"]
     assert found["a"] == found["a again"] and len({str(found[name]) for name in "abc"}) == 3
@@ -396,12 +397,12 @@ def test_crowded_requests_are_aborted_refused_and_passed(folders: list[Path], tm
     shutil.rmtree(tmp_path / "gone")
     core.abort("b")
     _, errors, ended = run(core)
-    assert ended == ["c", "a", "d"] and errors.keys() == {"c"} and "cannot be read: No such file" in errors["c"]
+    assert ended == ["a", "c", "d"] and errors.keys() == {"c"} and "cannot be read: No such file" in errors["c"]
     core.add(request("e", folders[0]), at_once=True)
     core.add(request("f", folders[1]), at_once=True)
     core.abort("e")
     core.abort("f")
-    assert run(core) == ({}, {}, []) and not core.paused and not core.has_work()
+    assert run(core) == ({}, {}, []) and not core.adapters.waiting and not core.has_work()
 
 
 def test_crowded_requests_sleep_with_the_workers(folders: list[Path]) -> None:
@@ -481,22 +482,15 @@ def test_an_adapter_that_new_workers_cannot_read_ends_its_requests_alone(
         core.add(late, at_once=True)
         waiting = core.scheduler.requests["late"]
         core.scheduler.abort("late")
-        core.compiling["late"] = waiting, float("inf")  # as if it had a grammar
-        waiting.grammar = NeverDone()
+        waiting.grammar = Future()  # that is never compiled
+        core.grammars.wait(waiting)
         core.add(request("next", folders[2]), at_once=True)  # crowded
         shutil.rmtree(tmp_path / "gone")
         kill_after(core, [1])
         found, errors, _ = run(core)
         assert errors.keys() == {"gone", "late"} and all("cannot be read" in error for error in errors.values())
-        assert len(found["kept"]) == 20 and len(found["next"]) == 8 and not core.compiling
+        assert len(found["kept"]) == 20 and len(found["next"]) == 8 and not core.grammars.waiting
         core.add(request("again", folders[2]), at_once=True)
         assert run(core)[0]["again"] == found["next"]
     finally:
         core.close()
-
-
-class NeverDone:
-    """A grammar that is being compiled for ever."""
-
-    def done(self) -> bool:
-        return False

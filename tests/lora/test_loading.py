@@ -75,11 +75,11 @@ def test_others_go_on_while_an_adapter_is_read(
     core.add(request("slow", folders[0]))
     core.add(request("there", folders[1]), at_once=True)
     core.add(request("quick", folders[2]))
-    assert some_steps(core)["plain"] >= 20 and [*core.paused][:1] == ["slow"]
+    assert some_steps(core)["plain"] >= 20 and [*core.adapters.waiting][:1] == ["slow"]
     deadline = time.monotonic() + 10
-    while "quick" in core.paused and time.monotonic() < deadline:
+    while "quick" in core.adapters.waiting and time.monotonic() < deadline:
         core.step()
-    assert [*core.paused] == ["slow"] and not opened.is_set()
+    assert [*core.adapters.waiting] == ["slow"] and not opened.is_set()
     opened.set()
     found, errors, _ = run(core)
     assert found["slow"] == alone[0] and not errors
@@ -108,7 +108,7 @@ def test_a_row_that_is_being_filled_is_nobodys(
     core.add(request("b", folders[1]))
     core.add(request("plain", None))
     core.abort("gone")
-    assert some_steps(core) == {"plain": 8} and [*core.paused] == ["b"] and core.has_work()
+    assert some_steps(core) == {"plain": 8} and [*core.adapters.waiting] == ["b"] and core.has_work()
     opened.set()
     assert run(core)[0] == {"b": alone[1]} and read == ["a0", "a1"]
     core.add(request("a", folders[0]))
@@ -241,7 +241,7 @@ def test_workers_read_beside_their_steps(
     core.executor.collective_rpc(worker_functions.hold_loads, args=[str(tmp_path / "opened"), size - 1])
     core.add(request("plain", None, max_tokens=60))
     core.add(request("slow", folders[0]))
-    assert some_steps(core)["plain"] >= 20 and [*core.paused] == ["slow"]
+    assert some_steps(core)["plain"] >= 20 and [*core.adapters.waiting] == ["slow"]
     (tmp_path / "opened").touch()
     found, errors, _ = run(core)
     assert found["slow"] == alone[0] and not errors

@@ -19,6 +19,11 @@ def loads(engine: Engine) -> list[tuple[int, int]]:
     return [pair for plan in engine.plans for pair in plan.adapters]
 
 
+def waiting(engine: Engine) -> list[str]:
+    """The names of the groups that wait, in order."""
+    return [group.name for group in sorted(engine.scheduler.waiting, key=lambda group: group.key)]
+
+
 def check(engine: Engine, adapters: dict[str, int | None], length: int, max_tokens: int) -> None:
     """Each request has got the tokens of its own adapter."""
     for name, adapter in adapters.items():
@@ -52,7 +57,7 @@ def test_who_has_no_slot_is_passed_by_others():
         engine.add(name, prompt(3), adapter=adapter, max_tokens=20, ignore_eos=True)
     engine.step()
     assert [group.name for group in engine.scheduler.running] == ["a", "c"]
-    assert [group.name for group in engine.scheduler.admission.adapters.aside] == ["b", "d"]  # 0 is to leave
+    assert waiting(engine) == ["b", "d"]  # 0 is to leave
     engine.now = 1.0
     engine.step()
     engine.now = 4.0
@@ -107,20 +112,59 @@ def test_the_best_class_does_not_wait_for_one_that_never_comes_back(mode):
     check(engine, {"worst": 0}, 8, 30)
 
 
-def test_nobody_takes_a_slot_that_was_given_up_for_somebody_else_in_the_same_step():
+def test_a_slot_that_a_preemption_has_freed_goes_to_the_first_in_line():
     """One is preempted whose adapter nobody else has, while a step is planned."""
     engine = Engine(
         12, 40, max_loras=1, max_num_batched_tokens=64, scheduling_policy="priority", enable_prefix_caching=False
     )
     engine.add("a", prompt(8), adapter=0, priority=5, max_tokens=30, ignore_eos=True)
     engine.step()
-    engine.add("b", prompt(3), adapter=1, priority=2, max_tokens=2, ignore_eos=True)
+    engine.add("b", prompt(3), adapter=1, priority=5, max_tokens=2, ignore_eos=True)
     engine.step()
-    assert [group.name for group in engine.scheduler.admission.adapters.aside] == ["b"]
+    assert waiting(engine) == ["b"]
     engine.add("large", prompt(38), priority=0, max_tokens=1, ignore_eos=True)
     engine.add("c", prompt(3), adapter=2, priority=3, max_tokens=2, ignore_eos=True)
     engine.run()
-    assert [row for row, _ in loads(engine)][:3] == [0, 1, 2]
+    assert [row for row, _ in loads(engine)] == [0, 2, 0, 1]
+    assert engine.finished == ["large", "c", "a", "b"]
+
+
+def test_the_best_class_that_is_passed_bars_worse_ones_though_another_was_passed_before():
+    """A stream of the middle class never ends, and all of it wants the only adapter that has a slot."""
+    engine = Engine(200, max_num_seqs=4, max_num_batched_tokens=64, scheduling_policy="priority", max_loras=1)
+
+    def step() -> None:
+        if engine.scheduler.step % 4 == 0:
+            engine.add(f"s{engine.scheduler.step}", prompt(5), priority=0, adapter=0, max_tokens=10, ignore_eos=True)
+        engine.step()
+
+    for _ in range(5):
+        step()
+    engine.add("last", prompt(5), priority=9, adapter=1, max_tokens=4, ignore_eos=True)
+    step()
+    urgent = engine.add("same class", prompt(5), priority=0, adapter=2, max_tokens=4, ignore_eos=True)
+    for _ in range(30):
+        step()
+    assert urgent.status is Status.FINISHED
+
+
+def test_the_fewest_groups_make_way_for_an_adapter():
+    """Only groups of a worse class do, and those of the adapter with the fewest, wherever they stand in line."""
+    engine = Engine(200, max_num_seqs=8, max_num_batched_tokens=64, scheduling_policy="priority", max_loras=3)
+    adapters = {"two": 0, "one": 1, "two more": 0, "better": 2, "none": None}
+    for name, adapter in adapters.items():
+        rank = 1 if name == "better" else 5
+        engine.add(name, prompt(3), priority=rank, adapter=adapter, max_tokens=30, ignore_eos=True)
+    engine.step()
+    engine.add("urgent", prompt(3), priority=1, adapter=3, max_tokens=30, ignore_eos=True)
+    engine.step()
+    assert engine.scheduler.admission.preempted == [("one", "recompute", "urgent")]
+    assert {group.name for group in engine.scheduler.running} == {"two", "two more", "better", "none", "urgent"}
+    engine.add("fair", prompt(3), priority=5, adapter=4, max_tokens=4, ignore_eos=True)
+    engine.step()
+    assert engine.scheduler.admission.preempted == [] and waiting(engine) == ["one", "fair"]
+    engine.run()
+    check(engine, {"urgent": 3} | adapters, 3, 30)
 
 
 @pytest.mark.parametrize("who", ["running", "first aside", "second aside"])

@@ -532,13 +532,13 @@ def test_a_request_waits_for_its_grammar_while_others_run(llm):
         ended |= {output.request_id for output in core.step() if output.finish_reason}
         if ended == {"free"} and not compiled.done():
             compiled.set_result(known)
-    assert ended == {"free", "held"} and not core.compiling
+    assert ended == {"free", "held"} and not core.grammars.waiting
 
 
 def test_the_grammar_of_a_request_that_is_aborted_is_not_compiled(llm):
     wanted = StructuredOutputsParams(json={"type": "integer", "multipleOf": 99999989})
     llm.core.add(EngineCoreRequest("left", [5, 6], SamplingParams(max_tokens=4, structured_outputs=wanted)))
-    grammar = llm.core.compiling["left"][0].grammar
+    grammar = llm.core.grammars.waiting["left"].grammar
     llm.core.abort("left")
     assert grammar.cancelled() and not llm.core.has_work()
 
@@ -548,7 +548,7 @@ def test_a_grammar_that_takes_too_long_is_refused(llm):
     llm.core.grammars.cache[params.structured_outputs] = Future()
     llm.core.add(EngineCoreRequest("slow", [5, 6], params))
     assert not [*llm.core.step()]
-    llm.core.compiling["slow"] = llm.core.compiling["slow"][0], 0.0
+    llm.core.grammars.deadlines[llm.core.grammars.waiting["slow"]] = 0.0
     (refused,) = llm.core.step()
     assert refused.finished and "took more than 20 s to compile" in refused.error and not llm.core.has_work()
 
