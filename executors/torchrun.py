@@ -24,12 +24,13 @@ from observe.logs import logger
 from plan import Call, Kwargs, Method, StepPlan, StepResult
 from ring import Codec
 
-# The variables that torchrun sets for each process, and the variable of `srun` that says the same.
+# The variables that torchrun sets for each process, and the variable of `srun` that says the same. SLURM_NTASKS may be
+# the job's (`--preserve-env`). If a step has several components, SLURM_NODEID is not in the order of its sorted lists.
 VARIABLES = {
     "RANK": "SLURM_PROCID",
-    "WORLD_SIZE": "SLURM_NTASKS",
+    "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
     "LOCAL_RANK": "SLURM_LOCALID",
-    "LOCAL_WORLD_SIZE": "SLURM_STEP_TASKS_PER_NODE",
+    "LOCAL_WORLD_SIZE": "SLURM_GTIDS",
     "MASTER_ADDR": "SLURM_STEP_NODELIST",
     "MASTER_PORT": "SLURM_JOB_ID",
 }
@@ -125,19 +126,22 @@ def let_go(channel: Any, take_sampled: Callable[[], None]) -> None:
 def launched_as(environ: Mapping[str, str]) -> dict[str, str]:
     """The values of torchrun's variables. Those that are not set follow from what Slurm has told a task of `srun`.
 
-    Rank 0 runs on the first node of a step, where all of them meet. If Slurm's task sees one GPU, that is its own
+    All of them meet on the first node of a step, where rank 0 must run. If Slurm's task sees one GPU, that is its own
     (`--gpus-per-task`).
 
     Raises:
         ValueError: names the variables that are missing or wrong, and what is allowed.
     """
-    is_task = "SLURM_STEP_ID" in environ  # a batch script is no task, though Slurm gives it a SLURM_PROCID, too
+    # A batch script and a shell of `salloc` are no tasks, but they have a SLURM_PROCID, too. Their steps have no id, or
+    # one above 4294967280, which Slurm 26.05 writes as a negative number.
+    is_task = bool(re.fullmatch("[0-9]{1,9}|[1-3][0-9]{9}", environ.get("SLURM_STEP_ID", "")))
     sources = {name: slurm if is_task and name not in environ else name for name, slurm in VARIABLES.items()}
     if missing := [name for name, source in sources.items() if source not in environ]:
+        srun = f"nor what `srun` sets, {', '.join(map(VARIABLES.__getitem__, missing))}"
         raise ValueError(
             f"distributed_executor_backend is 'external_launcher', but {', '.join(missing)} not set in the environment "
-            f"(nor what `srun` sets, {', '.join(VARIABLES[name] for name in missing)}): start with `torchrun "
-            "--nproc-per-node=N` in place of `python`, or with `srun --ntasks=N python`"
+            f"({srun if is_task else 'nor is this a task of `srun`'}): start with `torchrun --nproc-per-node=N` in "
+            "place of `python`, or with `srun --ntasks=N python`"
         )
 
     def number(name: str, low: int, high: int) -> int:
@@ -151,8 +155,14 @@ def launched_as(environ: Mapping[str, str]) -> dict[str, str]:
     if "LOCAL_RANK" in by_slurm and "," not in environ.get("CUDA_VISIBLE_DEVICES", ","):
         local_rank = 0
     address = environ[sources["MASTER_ADDR"]]
-    if "MASTER_ADDR" in by_slurm:  # a single machine's own name may not resolve
-        address = "127.0.0.1" if local_size == size else first_node(address)
+    if "MASTER_ADDR" in by_slurm:
+        address, listed = first_node(address), address
+        if not rank and (here := environ.get("SLURMD_NODENAME", address)) != address:
+            raise ValueError(
+                f"SLURMD_NODENAME is {here!r:.80} for rank 0, but SLURM_STEP_NODELIST, {listed!r:.80}, begins with "
+                f"another node, where the ranks would meet: set MASTER_ADDR to {here:.80} for all of them"
+            )
+        address = "127.0.0.1" if local_size == size else address  # a single machine's own name may not resolve
     port = port_of_step(environ) if "MASTER_PORT" in by_slurm else number("MASTER_PORT", 1, 65535)
     return dict(zip(VARIABLES, map(str, (rank, size, local_rank, local_size, address, port)), strict=True))
 
@@ -166,27 +176,17 @@ def whole(environ: Mapping[str, str], name: str, low: int = 0, high: int = MOST)
 
 
 def tasks_here(environ: Mapping[str, str], size: int) -> int:
-    """How many of a step's `size` tasks Slurm has started on this node, by its list for all nodes, like `2(x3),1`."""
-    name, entry = VARIABLES["LOCAL_WORLD_SIZE"], r"(\d{1,6})(?:\(x(\d{1,6})\))?"
-    if not re.fullmatch(f"{entry}(?:,{entry})*", listed := environ[name], re.ASCII):
-        raise ValueError(f"{name} is {listed!r:.80} in the environment; it must be counts of tasks, like '2(x3),1'")
-    counts = [int(count) for count, times in re.findall(entry, listed, re.ASCII) for _ in range(int(times or 1))]
-    if sum(counts) != size:
-        raise ValueError(
-            f"{name} is {listed!r:.80} in the environment, {sum(counts)} tasks; it must be of all {size} ranks: start "
-            "them with one `srun`"
-        )
-    return counts[whole(environ, "SLURM_NODEID", 0, len(counts) - 1)]
+    """How many of a step's `size` tasks Slurm has started on this node, by the list of their ids, like `4,5`."""
+    if not re.fullmatch(r"\d+(,\d+)*", ids := environ["SLURM_GTIDS"], re.ASCII) or ids.count(",") >= size:
+        raise ValueError(f"SLURM_GTIDS is {ids!r:.80} in the environment; it must be like '4,5', at most {size} tasks")
+    return ids.count(",") + 1
 
 
 def first_node(listed: str) -> str:
     """The first one of Slurm's list of nodes: `node01` of `node[01-03,7],other`."""
     numbers = r"\[(\d+)[-,\d]*\]"
     if not (first := re.match(rf"(?:[^\[\],\s]|{numbers})+(?=,|$)", listed, re.ASCII)):
-        name = VARIABLES["MASTER_ADDR"]
-        raise ValueError(
-            f"{name} is {listed!r:.80} in the environment; it must be names of nodes, like 'node[01-03,7]'"
-        )
+        raise ValueError(f"SLURM_STEP_NODELIST is {listed!r:.80} in the environment; it must be like 'node[01-03,7]'")
     return re.sub(numbers, r"\1", first[0])
 
 

@@ -190,13 +190,19 @@ def test_a_turn_that_is_broken_off_is_the_last() -> None:
 
 OWN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
        "MASTER_PORT": "1"}  # fmt: skip
+# What Slurm tells a task: 2, 2, 2 and 1 of them on 4 nodes, in a job with room for 8.
 TASK = {"SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "3", "SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_LOCALID": "1",
-        "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
-        "SLURM_STEP_NODELIST": "node[01-03,7]"}  # fmt: skip
+        "SLURM_STEP_NUM_TASKS": "7", "SLURM_GTIDS": "4,5", "SLURMD_NODENAME": "node03", "SLURM_NODEID": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NODELIST": "node[01-03,7]"}  # fmt: skip
+LEADER = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_GTIDS": "0,1", "SLURM_NODEID": "0",
+          "SLURMD_NODENAME": "node01"}  # fmt: skip
+COMPONENTS = {"SLURM_STEP_NODELIST": "a1,b1", "SLURM_STEP_TASKS_PER_NODE": "3,4", "SLURM_HET_SIZE": "2"}  # are sorted
 FOUND = {"RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node01",
          "MASTER_PORT": "24059"}  # fmt: skip
 MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}  # as a user sets them
-HERE = {"SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_PROCID": "1"}
+HERE = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_GTIDS": "0,1", "SLURM_PROCID": "1", "SLURM_STEP_NODELIST": "node03"}
+NO_TASK = (r"RANK, .*, MASTER_PORT not set .* \(nor is this a task of `srun`\): start with `torchrun .*"
+           "`srun --ntasks=N python`$")  # fmt: skip
 STEPS = itertools.count()
 
 
@@ -207,8 +213,19 @@ STEPS = itertools.count()
         (TASK, FOUND),
         (TASK | OWN, OWN),  # torchrun in a task of Slurm
         (TASK | MEETING, FOUND | MEETING),
-        (TASK | {"SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"},
+        (TASK | {"SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_GTIDS": "6"},
          FOUND | {"RANK": "6", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}),
+        (TASK | {"SLURM_GTIDS": "1,5"}, FOUND),  # as --distribution=cyclic does
+        (TASK | LEADER, FOUND | {"RANK": "0", "LOCAL_RANK": "0"}),
+        (TASK | {"SLURM_NTASKS": "8"}, FOUND),  # a smaller step than its job, with --preserve-env
+        # The second component of a step has one node, and the first one, b1, has rank 0.
+        (TASK | COMPONENTS | {"SLURM_PROCID": "6", "SLURM_LOCALID": "2", "SLURM_GTIDS": "4,5,6", "SLURM_NODEID": "1",
+                              "SLURMD_NODENAME": "a1", "MASTER_ADDR": "b1"},
+         FOUND | {"RANK": "6", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "b1"}),
+        (TASK | LEADER | MEETING | {"SLURMD_NODENAME": "node02"}, FOUND | MEETING | {"RANK": "0", "LOCAL_RANK": "0"}),
+        # An element of an array, the largest id of a job, and the largest of a step.
+        (TASK | {"SLURM_JOB_ID": "123457", "SLURM_ARRAY_JOB_ID": "123456"}, FOUND | {"MASTER_PORT": "24160"}),
+        (TASK | {"SLURM_JOB_ID": "67108863", "SLURM_STEP_ID": "3999999999"}, FOUND | {"MASTER_PORT": "20162"}),
         (TASK | {"SLURM_STEP_ID": "4"}, FOUND | {"MASTER_PORT": "24060"}),
         (TASK | {"CUDA_VISIBLE_DEVICES": "0,1"}, FOUND),
         (TASK | {"CUDA_VISIBLE_DEVICES": "0"}, FOUND | {"LOCAL_RANK": "0"}),  # as --gpus-per-task=1 does
@@ -226,22 +243,24 @@ def test_a_rank_knows_how_it_was_launched(environ: dict[str, str], found: dict[s
         ({"SLURM_PROCID": "7"}, "SLURM_PROCID is '7' in the environment; it must be a whole number from 0 to 6$"),
         ({"SLURM_PROCID": "-1"}, "SLURM_PROCID is '-1' in .* from 0 to 6$"),
         ({"SLURM_PROCID": "one"}, "SLURM_PROCID is 'one'"),
-        ({"SLURM_NTASKS": "0"}, "SLURM_NTASKS is '0' in .* from 1 to "),
-        ({"SLURM_NTASKS": ""}, "SLURM_NTASKS is ''"),
-        ({"SLURM_NTASKS": "9"}, r"SLURM_STEP_TASKS_PER_NODE is '2\(x3\),1' in .*, 7 tasks; it must be of all 9 ranks"),
+        ({"SLURM_STEP_NUM_TASKS": "0"}, "SLURM_STEP_NUM_TASKS is '0' in .* from 1 to "),
+        ({"SLURM_STEP_NUM_TASKS": ""}, "SLURM_STEP_NUM_TASKS is ''"),
+        ({"SLURM_GTIDS": "0,1,2,3,4,5,6,7"}, "SLURM_GTIDS is '0,1,.*; it must be like '4,5', at most 7 tasks$"),
+        ({"SLURM_GTIDS": "4,"}, "SLURM_GTIDS is '4,' in .*; it must be like '4,5'"),
         ({"SLURM_LOCALID": "2"}, "SLURM_LOCALID is '2' in .* from 0 to 1$"),
-        ({"SLURM_NODEID": "4"}, "SLURM_NODEID is '4' in .* from 0 to 3$"),
-        ({"SLURM_NODEID": None}, "SLURM_NODEID is '' in .* from 0 to 3$"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2(3)"}, r"is '2\(3\)' in .*; it must be counts of tasks, like '2\(x3\),1'$"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),"}, "it must be counts of tasks"),
-        ({"SLURM_STEP_NODELIST": "[1-3"}, r"SLURM_STEP_NODELIST is '\[1-3' in .*; it must be names of nodes, like"),
+        ({"SLURM_STEP_NODELIST": "[1-3"}, r"SLURM_STEP_NODELIST is '\[1-3' in .*; it must be like 'node\[01-03,7\]'$"),
+        # Rank 0 would listen on one node, and all others look for it on another.
+        (LEADER | {"SLURMD_NODENAME": "node02", "SLURM_NODEID": "1", "SLURM_DISTRIBUTION": "arbitrary"},
+         r"SLURMD_NODENAME is 'node02' for rank 0, but .* 'node\[01-03,7\]', begins .*: set MASTER_ADDR to node02 "),
+        (LEADER | COMPONENTS | {"SLURMD_NODENAME": "b1"}, "begins with another .*: set MASTER_ADDR to b1 "),
         ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x'"),
         ({"RANK": "7"}, "^RANK is '7' in .* from 0 to 6$"),
         ({"LOCAL_WORLD_SIZE": "8"}, "^LOCAL_WORLD_SIZE is '8' in .* from 1 to 7$"),
         ({"MASTER_PORT": "65536"}, "^MASTER_PORT is '65536' in .* from 1 to 65535$"),
         ({"SLURM_LOCALID": None}, r"but LOCAL_RANK not set in the environment \(nor what `srun` sets, SLURM_LOCALID\)"),
-        # A batch script has these variables, too, but no SLURM_STEP_ID. It would wait for the other ranks for ever.
-        ({"SLURM_STEP_ID": None}, "RANK, .*, MASTER_PORT not set .*: start with `torchrun .*`srun --ntasks=N python`$"),
+        # A batch script has these variables, too, but another SLURM_STEP_ID or none; and a shell of `salloc` has them.
+        # They would wait for the other ranks for ever.
+        *(({"SLURM_STEP_ID": step}, NO_TASK) for step in (None, "-5", "4294967291", "-6", "4294967290", "x")),
     ],
 )  # fmt: skip
 def test_what_launched_no_rank_is_refused(change: dict[str, str | None], message: str) -> None:
