@@ -26,13 +26,15 @@ PROG = "manta" if __package__ else "server.py"  # the command: installed, this f
 DEMO = str(Path(__file__).parent / "demo")
 MAX_CONTEXT = 2**24  # tokens
 STEP_TOKENS = 2048  # of a step, by default; on a GPU there are more, see device/memory.py
-DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's other names, which vLLM takes, too
-KV_DTYPE_NAMES = {"fp8_e4m3": "fp8"}
+OTHER_NAMES = {  # of values, which vLLM takes, too
+    "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "distributed_executor_backend": {"torchrun": "external_launcher"},
+}
 TENSORS = "tensors"  # as the option `weights`: they came as tensors, and cannot be loaded again
 POLICY_NAMES = ("auto", "fcfs", "priority", "fair")
 MOST_DRAFTING = 32  # sequences; in a step with more of them none has drafts, so that its logits have room
 NAMED = re.compile(r"[\w.]+:\w+")  # MODULE:CLASS, see `load_named`
-BACKEND_NAMES = {"torchrun": "external_launcher"}  # another name of an executor, and vLLM's
 MODEL_TAKES = "--model takes a folder in Hugging Face layout, a GGUF file, or an id on the hub, like Qwen/Qwen3-0.6B"
 
 
@@ -306,10 +308,7 @@ class EngineConfig(ClusterOptions):
         check_fields(self)
         if self.model == "demo" and not os.path.isdir(self.model):  # of any folder
             object.__setattr__(self, "model", DEMO)
-        renamed = {
-            "dtype": DTYPE_NAMES, "kv_cache_dtype": KV_DTYPE_NAMES, "distributed_executor_backend": BACKEND_NAMES
-        }  # fmt: skip
-        for name, others in renamed.items():
+        for name, others in OTHER_NAMES.items():
             given = getattr(self, name)
             object.__setattr__(self, name, others.get(given, given))
         if self.scheduling_policy not in POLICY_NAMES and not NAMED.fullmatch(self.scheduling_policy):

@@ -70,8 +70,7 @@ class Tokenizer:
         self.token_bytes = functools.cache(self._token_bytes)
         self.token_text = functools.cache(self._token_text)
         config = read_json(folder, "tokenizer_config.json", {})
-        named = read_json(folder, "special_tokens_map.json", {}) | config
-        self.special_tokens = names | special_tokens(named)
+        self.special_tokens = names | special_tokens(read_json(folder, "special_tokens_map.json", {}) | config)
         environment = TemplateEnvironment(max_template_chars, max_template_seconds)
         self._templates = _compile_templates(Path(folder), config, environment)
         self.turn_end = functools.lru_cache(CALLERS_TEMPLATES)(self._turn_end)
@@ -419,8 +418,7 @@ def _sentencepiece(decoder: dict[str, Any]) -> tuple[bool, int]:
 
 def _load(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """The tokenizer of a folder, and the names that its file has for special tokens ("bos_token" and the like)."""
-    path = next((folder / name for name in READERS if (folder / name).is_file()), None)
-    if path is None:
+    if not (path := next((folder / name for name in READERS if (folder / name).is_file()), None)):
         raise ValueError(f"{folder} has no {' nor '.join(READERS)}, of which a model needs one")
     try:
         return convert(path)
