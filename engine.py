@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import inspect
 import itertools
 import os
@@ -88,6 +89,10 @@ class LLMEngine:
     def __init__(self, config: EngineConfig):
         if config.headless or config.data_parallel_size_max is not None or config.data_parallel_external_lb:
             raise ValueError("headless, data_parallel_size_max and data_parallel_external_lb are for the server")
+        # A notebook keeps its last error, whose frames may keep an engine that was let go of, and so its memory.
+        if (error := getattr(sys, "last_value", None)) and error.__traceback__:
+            error.__traceback__.tb_next = error.__context__ = error.__cause__ = None
+            gc.collect()
         set_up(config.log_level, config.log_format, logger.name)
         self.config = config = find_model(config)
         self.tokenizer = open_tokenizer(config.folder, config.skip_tokenizer_init)
@@ -360,20 +365,15 @@ class LLM(PoolingFaces):
         """
         self._check_awake()
         client, items = self.client, listed(prompts)
-        if isinstance(sampling_params, list | tuple):
-            if len(sampling_params) != len(items):
-                raise ValueError(f"sampling_params has {len(sampling_params)} entries for {len(items)} prompts")
-            params = list(sampling_params)
-        else:
-            params = [sampling_params or self.get_default_sampling_params()] * len(items)
-        priorities = priority if isinstance(priority, list | tuple) else [priority or 0] * len(items)
-        if len(priorities) != len(items):
-            raise ValueError(f"priority has {len(priorities)} entries for {len(items)} prompts")
-        adapters = lora_request if isinstance(lora_request, list | tuple) else [lora_request] * len(items)
-        if len(adapters) != len(items):
-            raise ValueError(f"lora_request has {len(adapters)} entries for {len(items)} prompts")
-        each = zip(items, params, priorities, adapters, strict=True)
-        made = [self.inputs.request(next(self.ids), *of) for of in each]
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        priority = 0 if priority is None else priority
+        given = {"sampling_params": params, "priority": priority, "lora_request": lora_request}
+        columns: list[Sequence[Any]] = [items]
+        for name, value in given.items():
+            columns.append(value if isinstance(value, list | tuple) else [value] * len(items))
+            if len(columns[-1]) != len(items):
+                raise ValueError(f"{name} has {len(columns[-1])} entries for {len(items)} prompts")
+        made = [self.inputs.request(next(self.ids), *of) for of in zip(*columns, strict=True)]
         live, stream = {}, Stream()
         try:
             for request, choices in made:

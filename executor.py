@@ -141,7 +141,7 @@ class MpExecutor:
         on_trouble: called with a message when a worker or a given-up call holds up the engine, and with None after it.
 
     Raises:
-        ValueError: see `start_worker`; or this process only imports a script that another one runs.
+        ValueError: see `start_worker`; or this process only imports a script that another one runs, or is a daemon.
         WorkerError: a worker died while it started, or was not ready within `startup_timeout` seconds.
     """
 
@@ -149,10 +149,16 @@ class MpExecutor:
     overlaps = True  # a step runs while the next one is planned
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, peers: Peers | None = None):
-        if getattr(multiprocessing.current_process(), "_inheriting", False):
+        process = multiprocessing.current_process()
+        if getattr(process, "_inheriting", False):
             raise ValueError(
                 "another process has started this one, which imports your script: put what it does under "
                 "`if __name__ == '__main__':`"
+            )
+        if process.daemon:
+            raise ValueError(
+                "this process is a daemon of multiprocessing, or of a Pool, and must not start workers: start it with "
+                "daemon=False, set MANTA_ENABLE_V1_MULTIPROCESSING=1, or use one device with the executor 'uni'"
             )
         self.config, self.model_config = config, model_config
         self.peers = peers
@@ -410,8 +416,7 @@ class MpExecutor:
         # A rank fails soon after its partner was killed, and then the killed one is named.
         killed = [r for r, process in enumerate(self.processes) if (process.exitcode or 0) < 0]
         rank = killed[0] if killed else rank
-        process = self.processes[rank]
-        code = process.exitcode
+        code = self.processes[rank].exitcode
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         return self._error(rank, f"has died ({how})")
 
@@ -585,8 +590,7 @@ def visible_gpus() -> list[str] | None:
 
     None: the driver's tool is missing. (torch would know, but takes seconds to load.)
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in visible.split(",") if name not in ("", "-1")]
     try:
         command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import code
 import contextlib
 import gc
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -24,7 +26,7 @@ import torch
 from config import DEMO
 from device.serve import script_of_caller
 from engine import LLM, LLMEngine, SamplingParams
-from executor import start_alone, start_method
+from executor import MpExecutor, UniExecutor, start_alone, start_method
 from forked import start_forking
 from plan import EngineOutput
 from processes.client import EngineDeadError, InprocClient
@@ -171,6 +173,13 @@ def test_a_process_with_torch_is_not_forked(monkeypatch, caplog):
     monkeypatch.setenv(METHOD, "thread")
     with pytest.raises(ValueError, match=f"{METHOD} is 'thread'; it must be fork or spawn or forkserver"):
         start_method()
+
+
+@pytest.mark.parametrize("fields", [{"tensor_parallel_size": 2}, {"distributed_executor_backend": "mp"}])
+def test_a_daemonic_process_says_why_it_starts_no_workers(monkeypatch, make_llm, fields):
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    with pytest.raises(ValueError, match=r"^this process is a daemon of .*: start it with daemon=False, .* 'uni'$"):
+        make_llm(**fields)
 
 
 # --- an engine in a process of its own --------------------------------------------------------------------------------
@@ -347,6 +356,36 @@ def test_an_llm_that_is_forgotten_frees_what_it_has(make_llm, monkeypatch, field
     gc.collect()
     assert model() is None and not its & descendants()
     eventually(lambda: things() <= here)
+
+
+@pytest.mark.parametrize(
+    ("backend", "method"),
+    [(UniExecutor, "result"), pytest.param(MpExecutor, "_result", marks=pytest.mark.full)],
+    ids=["uni", "mp"],
+)
+def test_a_notebooks_last_error_keeps_no_engine(make_llm, monkeypatch, backend, method):
+    """Ctrl-C in `generate`: its traceback, which a notebook keeps, has frames and closures of the engine."""
+
+    def interrupted(*args):
+        try:
+            raise LookupError
+        except LookupError:  # whose traceback has this frame, too
+            raise KeyboardInterrupt  # noqa: B904
+
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    fields = {"threads": 1, "max_model_len": 128, "distributed_executor_backend": backend.__name__[:-8].lower()}
+    names = {"make": lambda: make_llm(**fields), "params": GREEDY}
+    notebook = code.InteractiveInterpreter(names)
+    notebook.runsource("llm = make()")
+    held = weakref.ref(names["llm"].core.executor)
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, method, interrupted)
+        notebook.runsource("llm.generate('To be', params, use_tqdm=False)")
+    notebook.runsource("del llm")
+    gc.collect()
+    assert isinstance(sys.last_value, KeyboardInterrupt) and held()  # that is how notebooks are
+    notebook.runsource("llm = make()")
+    assert not held() and tokens(names["llm"], ["To be"])
 
 
 FORGETFUL = """
