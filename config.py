@@ -202,7 +202,7 @@ class EngineConfig(ClusterOptions):
     pooling_type: Literal["auto", "last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len"] = option(
         "auto", "which hidden states make an embedding; auto: what the model's folder says, else the last token's"
     )
-    logits_processors: tuple[str, ...] = option((), "MODULE:CLASS of one's own that changes logits (may be repeated)")
+    logits_processors: tuple[str, ...] = option((), "MODULE:CLASS of one's own that changes logits, or several")
     enable_lora: bool = option(False, "serve LoRA adapters of the model beside it")
     max_loras: int = option(4, "adapters that requests of one step may have", 1, 1024)
     max_cpu_loras: int | None = option(

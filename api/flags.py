@@ -111,7 +111,7 @@ class OptionParser(argparse.ArgumentParser):
         if get_origin(hint) is Literal:
             own = {"choices": kinds}
         elif get_origin(hint) is tuple:
-            own = {"action": "append", "metavar": "STR"}
+            own = {"action": "append", "nargs": "+", "metavar": "STR"}
         elif kinds == [bool]:
             own = {"action": argparse.BooleanOptionalAction}
         else:
@@ -157,6 +157,12 @@ class OptionParser(argparse.ArgumentParser):
                 self.error(str(error))
             flags.in_file = found.keys() - vars(flags).keys()
             vars(flags).update({name: found[name] for name in flags.in_file})
+        for name, given in vars(flags).items():
+            if isinstance(given, list) and name not in flags.in_file:  # a list for each time that the flag is there
+                if "model" not in flags and any(len(words) > 1 and "=" not in words[-1] for words in given):
+                    flag = "--" + name.replace("_", "-")
+                    self.error(f"{flag} takes all words behind it, and there is no MODEL; put MODEL before {flag}")
+                setattr(flags, name, [word for words in given for word in words])
         return flags
 
 

@@ -43,8 +43,7 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on", 0, 65535)
     api_key: tuple[str, ...] = option(
-        (),
-        "key that clients must send; repeat it for several; `ps` may show it, but not api_key_file or MANTA_API_KEY",
+        (), "key that clients must send, or several; `ps` may show it, but not api_key_file or MANTA_API_KEY"
     )
     api_key_file: str | None = option(None, "file with more such keys, one a line; lines that begin with # are skipped")
     metrics_key: str | None = option(None, "key that alone opens /metrics (default: each API key does)")
@@ -54,10 +53,10 @@ class ServerConfig:
     )
     allow_unknown_fields: bool = option(False, "ignore fields of a request that are unknown, instead of a 400")
     served_model_name: tuple[str, ...] = option(
-        (), "name in the API; repeat it for several (default: the model's id, or its folder's name)"
+        (), "name in the API, or several (default: the model's id, or its folder's name)"
     )
     lora_modules: tuple[str, ...] = option(
-        (), "NAME=PATH of an adapter that requests name as their model, or vLLM's JSON object (may be repeated)"
+        (), "NAME=PATH of an adapter that requests name as their model, or vLLM's JSON object; or several"
     )
     lora_dir: str | None = option(None, "folder with folders of adapters, each served by its folder's name")
     tool_call_parser: str = option("auto", "form of calls in answers: auto (as the chat template has it), none, a name")
@@ -70,12 +69,10 @@ class ServerConfig:
     max_choices: int = option(1024, "prompts times n, best_of or beam_width of one request", 1)
     trust_request_chat_template: bool = option(False, "let a request bring the chat template that renders it")
     allowed_origins: tuple[str, ...] = option(
-        (), "origin of web pages that may call this server (CORS), or *; repeat it for several"
+        (), "origin of web pages that may call this server (CORS), or several, or *"
     )
     allowed_hosts: tuple[str, ...] = option(
-        (),
-        "name beside localhost by which a server without API keys on a loopback address is called, or * for any; "
-        "repeat it for several",
+        (), "name beside localhost, or several, by which a server without keys on a loopback address is called; *: any"
     )
     root_path: str = option(
         "",

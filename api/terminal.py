@@ -77,10 +77,7 @@ class AnswerOptions:
     seed: int | None = option(None, "makes answers the same each time, and dummy weights")
     ignore_eos: bool | None = option(None, "go on where the model would end, for measurements")
     max_num_seqs: int = option(1, "sequences in one step; more would only take memory", 1, 65536)
-
-    lora_modules: tuple[str, ...] = option(
-        (), "NAME=PATH of an adapter that answers, of several the first (may be repeated)"
-    )
+    lora_modules: tuple[str, ...] = option((), "NAME=PATH of an adapter that answers, or several: then the first does")
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -12,10 +12,12 @@ import pytest
 
 from api.flags import OptionParser, flag_fields, from_flags, refuse_given, split_command
 from api.options import ServerConfig
+from api.terminal import ChatOptions
 from config import EngineConfig
 from server import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent.parent
+ENGINE_FLAGS, SERVER_FLAGS = flag_fields(EngineConfig), flag_fields(ServerConfig)
 
 
 def read(*argv: str) -> tuple[EngineConfig, ServerConfig]:
@@ -36,6 +38,26 @@ def test_flags_may_be_spelled_with_underscores():
     engine, server = read("--max_model_len=77", "--no-enable_prefix_caching", "--api_key", "a_b", "--api-key=--c_d")
     assert (engine.max_model_len, engine.enable_prefix_caching) == (77, False)
     assert server.api_key == ("a_b", "--c_d")
+
+
+@pytest.mark.parametrize("line", ["F a=x b=y", "F a=x --port 1 F b=y", "F a=x F b=y", "F=a=x F=b=y"])
+@pytest.mark.parametrize("name", [f.name for f in (*ENGINE_FLAGS, *SERVER_FLAGS) if f.default == ()])
+def test_a_flag_of_several_values_takes_one_or_several_each_time(name, line):
+    flags = OptionParser(EngineConfig, ServerConfig).read(["demo", *line.replace("F", f"--{name}").split()])
+    assert flags.model == "demo" and getattr(flags, name) == ["a=x", "b=y"]
+
+
+def test_chat_takes_several_adapters_too():
+    flags = OptionParser(ChatOptions, EngineConfig).read(["demo", "--lora-modules", "a=x", "b=y"])
+    assert from_flags(ChatOptions, flags).lora_modules == ("a=x", "b=y")
+
+
+def test_a_flag_of_several_values_may_stand_before_the_model_if_it_is_told_apart():
+    for argv in (["--api-key=a", "m"], ["--api-key", "a", "--", "m"], ["--api-key", "a", "b", "--port", "1", "m"]):
+        engine, server = read(*argv)
+        assert engine.model == "m" and server.api_key[0] == "a"
+    assert read("--lora-modules", "a=x", "b=y")[1].lora_modules == ("a=x", "b=y")  # of the demo
+    assert read("--api-key", "a", "m", "--model", "n")[1].api_key == ("a", "m")
 
 
 @pytest.mark.parametrize(("text", "value"), [("1k", 1000), ("32K", 2**15), ("25.6k", 25600), ("0.5M", 2**19), ("7", 7)])
@@ -79,6 +101,9 @@ def test_torchrun_is_another_name_of_the_external_launcher(tmp_path):
             "--top-p is no option here: a request has 'top_p' in its body, and chat and complete take it",
         ),
         (["nowhere/at/all"], "there is no folder nowhere/at/all"),
+        (["--api-key", "a", "m"], "takes all words behind it, and there is no MODEL; put MODEL before --api-key"),
+        (["--lora-modules", "a=x", "m"], "--lora-modules takes all words behind it, and there is no MODEL"),
+        (["demo", "--enable-lora", "--lora-modules", "a=x", "m"], "lora_modules has 'm'; it must be NAME=PATH, or an"),
         (["--config", "/nowhere.toml"], "/nowhere.toml cannot be read: No such file"),
     ],
 )
