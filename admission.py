@@ -178,7 +178,7 @@ class Admission:
         Each has its blocks and slots. The caller puts it into `running` and takes its tokens from `budget` at once.
         """
         growth: float | None = None
-        while group := self.first():
+        while (self.waiting or self.swapped) and (group := self.first()):
             if group.status not in statuses:
                 return
             if self.now > group.timeline.begun:
@@ -203,7 +203,8 @@ class Admission:
                 return
             queue = self.waiting if group.status is Status.WAITING else self.swapped
             yield queue.pop(group, Status.RUNNING)
-        if passed := self._firsts():
+        if self.waiting or self.swapped:
+            passed = self._firsts()
             self.obstacle = (min(passed, key=place).name, "adapters")
 
     def _obstacle(self, group: SequenceGroup, budget: SchedulingBudget) -> str:

@@ -414,6 +414,8 @@ class BlockSpaceManager:
         device has dropped: else hits are not likely. Returns the host's blocks, for the caller to free.
         """
         device, host = self.device, self.host
+        if not host.num_blocks:
+            return []
         most = min(COPIES + sum(count for _, count in plan.rows) // self.block_size, self.copies_left, host.num_free)
         dropped = [pair for pair in device.evicted if pair[1] not in host.block_of]
         first = max(0, len(dropped) - most)  # the beginnings of prompts come last, and are worth the most

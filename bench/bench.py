@@ -2,7 +2,7 @@
 
 Each line below goes after `python bench/bench.py`:
 
-    scheduler                                    microseconds of planning a decode step, per sequence
+    scheduler --peer COMMIT                      the scheduler's CPU time in steady steps, another commit beside it
     prefix --trace mooncake_conversation.jsonl   prefix-cache hits against the size of the pool
     routing --trace mooncake_conversation.jsonl  hits of several engines, by how requests are routed
     scale --trace AzureLLMInferenceTrace_conv.csv  2 to 1,000 simulated engines: routing, balance, latencies, hits
@@ -56,6 +56,7 @@ if not __package__:  # from a clone: the engine's files lie one folder up
 import bench_embed
 import bench_engine
 import bench_lora
+import bench_scheduler
 import bench_serve
 import bench_speculation
 import bench_structured
@@ -89,40 +90,6 @@ SHAPES["small"] = SHAPES["qwen3-0.6b"] | {
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 30000, "max_position_embeddings": 8192,
 }  # fmt: skip
-
-
-def scheduler_figures(repeats: int = 300) -> Figures:
-    """Microseconds of `schedule` and `update` in steady decode steps. No model runs: a step's results are made up."""
-    figures = []
-    for running, waiting, length in ((256, 0, 200), (256, 10_000, 200), (256, 0, 8000), (32, 0, 200)):
-        config = EngineConfig(max_num_seqs=running, max_num_batched_tokens=8192)
-        output = repeats + running * length // config.token_budget + 64  # none ends while it is timed
-        blocks = running * ((length + output) // config.block_size + 2)  # who waits lacks a slot, not blocks
-        scheduler = Scheduler(config, blocks, 16384, 1000, [999])
-        for i in range(running + waiting):
-            scheduler.add(Request(str(i), [i % 900] * length, SamplingParams(max_tokens=output)))
-        planned: list[float] = []
-        updated: list[float] = []
-        while len(planned) < repeats:
-            begun = time.perf_counter()
-            plan = scheduler.schedule()
-            middle = time.perf_counter()
-            seqs = scheduler.in_flight[-1].seqs
-            tokens = [5 if seq.num_computed == seq.num_tokens else -1 for seq in seqs]
-            again = time.perf_counter()
-            scheduler.update(plan, StepResult(plan.step, tokens))
-            if [count for _, count in plan.rows] == [1] * running:
-                planned.append((middle - begun) / running * 1e6)
-                updated.append((time.perf_counter() - again) / running * 1e6)
-        steps = [a + b for a, b in zip(planned, updated, strict=True)]
-        tenth, _, _, _, _, _, _, _, ninth = statistics.quantiles(steps, n=10)
-        figures.append({
-            "running": running, "waiting": waiting, "prompt tokens": length,
-            "schedule us/seq": round(statistics.median(planned), 3),
-            "update us/seq": round(statistics.median(updated), 3), "both us/seq": round(statistics.median(steps), 3),
-            "p10": round(tenth, 3), "p90": round(ninth, 3),
-        })  # fmt: skip
-    return figures
 
 
 def prefix_figures(trace: Path, pools: list[int], host_factor: int) -> Figures:
@@ -463,7 +430,9 @@ def new_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("scheduler")
+    scheduler = commands.add_parser("scheduler")
+    scheduler.add_argument("--peer", default="", metavar="COMMIT", help="that is measured in turns with this one")
+    scheduler.add_argument("--rounds", type=int, default=5)
     prefix = commands.add_parser("prefix")
     prefix.add_argument("--trace", type=Path, required=True, help="JSON lines with hash_ids, as in Mooncake's traces")
     prefix.add_argument("--pools", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384], help="in pages")
@@ -555,7 +524,7 @@ def main() -> None:
     if args.command == "make-model":
         return make_model(args.folder, SHAPES[args.shape])
     if args.command == "scheduler":
-        figures = scheduler_figures()
+        figures = bench_scheduler.scheduler_figures(args.peer, args.rounds)
     elif args.command == "prefix":
         figures = prefix_figures(args.trace, args.pools, args.host_factor)
     elif args.command in SERVED:

@@ -23,9 +23,10 @@ class GroupQueue:
     def __init__(self, status: Status):
         self.status = status
         self.lines: dict[Adapter | None, list[SequenceGroup]] = {}  # none is empty
+        self.count = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self.lines.values()))
+        return self.count
 
     def __iter__(self) -> Iterator[SequenceGroup]:
         """All groups, line by line."""
@@ -38,6 +39,7 @@ class GroupQueue:
     def push(self, group: SequenceGroup) -> None:
         """Put `group` in its place."""
         group.status = self.status
+        self.count += 1
         insort(self.lines.setdefault(group.request.adapter, []), group, key=place)
 
     def pop(self, group: SequenceGroup, status: Status) -> SequenceGroup:
@@ -48,6 +50,7 @@ class GroupQueue:
 
     def _remove(self, group: SequenceGroup) -> None:
         line = self.lines[group.request.adapter]
+        self.count -= 1
         del line[bisect_left(line, group.key, key=place)]
         if not line:
             del self.lines[group.request.adapter]

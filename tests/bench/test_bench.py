@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import SHAPES, make_model, new_parser, prefix_figures, scheduler_figures
+from bench import SHAPES, make_model, new_parser, prefix_figures
 from bench_embed import LENGTHS, embed_figures, make_embedder, short_texts
 from bench_engine import (
     Peer,
@@ -52,13 +52,6 @@ def fake(tmp_path):
     peer = Peer("fake", sys.executable, ["folder", "--threads", "1"], program)
     yield peer
     peer.close()
-
-
-@pytest.mark.full
-def test_scheduler_figures():
-    figures = scheduler_figures(repeats=3)
-    assert [(f["running"], f["waiting"]) for f in figures] == [(256, 0), (256, 10_000), (256, 0), (32, 0)]
-    assert all(f["both us/seq"] > 0 for f in figures)
 
 
 def test_prefix_figures(tmp_path):
