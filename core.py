@@ -379,8 +379,8 @@ class EngineCore:
         """Whether requests must end before weights may be updated. While workers sleep, none would end."""
         return not self.workers.asleep and bool(self.plans or self.grammars.waiting or self.scheduler.has_work())
 
-    def update_weights(self, source: str, lasting: bool = True) -> int:
-        """Replace the weights of all ranks; returns their version: how often that was done.
+    def update_weights(self, source: str, lasting: bool = True, version: int = 0) -> int:
+        """Replace the weights of all ranks; returns their version: one more, or `version` if others have had more.
 
         No request may run, see `busy`. Prefixes are forgotten. Weights that sleep are awake afterwards.
 
@@ -393,7 +393,7 @@ class EngineCore:
             WorkerError: loading has failed, and the old weights are lost. The engine is of no use.
         """
         begun = [request for request in self.scheduler.requests.values() if request.has_begun]
-        options = self.workers.load_weights(source, lasting)
+        options = self.workers.load_weights(source, lasting, version)
         why = "the weights were updated while the engine slept, and this answer had begun with the old ones"
         self._give_up(dict.fromkeys(begun, why), engine_fault=True)
         self.reset_prefix_cache()

@@ -326,8 +326,8 @@ class LLM(PoolingFaces):
         if tensors is not None and self.config.local_engines < self.config.data_parallel_size:
             raise ValueError("tensors is given; for engines on other hosts it must be a folder that they can read")
         with source_of(folder, tensors) as source:
-            self.client.utility_on_all("check_update", *source)
-            return max(self.client.utility_on_all("update_weights", *source).values())
+            version, _ = max(self.client.utility_on_all("check_update", *source).values())
+            return max(self.client.utility_on_all("update_weights", *source, version).values())
 
     @property
     def weights_version(self) -> int:

@@ -79,8 +79,8 @@ def update_weights(api: Api) -> dict[str, Any]:
     check_fields(body, "model_path")
     if not isinstance(folder := body.get("model_path"), str) or not os.path.isabs(folder):
         raise ApiError(400, f"model_path is {reprlib.repr(folder)}; it must be a path from the root", "model_path")
-    ask(api, "check_update", folder)  # all of them, before one has changed
-    return {"weights_version": max(ask(api, "update_weights", folder))}
+    version, _ = max(ask(api, "check_update", folder))  # all of them, before one has changed
+    return {"weights_version": max(ask(api, "update_weights", folder, True, version))}
 
 
 def collective_rpc(api: Api) -> dict[str, Any]:

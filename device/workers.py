@@ -227,8 +227,8 @@ class Workers:
         self.asleep = [tag for tag in self.asleep if tag not in tags]
         self.level = self.level if self.asleep else 0
 
-    def check_update(self, source: str, lasting: bool = True) -> str:
-        """Check by the headers of its files whether `load_weights` could take a source; returns its `stamp_of`.
+    def check_update(self, source: str, lasting: bool = True) -> tuple[int, str]:
+        """Check a source by its files' headers; returns the version that it would be here, and its `stamp_of`.
 
         Raises:
             ValueError: a file is missing or damaged, or a tensor is missing, surplus, misshapen or of another dtype; it
@@ -239,22 +239,22 @@ class Workers:
             raise ValueError("tensors are for workers of this machine alone; give a folder that all ranks can read")
         stamp = stamp_of(source) if lasting else ""
         self.call("check_weights", source)
-        return stamp
+        return self.config.weights_version + 1, stamp
 
-    def load_weights(self, source: str, lasting: bool) -> dict[str, Any]:
+    def load_weights(self, source: str, lasting: bool, version: int) -> dict[str, Any]:
         """Replace the weights of all ranks; see `EngineCore.update_weights`. Weights that slept are awake afterwards.
 
         Returns:
             The options by which a successor of this engine has them.
         """
-        stamp = self.check_update(source, lasting)
+        following, stamp = self.check_update(source, lasting)
         try:
             self.call("load_weights", source)
         except ValueError as error:
             self._restore(error)
             raise
         options: dict[str, Any] = {"weights": source if lasting else TENSORS, "weights_stamp": stamp}
-        options["weights_version"] = self.config.weights_version + 1
+        options["weights_version"] = max(version, following)
         self.config = dataclasses.replace(self.config, **options)
         self._awake(WEIGHTS)
         return options

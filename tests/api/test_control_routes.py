@@ -43,6 +43,8 @@ class Engines(ScriptedClient):
             "is_sleeping": self.asleep, "update_weights": 3, "stop_profile": ["a.pt.trace.json.gz"],
             "collective_rpc": [{"b": [1]}, None],
         }  # fmt: skip
+        if method == "check_update":  # engine 1 has missed an update
+            return {0: [3, "stamp"], 1: [2, "stamp"]}
         return dict.fromkeys([0, 1], answers.get(method))
 
 
@@ -97,7 +99,7 @@ def test_what_is_asked_of_the_engines(engines: Engines, controls: FlaskClient) -
     assert controls.post("/stop_profile").json == {"profiling": False, "files": 2 * ["a.pt.trace.json.gz"]}
     assert [call for call in engines.asked if call != ("is_sleeping",)] == [
         ("sleep", 1), ("sleep", 2), ("wake_up", ["weights", "kv_cache"]), ("wake_up", None),
-        ("check_update", "/models/a"), ("update_weights", "/models/a"),
+        ("check_update", "/models/a"), ("update_weights", "/models/a", True, 3),
         ("collective_rpc", "block_bytes", 2.5, [1], {"a": "b"}), ("collective_rpc", "facts", None, [], {}),
         ("start_profile",), ("stop_profile",),
     ]  # fmt: skip

@@ -237,6 +237,12 @@ def test_weights_are_updated_from_a_folder_and_from_tensors(fresh, other, wanted
     assert successors == [(other, 1), (TENSORS, 2), (f"{other}/model.safetensors", 3)]
 
 
+def test_an_engine_that_missed_updates_takes_the_version_of_the_others(fresh, other):
+    version = fresh.weights_version
+    assert fresh.core.update_weights(other, True, version + 3) == version + 3
+    assert fresh.core.update_weights(DEMO, True, version + 2) == fresh.weights_version == version + 4
+
+
 @pytest.mark.parametrize(
     "ranks",
     [

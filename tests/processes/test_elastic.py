@@ -7,7 +7,9 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
+from safetensors.torch import load_file, save_file
 
 from api.options import ServerConfig
 from api.routes import Api
@@ -434,6 +437,83 @@ def test_an_engine_that_is_added_during_an_update_has_the_new_weights(tmp_path: 
         assert {answer["system_fingerprint"] for answer in answers} == {"weights-1"}
         assert min(counts(server, "generation_tokens_total").values()) > 0
         assert "engine process 1 is started anew" in server.log.read_text()
+
+
+ASKED = {"prompt": "ROMEO:\n", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+
+def answer_of_all(server: Server, size: int) -> str:
+    """What each of so many engines answers, which must be the same text with the same version."""
+    told: dict[str, tuple[str, str]] = {}
+
+    def ask() -> bool:
+        before = counts(server, "generation_tokens_total")
+        status, text = server.post("/v1/completions", ASKED)
+        if status == 200:  # an engine that was killed a moment ago may be chosen
+            answer, after = json.loads(text), counts(server, "generation_tokens_total")
+            (rank,) = (rank for rank in after if after[rank] != before.get(rank, 0))
+            told[rank] = answer["choices"][0]["text"], answer.get("system_fingerprint", "")
+        return len(told) == size
+
+    eventually(ask)
+    (found,) = set(told.values())
+    return " ".join(found)
+
+
+@pytest.mark.full
+def test_engines_that_come_and_go_have_the_weights_of_the_last_update(tmp_path: Path) -> None:
+    models = [tmp_path / "a", tmp_path / "b"]
+    for i, folder in enumerate(models):
+        shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+        weights = load_file(folder / "model.safetensors")
+        weights[f"model.layers.{i}.mlp.down_proj.weight"].zero_()
+        save_file(weights, folder / "model.safetensors")
+    flags = (*FLAGS[:-2], "--data-parallel-size", "2", "--enable-control-routes")
+    with serving(tmp_path, *flags) as server:
+
+        def update(folder: Path) -> int:
+            return server.post("/update_weights", {"model_path": str(folder)})[0]
+
+        def resize(size: int) -> None:
+            scale(server, size)
+            eventually(lambda: settled(server, size))
+
+        def kill(rank: int) -> None:
+            said = f"engine process {rank} is ready again"
+            before = server.log.read_text().count(said)
+            os.kill(engines(server)[rank], signal.SIGKILL)
+            eventually(lambda: server.log.read_text().count(said) > before)
+
+        start = answer_of_all(server, 2)
+        assert update(models[0]) == 200
+        first = answer_of_all(server, 2)
+        resize(3)
+        assert answer_of_all(server, 3) == first != start
+        kill(2)
+        kill(0)
+        assert answer_of_all(server, 3) == first
+        resize(1)
+        assert update(models[1]) == 200
+        second = answer_of_all(server, 1)
+        resize(2)
+        assert answer_of_all(server, 2) == second and second.endswith("weights-2") and second[:20] != first[:20]
+
+        statuses: list[int] = []  # engine 1 dies after engine 0 has been updated, mostly before it is updated as well
+        updating = threading.Thread(target=lambda: statuses.append(update(models[0])))
+        before = server.log.read_text().count("weights updated from")
+        updating.start()
+        while server.log.read_text().count("weights updated from") == before:
+            time.sleep(0.002)
+        kill(1)
+        updating.join(60)
+        if statuses == [503]:
+            eventually(lambda: update(models[0]) == 200)
+        assert answer_of_all(server, 2).startswith(first.rpartition(" ")[0])
+
+        (models[0] / "model.safetensors").touch()  # nobody knows whether these are the same weights
+        scale(server, 3)
+        eventually(lambda: "engine process 2 does not start" in server.log.read_text())
+        assert settled(server, 2) and "has changed since version" in server.log.read_text()
 
 
 @pytest.mark.full
