@@ -7,7 +7,7 @@ import json
 import random
 import shutil
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,21 @@ import heads_oracle as oracle
 from config import DEMO, EngineConfig
 from device.startup import print_plan
 from engine import LLM, SamplingParams
+from forked import forked_workers
 from model_config import ModelConfig
 from outputs import RequestOutput
 from random_checkpoints import Checkpoints
 from scheduling.drafts import Drafting
 from speculation.drafter import Drafter
-from test_speculation import ASKED, PROMPTS, ROOMY, assert_equal
+from test_speculation import ASKED, PROMPTS, ROOMY, assert_equal, kill_with_drafts_in_flight
 
 MOST = 3  # drafts
 DRAFTED, TAKEN = "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"
 TINY = {"dtype": "float32", "device": "cpu", "threads": 1, "block_size": 4, "num_gpu_blocks_override": 300,
         "skip_tokenizer_init": True, "max_num_seqs": 8}  # fmt: skip
 FEW = {"num_gpu_blocks_override": 40, "schedule_conservativeness": 0.0, "max_model_len": 96}
+SCARCE = FEW | {"num_gpu_blocks_override": 24, "max_model_len": 72}
+SWAP = {"preemption_mode": "swap", "swap_space": 0.01}
 LENGTHS = (1, 2, 9, 17, 40, 23)
 IDS = [random.Random(n).choices(range(oracle.VOCAB), k=n) for n in LENGTHS]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -69,6 +72,12 @@ def counted(llm: LLM) -> tuple[int, int]:
     """How many drafts were verified, and how many of them taken."""
     counters = llm.client.core.scheduler.counters
     return counters[DRAFTED], counters[TAKEN]
+
+
+@pytest.fixture
+def forked() -> Iterator[None]:
+    with forked_workers():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -113,12 +122,19 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in HEADS else pytest.param(name, marks=pytest.mark.full) for name in oracle.MAKERS]
-)
-def test_drafts_are_those_of_the_formula(name: str, made: Make, record: Record) -> None:
-    """After prompts in chunks, and after drafts that were taken, or refused, or partly so."""
+    ("name", "options"),
+    [
+        *((name, {}) for name in HEADS), ("mtp", SWAP | SCARCE),
+        *(pytest.param(name, {}, marks=pytest.mark.full) for name in oracle.MAKERS if name not in HEADS),
+        *(pytest.param(name, SCARCE, marks=pytest.mark.full) for name in oracle.MAKERS),
+        *(pytest.param(name, SWAP | SCARCE, marks=pytest.mark.full) for name in oracle.MAKERS if name != "mtp"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_drafts_are_those_of_the_formula(name: str, options: dict[str, Any], made: Make, record: Record) -> None:
+    """After prompts in chunks, after drafts that were taken, or refused, or partly so, and after preemption."""
     (method, _, head), found = oracle.MAKERS[name], made(name)
-    llm, t = tiny(found, method, max_num_batched_tokens=24), found.tensors
+    llm, t = tiny(found, method, max_num_batched_tokens=24, **options), found.tensors
     record.clear()  # of warm-up
     for prompt, output in zip(IDS, answers(llm), strict=True):
         tokens = output.outputs[0].token_ids
@@ -136,6 +152,9 @@ def test_drafts_are_those_of_the_formula(name: str, made: Make, record: Record) 
             compared += 1
     drafted, taken = counted(llm)
     assert drafted > taken > 10 and compared > 200
+    counters = llm.client.core.scheduler.counters
+    assert (counters["num_preemptions_total"] > 0) == bool(options)
+    assert (counters["num_swapped_tokens_total"] > 0) == ("preemption_mode" in options)
     llm.close()
 
 
@@ -179,14 +198,18 @@ def test_a_head_of_experts_is_a_layer_of_its_family(name: str, shared: Path, rec
     llm.close()
 
 
-def test_a_model_is_its_own_best_draft(make_llm: Callable[..., LLM]) -> None:
+@pytest.mark.parametrize("lost", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_model_is_its_own_best_draft(lost: bool, make_llm: Callable[..., LLM], forked: None) -> None:
     """All drafts are taken, also those that were drawn: with the random number of their place. Only rounding of steps
-    with different numbers of rows may say otherwise."""
+    with different numbers of rows may say otherwise. This holds for new workers after some were `lost`, too."""
     own = ("temperature", "top_k", "top_p", "min_p", "seed", "n", "logprobs", "max_tokens", "ignore_eos")
     drawn = [way for way in ASKED if SamplingParams(**{name: getattr(way, name) for name in own}) == way]
     assert sum(way.temperature == 1 for way in drawn) >= 3
-    llm = make_llm(**ROOMY, speculative_config=options_of("draft_model", DEMO))
+    fields = {"distributed_executor_backend": "mp"} if lost else {}
+    llm = make_llm(**ROOMY | fields, speculative_config=options_of("draft_model", DEMO))
+    killed = kill_with_drafts_in_flight(llm.core) if lost else []
     llm.generate([prompt for prompt in PROMPTS for _ in drawn], drawn * 2, use_tqdm=False)
+    assert llm.core.metrics()["num_worker_restarts_total"] == len(killed) == 2 * lost
     drafted, taken = counted(llm)
     assert drafted > 100 and taken >= 0.98 * drafted
     llm.close()
@@ -245,7 +268,7 @@ def plain(made: Make) -> Callable[[str], list[RequestOutput]]:
 CHUNKS = {"max_num_batched_tokens": 16} | FEW
 AHEAD = {"enable_prefix_caching": False, "async_scheduling": True, "sanitize_kv": True}
 FULL: list[dict[str, Any]] = [
-    {"preemption_mode": "swap", "swap_space": 0.01} | FEW, {"async_scheduling": True, "sanitize_kv": True} | FEW,
+    SWAP | FEW, {"async_scheduling": True, "sanitize_kv": True} | FEW,
     {"enable_chunked_prefill": False}, {"distributed_executor_backend": "mp"}, {"backend": "reference"},
     {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, {"scheduling_policy": "fair"},
 ]  # fmt: skip
@@ -270,6 +293,25 @@ def test_tokens_are_those_without_drafts(
     if options.get("schedule_conservativeness") == 0:
         assert llm.client.core.scheduler.counters["num_preemptions_total"] > 0
     llm.client.core.check_integrity()
+    llm.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, options) for name in (*HEADS, "mimo", "eagle") for options in ({}, AHEAD, SWAP | SCARCE)]
+    + [(name, {"tensor_parallel_size": 2}) for name in HEADS],
+    ids=str,
+)
+def test_workers_die_with_drafts_in_flight(
+    name: str, options: dict[str, Any], made: Make, plain: Callable[[str], list[RequestOutput]], forked: None
+) -> None:
+    llm = tiny(made(name), oracle.MAKERS[name][0], distributed_executor_backend="mp", **options)
+    killed = kill_with_drafts_in_flight(llm.core)
+    assert_equal(every_way(llm), plain(name))
+    drafted, taken = counted(llm)
+    assert drafted > taken > 20 and llm.core.metrics()["num_worker_restarts_total"] == len(killed) == 2
+    llm.core.check_integrity()
     llm.close()
 
 

@@ -17,6 +17,7 @@ import torch
 
 from batch_state import BatchState
 from config import EngineConfig
+from core import EngineCore
 from engine import LLM, SamplingParams
 from fake_worker import Engine, prompt
 from forked import forked_workers
@@ -285,18 +286,9 @@ def test_what_does_not_go_with_drafts_is_refused(options: dict[str, Any]) -> Non
         EngineConfig(speculative_config=json.dumps(wanted), **{k: v for k, v in options.items() if k != "method"})
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"distributed_executor_backend": "mp"}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.full)],
-    ids=str,
-)
-def test_a_worker_dies_with_drafts_in_flight(
-    options: dict[str, Any], make_llm: Callable[..., LLM], llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The requests go on where they stopped, as they do without drafts."""
-    monkeypatch.setattr(Drafting, "price", lambda drafting, rows: 0.0)
-    drafting = make_llm(**ROOMY | options, speculative_config=NGRAM)
-    core, killed = drafting.client.core, []
+def kill_with_drafts_in_flight(core: EngineCore) -> list[int]:
+    """Have a worker killed at two of the steps to come; returns the processes that were killed so far."""
+    killed: list[int] = []
     executor, submit = core.executor, core.executor.submit
 
     def submit_and_kill(plan: StepPlan) -> None:
@@ -308,6 +300,22 @@ def test_a_worker_dies_with_drafts_in_flight(
             os.kill(pid, signal.SIGKILL)
 
     executor.submit = submit_and_kill
+    return killed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"distributed_executor_backend": "mp"}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.full)],
+    ids=str,
+)
+def test_a_worker_dies_with_drafts_in_flight(
+    options: dict[str, Any], make_llm: Callable[..., LLM], llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The requests go on where they stopped, as they do without drafts."""
+    monkeypatch.setattr(Drafting, "price", lambda drafting, rows: 0.0)
+    drafting = make_llm(**ROOMY | options, speculative_config=NGRAM)
+    core = drafting.client.core
+    killed = kill_with_drafts_in_flight(core)
     params = [SamplingParams(temperature=0, max_tokens=40), SamplingParams(temperature=0.5, seed=4, max_tokens=40)]
     found = drafting.chat([REPEAT_TASK] * 2, params, use_tqdm=False)
     assert_equal(found, llm.chat([REPEAT_TASK] * 2, params, use_tqdm=False))
