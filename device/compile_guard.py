@@ -53,10 +53,7 @@ class CompileGuard:
     arguments what Triton would have compiled for them. In this way a machine without a GPU finds what a warm-up lacks.
 
     A launch waits until its kernel is compiled. So a rehearsal comes before warm-up: it compiles all kernels at the
-    same time, and runs none.
-
-    Args:
-        ops: the module `kernels`.
+    same time, and runs none. `ops` is the module `kernels`.
     """
 
     def __init__(self, ops: ModuleType):
@@ -187,11 +184,8 @@ def check_compiler() -> None:
 
 
 def specialization(kernel: Any, name: str, value: Any) -> str:
-    """What Triton specializes on in an argument: a constexpr's value, else the type and whether 16 divides the value.
-
-    Args:
-        kernel: the interpreted kernel. name: its parameter. value: the argument.
-    """
+    """What Triton specializes on in the `value` of an interpreted kernel's parameter of this `name`: a constexpr's
+    value, else the type and whether 16 divides the value."""
     if "constexpr" in str(kernel.fn.__annotations__.get(name)) or value is None:
         return repr(value)
     unaligned = name in (kernel.kwargs["do_not_specialize_on_alignment"] or ())

@@ -24,7 +24,7 @@ import torch
 from config import MOST_DRAFTING, EngineConfig
 from cpu import machine
 from device.coded import coded_as, files_of, kinds_of
-from device.dry_run import count_step, distinct_layers, dry_model, dry_worker, new_state, table_columns
+from device.dry_run import MIB, count_step, distinct_layers, dry_model, dry_worker, new_state, table_columns
 from device.loader import settle_dummy, settle_headers
 from lora.stacks import adapter_bytes
 from model import Transformer
@@ -36,17 +36,15 @@ from models.quantized import QuantizedWeight
 from parallel import Group, Pipeline
 from worker import Worker
 
-MIB = 2**20
-# Allowances on a GPU for memory that holds no tensors. They are round figures, not measured ones. A worker that starts
-# sees how much memory is free, and so needs only GRAPHS.
-CONTEXT = 640 * MIB  # CUDA's own, the code of all kernels, cuBLAS's workspace of 32 MiB
+# Allowances on a GPU for what is no tensor of ours. They are round figures, not measured ones. A worker that starts
+# sees how much memory is free, and so needs only GRAPHS. cuBLAS's workspace has 32 MiB on Hopper, 8 on most others.
+CONTEXT = 640 * MIB  # CUDA's own, the code of all kernels, cuBLAS's workspace
 NCCL = 512 * MIB  # the buffers through which several ranks exchange tensors
-GRAPHS = 256 * MIB  # a few hundred KiB for each captured graph; their tensors share one pool, which is counted
+GRAPHS = 256 * MIB  # some hundred KiB a graph, a workspace for each capturing stream; their tensors' pool is counted
 # Reading the weights takes as long for 128 tokens as for 16. From there on at most a third of a step is padding. A step
 # of more tokens than the last keeps a GPU busy for longer than Python. Each size is a graph for each layer at start.
 PIECE_SIZES = [16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
 PIECE = 256 * 2**10  # bytes, an allowance for what CUDA has of each graph between two attentions
-FRAGMENTS = 64 * MIB  # and a quarter of a step: on an H100 and an H200 up to 102 MB more were reserved
 GPU_STEP_TOKENS = 8192  # tokens of a step on a GPU, by default; on a large one twice as many
 LARGE_GPU = 75 * 2**30  # bytes; what a vendor calls 80 GB shows up as 79 GiB or a little more
 CPU_KV_SHARE = 0.25  # share of a CPU's free memory that the KV pool may take; the host pool may take as much again
@@ -54,39 +52,22 @@ CPU_KV_SHARE = 0.25  # share of a CPU's free memory that the KV pool may take; t
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on one device, by what they are for. A step's are the most that `kernels.py` takes at a time.
+    """Bytes on one device, by what they are for. A step's are the most that `kernels.py` takes at a time."""
 
-    Attributes:
-        weights: the weights and RoPE's table.
-        draft: those of what makes drafts.
-        adapters: `max_loras` adapters of `max_lora_rank`.
-        state: the batch state with `max_num_seqs` slots.
-        states: the recurrent states of `max_num_seqs` sequences, and those that the prefix cache keeps.
-        activations: the largest step before it has logits, the exchange of several ranks' logits included.
-        logits: the logits of `max_samples` rows, a copy of them, and what is alive beside them.
-        sampling: the workspace of `ops.sample` for these rows.
-        logprobs: the workspace of log-probabilities, whatever requests ask for.
-        graphs: an allowance for CUDA graphs, and the pool that they share, as large as a step of decodes, with the
-            buffers for what goes from stage to stage and `piece_bytes`.
-        context: an allowance for CUDA and its libraries.
-        block: one block of the KV pool, a page of the layers that `KVLayout` says.
-        fragments: an allowance for what torch's allocator reserves beside a step's tensors, because its segments have
-            few sizes, and pieces between tensors stay free.
-    """
-
-    weights: int
-    draft: int
-    adapters: int
-    state: int
-    states: int
-    activations: int
-    logits: int
-    sampling: int
-    logprobs: int
-    graphs: int
-    context: int
-    block: int
-    fragments: int = 0
+    weights: int  # the weights and RoPE's table
+    draft: int  # those of what makes drafts
+    adapters: int  # `max_loras` adapters of `max_lora_rank`
+    state: int  # the batch state with `max_num_seqs` slots
+    states: int  # the recurrent states of `max_num_seqs` sequences, and those that the prefix cache keeps
+    activations: int  # the largest step before it has logits, the exchange of several ranks' logits included
+    logits: int  # the logits of `max_samples` rows, a copy of them, and what is alive beside them
+    sampling: int  # the workspace of `ops.sample` for these rows
+    logprobs: int  # the workspace of log-probabilities, whatever requests ask for
+    graphs: int  # an allowance for CUDA graphs, and the pool that they share, as large as a step of decodes, with the
+    # buffers for what goes from stage to stage and `piece_bytes`
+    context: int  # an allowance for CUDA and its libraries
+    block: int  # one block of the KV pool, a page of the layers that `KVLayout` says
+    fragments: int = 0  # what torch's allocator reserves beside a step's tensors; see `Segments`
 
     @property
     def step(self) -> int:
@@ -94,12 +75,8 @@ class MemoryPlan:
         return max(self.activations, self.logits + max(self.sampling, self.logprobs)) + self.fragments
 
     def room(self, budget: int, used: int, measured: int = 0) -> int:
-        """Bytes that are left for the KV pool.
-
-        Args:
-            budget: what the engine may use.
-            used: what weights and context take of it.
-            measured: what the largest step took, if it was run. The larger of this and the prediction counts.
+        """Bytes of a `budget` that are left for the KV pool beside what is `used` by weights and context, and beside
+        the largest step: the larger of the prediction and what was `measured`, if it was run.
 
         Raises:
             ValueError: the recurrent states do not fit.
@@ -123,23 +100,24 @@ class MemoryPlan:
 def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryPlan:
     """The plan of a rank whose `model` may lie on the meta device. Steps are counted if its ops are the `kernels`."""
     rows, vocab_size, item = config.max_num_seqs, model.config.vocab_size, model.dtype.itemsize
-    activations = logits = sampling = logprobs = graphs = 0
+    activations = logits = sampling = logprobs = graphs = reserved = 0
     if model.ops.BACKEND == "triton":
         dry = dry_worker(config, model, model.ops)
         dry.model.span = distinct_layers(model)
         steps = [count_step(dry, counts) for counts in largest_steps(config, model.max_model_len)]
-        activations, held, sampled = map(max, zip(*steps, strict=True))
+        activations, held, sampled, reserved = map(max, zip(*steps, strict=True))
         if sampled:
             samples = config.max_samples
             logits, logprobs = held + item * (2 * samples - rows) * vocab_size, workspace(samples, vocab_size)
             sampling = (sampled - held) * samples // rows
         if cuda and captures_graphs(config):
             largest = max(rows, config.max_samples - rows + min(rows, MOST_DRAFTING))  # tokens of a graph
-            passed, step = sum(model.passed_sizes), max(count_step(dry, [1] * rows))
+            passed, step = sum(model.passed_sizes), max(count_step(dry, [1] * rows)[:3])
             graphs = GRAPHS + item * largest * passed + step * largest // rows
             graphs += piece_bytes(config, dry)
         kept = kept_bytes(config, model)
         activations, logits, graphs = activations + kept, logits + kept, graphs + (kept if graphs else 0)
+        reserved += kept
     plan = MemoryPlan(
         weights=count_bytes(model.owners()),
         draft=count_bytes({*model.draft.owners()} - {*model.owners()}) if model.draft else 0,
@@ -154,7 +132,7 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
         context=CONTEXT + NCCL * (model.group.world_size > 1 or shares_experts(model.group)) if cuda else 0,
         block=model.layout.size * config.block_size * model.kv_dtype.itemsize,
     )
-    return replace(plan, fragments=FRAGMENTS + plan.step // 4) if cuda else plan
+    return replace(plan, fragments=max(0, reserved - plan.step)) if cuda else plan
 
 
 def plain_shape(config: EngineConfig, model: Transformer) -> Transformer:
@@ -178,9 +156,7 @@ def settle_tokens(config: EngineConfig, total: int) -> EngineConfig:
 def split_layers(config: EngineConfig, model: Transformer) -> list[range]:
     """The layers of each pipeline stage: as many as `pipeline_layer_partition` says, else so that no stage reads more
     bytes of weights in a step than it must. The head is the last stage's; of the embedding a step reads little.
-
-    Args:
-        model: the whole model, on any device.
+    `model` is the whole model, on any device.
 
     Raises:
         ValueError: the layers cannot be divided so.
@@ -394,7 +370,7 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         yield line("  sampling", plan.sampling)
         yield line("  log-probabilities", plan.logprobs, "at most, whatever requests ask for")
     if plan.fragments:
-        yield line("  allocator", plan.fragments, "an allowance for what it reserves between tensors")
+        yield line("  allocator", plan.fragments, "what it reserves between tensors")
     if plan.context:
         yield line("CUDA graphs", plan.graphs, "an allowance")
         yield line("CUDA and libraries", plan.context, "an allowance")

@@ -84,11 +84,8 @@ def work(
 
 
 def answer(worker: Any, message: StepPlan | Call, codec: Codec, script: dict[str, str] | None = None) -> bytes:
-    """A worker's reply to a message.
-
-    Args:
-        script: what a function in `__main__` is imported from; None: it is here already, or no function comes.
-    """
+    """A worker's reply to a message. A function in `__main__` is imported from `script`; None: it is here already, or
+    no function comes."""
     if isinstance(message, StepPlan):
         return codec.encode(worker.step(message))
     try:
@@ -102,10 +99,7 @@ def answer(worker: Any, message: StepPlan | Call, codec: Codec, script: dict[str
 
 
 def import_script(script: dict[str, str]) -> None:
-    """Import the caller's script as multiprocessing would have done at first, unless it is here already.
-
-    Args:
-        script: see `script_of_caller`.
+    """Import the caller's `script_of_caller` as multiprocessing would have done at first, unless it is here already.
 
     Raises:
         ValueError: there is no file to import, or the script has no guard. Whatever else it raises.

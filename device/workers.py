@@ -41,15 +41,10 @@ class Workers:
 
     Args:
         executor: has them.
-        config: the engine's options, with what the workers have chosen where the options left it open.
+        config: the engine's options, with what the workers have chosen where the options left it open; successors start
+            with them, and the weights among them change.
         facts: what the workers have measured and chosen; successors keep these sizes.
         start_over: gives up the steps that run, and returns how many requests go on; it is in core.py.
-
-    Attributes:
-        config: the options with which successors start; the weights among them change.
-        asleep: those of TAGS that sleep.
-        num_restarts: how often the workers were started anew.
-        on_trouble: called with what is wrong, and with None when nothing is any more.
     """
 
     def __init__(
@@ -61,11 +56,11 @@ class Workers:
         self.sizes["num_gpu_blocks_override"] = facts["num_blocks"]
         if states := facts["states"]:
             self.sizes |= {"num_state_snapshots": states["snapshots"], "num_host_states": states["host"]}
-        self.on_trouble: Callable[[str | None], None] = lambda trouble: None
+        self.on_trouble: Callable[[str | None], None] = lambda trouble: None  # None: nothing is wrong any more
         self.on_restart: Callable[[], None] = lambda: None
-        self.num_restarts = 0
+        self.num_restarts = 0  # how often the workers were started anew
         self.in_a_row = 0  # restarts since a step went through
-        self.asleep: list[str] = []
+        self.asleep: list[str] = []  # those of TAGS that sleep
         self.level = 0  # how deeply they sleep
         self.lost = ""  # why their weights are no whole ones any more
 
@@ -129,10 +124,8 @@ class Workers:
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """What a method of `Worker`, or a function of it, returns on each rank; see `LLM.collective_rpc`.
-
-        Args:
-            method: may be a `plan.reference_to` a function, too, if this is the engine of a script.
+        """What a method of `Worker`, or a function of it, returns on each rank; see `LLM.collective_rpc`. In the engine
+        of a script the method may be a `plan.reference_to` a function, too.
 
         Raises:
             ValueError: there is none; or it failed, and the workers are as they were before: new ones, if they are
