@@ -237,6 +237,8 @@ class BlockSpaceManager:
 
     def lacks(self, seq: Sequence, tokens: int, reach: int) -> int:
         """Blocks that a sequence's tables lack of their goals, in sum."""
+        if self.device.blocks_for(tokens) <= len(seq.tables[0]) and not self.windowed:
+            return 0
         return sum(self.missing(seq.tables, tokens, reach))
 
     def most(self, tokens: int, spread: int = 0, width: int = 1, shared: int = 0) -> int:

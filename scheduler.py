@@ -45,7 +45,7 @@ from observe.metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, error_output
 from scheduling.beam import Beams
 from scheduling.classic import ClassicOrder
-from scheduling.drafts import Drafting, Luck
+from scheduling.drafts import AcceptanceStats, Drafting
 from scheduling.integrity import check_integrity
 from scheduling.lanes import Lane, Lanes
 from scheduling.limits import RequestLimits
@@ -133,7 +133,7 @@ class Scheduler:
             key = (self.policy.rank(request), self.arrivals, index)
             seed = request.seed_of(index, self.config.seed)
             group = SequenceGroup(request, index, Timeline(self.waits), key, limit, width, seed)
-            group.seqs[0].luck = Luck(self.drafting.likely) if self.drafting.most else None
+            group.seqs[0].acceptance = AcceptanceStats(self.drafting.likely) if self.drafting.most else None
             if params.use_beam_search:
                 group.beams = self.beams.search(group)
             request.groups.append(group)
@@ -289,10 +289,10 @@ class Scheduler:
         """
         lane, decodes = flight.lane, flight.lane.decodes
         before = len(self.running)
-        for seq in self.drafting.begin_step(self.step, lane.width, decodes.current.seqs):
+        to_come = lane.width  # one token is kept for each sequence that comes later in this step
+        for seq in self.drafting.begin_step(self.step, to_come, decodes.current.seqs):
             self.admission.leave_batch(seq)
             lane.others.append(seq.group)
-        to_come = lane.width  # one token is kept for each sequence that comes later in this step
         due = [seq.group for seq in decodes.pop_due()]
         shares = {}
         if lane.others:
@@ -308,7 +308,9 @@ class Scheduler:
             if seq.batch is None:
                 to_come -= group.width
             left = flight.budget.tokens
-            most = self._most_tokens(group, left - to_come, shares)
+            most = left - to_come
+            if shares or self.admission.urgent:
+                most = self._most_tokens(group, most, shares)
             schedule = self._schedule_sequence if group.beams is None else self.beams.schedule
             if not schedule(group, flight, most):  # it was preempted, after all groups behind it
                 break
@@ -336,16 +338,17 @@ class Scheduler:
         Returns whether the group still runs; without enough blocks it may have been preempted itself.
         """
         seq = group.seqs[0]
-        if seq.num_known >= group.limit:  # its last token is on its way
+        known, computed, drafts = seq.num_known, seq.num_computed, 0
+        if known >= group.limit:  # its last token is on its way
             return True
         if self.space.windowed:
             self.space.pass_windows(seq)
-        count, drafts = seq.num_known - seq.num_computed, 0
+        count = known - computed
         if count > 1:
             count = self.space.cut(seq, min(count, most))
         elif self.drafting.most and seq.batch is None:
             drafts = self.drafting.wanted(seq, most - 1)
-        reach = seq.num_computed + count  # drafts lie in the look-ahead slots behind it
+        reach = computed + count  # drafts lie in the look-ahead slots behind it
         missing = self.space.lacks(seq, reach, reach)
         if missing > self.blocks.num_free and not self._make_room(missing, group, flight.plan):
             return False
@@ -370,7 +373,9 @@ class Scheduler:
         assert flight.plan is plan and plan.step == result.step and len(result.token_ids) == len(plan.rows)
         ran = self.config.token_budget - flight.budget.tokens
         if flight.drafts:
-            ran += self.drafting.counted(flight, result.verified, self.policy)
+            more, taken = self.drafting.counted(flight, result.verified, self.policy)
+            ran += more
+            self.stats.gaps.observe(0.0, taken)  # drafts come at once with the token before them
         self.stats.landed(ran, flight.decodes, self.clock())
         if self.classic is not None:
             self.classic.landed(flight, self.clock())
@@ -382,11 +387,12 @@ class Scheduler:
         beams: dict[str, list[tuple[Sequence, int, Logprobs]]] = {}
         for i, (seq, _, computed) in enumerate(flight.other_rows, num_decodes):
             request = seq.group.request
-            if request.groups and (scores := request.take_scores(computed, result.scores.get(i, []))):
+            if i in result.scores and request.groups and (scores := request.take_scores(computed, result.scores[i])):
                 news.outputs.append(EngineOutput(request.request_id, [], prompt_logprobs=scores))
             if not flight.brings(seq):
                 continue
-            tokens, group = [token for token in (result.token_ids[i],) if token >= 0], seq.group
+            token, group = result.token_ids[i], seq.group
+            tokens = [token] if token >= 0 else []
             if drafts := flight.drafts.get(seq, 0):
                 row = result.verified[i]
                 tokens = row.token_ids
@@ -394,8 +400,9 @@ class Scheduler:
                 seq.num_computed -= drafts + 1 - len(tokens)
                 self.drafting.landed(seq, row)
             if group.beams is None:
-                seq.tokens.extend(tokens)
-            self._publish(seq, computed, len(tokens))
+                seq.delivered += tokens
+            if computed >= (seq.num_published + 1) * self.config.block_size:
+                self._publish(seq, computed, len(tokens))
             if i in result.pooled:
                 self._finish(group, "stop")
                 output = EngineOutput(request.request_id, [], "stop", finished=True, pooled=result.pooled[i])
@@ -403,7 +410,7 @@ class Scheduler:
                 news.outputs.append(output)
             if not tokens:  # the row did not sample
                 continue
-            self.stats.sampled(group, len(tokens))
+            self.stats.sampled(group)
             logprobs = [result.logprobs[i]] if i in result.logprobs else []
             if group.beams is not None:
                 beams.setdefault(request.request_id, []).append((seq, tokens[0], logprobs[0]))
@@ -415,6 +422,8 @@ class Scheduler:
                 self.admission.samples.prompt_done(group, self.admission.now)
             logprobs = result.verified[i].logprobs if drafts else logprobs
             news.outputs.append(self._output_of(seq, i in stopped, tokens, logprobs))
+            if drafts:  # it may join the batch once a step has wanted no drafts for it
+                continue
             alone = seq.batch is None and group.lane is flight.lane and seq.only_decodes
             if alone and not self.drafting.holds(seq):
                 flight.lane.decodes.join(seq)
@@ -480,7 +489,7 @@ class Scheduler:
         elif stopped:
             output.finish_reason = "stop"
             output.stop_reason = token if token in request.params.stop_token_ids else None
-        elif len(seq.tokens) >= group.limit:
+        elif len(seq.delivered) >= group.limit:
             output.finish_reason = "length"
         if logprobs and output.token_ids:
             seq.logprob += sum(record.sampled for record in logprobs)

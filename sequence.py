@@ -89,7 +89,7 @@ class Sequence:
     num_drafts: int = 0  # that it has had,
     num_taken: int = 0  # and how many of them the model has sampled, too
     proposed: list[int] = field(default_factory=list)  # drafts for its next step, if its grammar must take them first
-    luck: Any = None  # how its latest drafts fared: a `scheduling.drafts.Luck`, where there are drafts
+    acceptance: Any = None  # a `scheduling.drafts.AcceptanceStats`, where there are drafts
     logprob: float = 0.0  # of its output, where log-probabilities are asked for
     constraint: Any = None  # a `scheduling.grammar.Constraint`, if it needs masks
 
@@ -122,7 +122,8 @@ class Sequence:
     @property
     def num_known(self) -> int:
         """The number of tokens once the steps in flight have sampled."""
-        return max(len(self.delivered), self.num_computed + 1)
+        computed = self.computed_before if self.batch is None else self.num_computed
+        return max(len(self.delivered), computed + 1)
 
     @property
     def only_decodes(self) -> bool:

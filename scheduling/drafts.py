@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from config import MOST_DRAFTING, EngineConfig
 from plan import Verified
@@ -13,34 +14,35 @@ from scheduling.policy import Policy
 from sequence import Flight, Sequence
 
 LIKELY, LIKELY_BY_MODEL = 0.6, 0.8  # that a sequence's next draft is taken, as long as nothing is known of it
-TRIALS = 4.0  # so many trials count as much as that guess
-MEMORY = 32.0  # trials after which the earlier ones count a third
-SEARCHES = 8.0  # for drafts after which the earlier ones count a third
+PRIOR_WEIGHT = 4.0  # so many trials count as much as that guess
+TRIALS_KEPT = 32.0  # trials after which the earlier ones count a third
+SEARCHES_KEPT = 8.0  # searches for drafts after which the earlier ones count a third
 MARGIN = 1.25  # a draft must bring so much more than it costs, because its sequence may end before the others do
 PLANNING = 1e-4  # seconds that the scheduler takes for a row with drafts, more than for another
 REVIEW = 8  # steps after which sequences without drafts are looked at again
 
 
 @dataclass(slots=True)
-class Luck:
-    """How a sequence's drafts fared; later ones count more."""
+class AcceptanceStats:
+    """How many of a sequence's drafts were taken; later ones count more."""
 
     likely: float = LIKELY
     tried: float = 0.0  # drafts that were compared with what the model has sampled
     taken: float = 0.0
     found: float = 1.0  # how often there were any, of late
+    chance: float = field(init=False)  # the probability that its next draft is taken
 
-    @property
-    def chance(self) -> float:
-        """The probability that its next draft is taken."""
-        return (self.taken + self.likely * TRIALS) / (self.tried + TRIALS)
+    def __post_init__(self) -> None:
+        self.chance = self.likely
 
     def learn(self, drafts: int, taken: int) -> None:
         """A row has taken so many of its drafts. The one after them was refused, and nothing is known of the others."""
-        self.found += ((drafts > 0) - self.found) / SEARCHES
+        self.found += ((drafts > 0) - self.found) / SEARCHES_KEPT
         tried = min(drafts, taken + 1)
-        kept = math.exp(-tried / MEMORY)
-        self.tried, self.taken = kept * self.tried + tried, kept * self.taken + taken
+        kept = math.exp(-tried / TRIALS_KEPT)
+        self.tried = kept * self.tried + tried
+        self.taken = kept * self.taken + taken
+        self.chance = (self.taken + self.likely * PRIOR_WEIGHT) / (self.tried + PRIOR_WEIGHT)
 
 
 class Drafting:
@@ -69,8 +71,9 @@ class Drafting:
         self.most, self.row_seconds, self.counters = config.num_drafts, row_seconds, counters
         self.made = config.num_drafts  # drafts that a row has been given for the step that is being planned, at most,
         self.room = config.num_drafts  # and that it may have
-        self.taken_at: Counter[int] = Counter()  # drafts that were taken, by their place in their row
+        self.taken_counts: Counter[int] = Counter()  # rows by how many drafts they have taken
         self.needed = 0.0  # tokens that a draft must bring, in the step that is being planned
+        self.floors = [0.0] * config.num_drafts  # the least chance with which a row should have 1, 2, ... drafts
         self.reviewed = 0  # the step of the latest review
 
     def begin_step(self, step: int, width: int, decodes: Items[Sequence]) -> list[Sequence]:
@@ -79,6 +82,8 @@ class Drafting:
             return []
         before = self.needed if self.room else math.inf
         self.room, self.needed = self.made if width <= MOST_DRAFTING else 0, self.price(width)
+        # A sequence should have j drafts if chance^j is at least what the j-th must bring.
+        self.floors = [self.needed ** (1 / j) for j in range(1, self.room + 1)] if self.needed < 1 else []
         if not self.room or (self.needed >= before and step < self.reviewed + REVIEW):
             return []
         self.reviewed = step
@@ -112,7 +117,7 @@ class Drafting:
             likely = self.room > 0 and self.needed <= LIKELY
             return self.most if plan.drafts or likely or plan.step % REVIEW == 0 else 0
         seqs = flight.seqs
-        chances = [seq.luck.chance for seq in seqs if not seq.group.beams]
+        chances = [seq.acceptance.chance for seq in seqs if not seq.group.beams]
         if not chances:  # nor are drafts that were made used up
             return 0
         rows, self.made = len(seqs), 0  # a model makes drafts for beams, too
@@ -127,21 +132,26 @@ class Drafting:
 
     def wanted(self, seq: Sequence, room: int | None = None) -> int:
         """How many drafts a sequence should have, and `room` at most."""
+        if not self.floors:
+            return 0
+        chance = seq.acceptance.chance
+        if seq.acceptance.found * chance < self.needed:
+            return 0
         group, params = seq.group, seq.group.request.params
-        most = min(self.room, group.limit - seq.num_known - 1)
-        most = most if room is None else min(most, room)
-        most = min(most, len(seq.proposed)) if params.constrained else most  # those that its grammar takes
+        most = group.limit - seq.num_known - 1
+        most = most if room is None or most < room else room
+        if params.constrained:  # those that its grammar takes; it has masks for each count of tokens
+            most = min(most, len(seq.proposed))
+        elif params.min_tokens and seq.num_tokens - group.request.num_prompt < params.min_tokens:
+            return 0  # a mask changes with the count of tokens
         if most <= 0 or group.beams is not None:
             return 0
-        # Below `min_tokens` a mask changes with the count of tokens; a constrained row has masks for each count.
-        if not params.constrained and seq.num_tokens - group.request.num_prompt < params.min_tokens:
-            return 0
-        chance, gain, count = seq.luck.chance, 1.0, 0
-        if seq.luck.found * chance < self.needed:
-            return 0
-        while count < most and (gain := gain * chance) >= self.needed:
-            count += 1
-        return count
+        count = bisect_right(self.floors, chance)
+        return count if count < most else most
+
+    def taken_at(self, place: int) -> int:
+        """How many rows have taken the draft at this place, counted from 0."""
+        return sum(times for count, times in self.taken_counts.items() if count > place)
 
     def holds(self, seq: Sequence) -> bool:
         """Whether a sequence has drafts in flight, or should have some, so that each step must look at it."""
@@ -153,25 +163,27 @@ class Drafting:
         for row, right in guesses.items():
             seq = seqs[row]
             if seq.group.beams is None and flight.brings(seq):
-                seq.luck.learn(1, right)
+                seq.acceptance.learn(1, right)
 
-    def counted(self, flight: Flight, rows: dict[int, Verified], policy: Policy) -> int:
-        """Count the drafts of a step that has landed as computed, and tell the policy of those that were taken; returns
-        how many tokens more the step has computed than was planned, which is 0 or less."""
-        drafts = sum(row.drafts for row in rows.values())
-        taken = sum(len(row.token_ids) - 1 for row in rows.values())
-        self.counters["num_computed_tokens_total"] += drafts
-        policy.advance(taken, taken)
-        return drafts - sum(flight.drafts.values())
+    def counted(self, flight: Flight, rows: dict[int, Verified], policy: Policy) -> tuple[int, int]:
+        """Count the drafts of a step that has landed as computed, and tell the policy of those that were taken.
+
+        Returns how many tokens more the step has computed than was planned (0 or less), and how many were taken.
+        """
+        drafts = [row.drafts for row in rows.values() if row.drafts]
+        taken = Counter(len(row.token_ids) - 1 for row in rows.values())
+        num_drafts, num_taken = sum(drafts), sum(count * times for count, times in taken.items())
+        self.taken_counts.update(taken)
+        self.counters["num_computed_tokens_total"] += num_drafts
+        self.counters["spec_decode_num_drafts_total"] += len(drafts)
+        self.counters["spec_decode_num_draft_tokens_total"] += num_drafts
+        self.counters["spec_decode_num_accepted_tokens_total"] += num_taken
+        policy.advance(num_taken, num_taken)
+        return num_drafts - sum(flight.drafts.values()), num_taken
 
     def landed(self, seq: Sequence, row: Verified) -> None:
         """Learn what a row with drafts has brought."""
         taken = len(row.token_ids) - 1
-        seq.luck.learn(row.drafts, taken)
+        seq.acceptance.learn(row.drafts, taken)
         seq.num_drafts += row.drafts
         seq.num_taken += taken
-        if row.drafts:
-            self.counters["spec_decode_num_drafts_total"] += 1
-            self.counters["spec_decode_num_draft_tokens_total"] += row.drafts
-            self.counters["spec_decode_num_accepted_tokens_total"] += taken
-            self.taken_at.update(range(taken))

@@ -32,7 +32,7 @@ class Reports:
         scheduler, blocks = self.scheduler, self.scheduler.space.device
         admission, deferred = scheduler.admission, scheduler.admission.num_deferred
         waiting = {"capacity": len(admission.waiting) + len(admission.aside) - deferred, "deferred": deferred}
-        taken = {str(place): scheduler.drafting.taken_at[place] for place in range(scheduler.drafting.most)}
+        taken = {str(place): scheduler.drafting.taken_at(place) for place in range(scheduler.drafting.most)}
         return ({"spec_decode_num_accepted_tokens_per_pos_total": taken} if taken else {}) | {
             "num_requests_running": len(scheduler.running),
             "num_requests_waiting": sum(waiting.values()),

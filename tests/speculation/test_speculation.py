@@ -25,7 +25,7 @@ from layers import Batch
 from observe.journal import replay
 from outputs import RequestOutput
 from plan import StepPlan
-from scheduling.drafts import MARGIN, Drafting, Luck
+from scheduling.drafts import MARGIN, AcceptanceStats, Drafting
 from scheduling.grammar import Constraint, Grammars
 from speculation.options import SpeculativeConfig
 from worker import Worker
@@ -334,20 +334,22 @@ def test_drafts_cease_where_they_do_not_pay() -> None:
     assert [steep.price(rows) for rows in (1, 2, 3, 100)] == approx([MARGIN] * 4)
     assert 0 < flat.price(32) < 1 and flat.price(64) == approx(MARGIN)
     assert Drafting(config, {}).price(9) == 0
-    luck = Luck()
-    chances = [luck.chance]
+    stats = AcceptanceStats()
+    chances = [stats.chance]
     for taken in [0] * 20 + [4] * 20:
-        luck.learn(4, taken)
-        chances.append(luck.chance)
+        stats.learn(4, taken)
+        chances.append(stats.chance)
     assert chances[20] < 0.15 < 0.6 == chances[0] < 0.85 < chances[40] <= 1
-    assert luck.found == pytest.approx(1)
+    assert stats.found == pytest.approx(1)
     for _ in range(20):
-        luck.learn(0, 0)  # there were none to judge by,
-    assert luck.chance == chances[40] and luck.found < 0.1  # but it is known how often that is so
+        stats.learn(0, 0)  # there were none to judge by,
+    assert stats.chance == chances[40] and stats.found < 0.1  # but it is known how often that is so
 
 
 def flight_of(chances: list[float], step: int = 1) -> Any:
-    seqs = [SimpleNamespace(luck=Luck(chance), group=SimpleNamespace(beams=None)) for chance in chances]
+    seqs = [
+        SimpleNamespace(acceptance=AcceptanceStats(chance), group=SimpleNamespace(beams=None)) for chance in chances
+    ]
     return SimpleNamespace(plan=StepPlan(step), seqs=seqs)
 
 
@@ -377,7 +379,7 @@ def test_a_model_that_pays_again_is_asked_again() -> None:
     params = SimpleNamespace(constrained=False, min_tokens=0)
     request = SimpleNamespace(params=params, num_prompt=1)
     group = SimpleNamespace(beams=None, limit=100, request=request)
-    seq: Any = SimpleNamespace(luck=Luck(0.9), group=group, num_known=5, num_tokens=5, proposed=[])
+    seq: Any = SimpleNamespace(acceptance=AcceptanceStats(0.9), group=group, num_known=5, num_tokens=5, proposed=[])
     assert drafting.begin_step(9, 1, [seq]) == [seq]
     assert drafting.proposals(flight_of([0.1])) == 0 and drafting.begin_step(10, 1, [seq]) == []
     assert drafting.wanted(seq) == 0 < drafting.proposals(flight_of([0.9]))
