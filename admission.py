@@ -239,7 +239,7 @@ class Admission:
     def _make_way_for(self, group: SequenceGroup, running: Items[SequenceGroup], plan: StepPlan) -> list[SequenceGroup]:
         """What `make_way` returns, for this group. If it will fit, it is `urgent`."""
         slots = len(self.free_slots)
-        holders = [r for r in self.samples.holders if self.policy.yields(min(r.groups, key=place), group)]
+        holders = [r for r in self.samples.holders if self.policy.yields(r.groups[0], group)]
         if not (holders or self.policy.yields(running[-1], group)):
             return []
         with_adapter = self.adapters.to_preempt(group, lambda victim: self.policy.yields(victim, group))
