@@ -19,8 +19,7 @@ from plan import NewRow, StepPlan
 from scheduling.adapters import AdapterSlots
 from scheduling.beam import blocks_to_fork
 from scheduling.fair import Fair
-from scheduling.policy import GroupQueue, Policy, place
-from scheduling.priority import Priority
+from scheduling.policy import GroupQueue, Policy, Priority, place
 from scheduling.reserve import Reserve
 from scheduling.samples import Samples
 from scheduling.swap import Swap
@@ -140,11 +139,6 @@ class Admission:
         queues = self.waiting, self.swapped, self.aside
         return adapter in self.adapters.users or any(adapter in queue.lines for queue in queues)
 
-    @property
-    def num_deferred(self) -> int:
-        """Groups that wait for an adapter's slot or a trial, not for room."""
-        return len(self.aside) + sum(len(line) for line in self.waiting.lines.values() if self.adapters.lacks(line[0]))
-
     def _firsts(self) -> list[SequenceGroup]:
         """The first group of each line of both queues."""
         return [*self.waiting.firsts(), *self.swapped.firsts()]
@@ -203,8 +197,7 @@ class Admission:
                 return
             queue = self.waiting if group.status is Status.WAITING else self.swapped
             yield queue.pop(group, Status.RUNNING)
-        if self.waiting or self.swapped:
-            passed = self._firsts()
+        if passed := self._firsts():
             self.obstacle = (min(passed, key=place).name, "adapters")
 
     def _obstacle(self, group: SequenceGroup, budget: SchedulingBudget) -> str:
@@ -260,9 +253,8 @@ class Admission:
         left += sum(drop(request.prompt_tables) for request in holders)
         victims = dict[SequenceGroup, None]()
         for victim in [*with_adapter, *reversed(running)]:
-            if len(victims) >= len(with_adapter) and left >= 0 and slots >= group.width:
-                break
-            if not self.policy.yields(victim, group):
+            enough = len(victims) >= len(with_adapter) and left >= 0 and slots >= group.width
+            if enough or not self.policy.yields(victim, group):
                 break
             if victim not in victims:
                 left += drop(table for seq in victim.seqs for table in seq.tables)

@@ -158,21 +158,15 @@ class EngineCore:
             return
         try:
             adapter = self.adapters.take(r.lora, at_once) if r.lora else None
-        except ValueError:
-            self.scheduler.stats.refused()
-            raise
-        if r.lora and not adapter:
-            self.adapters.wait(r)
-            return
-        # Also without an adapter: whatever the salt is, it is none of an adapter's.
-        salt = f"{r.salt}\0{adapter.key if adapter else ''}" if self.config.enable_lora else r.salt
-        prompt = r.prompt_token_ids
-        if adapter and adapter.num_virtual_tokens:
-            prompt = [PLACEHOLDER] * adapter.num_virtual_tokens + prompt
-        queued = Request(r.request_id, prompt, r.params, salt, r.priority, r.client, r.pooling, adapter)
-        queued.delay = time.monotonic() - r.arrival_time
-        self._observe("tick")
-        try:
+            if r.lora and not adapter:
+                self.adapters.wait(r)
+                return
+            # Also without an adapter: whatever the salt is, it is none of an adapter's.
+            salt = f"{r.salt}\0{adapter.key if adapter else ''}" if self.config.enable_lora else r.salt
+            prompt = [PLACEHOLDER] * (adapter.num_virtual_tokens if adapter else 0) + r.prompt_token_ids
+            queued = Request(r.request_id, prompt, r.params, salt, r.priority, r.client, r.pooling, adapter)
+            queued.delay = time.monotonic() - r.arrival_time
+            self._observe("tick")
             check_pooling(r.pooling, r.params, self.config, self.model_config)
             if r.params.structured_outputs is not None:
                 queued.grammar = self.grammars.compile(r.params.structured_outputs, r.client)
@@ -186,10 +180,6 @@ class EngineCore:
             self.scheduler.stats.refused()
             raise
 
-    def _queued(self) -> Iterator[Request]:
-        """The requests that have their adapters."""
-        return chain(self.scheduler.requests.values(), self.grammars.waiting.values())
-
     def _uses(self, adapter: Adapter) -> bool:
         """Whether a request has this adapter."""
         compiling = (request.adapter for request in self.grammars.waiting.values())
@@ -202,7 +192,8 @@ class EngineCore:
             WorkerError: a worker has died meanwhile.
         """
         lost = self.adapters.reload(self.executor.collective_rpc)
-        self._give_up({r: lost[r.adapter] for r in self._queued() if r.adapter in lost}, engine_fault=True)
+        requests = chain(self.scheduler.requests.values(), self.grammars.waiting.values())
+        self._give_up({r: lost[r.adapter] for r in requests if r.adapter in lost}, engine_fault=True)
 
     @undisturbed()  # Ctrl-C waits until the end
     def _queue(self, request: Request) -> None:
@@ -432,14 +423,13 @@ class EngineCore:
             "cache_config_info": {name: str(value) for name, value in cache.items()},
         }
         if self.config.enable_lora:
-            waiting = chain(self.paused.values(), self.adapters.waiting.values())
-            paused = [request.lora.lora_name for request in waiting if request.lora]
+            paused = [request.lora.lora_name for request in self.adapters.waiting.values() if request.lora]
             told["lora_requests_info"] = self.scheduler.reports.adapters(paused)
         return told
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
-        self.scheduler.reset_prefix_cache()
+        self.scheduler.space.reset_prefix_cache()
         self._observe("reset_prefix_cache")
 
     def check_integrity(self) -> None:

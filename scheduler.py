@@ -252,20 +252,18 @@ class Scheduler:
             assert self.admission.urgent
             self._preempt(victim, flight.plan, self.admission.urgent.request)
 
-    def _preempt(self, victim: SequenceGroup, plan: StepPlan, cause: Request) -> None:
-        """Preempt a running group, to make room for `cause`."""
+    def _preempt(self, victim: SequenceGroup, plan: StepPlan, cause: Request) -> SequenceGroup:
+        """Preempt a running group, to make room for `cause`; returns it."""
         for flight in self.in_flight:  # what these steps bring it is dropped, even if it runs again first
             flight.dropped.update(victim.seqs)
         self._take_out(victim)
         self.admission.preempt(victim, plan, cause)
+        return victim
 
     def _make_room(self, missing: int, group: SequenceGroup, plan: StepPlan) -> bool:
         """Preempt from the back until `missing` blocks are free; returns whether `group` still runs."""
         while missing > self.blocks.num_free:
-            if self.admission.samples.drop(1):
-                continue
-            self._preempt(victim := self.running[-1], plan, group.request)
-            if victim is group:
+            if not self.admission.samples.drop(1) and self._preempt(self.running[-1], plan, group.request) is group:
                 return False
         return True
 
@@ -402,7 +400,9 @@ class Scheduler:
             if group.beams is None:
                 seq.delivered += tokens
             if computed >= (seq.num_published + 1) * self.config.block_size:
-                self._publish(seq, computed, len(tokens))
+                # Of drafts and of a token that has just come nothing is computed yet. Beams have not chosen theirs.
+                most = computed if group.beams else len(seq.tokens) - bool(tokens)
+                self.space.publish(seq, min(computed, most))
             if i in result.pooled:
                 self._finish(group, "stop")
                 output = EngineOutput(request.request_id, [], "stop", finished=True, pooled=result.pooled[i])
@@ -425,7 +425,7 @@ class Scheduler:
             if drafts:  # it may join the batch once a step has wanted no drafts for it
                 continue
             alone = seq.batch is None and group.lane is flight.lane and seq.only_decodes
-            if alone and not self.drafting.holds(seq):
+            if alone and not (seq.num_unsure or self.drafting.wanted(seq)):
                 flight.lane.decodes.join(seq)
         self.counters["generation_tokens_total"] += sum(len(o.token_ids) for o in news.outputs) + len(news.token_ids)
         for rows in beams.values():
@@ -464,16 +464,6 @@ class Scheduler:
             going = [name not in ended for name in names]
             names, token_ids = [*compress(names, going)], [*compress(token_ids, going)]
         return Outputs(outputs, names, token_ids)
-
-    def _publish(self, seq: Sequence, computed: int, new: int) -> None:
-        """Offer full blocks to the prefix cache once a row has brought a sequence `new` tokens.
-
-        With drafts, `computed` is the most that it may have computed; its last token is not computed yet.
-        """
-        if seq.group.beams is None:
-            computed = min(computed, len(seq.tokens) - (new > 0))
-        if computed >= (seq.num_published + 1) * self.config.block_size:
-            self.space.publish(seq, computed)
 
     def _output_of(
         self, seq: Sequence, stopped: bool, tokens: list[int], logprobs: Items[Logprobs] = ()
@@ -534,10 +524,6 @@ class Scheduler:
         for group in running:
             group.timeline.note(started_over=True)
             self.admission.recompute(group, now)
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
-        self.space.reset_prefix_cache()
 
     def check_integrity(self) -> None:
         """Assert that queues, slots and blocks agree with each other."""

@@ -26,19 +26,13 @@ class HostAdapters:
     free.
 
     If all rows are in use, requests for further adapters wait, and others pass them. So that these cannot keep them
-    waiting for ever, one adapter then has to leave: new requests for it wait, too, until it has left.
+    waiting for ever, the least recently used adapter then has to leave: new requests for it wait, too.
 
     Args:
         config: the engine's options.
         call: has all workers call a method, by its name and with its arguments; returns what each returns. A ValueError
             says that the workers were started anew; then `reload` was called.
         in_use: returns whether a request has an adapter.
-
-    Attributes:
-        reading: the adapters that workers read now, and their folders.
-        waiting: the requests that wait for their adapters, by id.
-        lines: the ids of those for each folder.
-        crowded: the folders whose adapters need a row, in the order of arrival.
     """
 
     def __init__(self, config: EngineConfig, call: Callable[..., list[Any]], in_use: Callable[[Adapter], bool]):
@@ -46,15 +40,15 @@ class HostAdapters:
         self.limits = config.max_lora_rank, config.max_prompt_adapter_token
         self.free = list(range(config.host_loras))[::-1]
         self.known: dict[Adapter, str] = {}  # and their folders; the least recently used first
-        self.reading: dict[Adapter, str] = {}
+        self.reading: dict[Adapter, str] = {}  # those that workers read now, and their folders
         self.failed: dict[Adapter, tuple[str, float]] = {}  # what was wrong with an adapter, and when that was found
         self.interrupted: set[Adapter] = set()  # workers have died while they read these
         self.looked = 0.0  # when `look` last asked the workers
-        self.waiting: dict[str, EngineCoreRequest] = {}
-        self.lines: dict[str, dict[str, None]] = {}
-        self.crowded: dict[str, None] = {}
-        self.leaving: Adapter | None = None  # has to leave for the first of `crowded`
+        self.waiting: dict[str, EngineCoreRequest] = {}  # requests that wait for their adapters, by id,
+        self.lines: dict[str, dict[str, None]] = {}  # and the ids of those for each folder
+        self.crowded: dict[str, None] = {}  # folders whose adapters need a row; the first to come first
         self.answered: list[str] = []  # folders of which workers have said that they are read, or what is wrong
+        self.turns: list[str] = []  # folders whose requests the latest look has returned
 
     def add(self, name: str, folder: str) -> bool | None:
         """Have an adapter loaded before a request asks for it.
@@ -80,8 +74,9 @@ class HostAdapters:
         Raises:
             ValueError: the engine serves none, there is no such adapter, or it is not for this model.
         """
-        behind = asked.lora_path in self.lines and (not at_once or asked.lora_path in self.crowded)
-        return None if behind else self._find(asked, at_once)
+        if at_once:
+            self._read_to_end(asked.lora_path)
+        return None if asked.lora_path in self.lines else self._find(asked, at_once)
 
     def wait(self, request: EngineCoreRequest) -> None:
         """Have a request wait until `look` returns it."""
@@ -89,9 +84,8 @@ class HostAdapters:
         folder = request.lora.lora_path
         self.waiting[request.request_id] = request
         self.lines.setdefault(folder, {})[request.request_id] = None
-        if folder not in self.reading.values():
+        if folder not in self.reading.values() and folder not in self.answered:
             self.crowded[folder] = None
-            self.leaving = self.leaving or next(iter(self.known), None)
 
     def abort(self, request_id: str) -> None:
         """Have a request wait no more, if it does."""
@@ -101,16 +95,16 @@ class HostAdapters:
             if not line:
                 del self.lines[folder]
                 self.crowded.pop(folder, None)
-                self.leaving = self.leaving if self.crowded else None
 
     def _find(self, asked: LoRARequest, at_once: bool) -> Adapter | None:
         if not self.enabled:
             raise ValueError(f"lora_request is {asked.lora_name!r:.200}; it needs an engine with enable_lora")
-        if asked.lora_path in self.reading.values() and not at_once:
+        if asked.lora_path in self.reading.values():
             return None
         wanted = Adapter(state_of(asked.lora_path), -1)
         adapter = next((known for known in self.known if known == wanted), None)
-        if adapter and adapter == self.leaving:
+        has_turn = not self.crowded or asked.lora_path in self.turns
+        if adapter and not has_turn and adapter is next(iter(self.known)):  # it has to leave
             return None
         if adapter:
             self.known[adapter] = self.known.pop(adapter)
@@ -118,17 +112,20 @@ class HostAdapters:
         wrong, found = self.failed.get(wanted, ("", 0.0))
         if time.monotonic() < found + MEMORY:
             raise ValueError(wrong)
-        if wanted not in self.reading:
-            virtual = read_adapter(asked.lora_path, *self.limits).num_virtual_tokens if self.limits[1] else 0
-            if not self._make_room():
-                return None
-            self._begin(Adapter(wanted.key, self.free.pop(), asked.lora_name, virtual), asked.lora_path)
+        virtual = read_adapter(asked.lora_path, *self.limits).num_virtual_tokens if self.limits[1] else 0
+        if not (has_turn and self._make_room()):
+            return None
+        self._begin(Adapter(wanted.key, self.free.pop(), asked.lora_name, virtual), asked.lora_path)
         if not at_once:
             return None
-        while wanted in self.reading:
+        self._read_to_end(asked.lora_path)
+        return self._find(asked, at_once)
+
+    def _read_to_end(self, folder: str) -> None:
+        """Wait until the workers do not read a folder any more."""
+        while folder in self.reading.values():
             time.sleep(PAUSE)
             self._ask()
-        return self._find(asked, at_once)
 
     def _make_room(self) -> bool:
         """Whether a row is free, or becomes so because no request uses its adapter."""
@@ -151,17 +148,12 @@ class HostAdapters:
         if self.reading and (idle or time.monotonic() > self.looked + LOOK):
             self._ask()
         if self.crowded and not self.answered:  # what has just been read stays until it is in use
-            if self._make_room():
-                spared = self.known.get(self.leaving, "") if self.leaving else ""  # the folder of one that can stay
-                self.leaving = None
-                for folder in (next(iter(self.crowded)), spared):
-                    if folder in self.crowded:
-                        del self.crowded[folder]
-                        self.answered.append(folder)
-            elif self.leaving not in self.known:
-                self.leaving = next(iter(self.known), None)
-        answered, self.answered = self.answered, []
-        return [self.waiting.pop(name) for folder in answered for name in self.lines.pop(folder, ())]
+            first = next(iter(self.crowded))
+            if first in self.known.values() or self._make_room():
+                del self.crowded[first]
+                self.answered = [first]
+        self.turns, self.answered = self.answered, []
+        return [self.waiting.pop(name) for folder in self.turns for name in self.lines.pop(folder, ())]
 
     def _ask(self) -> None:
         """Ask the workers which adapters they have read."""
@@ -177,7 +169,7 @@ class HostAdapters:
             if None in said:
                 continue
             del self.reading[adapter]
-            self.answered.append(folder)
+            self.answered += [folder] if folder in self.lines else []
             self.interrupted.discard(adapter)
             if wrong := next(filter(None, said), ""):
                 self._refuse(adapter, wrong)
@@ -206,7 +198,7 @@ class HostAdapters:
             else:
                 self.free.append(adapter.row)
         self.interrupted ^= self.reading.keys()
-        self.answered += self.reading.values()
+        self.answered += self.lines.keys() & self.reading.values()
         self.reading.clear()
         lost = {}
         for adapter, folder in [*self.known.items()]:

@@ -182,7 +182,7 @@ def apply_event(scheduler: Scheduler, kind: str, rest: list[Any]) -> None:
         for request_id, index, count in proposed:  # which they are decides nothing
             names[request_id, index].seqs[0].proposed = [0] * count
     else:
-        scheduler.reset_prefix_cache()
+        scheduler.space.reset_prefix_cache()
 
 
 def main() -> None:

@@ -46,10 +46,7 @@ class AdapterSlots:
         return [g for g in firsts if not self.lacks(g) and (g.request.adapter != self.leaving or g.key < bar)]
 
     def to_preempt(self, group: SequenceGroup, yields: Callable[[SequenceGroup], bool]) -> list[SequenceGroup] | None:
-        """The fewest running groups without which a group could have a slot; all must be ones that `yields` names.
-
-        Returns None if there are none such.
-        """
+        """The fewest groups that run, and yield, without which a group could have a slot; None: there are none."""
         if not self.lacks(group):
             return []
         by_adapter: defaultdict[Adapter, list[SequenceGroup]] = defaultdict(list)

@@ -82,7 +82,6 @@ class Drafting:
             return []
         before = self.needed if self.room else math.inf
         self.room, self.needed = self.made if width <= MOST_DRAFTING else 0, self.price(width)
-        # A sequence should have j drafts if chance^j is at least what the j-th must bring.
         self.floors = [self.needed ** (1 / j) for j in range(1, self.room + 1)] if self.needed < 1 else []
         if not self.room or (self.needed >= before and step < self.reviewed + REVIEW):
             return []
@@ -130,7 +129,7 @@ class Drafting:
             gains = [gain * chance for gain, chance in zip(gains, chances, strict=True)]
         return self.made
 
-    def wanted(self, seq: Sequence, room: int | None = None) -> int:
+    def wanted(self, seq: Sequence, room: float = math.inf) -> int:
         """How many drafts a sequence should have, and `room` at most."""
         if not self.floors:
             return 0
@@ -138,31 +137,20 @@ class Drafting:
         if seq.acceptance.found * chance < self.needed:
             return 0
         group, params = seq.group, seq.group.request.params
-        most = group.limit - seq.num_known - 1
-        most = most if room is None or most < room else room
+        most = min(room, group.limit - seq.num_known - 1)
         if params.constrained:  # those that its grammar takes; it has masks for each count of tokens
             most = min(most, len(seq.proposed))
         elif params.min_tokens and seq.num_tokens - group.request.num_prompt < params.min_tokens:
             return 0  # a mask changes with the count of tokens
         if most <= 0 or group.beams is not None:
             return 0
-        count = bisect_right(self.floors, chance)
-        return count if count < most else most
-
-    def taken_at(self, place: int) -> int:
-        """How many rows have taken the draft at this place, counted from 0."""
-        return sum(times for count, times in self.taken_counts.items() if count > place)
-
-    def holds(self, seq: Sequence) -> bool:
-        """Whether a sequence has drafts in flight, or should have some, so that each step must look at it."""
-        return seq.num_unsure > 0 or self.wanted(seq) > 0
+        return min(bisect_right(self.floors, chance), int(most))
 
     def guessed(self, flight: Flight, guesses: dict[int, bool]) -> None:
         """Learn from drafts that were not verified, by the indices of a step's rows."""
         seqs = flight.seqs
         for row, right in guesses.items():
-            seq = seqs[row]
-            if seq.group.beams is None and flight.brings(seq):
+            if (seq := seqs[row]).group.beams is None and flight.brings(seq):
                 seq.acceptance.learn(1, right)
 
     def counted(self, flight: Flight, rows: dict[int, Verified], policy: Policy) -> tuple[int, int]:
@@ -170,12 +158,12 @@ class Drafting:
 
         Returns how many tokens more the step has computed than was planned (0 or less), and how many were taken.
         """
-        drafts = [row.drafts for row in rows.values() if row.drafts]
-        taken = Counter(len(row.token_ids) - 1 for row in rows.values())
-        num_drafts, num_taken = sum(drafts), sum(count * times for count, times in taken.items())
+        num_drafts = sum(row.drafts for row in rows.values())
+        taken = [len(row.token_ids) - 1 for row in rows.values()]
+        num_taken = sum(taken)
         self.taken_counts.update(taken)
         self.counters["num_computed_tokens_total"] += num_drafts
-        self.counters["spec_decode_num_drafts_total"] += len(drafts)
+        self.counters["spec_decode_num_drafts_total"] += sum(row.drafts > 0 for row in rows.values())
         self.counters["spec_decode_num_draft_tokens_total"] += num_drafts
         self.counters["spec_decode_num_accepted_tokens_total"] += num_taken
         policy.advance(num_taken, num_taken)

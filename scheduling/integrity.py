@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from admission import Admission
     from kv_cache import BlockSpaceManager
     from scheduler import Scheduler
-    from scheduling.adapters import AdapterSlots
 
 
 def check_integrity(scheduler: Scheduler) -> None:
@@ -19,7 +18,6 @@ def check_integrity(scheduler: Scheduler) -> None:
     groups = [group for request in scheduler.requests.values() for group in request.groups]
     check_space(scheduler.space, scheduler.admission, groups)
     check_admission(scheduler.admission, scheduler, groups)
-    check_adapters(scheduler.admission.adapters, scheduler.running)
     scheduler.policy.check_integrity(scheduler.requests.values())
     check_running(scheduler)
     check_lanes(scheduler)
@@ -38,11 +36,9 @@ def check_space(space: BlockSpaceManager, admission: Admission, groups: list[Seq
 
 def check_admission(admission: Admission, scheduler: Scheduler, groups: list[SequenceGroup]) -> None:
     """Each group is in one place, and each slot has one owner."""
-    queues = admission.waiting, admission.swapped, admission.aside
-    waiting, swapped, aside = map(list, queues)
+    waiting, swapped, aside = map(list, (admission.waiting, admission.swapped, admission.aside))
     requests, running = scheduler.requests.values(), scheduler.running
     held = [group for request in requests for group in request.held]
-    assert [*map(len, (waiting, swapped, aside))] == [*map(len, queues)]
     alone = admission.trial.alone
     assert all(alone and group.request not in alone for group in aside)
     assert not alone or all(group.request in alone for group in (*waiting, *swapped, *running))
@@ -61,12 +57,9 @@ def check_admission(admission: Admission, scheduler: Scheduler, groups: list[Seq
         for seq in group.seqs:
             columns = admission.space.host.blocks_for(seq.num_computed)
             assert [len(table) for table in seq.host_tables] == [columns] * len(admission.space.windows)
-
-
-def check_adapters(adapters: AdapterSlots, running: list[SequenceGroup]) -> None:
-    """Running groups hold their adapters' slots."""
-    held = {group: group.request.adapter for group in running if group.request.adapter}
-    assert adapters.holders == held and adapters.users == Counter(held.values())
+    adapters = admission.adapters
+    with_adapter = {group: group.request.adapter for group in running if group.request.adapter}
+    assert adapters.holders == with_adapter and adapters.users == Counter(with_adapter.values())
     assert adapters.users.keys() <= adapters.slots.keys() and all(adapters.users.values())
     assert sorted([*adapters.free, *adapters.slots.values()]) == list(range(adapters.count))
 

@@ -6,15 +6,13 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Items
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from config import EngineConfig
-from sequence import Adapter, Flight, Key, Request, SequenceGroup, Status
+from sequence import Adapter, Flight, Request, SequenceGroup, Status
 
-
-def place(group: SequenceGroup) -> Key:
-    """What queues are sorted by."""
-    return group.key
+place = attrgetter("key")  # of a group: what queues are sorted by
 
 
 class GroupQueue:
@@ -23,10 +21,9 @@ class GroupQueue:
     def __init__(self, status: Status):
         self.status = status
         self.lines: dict[Adapter | None, list[SequenceGroup]] = {}  # none is empty
-        self.count = 0
 
     def __len__(self) -> int:
-        return self.count
+        return sum(map(len, self.lines.values()))
 
     def __iter__(self) -> Iterator[SequenceGroup]:
         """All groups, line by line."""
@@ -39,7 +36,6 @@ class GroupQueue:
     def push(self, group: SequenceGroup) -> None:
         """Put `group` in its place."""
         group.status = self.status
-        self.count += 1
         insort(self.lines.setdefault(group.request.adapter, []), group, key=place)
 
     def pop(self, group: SequenceGroup, status: Status) -> SequenceGroup:
@@ -50,7 +46,6 @@ class GroupQueue:
 
     def _remove(self, group: SequenceGroup) -> None:
         line = self.lines[group.request.adapter]
-        self.count -= 1
         del line[bisect_left(line, group.key, key=place)]
         if not line:
             del self.lines[group.request.adapter]
@@ -112,3 +107,11 @@ class Policy(GroupQueue):
 
     def check_integrity(self, requests: Collection[Request]) -> None:
         """Assert that what the policy keeps agrees with `requests`, all that have yet to finish."""
+
+
+class Priority(Policy):
+    """The lowest `Request.priority` first."""
+
+    def rank(self, request: Request) -> int:
+        """What its client has given."""
+        return request.priority

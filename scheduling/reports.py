@@ -30,9 +30,12 @@ class Reports:
     def metrics(self) -> dict[str, Any]:
         """What is counted, by the names of `observe.metrics.SERIES`."""
         scheduler, blocks = self.scheduler, self.scheduler.space.device
-        admission, deferred = scheduler.admission, scheduler.admission.num_deferred
+        admission = scheduler.admission
+        lines = admission.waiting.lines.values()
+        deferred = len(admission.aside) + sum(len(line) for line in lines if admission.adapters.lacks(line[0]))
         waiting = {"capacity": len(admission.waiting) + len(admission.aside) - deferred, "deferred": deferred}
-        taken = {str(place): scheduler.drafting.taken_at(place) for place in range(scheduler.drafting.most)}
+        drafting = scheduler.drafting
+        taken = {str(i): sum(n for k, n in drafting.taken_counts.items() if k > i) for i in range(drafting.most)}
         return ({"spec_decode_num_accepted_tokens_per_pos_total": taken} if taken else {}) | {
             "num_requests_running": len(scheduler.running),
             "num_requests_waiting": sum(waiting.values()),

@@ -69,13 +69,18 @@ class Endless:
         behind = max(0, clients[own].counter - min(client.counter for client in clients.values()))
         return CLASSES * ((queued + NUM_ADAPTERS + 1) * most + behind) // least
 
+    def num_passed(self) -> int:
+        """Groups that wait for an adapter's slot."""
+        admission = self.engine.scheduler.admission
+        return sum(len(line) for line in admission.waiting.lines.values() if admission.adapters.lacks(line[0]))
+
     def add(self) -> None:
         """A request arrives."""
         rng, scheduler, name = self.random, self.engine.scheduler, str(len(self.asked))
         rank = 1 if rng.random() < self.second else 0
         users = Counter(request.adapter.row for request in scheduler.requests.values() if request.adapter)
         adapter = rng.choice((None, *5 * [min(range(self.slots), key=users.__getitem__)]))
-        if rng.random() < self.rare and scheduler.admission.num_deferred < 4:
+        if rng.random() < self.rare and self.num_passed() < 4:
             adapter, rank = rng.randrange(self.slots, NUM_ADAPTERS), rng.randrange(CLASSES)
         ids, most = prompt(rng.randint(1, MOST_PROMPT), rng.randrange(9)), rng.randint(1, MOST_OUTPUT)
         self.asked[name] = ids, most, adapter
@@ -90,7 +95,7 @@ class Endless:
     def step(self, full: bool = True) -> None:
         """A step, before which requests arrive if the engine is to be kept `full`."""
         scheduler = self.engine.scheduler
-        while full and len(scheduler.running) + len(scheduler.waiting) - scheduler.admission.num_deferred < self.most:
+        while full and len(scheduler.running) + len(scheduler.waiting) - self.num_passed() < self.most:
             self.add()
         if not scheduler.has_work():
             return

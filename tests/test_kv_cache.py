@@ -222,7 +222,7 @@ def test_prefixes_come_back_from_host_memory():
     engine.run()
     assert engine.outputs["again"] == engine.outputs["first"]
     assert engine.scheduler.reports.metrics()["host_cache_hits_total"] > 0
-    engine.scheduler.reset_prefix_cache()
+    engine.scheduler.space.reset_prefix_cache()
     forgotten = engine.add("forgotten", prompt(28), max_tokens=2, ignore_eos=True)
     engine.run()
     assert forgotten.request.num_cached == 0

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 
-from examples import tried
 from lora.adapter import CONFIG, WEIGHTS, LoRARequest, read_adapter
-from lora.patterns import MOST, MOST_IN_ALL, MOST_NAMES, Pattern, Patterns
+from lora.patterns import MOST_CHARS, MOST_KEYS, Patterns
 from lora.registry import state_of
 
 PROMPTS: dict[str, Any] = {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 8}
@@ -103,16 +100,15 @@ def test_all_that_peft_writes_for_prompt_tuning_is_read(tmp_path: Path) -> None:
         ({"rank_pattern": {"q_proj": None}}, "rank_pattern is None; it must be a whole number"),
         ({"rank_pattern": ["q_proj"]}, r"rank_pattern is \['q_proj'\]; it must be an object"),
         ({"rank_pattern": {"(": 4}}, r"rank_pattern has the key '\(', which is not taken: missing \)"),
-        ({"alpha_pattern": {"[": 4}}, r"alpha_pattern has the key '\[', which is not taken: it may have characters"),
-        ({"rank_pattern": {"a)": 4}}, r"which is not taken: nothing before '\)' asks for it"),
-        ({"rank_pattern": {"^a|b": 4}}, r"which is not taken: nothing before '\|' asks for it"),
-        ({"rank_pattern": {"(*a)": 4}}, r"which is not taken: nothing before '\*' may be repeated"),
-        ({"rank_pattern": {"a**": 4}}, r"which is not taken: nothing before '\*' may be repeated"),
+        ({"alpha_pattern": {"[": 4}}, r"alpha_pattern has the key '\[', which is not taken: unterminated character"),
+        ({"rank_pattern": {"a)": 4}}, r"which is not taken: unbalanced parenthesis"),
+        ({"rank_pattern": {"(*a)": 4}}, r"which is not taken: nothing to repeat"),
         ({"rank_pattern": {"[z-a]b": 4}}, "which is not taken: bad character range z-a"),
-        ({"rank_pattern": {"(?=q)q": 4}}, "which is not taken: it may have characters, '.', classes, groups"),
-        ({"rank_pattern": {"(a*" + "a" * MOST: 4}}, f"it has {MOST + 3} characters; it may have {MOST}"),
-        ({"rank_pattern": {f"a*{i:99}".replace(" ", "a"): 4 for i in range(99)}}, f"{MOST_IN_ALL} are taken"),
-        ({"rank_pattern": {f"a{i}": 4 for i in range(MOST_NAMES + 1)}}, f"at most {MOST_NAMES} and"),
+        ({"rank_pattern": {"(a|b)*": 4}}, "which is not taken: a group in it is repeated"),
+        ({"rank_pattern": {".*a.*b.*c.*": 4}}, r"taken: 4 repeats, 0 '\?', 0 groups and 0 '\|' in it are too many"),
+        ({"rank_pattern": {"*" * MOST_CHARS: 4}}, "not taken: 300 repeats"),
+        ({"rank_pattern": {"a" * (MOST_CHARS + 1): 4}}, f"it has 301 characters; it may have {MOST_CHARS}"),
+        ({"rank_pattern": {f"a{i}": 4 for i in range(MOST_KEYS + 1)}}, f"10001 keys; at most {MOST_KEYS}"),
         ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern is '8'; it must be a number"),
         ({"lora_alpha": math.nan}, "lora_alpha is nan; it must be a number"),
         ({"lora_alpha": False}, "lora_alpha is False; it must be a number"),
@@ -192,38 +188,24 @@ def test_a_pattern_matches_the_end_of_a_modules_name(patterns: dict[str, int], m
     assert Patterns("", patterns).find(module, 8) == found
 
 
-WORD = st.sampled_from(["a", "b", "_", "ab", ".", r"\.", r"\w", "[ab]", "[^b.]", "[a-c_]"])
-EXPRESSION = st.recursive(
-    WORD,
-    lambda inner: st.one_of(
-        st.lists(inner, min_size=1, max_size=4).map("".join),
-        st.lists(inner, min_size=1, max_size=3).map(lambda parts: f"({'|'.join(parts)})"),
-        inner.flatmap(lambda text: st.sampled_from([f"(?:{text}){sign}" for sign in "*+?"])),
-    ),
-    max_leaves=6,
-)
-
-EXPRESSIONS = [
-    ("(a|b)+", ["ab", "b"]), ("(?:a|(b|_)?)b", ["_b"]), ("(?:(?:a)*b)?", ["c", "aab"]), (r"a\.(b|_)*", ["a", "_b"]),
-    ("[^b.](?:[a-c_])?", ["cc", "b"]), (r"\w.(?:a)+", ["abaa"]),
-]  # fmt: skip
-
-
-@tried(EXPRESSION, st.lists(st.text("ab_c", min_size=1, max_size=3), min_size=1, max_size=3), on=EXPRESSIONS, drawn=300)
-def test_a_pattern_matches_as_pefts_expression_does(text: str, parts: list[str]) -> None:
-    name = ".".join(parts)
-    assert Pattern(text)(name) == bool(re.match(rf"(.*\.)?({text})$", name))
-    assert Patterns("", {text: 1}).find(name, 0) == Pattern(text)(name)
-
-
 @pytest.mark.parametrize(
-    "text", ["(a|a)*b", "((a+)+)+b", "(((((a*)*)*)*)*)*b", ".*" * 100 + "b", "(a|a)" * 50 + "b", "(a?)" * 70 + "a" * 20]
-)
-def test_a_hostile_pattern_takes_no_time(tmp_path: Path, text: str) -> None:
+    "text",
+    [
+        "(a|a)*b", "((a+)+)+b", "(((((a*)*)*)*)*)*b", ".*" * 100 + "b", "(a|a)" * 50 + "b", "(a?)" * 70 + "a" * 20,
+        "a?" * 70 + "a" * 70, "(a|a){9}b", "(.|.|.|.)" * 12 + "b", r"\((a|a)*b", "[(](a|a)*b", "[]a](a|a)*b",
+    ],
+)  # fmt: skip
+def test_a_hostile_pattern_is_refused(tmp_path: Path, text: str) -> None:
     """Python's `re` would not come back from most of these."""
+    with pytest.raises(ValueError, match=r"which is not taken: .*(in it is repeated|in it are too many)"):
+        read_adapter(write(tmp_path, rank_pattern={text: 4}))
+
+
+@pytest.mark.parametrize("text", [".*.*b", "(a|a|a|a|a|a)(a|a|a)a*b", "a?a?a?a?a?a?a?a?a?a?b", "(.|.|.|.|.).*b"])
+def test_the_slowest_patterns_that_are_taken(tmp_path: Path, text: str) -> None:
     config = read_adapter(write(tmp_path, rank_pattern={text: 4}))
-    assert config.rank_of("model." + "a" * 90) == (4 if text.startswith("(a?)") else 8)
-    assert config.rank_of("model." + "a" * 49 + "b") == (8 if text.startswith("(a?)") or "(a|a)(" in text else 4)
+    assert config.rank_of("model." + "a" * 44) == 8
+    assert config.rank_of("model." + "a" * 10 + "b") == 4
 
 
 def test_the_scale_is_of_the_modules_own_rank(tmp_path: Path) -> None:

@@ -417,6 +417,25 @@ def test_crowded_requests_sleep_with_the_workers(folders: list[Path]) -> None:
     assert run(core)[2] == ["a", "b"]
 
 
+def test_crowded_requests_are_passed_by_some_and_not_for_ever(folders: list[Path]) -> None:
+    """Streams of requests for the two adapters that have rows never end; another one gets its turn."""
+    core = make_core(max_loras=2, max_cpu_loras=2, max_num_seqs=6)
+    ended: list[str] = []
+    for number in range(60):
+        for adapter in range(2):
+            core.add(request(f"{adapter} {number}", folders[adapter], max_tokens=6), at_once=True)
+        if number == 3:
+            for name, adapter in {"third": 2, "fourth": 3}.items():
+                core.add(request(name, folders[adapter], max_tokens=2), at_once=True)
+            assert [*core.adapters.crowded] == [str(folders[2]), str(folders[3])]
+        for _ in range(2):
+            ended += [output.request_id for output in core.step() if output.finished]
+    _, errors, _ = run(core)
+    assert not errors and "third" in ended and "fourth" in ended
+    passed = ended[: ended.index("third")]
+    assert "1 4" in passed and "0 10" not in passed  # the least recently used one has to leave
+
+
 def test_more_adapters_than_rows_and_slots_take_turns(folders: list[Path]) -> None:
     """The least recently used one gives up its row, and one in use never does."""
     core = make_core(max_loras=1, max_cpu_loras=2)

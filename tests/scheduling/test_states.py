@@ -294,7 +294,7 @@ def test_states_are_forgotten(lost):
     pool = engine.scheduler.space.states.snapshots
     assert pool.block_of
     if lost is None:
-        engine.scheduler.reset_prefix_cache()
+        engine.scheduler.space.reset_prefix_cache()
     else:
         engine.lose(lost)
     assert not pool.block_of
