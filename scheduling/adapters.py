@@ -32,18 +32,18 @@ class AdapterSlots:
     def lacks(self, group: SequenceGroup) -> bool:
         """Whether other adapters have all slots, so that a group cannot have one for its own."""
         adapter = group.request.adapter
-        return not (adapter is None or adapter in self.slots or self.free or len(self.users) < len(self.slots))
+        return len(self.users) == self.count and adapter is not None and adapter not in self.users
 
     def admissible(self, firsts: list[SequenceGroup]) -> list[SequenceGroup]:
         """Those of `firsts` that may come in now. These are the first groups of all lines, one line an adapter."""
-        passed = [group.key for group in firsts if self.lacks(group)]
+        passed = [group for group in firsts if self.lacks(group)] if len(self.users) == self.count else []
         if not passed:
             self.leaving = None
             return firsts
         if self.leaving is None:
             self.leaving = min(self.slots, key=self.users.__getitem__)
-        bar = min(passed)
-        return [g for g in firsts if not self.lacks(g) and (g.request.adapter != self.leaving or g.key < bar)]
+        bar, others = min(group.key for group in passed), set(firsts).difference(passed)
+        return [group for group in others if group.request.adapter != self.leaving or group.key < bar]
 
     def to_preempt(self, group: SequenceGroup, yields: Callable[[SequenceGroup], bool]) -> list[SequenceGroup] | None:
         """The fewest groups that run, and yield, without which a group could have a slot; None: there are none."""
