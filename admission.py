@@ -141,7 +141,7 @@ class Admission:
 
     def _firsts(self) -> list[SequenceGroup]:
         """The first group of each line of both queues."""
-        return [*self.waiting.firsts(), *self.swapped.firsts()]
+        return self.waiting.firsts() + self.swapped.firsts()
 
     def first(self) -> SequenceGroup | None:
         """The group that comes in next; None if no group waits or is swapped, or none can have its adapter now."""
@@ -222,7 +222,8 @@ class Admission:
         """
         if not self.waiting or not running or self.config.makes_vectors:
             return []
-        for group in dict.fromkeys((min(self._firsts(), key=place), self.first())):
+        best = min(self._firsts(), key=place)
+        for group in (best, self.first()) if self.adapters.lacks(best) else (best,):
             if group and group.status is Status.WAITING:
                 victims = self._make_way_for(group, running, plan)
                 if self.urgent:
