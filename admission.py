@@ -24,7 +24,7 @@ from scheduling.reserve import Reserve
 from scheduling.samples import Samples
 from scheduling.swap import Swap
 from scheduling.trial import Trial
-from sequence import Adapter, Request, SchedulingBudget, Sequence, SequenceGroup, Status, by_column
+from sequence import Request, SchedulingBudget, Sequence, SequenceGroup, Status, by_column
 
 POLICIES: dict[str, type[Policy]] = {  # by the names of `EngineConfig.scheduling_policy`
     "auto": Policy,
@@ -113,11 +113,14 @@ class Admission:
     def drop_swapped(self, now: float) -> None:
         """Have swapped groups compute their tokens again."""
         for group in [*self.swapped]:
-            self.swapped.pop(group, Status.WAITING)
-            self.swap.drop(group.seqs)
-            group.forget_computed()
-            group.timeline.note(started_over=True)
-            self.wait(group, now)
+            self._start_over(group, now)
+
+    def _start_over(self, group: SequenceGroup, now: float) -> None:
+        self.swapped.pop(group, Status.WAITING)
+        self.swap.drop(group.seqs)
+        group.forget_computed()
+        group.timeline.note(started_over=True)
+        self.wait(group, now)
 
     def forget_moves(self, plans: Items[StepPlan], now: float) -> None:
         """Trust nothing that these plans were to move, because nobody knows which moves were made."""
@@ -133,11 +136,6 @@ class Admission:
         self.samples.drop()
         self.space.reset_prefix_cache()
         self.released = []  # new workers have no slots to give up
-
-    def uses(self, adapter: Adapter) -> bool:
-        """Whether a request that has yet to finish has this adapter."""
-        queues = self.waiting, self.swapped, self.aside
-        return adapter in self.adapters.users or any(adapter in queue.lines for queue in queues)
 
     def _firsts(self) -> list[SequenceGroup]:
         """The first group of each line of both queues."""
@@ -216,13 +214,15 @@ class Admission:
     def make_way(self, running: Items[SequenceGroup], plan: StepPlan) -> list[SequenceGroup]:
         """The running groups to preempt, last first, for the first in line to fit; none if it would not fit even then.
 
-        The first in line may have passed groups that wait for an adapter. If so, the first of these is tried before it.
+        A group that waits for an adapter's slot may stand before the first that can come in; it is tried first.
         Only groups of a worse class make way. Prompt blocks that are kept for samples of such groups are given up
         first. Prompts that become vectors never make way, because they end with the step that they run in.
         """
         if not self.waiting or not running or self.config.makes_vectors:
             return []
         best = min(self._firsts(), key=place)
+        if best.status is Status.SWAPPED and self.adapters.lacks(best) and self.policy.yields(running[-1], best):
+            self._start_over(best, self.now)  # so that it may be urgent
         for group in (best, self.first()) if self.adapters.lacks(best) else (best,):
             if group and group.status is Status.WAITING:
                 victims = self._make_way_for(group, running, plan)

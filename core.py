@@ -157,9 +157,8 @@ class EngineCore:
             self.paused[r.request_id] = r
             return
         try:
-            adapter = self.adapters.take(r.lora, at_once) if r.lora else None
+            adapter = self.adapters.take(r, at_once) if r.lora else None
             if r.lora and not adapter:
-                self.adapters.wait(r)
                 return
             # Also without an adapter: whatever the salt is, it is none of an adapter's.
             salt = f"{r.salt}\0{adapter.key if adapter else ''}" if self.config.enable_lora else r.salt
@@ -181,9 +180,10 @@ class EngineCore:
             raise
 
     def _uses(self, adapter: Adapter) -> bool:
-        """Whether a request has this adapter."""
-        compiling = (request.adapter for request in self.grammars.waiting.values())
-        return self.scheduler.admission.uses(adapter) or adapter in compiling
+        """Whether a request that has yet to finish has this adapter."""
+        door, compiling = self.scheduler.admission, self.grammars.waiting.values()
+        queued = chain(door.adapters.users, door.waiting.lines, door.swapped.lines, door.aside.lines)
+        return adapter in queued or any(request.adapter == adapter for request in compiling)
 
     def _reload_adapters(self) -> None:
         """New workers read the adapters anew; requests whose adapter is gone end.
@@ -206,10 +206,9 @@ class EngineCore:
     @undisturbed()
     def admit(self) -> None:
         """Queue the requests whose grammars, weights or adapters are ready; `tell` has the errors of refused ones."""
-        ready = self.adapters.look(idle=not (self.plans or self._may_run()))
-        if not self.pausing:
-            ready += self.paused.values()
-            self.paused.clear()
+        idle = not (self.plans or self._may_run())
+        ready = [] if self.pausing else [*self.adapters.look(idle), *self.paused.values()]
+        self.paused = self.paused if self.pausing else {}
         for waiting in ready:
             try:
                 self.add(waiting)

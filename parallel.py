@@ -274,7 +274,8 @@ class Sampled:
         state, pipeline, wanted = self.state, self.pipeline, [slot for slot, _ in rows or ()]
         while self.to_come and (rows is None or self.counts[wanted].any()):
             slots, starts = self.to_come.popleft()
-            self.counts[slots[slots >= 0]] -= 1
+            live = slots >= 0
+            self.counts[slots[live]] -= 1
             drafted = len(slots) * state.most_drafts
             news = pipeline.receive((drafted + int(starts[-1]),), torch.int32, state.device)
             if pipeline.stage + 2 < pipeline.stages:

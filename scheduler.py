@@ -371,9 +371,7 @@ class Scheduler:
         assert flight.plan is plan and plan.step == result.step and len(result.token_ids) == len(plan.rows)
         ran = self.config.token_budget - flight.budget.tokens
         if flight.drafts:
-            more, taken = self.drafting.counted(flight, result.verified, self.policy)
-            ran += more
-            self.stats.gaps.observe(0.0, taken)  # drafts come at once with the token before them
+            ran += self.drafting.counted(flight, result.verified, self.policy)
         self.stats.landed(ran, flight.decodes, self.clock())
         if self.classic is not None:
             self.classic.landed(flight, self.clock())
@@ -400,7 +398,7 @@ class Scheduler:
             if group.beams is None:
                 seq.delivered += tokens
             if computed >= (seq.num_published + 1) * self.config.block_size:
-                # Of drafts and of a token that has just come nothing is computed yet. Beams have not chosen theirs.
+                # The token that has just come is not computed yet. Beams have not chosen theirs.
                 most = computed if group.beams else len(seq.tokens) - bool(tokens)
                 self.space.publish(seq, min(computed, most))
             if i in result.pooled:
@@ -410,7 +408,7 @@ class Scheduler:
                 news.outputs.append(output)
             if not tokens:  # the row did not sample
                 continue
-            self.stats.sampled(group)
+            self.stats.sampled(group, len(tokens))
             logprobs = [result.logprobs[i]] if i in result.logprobs else []
             if group.beams is not None:
                 beams.setdefault(request.request_id, []).append((seq, tokens[0], logprobs[0]))

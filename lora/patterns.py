@@ -1,4 +1,4 @@
-"""Regular expressions in an adapter's config, as PEFT matches them, but none that `re` may take long for."""
+"""Regular expressions in an adapter's config, as PEFT matches them; those that `re` may take long for are refused."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ import re
 from typing import Any
 
 MOST_KEYS, MOST_CHARS = 10_000, 300  # patterns of a config, and characters of one
-MOST_WAYS = 10**7  # in which `re` may try a pattern: it tries each length of a repeat with each choice of a group
+# Most ways that `re` may have to try for all patterns: the lengths of their repeats times the choices of their groups.
+MOST_WAYS = 10**8
 NAME_LENGTH = 50  # characters that a repeat may match
 
 
-def compile_pattern(text: str) -> re.Pattern[str]:
-    """What PEFT makes of a pattern: it matches the end of a module's name, from the begin or from after a dot.
+def ways_of(text: str) -> float:
+    """At most so many ways there are to match a pattern at the end of a module's name.
 
     Raises:
-        ValueError, re.error: `re` does not take it, or may take too long for it.
+        ValueError: it is too long, or may take exponentially many.
     """
     if len(text) > MOST_CHARS:
         raise ValueError(f"it has {len(text)} characters; it may have {MOST_CHARS}")
     bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]", "a", text)  # without escaped characters and classes
-    optional, groups = bare.count("?") - bare.count("(?"), bare.count("(")
-    repeats = 1 + sum(map(bare.count, "*+{"))  # one is before the pattern
+    if re.search(r"\(\?[^:]", text):  # a comment or a flag may hide the rest
+        raise ValueError("(? is followed by something else than a colon")
     if re.search(r"\)[*+{]", bare):  # each character of a name may then double the ways
         raise ValueError("a group in it is repeated")
-    if NAME_LENGTH**repeats * 2**optional * (1 + (bars := bare.count("|"))) ** groups > MOST_WAYS:
-        raise ValueError(f"{repeats - 1} repeats, {optional} '?', {groups} groups and {bars} '|' in it are too many")
-    return re.compile(rf"(.*\.)?({text})$")
+    optional, parts = bare.count("?") - bare.count("(?"), 1 + bare.count("(")
+    repeats = 1 + sum(map(bare.count, "*+{"))  # one is before the pattern
+    # Alternatives give the most ways where all parts have equally many.
+    return float(NAME_LENGTH) ** min(repeats, 9) * 2.0**optional * (1 + bare.count("|") / parts) ** parts
 
 
 class Patterns:
@@ -41,10 +43,13 @@ class Patterns:
         if len(given) > MOST_KEYS:
             raise ValueError(f"{where} has {len(given)} keys; at most {MOST_KEYS} are taken")
         self.values: list[tuple[re.Pattern[str], Any]] = []
+        ways = 0.0
         for key, value in given.items():
             try:
-                self.values.append((compile_pattern(key), value))
-            except (ValueError, re.error) as error:
+                if (ways := ways + ways_of(key)) > MOST_WAYS:
+                    raise ValueError("all of them up to here have too many repeats and groups")
+                self.values.append((re.compile(rf"(.*\.)?({key})$"), value))
+            except (ValueError, OverflowError, re.error) as error:
                 raise ValueError(f"{where} has the key {key!r:.200}, which is not taken: {error}") from None
 
     def find(self, module: str, default: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -46,8 +47,8 @@ class HostAdapters:
         self.looked = 0.0  # when `look` last asked the workers
         self.waiting: dict[str, EngineCoreRequest] = {}  # requests that wait for their adapters, by id,
         self.lines: dict[str, dict[str, None]] = {}  # and the ids of those for each folder
-        self.crowded: dict[str, None] = {}  # folders whose adapters need a row; the first to come first
-        self.answered: list[str] = []  # folders of which workers have said that they are read, or what is wrong
+        self.crowded: dict[str, None] = {}  # folders that wait for a row, or for their turn; the first to come first
+        self.answered: list[str] = []  # folders whose requests the next look returns
         self.turns: list[str] = []  # folders whose requests the latest look has returned
 
     def add(self, name: str, folder: str) -> bool | None:
@@ -61,11 +62,12 @@ class HostAdapters:
         """
         if self.reading:
             self._ask()
-        if self._find(LoRARequest(name, 1, folder), False):
+        folder = os.path.realpath(folder)
+        if Adapter(state_of(folder), -1) in self.known or self._find(LoRARequest(name, 1, folder), False):
             return True
         return None if Adapter(state_of(folder), -1) in self.reading else False
 
-    def take(self, asked: LoRARequest, at_once: bool = False) -> Adapter | None:
+    def take(self, request: EngineCoreRequest, at_once: bool = False) -> Adapter | None:
         """The adapter that a request asks for; None: the request has to `wait` until it is read, or for room.
 
         Args:
@@ -74,9 +76,14 @@ class HostAdapters:
         Raises:
             ValueError: the engine serves none, there is no such adapter, or it is not for this model.
         """
+        assert request.lora
+        folder = os.path.realpath(request.lora.lora_path)  # one folder may have several paths
+        request.lora = dataclasses.replace(request.lora, lora_path=folder)
         if at_once:
-            self._read_to_end(asked.lora_path)
-        return None if asked.lora_path in self.lines else self._find(asked, at_once)
+            self._read_to_end(folder)
+        if not (adapter := None if folder in self.lines else self._find(request.lora, at_once)):
+            self.wait(request)
+        return adapter
 
     def wait(self, request: EngineCoreRequest) -> None:
         """Have a request wait until `look` returns it."""
@@ -147,7 +154,7 @@ class HostAdapters:
         """
         if self.reading and (idle or time.monotonic() > self.looked + LOOK):
             self._ask()
-        if self.crowded and not self.answered:  # what has just been read stays until it is in use
+        if self.crowded and not self.answered:  # what has just been read is not in use yet
             first = next(iter(self.crowded))
             if first in self.known.values() or self._make_room():
                 del self.crowded[first]

@@ -138,7 +138,6 @@ class EngineStats:
         tokens = token_bounds(max_model_len)
         kinds = {name: series for name, series in SERIES.items() if series.kind == "histogram" and not series.label}
         self.histograms = {name: Histogram(series.bounds or tokens) for name, series in kinds.items()}
-        self.gaps = self.histograms["inter_token_latency_seconds"]
         self.phases = {phase: Histogram(PHASE_SECONDS) for phase in PHASES}
         self.now = 0.0  # when the latest step landed
         self.rows, self.rows_at = DecodeRows(), 0.0  # the decodes of the latest step, and when they got their tokens
@@ -167,8 +166,8 @@ class EngineStats:
                 self.observe("inter_token_latency_seconds", self.now - at, times)
         self.rows_at = self.now
 
-    def sampled(self, group: SequenceGroup) -> None:
-        """A row of the step that has landed, none of its decodes, has brought tokens."""
+    def sampled(self, group: SequenceGroup, count: int = 1) -> None:
+        """A row of the step that has landed, none of its decodes, has brought a token, or several at once."""
         request = group.request
         if request.params.max_tokens == 0:  # it goes to nobody
             return
@@ -178,7 +177,9 @@ class EngineStats:
                 request.first_token_at = self.now
             self.observe("time_to_first_token_seconds", request.delay + self.now - request.arrival)
         elif group.beams is None:  # nobody sees beams grow
-            self.gaps.observe(self.now - group.token_at)
+            self.observe("inter_token_latency_seconds", self.now - group.token_at)
+        if count > 1:
+            self.observe("inter_token_latency_seconds", 0.0, count - 1)
         group.token_at = self.now
 
     def finished(self, group: SequenceGroup, now: float) -> None:

@@ -6,13 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from plan import StepPlan
+from scheduling.policy import place
 from sequence import Adapter, Sequence, SequenceGroup
 
 
 class AdapterSlots:
     """The device's slots for adapters. A group that runs holds its adapter's slot.
 
-    Others pass a group that cannot have a slot: all slots are held by groups with other adapters. So that they cannot
+    While groups with other adapters hold all slots, a group cannot have one, and others pass it. So that they cannot
     keep it waiting for ever, the adapter with the fewest groups then has to leave: of the groups that want it, only
     those before the first one that is passed still come in. Once no group holds its slot, the first in line takes it.
 
@@ -46,13 +47,14 @@ class AdapterSlots:
         return [group for group in others if group.request.adapter != self.leaving or group.key < bar]
 
     def to_preempt(self, group: SequenceGroup, yields: Callable[[SequenceGroup], bool]) -> list[SequenceGroup] | None:
-        """The fewest groups that run, and yield, without which a group could have a slot; None: there are none."""
+        """The groups of one adapter to preempt, for a group to have its slot; None: no adapter's groups all yield."""
         if not self.lacks(group):
             return []
         by_adapter: defaultdict[Adapter, list[SequenceGroup]] = defaultdict(list)
         for holder, adapter in self.holders.items():
             by_adapter[adapter].append(holder)
-        return min((groups for groups in by_adapter.values() if all(map(yields, groups))), key=len, default=None)
+        yielding = [groups for groups in by_adapter.values() if all(map(yields, groups))]
+        return max(yielding, key=lambda groups: min(map(place, groups)), default=None)
 
     def take(self, group: SequenceGroup, plan: StepPlan) -> None:
         """Give a group that comes in its adapter's slot; the plan loads the adapter if the slot has another one."""

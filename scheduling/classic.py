@@ -39,7 +39,7 @@ class ClassicOrder:
         """Whether the first to have come has yet to wait; as in vLLM, that is not always the first in line."""
         if not self.delay_factor or not self.scheduler.waiting or not self.scheduler.running:
             return False
-        requests = self.scheduler.requests.values()  # in the order of arrival; few of them run
+        requests = self.scheduler.requests.values()  # in the order of arrival, so it passes only those that run
         first = next(r for r in requests if any(group.status is Status.WAITING for group in r.groups))
         return now - first.arrival <= self.delay_factor * self.prefill_seconds
 

@@ -131,10 +131,8 @@ class Drafting:
 
     def wanted(self, seq: Sequence, room: float = math.inf) -> int:
         """How many drafts a sequence should have, and `room` at most."""
-        if not self.floors:
-            return 0
-        chance = seq.acceptance.chance
-        if seq.acceptance.found * chance < self.needed:
+        stats = seq.acceptance
+        if not self.floors or stats.found * stats.chance < self.needed:
             return 0
         group, params = seq.group, seq.group.request.params
         most = min(room, group.limit - seq.num_known - 1)
@@ -144,7 +142,7 @@ class Drafting:
             return 0  # a mask changes with the count of tokens
         if most <= 0 or group.beams is not None:
             return 0
-        return min(bisect_right(self.floors, chance), int(most))
+        return min(bisect_right(self.floors, stats.chance), int(most))
 
     def guessed(self, flight: Flight, guesses: dict[int, bool]) -> None:
         """Learn from drafts that were not verified, by the indices of a step's rows."""
@@ -153,21 +151,14 @@ class Drafting:
             if (seq := seqs[row]).group.beams is None and flight.brings(seq):
                 seq.acceptance.learn(1, right)
 
-    def counted(self, flight: Flight, rows: dict[int, Verified], policy: Policy) -> tuple[int, int]:
-        """Count the drafts of a step that has landed as computed, and tell the policy of those that were taken.
-
-        Returns how many tokens more the step has computed than was planned (0 or less), and how many were taken.
-        """
-        num_drafts = sum(row.drafts for row in rows.values())
-        taken = [len(row.token_ids) - 1 for row in rows.values()]
-        num_taken = sum(taken)
-        self.taken_counts.update(taken)
-        self.counters["num_computed_tokens_total"] += num_drafts
-        self.counters["spec_decode_num_drafts_total"] += sum(row.drafts > 0 for row in rows.values())
-        self.counters["spec_decode_num_draft_tokens_total"] += num_drafts
-        self.counters["spec_decode_num_accepted_tokens_total"] += num_taken
-        policy.advance(num_taken, num_taken)
-        return num_drafts - sum(flight.drafts.values()), num_taken
+    def counted(self, flight: Flight, rows: dict[int, Verified], policy: Policy) -> int:
+        """Count the drafts of a step that has landed as computed, and tell the policy of those that were taken; returns
+        how many tokens more the step has computed than was planned, which is 0 or less."""
+        drafts = sum(row.drafts for row in rows.values())
+        taken = sum(len(row.token_ids) - 1 for row in rows.values())
+        self.counters["num_computed_tokens_total"] += drafts
+        policy.advance(taken, taken)
+        return drafts - sum(flight.drafts.values())
 
     def landed(self, seq: Sequence, row: Verified) -> None:
         """Learn what a row with drafts has brought."""
@@ -175,3 +166,7 @@ class Drafting:
         seq.acceptance.learn(row.drafts, taken)
         seq.num_drafts += row.drafts
         seq.num_taken += taken
+        self.taken_counts[taken] += row.drafts > 0
+        self.counters["spec_decode_num_drafts_total"] += row.drafts > 0
+        self.counters["spec_decode_num_draft_tokens_total"] += row.drafts
+        self.counters["spec_decode_num_accepted_tokens_total"] += taken

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import chain
 from typing import Any
 
 from config import EngineConfig
 from scheduling.policy import Policy
+from scheduling.reserve import EXPECTED_TOKENS
 from sequence import Adapter, Flight, Request, SequenceGroup, Status
 
 UNPLACED = 2**62  # class of a group that stands behind another one of its client
@@ -58,8 +58,8 @@ class Fair(Policy):
 
     After "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). Each client has a counter of the tokens
     that it has had. Cached tokens are free, and a token of output counts `OUTPUT_WEIGHT`. Only the first to arrive of
-    each client stands in line (for each adapter, because others may pass the groups that wait for one), and the
-    client's counter is its class. A group that is let in keeps its class for life.
+    each client stands in line, and the client's counter is its class. The first for each other adapter stands in line,
+    too, behind those before it as if these had been let in. A group that is let in keeps its class for life.
     Its client is charged at once with all that it may come to have, so that the client's next group stands further
     back, as in start-time fair queueing (Goyal et al., SIGCOMM 1996). When a group ends, what it did not have is given
     back, and its client's group in line may move forward.
@@ -134,10 +134,13 @@ class Fair(Policy):
         return group
 
     def _place(self, client: Client) -> None:
-        """Have the first of a client's groups stand where its counter says, unless they stand further forward."""
-        for first, *_ in client.backlogs.values():
-            if client.counter < first.key[0]:
-                self._move(first, client.counter)
+        """Have a client's groups in line stand where its counter says, unless they stand further forward."""
+        rank = client.counter
+        for first in sorted((backlog[0] for backlog in client.backlogs.values()), key=arrival):
+            if rank < first.key[0]:
+                self._move(first, rank)
+            num_prompt = first.request.num_prompt
+            rank += num_prompt + OUTPUT_WEIGHT * min(first.limit - num_prompt, EXPECTED_TOKENS) * first.width
 
     def _move(self, group: SequenceGroup, rank: int) -> None:
         self._remove(group)
@@ -223,7 +226,6 @@ class Fair(Policy):
             groups = [group for request in requests if request.client == name for group in request.groups]
             charged = sum(group.charged_prompt + OUTPUT_WEIGHT * group.charged_output for group in groups)
             assert client.outstanding == charged and client.settled >= 0
-            for group in chain.from_iterable(client.backlogs.values()):
-                assert group.status is self.status and (group is client.backlogs[group.request.adapter][0]) == (
-                    group.key[0] < UNPLACED
-                )
+            for backlog in client.backlogs.values():
+                assert {group.status for group in backlog} == {self.status}
+                assert [group.key[0] < UNPLACED for group in backlog] == [True] + [False] * (len(backlog) - 1)

@@ -206,10 +206,10 @@ class Turns:
                 job.clients.append(client)
                 submit(self.threads, self._compile_all)
 
-    def leave(self, wanted: StructuredOutputsParams, client: str) -> None:
+    def leave(self, wanted: StructuredOutputsParams, client: str, future: Future[Grammar]) -> None:
         """A request waits for its grammar no more. The compilation ends if none does."""
         with self.lock:
-            if (job := self._job(wanted)) and client in job.clients:
+            if (job := self._job(wanted)) and job.future is future and client in job.clients:
                 job.clients.remove(client)
                 if not job.clients:
                     self.jobs.pop(wanted, None)
@@ -324,7 +324,7 @@ class Grammars:
     def leave(self, request: Request) -> None:
         """A request waits for its grammar no more."""
         if wanted := request.params.structured_outputs:
-            self.others.leave(wanted, request.client)
+            self.others.leave(wanted, request.client, request.grammar)
 
     def _compile(self, wanted: StructuredOutputsParams, future: Future[Grammar]) -> Grammar:
         self.sandbox.start()  # it reads the vocabulary meanwhile

@@ -30,9 +30,10 @@ class Reports:
     def metrics(self) -> dict[str, Any]:
         """What is counted, by the names of `observe.metrics.SERIES`."""
         scheduler, blocks = self.scheduler, self.scheduler.space.device
-        admission = scheduler.admission
-        lines = admission.waiting.lines.values()
-        deferred = len(admission.aside) + sum(len(line) for line in lines if admission.adapters.lacks(line[0]))
+        admission, adapters = scheduler.admission, scheduler.admission.adapters
+        lines = admission.waiting.lines.items()
+        passed = [line for key, line in lines if key and (adapters.lacks(line[0]) or key == adapters.leaving)]
+        deferred = len(admission.aside) + sum(map(len, passed))
         waiting = {"capacity": len(admission.waiting) + len(admission.aside) - deferred, "deferred": deferred}
         drafting = scheduler.drafting
         taken = {str(i): sum(n for k, n in drafting.taken_counts.items() if k > i) for i in range(drafting.most)}

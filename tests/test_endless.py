@@ -1,7 +1,11 @@
 """The scheduler under arrivals that never end: no request waits for ever, whatever comes after it.
 
-The bound of `scheduler.py` is the oracle: how long a request may take follows from itself and from what is before it
-when it comes. Only what comes later and goes before it gives it more time: requests of a better class.
+Two oracles:
+
+    the bound   of `scheduler.py`: how long a request may take follows from itself and from what is before it when it
+                comes. Only what comes later and goes before it gives it more time: requests of a better class.
+    the bar     while a group is passed because its adapter has no slot, one adapter has to leave, always the same one
+                until it has; nobody who comes after that group comes in with it
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from collections import Counter
 import pytest
 
 from fake_worker import NUM_ADAPTERS, Engine, adapted_seed, expected, prompt
-from sequence import Request
+from sequence import Request, Status
 
 LIMIT, MOST_PROMPT, MOST_OUTPUT = 12, 6, 6  # tokens of a sequence, of a prompt, and of an output
 CLASSES = 3
@@ -90,7 +94,7 @@ class Endless:
         self.expect(group.request)
         for other in scheduler.requests.values():
             if self.policy == "priority" and other.groups[0].key[0] > rank:
-                self.expect(other)
+                self.due[other.request_id] += self.due[name] - scheduler.step
 
     def step(self, full: bool = True) -> None:
         """A step, before which requests arrive if the engine is to be kept `full`."""
@@ -102,9 +106,24 @@ class Endless:
         if self.random.random() < 0.01:
             scheduler.abort(self.random.choice([*scheduler.requests]))
         if scheduler.has_work():
-            self.engine.step()
+            self.step_with_bar()
         late = [name for name in scheduler.requests if scheduler.step > self.due[name]]
         assert not late, f"{late} of {len(scheduler.requests)} requests have waited too long"
+
+    def step_with_bar(self) -> None:
+        """A step of the engine, after which the bar must have held."""
+        scheduler, adapters = self.engine.scheduler, self.engine.scheduler.admission.adapters
+        passed = [group for group in scheduler.admission._firsts() if adapters.lacks(group)]
+        leaving, before = adapters.leaving, set(scheduler.running)
+        self.engine.step()
+        first = min(passed, key=lambda group: group.key, default=None)
+        if first is None or not adapters.lacks(first) or first.status is not Status.WAITING:
+            return
+        entered = [group for group in scheduler.running if group not in before and group.key > first.key]
+        assert adapters.leaving and (leaving in (None, adapters.leaving) or leaving not in adapters.users)
+        assert all(group.request.adapter != adapters.leaving for group in entered), (
+            "nobody may pass it with that adapter"
+        )
 
     def finish(self) -> None:
         """Nothing arrives any more; what has not been aborted has its own tokens."""

@@ -208,7 +208,7 @@ def test_many_long_prompts_do_not_hold_up_the_engines_steps() -> None:
         config=EngineConfig(disable_log_stats=True),
         executor=None,
         has_work=lambda: True,
-        compiling={},
+        grammars=SimpleNamespace(waiting={}),
         admit=lambda: None,
         tell=Outputs,
         step=step,

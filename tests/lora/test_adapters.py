@@ -421,6 +421,7 @@ def test_crowded_requests_are_passed_by_some_and_not_for_ever(folders: list[Path
     """Streams of requests for the two adapters that have rows never end; another one gets its turn."""
     core = make_core(max_loras=2, max_cpu_loras=2, max_num_seqs=6)
     ended: list[str] = []
+    folder = str(folders[0])
     for number in range(60):
         for adapter in range(2):
             core.add(request(f"{adapter} {number}", folders[adapter], max_tokens=6), at_once=True)
@@ -428,6 +429,7 @@ def test_crowded_requests_are_passed_by_some_and_not_for_ever(folders: list[Path
             for name, adapter in {"third": 2, "fourth": 3}.items():
                 core.add(request(name, folders[adapter], max_tokens=2), at_once=True)
             assert [*core.adapters.crowded] == [str(folders[2]), str(folders[3])]
+            assert core.adapters.add("explicit", folder) and core.adapters.add("explicit", folder + "/")
         for _ in range(2):
             ended += [output.request_id for output in core.step() if output.finished]
     _, errors, _ = run(core)

@@ -17,7 +17,7 @@ from adapters import make_adapter, make_core, reads_of, request, run
 from config import DEMO
 from core import EngineCore
 from forked import forked_workers
-from lora.adapter import CONFIG, WEIGHTS
+from lora.adapter import CONFIG, WEIGHTS, LoRARequest
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +97,35 @@ def test_requests_for_one_adapter_wait_for_one_read_and_keep_their_order(
     found, _, ended = run(core)
     assert ended == [f"slow {i}" for i in range(3)] == [*found] and read == ["a0"]
     assert all(tokens == alone[0] for tokens in found.values())
+
+
+def test_a_folder_has_several_paths(
+    folders: list[Path], alone: list[list[int]], opened: threading.Event, tmp_path: Path
+) -> None:
+    core, read = slow_core(opened, folders[0])
+    (tmp_path / "link").symlink_to(folders[0])
+    for i, path in enumerate((str(folders[0]), f"{folders[0]}/", str(tmp_path / "link"))):
+        asked = request(str(i), folders[0])
+        asked.lora = LoRARequest("a", 1, path)
+        core.add(asked)
+    assert len(core.adapters.lines) == 1
+    opened.set()
+    found, errors, ended = run(core)
+    assert ended == ["0", "1", "2"] and not errors and len(read) == 1 and found["0"] == found["2"]
+
+
+def test_requests_for_an_adapter_keep_their_order_while_weights_are_replaced(
+    folders: list[Path], opened: threading.Event
+) -> None:
+    core, _ = slow_core(opened, folders[0], max_num_seqs=1)
+    core.add(request("first", folders[0]))
+    core.pausing = True
+    core.add(request("second", folders[0]))
+    opened.set()
+    for _ in range(20):
+        core.step()
+    core.pausing = False
+    assert run(core)[2] == ["first", "second"]
 
 
 def test_a_row_that_is_being_filled_is_nobodys(

@@ -58,6 +58,8 @@ def test_who_has_no_slot_is_passed_by_others():
     engine.step()
     assert [group.name for group in engine.scheduler.running] == ["a", "c"]
     assert waiting(engine) == ["b", "d"]  # 0 is to leave
+    counted = engine.scheduler.reports.metrics()["num_requests_waiting_by_reason"]
+    assert counted == {"capacity": 0, "deferred": 2}
     engine.now = 1.0
     engine.step()
     engine.now = 4.0
@@ -148,8 +150,59 @@ def test_the_best_class_that_is_passed_bars_worse_ones_though_another_was_passed
     assert urgent.status is Status.FINISHED
 
 
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_the_worst_class_makes_way_for_an_adapter(mode):
+    """Even if that of the class between comes first; and what was swapped for an adapter's slot may preempt others."""
+    engine = Engine(
+        200, 64, 200, max_num_seqs=8, max_num_batched_tokens=64, scheduling_policy="priority", max_loras=2,
+        preemption_mode=mode,
+    )  # fmt: skip
+    for name, rank, adapter in (("mid", 1, 0), ("low", 2, 1)):
+        engine.add(name, prompt(6), priority=rank, adapter=adapter, max_tokens=50, ignore_eos=True)
+    for _ in range(3):
+        engine.step()
+    for number, ran in enumerate((["mid"], [])):
+        engine.add(f"top {number}", prompt(6), priority=0, adapter=2 + number, max_tokens=20, ignore_eos=True)
+        engine.step()
+        running = [group.name for group in engine.scheduler.running]
+        assert running == [f"top {i}" for i in range(number + 1)] + ran
+    engine.scheduler.abort("top 0")
+    engine.step()
+    assert "mid" in [group.name for group in engine.scheduler.running]
+    engine.run()
+    check(engine, {"mid": 0, "low": 1}, 6, 50)
+
+
+def test_a_swapped_group_whose_adapter_lost_its_slot_may_preempt_a_worse_one():
+    engine = Engine(
+        200, 64, 200, max_num_seqs=8, max_num_batched_tokens=64, scheduling_policy="priority", max_loras=1,
+        preemption_mode="swap",
+    )  # fmt: skip
+    for name, rank, adapter in (("mid", 1, 0), ("top", 0, 1)):
+        engine.add(name, prompt(6), priority=rank, adapter=adapter, max_tokens=8, ignore_eos=True)
+        engine.step()
+    assert [group.name for group in engine.scheduler.swapped] == ["mid"]
+    engine.scheduler.abort("top")
+    engine.add("low", prompt(6), priority=2, adapter=1, max_tokens=50, ignore_eos=True)
+    engine.run()
+    assert engine.finished == ["mid", "low"]
+
+
+@pytest.mark.parametrize("adapters", [1, 5])
+def test_a_client_with_many_adapters_gets_no_more_than_another(adapters):
+    engine = Engine(64, max_num_seqs=1, scheduling_policy="fair", max_loras=5, enable_prefix_caching=False)
+    engine.add("first", prompt(4), client="c", max_tokens=4, ignore_eos=True)
+    engine.step()
+    for i in range(10):
+        engine.add(f"a{i}", prompt(4), client="a", adapter=i % adapters, max_tokens=8, ignore_eos=True)
+    for i in range(10):
+        engine.add(f"b{i}", prompt(4), client="b", adapter=0, max_tokens=8, ignore_eos=True)
+    engine.run()
+    assert engine.finished[1:] == [f"{client}{i}" for i in range(10) for client in "ab"]
+
+
 def test_the_fewest_groups_make_way_for_an_adapter():
-    """Only groups of a worse class do, and those of the adapter with the fewest, wherever they stand in line."""
+    """Only groups of a worse class do, and those of one adapter, wherever they stand in line."""
     engine = Engine(200, max_num_seqs=8, max_num_batched_tokens=64, scheduling_policy="priority", max_loras=3)
     adapters = {"two": 0, "one": 1, "two more": 0, "better": 2, "none": None}
     for name, adapter in adapters.items():

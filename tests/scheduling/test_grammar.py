@@ -543,6 +543,19 @@ def test_the_grammar_of_a_request_that_is_aborted_is_not_compiled(llm):
     assert grammar.cancelled() and not llm.core.has_work()
 
 
+def test_an_abort_leaves_another_requests_grammar_alone(llm):
+    """Also where the cache has dropped the one under way, and it is compiled anew."""
+    wanted = StructuredOutputsParams(json={"type": "integer", "multipleOf": 99999941})
+    for name in ("left", "kept"):
+        llm.core.add(EngineCoreRequest(name, [5, 6], SamplingParams(max_tokens=4, structured_outputs=wanted)))
+        llm.core.grammars.cache.clear()
+    grammars = [llm.core.grammars.waiting[name].grammar for name in ("left", "kept")]
+    llm.core.abort("left")
+    assert grammars[0] is not grammars[1] and not grammars[1].cancelled()
+    llm.core.abort("kept")
+    assert not llm.core.has_work()
+
+
 def test_a_grammar_that_takes_too_long_is_refused(llm):
     params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="a(b|c)d?"))
     llm.core.grammars.cache[params.structured_outputs] = Future()
