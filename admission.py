@@ -20,7 +20,7 @@ from scheduling.adapters import AdapterSlots
 from scheduling.beam import blocks_to_fork
 from scheduling.fair import Fair
 from scheduling.policy import GroupQueue, Policy, Priority, place
-from scheduling.reserve import Reserve
+from scheduling.reserve import Reserve, allowance
 from scheduling.samples import Samples
 from scheduling.swap import Swap
 from scheduling.trial import Trial
@@ -312,7 +312,7 @@ class Admission:
             self.counters["prefix_cache_queries_total"] += request.num_prompt
             self.counters["prefix_cache_hits_total"] += entry.cached
             self.counters["host_cache_hits_total"] += len(entry.fetched) * self.config.block_size
-        self.policy.admitted(group, len(seq.tokens) - entry.cached, self.reserve.allowance(group) * group.width)
+        self.policy.admitted(group, len(seq.tokens) - entry.cached, allowance(group) * group.width)
         group.timeline.enter("running", self.now, cached_tokens=entry.cached)
         if request.score is not None and self.config.enable_prefix_caching:
             group.timeline.note(prefix_cache="not read: prompt_logprobs")

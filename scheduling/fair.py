@@ -12,7 +12,7 @@ from typing import Any
 
 from config import EngineConfig
 from scheduling.policy import Policy
-from scheduling.reserve import EXPECTED_TOKENS
+from scheduling.reserve import allowance
 from sequence import Adapter, Flight, Request, SequenceGroup, Status
 
 UNPLACED = 2**62  # class of a group that stands behind another one of its client
@@ -139,8 +139,7 @@ class Fair(Policy):
         for first in sorted((backlog[0] for backlog in client.backlogs.values()), key=arrival):
             if rank < first.key[0]:
                 self._move(first, rank)
-            num_prompt = first.request.num_prompt
-            rank += num_prompt + OUTPUT_WEIGHT * min(first.limit - num_prompt, EXPECTED_TOKENS) * first.width
+            rank += first.request.num_prompt + OUTPUT_WEIGHT * allowance(first) * first.width
 
     def _move(self, group: SequenceGroup, rank: int) -> None:
         self._remove(group)

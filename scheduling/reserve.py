@@ -17,6 +17,11 @@ FIRST_GUESS = 0.7  # of the share of its allowance that a request's output uses,
 PREEMPTED, FINISHED = 0.2, 0.98  # change the caution of admission; in balance one request in 10 is preempted
 
 
+def allowance(group: SequenceGroup) -> int:
+    """The most output expected of each sequence of a group, in tokens."""
+    return min(group.limit - group.request.num_prompt, EXPECTED_TOKENS)
+
+
 class Reserve:
     """The blocks that groups are expected to need beyond those they have.
 
@@ -35,19 +40,15 @@ class Reserve:
         """Blocks that `groups` are expected to need beyond those of their tokens, or that prompts have yet to take."""
         slots, to_come = 0.0, 0
         for group in groups:
-            end = group.request.num_prompt + self.used_share * self.allowance(group)
+            end = group.request.num_prompt + self.used_share * allowance(group)
             slots += self._slots(group.seqs[0], end) * group.width
             to_come += self._to_come(group.seqs[0])
         return to_come + slots * self.caution * self.conservativeness / self.block_size
 
-    def allowance(self, group: SequenceGroup) -> int:
-        """The most output expected of each sequence of a group, in tokens."""
-        return min(group.limit - group.request.num_prompt, EXPECTED_TOKENS)
-
     def learn(self, group: SequenceGroup) -> None:
         """Learn from a group that has all its tokens."""
         if group.request.params.max_tokens != 0:
-            used = min(1.0, (group.seqs[0].num_tokens - group.request.num_prompt) / self.allowance(group))
+            used = min(1.0, (group.seqs[0].num_tokens - group.request.num_prompt) / allowance(group))
             self.used_share += (used - self.used_share) / 16
         self.caution *= FINISHED
 
