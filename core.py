@@ -162,7 +162,9 @@ class EngineCore:
                 return
             # Also without an adapter: whatever the salt is, it is none of an adapter's.
             salt = f"{r.salt}\0{adapter.key if adapter else ''}" if self.config.enable_lora else r.salt
-            prompt = [PLACEHOLDER] * (adapter.num_virtual_tokens if adapter else 0) + r.prompt_token_ids
+            prompt = r.prompt_token_ids
+            if adapter and adapter.num_virtual_tokens:
+                prompt = [PLACEHOLDER] * adapter.num_virtual_tokens + prompt
             queued = Request(r.request_id, prompt, r.params, salt, r.priority, r.client, r.pooling, adapter)
             queued.delay = time.monotonic() - r.arrival_time
             self._observe("tick")
@@ -181,8 +183,8 @@ class EngineCore:
 
     def _uses(self, adapter: Adapter) -> bool:
         """Whether a request that has yet to finish has this adapter."""
-        door, compiling = self.scheduler.admission, self.grammars.waiting.values()
-        queued = chain(door.adapters.users, door.waiting.lines, door.swapped.lines, door.aside.lines)
+        admission, compiling = self.scheduler.admission, self.grammars.waiting.values()
+        queued = chain(admission.adapters.users, admission.waiting.lines, admission.swapped.lines, admission.aside.lines)
         return adapter in queued or any(request.adapter == adapter for request in compiling)
 
     def _reload_adapters(self) -> None:
