@@ -184,7 +184,9 @@ class EngineCore:
     def _uses(self, adapter: Adapter) -> bool:
         """Whether a request that has yet to finish has this adapter."""
         admission, compiling = self.scheduler.admission, self.grammars.waiting.values()
-        queued = chain(admission.adapters.users, admission.waiting.lines, admission.swapped.lines, admission.aside.lines)
+        queued = chain(
+            admission.adapters.users, admission.waiting.lines, admission.swapped.lines, admission.aside.lines
+        )
         return adapter in queued or any(request.adapter == adapter for request in compiling)
 
     def _reload_adapters(self) -> None:
