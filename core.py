@@ -184,10 +184,8 @@ class EngineCore:
     def _uses(self, adapter: Adapter) -> bool:
         """Whether a request that has yet to finish has this adapter."""
         admission, compiling = self.scheduler.admission, self.grammars.waiting.values()
-        queued = chain(
-            admission.adapters.users, admission.waiting.lines, admission.swapped.lines, admission.aside.lines
-        )
-        return adapter in queued or any(request.adapter == adapter for request in compiling)
+        lines = (queue.lines for queue in (admission.waiting, admission.swapped, admission.aside))
+        return adapter in chain(admission.adapters.users, *lines) or any(r.adapter == adapter for r in compiling)
 
     def _reload_adapters(self) -> None:
         """New workers read the adapters anew; requests whose adapter is gone end.
