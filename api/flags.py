@@ -107,16 +107,16 @@ class OptionParser(argparse.ArgumentParser):
     def _add_option(self, group: argparse._ArgumentGroup, f: dataclasses.Field[Any], hint: Any) -> None:
         self.known.add(f.name)
         kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
-        own: dict[str, Any]
+        settings: dict[str, Any]
         if get_origin(hint) is Literal:
-            own = {"choices": kinds}
+            settings = {"choices": kinds}
         elif get_origin(hint) is tuple:
-            own = {"action": "append", "nargs": "+", "metavar": "STR"}
+            settings = {"action": "append", "nargs": "+", "metavar": "STR"}
         elif kinds == [bool]:
-            own = {"action": argparse.BooleanOptionalAction}
+            settings = {"action": argparse.BooleanOptionalAction}
         else:
-            own = {"type": whole if kinds == [int] else kinds[0], "metavar": kinds[0].__name__.upper()}
-        group.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, help=help_of(f), **own)
+            settings = {"type": whole if kinds == [int] else kinds[0], "metavar": kinds[0].__name__.upper()}
+        group.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, help=help_of(f), **settings)
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, and exit."""
@@ -157,12 +157,12 @@ class OptionParser(argparse.ArgumentParser):
                 self.error(str(error))
             flags.in_file = found.keys() - vars(flags).keys()
             vars(flags).update({name: found[name] for name in flags.in_file})
-        for name, given in vars(flags).items():
-            if isinstance(given, list) and name not in flags.in_file:  # a list for each time that the flag is there
-                if "model" not in flags and any(len(words) > 1 and "=" not in words[-1] for words in given):
+        for name, value in vars(flags).items():
+            if isinstance(value, list) and name not in flags.in_file:  # words each time that the flag is there
+                if "model" not in flags and any(len(words) > 1 and "=" not in words[-1] for words in value):
                     flag = "--" + name.replace("_", "-")
                     self.error(f"{flag} takes all words behind it, and there is no MODEL; put MODEL before {flag}")
-                setattr(flags, name, [word for words in given for word in words])
+                setattr(flags, name, [word for words in value for word in words])
         return flags
 
 
