@@ -367,9 +367,9 @@ class LLM(PoolingFaces):
         client, items = self.client, listed(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         priority = 0 if priority is None else priority
-        given = {"sampling_params": params, "priority": priority, "lora_request": lora_request}
+        arguments = {"sampling_params": params, "priority": priority, "lora_request": lora_request}
         columns: list[Sequence[Any]] = [items]
-        for name, value in given.items():
+        for name, value in arguments.items():
             columns.append(value if isinstance(value, list | tuple) else [value] * len(items))
             if len(columns[-1]) != len(items):
                 raise ValueError(f"{name} has {len(columns[-1])} entries for {len(items)} prompts")

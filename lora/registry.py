@@ -147,7 +147,7 @@ class HostAdapters:
             self.call("begin_load", adapter.row, folder)
 
     def look(self, idle: bool) -> list[EngineCoreRequest]:
-        """See what has been read, and whether there is room; returns the requests that may ask for their adapter again.
+        """Learn what has been read, and make room; returns the waiting requests that may ask for their adapter again.
 
         Args:
             idle: whether the workers run no steps, so that it does not matter how often they are asked.

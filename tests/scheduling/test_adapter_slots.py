@@ -201,7 +201,7 @@ def test_a_client_with_many_adapters_gets_no_more_than_another(adapters):
     assert engine.finished[1:] == [f"{client}{i}" for i in range(10) for client in "ab"]
 
 
-def test_the_fewest_groups_make_way_for_an_adapter():
+def test_groups_of_one_adapter_make_way_wherever_they_stand():
     """Only groups of a worse class do, and those of one adapter, wherever they stand in line."""
     engine = Engine(200, max_num_seqs=8, max_num_batched_tokens=64, scheduling_policy="priority", max_loras=3)
     adapters = {"two": 0, "one": 1, "two more": 0, "better": 2, "none": None}
