@@ -21,8 +21,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 STEPS, PROMPT = 200, 200  # steps that are timed, and tokens of each prompt
-# By name: sequences that run, requests that wait, adapters, and drafts of each row. There are 8 slots for adapters, so
-# those that wait with further ones want a slot.
+SLOTS = 8  # for adapters, so requests with further ones wait for a slot
+# By name: sequences that run, requests that wait, adapters, and drafts of each row.
 CASES: dict[str, tuple[int, int, int, int]] = {
     "1 row": (1, 0, 0, 0),
     "256 rows": (256, 0, 0, 0),
@@ -37,64 +37,59 @@ CASES: dict[str, tuple[int, int, int, int]] = {
 def measure(rows: int, waiting: int, adapters: int, drafts: int, steps: int = STEPS) -> dict[str, float]:
     """Median CPU microseconds of `schedule` and of `update` in steps in which `rows` sequences decode.
 
-    Two of four drafts are right. Imports what PYTHONPATH has first, which may lack adapters or drafts.
+    Half the drafts are right. Imports what PYTHONPATH has first, which may lack adapters or drafts.
 
     Raises:
-        ImportError, TypeError, ValueError: it lacks them.
+        AttributeError, TypeError, ValueError: it lacks them.
     """
+    import plan
+    import sequence
     from config import EngineConfig
-    from plan import StepResult
     from sampling_params import SamplingParams
     from scheduler import Scheduler
-    from sequence import Request
 
     fields: dict[str, Any] = {"max_num_seqs": rows, "max_num_batched_tokens": 8192}
     if adapters:
-        fields |= {"enable_lora": True, "max_loras": 8}
+        fields |= {"enable_lora": True, "max_loras": SLOTS}
     if drafts:
         fields |= {"speculative_config": {"method": "ngram", "num_speculative_tokens": drafts}}
     scheduler = Scheduler(EngineConfig(**fields), rows * 100, 16384, 1000, [999])
+    params = SamplingParams(max_tokens=4096, ignore_eos=True)
     for i in range(rows + waiting):
-        more: dict[str, Any] = {}
+        request = sequence.Request(str(i), [i % 900] * PROMPT, params)
         if adapters:
-            from sequence import Adapter
-
-            number = i % 8 if i < rows else i % adapters
-            more = {"adapter": Adapter(str(number), number)}
-        params = SamplingParams(max_tokens=4096, ignore_eos=True)
-        scheduler.add(Request(str(i), [i % 900] * PROMPT, params, **more))
+            number = i % (SLOTS if i < rows else adapters)
+            request.adapter = sequence.Adapter(str(number), number)
+        scheduler.add(request)
     planned: list[float] = []
     updated: list[float] = []
     while len(planned) < steps:
         begun = time.process_time()
-        plan = scheduler.schedule()
-        planned.append(time.process_time() - begun)
-        flight, tokens, verified = scheduler.in_flight[-1], [], {}
+        step = scheduler.schedule()
+        schedule_time = time.process_time() - begun
+        flight, tokens = scheduler.in_flight[-1], []
+        results: dict[str, Any] = {}
         for i, seq in enumerate(flight.seqs):
-            tokens.append(5 if seq.num_computed - plan_drafts(flight, seq) >= seq.num_tokens else -1)
-            if count := plan_drafts(flight, seq):
-                from plan import Verified
-
-                verified[i] = Verified(count, [5] * (1 + count // 2), [])
-        results: dict[str, Any] = {"verified": verified} if verified else {}
+            count = flight.drafts.get(seq, 0) if drafts else 0
+            tokens.append(5 if seq.num_computed - count >= seq.num_tokens else -1)
+            if count:
+                results.setdefault("verified", {})[i] = plan.Verified(count, [5] * (1 + count // 2), [])
         begun = time.process_time()
-        scheduler.update(plan, StepResult(plan.step, tokens, **results))
-        updated.append(time.process_time() - begun)
-        if -1 in tokens or len(plan.rows) < rows or (drafts and len(verified) < rows):  # a prompt, or still without
-            planned.pop()
-            updated.pop()
+        scheduler.update(step, plan.StepResult(step.step, tokens, **results))
+        update_time = time.process_time() - begun
+        num_verified = len(results.get("verified", ()))
+        if -1 not in tokens and len(tokens) == rows and num_verified == (rows if drafts else 0):  # all decode
+            planned.append(schedule_time)
+            updated.append(update_time)
     return {"schedule": statistics.median(planned) * 1e6, "update": statistics.median(updated) * 1e6}
-
-
-def plan_drafts(flight: Any, seq: Any) -> int:
-    """How many of the tokens that a step computes for a sequence are drafts."""
-    return getattr(flight, "drafts", {}).get(seq, 0)
 
 
 def measure_tree(tree: Path, case: tuple[int, int, int, int]) -> dict[str, float] | None:
     """What `measure` returns in a process of its own, with the files of `tree`; None: these do not know such a case."""
     command = [sys.executable, str(Path(__file__).resolve()), *map(str, case)]
     run = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tree)}, capture_output=True, text=True)
+    if run.returncode and tree == ROOT:
+        raise RuntimeError(run.stderr)
     return json.loads(run.stdout) if run.returncode == 0 else None
 
 
