@@ -122,8 +122,7 @@ class Sequence:
     @property
     def num_known(self) -> int:
         """The number of tokens once the steps in flight have sampled."""
-        computed = self.computed_before if self.batch is None else self.num_computed
-        return max(len(self.delivered), computed + 1)
+        return max(len(self.delivered), self.num_computed + 1)
 
     @property
     def only_decodes(self) -> bool:
