@@ -25,9 +25,9 @@ def ways_of(text: str) -> float:
     if re.search(r"\)[*+{]", bare):  # each character of a name may then double the ways
         raise ValueError("a group in it is repeated")
     optional, parts = bare.count("?") - bare.count("(?"), 1 + bare.count("(")
-    repeats = 1 + sum(map(bare.count, "*+{"))  # one is before the pattern
+    repeats = min(9, 1 + sum(map(bare.count, "*+{")))  # one is before the pattern; 9 are too many already
     # Alternatives give the most ways where all parts have equally many.
-    return float(NAME_LENGTH) ** min(repeats, 9) * 2.0**optional * (1 + bare.count("|") / parts) ** parts
+    return float(NAME_LENGTH) ** repeats * 2.0**optional * (1 + bare.count("|") / parts) ** parts
 
 
 class Patterns:
