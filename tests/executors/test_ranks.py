@@ -24,6 +24,7 @@ from ring import Codec
 from served import eventually
 from test_ring import CHUNK, TinyRing, copied
 
+STEP = 1.5  # seconds that a step or a call may take; a machine that others use may hold a thread up for half of it
 LARGE = 200_000  # bytes; far more than a TinyRing and a socket hold
 Act = Callable[["Rank", Any], None]
 pytest.importorskip("msgspec", reason="plans and results travel in its messages")
@@ -123,7 +124,7 @@ def ranks(monkeypatch) -> Iterator[Callable[..., Ranks]]:
     """Makes a `Ranks`, whose clocks are short."""
     monkeypatch.setattr(ring_module, "BROKEN_OFF", 0.5)
     monkeypatch.setattr(executor_module, "BEAT", 0.05)
-    monkeypatch.setattr(executor_module, "STALL", 0.3)
+    monkeypatch.setattr(executor_module, "STALL", STEP)  # nothing is said of a thread that was held up for a moment
     made: list[Ranks] = []
 
     def make(act: Act, *args: Any, **fields: Any) -> Ranks:
@@ -225,7 +226,7 @@ def test_a_rank_that_takes_no_plan_is_named(ranks, how):
     with pytest.raises(WorkerError, match=f"rank 1 {says[how]} in step 1") as error:
         for step in range(1, 100):
             executor.submit(plan(step, LARGE))
-    assert (type(error.value) is BlamelessError) == (how == "stopped") and time.monotonic() - begun < 2
+    assert (type(error.value) is BlamelessError) == (how == "stopped") and time.monotonic() - begun < 10
 
 
 def test_after_a_message_that_was_broken_off_nothing_is_sent(ranks):
@@ -302,9 +303,6 @@ class Slow:
         threading.Timer(seconds, self.go.set).start()
 
 
-STEP = 0.8  # seconds that a step or a call may take; a machine that others use may hold a thread up for half of it
-
-
 @pytest.fixture
 def busy(ranks) -> tuple[Ranks, Slow]:
     """A rank that runs a call which was given up."""
@@ -325,10 +323,10 @@ def look_for(executor: Ranks, seconds: float) -> None:
 
 def test_a_rank_may_take_its_time_over_a_call_that_was_given_up(busy):
     executor, slow = busy
-    look_for(executor, 2 * STEP)
+    look_for(executor, 1.3 * STEP)
     slow.go.set()
     eventually(lambda: executor.check() or not executor.owing)
-    look_for(executor, 1.5 * STEP)
+    look_for(executor, 1.3 * STEP)
     assert not executor.owing and not executor.said and not executor.replies  # what came late is dropped
     assert executor.collective_rpc("next") == ["next" + LARGE * "!"]
 
@@ -381,7 +379,7 @@ def test_calls_wait_for_a_call_that_was_given_up(busy):
 def test_a_call_without_a_timeout_has_that_of_a_step(ranks):
     slow = Slow()
     executor = ranks(slow, step_timeout=STEP)
-    with pytest.raises(TimeoutError, match=r"rank 0 has not replied within 0\.8 s"):
+    with pytest.raises(TimeoutError, match=r"rank 0 has not replied within 1\.5 s"):
         executor.collective_rpc("slow")
     slow.later(2 * STEP)
     look_for(executor, 2.4 * STEP)
