@@ -7,6 +7,8 @@ requests of a kind are the same, because the engine remembers which grammars it 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gzip
 import json
 import random
 import socket
@@ -23,7 +25,8 @@ LONGEST = 60.0  # seconds that a hostile request may take to be answered: most o
 WORK = (  # the kinds that are answered with tokens
     "properties by structured_outputs", "many answers", "beams", "prompts at the limit", "answers to the limit",
     "bias of all", "long stops", "bad words", "logprobs", "batch", "responses", "pipelined", "silent", "slow",
-    "half closed", "leaves at once", "leaves a stream", "stream that is read",
+    "small and many answers", "logprobs of answers", "many required properties", "half closed", "leaves at once",
+    "leaves a stream", "stream that is read",
 )  # fmt: skip
 
 
@@ -90,6 +93,40 @@ def with_schema(schema: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]
         }),
         "input_schema": ("/v1/messages", chat | {"tools": [flat], "tool_choice": {"type": "any"}}),
     }  # fmt: skip
+
+
+def false_ones(name: str) -> dict[str, Any]:
+    """A schema with 12,000 alternatives that nothing fulfils."""
+    return {"title": name, "oneOf": [False] * 12_000}
+
+
+def named(name: str) -> dict[str, Any]:
+    """A schema with 90 alternatives of 500 properties each, which differ in one value."""
+    required = [f"{i:x}" for i in range(500)] + ["z"]
+    ones = [{"type": "object", "required": required, "properties": {"z": {"const": i}}} for i in range(90)]
+    return {"title": name, "oneOf": ones}
+
+
+def many_required(name: str) -> dict[str, Any]:
+    """A schema with 8,000 required properties and 80 KB of definitions that nothing refers to."""
+    names = [f"p{i}" for i in range(8000)]
+    return {
+        "type": "object", "title": name, "$defs": {"a": {"description": "x" * 80_000}},
+        "properties": dict.fromkeys(names, True), "required": names,
+    }  # fmt: skip
+
+
+def called(arguments: str) -> list[dict[str, Any]]:
+    """A conversation with a call of these arguments."""
+    call = {"id": "a", "type": "function", "function": {"name": "f0", "arguments": arguments}}
+    answer = {"role": "tool", "tool_call_id": "a", "content": "1"}
+    return [*TALK, {"role": "assistant", "tool_calls": [call]}, answer]
+
+
+@functools.cache
+def bomb() -> bytes:
+    """A body of 100 KB that unpacks to 100 MB."""
+    return gzip.compress(b'{"prompt": "' + b"a" * 10**8)
 
 
 def with_rules(grammar: str) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -212,6 +249,30 @@ def kinds(rng: random.Random) -> dict[str, Kind]:
             "messages": TALK, "max_tokens": 8, "tool_choice": "auto",
             "tools": tools({"title": name(), "type": "object"}, 300),
         }),
+        "false alternatives": schema(false_ones, "response_format"),
+        "alternatives of many names": schema(named, "structured_outputs"),
+        "many required properties": schema(many_required, "tools"),
+        "arguments of many numbers": posts(CHAT, lambda: {
+            "messages": called('{"' + name() + '": [' + "1," * 400_000 + "1]}"), "max_tokens": 8,
+        }),
+        "arguments that are no JSON": posts(CHAT, lambda: {
+            "messages": called('{"' + name() + '": ' + "x" * 400_000), "max_tokens": 8,
+        }),
+        "allowed tools": posts(CHAT, lambda: {
+            "messages": TALK, "max_tokens": 8, "tools": tools({"title": name(), "type": "object"}, 4000),
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": {
+                "mode": "auto", "tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(4000)],
+            }},
+        }),
+        "small and many answers": asks(n=lambda: 1024, max_tokens=lambda: 1000, ignore_eos=lambda: True),
+        "logprobs of answers": asks(logprobs=lambda: 20, n=lambda: 1024, max_tokens=lambda: 1000),
+        "gzip": lambda key: request(
+            key, COMPLETIONS, bomb(),
+            "Connection: close\r\nContent-Encoding: gzip\r\n",
+        ),
+        "long headers": lambda key: request(
+            key, COMPLETIONS, PROMPT, "Connection: close\r\n" + "".join(f"X-{i}: {'a' * 60_000}\r\n" for i in range(9))
+        ),
         "embeddings": posts("/v1/embeddings", lambda: {"input": [name() * 99] * 1000}),
         "rerank": posts("/rerank", lambda: {"query": "a", "documents": [name() * 99] * 1000}),
         "tokenize": posts("/tokenize", lambda: {"prompt": name() * 10**5, "return_token_strs": True}),

@@ -15,8 +15,9 @@ prefix of its tokens, alone or in a batch (`settle`). Wrong keys and values give
 What harms is among them: grammars that nobody can compile, connections that say nothing, compiled libraries that are
 not as they were written. Whoever sends such a grammar gets a 400 that says what is wrong, within `hostile.LONGEST`.
 
-The same storm blows in several worlds: one engine with compiled C++, diagnostics on a full disk, two engines with a
-coordinator, and two hosts with a gate between them. They share a cache for what is compiled, which is the storm's own.
+The same storm blows in several worlds: one engine with compiled C++, one with adapters, drafts and int8 weights,
+diagnostics on a full disk, two engines with a coordinator, and two hosts with a gate between them. They share a cache
+for what is compiled, which is the storm's own.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ import hostile
 from config import DEMO
 from cpu.compiled import folder as compiled_folder
 from engine import LLM, SamplingParams
+from lora.adapter import LoRARequest
 from sequence import derived_seed
-from storm_worlds import WORLDS, Broken, Server, World, limit
+from storm_worlds import INT8, WORLDS, Broken, Server, World, adapters, limit
 
 VICTIMS = {"worker": 5, "engine": 3, "api": 2, "coordinator": 2, "gate": 2}  # and how often it hits them
 DEADLY = [13, 11, 7, 5, 3, 2]  # as in poison/sitecustomize.py
@@ -112,7 +114,7 @@ class Stream:
     waiting: bool = False  # for the server to take it
 
 
-def make_stream(number: int, seed: int) -> Stream:
+def make_stream(number: int, seed: int, world: World) -> Stream:
     """The request of one seeded stream; some have two samples, some a stop string that may never come."""
     rng = random.Random(f"{seed}/{number}")
     body: dict[str, Any] = {
@@ -125,6 +127,8 @@ def make_stream(number: int, seed: int) -> Stream:
         body["stop"] = ["\n\n\n", "KING"]
     if rng.random() < 0.15:
         body |= {"repetition_penalty": 1.1, "top_k": 20}
+    if world.adapters and number % 4:
+        body["model"] = "abc"[number % 4 - 1]
     return Stream(number, json.dumps(body).encode())
 
 
@@ -474,13 +478,16 @@ async def lines(reader: asyncio.StreamReader, stream: Stream) -> Any:
         yield line.strip()
 
 
-def settle(disputes: list[tuple[Stream, int, str]], compiles: bool) -> None:
+def settle(disputes: list[tuple[Stream, int, str]], world: World, folder: Path) -> None:
     """See whether the model gives each of these texts when its stream is resumed somewhere before it differs.
 
     Raises:
         Broken: it does not.
     """
-    llm = LLM(DEMO, dtype="float32", device="cpu", threads=1, compile=compiles)
+    options: dict[str, Any] = {"quantization": INT8, "enable_lora": True} if world.adapters else {}
+    llm = LLM(DEMO, dtype="float32", device="cpu", threads=1, compile=world.compiles, **options)
+    paths = adapters(folder) if world.adapters else {}
+    requests = {name: LoRARequest(name, i + 1, str(paths[name])) for i, name in enumerate(paths)}
     known: set[str] = set()  # texts that it has given
     for stream, index, text in disputes:
         if any(other.startswith(text) for other in known):
@@ -489,10 +496,13 @@ def settle(disputes: list[tuple[Stream, int, str]], compiles: bool) -> None:
         del fields["stream"], fields["n"]
         fields["seed"] = derived_seed(fields["seed"], str(index)) if index else fields["seed"]
         prompt, most = llm.tokenizer.encode(fields.pop("prompt")), fields.pop("max_tokens")
+        adapter = requests.get(fields.pop("model", ""))
 
-        def resume(begins: list[list[int]], prompt=prompt, fields=fields, most=most) -> list[list[int]]:
+        def resume(
+            begins: list[list[int]], prompt=prompt, fields=fields, most=most, adapter=adapter
+        ) -> list[list[int]]:
             params = [SamplingParams(**fields, max_tokens=most - len(begin)) for begin in begins]
-            outputs = llm.generate([prompt + begin for begin in begins], params, use_tqdm=False)
+            outputs = llm.generate([prompt + b for b in begins], params, use_tqdm=False, lora_request=adapter)
             wholes = [begin + output.outputs[0].token_ids for begin, output in zip(begins, outputs, strict=True)]
             known.update(map(llm.tokenizer.decode, wholes))
             return wholes
@@ -510,7 +520,7 @@ def settle(disputes: list[tuple[Stream, int, str]], compiles: bool) -> None:
 
 
 def blow(
-    world: World, streams: list[Stream], events: int, seed: int, folder: Path, kinds: tuple[str, ...] = ()
+    world: World, num_streams: int, events: int, seed: int, folder: Path, kinds: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """A storm in one world; returns its figures.
 
@@ -518,12 +528,13 @@ def blow(
         Broken: a promise was not kept.
     """
     server = Server(world, folder)
+    streams = [make_stream(number, seed, world) for number in range(num_streams)]
     storm, begun = Storm(server, streams, seed), time.monotonic()
     try:
         asyncio.run(storm.run(events, kinds))
         server.end()
         server.assert_gone()
-        settle(storm.disputes, world.compiles)
+        settle(storm.disputes, world, folder)
     finally:
         server.kill()
     return {
@@ -543,9 +554,8 @@ def run(
     kinds: tuple[str, ...] = (),
 ) -> list[dict[str, Any]]:
     """The storm in all worlds; returns the figures of each."""
-    streams = [make_stream(number, seed) for number in range(num_streams)]
     with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(folder / "cache")):
-        return [blow(world, streams, max(1, round(events * world.share)), seed, folder, kinds) for world in worlds]
+        return [blow(world, num_streams, max(1, round(events * world.share)), seed, folder, kinds) for world in worlds]
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import resource
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from adapters import make_adapter
 from served import ROOT, alive
 
 SECRET = {"MANTA_DATA_PARALLEL_SECRET": "a secret of the storm alone"}
@@ -33,6 +35,7 @@ class World:
         flags: beside those that all have.
         full_disk: whether its log, journal and trace lie on a full disk.
         hosts: whether the second of its engines runs as on another host, behind the gate.
+        adapters: whether its streams ask for adapters, beside int8 weights and drafts.
         share: of the events that happen here.
     """
 
@@ -40,6 +43,7 @@ class World:
     flags: tuple[str, ...]
     full_disk: bool = False
     hosts: bool = False
+    adapters: bool = False
     share: float = 1.0
 
     @property
@@ -48,12 +52,30 @@ class World:
         return "--compile" in self.flags
 
 
+DRAFTS = {"method": "mtp", "num_speculative_tokens": 2}
+INT8 = "int8_per_channel_weight_only"  # where inputs are rounded too, the last bits of a batch decide too much
+
 WORLDS = (
     World("one engine", ("--api-server-count", "2", "--compile"), share=0.4),
+    World(
+        "adapters, drafts, int8",
+        ("--api-server-count", "2", "--quantization", INT8, "--max-loras", "1", "--max-cpu-loras", "2"),
+        adapters=True,
+        share=0.2,
+    ),
     World("full disk", ("--log-scheduler", "/dev/full", "--trace", "/dev/full"), full_disk=True, share=0.2),
     World("two engines", ("--api-server-count", "2", "--data-parallel-size", "2"), share=0.2),
     World("two hosts", ("--api-server-count", "2", "--data-parallel-size", "2"), hosts=True, share=0.2),
 )
+
+
+def adapters(folder: Path) -> dict[str, Path]:
+    """Three adapters of the demo by name, where a step may have one and the host's memory two."""
+    made = {name: folder / "adapters" / name for name in ("a", "b", "c")}
+    for seed, path in enumerate(made.values()):
+        if not path.exists():
+            make_adapter(path, seed)
+    return made
 
 
 class Server:
@@ -73,6 +95,9 @@ class Server:
         if world.hosts:
             command += ["--data-parallel-size-local", "1", "--data-parallel-address", "127.0.0.1"]
             command += ["--data-parallel-rpc-port", str(self.gate)]
+        if world.adapters:
+            command += ["--speculative-config", json.dumps(DRAFTS), "--enable-lora", "--lora-modules"]
+            command += [f"{name}={path}" for name, path in adapters(folder).items()]
         self.processes: list[subprocess.Popen[bytes]] = []
         with open("/dev/full" if world.full_disk else self.log, "a") as log:
             options: dict[str, Any] = {"cwd": ROOT, "env": environment, "stderr": log, "start_new_session": True}

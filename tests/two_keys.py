@@ -3,6 +3,7 @@
     python tests/two_keys.py                          200 requests, of all kinds in `hostile.py`, four at a time
     python tests/two_keys.py --each                   each kind by itself
     python tests/two_keys.py --kind batch --seed 1    some kinds
+    python tests/two_keys.py --each --seconds 60      each without pause for a minute
     (flags that this does not know go to the server)
 
 The quiet key asks for streams all the time, every other one with a small schema. The figures are the time to the first
@@ -18,7 +19,8 @@ What is answered is work, and has a right to its share of the engine, as an ordi
 come later beside either. So the p99 beside what is refused is held against that alone, and the p99 beside hostile work
 against that beside an ordinary batch; both must stay within MOST times. All figures are printed. The script fails with
 1 where one of these does not hold, where a hostile request gets a 5xx other than 503, or where it gets no reply within
-`hostile.LONGEST` seconds, or if it is work, within WORK_LONGEST.
+`hostile.LONGEST` seconds, or if it is work, within WORK_LONGEST. It also prints the memory of the server's processes
+before the first turn and 5 seconds after the last.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 import hostile
 from served import serving
 
@@ -46,7 +50,7 @@ WORK_LONGEST = 300.0  # seconds that an answer may take: others have a right to 
 AGAINST = {"refused": "alone", "work": "ordinary"}
 STREAMS = 2  # of the quiet key at a time
 BATCH = 20  # hostile requests in a turn
-SHORTEST, LONGEST_TURN = 5.0, 15.0  # seconds of a turn; hostile ones may take longer
+LONGEST_TURN = 15.0  # seconds of a turn in which nothing hostile is sent
 KEYS = ("quiet", "other")
 SMALL = {
     "type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
@@ -73,8 +77,8 @@ def ordinary(rng: random.Random) -> bytes:
     return hostile.request(KEYS[1], hostile.COMPLETIONS, body)
 
 
-def other_key(port: int, at_once: int, seed: int, pipe: Connection) -> None:
-    """Send what the pipe says: a list of kinds once, or None for ordinary requests until something else comes."""
+def other_key(port: int, at_once: int, seed: int, seconds: float, pipe: Connection) -> None:
+    """Send what the pipe says: a list of kinds for so many seconds, or None for ordinary requests until more comes."""
     rng = random.Random(seed)
     kinds = hostile.kinds(rng)
 
@@ -103,7 +107,7 @@ def other_key(port: int, at_once: int, seed: int, pipe: Connection) -> None:
                 pipe.send(pipe.recv())  # "enough"
             else:
                 begun, answers = time.monotonic(), list[Answered]()
-                while time.monotonic() < begun + SHORTEST:  # what is refused at once is sent again and again
+                while time.monotonic() < begun + seconds:  # what is refused at once is sent again and again
                     answers += threads.map(answered, *zip(*made, strict=True))
                 pipe.send(answers)
 
@@ -192,12 +196,12 @@ def turns_of(kinds: list[str]) -> list[tuple[str, list[str] | None]]:
     return turns
 
 
-def measure(port: int, kinds: list[str], at_once: int, seed: int) -> tuple[Quiet, list[Answered]]:
+def measure(port: int, kinds: list[str], at_once: int, seed: int, seconds: float) -> tuple[Quiet, list[Answered]]:
     """Have the other key send these hostile kinds while the quiet one asks for streams."""
     pipe, theirs = multiprocessing.Pipe()
-    other = multiprocessing.get_context("spawn").Process(target=other_key, args=(port, at_once, seed, theirs))
+    other = multiprocessing.get_context("spawn").Process(target=other_key, args=(port, at_once, seed, seconds, theirs))
     other.start()
-    quiet, answers, seconds = Quiet(port, seed), list[Answered](), SHORTEST
+    quiet, answers = Quiet(port, seed), list[Answered]()
     for thread in quiet.threads:
         thread.start()
     for turn, sent in turns_of(kinds):
@@ -246,6 +250,12 @@ def report(quiet: Quiet, answers: list[Answered]) -> tuple[dict[str, Any], list[
     return found, broken
 
 
+def memory_of(pid: int) -> list[int]:
+    """Resident memory in MiB of a process and of all below it."""
+    server = psutil.Process(pid)
+    return [process.memory_info().rss >> 20 for process in [server, *server.children(recursive=True)]]
+
+
 def main() -> int:
     """The command line; returns the exit code."""
     names = [*hostile.kinds(random.Random())]
@@ -254,6 +264,7 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kind", action="append", choices=names)
+    parser.add_argument("--seconds", type=float, default=5.0, help="that a turn takes at least")
     parser.add_argument("--each", action="store_true")
     flags, more = parser.parse_known_args()
     chosen = flags.kind or names
@@ -265,7 +276,10 @@ def main() -> int:
             random.Random(flags.seed).shuffle(plans["all kinds"])
         failed = False
         for name, kinds in plans.items():
-            found, broken = report(*measure(server.port, kinds, flags.at_once, flags.seed))
+            before = memory_of(server.process.pid)
+            found, broken = report(*measure(server.port, kinds, flags.at_once, flags.seed, flags.seconds))
+            time.sleep(5)
+            found["MiB of each process, before and after"] = [before, memory_of(server.process.pid)]
             print(json.dumps({name: found | {"broken": broken}}, indent=1), flush=True)
             failed = failed or bool(broken)
         log = server.log.read_text()
