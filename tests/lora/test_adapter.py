@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -249,4 +251,10 @@ def test_a_folder_that_is_written_anew_has_another_adapter(tmp_path: Path) -> No
     (tmp_path / "link").symlink_to(folder)
     assert state_of(str(tmp_path / "link")) == before
     Path(folder, WEIGHTS).write_bytes(b"new")
-    assert state_of(folder) != before
+    assert (new := state_of(folder)) != before
+    time.sleep(0.02)  # more than a tick of the file system's clock
+    times = os.stat(Path(folder, WEIGHTS))
+    (tmp_path / "copy").write_bytes(b"old")
+    os.utime(tmp_path / "copy", ns=(times.st_atime_ns, times.st_mtime_ns))
+    (tmp_path / "copy").replace(Path(folder, WEIGHTS))
+    assert state_of(folder) != new
