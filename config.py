@@ -426,7 +426,7 @@ def run_file(
 
 
 def read_json(folder: str, name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The JSON object in `folder/name`, or `default` where there is no such file.
+    """The JSON object in `folder/name`, or `default` where there is no such file, or an empty one.
 
     Raises:
         ValueError: the folder is missing, the file is missing with no default, or it holds no JSON object.
@@ -434,9 +434,9 @@ def read_json(folder: str, name: str, default: dict[str, Any] | None = None) -> 
     path = os.path.join(folder, name)
     if not os.path.isdir(folder):
         raise ValueError(f"there is no folder {folder}; {MODEL_TAKES}")
-    if not os.path.isfile(path):
-        if default is None:
-            raise ValueError(f"{folder} has no {name}; {MODEL_TAKES}")
+    if default is None and not os.path.isfile(path):
+        raise ValueError(f"{folder} has no {name}; {MODEL_TAKES}")
+    if default is not None and not (os.path.isfile(path) and os.path.getsize(path)):
         return default
     try:
         with open(path, encoding="utf-8") as file:

@@ -577,11 +577,11 @@ def activation(f: Fields, row: Family) -> str:
 
 
 def dtype_of(f: Fields) -> str:
-    """The checkpoint's dtype."""
-    dtype = f.value("dtype", str) or f.value("torch_dtype", str) or "float32"
-    if dtype not in MODEL_DTYPES:
+    """The checkpoint's dtype. "auto", an argument of transformers, says no more than a missing field."""
+    dtype = (f.value("dtype", str) or f.value("torch_dtype", str) or "auto").removeprefix("torch.")
+    if dtype not in (*MODEL_DTYPES, "auto"):
         raise ValueError(f"config.json has the dtype {dtype!r:.80}; it must be {', '.join(MODEL_DTYPES)}")
-    return dtype
+    return "float32" if dtype == "auto" else dtype
 
 
 END_TOKENS = ("eot_token", "eom_token", "eos_token")  # what tokenizers call the ends of a turn, a message, and a text

@@ -100,7 +100,7 @@ def false_ones(name: str) -> dict[str, Any]:
     return {"title": name, "oneOf": [False] * 12_000}
 
 
-def named(name: str) -> dict[str, Any]:
+def alike(name: str) -> dict[str, Any]:
     """A schema with 90 alternatives of 500 properties each, which differ in one value."""
     required = [f"{i:x}" for i in range(500)] + ["z"]
     ones = [{"type": "object", "required": required, "properties": {"z": {"const": i}}} for i in range(90)]
@@ -182,6 +182,34 @@ def request(key: str, path: str, body: dict[str, Any] | bytes, more: str = "Conn
     return f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
+def heavy(name: Callable[[], str]) -> dict[str, Callable[[], tuple[Any, ...]]]:
+    """Arguments of `request`, by kind, for much that is read before the engine sees it."""
+    close = "Connection: close\r\n"
+    long = "".join(f"X-{i}: {'a' * 60_000}\r\n" for i in range(9))
+
+    def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
+        return CHAT, {"messages": TALK, "max_tokens": 8} | fields
+
+    def functions() -> dict[str, Any]:
+        named = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(4000)]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": named}}
+        return {"tools": tools({"title": name(), "type": "object"}, 4000), "tool_choice": choice}
+
+    return {
+        "false alternatives": lambda: with_schema(false_ones(name()))["response_format"],
+        "alternatives of many names": lambda: with_schema(alike(name()))["structured_outputs"],
+        "many required properties": lambda: with_schema(many_required(name()))["tools"],
+        "arguments of many numbers": lambda: chat(messages=called(f'{{"{name()}": [{"1," * 400_000}1]}}')),
+        "arguments that are no JSON": lambda: chat(messages=called(f'{{"{name()}": {"x" * 400_000}')),
+        "allowed tools": lambda: chat(**functions()),
+        "small and many answers": lambda: (COMPLETIONS, PROMPT | {"n": 1024, "max_tokens": 1000, "user": name()}),
+        "logprobs of answers": lambda: (COMPLETIONS, PROMPT | {"n": 1024, "max_tokens": 1000, "logprobs": 20}),
+        "hundreds of tools": lambda: chat(tools=tools({"title": name(), "type": "object"}, 300)),
+        "gzip": lambda: (COMPLETIONS, bomb(), f"{close}Content-Encoding: gzip\r\n"),
+        "long headers": lambda: (COMPLETIONS, PROMPT, close + long),
+    }
+
+
 def kinds(rng: random.Random) -> dict[str, Kind]:
     """All kinds, by name."""
 
@@ -245,34 +273,6 @@ def kinds(rng: random.Random) -> dict[str, Kind]:
         "logprobs": asks(prompt_logprobs=lambda: 20, logprobs=lambda: 20, n=lambda: 8, **whole),
         "batch": asks(prompt=lambda: [ids(60) for _ in range(200)]),
         "conversation": posts(CHAT, lambda: {"messages": TALK * 5000 + [{"role": "user", "content": name()}]}),
-        "hundreds of tools": posts(CHAT, lambda: {
-            "messages": TALK, "max_tokens": 8, "tool_choice": "auto",
-            "tools": tools({"title": name(), "type": "object"}, 300),
-        }),
-        "false alternatives": schema(false_ones, "response_format"),
-        "alternatives of many names": schema(named, "structured_outputs"),
-        "many required properties": schema(many_required, "tools"),
-        "arguments of many numbers": posts(CHAT, lambda: {
-            "messages": called('{"' + name() + '": [' + "1," * 400_000 + "1]}"), "max_tokens": 8,
-        }),
-        "arguments that are no JSON": posts(CHAT, lambda: {
-            "messages": called('{"' + name() + '": ' + "x" * 400_000), "max_tokens": 8,
-        }),
-        "allowed tools": posts(CHAT, lambda: {
-            "messages": TALK, "max_tokens": 8, "tools": tools({"title": name(), "type": "object"}, 4000),
-            "tool_choice": {"type": "allowed_tools", "allowed_tools": {
-                "mode": "auto", "tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(4000)],
-            }},
-        }),
-        "small and many answers": asks(n=lambda: 1024, max_tokens=lambda: 1000, ignore_eos=lambda: True),
-        "logprobs of answers": asks(logprobs=lambda: 20, n=lambda: 1024, max_tokens=lambda: 1000),
-        "gzip": lambda key: request(
-            key, COMPLETIONS, bomb(),
-            "Connection: close\r\nContent-Encoding: gzip\r\n",
-        ),
-        "long headers": lambda key: request(
-            key, COMPLETIONS, PROMPT, "Connection: close\r\n" + "".join(f"X-{i}: {'a' * 60_000}\r\n" for i in range(9))
-        ),
         "embeddings": posts("/v1/embeddings", lambda: {"input": [name() * 99] * 1000}),
         "rerank": posts("/rerank", lambda: {"query": "a", "documents": [name() * 99] * 1000}),
         "tokenize": posts("/tokenize", lambda: {"prompt": name() * 10**5, "return_token_strs": True}),
@@ -282,6 +282,7 @@ def kinds(rng: random.Random) -> dict[str, Kind]:
         "wrong keys": wrong_keys,
         "pipelined": lambda key: request(key, COMPLETIONS, PROMPT, "") * 30 + request(key, COMPLETIONS, PROMPT),
     }  # fmt: skip
+    made |= {kind: lambda key, sent=sent: request(key, *sent()) for kind, sent in heavy(name).items()}
     long = posts(COMPLETIONS, long_answer)
     ways = {
         "silent": Kind(asks(n=lambda: 1), Way(silent=200)),

@@ -190,6 +190,18 @@ def test_a_bad_value_is_named_with_what_is_allowed(tmp_path: Path, change: dict[
         ModelConfig.from_folder(str(tmp_path))
 
 
+def test_an_empty_generation_config_says_nothing(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("")
+    assert default_sampling(EngineConfig(str(folder))) == {}
+
+
+@pytest.mark.parametrize(("written", "dtype"), [("torch.bfloat16", "bfloat16"), ("auto", "float32")])
+def test_a_dtype_as_transformers_prints_it(tmp_path: Path, written: str, dtype: str) -> None:
+    raw = json.loads(Path(DEMO, "config.json").read_text()) | {"torch_dtype": written}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert ModelConfig.from_folder(str(tmp_path)).dtype == dtype
+
+
 def test_a_generation_config_that_is_no_object_is_named(folder: Path) -> None:
     (folder / "generation_config.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"generation_config\.json holds a list; it must hold a JSON object$"):
