@@ -22,7 +22,6 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 if sys.platform == "win32":  # gunicorn could not even be imported
     sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: Windows has no fork; use WSL, or LLM of engine.py\n")
@@ -30,11 +29,11 @@ if sys.platform == "win32":  # gunicorn could not even be imported
 
 import gevent
 from flask import Flask, Response, g, request
-from werkzeug.exceptions import MethodNotAllowed
+from werkzeug.exceptions import MethodNotAllowed, NotFound
 
 from api import batch_file, terminal
 from api.adapters import Adapters
-from api.faces import FACES
+from api.faces import FACES, error_body_of
 from api.fields import ApiError, Face
 from api.flags import OptionParser, split_command
 from api.gunicorn_loop import Gunicorn, with_response
@@ -66,7 +65,9 @@ from processes.suspects import Suspects
 from tokenizer import Tokenizer
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
-STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
+STATUS_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"}, 415: {"Accept-Encoding": "gzip, deflate"}, 429: {"Retry-After": "1"},
+}  # fmt: skip
 ABOUT = f"""Run a model.
 
   {PROG}                       serve the bundled demo at http://127.0.0.1:8000
@@ -74,12 +75,6 @@ ABOUT = f"""Run a model.
   {PROG} chat Qwen/Qwen3-0.6B  talk with it in the terminal"""
 # Endpoints that programs poll, and the page's own files: requests for them are logged at level DEBUG.
 QUIET = ("health", "metrics", "live", "page", "scaling")
-
-
-def own_error_body() -> Callable[[ApiError], dict[str, Any]] | None:
-    """How the API that this request asks for writes an error; None: as OpenAI does. So far only Anthropic's differs."""
-    path = request.path.rstrip("/")
-    return next((face.error_body for face in FACES if face.error_body and path.endswith(face.paths)), None)
 
 
 def answer_face(api: Api, face: Face) -> Response:
@@ -157,6 +152,15 @@ def guard(app: Flask, api: Api, address: str) -> None:
             raise ApiError(503, "the server is shutting down")
 
 
+def ends_with_any_name(app: Flask, error: MethodNotAllowed) -> bool:
+    """Whether the route that does not take this method is one like /v1/responses/<id>.
+
+    Its path is no id, then, but may be another server's route, like /v1/responses/compact.
+    """
+    rule, _ = app.url_map.bind("").match(request.path, next(iter(error.valid_methods or ())), return_rule=True)
+    return rule.rule.endswith(">")
+
+
 def answer_errors(app: Flask, config: ServerConfig) -> None:
     """Turn errors into replies, and free the request's body."""
     several_keys = len(set(config.api_key)) > 1
@@ -171,13 +175,15 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
     def refuse(error: Exception) -> Response:
         if isinstance(error, ClientGone):
             return Response(status=499)  # nginx's number for it; nobody reads it
+        if isinstance(error, MethodNotAllowed) and ends_with_any_name(app, error):
+            error = NotFound()
         headers = {"Allow": ", ".join(sorted(error.valid_methods or ()))} if isinstance(error, MethodNotAllowed) else {}
         answer = api_error(error, config)
         if several_keys and answer.status < 500:
             release_body(None)
             gevent.sleep(refusals.wait(g.client, time.monotonic() - g.begun))  # for clients that send many bad requests
         g.error = str(answer)
-        response = reply((own_error_body() or ApiError.body)(answer), answer.status)
+        response = reply(error_body_of(request.path)(answer), answer.status)
         response.headers.update(headers | STATUS_HEADERS.get(answer.status, {}))
         return response
 
@@ -190,7 +196,7 @@ def log_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> None:
         given = request.headers.get("X-Request-Id", "")
         name = given if REQUEST_ID.fullmatch(given) else g.name
         response.headers["X-Request-Id"] = name
-        if own_error_body():  # this is Anthropic's API, whose SDK looks for the id here
+        if error_body_of(request.path) is not ApiError.body:  # this is Anthropic's API, whose SDK looks for the id here
             response.headers["Request-Id"] = name
         place = (request.method, request.root_path + request.path)
         headers, status = request.headers, response.status_code

@@ -8,6 +8,7 @@ import functools
 import ipaddress
 import re
 import time
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from api.routes import Api, Events
 from processes.child import Board
 
 BODY_PART = 2**14  # bytes of a body to read at a time
+PACKED = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # content codings, and zlib's `wbits` for each
 HOST_PORT = re.compile(r":\d*\Z", re.ASCII)
 HEADER_NAMES = re.compile(r"[\w-]+(, *[\w-]+)*", re.ASCII)
 WEB = Path(__file__).parents[1] / "web"
@@ -53,18 +55,19 @@ def read_body(config: ServerConfig, board: Board, hold: Callable[[int], None]) -
     # `curl -d` says that it sends a form. But a web page may send a form to any server unasked, and JSON not.
     if kind != "application/json" and "Origin" in request.headers and not allowed_origin(config):
         raise ApiError(415, f"the content type is {kind or 'not given'}; from a web page it must be application/json")
-    body, refused = bytearray(), ""
+    body, size, refused = bytearray(), 0, ""
     try:
         with gevent.Timeout(config.body_timeout):
-            while part := request.stream.read(BODY_PART):
-                if len(part) == BODY_PART:
+            for part in unpacked(request.headers.get("Content-Encoding", "identity").strip().lower()):
+                if len(part) in (0, BODY_PART):
                     gevent.sleep(0)  # a socket that always has more would let nobody else run
+                size += len(part)
+                if size > config.max_body_bytes:
+                    raise RequestEntityTooLarge
                 if refused:  # but read to its end, because a client that still writes would not see the reply
                     continue
                 body += part
                 hold(len(part))
-                if len(body) > config.max_body_bytes:
-                    raise RequestEntityTooLarge
                 if (in_flight := board.body_bytes) > config.max_body_bytes_in_flight:
                     cap = f"{config.max_body_bytes_in_flight} (max_body_bytes_in_flight)"
                     refused = f"bodies of {in_flight} bytes are in flight; at most {cap}"
@@ -75,6 +78,29 @@ def read_body(config: ServerConfig, board: Board, hold: Callable[[int], None]) -
     if refused:
         raise ApiError(429, refused)
     return body
+
+
+def unpacked(coding: str) -> Iterator[bytes]:
+    """The parts of this request's body, of at most BODY_PART bytes; an `ApiError` if this `coding` is not its own."""
+    packed = iter(lambda: request.stream.read(BODY_PART), b"")
+    if coding == "identity":
+        yield from packed
+        return
+    if coding not in PACKED:
+        raise ApiError(415, f"the content encoding is {coding!r:.80}; it must be {', '.join(PACKED)} or identity")
+    unpacker = zlib.decompressobj(PACKED[coding])
+    try:
+        for arrived in packed:
+            while part := unpacker.decompress(arrived, BODY_PART):
+                yield part
+                arrived = unpacker.unconsumed_tail
+            if unpacker.unused_data:
+                raise zlib.error("there is more after its end")
+            yield b""  # so that others are served, however little it unpacks to
+        if not unpacker.eof:
+            raise zlib.error("it has no end")
+    except zlib.error as error:
+        raise ApiError(400, f"the body is no {coding}: {error}") from None
 
 
 def body_of(api: Api) -> dict[str, Any]:

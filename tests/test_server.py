@@ -48,7 +48,7 @@ def test_explain(http_client: FlaskClient, engine: ScriptedClient) -> None:
     for id in ("cmpl-unknown", mine[0], "a/b", "%ff", "x" * 3000):
         message = refusal(http_client.get("/explain/" + id), 404)["message"]
         assert "latest" in message and len(message) < 300
-    refusal(http_client.post("/explain/" + answer["id"]), 405)
+    refusal(http_client.post("/explain/" + answer["id"]), 404)
 
 
 def test_models(http_client: FlaskClient, engine: ScriptedClient) -> None:

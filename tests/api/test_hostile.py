@@ -157,7 +157,7 @@ NO_REQUESTS = {
     "a comma too many": b'{"prompt": "a",}',
     "a comment": b'{"prompt": "a" /* b */}',
     "single quotes": b"{'prompt': 'a'}",
-    "a byte order mark": b'\xef\xbb\xbf{"prompt": "a"}',
+    "two byte order marks": b'\xef\xbb\xbf\xef\xbb\xbf{"prompt": "a"}',
     "UTF-16": '{"prompt": "a"}'.encode("utf-16"),
     "UTF-32": '{"prompt": "a"}'.encode("utf-32"),
     "gzip": b"\x1f\x8b\x08\x00\x00\x00",
