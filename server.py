@@ -80,8 +80,8 @@ QUIET = ("health", "metrics", "live", "page", "scaling")
 def answer_face(api: Api, face: Face) -> Response:
     """The Flask view of a face (one API of `api/`): read the body, and reply with JSON or with events."""
     body = body_of(api)
-    sock, reply_to = request.environ.get("gunicorn.socket"), request.environ.get("manta.response")
-    remote = Remote(sock, reply_to.probe if reply_to else None) if sock else None
+    reply_to = request.environ.get("manta.response")
+    remote = Remote(reply_to.sock, reply_to.probe) if reply_to else None
     caller = g.caller = Caller(g.name, g.client, remote, g.body.close)
     answer = api.answer(face, body, caller)
     return stream(answer, api.config) if isinstance(answer, Events) else reply(answer)

@@ -26,10 +26,13 @@ from gunicorn.app.base import BaseApplication
 from gunicorn.arbiter import Arbiter
 from gunicorn.errors import HaltServer
 from gunicorn.glogging import Logger
-from gunicorn.http import wsgi
+from gunicorn.http import errors, wsgi
+from gunicorn.http.message import Request
+from gunicorn.http.parser import RequestParser
 from gunicorn.workers import ggevent
 
-from api.http import api_error
+from api.faces import error_body_of
+from api.http import MOST_FIELD, MOST_FIELDS, MOST_HEAD, api_error
 from api.options import ServerConfig
 from api.replies import log_request
 from executor import end_with_parent, name_process
@@ -96,31 +99,54 @@ class DrainingArbiter(Arbiter):
             raise HaltServer(str(error), 1) from None
 
 
+class BoundedRequest(Request):
+    """Gunicorn's request, whose header fields have a bound in all. An error in it has its path, if that is known."""
+
+    def __init__(self, *args: Any):
+        try:
+            super().__init__(*args)
+        except errors.ParseException as error:
+            error.path = self.path or ""
+            raise
+
+    def parse(self, unreader: Any) -> bytes:
+        self.max_buffer_headers = MOST_HEAD
+        unread: bytes = super().parse(unreader)
+        return unread
+
+
 class NamelessResponse(wsgi.Response):
     """Gunicorn's response, which does not name the server, and can find out whether anybody reads it."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.lock = gevent.lock.RLock()  # a probe must not come in the midst of an event
+        self.ahead = 0  # bytes of the status line that probes have sent
 
     def write(self, arg: bytes) -> None:
         with self.lock:
             super().write(arg)
 
     def probe(self) -> bool:
-        """Write what every client passes over: an interim reply, or a comment in a stream. False: HTTP/1.0 has neither.
+        """Write what takes nothing away: a comment in a stream, or the next byte of how each status line begins.
+
+        No interim reply would do, because clients take a few of them, or none. False: there is no such byte any more.
 
         Raises:
             OSError: nobody reads any more.
         """
-        if self.headers_sent:
-            self.write(b":\n\n")
-        elif self.req.version >= (1, 1):
-            self.sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return self.headers_sent or self.req.version >= (1, 1)
+        begins = b"HTTP/%d.%d " % self.req.version
+        with self.lock:
+            if self.headers_sent:
+                self.write(b":\n\n")
+            else:
+                self.sock.sendall(begins[self.ahead : self.ahead + 1])
+                self.ahead += 1
+        return self.headers_sent or self.ahead < len(begins)
 
     def default_headers(self) -> list[str]:
-        return [line for line in super().default_headers() if not line.startswith("Server:")]
+        status, *lines = super().default_headers()
+        return [status[self.ahead :], *(line for line in lines if not line.startswith("Server:"))]
 
 
 class Listener(StreamServer):
@@ -164,7 +190,7 @@ class HttpWorker(ggevent.GeventWorker):
     """Gunicorn's worker. What it refuses itself, because it is no HTTP, gets a reply like the app's, not a page."""
 
     def init_process(self) -> None:
-        wsgi.Response = NamelessResponse
+        wsgi.Response, RequestParser.mesg_class = NamelessResponse, BoundedRequest
         self.idle: dict[gevent.Greenlet, None] = {}  # connections that wait for a request, the longest first
         ggevent.StreamServer = functools.partial(Listener, self.idle)
         super().init_process()
@@ -186,7 +212,7 @@ class HttpWorker(ggevent.GeventWorker):
             return
         begun, name, config = time.monotonic(), uuid.uuid4().hex, self.app.config
         answer = api_error(exc, config)
-        content = msgspec.json.encode(answer.body())
+        content = msgspec.json.encode(error_body_of(getattr(exc, "path", ""))(answer))
         head = (
             f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\nX-Request-Id: {name}"
@@ -210,8 +236,7 @@ def with_response(app: Callable[..., Any]) -> Callable[..., Any]:
     """The WSGI app, whose views find gunicorn's response in the environment, if gunicorn calls it."""
 
     def answer(environ: dict[str, Any], start_response: Any) -> Any:
-        response = getattr(start_response, "__self__", None)
-        environ["manta.response"] = response if isinstance(response, NamelessResponse) else None
+        environ.setdefault("manta.response", getattr(start_response, "__self__", None))
         return app(environ, start_response)
 
     return answer
@@ -264,6 +289,6 @@ def gunicorn_options(listener: socket.socket, fleet: Fleet, config: ServerConfig
         "bind": f"fd://{listener.detach()}", "worker_class": HttpWorker, "workers": config.api_server_count,
         "worker_connections": 65536, "keepalive": KEEP_ALIVE, "timeout": API_TIMEOUT, "graceful_timeout": KEEP_ALIVE,
         "loglevel": "debug" if logger.isEnabledFor(logging.DEBUG) else "error", "logger_class": GunicornLog,
-        "control_socket_disable": True,
+        "limit_request_fields": MOST_FIELDS, "limit_request_field_size": MOST_FIELD, "control_socket_disable": True,
         "pre_fork": pre_fork, "post_fork": post_fork, "child_exit": child_exit, "post_worker_init": post_worker_init,
     }  # fmt: skip

@@ -43,6 +43,7 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+MOST_FIELDS, MOST_FIELD, MOST_HEAD = 1000, 2**16, 2**17  # header fields of a request, and bytes of one and of all
 # What gunicorn finds wrong with a request before the app sees it, where that is not 400.
 UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417, errors.LimitRequestHeaders: 431}
 
@@ -113,7 +114,10 @@ def body_of(api: Api) -> dict[str, Any]:
 def api_error(error: Exception, config: ServerConfig) -> ApiError:
     """The reply to an exception, also of gunicorn's and Flask's; see `as_api_error`."""
     if isinstance(error, errors.ParseException):
-        return ApiError(UNREADABLE.get(type(error), 400), f"this is no request: {error}")
+        status, limit = UNREADABLE.get(type(error), 400), ""
+        if status == 431:
+            limit = f"; {MOST_FIELDS} header fields are allowed, of {MOST_FIELD} bytes, and {MOST_HEAD} bytes in all"
+        return ApiError(status, f"this is no request: {error}{limit}")
     if isinstance(error, errors.NoMoreData):
         return ApiError(400, "the request ends before its body is complete")
     if isinstance(error, HTTPException):  # Flask would show it on an HTML page
