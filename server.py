@@ -65,9 +65,7 @@ from processes.suspects import Suspects
 from tokenizer import Tokenizer
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
-STATUS_HEADERS = {
-    401: {"WWW-Authenticate": "Bearer"}, 415: {"Accept-Encoding": "gzip, deflate"}, 429: {"Retry-After": "1"},
-}  # fmt: skip
+STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 415: {"Accept-Encoding": "gzip"}, 429: {"Retry-After": "1"}}
 ABOUT = f"""Run a model.
 
   {PROG}                       serve the bundled demo at http://127.0.0.1:8000
@@ -127,6 +125,8 @@ def guard(app: Flask, api: Api, address: str) -> None:
     @app.before_request
     def begin_request() -> Response | None:
         g.name, g.begun = uuid.uuid4().hex, time.monotonic()
+        given = request.headers.get("X-Request-Id", "")
+        g.request_id = given if REQUEST_ID.fullmatch(given) else g.name
         g.client = board.tag("address", request.remote_addr or "")
         if local:
             check_host(hosts)
@@ -152,15 +152,6 @@ def guard(app: Flask, api: Api, address: str) -> None:
             raise ApiError(503, "the server is shutting down")
 
 
-def ends_with_any_name(app: Flask, error: MethodNotAllowed) -> bool:
-    """Whether the route that does not take this method is one like /v1/responses/<id>.
-
-    Its path is no id, then, but may be another server's route, like /v1/responses/compact.
-    """
-    rule, _ = app.url_map.bind("").match(request.path, next(iter(error.valid_methods or ())), return_rule=True)
-    return rule.rule.endswith(">")
-
-
 def answer_errors(app: Flask, config: ServerConfig) -> None:
     """Turn errors into replies, and free the request's body."""
     several_keys = len(set(config.api_key)) > 1
@@ -175,8 +166,11 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
     def refuse(error: Exception) -> Response:
         if isinstance(error, ClientGone):
             return Response(status=499)  # nginx's number for it; nobody reads it
-        if isinstance(error, MethodNotAllowed) and ends_with_any_name(app, error):
-            error = NotFound()
+        if isinstance(error, MethodNotAllowed):
+            method = next(iter(error.valid_methods or ()))
+            rule, _ = app.url_map.bind("").match(request.path, method, return_rule=True)
+            if rule.rule.endswith(">"):  # what stands there is no id, but perhaps of another server's route
+                error = NotFound()
         headers = {"Allow": ", ".join(sorted(error.valid_methods or ()))} if isinstance(error, MethodNotAllowed) else {}
         answer = api_error(error, config)
         if several_keys and answer.status < 500:
@@ -193,9 +187,7 @@ def log_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> None:
 
     @app.after_request
     def name_request(response: Response) -> Response:
-        given = request.headers.get("X-Request-Id", "")
-        name = given if REQUEST_ID.fullmatch(given) else g.name
-        response.headers["X-Request-Id"] = name
+        name = response.headers["X-Request-Id"] = g.request_id
         if error_body_of(request.path) is not ApiError.body:  # this is Anthropic's API, whose SDK looks for the id here
             response.headers["Request-Id"] = name
         place = (request.method, request.root_path + request.path)

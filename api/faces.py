@@ -21,5 +21,6 @@ FACES = (
 
 def error_body_of(path: str) -> Callable[[ApiError], dict[str, Any]]:
     """How the API that this path is part of writes an error; so far only Anthropic's differs from OpenAI's."""
-    others = ((face.error_body, each + "/" in path + "/") for face in FACES if face.error_body for each in face.paths)
-    return next((error_body for error_body, is_part in others if is_part), ApiError.body)
+    return next(
+        (face.error_body for face in FACES if any(f"{each}/" in f"{path}/" for each in face.paths)), ApiError.body
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import faulthandler
 import functools
 import logging
 import math
@@ -38,6 +39,7 @@ from api.replies import log_request
 from executor import end_with_parent, name_process
 from observe.logs import Repeated, console, counted, logger
 from processes.fleet import Fleet
+from ring import nameless_file
 
 # Seconds in which signals count as one: Linux tells of a launcher's death (see `end_with_parent`) thread by thread.
 SAME_SIGNAL = 0.5
@@ -87,6 +89,13 @@ class DrainingArbiter(Arbiter):
         self.app.fleet.reap()
         super().reap_workers()
 
+    def kill_worker(self, pid: int, sig: int) -> None:
+        if sig == signal.SIGABRT:  # which gunicorn sends to a process that has stood still for too long
+            age = self.WORKERS[pid].age
+            still = f"api {age - 1} has stood still for {self.timeout} s and is replaced (pid {pid})"
+            logger.error(f"{still}; it was on {self.app.fleet.board.tasks_of(age) or 'no body of a request'}")
+        super().kill_worker(pid, sig)
+
     def manage_workers(self) -> None:
         if self.app.fleet.board.draining and not self.app.fleet.board.in_flight:
             raise StopIteration
@@ -100,19 +109,15 @@ class DrainingArbiter(Arbiter):
 
 
 class BoundedRequest(Request):
-    """Gunicorn's request, whose header fields have a bound in all. An error in it has its path, if that is known."""
+    """Gunicorn's request, whose header fields have a bound in all. An error in its head has its path, if it has one."""
 
-    def __init__(self, *args: Any):
+    def parse(self, unreader: Any) -> Any:
+        self.max_buffer_headers = MOST_HEAD
         try:
-            super().__init__(*args)
+            return super().parse(unreader)
         except errors.ParseException as error:
             error.path = self.path or ""
             raise
-
-    def parse(self, unreader: Any) -> bytes:
-        self.max_buffer_headers = MOST_HEAD
-        unread: bytes = super().parse(unreader)
-        return unread
 
 
 class NamelessResponse(wsgi.Response):
@@ -268,6 +273,7 @@ def gunicorn_options(listener: socket.socket, fleet: Fleet, config: ServerConfig
 
     def pre_fork(arbiter: Arbiter, worker: Any) -> None:
         name_process("server")  # gunicorn has called it otherwise
+        worker.stack = nameless_file("manta-stack")  # gets what runs when gunicorn aborts it, or when it crashes
 
     def post_fork(arbiter: Arbiter, worker: Any) -> None:
         name_process(f"api {worker.age - 1}")
@@ -277,9 +283,14 @@ def gunicorn_options(listener: socket.socket, fleet: Fleet, config: ServerConfig
 
     def child_exit(arbiter: Arbiter, worker: Any) -> None:
         board.clear(worker.age)
+        with open(worker.stack, errors="replace") as stack:
+            stack.seek(0)
+            for line in stack:
+                logger.error(f"api {worker.age - 1}: {line.rstrip()}")
 
     def post_worker_init(worker: Any) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all; the arbiter acts on it
+        faulthandler.enable(worker.stack)
         if worker.age == 1:
             host, port = worker.sockets[0].getsockname()[:2]
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

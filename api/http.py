@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import gevent
 from flask import Response, g, request
@@ -45,7 +46,7 @@ PAGE_HEADERS = {
 }
 MOST_FIELDS, MOST_FIELD, MOST_HEAD = 1000, 2**16, 2**17  # header fields of a request, and bytes of one and of all
 # What gunicorn finds wrong with a request before the app sees it, where that is not 400.
-UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417, errors.LimitRequestHeaders: 431}
+UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417}
 
 
 def read_body(config: ServerConfig, board: Board, hold: Callable[[int], None]) -> bytearray:
@@ -108,16 +109,19 @@ def body_of(api: Api) -> dict[str, Any]:
     """The JSON object that this request brings."""
     g.body = contextlib.ExitStack()  # closed when the body has become a request, or with the reply
     hold = g.body.enter_context(api.board.holding())
-    return parse_json(read_body(api.config, api.board, hold), api.config, api.facts["max_model_len"])
+    body = read_body(api.config, api.board, hold)
+    what = f"{request.method} {quote(request.path)[:256]} ({g.request_id}, {len(body)} bytes, client {g.client})"
+    g.body.enter_context(api.board.computing(what))
+    return parse_json(body, api.config, api.facts["max_model_len"])
 
 
 def api_error(error: Exception, config: ServerConfig) -> ApiError:
     """The reply to an exception, also of gunicorn's and Flask's; see `as_api_error`."""
+    if isinstance(error, errors.LimitRequestHeaders):
+        most = f"{MOST_FIELDS} of at most {MOST_FIELD} bytes, and {MOST_HEAD} bytes in all"
+        return ApiError(431, f"the header fields are too many or too large ({error}); allowed are {most}")
     if isinstance(error, errors.ParseException):
-        status, limit = UNREADABLE.get(type(error), 400), ""
-        if status == 431:
-            limit = f"; {MOST_FIELDS} header fields are allowed, of {MOST_FIELD} bytes, and {MOST_HEAD} bytes in all"
-        return ApiError(status, f"this is no request: {error}{limit}")
+        return ApiError(UNREADABLE.get(type(error), 400), f"this is no request: {error}")
     if isinstance(error, errors.NoMoreData):
         return ApiError(400, "the request ends before its body is complete")
     if isinstance(error, HTTPException):  # Flask would show it on an HTML page

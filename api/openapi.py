@@ -10,6 +10,7 @@ import msgspec
 from flask import Response
 
 from api.faces import FACES
+from api.fields import ApiError
 from config import VERSION
 
 STATUSES = {
@@ -87,7 +88,7 @@ def openapi(root_path: str, others: Sequence[Path]) -> dict[str, Any]:
     for face, ref in zip(FACES, refs, strict=False):
         body = {"required": True, "content": {"application/json": {"schema": ref}}}
         kinds = ("application/json", "text/event-stream") if "stream" in face.fields else ("application/json",)
-        found = replies(message_error if face.error_body else error, *kinds)
+        found = replies(error if face.error_body is ApiError.body else message_error, *kinds)
         paths[face.paths[0]] = {"post": {"operationId": face.name, "requestBody": body, "responses": found}}
         fields = components[face.request.__name__]
         fields["required"] = list(face.needed)
