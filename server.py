@@ -36,7 +36,7 @@ from api.adapters import Adapters
 from api.faces import FACES, error_body_of
 from api.fields import ApiError, Face
 from api.flags import OptionParser, split_command
-from api.gunicorn_loop import Gunicorn, with_response
+from api.gunicorn_loop import Gunicorn
 from api.http import (
     Refusals,
     allow_origin,
@@ -78,7 +78,7 @@ QUIET = ("health", "metrics", "live", "page", "scaling")
 def answer_face(api: Api, face: Face) -> Response:
     """The Flask view of a face (one API of `api/`): read the body, and reply with JSON or with events."""
     body = body_of(api)
-    reply_to = request.environ.get("manta.response")
+    reply_to = getattr(gevent.getcurrent(), "response", None)
     remote = Remote(reply_to.sock, reply_to.probe) if reply_to else None
     caller = g.caller = Caller(g.name, g.client, remote, g.body.close)
     answer = api.answer(face, body, caller)
@@ -108,7 +108,6 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
     answer_errors(app, config)
     log_requests(app, config, spans)
     app.extensions["spans"] = spans
-    app.wsgi_app = with_response(app.wsgi_app)  # type: ignore[method-assign]
     if config.root_path:
         app.wsgi_app = under_root(app.wsgi_app, config.root_path)  # type: ignore[method-assign]
     return app

@@ -8,6 +8,7 @@ import faulthandler
 import functools
 import logging
 import math
+import re
 import resource
 import signal
 import socket
@@ -121,11 +122,15 @@ class BoundedRequest(Request):
 
 
 class NamelessResponse(wsgi.Response):
-    """Gunicorn's response, which does not name the server, and can find out whether anybody reads it."""
+    """Gunicorn's response, which does not name the server, and can find out whether anybody reads it.
+
+    The greenlet that serves a connection has it as its `response`.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.lock = gevent.lock.RLock()  # a probe must not come in the midst of an event
+        gevent.getcurrent().response = self
         self.ahead = 0  # bytes of the status line that probes have sent
 
     def write(self, arg: bytes) -> None:
@@ -237,16 +242,6 @@ class HttpWorker(ggevent.GeventWorker):
             gevent.spawn(spans.provider.force_flush)
 
 
-def with_response(app: Callable[..., Any]) -> Callable[..., Any]:
-    """The WSGI app, whose views find gunicorn's response in the environment, if gunicorn calls it."""
-
-    def answer(environ: dict[str, Any], start_response: Any) -> Any:
-        environ.setdefault("manta.response", getattr(start_response, "__self__", None))
-        return app(environ, start_response)
-
-    return answer
-
-
 class Gunicorn(BaseApplication):
     """Gunicorn on a bound socket with gevent workers, configured from here and not from its files and flags.
 
@@ -285,7 +280,7 @@ def gunicorn_options(listener: socket.socket, fleet: Fleet, config: ServerConfig
         board.clear(worker.age)
         with open(worker.stack, errors="replace") as stack:
             stack.seek(0)
-            for line in stack:
+            for line in filter(re.compile("Fatal|  File").match, stack):
                 logger.error(f"api {worker.age - 1}: {line.rstrip()}")
 
     def post_worker_init(worker: Any) -> None:

@@ -443,9 +443,9 @@ def test_a_client_that_leaves_is_aborted(
     engine.script = []  # still in the queue
     ours, theirs = gevent.socket.socketpair()
     with ours:
-        response = SimpleNamespace(sock=ours, probe=lambda: ours.send(b"H"))
         body = BODIES[COMPLETIONS] | fields
-        waiting = gevent.spawn(http_client.post, COMPLETIONS, json=body, environ_overrides={"manta.response": response})
+        waiting = gevent.spawn(http_client.post, COMPLETIONS, json=body)
+        waiting.response = SimpleNamespace(sock=ours, probe=lambda: ours.send(b"H"))
         while not engine.added:
             gevent.sleep(0.01)
         gevent.sleep(0.01)
