@@ -22,7 +22,6 @@ from api.adapters import LOOK, MOST_NAME, Module
 from api.fields import ApiError, without_folders
 from api.http import allowed_origin, body_of, reply
 from api.openapi import Path
-from api.response_store import refuse_query
 from api.routes import Api
 from processes.child import DRAINING, READY, STARTING
 
@@ -176,11 +175,13 @@ def guarded(method: str, act: Callable[[Api], Any], about: str, below: str = "",
     Pages of other origins are refused, because a browser asks nobody before it sends a POST without a body; and so are
     unknown parameters.
     """
+    known = next(iter(schemas.get("query", ())), None)
 
     def view(api: Api) -> Response:
         if "Origin" in request.headers and not allowed_origin(api.config):
             raise ApiError(403, "this page's origin may not call this route (allowed_origins)")
-        refuse_query(request.args, *schemas.get("query", ()))
+        if unknown := next((given for given in request.args if given != known), None):
+            raise ApiError(400, f"{unknown!r:.80} is unknown; known: {known or 'nothing'}", unknown)
         answer = act(api)
         return answer if isinstance(answer, Response) else reply(answer)
 

@@ -108,8 +108,8 @@ def test_what_is_asked_of_the_engines(engines: Engines, controls: FlaskClient) -
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("/sleep?level=3", None, "level is '3'; it must be 1 or 2"), ("/sleep?mode=abort", None, "it takes level"),
-        ("/wake_up?tag=weights", None, "it takes tags"), ("/start_profile?a=1", None, "it takes none"),
+        ("/sleep?level=3", None, "level is '3'; it must be 1 or 2"), ("/sleep?mode=abort", None, "known: level"),
+        ("/wake_up?tag=weights", None, "known: tags"), ("/start_profile?a=1", None, "known: nothing"),
         ("/update_weights", {}, "model_path is None"), ("/update_weights", {"model_path": "a"}, "from the root"),
         ("/update_weights", {"model_path": "/a", "more": 1}, "no field 'more'; known: model_path"),
         ("/update_weights", {"model_path": 5}, "model_path is 5; it must be a path"),
