@@ -22,7 +22,6 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 if sys.platform == "win32":  # gunicorn could not even be imported
     sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: Windows has no fork; use WSL, or LLM of engine.py\n")
@@ -30,14 +29,14 @@ if sys.platform == "win32":  # gunicorn could not even be imported
 
 import gevent
 from flask import Flask, Response, g, request
-from werkzeug.exceptions import MethodNotAllowed
+from werkzeug.exceptions import MethodNotAllowed, NotFound
 
 from api import batch_file, terminal
 from api.adapters import Adapters
-from api.faces import FACES
+from api.faces import FACES, error_body_of
 from api.fields import ApiError, Face
 from api.flags import OptionParser, split_command
-from api.gunicorn_loop import Gunicorn, with_response
+from api.gunicorn_loop import Gunicorn
 from api.http import (
     Refusals,
     allow_origin,
@@ -66,7 +65,7 @@ from processes.suspects import Suspects
 from tokenizer import Tokenizer
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
-STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
+STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 415: {"Accept-Encoding": "gzip"}, 429: {"Retry-After": "1"}}
 ABOUT = f"""Run a model.
 
   {PROG}                       serve the bundled demo at http://127.0.0.1:8000
@@ -76,17 +75,11 @@ ABOUT = f"""Run a model.
 QUIET = ("health", "metrics", "live", "page", "scaling")
 
 
-def own_error_body() -> Callable[[ApiError], dict[str, Any]] | None:
-    """How the API that this request asks for writes an error; None: as OpenAI does. So far only Anthropic's differs."""
-    path = request.path.rstrip("/")
-    return next((face.error_body for face in FACES if face.error_body and path.endswith(face.paths)), None)
-
-
 def answer_face(api: Api, face: Face) -> Response:
     """The Flask view of a face (one API of `api/`): read the body, and reply with JSON or with events."""
     body = body_of(api)
-    sock, reply_to = request.environ.get("gunicorn.socket"), request.environ.get("manta.response")
-    remote = Remote(sock, reply_to.probe if reply_to else None) if sock else None
+    reply_to = getattr(gevent.getcurrent(), "response", None)
+    remote = Remote(reply_to.sock, reply_to.probe) if reply_to else None
     caller = g.caller = Caller(g.name, g.client, remote, g.body.close)
     answer = api.answer(face, body, caller)
     return stream(answer, api.config) if isinstance(answer, Events) else reply(answer)
@@ -115,7 +108,6 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
     answer_errors(app, config)
     log_requests(app, config, spans)
     app.extensions["spans"] = spans
-    app.wsgi_app = with_response(app.wsgi_app)  # type: ignore[method-assign]
     if config.root_path:
         app.wsgi_app = under_root(app.wsgi_app, config.root_path)  # type: ignore[method-assign]
     return app
@@ -132,6 +124,8 @@ def guard(app: Flask, api: Api, address: str) -> None:
     @app.before_request
     def begin_request() -> Response | None:
         g.name, g.begun = uuid.uuid4().hex, time.monotonic()
+        given = request.headers.get("X-Request-Id", "")
+        g.request_id = given if REQUEST_ID.fullmatch(given) else g.name
         g.client = board.tag("address", request.remote_addr or "")
         if local:
             check_host(hosts)
@@ -171,13 +165,18 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
     def refuse(error: Exception) -> Response:
         if isinstance(error, ClientGone):
             return Response(status=499)  # nginx's number for it; nobody reads it
+        if isinstance(error, MethodNotAllowed):
+            method = next(iter(error.valid_methods or ()))
+            rule, _ = app.url_map.bind("").match(request.path, method, return_rule=True)
+            if rule.rule.endswith(">"):  # what stands there is no id, but perhaps of another server's route
+                error = NotFound()
         headers = {"Allow": ", ".join(sorted(error.valid_methods or ()))} if isinstance(error, MethodNotAllowed) else {}
         answer = api_error(error, config)
         if several_keys and answer.status < 500:
             release_body(None)
             gevent.sleep(refusals.wait(g.client, time.monotonic() - g.begun))  # for clients that send many bad requests
         g.error = str(answer)
-        response = reply((own_error_body() or ApiError.body)(answer), answer.status)
+        response = reply(error_body_of(request.path)(answer), answer.status)
         response.headers.update(headers | STATUS_HEADERS.get(answer.status, {}))
         return response
 
@@ -187,10 +186,8 @@ def log_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> None:
 
     @app.after_request
     def name_request(response: Response) -> Response:
-        given = request.headers.get("X-Request-Id", "")
-        name = given if REQUEST_ID.fullmatch(given) else g.name
-        response.headers["X-Request-Id"] = name
-        if own_error_body():  # this is Anthropic's API, whose SDK looks for the id here
+        name = response.headers["X-Request-Id"] = g.request_id
+        if error_body_of(request.path) is not ApiError.body:  # this is Anthropic's API, whose SDK looks for the id here
             response.headers["Request-Id"] = name
         place = (request.method, request.root_path + request.path)
         headers, status = request.headers, response.status_code

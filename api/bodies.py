@@ -7,6 +7,7 @@ decoded a part at a time.
 
 from __future__ import annotations
 
+import codecs
 import reprlib
 import time
 from typing import Any
@@ -103,6 +104,8 @@ def parse_json(data: bytes | bytearray, config: ServerConfig, longest_prompt: in
     Raises:
         ApiError: it is none, or it is nested too deep, or has too many values, or too many tokens in a prompt.
     """
+    if data.startswith(codecs.BOM_UTF8):
+        data = data[len(codecs.BOM_UTF8) :]
     too_deep = ApiError(400, f"the body is nested deeper than {config.max_json_depth} (max_json_depth)")
     try:
         body, prompts = decode_json(data, longest_prompt)

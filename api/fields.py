@@ -280,7 +280,7 @@ class Face:
     elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)  # see `ELSEWHERE`
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other names of its fields, which are read
     ignored: tuple[str, ...] = ()  # what cannot change the answer, beside `HARMLESS`
-    error_body: Callable[[ApiError], dict[str, Any]] | None = None  # what an error looks like; None is OpenAI's
+    error_body: Callable[[ApiError], dict[str, Any]] = ApiError.body  # what an error looks like
 
     @cached_property
     def fields(self) -> dict[str, Field]:

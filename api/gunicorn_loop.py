@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import faulthandler
 import functools
 import logging
 import math
+import re
 import resource
 import signal
 import socket
@@ -26,15 +28,19 @@ from gunicorn.app.base import BaseApplication
 from gunicorn.arbiter import Arbiter
 from gunicorn.errors import HaltServer
 from gunicorn.glogging import Logger
-from gunicorn.http import wsgi
+from gunicorn.http import errors, wsgi
+from gunicorn.http.message import Request
+from gunicorn.http.parser import RequestParser
 from gunicorn.workers import ggevent
 
-from api.http import api_error
+from api.faces import error_body_of
+from api.http import MOST_FIELD, MOST_FIELDS, MOST_HEAD, api_error
 from api.options import ServerConfig
 from api.replies import log_request
 from executor import end_with_parent, name_process
 from observe.logs import Repeated, console, counted, logger
 from processes.fleet import Fleet
+from ring import nameless_file
 
 # Seconds in which signals count as one: Linux tells of a launcher's death (see `end_with_parent`) thread by thread.
 SAME_SIGNAL = 0.5
@@ -84,6 +90,13 @@ class DrainingArbiter(Arbiter):
         self.app.fleet.reap()
         super().reap_workers()
 
+    def kill_worker(self, pid: int, sig: int) -> None:
+        if sig == signal.SIGABRT:  # which gunicorn sends to a process that has stood still for too long
+            age = self.WORKERS[pid].age
+            still = f"api {age - 1} has stood still for {self.timeout} s and is replaced (pid {pid})"
+            logger.error(f"{still}; it was on {self.app.fleet.board.tasks_of(age) or 'no body of a request'}")
+        super().kill_worker(pid, sig)
+
     def manage_workers(self) -> None:
         if self.app.fleet.board.draining and not self.app.fleet.board.in_flight:
             raise StopIteration
@@ -96,31 +109,54 @@ class DrainingArbiter(Arbiter):
             raise HaltServer(str(error), 1) from None
 
 
+class BoundedRequest(Request):
+    """Gunicorn's request, whose header fields have a bound in all. An error in its head has its path, if it has one."""
+
+    def parse(self, unreader: Any) -> Any:
+        self.max_buffer_headers = MOST_HEAD
+        try:
+            return super().parse(unreader)
+        except errors.ParseException as error:
+            error.path = self.path or ""
+            raise
+
+
 class NamelessResponse(wsgi.Response):
-    """Gunicorn's response, which does not name the server, and can find out whether anybody reads it."""
+    """Gunicorn's response, which does not name the server, and can find out whether anybody reads it.
+
+    The greenlet that serves a connection has it as its `response`.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.lock = gevent.lock.RLock()  # a probe must not come in the midst of an event
+        gevent.getcurrent().response = self
+        self.ahead = 0  # bytes of the status line that probes have sent
 
     def write(self, arg: bytes) -> None:
         with self.lock:
             super().write(arg)
 
     def probe(self) -> bool:
-        """Write what every client passes over: an interim reply, or a comment in a stream. False: HTTP/1.0 has neither.
+        """Write what takes nothing away: a comment in a stream, or the next byte of how each status line begins.
+
+        No interim reply would do, because clients take a few of them, or none. False: there is no such byte any more.
 
         Raises:
             OSError: nobody reads any more.
         """
-        if self.headers_sent:
-            self.write(b":\n\n")
-        elif self.req.version >= (1, 1):
-            self.sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return self.headers_sent or self.req.version >= (1, 1)
+        begins = b"HTTP/%d.%d " % self.req.version
+        with self.lock:
+            if self.headers_sent:
+                self.write(b":\n\n")
+            else:
+                self.sock.sendall(begins[self.ahead : self.ahead + 1])
+                self.ahead += 1
+        return self.headers_sent or self.ahead < len(begins)
 
     def default_headers(self) -> list[str]:
-        return [line for line in super().default_headers() if not line.startswith("Server:")]
+        status, *lines = super().default_headers()
+        return [status[self.ahead :], *(line for line in lines if not line.startswith("Server:"))]
 
 
 class Listener(StreamServer):
@@ -164,7 +200,7 @@ class HttpWorker(ggevent.GeventWorker):
     """Gunicorn's worker. What it refuses itself, because it is no HTTP, gets a reply like the app's, not a page."""
 
     def init_process(self) -> None:
-        wsgi.Response = NamelessResponse
+        wsgi.Response, RequestParser.mesg_class = NamelessResponse, BoundedRequest
         self.idle: dict[gevent.Greenlet, None] = {}  # connections that wait for a request, the longest first
         ggevent.StreamServer = functools.partial(Listener, self.idle)
         super().init_process()
@@ -186,7 +222,7 @@ class HttpWorker(ggevent.GeventWorker):
             return
         begun, name, config = time.monotonic(), uuid.uuid4().hex, self.app.config
         answer = api_error(exc, config)
-        content = msgspec.json.encode(answer.body())
+        content = msgspec.json.encode(error_body_of(getattr(exc, "path", ""))(answer))
         head = (
             f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\nX-Request-Id: {name}"
@@ -204,17 +240,6 @@ class HttpWorker(ggevent.GeventWorker):
         super().handle_exit(sig, frame)
         if spans := self.wsgi.extensions["spans"]:
             gevent.spawn(spans.provider.force_flush)
-
-
-def with_response(app: Callable[..., Any]) -> Callable[..., Any]:
-    """The WSGI app, whose views find gunicorn's response in the environment, if gunicorn calls it."""
-
-    def answer(environ: dict[str, Any], start_response: Any) -> Any:
-        response = getattr(start_response, "__self__", None)
-        environ["manta.response"] = response if isinstance(response, NamelessResponse) else None
-        return app(environ, start_response)
-
-    return answer
 
 
 class Gunicorn(BaseApplication):
@@ -243,6 +268,7 @@ def gunicorn_options(listener: socket.socket, fleet: Fleet, config: ServerConfig
 
     def pre_fork(arbiter: Arbiter, worker: Any) -> None:
         name_process("server")  # gunicorn has called it otherwise
+        worker.stack = nameless_file("manta-stack")  # gets what runs when gunicorn aborts it, or when it crashes
 
     def post_fork(arbiter: Arbiter, worker: Any) -> None:
         name_process(f"api {worker.age - 1}")
@@ -252,9 +278,14 @@ def gunicorn_options(listener: socket.socket, fleet: Fleet, config: ServerConfig
 
     def child_exit(arbiter: Arbiter, worker: Any) -> None:
         board.clear(worker.age)
+        with open(worker.stack, errors="replace") as stack:
+            stack.seek(0)
+            for line in filter(re.compile("Fatal|  File").match, stack):
+                logger.error(f"api {worker.age - 1}: {line.rstrip()}")
 
     def post_worker_init(worker: Any) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all; the arbiter acts on it
+        faulthandler.enable(worker.stack)
         if worker.age == 1:
             host, port = worker.sockets[0].getsockname()[:2]
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -264,6 +295,6 @@ def gunicorn_options(listener: socket.socket, fleet: Fleet, config: ServerConfig
         "bind": f"fd://{listener.detach()}", "worker_class": HttpWorker, "workers": config.api_server_count,
         "worker_connections": 65536, "keepalive": KEEP_ALIVE, "timeout": API_TIMEOUT, "graceful_timeout": KEEP_ALIVE,
         "loglevel": "debug" if logger.isEnabledFor(logging.DEBUG) else "error", "logger_class": GunicornLog,
-        "control_socket_disable": True,
+        "limit_request_fields": MOST_FIELDS, "limit_request_field_size": MOST_FIELD, "control_socket_disable": True,
         "pre_fork": pre_fork, "post_fork": post_fork, "child_exit": child_exit, "post_worker_init": post_worker_init,
     }  # fmt: skip

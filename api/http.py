@@ -8,10 +8,12 @@ import functools
 import ipaddress
 import re
 import time
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import gevent
 from flask import Response, g, request
@@ -26,6 +28,7 @@ from api.routes import Api, Events
 from processes.child import Board
 
 BODY_PART = 2**14  # bytes of a body to read at a time
+PACKED = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # content codings, and zlib's `wbits` for each
 HOST_PORT = re.compile(r":\d*\Z", re.ASCII)
 HEADER_NAMES = re.compile(r"[\w-]+(, *[\w-]+)*", re.ASCII)
 WEB = Path(__file__).parents[1] / "web"
@@ -41,8 +44,9 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+MOST_FIELDS, MOST_FIELD, MOST_HEAD = 1000, 2**16, 2**17  # header fields of a request, and bytes of one and of all
 # What gunicorn finds wrong with a request before the app sees it, where that is not 400.
-UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417, errors.LimitRequestHeaders: 431}
+UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417}
 
 
 def read_body(config: ServerConfig, board: Board, hold: Callable[[int], None]) -> bytearray:
@@ -53,18 +57,19 @@ def read_body(config: ServerConfig, board: Board, hold: Callable[[int], None]) -
     # `curl -d` says that it sends a form. But a web page may send a form to any server unasked, and JSON not.
     if kind != "application/json" and "Origin" in request.headers and not allowed_origin(config):
         raise ApiError(415, f"the content type is {kind or 'not given'}; from a web page it must be application/json")
-    body, refused = bytearray(), ""
+    body, size, refused = bytearray(), 0, ""
     try:
         with gevent.Timeout(config.body_timeout):
-            while part := request.stream.read(BODY_PART):
-                if len(part) == BODY_PART:
+            for part in unpacked(request.headers.get("Content-Encoding", "identity").strip().lower()):
+                if len(part) in (0, BODY_PART):
                     gevent.sleep(0)  # a socket that always has more would let nobody else run
+                size += len(part)
+                if size > config.max_body_bytes:
+                    raise RequestEntityTooLarge
                 if refused:  # but read to its end, because a client that still writes would not see the reply
                     continue
                 body += part
                 hold(len(part))
-                if len(body) > config.max_body_bytes:
-                    raise RequestEntityTooLarge
                 if (in_flight := board.body_bytes) > config.max_body_bytes_in_flight:
                     cap = f"{config.max_body_bytes_in_flight} (max_body_bytes_in_flight)"
                     refused = f"bodies of {in_flight} bytes are in flight; at most {cap}"
@@ -77,15 +82,44 @@ def read_body(config: ServerConfig, board: Board, hold: Callable[[int], None]) -
     return body
 
 
+def unpacked(coding: str) -> Iterator[bytes]:
+    """The parts of this request's body, of at most BODY_PART bytes; an `ApiError` if this `coding` is not its own."""
+    packed = iter(lambda: request.stream.read(BODY_PART), b"")
+    if coding == "identity":
+        yield from packed
+        return
+    if coding not in PACKED:
+        raise ApiError(415, f"the content encoding is {coding!r:.80}; it must be {', '.join(PACKED)} or identity")
+    unpacker = zlib.decompressobj(PACKED[coding])
+    try:
+        for arrived in packed:
+            while part := unpacker.decompress(arrived, BODY_PART):
+                yield part
+                arrived = unpacker.unconsumed_tail
+            if unpacker.unused_data:
+                raise zlib.error("there is more after its end")
+            yield b""  # so that others are served, however little it unpacks to
+        if not unpacker.eof:
+            raise zlib.error("it has no end")
+    except zlib.error as error:
+        raise ApiError(400, f"the body is no {coding}: {error}") from None
+
+
 def body_of(api: Api) -> dict[str, Any]:
     """The JSON object that this request brings."""
     g.body = contextlib.ExitStack()  # closed when the body has become a request, or with the reply
     hold = g.body.enter_context(api.board.holding())
-    return parse_json(read_body(api.config, api.board, hold), api.config, api.facts["max_model_len"])
+    body = read_body(api.config, api.board, hold)
+    what = f"{request.method} {quote(request.path)[:256]} ({g.request_id}, {len(body)} bytes, client {g.client})"
+    g.body.enter_context(api.board.computing(what))
+    return parse_json(body, api.config, api.facts["max_model_len"])
 
 
 def api_error(error: Exception, config: ServerConfig) -> ApiError:
     """The reply to an exception, also of gunicorn's and Flask's; see `as_api_error`."""
+    if isinstance(error, errors.LimitRequestHeaders):
+        most = f"{MOST_FIELDS} of at most {MOST_FIELD} bytes, and {MOST_HEAD} bytes in all"
+        return ApiError(431, f"the header fields are too many or too large ({error}); allowed are {most}")
     if isinstance(error, errors.ParseException):
         return ApiError(UNREADABLE.get(type(error), 400), f"this is no request: {error}")
     if isinstance(error, errors.NoMoreData):

@@ -10,12 +10,13 @@ import msgspec
 from flask import Response
 
 from api.faces import FACES
+from api.fields import ApiError
 from config import VERSION
 
 STATUSES = {
     400: "The request is wrong; the message says how.", 401: "The API key is missing or wrong.",
     404: "There is no such model or route.", 405: "The route does not take this method.",
-    413: "The body is too large.", 415: "The content type is not application/json.",
+    413: "The body is too large.", 415: "The content type or the content encoding is not one that is read.",
     429: "Too much is in flight.", 500: "An error of the server's own.",
     503: "The engine cannot run requests, or the server is shutting down.",
 }  # fmt: skip
@@ -87,7 +88,7 @@ def openapi(root_path: str, others: Sequence[Path]) -> dict[str, Any]:
     for face, ref in zip(FACES, refs, strict=False):
         body = {"required": True, "content": {"application/json": {"schema": ref}}}
         kinds = ("application/json", "text/event-stream") if "stream" in face.fields else ("application/json",)
-        found = replies(message_error if face.error_body else error, *kinds)
+        found = replies(error if face.error_body is ApiError.body else message_error, *kinds)
         paths[face.paths[0]] = {"post": {"operationId": face.name, "requestBody": body, "responses": found}}
         fields = components[face.request.__name__]
         fields["required"] = list(face.needed)

@@ -35,7 +35,7 @@ EngineClient = MPClient | DPClient
 News = Generator[tuple[int, str], None, None]  # which choice's text has grown, and by what
 LEFT = "the client left"  # an error of a request, for the log
 QUOTED = re.compile(r"(['\"]).*\1", re.DOTALL)
-FIRST_PROBE = 0.005  # seconds until it is seen whether a client still reads; then twice as long, and so on
+FIRST_PROBE = 0.005  # seconds until it is seen whether a client still reads; then four times as long, and so on
 NESTED = 4  # lists and objects within each other, down to the longest lists of a reply
 
 
@@ -43,7 +43,7 @@ class Remote(NamedTuple):
     """The HTTP client at the other end of a connection; for `probe` see `NamelessResponse.probe`."""
 
     sock: socket.socket
-    probe: Callable[[], bool] | None = None
+    probe: Callable[[], bool]
 
 
 class ClientGone(Exception):
@@ -320,9 +320,10 @@ def watch(remote: Remote, stream: Stream) -> None:
     with contextlib.suppress(OSError):
         if remote.sock.recv(1, socket.MSG_PEEK):  # bytes of its next request: only a write of the reply tells then
             return
-        while remote.probe and remote.probe():
+        while remote.probe():
             gevent.sleep(pause)
-            pause *= 2
+            pause *= 4
+        return  # nothing is left to probe with, so the reply is written for whoever may read it
     stream.put(ClientGone())
 
 

@@ -405,22 +405,24 @@ class Board(ctypes.Structure):
         engines: the state of each engine, by its rank: ABSENT, STARTING, READY or DRAINING.
     """
 
-    PLACES = 256
+    PLACES, MOST_TASKS, MOST_TOLD = 256, 16, 2**13
     draining: bool
     wanted: int
     engines: Any
     answers: Any
     bytes: Any
+    told: Any
     _fields_ = (
         ("draining", ctypes.c_bool), ("wanted", ctypes.c_int64), ("engines", ctypes.c_int64 * PLACES),
         ("answers", ctypes.c_int64 * PLACES), ("bytes", ctypes.c_int64 * PLACES),
+        ("told", ctypes.c_char * MOST_TOLD * PLACES),
     )  # fmt: skip
 
     def __new__(cls) -> Board:
         return cls.from_buffer(mmap.mmap(-1, ctypes.sizeof(cls)))
 
     def __init__(self) -> None:
-        self.mine = 0
+        self.mine, self.tasks = 0, tuple[str, ...]()
         self.secret = os.urandom(16)
 
     def tag(self, *parts: str) -> str:
@@ -444,6 +446,24 @@ class Board(ctypes.Structure):
     def clear(self, age: int) -> None:
         """The API process number `age` is gone, with all it had in flight."""
         self.answers[age % self.PLACES] = self.bytes[age % self.PLACES] = 0
+        self.told[age % self.PLACES].value = b""
+
+    def tasks_of(self, age: int) -> str:
+        """What the API process number `age` computes, or the latest of it; one that stands still cannot tell itself."""
+        return self.told[age % self.PLACES].value.decode(errors="replace")
+
+    @contextlib.contextmanager
+    def computing(self, task: str) -> Iterator[None]:
+        """Tell the parent that this process computes something, until the end of the `with` block."""
+        self._tell(*self.tasks, task)
+        try:
+            yield
+        finally:
+            self._tell(*(each for each in self.tasks if each is not task))
+
+    def _tell(self, *tasks: str) -> None:
+        self.tasks = tasks
+        self.told[self.mine].value = ", ".join(tasks[-self.MOST_TASKS :]).encode()[: self.MOST_TOLD - 1]
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[Callable[[int], None]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import select
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +49,7 @@ def test_explain(http_client: FlaskClient, engine: ScriptedClient) -> None:
     for id in ("cmpl-unknown", mine[0], "a/b", "%ff", "x" * 3000):
         message = refusal(http_client.get("/explain/" + id), 404)["message"]
         assert "latest" in message and len(message) < 300
-    refusal(http_client.post("/explain/" + answer["id"]), 405)
+    refusal(http_client.post("/explain/" + answer["id"]), 404)
 
 
 def test_models(http_client: FlaskClient, engine: ScriptedClient) -> None:
@@ -441,6 +442,39 @@ def exchange(server: Server, raw: bytes) -> tuple[int, dict[str, str], bytes]:
     return int(status.split()[1]), {name.lower(): value for name, value in (line.split(": ") for line in lines)}, rest
 
 
+def fields_of(count: int, size: int) -> bytes:
+    """So many header fields, each a line of so many bytes."""
+    return b"".join((b"X-%d: " % i).ljust(size - 2, b"x") + b"\r\n" for i in range(count))
+
+
+LARGE_HEADS = {
+    "a field of 64 KB": (fields_of(1, 2**16), 200),
+    "many fields": (fields_of(997, 60), 200),  # with three others
+    "128 KB in all": (fields_of(9, 14_500), 200),
+    "a field too large": (fields_of(1, 2**16 + 1), 431),
+    "too many fields": (fields_of(998, 60), 431),
+    "too much in all": (fields_of(9, 16_000), 431),
+    "no end": (fields_of(1, 10**6)[:-2], 431),
+}
+
+
+@pytest.mark.parametrize("what", LARGE_HEADS)
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/messages"])
+def test_large_heads_are_read_up_to_a_limit_that_is_named(server: Server, what: str, path: bytes) -> None:
+    """Tokens and cookies may be long behind a proxy. Beyond the limit the error has the form of the path's API."""
+    fields, status = LARGE_HEADS[what]
+    body = b'{"model": "demo", "prompt": "a", "max_tokens": 1}'
+    if path == b"/v1/messages":
+        body = b'{"model": "demo", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}'
+    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n" % (path, len(body))
+    got, _, rest = exchange(server, head + fields + b"\r\n" + body)
+    reply = json.loads(rest)
+    assert got == status, reply
+    if status == 431:
+        assert "65536 bytes" in reply["error"]["message"] and "131072 bytes in all" in reply["error"]["message"]
+        assert ("type" in reply) == (path == b"/v1/messages")
+
+
 @pytest.mark.parametrize(
     ("raw", "status"),
     [
@@ -467,6 +501,36 @@ def test_what_is_no_http_gets_an_error_like_any_other(server: Server, raw: bytes
     error = json.loads(rest)["error"]  # one reply, and nothing after it
     assert set(error) == {"message", "type", "param", "code"} and 0 < len(error["message"]) <= 1000
     assert "failed" not in server.log.read_text()  # it was no mistake of ours
+
+
+@pytest.mark.full
+def test_a_head_that_hardly_comes_has_an_end(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        while not select.select([sock], [], [], 0.2)[0]:
+            sock.sendall(b"x")
+        assert not sock.recv(1)
+
+
+def status_lines(sock: socket.socket) -> list[bytes]:
+    """Those of all that comes until the server hangs up: of interim replies, and of the reply."""
+    with sock.makefile("rb") as file:
+        return [line.rstrip() for line in file if line.startswith(b"HTTP/")]
+
+
+@pytest.mark.parametrize("version", [b"HTTP/1.1", b"HTTP/1.0"])
+def test_who_does_not_ask_for_an_interim_reply_gets_none_and_who_does_one(server: Server, version: bytes) -> None:
+    """Also a client that has ended what it sends long before its answer is there, or sends its body bit by bit."""
+    body = json.dumps({"prompt": "Once", "max_tokens": 300, "ignore_eos": True}).encode()
+    head = POST.replace(b"HTTP/1.1", version) + b"Connection: close\r\nContent-Length: %d\r\n" % len(body)
+    for expect in (b"", b"Expect: 100-Continue\r\n"):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+            sock.sendall(head + expect + b"\r\n")
+            for i in range(0, len(body), 20):
+                sock.sendall(body[i : i + 20])
+            sock.shutdown(socket.SHUT_WR)
+            interim = [b"HTTP/1.1 100 Continue"] * bool(expect and version == b"HTTP/1.1")
+            assert status_lines(sock) == [*interim, version + b" 200 OK"]
 
 
 def test_no_reply_names_the_server(server: Server) -> None:

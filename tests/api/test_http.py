@@ -32,14 +32,40 @@ from server import create_app
     [
         ("GET", "/nope", 404), ("POST", "/v1/nope", 404), ("GET", COMPLETIONS, 405), ("DELETE", CHAT, 405),
         ("POST", "/health", 405), ("GET", "/v1/models/nope", 404), ("GET", "/web", 404), ("GET", "//v1/models", 404),
-        ("POST", "/", 405),
+        ("POST", "/", 405), ("POST", "/v1/models", 405), ("GET", "/v1/responses", 405),
+        ("GET", "/v1/responses/resp_1/cancel", 405), ("POST", "/v1/responses/resp_1/input_items", 405),
     ],
 )  # fmt: skip
 def test_routes_that_are_not_there(http_client: FlaskClient, method: str, route: str, status: int) -> None:
     response = http_client.open(route, method=method, headers={"Host": "localhost"})  # else that of //v1 is v1
     assert refusal(response, status)["code"] == ("model_not_found" if "models/nope" in route else None)
     if status == 405:
-        assert ("GET" if route in ("/", "/health") else "POST") in response.headers["Allow"].split(", ")
+        assert ("GET" if method == "POST" else "POST") in response.headers["Allow"].split(", ")
+
+
+OTHERS_ROUTES = (
+    "POST /v1/responses/compact", "POST /v1/responses/input_tokens", "POST /v1/responses/input_tokens/",
+    "POST /v1/responses/a/b", "POST /v1/models/load", "POST /v1/models/a/b", "DELETE /v1/models/manta",
+    "POST /explain/a", "GET /v1/chat/completions/a", "GET /v1/chat/completions/a/messages",
+    "POST /v1/completions/render", "POST /v1/chat/completions/render", "POST /v1/embeddings/a", "GET /v1/files",
+    "GET /v1/batches/a", "POST /v1/messages/batches", "GET /v1/messages/batches/a/results",
+    "DELETE /v1/messages/batches/a", "POST /v1/messages/count_tokens/a",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("root_path", ["", "/llm"])
+def test_routes_of_other_servers_are_404_in_the_form_of_their_api(engine: ScriptedClient, root_path: str) -> None:
+    """Also where a path of ours that ends with any name is as long."""
+    http_client = client_of(engine, root_path=root_path)
+    for route in OTHERS_ROUTES:
+        method, path = route.split()
+        response = http_client.open(root_path + path, method=method, json={})
+        assert response.status_code == 404 and "Allow" not in response.headers, route
+        if "/messages/" in path and "chat" not in path:
+            assert response.json["type"] == "error" and response.json["error"]["type"] == "not_found_error"
+            assert path in response.json["error"]["message"] and response.headers["Request-Id"]
+        else:
+            assert path in refusal(response, 404)["message"]
 
 
 def test_a_slash_at_the_end_changes_nothing(http_client: FlaskClient, engine: ScriptedClient) -> None:

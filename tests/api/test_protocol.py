@@ -403,7 +403,7 @@ def test_the_table_has_one_row_for_each_field() -> None:
     [
         b"", b"{", b"[]", b"5", b'"a"', b'{"prompt": "a"} x', b'{"prompt": NaN}', b'{"prompt": "a", "seed": Infinity}',
         b'{"prompt": "a", "temperature": 1e999}', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}',
-        b'{"prompt": "a\\udc00b"}', b'\xef\xbb\xbf{"prompt": "a"}', b"[" * 100_000, b'{"a":' * 100_000,
+        b'{"prompt": "a\\udc00b"}', b"[" * 100_000, b'{"a":' * 100_000,
         b'{"prompt": "a", "x": ' + b"[" * 32 + b"]" * 32 + b"}",
     ],
 )  # fmt: skip

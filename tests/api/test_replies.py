@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gevent
@@ -442,9 +443,9 @@ def test_a_client_that_leaves_is_aborted(
     engine.script = []  # still in the queue
     ours, theirs = gevent.socket.socketpair()
     with ours:
-        environ = {"gunicorn.socket": ours}
         body = BODIES[COMPLETIONS] | fields
-        waiting = gevent.spawn(http_client.post, COMPLETIONS, json=body, environ_overrides=environ)
+        waiting = gevent.spawn(http_client.post, COMPLETIONS, json=body)
+        waiting.response = SimpleNamespace(sock=ours, probe=lambda: ours.send(b"H"))
         while not engine.added:
             gevent.sleep(0.01)
         gevent.sleep(0.01)

@@ -253,7 +253,7 @@ def test_a_response_can_be_forgotten_but_not_cancelled(http_client: FlaskClient)
     assert http_client.delete(f"{ASK}/{id}").json == {"id": id, "object": "response", "deleted": True}
     for method, end in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
         refusal(http_client.open(f"{ASK}/{id}{end}", method=method), 404)
-    assert refusal(http_client.put(f"{ASK}/{id}"), 405)
+    assert refusal(http_client.put(f"{ASK}/{id}"), 404)
 
 
 def test_a_response_in_progress_is_known(http_client: FlaskClient, engine: ScriptedClient) -> None:
