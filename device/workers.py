@@ -18,7 +18,7 @@ from typing import Any
 from config import TENSORS, EngineConfig, stamp_of
 from executor import BlamelessError, BrokenOffError, MpExecutor, UniExecutor, WorkerError
 from observe.logs import logger
-from plan import TAGS, WEIGHTS, CallError, Kwargs, Method
+from plan import CALLABLE, TAGS, WEIGHTS, CallError, Kwargs, Method
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds before workers that did not come up are started again; it doubles
 
@@ -124,19 +124,18 @@ class Workers:
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """What a method of `Worker`, or a function of it, returns on each rank; see `LLM.collective_rpc`. In the engine
-        of a script the method may be a `plan.reference_to` a function, too.
+        """What one of CALLABLE, or a function of the worker, returns on each rank; see `LLM.collective_rpc`. In the
+        engine of a script the method may be a `plan.reference_to` a function, too.
 
         Raises:
-            ValueError: there is none; or it failed, and the workers are as they were before: new ones, if they are
-                processes, and otherwise with their weights loaded again. What a function of the script does to a worker
-                in this process is the script's own affair.
+            ValueError: it is another method; or it failed, and workers that are processes were started anew, as they
+                were before. What a function of the script does to a worker in this process is the script's own affair.
             TimeoutError: it took longer than `timeout` seconds.
             WorkerError: the workers cannot be as they were before.
         """
-        if isinstance(method, str) and ":" in method:
-            if not self.config.runs_functions:
-                raise ValueError(f"method is {method!r:.200}; it must be the name of a method of the worker")
+        if isinstance(method, str) and method not in CALLABLE:
+            if not (self.config.runs_functions and ":" in method):
+                raise ValueError(f"method is {method!r:.200}; by its name one can call {' or '.join(CALLABLE)} alone")
             try:
                 method = pkgutil.resolve_name(method)
             except (AttributeError, ImportError, ValueError) as error:
@@ -151,9 +150,6 @@ class Workers:
                 self.replace(error if isinstance(error, WorkerError) else BlamelessError(str(error)))
                 self.in_a_row = before  # calls may fail as often as they like
                 raise ValueError(f"{error}; the workers were started anew, as they were before") from error
-            if isinstance(error, CallError):
-                self.start_over(True, None)
-                self._restore(error)
             raise
 
     def call(self, method: str, *args: Any) -> list[Any]:

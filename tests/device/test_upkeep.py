@@ -513,11 +513,6 @@ def test_an_engine_process_that_is_replaced_has_the_weights_that_were_set_last(l
     asyncio.run(main())
 
 
-def test_an_engine_of_the_server_runs_no_functions(llm):
-    with pytest.raises(ValueError, match="must be the name of a method of the worker"):
-        llm.core.utility("collective_rpc", "os:getpid")
-
-
 # --- profiles ---------------------------------------------------------------------------------------------------------
 
 
