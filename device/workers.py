@@ -113,9 +113,7 @@ class Workers:
                 self.executor.restart(config)
                 self.on_restart()
                 if self.asleep:
-                    self.executor.collective_rpc("sleep", args=[self.level])
-                    if awake := [tag for tag in TAGS if tag not in self.asleep]:
-                        self.executor.collective_rpc("wake_up", args=[awake, self.config.weights])
+                    self._settle(lambda method, *args: self.executor.collective_rpc(method, args=args))
                 return
             except (ValueError, WorkerError, OSError) as failure:
                 logger.warning(f"{failure}: the workers are started once more")
@@ -139,9 +137,7 @@ class Workers:
             try:
                 method = pkgutil.resolve_name(method)
             except (AttributeError, ImportError, ValueError) as error:
-                raise ValueError(
-                    f"method is {method!r:.200}, which the engine's process cannot import: {error}"
-                ) from None
+                raise ValueError(f"method is {method!r:.200}, which the engine cannot import: {error}") from None
         try:
             return self.executor.collective_rpc(method, timeout, args, kwargs)
         except (CallError, WorkerError) as error:
@@ -190,7 +186,7 @@ class Workers:
         if WEIGHTS in self.asleep:  # they may be dropped already
             level = max(level, self.level)
         self.start_over(True, None)
-        self.call("sleep", level)
+        self._change("sleep", level)
         self.asleep, self.level = [*TAGS], level
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -209,8 +205,36 @@ class Workers:
             return
         if WEIGHTS in waking and self.level == 2:
             check_reloadable(self.config)
-        self.call("wake_up", waking, self.config.weights)
+        self._change("wake_up", waking, self.config.weights)
         self._awake(*waking)
+
+    def _change(self, method: str, *args: Any) -> None:
+        """`call` it. If it fails in its midst, all ranks have the old weights, and sleep or are awake, as before.
+
+        To bring that about may fail once because another rank only now fails; then all workers were started anew.
+        """
+        try:
+            self.call(method, *args)
+        except CallError as error:
+            for is_last in (False, True):
+                try:
+                    if method == "load_weights":
+                        check_reloadable(self.config)
+                        self.call(method, self.config.weights)
+                    self._settle(self.call)
+                    break
+                except ValueError as failure:
+                    if is_last:
+                        self.lost = f"workers are neither as they were to be ({error}) nor as before ({failure})"
+                        raise WorkerError(self.lost) from error
+            raise
+
+    def _settle(self, call: Callable[..., list[Any]]) -> None:
+        """Have all ranks sleep as far as `asleep` says, whatever they do now."""
+        if self.asleep:
+            call("sleep", self.level if WEIGHTS in self.asleep else 1)
+        if awake := [tag for tag in TAGS if tag not in self.asleep]:
+            call("wake_up", awake, self.config.weights)
 
     def _awake(self, *tags: str) -> None:
         self.asleep = [tag for tag in self.asleep if tag not in tags]
@@ -237,11 +261,7 @@ class Workers:
             The options by which a successor of this engine has them.
         """
         following, stamp = self.check_update(source, lasting)
-        try:
-            self.call("load_weights", source)
-        except ValueError as error:
-            self._restore(error)
-            raise
+        self._change("load_weights", source)
         options: dict[str, Any] = {"weights": source if lasting else TENSORS, "weights_stamp": stamp}
         options["weights_version"] = max(version, following)
         self.config = dataclasses.replace(self.config, **options)
@@ -251,22 +271,6 @@ class Workers:
     def get_weights_version(self) -> int:
         """How often weights were updated; 0: they are those of the start."""
         return self.config.weights_version
-
-    def _restore(self, error: ValueError) -> None:
-        """Loading has failed in its midst: bring the old weights back.
-
-        That may fail once because another rank only now fails to load the new ones; then all workers were started anew.
-        """
-        for is_last in (False, True):
-            try:
-                check_reloadable(self.config)
-                self.call("load_weights", self.config.weights)
-                break
-            except ValueError as failure:
-                if is_last:
-                    self.lost = f"weights are neither the new ones ({error}) nor the old ones ({failure})"
-                    raise WorkerError(self.lost) from error
-        self._awake(WEIGHTS)
 
     def _check_alone(self, method: str) -> None:
         if self.config.lockstep:
