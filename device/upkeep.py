@@ -158,13 +158,11 @@ class KeptWorker(Worker):
             storages = {storage.data_ptr(): storage for storage in (target.untyped_storage() for target in targets)}
             self.emptied = [(storage, storage.nbytes(), None) for storage in storages.values()]
         for i, (storage, size, copy) in enumerate(self.emptied):
-            if not keep:
-                copy = None
-            elif copy is None:
+            if keep and copy is None:
                 copy = machine.pinned(size)
                 copy = torch.empty(size, dtype=torch.uint8) if copy is None else copy  # it comes back more slowly
                 copy.untyped_storage().copy_(storage)
-            self.emptied[i] = storage, size, copy
+            self.emptied[i] = storage, size, copy if keep else None
             storage.resize_(0)
 
     def new_model(self) -> Transformer:

@@ -61,7 +61,7 @@ class Workers:
         self.num_restarts = 0  # how often the workers were started anew
         self.in_a_row = 0  # restarts since a step went through
         self.asleep: list[str] = []  # those of TAGS that sleep
-        self.level = 0  # how deeply they sleep
+        self.level = 0  # how deeply weights sleep, if they do
         self.lost = ""  # why their weights are no whole ones any more
 
     def check_whole(self) -> None:
@@ -206,7 +206,7 @@ class Workers:
         if WEIGHTS in waking and self.level == 2:
             check_reloadable(self.config)
         self._change("wake_up", waking, self.config.weights)
-        self._awake(*waking)
+        self.asleep = [tag for tag in self.asleep if tag not in waking]
 
     def _change(self, method: str, *args: Any) -> None:
         """`call` it. If it fails in its midst, all ranks have the old weights, and sleep or are awake, as before.
@@ -236,10 +236,6 @@ class Workers:
         if awake := [tag for tag in TAGS if tag not in self.asleep]:
             call("wake_up", awake, self.config.weights)
 
-    def _awake(self, *tags: str) -> None:
-        self.asleep = [tag for tag in self.asleep if tag not in tags]
-        self.level = self.level if self.asleep else 0
-
     def check_update(self, source: str, lasting: bool = True) -> tuple[int, str]:
         """Check a source by its files' headers; returns the version that it would be here, and its `stamp_of`.
 
@@ -265,7 +261,7 @@ class Workers:
         options: dict[str, Any] = {"weights": source if lasting else TENSORS, "weights_stamp": stamp}
         options["weights_version"] = max(version, following)
         self.config = dataclasses.replace(self.config, **options)
-        self._awake(WEIGHTS)
+        self.asleep = [tag for tag in self.asleep if tag != WEIGHTS]
         return options
 
     def get_weights_version(self) -> int:

@@ -42,8 +42,8 @@ class Profiles:
             os.makedirs(folder, exist_ok=True)
         except OSError as error:
             raise ValueError(f"torch_profiler_dir is {folder!r}: {error.strerror}") from None
-        now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}"
-        self.name = f"{now}-engine{self.config.data_parallel_rank}"
+        rank, now = self.config.data_parallel_rank, time.time_ns()
+        self.name = f"{time.strftime('%Y%m%d-%H%M%S')}-{now % 10**9:09}-engine{rank}"
         try:
             if not self.config.trace:
                 self.trace = Trace(os.path.join(folder, self.name + STEPS), self.config.pipeline_parallel_size)

@@ -564,6 +564,7 @@ def test_one_key_learns_nothing_of_what_another_has_asked(keyed: Server) -> None
         (["--api-key", "good", "--api-key", "  "], None, "2 characters"),
         (["--api-key", "a b"], None, "visible ASCII"),
         (["--metrics-key", ""], None, "metrics_key"),
+        (["--admin-key", "a", "--admin-key", ""], None, "admin_key"),
         ([], "", "MANTA_API_KEY"),
         ([], "one,,two", "MANTA_API_KEY"),
         (["--api-key-file", "none"], None, "cannot be read"),
