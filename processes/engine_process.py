@@ -53,7 +53,7 @@ class EngineServer:
         self.owners: dict[str, socket.socket] = {}
         self.deferred: deque[tuple[float, socket.socket, Call]] = (
             deque()
-        )  # calls that wait for its requests, until when
+        )  # calls that wait till no request runs, or a time
         core.workers.on_trouble = self._tell
         if isinstance(core.executor, MpExecutor):
             core.executor.on_trouble = self._tell

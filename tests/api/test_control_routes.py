@@ -293,6 +293,31 @@ def test_a_server_sleeps_and_takes_other_weights(server: Server, tmp_path: Path)
     assert complete(server)["choices"] == after["choices"]
 
 
+@pytest.mark.full
+def test_a_server_lets_streams_end_before_it_sleeps_or_says_that_it_ends_them(server: Server) -> None:
+    client = server.client()
+
+    def stream(max_tokens: int) -> Any:
+        opened = client.completions.create(
+            model="demo", prompt="ROMEO:\n", max_tokens=max_tokens, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(opened)
+        return opened
+
+    long = stream(900)
+    status, text = server.post("/sleep?timeout=0", {})
+    assert status == 503 and "1 requests have not ended in 0 s" in text
+    assert json.loads(server.get("/is_sleeping")[1]) == {"is_sleeping": False} and next(long)
+    assert json.loads(server.post("/sleep?mode=abort", {})[1]) == {"is_sleeping": True}
+    with pytest.raises(Exception, match="the engine was put to sleep"):
+        list(long)
+    server.post("/wake_up", {})
+    short = stream(200)
+    assert server.post("/sleep", {})[0] == 200
+    assert [*short][-1].choices[0].finish_reason == "length"
+    server.post("/wake_up", {})
+
+
 def blank(file: Path, name: str) -> None:
     """Make this tensor of a file of safetensors zeros."""
     content = file.read_bytes()

@@ -179,6 +179,36 @@ def test_requests_that_ran_go_on_after_the_sleep(llm, wanted):
     engine.close()
 
 
+def test_a_sleep_waits_for_requests_or_ends_them(llm, wanted):
+    engine, found = LLMEngine(llm.config), {}
+    client = engine.client
+
+    def begin() -> None:
+        for i, prompt in enumerate(PROMPTS[:2]):
+            engine.add_request(str(i), prompt, GREEDY)
+        engine.step()
+
+    def finish() -> dict[str, Any]:
+        while engine.has_unfinished_requests():
+            found.update({output.request_id: output for output in engine.step()})
+        return found
+
+    begin()
+    with pytest.raises(TimeoutError, match="2 requests have not ended in 0 s, so the engine does not sleep"):
+        client.utility_on_all("sleep", 1, "wait", 0)
+    assert not any(client.utility("is_sleeping").values())
+    client.utility_on_all("sleep", 1, "wait", 1e9)
+    client.utility_on_all("wake_up")
+    assert [finish()[str(i)].outputs[0].token_ids for i in range(2)] == wanted[:2]
+    begin()
+    client.utility_on_all("sleep", 1, "abort", 0)
+    for i in range(2):
+        assert "the engine was put to sleep (mode=abort)" in finish()[str(i)].error
+    client.core.check_integrity()
+    client.utility_on_all("sleep", 2, "wait", 0)  # nothing runs
+    engine.close()
+
+
 def config_of(folder: Path) -> str:
     """A model of 100 MB in float32, whose weights are made up."""
     folder.mkdir()
