@@ -237,17 +237,11 @@ def under_root(app: Callable[..., Any], root: str) -> Callable[..., Any]:
     return answer
 
 
-# --- keys -------------------------------------------------------------------------------------------------------------
-
-
 class Keys:
     """The keys that the routes of a server at an address need.
 
-    Control routes change the server for everybody, and need an admin key. If there is none, they answer at a loopback
-    address alone, and need what others need. An admin key opens all that an API key opens.
-
-    Args:
-        control: the endpoints of control routes.
+    The endpoints `control` change the server for everybody, and need an admin key. If there is none, they answer at a
+    loopback address alone, and need what others need. An admin key opens all that an API key opens.
     """
 
     def __init__(self, config: ServerConfig, address: str, control: Collection[str]):
@@ -270,8 +264,7 @@ class Keys:
                 raise ApiError(401, f"the {kind} key is missing or wrong: send Authorization: Bearer KEY, or X-Api-Key")
             key = found[0].decode()
         if control and not (self.admin or self.loopback):
-            why = "the server has no admin key (admin_key) and does not listen on a loopback address"
-            raise ApiError(403, f"this route changes the server for everybody, and {why}")
+            raise ApiError(403, "this route changes the server; on an address that is no loopback it needs --admin-key")
         return key
 
 

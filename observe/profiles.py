@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 from config import EngineConfig
@@ -42,8 +42,7 @@ class Profiles:
             os.makedirs(folder, exist_ok=True)
         except OSError as error:
             raise ValueError(f"torch_profiler_dir is {folder!r}: {error.strerror}") from None
-        rank, now = self.config.data_parallel_rank, time.time_ns()
-        self.name = f"{time.strftime('%Y%m%d-%H%M%S')}-{now % 10**9:09}-engine{rank}"
+        self.name = f"{datetime.now():%Y%m%d-%H%M%S-%f}-engine{self.config.data_parallel_rank}"
         try:
             if not self.config.trace:
                 self.trace = Trace(os.path.join(folder, self.name + STEPS), self.config.pipeline_parallel_size)

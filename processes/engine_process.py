@@ -51,9 +51,7 @@ class EngineServer:
     ):
         self.core, self.frames = core, FrameServer(listener)
         self.owners: dict[str, socket.socket] = {}
-        self.deferred: deque[tuple[float, socket.socket, Call]] = (
-            deque()
-        )  # calls that wait till no request runs, or a time
+        self.deferred: deque[tuple[float, socket.socket, Call]] = deque()  # calls, and until when each waits
         core.workers.on_trouble = self._tell
         if isinstance(core.executor, MpExecutor):
             core.executor.on_trouble = self._tell
