@@ -27,8 +27,8 @@ from api.routes import Api, Events
 from observe.logs import logger
 from processes.child import Board
 
-HOST_PORT = re.compile(r":\d*\Z", re.ASCII)
 BODY_PART = 2**14  # bytes of a body to read at a time
+HOST_PORT = re.compile(r":\d*\Z", re.ASCII)
 HEADER_NAMES = re.compile(r"[\w-]+(, *[\w-]+)*", re.ASCII)
 WEB = Path(__file__).parents[1] / "web"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
