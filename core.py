@@ -44,7 +44,7 @@ UTILITIES = {  # the methods that clients may call by name, and the path from th
     "check_integrity": "check_integrity",
     "collective_rpc": "workers.collective_rpc",
     "do_log_stats": "stat_logger.log",
-    "sleep": "workers.sleep",
+    "sleep": "sleep",
     "wake_up": "workers.wake_up",
     "is_sleeping": "workers.is_sleeping",
     "check_update": "workers.check_update",
@@ -370,6 +370,19 @@ class EngineCore:
     def busy(self) -> bool:
         """Whether requests must end before weights may be updated. While workers sleep, none would end."""
         return not self.workers.asleep and bool(self.plans or self.grammars.waiting or self.scheduler.has_work())
+
+    def sleep(self, level: int = 1, mode: str = "keep", timeout: float = 0) -> None:
+        """Give memory back, see `Workers.sleep`.
+
+        The mode says what becomes of requests that have not ended in `timeout` seconds, for which the caller waits (see
+        `patience`): they `keep` their places until `wake_up`, or end (`abort`), or this is a TimeoutError (`wait`).
+        """
+        running = [*self.scheduler.requests.values(), *self.grammars.waiting.values()]
+        if mode == "wait" and running and not self.workers.asleep:
+            raise TimeoutError(f"{len(running)} requests have not ended in {timeout:g} s, so the engine does not sleep")
+        self.workers.sleep(level)
+        if mode == "abort":
+            self._give_up(dict.fromkeys(running, "the engine was put to sleep (mode=abort)"), engine_fault=True)
 
     def update_weights(self, source: str, lasting: bool = True, version: int = 0) -> int:
         """Replace the weights of all ranks; returns their version: one more, or `version` if others have had more.

@@ -288,7 +288,7 @@ class LLM(PoolingFaces):
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """Call a method of `Worker`, or a function with the worker, on each device; returns the results.
+        """Call one of `plan.CALLABLE`, or a function with the worker, on each device; returns the results.
 
         Args:
             method: its name, or the function, which an engine in another process imports (not from the script itself).
@@ -296,7 +296,7 @@ class LLM(PoolingFaces):
             args, kwargs: of the call. Only numbers, texts, bytes, lists and dicts go to another process and back.
 
         Raises:
-            ValueError: there is no such method, it failed, or it cannot be sent.
+            ValueError: it is another method, it failed, or it cannot be sent.
             TimeoutError: it took longer.
         """
         return self.client.collective_rpc(method, timeout, args, kwargs)

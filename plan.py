@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple
 from lora.adapter import LoRARequest
 from sampling_params import PoolingParams, SamplingParams
 
-Method = str | Callable[..., Any]  # the name of a method of `Worker`, or a function whose first argument is a worker
+Method = str | Callable[..., Any]  # one of CALLABLE, or a function whose first argument is a worker
+CALLABLE = "block_bytes", "facts"  # methods of `Worker` that callers may name, because these change nothing
 Kwargs = Mapping[str, Any] | None  # of a method
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = WEIGHTS, KV_CACHE  # what workers free while they sleep (`Workers.sleep`), by vLLM's names
@@ -262,16 +263,14 @@ class Call:
         """Make the call with this worker; returns what it returns.
 
         Raises:
-            ValueError: nothing has run: the worker has no such method, or it takes other arguments.
+            ValueError: nothing has run, because the method takes other arguments.
             CallError: whatever else has been raised. (A function that cannot be imported raises an ImportError.)
         """
         if self.function:
             function, args, kwargs = pickle.loads(self.function)
             call = partial(function, worker, *args, **kwargs)
         else:
-            method = None if self.method.startswith("_") else getattr(worker, self.method, None)
-            if not callable(method):
-                raise ValueError(f"the worker has no method {self.method!r:.200}")
+            method = getattr(worker, self.method)
             try:
                 inspect.signature(method).bind(*self.args, **self.kwargs)
             except TypeError as error:

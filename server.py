@@ -12,7 +12,6 @@ mistake before the first byte of the reply, and answer it with 400. The routes a
 from __future__ import annotations
 
 import argparse
-import hmac
 import logging
 import os
 import re
@@ -38,12 +37,13 @@ from api.fields import ApiError, Face
 from api.flags import OptionParser, split_command
 from api.gunicorn_loop import Gunicorn
 from api.http import (
+    Keys,
     Refusals,
     allow_origin,
     api_error,
     body_of,
+    check_address,
     check_host,
-    is_loopback,
     is_preflight,
     reply,
     stream,
@@ -116,9 +116,8 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
 def guard(app: Flask, api: Api, address: str) -> None:
     """Refuse requests without a key, from foreign pages, and while the server drains."""
     config, board = api.config, api.board  # the board tells all API processes whether the server drains
-    keys = [key.encode() for key in config.api_key]
-    metrics_keys = [config.metrics_key.encode()] if config.metrics_key else keys
-    local = not keys and is_loopback(address)  # no key is needed there, so keep foreign web pages out
+    keys = Keys(config, address, {row.name for row in paths_of(api) if row.control})
+    local = keys.loopback and not config.api_key  # no key is needed there, so keep foreign web pages out
     hosts = (*config.allowed_hosts, config.host.lower())
 
     @app.before_request
@@ -133,20 +132,8 @@ def guard(app: Flask, api: Api, address: str) -> None:
 
     @app.before_request
     def authorize() -> None:
-        allowed = metrics_keys if request.endpoint == "metrics" else keys
-        if not allowed or request.endpoint in ("health", "page") or is_preflight():
-            return
-        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        given = [request.headers.get("X-Api-Key", "").encode()]
-        given += [bearer.encode()] if scheme.lower() == "bearer" else []
-        # This compares every pair, so the time tells nothing.
-        found = [mine for mine in allowed for theirs in given if hmac.compare_digest(mine, theirs)]
-        if not found:
-            raise ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY, or X-Api-Key")
-        g.client = board.tag("key", found[0].decode())
-
-    @app.before_request
-    def refuse_when_draining() -> None:
+        if key := keys.check():
+            g.client = board.tag("key", key)
         if board.draining and (request.method == "POST" or request.endpoint in ("health", "live")):
             raise ApiError(503, "the server is shutting down")
 
@@ -241,6 +228,7 @@ def serve(argv: list[str]) -> None:
         adapters.check_folders(engine_config)
         listener = listen(config.host, config.port, "--host and --port")
         address = listener.getsockname()[0]
+        check_address(config, address)
     board = Board()
     with engines("server", engine_config, board, secret) as fleet:
         with told_in_a_line(parser):

@@ -61,9 +61,9 @@ REQUIRED = ("custom_id", "method", "url", "body")  # of a line of the input
 FACE_OF = {path: face for face in FACES for path in face.paths}
 # Options of the server that mean nothing where there is no HTTP.
 HTTP_ONLY = (
-    "host", "port", "api_key", "api_key_file", "metrics_key", "share_prefix_cache", "allowed_origins", "allowed_hosts",
-    "root_path", "otlp_traces_endpoint", "max_stored_responses", "max_queue", "body_timeout", "write_timeout",
-    "drain_timeout", "api_server_count",
+    "host", "port", "api_key", "api_key_file", "admin_key", "metrics_key", "share_prefix_cache", "allowed_origins",
+    "allowed_hosts", "root_path", "otlp_traces_endpoint", "max_stored_responses", "max_queue", "body_timeout",
+    "write_timeout", "drain_timeout", "api_server_count",
 )  # fmt: skip
 SERVER_ONLY = (
     "headless", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_rank", "data_parallel_size_max",

@@ -29,10 +29,10 @@ PLAIN = "text/plain; charset=utf-8"
 PROFILE = re.compile(r"[\w-]+\.(pt\.trace\.json\.gz|steps\.json)", re.ASCII)  # the names of `stop_profile`
 
 
-def ask(api: Api, utility: str, *args: Any) -> list[Any]:
-    """What a utility returns on each engine."""
+def ask(api: Api, utility: str, *args: Any, patience: float = 0) -> list[Any]:
+    """What a utility returns on each engine, which may first wait for so many seconds; see `patience`."""
     try:
-        return [*api.client.utility_on_all(utility, *args, timeout=api.config.request_timeout).values()]
+        return [*api.client.utility_on_all(utility, *args, timeout=api.config.request_timeout + patience).values()]
     except ValueError as error:
         raise ApiError(400, without_folders(str(error))) from None
 
@@ -62,10 +62,16 @@ def is_sleeping(api: Api) -> dict[str, Any]:
 
 
 def sleep(api: Api) -> dict[str, Any]:
-    level = request.args.get("level", "1")
-    if level not in ("1", "2"):
-        raise ApiError(400, f"level is {level!r:.80}; it must be 1 or 2", "level")
-    ask(api, "sleep", int(level))
+    """Put all engines to sleep; if requests run on and on, all are awake afterwards."""
+    level, mode = int(request.args.get("level", 1)), request.args.get("mode", "wait")
+    timeout = request.args.get("timeout", str(api.config.drain_timeout if mode == "wait" else 0))
+    if not re.fullmatch(r"\d{1,6}", timeout, re.ASCII):
+        raise ApiError(400, f"timeout is {timeout!r:.80}; it must be whole seconds, at most 999999", "timeout")
+    try:
+        ask(api, "sleep", level, mode, int(timeout), patience=int(timeout))
+    except TimeoutError:  # of one engine; others may sleep
+        ask(api, "wake_up", None)
+        raise
     return is_sleeping(api)
 
 
@@ -170,25 +176,28 @@ def check_fields(body: dict[str, Any], *known: str) -> None:
 
 
 def guarded(method: str, act: Callable[[Api], Any], about: str, below: str = "", **schemas: Any) -> Path:
-    """The route of an `act`, by its name `below` a path, on all engines.
+    """The control route of an `act`, by its name `below` a path, on all engines.
 
     Pages of other origins are refused, because a browser asks nobody before it sends a POST without a body; and so are
     unknown parameters.
     """
-    known = next(iter(schemas.get("query", ())), None)
+    known = schemas.get("query", {})
 
     def view(api: Api) -> Response:
         if "Origin" in request.headers and not allowed_origin(api.config):
             raise ApiError(403, "this page's origin may not call this route (allowed_origins)")
-        if unknown := next((given for given in request.args if given != known), None):
-            raise ApiError(400, f"{unknown!r:.80} is unknown; known: {known or 'nothing'}", unknown)
+        for name, value in request.args.items():
+            if name not in known:
+                raise ApiError(400, f"{name!r:.80} is unknown; known: {', '.join(known) or 'nothing'}", name)
+            if value not in (allowed := [*map(str, known[name].get("enum", [value]))]):
+                raise ApiError(400, f"{name} is {value!r:.80}; it must be {' or '.join(allowed)}", name)
         answer = act(api)
         return answer if isinstance(answer, Response) else reply(answer)
 
-    return Path(method, f"{below}/{act.__name__}", act.__name__, about, view, **schemas)
+    return Path(method, f"{below}/{act.__name__}", act.__name__, about, view, control=True, **schemas)
 
 
-LEVEL = {"level": {"enum": [1, 2]}}
+SLEEP = {"level": {"enum": [1, 2]}, "mode": {"enum": ["abort", "wait", "keep"]}, "timeout": {"type": "integer"}}
 TAGS = {"tags": {"type": "array", "items": {"enum": ["weights", "kv_cache"]}}}
 CALL: dict[str, Any] = {
     "method": {"type": "string"}, "timeout": {"type": ["number", "null"]}, "args": {"type": ["array", "null"]},
@@ -200,7 +209,7 @@ LOADED: dict[str, Any] = {
 UNLOADED: dict[str, Any] = {"lora_name": {"type": "string"}, "lora_int_id": {"type": ["integer", "null"]}}
 CONTROL_PATHS = (  # with `enable_control_routes`
     guarded("POST", sleep, "Give memory back; level 1 keeps the weights in host memory, level 2 drops them.",
-            query=LEVEL),
+            query=SLEEP),
     guarded("POST", wake_up, "Take it again: that of weights, of kv_cache, or both.", query=TAGS),
     guarded("GET", is_sleeping, "Whether the engine sleeps."),
     guarded("POST", update_weights, "Load other weights of the same shapes, after the requests that run.",
@@ -211,5 +220,6 @@ CONTROL_PATHS = (  # with `enable_control_routes`
     guarded("POST", unload_lora_adapter, "Take that name away.", "/v1", kind="text/plain", body=UNLOADED),
     guarded("POST", start_profile, "Have torch's profiler record what the workers do, and the phases of each step."),
     guarded("POST", stop_profile, "End that, and write the files."),
-    Path("GET", "/profiles/<name>", "profile", "One of these files.", profile, "application/octet-stream"),
+    Path("GET", "/profiles/<name>", "profile", "One of these files.", profile, "application/octet-stream",
+         control=True),
 )  # fmt: skip

@@ -1,16 +1,17 @@
-"""HTTP, as far as no route is concerned: bodies that arrive, replies and errors that go out, pages of other origins."""
+"""HTTP, as far as no route is concerned: bodies that arrive, replies and errors that go out, foreign pages, keys."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import functools
+import hmac
 import ipaddress
 import re
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,6 +26,7 @@ from api.fields import ApiError
 from api.options import ServerConfig
 from api.replies import ClientGone, as_api_error, json_of
 from api.routes import Api, Events
+from observe.logs import logger
 from processes.child import Board
 
 BODY_PART = 2**14  # bytes of a body to read at a time
@@ -267,3 +269,44 @@ def under_root(app: Callable[..., Any], root: str) -> Callable[..., Any]:
         return app(environ, start_response)
 
     return answer
+
+
+class Keys:
+    """The keys that the routes of a server at an address need.
+
+    The endpoints `control` change the server for everybody, and need an admin key. If there is none, they answer at a
+    loopback address alone, and need what others need. An admin key opens all that an API key opens.
+    """
+
+    def __init__(self, config: ServerConfig, address: str, control: Collection[str]):
+        self.control, self.loopback = control, is_loopback(address)
+        self.admin = [key.encode() for key in config.admin_key]
+        self.keys = [*(key.encode() for key in config.api_key), *self.admin] if config.api_key else []
+        self.metrics = [config.metrics_key.encode()] if config.metrics_key else self.keys
+
+    def check(self) -> str | None:
+        """The key that opens the route of this request; None: it needs none. An `ApiError` if it may not be called."""
+        control, key = request.endpoint in self.control, None
+        needed = self.metrics if request.endpoint == "metrics" else (control and self.admin) or self.keys
+        if needed and request.endpoint not in ("health", "page") and not is_preflight():
+            scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+            sent = [request.headers.get("X-Api-Key", "").encode()]
+            sent += [bearer.encode()] if scheme.lower() == "bearer" else []
+            # This compares every pair, so the time tells nothing.
+            if not (found := [mine for mine in needed for theirs in sent if hmac.compare_digest(mine, theirs)]):
+                kind = "admin" if needed is self.admin else "API"
+                raise ApiError(401, f"the {kind} key is missing or wrong: send Authorization: Bearer KEY, or X-Api-Key")
+            key = found[0].decode()
+        if control and not (self.admin or self.loopback):
+            raise ApiError(403, "this route changes the server; on an address that is no loopback it needs --admin-key")
+        return key
+
+
+def check_address(config: ServerConfig, address: str) -> None:
+    """Warn if everybody may use a server at an address; a ValueError if everybody might change it, too."""
+    if is_loopback(address):
+        return
+    if config.enable_control_routes and not config.admin_key:
+        raise ValueError(f"--enable-control-routes is given; on {address}, which others reach, it needs --admin-key")
+    if not config.api_key:
+        logger.warning(f"everybody who reaches {address} may use this server; --api-key says who may")

@@ -15,6 +15,7 @@ from config import VERSION
 
 STATUSES = {
     400: "The request is wrong; the message says how.", 401: "The API key is missing or wrong.",
+    403: "The route needs an admin key, or is not for this page or host.",
     404: "There is no such model or route.", 405: "The route does not take this method.",
     413: "The body is too large.", 415: "The content type or the content encoding is not one that is read.",
     429: "Too much is in flight.", 500: "An error of the server's own.",
@@ -36,6 +37,7 @@ class Path(NamedTuple):
     kind: str = "application/json"  # of the response
     query: Mapping[str, Any] = {}  # the schemas of parameters
     body: Mapping[str, Any] = {}  # the schemas of fields; the first is required
+    control: bool = False  # whether it changes the server for everybody; see `Keys`
 
 
 class Mistake(msgspec.Struct):

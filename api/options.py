@@ -27,10 +27,10 @@ class ServerConfig:
 
     GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
         "server": (
-            "host", "port", "api_key", "api_key_file", "metrics_key", "metrics_prefix", "served_model_name",
-            "share_prefix_cache", "allowed_origins", "allowed_hosts", "root_path", "api_server_count",
-            "max_live_viewers", "max_stored_responses", "max_stored_response_bytes", "drain_timeout",
-            "enable_control_routes"),
+            "host", "port", "api_key", "api_key_file", "admin_key", "metrics_key", "metrics_prefix",
+            "served_model_name", "share_prefix_cache", "allowed_origins", "allowed_hosts", "root_path",
+            "api_server_count", "max_live_viewers", "max_stored_responses", "max_stored_response_bytes",
+            "drain_timeout", "enable_control_routes"),
         "adapters": ("lora_modules", "lora_dir"),
         "tools and reasoning": ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"),
         "limits of a request": (
@@ -46,6 +46,9 @@ class ServerConfig:
         (), "key that clients must send, or several; `ps` may show it, but not api_key_file or MANTA_API_KEY"
     )
     api_key_file: str | None = option(None, "file with more such keys, one a line; lines that begin with # are skipped")
+    admin_key: tuple[str, ...] = option(
+        (), "key that alone opens routes which change the server for everybody, or several (also: MANTA_ADMIN_KEY)"
+    )
     metrics_key: str | None = option(None, "key that alone opens /metrics (default: each API key does)")
     metrics_prefix: str = option("manta_", "what the names of /metrics begin with; vllm: makes them vLLM's")
     share_prefix_cache: bool = option(
@@ -122,23 +125,23 @@ class ServerConfig:
             for each in value if several else [value]:
                 if each is not None and not re.fullmatch(pattern, each):
                     raise ValueError(f"{name} {'has' if several else 'is'} {each!r}; it must {form}")
-        for key in (*self.api_key, *([] if self.metrics_key is None else [self.metrics_key])):
+        for key in (*self.api_key, *self.admin_key, *([] if self.metrics_key is None else [self.metrics_key])):
             if not re.fullmatch(r"[\x21-\x7e]+", key):  # the message does not show it, because it is a secret
                 raise ValueError(
-                    f"a key (api_key, api_key_file, MANTA_API_KEY or metrics_key) has {len(key)} characters; it must "
-                    "have at least 1, and only visible ASCII without spaces"
+                    f"a key (api_key, api_key_file, admin_key, metrics_key, MANTA_API_KEY or MANTA_ADMIN_KEY) has "
+                    f"{len(key)} characters; it must have at least 1, and only visible ASCII without spaces"
                 )
 
 
 def with_all_keys(config: ServerConfig, environ: MutableMapping[str, str]) -> ServerConfig:
-    """The options with the keys of `api_key_file` and of MANTA_API_KEY, which commas separate, among `api_key`.
+    """The options with the keys of `api_key_file`, and with those of MANTA_API_KEY and MANTA_ADMIN_KEY, between commas.
 
-    The variable is taken out of `environ`, so that no other process inherits it.
+    The variables are taken out of `environ`, so that no other process inherits them.
 
     Raises:
         ValueError: the file cannot be read or has no key, or a key is empty.
     """
-    keys, path = list(config.api_key), config.api_key_file
+    keys, admin_keys, path = list(config.api_key), list(config.admin_key), config.api_key_file
     if path is not None:
         try:
             lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
@@ -148,6 +151,7 @@ def with_all_keys(config: ServerConfig, environ: MutableMapping[str, str]) -> Se
         if not found:
             raise ValueError(f"api_key_file is {path!r}, which has no key; it must have at least one, each on a line")
         keys += found
-    if (listed := environ.pop("MANTA_API_KEY", None)) is not None:
-        keys += [key.strip() for key in listed.split(",")]
-    return dataclasses.replace(config, api_key=tuple(dict.fromkeys(keys)))
+    for variable, more in (("MANTA_API_KEY", keys), ("MANTA_ADMIN_KEY", admin_keys)):
+        if (listed := environ.pop(variable, None)) is not None:
+            more += [key.strip() for key in listed.split(",")]
+    return dataclasses.replace(config, api_key=tuple(dict.fromkeys(keys)), admin_key=tuple(dict.fromkeys(admin_keys)))

@@ -39,7 +39,7 @@ PATHS = (
     Path("GET", "/v1/responses/<id>/input_items", "input_items", "What it was made from, by pages.",
          lambda api, id: reply(api.store.page(g.client, id, request.args)), query=PAGE_OF_ITEMS),
     Path("POST", "/scale", "scale", "Have so many engines.",
-         lambda api: reply(scale(api, body_of(api))), body=ENGINES),
+         lambda api: reply(scale(api, body_of(api))), body=ENGINES, control=True),
     Path("DELETE", "/v1/responses/<id>", "delete_response", "Forget a stored response.",
          lambda api, id: reply(api.store.delete(g.client, id))),
     Path("POST", "/v1/responses/<id>/cancel", "cancel_response",

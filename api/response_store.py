@@ -38,7 +38,7 @@ class Store:
             self.closed = f"this server keeps no responses, because api_server_count is {count}; with 1 it does"
         self.entries: OrderedDict[tuple[str, str], tuple[bytes, bytes]] = OrderedDict()
         self.held: dict[str, tuple[int, int]] = {}  # how many of these each owner has, and how large they are
-        self.shares = len(set(config.api_key))
+        self.shares = len({*config.api_key, *config.admin_key}) if config.api_key else 0
 
     def keeper(self, owner: str, items: list[dict[str, Any]]) -> Keep:
         """What keeps a response to these items, whenever its status is new. One that is deleted meanwhile stays so."""

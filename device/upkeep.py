@@ -76,6 +76,7 @@ class KeptWorker(Worker):
         self.graphs.clear()
         self.pieces = None
         if KV_CACHE not in self.asleep:
+            self.asleep.add(KV_CACHE)  # first, so that `wake_up` makes all of it anew if this fails
             self.take_sampled()  # what the last stage has sampled is on its way
             self.rows = self.sanitizer = None
             self.pool, self.states = self.pool[:1].clone(), self.states[:0].clone()  # a block's size may be asked for
@@ -85,9 +86,9 @@ class KeptWorker(Worker):
             self.sampled = Sampled(self.state, self.pipeline)
         if level == 2:
             self.drop_weights()
-        elif WEIGHTS not in self.asleep and self.device == "cuda":
+        elif self.device == "cuda" and not self.dropped:
             self.empty(keep=True)
-        self.asleep = {WEIGHTS, KV_CACHE}
+        self.asleep.add(WEIGHTS)
         self.give_back()
 
     def wake_up(self, tags: list[str], source: str) -> None:
@@ -98,16 +99,17 @@ class KeptWorker(Worker):
         """
         if WEIGHTS in tags and self.dropped:
             self.load_weights(source)
-        for storage, size, copy in self.emptied if WEIGHTS in tags else ():
-            assert copy is not None
-            storage.resize_(size)
-            storage.copy_(copy.untyped_storage())
         if WEIGHTS in tags:
+            for storage, size, copy in self.emptied:
+                if copy is not None:  # else `sleep` has failed before it took this away
+                    storage.resize_(size)
+                    storage.copy_(copy.untyped_storage())
             self.emptied.clear()
+            self.asleep.discard(WEIGHTS)
         if KV_CACHE in tags and KV_CACHE in self.asleep:
+            self.asleep.discard(KV_CACHE)  # first, so that `sleep` takes back what there is if this fails
             self.new_pools()
-        self.asleep -= set(tags)
-        if not self.asleep and self.graph_sizes:
+        if not self.asleep and self.graph_sizes and not self.graphs:
             with self.watch():
                 capture(self.start, self)
 
@@ -155,13 +157,12 @@ class KeptWorker(Worker):
             targets += coded_tensors(self.model)
             storages = {storage.data_ptr(): storage for storage in (target.untyped_storage() for target in targets)}
             self.emptied = [(storage, storage.nbytes(), None) for storage in storages.values()]
-        for i, (storage, size, _) in enumerate(self.emptied):
-            copy = None
-            if keep:
+        for i, (storage, size, copy) in enumerate(self.emptied):
+            if keep and copy is None:
                 copy = machine.pinned(size)
                 copy = torch.empty(size, dtype=torch.uint8) if copy is None else copy  # it comes back more slowly
                 copy.untyped_storage().copy_(storage)
-            self.emptied[i] = storage, size, copy
+            self.emptied[i] = storage, size, copy if keep else None
             storage.resize_(0)
 
     def new_model(self) -> Transformer:
@@ -250,9 +251,10 @@ class KeptWorker(Worker):
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
+        profiler = torch.profiler.profile(activities=activities)
+        profiler.start()
+        self.profiler = profiler
         self.trace(True)
-        self.profiler = torch.profiler.profile(activities=activities)
-        self.profiler.start()
 
     def stop_profile(self, name: str) -> str:
         """End the record, and write it for Perfetto; returns the name of its file in `torch_profiler_dir`.

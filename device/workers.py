@@ -18,7 +18,7 @@ from typing import Any
 from config import TENSORS, EngineConfig, stamp_of
 from executor import BlamelessError, BrokenOffError, MpExecutor, UniExecutor, WorkerError
 from observe.logs import logger
-from plan import TAGS, WEIGHTS, CallError, Kwargs, Method
+from plan import CALLABLE, TAGS, WEIGHTS, CallError, Kwargs, Method
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds before workers that did not come up are started again; it doubles
 
@@ -61,7 +61,7 @@ class Workers:
         self.num_restarts = 0  # how often the workers were started anew
         self.in_a_row = 0  # restarts since a step went through
         self.asleep: list[str] = []  # those of TAGS that sleep
-        self.level = 0  # how deeply they sleep
+        self.level = 0  # how deeply weights sleep, if they do
         self.lost = ""  # why their weights are no whole ones any more
 
     def check_whole(self) -> None:
@@ -113,9 +113,7 @@ class Workers:
                 self.executor.restart(config)
                 self.on_restart()
                 if self.asleep:
-                    self.executor.collective_rpc("sleep", args=[self.level])
-                    if awake := [tag for tag in TAGS if tag not in self.asleep]:
-                        self.executor.collective_rpc("wake_up", args=[awake, self.config.weights])
+                    self._settle(lambda method, *args: self.executor.collective_rpc(method, args=args))
                 return
             except (ValueError, WorkerError, OSError) as failure:
                 logger.warning(f"{failure}: the workers are started once more")
@@ -124,25 +122,22 @@ class Workers:
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """What a method of `Worker`, or a function of it, returns on each rank; see `LLM.collective_rpc`. In the engine
-        of a script the method may be a `plan.reference_to` a function, too.
+        """What one of CALLABLE, or a function of the worker, returns on each rank; see `LLM.collective_rpc`. In the
+        engine of a script the method may be a `plan.reference_to` a function, too.
 
         Raises:
-            ValueError: there is none; or it failed, and the workers are as they were before: new ones, if they are
-                processes, and otherwise with their weights loaded again. What a function of the script does to a worker
-                in this process is the script's own affair.
+            ValueError: it is another method; or it failed, and workers that are processes were started anew, as they
+                were before. What a function of the script does to a worker in this process is the script's own affair.
             TimeoutError: it took longer than `timeout` seconds.
             WorkerError: the workers cannot be as they were before.
         """
-        if isinstance(method, str) and ":" in method:
-            if not self.config.runs_functions:
-                raise ValueError(f"method is {method!r:.200}; it must be the name of a method of the worker")
+        if isinstance(method, str) and method not in CALLABLE:
+            if not (self.config.runs_functions and ":" in method):
+                raise ValueError(f"method is {method!r:.200}; by its name one can call {' or '.join(CALLABLE)} alone")
             try:
                 method = pkgutil.resolve_name(method)
             except (AttributeError, ImportError, ValueError) as error:
-                raise ValueError(
-                    f"method is {method!r:.200}, which the engine's process cannot import: {error}"
-                ) from None
+                raise ValueError(f"method is {method!r:.200}, which the engine cannot import: {error}") from None
         try:
             return self.executor.collective_rpc(method, timeout, args, kwargs)
         except (CallError, WorkerError) as error:
@@ -151,9 +146,6 @@ class Workers:
                 self.replace(error if isinstance(error, WorkerError) else BlamelessError(str(error)))
                 self.in_a_row = before  # calls may fail as often as they like
                 raise ValueError(f"{error}; the workers were started anew, as they were before") from error
-            if isinstance(error, CallError):
-                self.start_over(True, None)
-                self._restore(error)
             raise
 
     def call(self, method: str, *args: Any) -> list[Any]:
@@ -194,7 +186,7 @@ class Workers:
         if WEIGHTS in self.asleep:  # they may be dropped already
             level = max(level, self.level)
         self.start_over(True, None)
-        self.call("sleep", level)
+        self._change("sleep", level)
         self.asleep, self.level = [*TAGS], level
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -213,12 +205,36 @@ class Workers:
             return
         if WEIGHTS in waking and self.level == 2:
             check_reloadable(self.config)
-        self.call("wake_up", waking, self.config.weights)
-        self._awake(*waking)
+        self._change("wake_up", waking, self.config.weights)
+        self.asleep = [tag for tag in self.asleep if tag not in waking]
 
-    def _awake(self, *tags: str) -> None:
-        self.asleep = [tag for tag in self.asleep if tag not in tags]
-        self.level = self.level if self.asleep else 0
+    def _change(self, method: str, *args: Any) -> None:
+        """`call` it. If it fails in its midst, all ranks have the old weights, and sleep or are awake, as before.
+
+        To bring that about may fail once because another rank only now fails; then all workers were started anew.
+        """
+        try:
+            self.call(method, *args)
+        except CallError as error:
+            for is_last in (False, True):
+                try:
+                    if method == "load_weights":
+                        check_reloadable(self.config)
+                        self.call(method, self.config.weights)
+                    self._settle(self.call)
+                    break
+                except ValueError as failure:
+                    if is_last:
+                        self.lost = f"workers are neither as they were to be ({error}) nor as before ({failure})"
+                        raise WorkerError(self.lost) from error
+            raise
+
+    def _settle(self, call: Callable[..., list[Any]]) -> None:
+        """Have all ranks sleep as far as `asleep` says, whatever they do now."""
+        if self.asleep:
+            call("sleep", self.level if WEIGHTS in self.asleep else 1)
+        if awake := [tag for tag in TAGS if tag not in self.asleep]:
+            call("wake_up", awake, self.config.weights)
 
     def check_update(self, source: str, lasting: bool = True) -> tuple[int, str]:
         """Check a source by its files' headers; returns the version that it would be here, and its `stamp_of`.
@@ -241,36 +257,16 @@ class Workers:
             The options by which a successor of this engine has them.
         """
         following, stamp = self.check_update(source, lasting)
-        try:
-            self.call("load_weights", source)
-        except ValueError as error:
-            self._restore(error)
-            raise
+        self._change("load_weights", source)
         options: dict[str, Any] = {"weights": source if lasting else TENSORS, "weights_stamp": stamp}
         options["weights_version"] = max(version, following)
         self.config = dataclasses.replace(self.config, **options)
-        self._awake(WEIGHTS)
+        self.asleep = [tag for tag in self.asleep if tag != WEIGHTS]
         return options
 
     def get_weights_version(self) -> int:
         """How often weights were updated; 0: they are those of the start."""
         return self.config.weights_version
-
-    def _restore(self, error: ValueError) -> None:
-        """Loading has failed in its midst: bring the old weights back.
-
-        That may fail once because another rank only now fails to load the new ones; then all workers were started anew.
-        """
-        for is_last in (False, True):
-            try:
-                check_reloadable(self.config)
-                self.call("load_weights", self.config.weights)
-                break
-            except ValueError as failure:
-                if is_last:
-                    self.lost = f"weights are neither the new ones ({error}) nor the old ones ({failure})"
-                    raise WorkerError(self.lost) from error
-        self._awake(WEIGHTS)
 
     def _check_alone(self, method: str) -> None:
         if self.config.lockstep:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Items
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from kv_cache import BlockManager
@@ -16,7 +15,7 @@ class WatchedBlockManager(BlockManager):
         self._drop(islice(self.idle, num_blocks))
         return super().allocate(num_blocks)
 
-    def free(self, blocks: Items[int]) -> None:
+    def free(self, blocks: Sequence[int]) -> None:
         super().free(blocks)
         idle = (block for block in blocks if block >= 0 and self.ref_counts[block] == 0)
         self.freed += [(block, self.hashes[block] is not None) for block in idle]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 from config import EngineConfig
@@ -42,14 +42,15 @@ class Profiles:
             os.makedirs(folder, exist_ok=True)
         except OSError as error:
             raise ValueError(f"torch_profiler_dir is {folder!r}: {error.strerror}") from None
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}-engine{self.config.data_parallel_rank}"
-        trace = None
-        if not self.config.trace:
-            trace = Trace(os.path.join(folder, name + STEPS), self.config.pipeline_parallel_size)
-        self.call("start_profile")
-        self.name, self.trace = name, trace
-        if trace:
-            self.observers.append(trace)
+        self.name = f"{datetime.now():%Y%m%d-%H%M%S-%f}-engine{self.config.data_parallel_rank}"
+        try:
+            if not self.config.trace:
+                self.trace = Trace(os.path.join(folder, self.name + STEPS), self.config.pipeline_parallel_size)
+                self.observers.append(self.trace)
+            self.call("start_profile")
+        except ValueError:  # some ranks may have begun
+            self.stop_profile()
+            raise
 
     def stop_profile(self) -> list[str]:
         """End that; returns the names of the files in `torch_profiler_dir`, which Perfetto shows.

@@ -45,10 +45,14 @@ from ring import undisturbed
 if TYPE_CHECKING:
     from processes.suspects import Suspects
 
-AFTER_ALL = ("update_weights",)  # utilities for which those requests run to their end first that have come before
 GONE = "the engine process has ended"
 OUT_OF_REACH = "the engine process has ended, or its host is out of reach"
 SILENT = "the engine process gives no sign of life"
+
+
+def patience(method: str, args: Sequence[Any]) -> float:
+    """Seconds for which a utility lets those requests run to their end first that have come before."""
+    return float("inf") if method == "update_weights" else args[2] if method == "sleep" and len(args) > 2 else 0
 
 
 class EngineDeadError(RuntimeError):
@@ -400,7 +404,8 @@ class InprocClient(EngineCoreClient):
 
     def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
         """There is no timeout; raises what `EngineCore.utility` does."""
-        while method in AFTER_ALL and self.core.busy():
+        deadline = time.monotonic() + patience(method, args)
+        while self.core.busy() and time.monotonic() < deadline:
             self.step()
         return {0: self.core.utility(method, *args)}
 

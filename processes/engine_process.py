@@ -21,7 +21,7 @@ from executor import MpExecutor, WorkerError, end_with_parent, name_process, vis
 from observe.logs import console, logger, set_up, start_log
 from plan import Abort, Call, EngineCoreRequest, Health, Met, Outputs, Reply, error_output
 from processes.child import Child, FrameServer, ParentPipe
-from processes.client import AFTER_ALL
+from processes.client import patience
 from processes.connection import Connection
 from processes.lockstep import Lockstep, Peers
 from processes.messages import Load, Message, Wave
@@ -51,7 +51,7 @@ class EngineServer:
     ):
         self.core, self.frames = core, FrameServer(listener)
         self.owners: dict[str, socket.socket] = {}
-        self.deferred: deque[tuple[socket.socket, Call]] = deque()  # calls that wait until the engine is not busy
+        self.deferred: deque[tuple[float, socket.socket, Call]] = deque()  # calls, and until when each waits
         core.workers.on_trouble = self._tell
         if isinstance(core.executor, MpExecutor):
             core.executor.on_trouble = self._tell
@@ -182,16 +182,15 @@ class EngineServer:
                 self.core.add(message)
                 self.owners[message.request_id] = client
             except ValueError as error:
-                refused = error_output(message.request_id, str(error))
-                self.frames.send(client, Outputs([refused]))
+                self.frames.send(client, Outputs([error_output(message.request_id, str(error))]))
         elif isinstance(message, Abort):
             if message.request_id in self.owners:
                 self.core.abort(message.request_id, message.index, message.reason)
                 if message.index is None:
                     del self.owners[message.request_id]
         elif isinstance(message, Call):
-            if message.method in AFTER_ALL:
-                self.deferred.append((client, message))
+            if seconds := patience(message.method, message.args):
+                self.deferred.append((time.monotonic() + seconds, client, message))
                 self.core.pausing = True
             else:
                 self._call(client, message)
@@ -202,8 +201,8 @@ class EngineServer:
             self.frames.drop(client)
 
     def _call_deferred(self) -> None:
-        while self.deferred and not self.core.busy():
-            client, call = self.deferred.popleft()
+        while self.deferred and (not self.core.busy() or time.monotonic() > self.deferred[0][0]):
+            _, client, call = self.deferred.popleft()
             self.core.pausing = bool(self.deferred)
             self._call(client, call)
 
@@ -307,12 +306,8 @@ class EngineProcess(Child):
 
 def sizes_of(facts: dict[str, Any]) -> dict[str, Any]:
     """The options by which another engine has the sizes of the one that has reported these facts."""
-    return {
-        "max_model_len": facts["max_model_len"],
-        "max_num_batched_tokens": facts["max_num_batched_tokens"],
-        "num_gpu_blocks_override": facts["num_blocks"],
-        "num_host_blocks": facts["num_host_blocks"],
-    }
+    same = ("max_model_len", "max_num_batched_tokens", "num_host_blocks")
+    return {name: facts[name] for name in same} | {"num_gpu_blocks_override": facts["num_blocks"]}
 
 
 if __name__ == "__main__":

@@ -544,12 +544,22 @@ def test_no_reply_names_the_server(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With the keys `red-key` and `blue-key` of a file, and `green-key` of the environment."""
+    """With the keys `red-key` and `blue-key` of a file, `green-key` of the environment, and two of administrators."""
     folder = tmp_path_factory.mktemp("keyed")
     (folder / "keys").write_text("# of the tests\nred-key\n\n blue-key \n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MANTA_API_KEY", "green-key")
-        flags = ["--threads", "1", "--api-key-file", str(folder / "keys"), "--block-size", "16"]
+        patch.setenv("MANTA_ADMIN_KEY", "gold-key")
+        flags = [
+            "--admin-key",
+            "iron-key",
+            "--threads",
+            "1",
+            "--api-key-file",
+            str(folder / "keys"),
+            "--block-size",
+            "16",
+        ]
         flags += ["--log-format", "json", "--log-level", "debug"]
         with serving(folder, *flags, "--allowed-origins", "*", "--root-path", "/llm") as running:
             yield running
@@ -566,7 +576,7 @@ def sdk_of(server: Server, key: str) -> Any:
 def test_keys_are_of_a_file_and_of_the_environment(keyed: Server) -> None:
     import openai
 
-    for key in ("red-key", "blue-key", "green-key"):
+    for key in ("red-key", "blue-key", "green-key", "gold-key", "iron-key"):
         assert sdk_of(keyed, key).models.list().data[0].id == "demo"
     with pytest.raises(openai.AuthenticationError) as caught:
         sdk_of(keyed, "# of the tests").models.list()
@@ -590,12 +600,14 @@ def test_a_page_may_read_what_gunicorn_refuses_and_the_log_has_a_line(keyed: Ser
 
 def test_no_other_process_is_told_the_keys(keyed: Server) -> None:
     for pid in keyed.pids:
-        assert "-key\0" not in Path(f"/proc/{pid}/cmdline").read_text().replace("--api-key", "")
+        assert "-key\0" not in Path(f"/proc/{pid}/cmdline").read_text().replace("--api-key", "").replace(
+            "--admin-key", ""
+        )
     # Naming a process wipes its copy of the environment. That of multiprocessing's own helper is as it got it.
     environments = [Path(f"/proc/{pid}/environ").read_text() for pid in keyed.pids]
     assert any("OMP_NUM_THREADS" in text for text in environments)
-    assert not any("green-key" in text for text in environments)
-    assert not re.search("red-key|blue-key|green-key", keyed.log.read_text())
+    assert not any(re.search("green-key|gold-key", text) for text in environments)
+    assert not re.search("red-key|blue-key|green-key|gold-key|iron-key", keyed.log.read_text())
 
 
 def test_one_key_learns_nothing_of_what_another_has_asked(keyed: Server) -> None:
@@ -628,6 +640,7 @@ def test_one_key_learns_nothing_of_what_another_has_asked(keyed: Server) -> None
         (["--api-key", "good", "--api-key", "  "], None, "2 characters"),
         (["--api-key", "a b"], None, "visible ASCII"),
         (["--metrics-key", ""], None, "metrics_key"),
+        (["--admin-key", "a", "--admin-key", ""], None, "admin_key"),
         ([], "", "MANTA_API_KEY"),
         ([], "one,,two", "MANTA_API_KEY"),
         (["--api-key-file", "none"], None, "cannot be read"),

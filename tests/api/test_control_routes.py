@@ -14,12 +14,19 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
+from api.control import CONTROL_PATHS
+from api.http import check_address
+from api.options import ServerConfig
+from api.paths import PATHS
 from config import DEMO
 from processes.client import EngineDeadError
 from scripted import BODIES, CHAT, COMPLETIONS, FACTS, ScriptedClient, client_of, post, refusal, told
 from served import Server, serving
 
-POSTS = ("/sleep", "/wake_up", "/update_weights", "/collective_rpc", "/start_profile", "/stop_profile")
+POSTS = (
+    "/sleep", "/wake_up", "/update_weights", "/collective_rpc", "/start_profile", "/stop_profile",
+    "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+)  # fmt: skip
 GETS = ("/is_sleeping", "/profiles/a.pt.trace.json.gz")
 ORIGIN = {"Origin": "https://page.example"}
 
@@ -31,13 +38,14 @@ class Engines(ScriptedClient):
         super().__init__()
         self.asked: list[tuple[Any, ...]] = []
         self.error: Exception | None = None
+        self.errors: dict[str, Exception] = {}  # of some utilities
         self.asleep = False
 
     def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        assert timeout and timeout > 1000
+        assert timeout and timeout > 1000 + (args[2] if method == "sleep" else 0)
         self.asked.append((method, *args))
-        if self.error:
-            raise self.error
+        if error := self.error or self.errors.get(method):
+            raise error
         self.asleep = method == "sleep" or (self.asleep and method != "wake_up")
         answers: dict[str, Any] = {
             "is_sleeping": self.asleep, "update_weights": 3, "stop_profile": ["a.pt.trace.json.gz"],
@@ -67,14 +75,57 @@ def test_they_are_off_unless_an_option_allows_them(http_client: FlaskClient) -> 
     assert "/sleep" not in http_client.get("/openapi.json").json["paths"]
 
 
-def test_they_need_the_key(engines: Engines) -> None:
-    http_client = client_of(engines, FACTS | {"torch_profiler_dir": None}, enable_control_routes=True, api_key=("one",))
-    for path in POSTS:
-        refusal(http_client.post(path), 401)
-    for path in GETS:
-        refusal(http_client.get(path), 401)
-    assert not engines.asked
-    assert http_client.post("/sleep", headers={"X-Api-Key": "one"}).status_code == 200
+# What a control route answers a client without a key, with an API key, and with an admin key, where there are any.
+@pytest.mark.parametrize(
+    ("host", "keys", "answers"),
+    [
+        ("127.0.0.1", {}, (200, 200, 200)), ("::1", {}, (200, 200, 200)), ("localhost", {}, (200, 200, 200)),
+        ("127.0.0.1", {"api_key": ("api",)}, (401, 200, 401)),
+        ("127.0.0.1", {"admin_key": ("other", "admin")}, (401, 401, 200)),
+        ("127.0.0.1", {"api_key": ("api",), "admin_key": ("admin",)}, (401, 401, 200)),
+        ("0.0.0.0", {}, (403, 403, 403)), ("192.0.2.1", {}, (403, 403, 403)), ("::", {}, (403, 403, 403)),
+        ("0.0.0.0", {"api_key": ("api",)}, (401, 403, 401)),
+        ("0.0.0.0", {"admin_key": ("admin",)}, (401, 401, 200)),
+        ("0.0.0.0", {"api_key": ("api",), "admin_key": ("admin",)}, (401, 401, 200)),
+    ],
+)  # fmt: skip
+def test_who_may_call_them(engines: Engines, host: str, keys: dict[str, tuple[str, ...]], answers: Any) -> None:
+    facts = FACTS | {"torch_profiler_dir": None}
+    http_client = client_of(engines, facts, enable_control_routes=True, host=host, **keys)
+    routes = [("POST", path) for path in (*POSTS, "/scale")] + [("GET", path) for path in GETS]
+    for key, status in zip((None, "api", "admin"), answers, strict=True):
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        for method, path in routes:
+            response = http_client.open(path, method=method, headers=headers)
+            assert (response.status_code if response.status_code in (401, 403) else 200) == status, path
+            if status == 401:
+                kind = "admin" if "admin_key" in keys else "API"
+                assert refusal(response, 401)["message"].startswith(f"the {kind} key is missing or wrong: send")
+                assert response.headers["WWW-Authenticate"] == "Bearer"
+            elif status == 403:
+                assert "loopback" in refusal(response, 403)["message"]
+        assert bool(engines.asked) == (status == 200)
+        engines.asked.clear()
+        others = 401 if "api_key" in keys and key != "api" and (key, "admin_key" in keys) != ("admin", True) else 200
+        for path in ("/v1/models", "/metrics", "/scale"):
+            assert http_client.get(path, headers=headers).status_code == others
+    assert http_client.get("/health").status_code == 200
+
+
+def test_which_routes_change_the_server() -> None:
+    wanted = {*POSTS, "/scale", "/is_sleeping", "/profiles/<name>"}
+    assert {row.rule for row in (*PATHS, *CONTROL_PATHS) if row.control} == wanted
+
+
+def test_a_server_that_others_reach_says_who_may_use_and_change_it(caplog: pytest.LogCaptureFixture) -> None:
+    for address in ("127.0.0.1", "127.1.2.3", "::1"):
+        check_address(ServerConfig(enable_control_routes=True), address)
+    check_address(ServerConfig(api_key=("a",)), "0.0.0.0")
+    assert not caplog.text
+    check_address(ServerConfig(admin_key=("a",), enable_control_routes=True), "::")
+    assert caplog.messages == ["everybody who reaches :: may use this server; --api-key says who may"]
+    with pytest.raises(ValueError, match=r"--enable-control-routes is given; on 0\.0\.0\.0, .* needs --admin-key"):
+        check_address(ServerConfig(enable_control_routes=True, api_key=("a",)), "0.0.0.0")
 
 
 def test_pages_of_other_origins_may_not_call_them(engines: Engines, controls: FlaskClient) -> None:
@@ -87,7 +138,8 @@ def test_pages_of_other_origins_may_not_call_them(engines: Engines, controls: Fl
 
 
 def test_what_is_asked_of_the_engines(engines: Engines, controls: FlaskClient) -> None:
-    assert controls.post("/sleep").json == controls.post("/sleep?level=2").json == {"is_sleeping": True}
+    assert controls.post("/sleep").json == controls.post("/sleep?level=2&mode=abort").json == {"is_sleeping": True}
+    assert controls.post("/sleep?timeout=0").json == controls.post("/sleep?mode=keep").json == {"is_sleeping": True}
     assert controls.get("/is_sleeping").json == {"is_sleeping": True}
     assert controls.post("/wake_up?tags=weights&tags=kv_cache").json == {"is_sleeping": False}
     controls.post("/wake_up")
@@ -98,7 +150,8 @@ def test_what_is_asked_of_the_engines(engines: Engines, controls: FlaskClient) -
     assert controls.post("/start_profile").json == {"profiling": True}
     assert controls.post("/stop_profile").json == {"profiling": False, "files": 2 * ["a.pt.trace.json.gz"]}
     assert [call for call in engines.asked if call != ("is_sleeping",)] == [
-        ("sleep", 1), ("sleep", 2), ("wake_up", ["weights", "kv_cache"]), ("wake_up", None),
+        ("sleep", 1, "wait", 30), ("sleep", 2, "abort", 0), ("sleep", 1, "wait", 0), ("sleep", 1, "keep", 0),
+        ("wake_up", ["weights", "kv_cache"]), ("wake_up", None),
         ("check_update", "/models/a"), ("update_weights", "/models/a", True, 3),
         ("collective_rpc", "block_bytes", 2.5, [1], {"a": "b"}), ("collective_rpc", "facts", None, [], {}),
         ("start_profile",), ("stop_profile",),
@@ -108,7 +161,10 @@ def test_what_is_asked_of_the_engines(engines: Engines, controls: FlaskClient) -
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("/sleep?level=3", None, "level is '3'; it must be 1 or 2"), ("/sleep?mode=abort", None, "known: level"),
+        ("/sleep?level=3", None, "level is '3'; it must be 1 or 2"), ("/sleep?mod=abort", None, "known: level, mode"),
+        ("/sleep?mode=now", None, "mode is 'now'; it must be abort or wait or keep"),
+        ("/sleep?timeout=1e3", None, "timeout is '1e3'; it must be whole seconds"),
+        ("/sleep?timeout=-1", None, "timeout is '-1'; it must be whole seconds"),
         ("/wake_up?tag=weights", None, "known: tags"), ("/start_profile?a=1", None, "known: nothing"),
         ("/update_weights", {}, "model_path is None"), ("/update_weights", {"model_path": "a"}, "from the root"),
         ("/update_weights", {"model_path": "/a", "more": 1}, "no field 'more'; known: model_path"),
@@ -131,6 +187,12 @@ def test_what_engines_refuse_is_400_and_engines_that_are_away_are_503(engines: E
     assert refusal(post(controls, "/update_weights", model_path="/a"))["message"] == "model has no tensor x"
     engines.error = EngineDeadError("sleep was not done by engines that do not answer: [1]; ask again")
     assert "do not answer: [1]" in refusal(controls.post("/sleep"), 503)["message"]
+
+
+def test_engines_are_all_awake_if_one_cannot_sleep(engines: Engines, controls: FlaskClient) -> None:
+    engines.errors["sleep"] = TimeoutError("2 requests have not ended in 5 s")
+    assert "2 requests have not ended" in refusal(controls.post("/sleep?timeout=5"), 503)["message"]
+    assert engines.asked == [("sleep", 1, "wait", 5), ("wake_up", None)]
 
 
 def test_a_profile_is_downloaded_and_nothing_else(controls: FlaskClient, tmp_path: Path) -> None:
@@ -191,18 +253,13 @@ def complete(server: Server, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_a_server_profiles_and_starts_anew_after_a_mistake(server: Server, tmp_path: Path) -> None:
-    before = complete(server)
+def test_a_server_profiles(server: Server) -> None:
     assert server.post("/start_profile", {})[0] == 200
     complete(server, max_tokens=4)
     torchs, steps = json.loads(server.post("/stop_profile", {})[1])["files"]
     assert server.get("/profiles/nothing.pt.trace.json.gz")[0] == 404
     assert "traceEvents" in json.loads(gzip.decompress(download(server, torchs)))
     assert {"schedule", "wait", "update"} <= {event["name"] for event in json.loads(download(server, steps))}
-    for folder in ("/nowhere", str(tmp_path)):
-        status, text = server.post("/collective_rpc", {"method": "load_weights", "args": [folder]})
-        assert status == 400 and "started anew, as they were before" in text and "Traceback" not in text
-        assert complete(server)["choices"] == before["choices"] and server.get("/health")[0] == 200
 
 
 def test_a_server_sleeps_and_takes_other_weights(server: Server, tmp_path: Path) -> None:
@@ -219,12 +276,10 @@ def test_a_server_sleeps_and_takes_other_weights(server: Server, tmp_path: Path)
 
     status, text = server.post("/collective_rpc", {"method": "block_bytes"})
     assert status == 200 and json.loads(text)["results"][0] > 0
-    status, text = server.post("/collective_rpc", {"method": "os:getpid"})
-    assert status == 400 and "must be the name of a method of the worker" in text
     workers = server.family()
-    for call in ({"method": "_mask"}, {"method": "__init__"}, {"method": "block_bytes", "args": [1]}):
+    for call in ({"method": "load_adapter", "args": [0, "/nowhere"]}, {"method": "block_bytes", "args": [1]}):
         status, text = server.post("/collective_rpc", call)
-        assert status == 400 and ("no method" in text or "cannot be called" in text)
+        assert status == 400 and ("block_bytes or facts alone" in text or "cannot be called" in text)
     assert server.family() == workers
 
     shutil.copytree(DEMO, tmp_path / "other", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
@@ -236,6 +291,31 @@ def test_a_server_sleeps_and_takes_other_weights(server: Server, tmp_path: Path)
     status, text = server.post("/update_weights", {"model_path": str(tmp_path)})
     assert status == 400 and "no safetensors" in text
     assert complete(server)["choices"] == after["choices"]
+
+
+@pytest.mark.full
+def test_a_server_lets_streams_end_before_it_sleeps_or_says_that_it_ends_them(server: Server) -> None:
+    client = server.client()
+
+    def stream(max_tokens: int) -> Any:
+        opened = client.completions.create(
+            model="demo", prompt="ROMEO:\n", max_tokens=max_tokens, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(opened)
+        return opened
+
+    long = stream(900)
+    status, text = server.post("/sleep?timeout=0", {})
+    assert status == 503 and "1 requests have not ended in 0 s" in text
+    assert json.loads(server.get("/is_sleeping")[1]) == {"is_sleeping": False} and next(long)
+    assert json.loads(server.post("/sleep?mode=abort", {})[1]) == {"is_sleeping": True}
+    with pytest.raises(Exception, match="the engine was put to sleep"):
+        list(long)
+    server.post("/wake_up", {})
+    short = stream(200)
+    assert server.post("/sleep", {})[0] == 200
+    assert [*short][-1].choices[0].finish_reason == "length"
+    server.post("/wake_up", {})
 
 
 def blank(file: Path, name: str) -> None:

@@ -179,6 +179,36 @@ def test_requests_that_ran_go_on_after_the_sleep(llm, wanted):
     engine.close()
 
 
+def test_a_sleep_waits_for_requests_or_ends_them(llm, wanted):
+    engine, found = LLMEngine(llm.config), {}
+    client = engine.client
+
+    def begin() -> None:
+        for i, prompt in enumerate(PROMPTS[:2]):
+            engine.add_request(str(i), prompt, GREEDY)
+        engine.step()
+
+    def finish() -> dict[str, Any]:
+        while engine.has_unfinished_requests():
+            found.update({output.request_id: output for output in engine.step()})
+        return found
+
+    begin()
+    with pytest.raises(TimeoutError, match="2 requests have not ended in 0 s, so the engine does not sleep"):
+        client.utility_on_all("sleep", 1, "wait", 0)
+    assert not any(client.utility("is_sleeping").values())
+    client.utility_on_all("sleep", 1, "wait", 1e9)
+    client.utility_on_all("wake_up")
+    assert [finish()[str(i)].outputs[0].token_ids for i in range(2)] == wanted[:2]
+    begin()
+    client.utility_on_all("sleep", 1, "abort", 0)
+    for i in range(2):
+        assert "the engine was put to sleep (mode=abort)" in finish()[str(i)].error
+    client.core.check_integrity()
+    client.utility_on_all("sleep", 2, "wait", 0)  # nothing runs
+    engine.close()
+
+
 def config_of(folder: Path) -> str:
     """A model of 100 MB in float32, whose weights are made up."""
     folder.mkdir()
@@ -333,11 +363,51 @@ def test_weights_that_turn_out_to_be_bad_leave_the_old_ones(make_llm, tmp_path, 
         llm.update_weights(bad)
     assert llm.weights_version == 1 and tokens(llm) == others
     llm.update_weights(tensors=load_file(f"{other}/model.safetensors"))
-    with pytest.raises(WorkerError, match=r"neither the new ones .*NaN.* nor the old ones .*came as tensors"):
+    with pytest.raises(WorkerError, match=r"neither as they were to be .*NaN.* nor as before .*came as tensors"):
         llm.update_weights(bad)
-    with pytest.raises(WorkerError, match="neither the new ones"):
+    with pytest.raises(WorkerError, match="neither as they were to be"):
         llm.generate("To be", GREEDY, use_tqdm=False)
     llm.core.close()
+
+
+def fail_once(worker: KeptWorker, owner: str, method: str) -> None:
+    """The next call of a method of a part of the worker raises an error."""
+    part = getattr(worker, owner) if owner else worker
+    run = getattr(part, method)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        setattr(part, method, run)
+        raise RuntimeError("no memory is left")
+
+    setattr(part, method, fail)
+
+
+def held(worker: KeptWorker) -> list[Any]:
+    """Which memory a worker has."""
+    return [sorted(worker.asleep), worker.dropped, len(worker.pool), len(worker.states), worker.traces, worker.profiler]
+
+
+@in_process_first
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_what_fails_halfway_leaves_all_as_it_was(fresh, wanted, level):
+    """Whether an engine sleeps before or not."""
+    version = fresh.weights_version
+    if level:
+        fresh.sleep(level)
+    before, failures = fresh.collective_rpc(held), [("start", "fill", partial(fresh.update_weights, DEMO))]
+    if level:
+        failures += [("start", name, fresh.wake_up) for name in ("new_pool", "new_states", "new_state")]
+        failures += [("start", "arrange", partial(fresh.wake_up, ["weights"]))] * (level == 2)
+    else:
+        failures += [("", name, partial(fresh.sleep, 2)) for name in ("take_sampled", "drop_weights", "give_back")]
+        failures += [("start", "new_state", fresh.sleep), ("", "new_model", partial(fresh.sleep, 2))]
+    for owner, method, call in failures:
+        fresh.collective_rpc(fail_once, args=(owner, method))
+        with pytest.raises(ValueError, match="no memory is left"):
+            call()
+        assert fresh.is_sleeping() == bool(level) and fresh.collective_rpc(held) == before, method
+    fresh.wake_up()
+    assert tokens(fresh) == wanted and fresh.weights_version == version
 
 
 def kill(llm: LLM) -> None:
@@ -513,12 +583,18 @@ def test_an_engine_process_that_is_replaced_has_the_weights_that_were_set_last(l
     asyncio.run(main())
 
 
-def test_an_engine_of_the_server_runs_no_functions(llm):
-    with pytest.raises(ValueError, match="must be the name of a method of the worker"):
-        llm.core.utility("collective_rpc", "os:getpid")
-
-
 # --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_that_does_not_begin_is_none(make_llm, tmp_path):
+    with make_llm(threads=1, torch_profiler_dir=str(tmp_path)) as llm:
+        before, observers = llm.collective_rpc(held), [*llm.core.observers]
+        fail_once(torch.profiler, "profile", "start")
+        with pytest.raises(ValueError, match="no memory is left"):
+            llm.start_profile()
+        assert llm.collective_rpc(held) == before and llm.core.observers == observers
+        llm.start_profile()
+        assert len(llm.stop_profile()) == 2
 
 
 @pytest.mark.parametrize("trace", [False, pytest.param(True, marks=pytest.mark.full)])

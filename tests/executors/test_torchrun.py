@@ -42,7 +42,7 @@ outputs = llm.generate({PROMPTS!r}, params, use_tqdm=False)
 prompt = [i % 500 for i in range(1000)]  # of several broadcasts
 long = llm.generate([prompt] * 2, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
 try:
-    llm.core.workers.collective_rpc("watch")
+    llm.core.executor.collective_rpc("watch")
 except ValueError as error:
     refused = str(error)
 sizes = llm.core.workers.collective_rpc("block_bytes")
