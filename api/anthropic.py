@@ -242,41 +242,29 @@ IGNORED = (  # they change nothing; a history that is not shortened stands as it
     "cache_control", "inference_geo", "diagnostics", "user_profile_id", "workspace_id", "betas", "speed", "fallbacks",
     "fallback_credit_token", "safeguards", "billing_policy", "compaction", "context_management",
 )  # fmt: skip
+FIELDS = (
+    *TURNS,
+    shared.PARALLEL_CALLS,
+    shared.THINKING_BUDGET,
+    *THOUGHTS,
+    shared.STREAM,
+    Field("max_tokens", shared.Tokens, about="Of output; at most what the prompt leaves of the context."),
+    Field("stop_sequences", list[str], None, checks.stop_strings),
+    *shared.ANSWERED,
+    *shared.sampling(*shared.SEVERAL, "masked_logprobs", "stop"),
+)
+PROMPTS_ELSEWHERE = {"prompt": "messages", "input": "messages", "instructions": "system", "reasoning": "thinking"}
 MESSAGES = Face(
-    "messages",
-    ("/v1/messages",),
-    (
-        *TURNS,
-        shared.PARALLEL_CALLS,
-        shared.THINKING_BUDGET,
-        *THOUGHTS,
-        shared.STREAM,
-        Field("max_tokens", shared.Tokens, about="Of output; at most what the prompt leaves of the context."),
-        Field("stop_sequences", list[str], None, checks.stop_strings),
-        *shared.ANSWERED,
-        *shared.sampling(*shared.SEVERAL, "masked_logprobs", "stop"),
-    ),
-    create_message,
-    needed=("messages", "max_tokens"),
+    "messages", ("/v1/messages",), FIELDS, create_message, needed=("messages", "max_tokens"),
     not_yet=shared.NOT_YET | {"container": (), "mcp_servers": ([],), "thread": ()} | shared.NOT_IN_ANSWERS,
-    elsewhere=shared.ELSEWHERE
-    | {
-        "stop": "stop_sequences", "max_completion_tokens": "max_tokens", "prompt": "messages", "input": "messages",
-        "instructions": "system", "reasoning": "thinking", "reasoning_effort": "output_config.effort",
+    elsewhere=shared.ELSEWHERE | PROMPTS_ELSEWHERE | {
+        "stop": "stop_sequences", "max_completion_tokens": "max_tokens", "reasoning_effort": "output_config.effort",
         "response_format": "output_config.format",
     },
-    ignored=IGNORED,
-    error_body=message_error,
+    ignored=IGNORED, error_body=message_error,
 )  # fmt: skip
 COUNT_TOKENS = Face(
-    "count_tokens",
-    ("/v1/messages/count_tokens",),
-    (*TURNS, *THOUGHTS),
-    count_tokens,
-    needed=("messages",),
-    not_yet=shared.NOT_YET | {"mcp_servers": ([],)},
-    elsewhere=shared.ELSEWHERE
-    | {"prompt": "messages", "input": "messages", "instructions": "system", "reasoning": "thinking"},
-    ignored=IGNORED,
-    error_body=message_error,
-)
+    "count_tokens", ("/v1/messages/count_tokens",), (*TURNS, *THOUGHTS), count_tokens, needed=("messages",),
+    not_yet=shared.NOT_YET | {"mcp_servers": ([],)}, elsewhere=shared.ELSEWHERE | PROMPTS_ELSEWHERE,
+    ignored=IGNORED, error_body=message_error,
+)  # fmt: skip

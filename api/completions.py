@@ -74,21 +74,17 @@ def around_gap(fields: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
     return [form.format(prefix=prefix, suffix=fields["suffix"]) for prefix in fields["prompt"]]
 
 
-COMPLETIONS = Face(
-    "completions",
-    ("/v1/completions",),
-    (
-        shared.MODEL,
-        Field("prompt", shared.PROMPT, None, checks.prompts, shared.ONE_OR_MORE),
-        Field("suffix", str, about="What comes after the text that is to be filled in."),
-        shared.SPECIAL_TOKENS,
-        shared.STREAM,
-        *shared.LENGTHS,
-        Field("logprobs", shared.Count, about="Of each token, and of this many likeliest ones."),
-        *shared.CHOICES,
-    ),
-    complete,
-    needed=("prompt",),
-    not_yet=shared.NOT_YET,
-    elsewhere=shared.ELSEWHERE,
+FIELDS = (
+    shared.MODEL,
+    Field("prompt", shared.PROMPT, None, checks.prompts, shared.ONE_OR_MORE),
+    Field("suffix", str, about="What comes after the text that is to be filled in."),
+    shared.SPECIAL_TOKENS,
+    shared.STREAM,
+    *shared.LENGTHS,
+    Field("logprobs", shared.Count, about="Of each token, and of this many likeliest ones."),
+    *shared.CHOICES,
 )
+COMPLETIONS = Face(
+    "completions", ("/v1/completions",), FIELDS, complete, needed=("prompt",),
+    not_yet=shared.NOT_YET, elsewhere=shared.ELSEWHERE,
+)  # fmt: skip

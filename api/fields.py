@@ -210,30 +210,25 @@ CHOICES = (*DETAILS, *CUT, RESPONSE_FORMAT, *ANSWERED, *sampling())  # of comple
 # What the clients of other servers may send and this one cannot do yet, with the values that change nothing.
 NOT_YET: dict[str, tuple[Any, ...]] = {
     # OpenAI's
-    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
-    "function_call": ("none", "auto"),
-    "reasoning": (), "modalities": (["text"],), "audio": (), "prediction": (),
-    "web_search_options": (),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "reasoning": (), "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (),
     # vLLM's
-    "logprob_token_ids": (), "logits_processors": ([],),
-    "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "prompt_embeds": (), "return_prompt_text": (False,),
-    "return_token_offsets": (False,),
-    "include_reasoning": (True,), "thinking_token_budget": (-1,), "repetition_detection": (), "watermarking": (False,),
-    "stream_interval": (1,), "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},),
-    "routed_experts_prompt_start": (0,),
+    "logprob_token_ids": (), "logits_processors": ([],), "mm_processor_kwargs": ({},), "media_io_kwargs": ({},),
+    "prompt_embeds": (), "return_prompt_text": (False,), "return_token_offsets": (False,), "include_reasoning": (True,),
+    "thinking_token_budget": (-1,), "repetition_detection": (), "watermarking": (False,), "stream_interval": (1,),
+    "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},), "routed_experts_prompt_start": (0,),
     # SGLang's
-    "stop_regex": ([],), "no_stop_trim": (False,),
-    "separate_reasoning": (False,), "custom_logit_processor": (), "custom_params": ({},), "input_ids": (),
-    "session_params": ({},), "return_hidden_states": (False,), "return_routed_experts": (False,),
-    "return_cached_tokens_details": (False,), "return_prompt_token_ids": (False,), "return_meta_info": (False,),
-    "images_config": ({},), "routed_dp_rank": (), "data_parallel_rank": (),
+    "stop_regex": ([],), "no_stop_trim": (False,), "separate_reasoning": (False,), "custom_logit_processor": (),
+    "custom_params": ({},), "input_ids": (), "session_params": ({},), "return_hidden_states": (False,),
+    "return_routed_experts": (False,), "return_cached_tokens_details": (False,), "return_prompt_token_ids": (False,),
+    "return_meta_info": (False,), "images_config": ({},), "routed_dp_rank": (), "data_parallel_rank": (),
     # llama.cpp's, ollama's and TGI's
-    "lora": ([],), "samplers": (), "typical_p": (1,), "tfs_z": (1,), "top_n_sigma": (0, -1),
-    "dynatemp_range": (0,), "mirostat": (0,), "xtc_probability": (0,), "dry_multiplier": (0,), "repeat_last_n": (),
-    "n_keep": (0, -1), "n_probs": (0,), "min_keep": (0,), "n_indent": (0,), "t_max_predict_ms": (0,), "id_slot": (-1,),
+    "lora": ([],), "samplers": (), "typical_p": (1,), "tfs_z": (1,), "top_n_sigma": (0, -1), "dynatemp_range": (0,),
+    "mirostat": (0,), "xtc_probability": (0,), "dry_multiplier": (0,), "repeat_last_n": (), "n_keep": (0, -1),
+    "n_probs": (0,), "min_keep": (0,), "n_indent": (0,), "t_max_predict_ms": (0,), "id_slot": (-1,),
     "return_tokens": (False,), "return_progress": (False,), "timings_per_token": (False,), "response_fields": ([],),
-    "post_sampling_probs": (False,), "reasoning_format": ("none",), "options": ({},),
-    "think": (False,), "do_sample": (True,), "return_full_text": (False,), "watermark": (False,), "truncate": (),
+    "post_sampling_probs": (False,), "reasoning_format": ("none",), "options": ({},), "think": (False,),
+    "do_sample": (True,), "return_full_text": (False,), "watermark": (False,), "truncate": (),
 }  # fmt: skip
 # Only completions and chats take these, and have several answers.
 NOT_IN_ANSWERS = {
@@ -252,9 +247,9 @@ ELSEWHERE = {
 HARMLESS = (
     "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "safety_identifier", "verbosity", "moderation",
-    "guided_decoding_backend",
-    "session_id", "return_mm_kwargs", "stream_reasoning", "custom_labels",  # vLLM's and SGLang's
-    "cache_prompt", "n_cache_reuse", "sse_ping_interval", "keep_alive",  # llama.cpp's and ollama's
+    # vLLM's, SGLang's, llama.cpp's and ollama's
+    "guided_decoding_backend", "session_id", "return_mm_kwargs", "stream_reasoning", "custom_labels", "cache_prompt",
+    "n_cache_reuse", "sse_ping_interval", "keep_alive",
     # These belong to samplers that are off, as NOT_YET sees to.
     "mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent", "dry_base", "dry_allowed_length",
     "dry_penalty_last_n", "dry_sequence_breakers",

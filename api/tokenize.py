@@ -37,25 +37,16 @@ def detokenize(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, An
 
 
 TEXT = shared.shown(**shared.STRING)
-TOKENIZE = Face(
-    "tokenize",
-    ("/tokenize",),
-    (
-        shared.MODEL,
-        Field("prompt", TEXT, None, checks.prompts, "A text; or else there are messages."),
-        Field("messages", shared.CONVERSATION, None, checks.messages, "The conversation so far."),
-        Field("return_token_strs", bool),
-        shared.SPECIAL_TOKENS,
-        *shared.TALK,
-        shared.EFFORT,
-        *shared.CUT,
-    ),
-    tokenize,
+FIELDS = (
+    shared.MODEL,
+    Field("prompt", TEXT, None, checks.prompts, "A text; or else there are messages."),
+    Field("messages", shared.CONVERSATION, None, checks.messages, "The conversation so far."),
+    Field("return_token_strs", bool),
+    shared.SPECIAL_TOKENS,
+    *shared.TALK,
+    shared.EFFORT,
+    *shared.CUT,
 )
-DETOKENIZE = Face(
-    "detokenize",
-    ("/detokenize",),
-    (shared.MODEL, Field("tokens", shared.shown(**shared.IDS), None, checks.token_ids)),
-    detokenize,
-    needed=("tokens",),
-)
+TOKENIZE = Face("tokenize", ("/tokenize",), FIELDS, tokenize)
+TOKENS = Field("tokens", shared.shown(**shared.IDS), None, checks.token_ids)
+DETOKENIZE = Face("detokenize", ("/detokenize",), (shared.MODEL, TOKENS), detokenize, needed=("tokens",))

@@ -193,34 +193,26 @@ FIRST = (shared.MODEL, INPUT, ACTIVATION, shared.SPECIAL_TOKENS)
 EMBEDDINGS = Face("embeddings", ("/v1/embeddings",), (*FIRST, NAME, SIZE, FORM, *LAST), embeddings, needed=("input",))
 POOLING = Face("pooling", ("/pooling",), (*FIRST, NAME, TASK, SIZE, FORM, *LAST), pooling, needed=("input",))
 CLASSIFY = Face("classify", ("/classify",), (*FIRST, *LAST), classify, needed=("input",))
+SCORED = (
+    shared.MODEL,
+    ACTIVATION,
+    Field("text_1", TEXTS, None, texts, "A text, or as many as text_2 has; vLLM: queries."),
+    Field("text_2", TEXTS, None, texts, "A text or several; vLLM: documents."),
+    NAME,
+    *LAST,
+)
 SCORE = Face(
-    "score",
-    ("/score", "/v1/score"),
-    (
-        shared.MODEL,
-        ACTIVATION,
-        Field("text_1", TEXTS, None, texts, "A text, or as many as text_2 has; vLLM: queries."),
-        Field("text_2", TEXTS, None, texts, "A text or several; vLLM: documents."),
-        NAME,
-        *LAST,
-    ),
-    score,
-    needed=("text_1", "text_2"),
+    "score", ("/score", "/v1/score"), SCORED, score, needed=("text_1", "text_2"),
     aliases={"queries": "text_1", "data_1": "text_1", "documents": "text_2", "items": "text_2", "data_2": "text_2"},
+)  # fmt: skip
+RERANKED = (
+    shared.MODEL,
+    ACTIVATION,
+    Field("query", Annotated[str, Meta(min_length=1)]),
+    Field("documents", DOCUMENTS, None, documents, "Texts, or objects with a text."),
+    Field("top_n", shared.Count, 0, about="How many to return; 0 is all."),
+    Field("return_documents", bool, True),
+    NAME,
+    *LAST,
 )
-RERANK = Face(
-    "rerank",
-    ("/rerank", "/v1/rerank", "/v2/rerank"),
-    (
-        shared.MODEL,
-        ACTIVATION,
-        Field("query", Annotated[str, Meta(min_length=1)]),
-        Field("documents", DOCUMENTS, None, documents, "Texts, or objects with a text."),
-        Field("top_n", shared.Count, 0, about="How many to return; 0 is all."),
-        Field("return_documents", bool, True),
-        NAME,
-        *LAST,
-    ),
-    rerank,
-    needed=("query", "documents"),
-)
+RERANK = Face("rerank", ("/rerank", "/v1/rerank", "/v2/rerank"), RERANKED, rerank, needed=("query", "documents"))
