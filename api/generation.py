@@ -39,14 +39,13 @@ def generate(
     api.check_priority(fields)
     lengths = [caller.virtual + len(ids) for _, ids in prompts]
     params = params_of(api, fields, lengths, default_max_tokens, reading, clamp, caller.virtual)
-    admitted = api.admitted(len(prompts) * params[0].num_sequences, caller)
     if api.config.api_key and not api.config.share_prefix_cache:
         fields["cache_salt"] = api.board.tag("salt", caller.client, fields["cache_salt"])
-    run = caller.job = shape(caller.name, caller.client, fields, prompts, params, api.tokenizer, reading)
-    run.virtual = caller.virtual
-    news = run.news(api.client, caller.remote, api.config.request_timeout, caller.lora)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(admitted)
+        stack.enter_context(api.admitted(len(prompts) * params[0].num_sequences, caller))
+        run = caller.job = shape(caller.name, caller.client, fields, prompts, params, api.tokenizer, reading)
+        run.virtual = caller.virtual
+        news = run.news(api.client, caller.remote, api.config.request_timeout, caller.lora)
         stack.callback(news.close)
         first = next(news)  # what the engine refuses is a 400 in a stream, too
         if not fields["stream"]:

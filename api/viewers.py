@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate, chain, groupby, repeat
@@ -26,6 +27,7 @@ from api.checks import in_parts
 from api.fields import ApiError, without_folders
 from api.options import ServerConfig
 from api.replies import EngineClient, sse
+from api.shares import Shares
 from observe.metrics import SERIES
 from processes.child import Board
 from processes.client import EngineDeadError
@@ -54,18 +56,20 @@ class Viewers:
     """All who watch in this process, and the thread that asks for them; gevent makes it a greenlet."""
 
     def __init__(self, client: EngineClient, config: ServerConfig, board: Board):
-        self.client, self.config, self.board = client, config, board
+        self.client, self.board = client, board
         self.lock = threading.Lock()
         self.viewers: set[Viewer] = set()
+        self.shares = Shares(config.max_live_viewers)
         self.asking = False  # whether the thread runs
         self.totals: dict[int, dict[str, int]] = {}  # of each engine's latest answer; see `Recorder.live`
 
     def enter(self, client: str) -> Viewer:
         """Let somebody watch, until `leave`; an `ApiError` if as many watch as may."""
-        viewer, most = Viewer(client), self.config.max_live_viewers
+        viewer, shares = Viewer(client), self.shares
         with self.lock:
-            if (watching := len(self.viewers)) >= most:
-                raise ApiError(429, f"{watching} viewers watch /live; at most {most} may (max_live_viewers)")
+            shares.held = Counter(each.client for each in self.viewers)
+            if not shares.has_room(client, 1, watching := len(self.viewers)):
+                raise ApiError(429, f"{watching} viewers watch /live; at most {shares.limit} may (max_live_viewers)")
             self.viewers.add(viewer)
             if not self.asking:
                 self.asking, self.totals = True, {}
