@@ -27,7 +27,8 @@ class HostAdapters:
     free.
 
     If all rows are in use, requests for further adapters wait, and others pass them. So that these cannot keep them
-    waiting for ever, the least recently used adapter then has to leave: new requests for it wait, too.
+    waiting for ever, the least recently used adapter then has to leave: new requests for it wait, too. Clients take
+    turns, an adapter a turn: however many a client asks for, another one waits for a turn of each client at most.
 
     Args:
         config: the engine's options.
@@ -47,7 +48,9 @@ class HostAdapters:
         self.looked = 0.0  # when `look` last asked the workers
         self.waiting: dict[str, EngineCoreRequest] = {}  # requests that wait for their adapters, by id,
         self.lines: dict[str, dict[str, None]] = {}  # and the ids of those for each folder
-        self.crowded: dict[str, None] = {}  # folders that wait for a row, or for their turn; the first to come first
+        # By client, the one whose turn is next first: its requests that wait for a row or for their turn, by id, and
+        # their folders.
+        self.crowded: dict[str, dict[str, str]] = {}
         self.answered: list[str] = []  # folders whose requests the next look returns
         self.turns: list[str] = []  # folders whose requests the latest look has returned
 
@@ -92,7 +95,7 @@ class HostAdapters:
         self.waiting[request.request_id] = request
         self.lines.setdefault(folder, {})[request.request_id] = None
         if folder not in self.reading.values() and folder not in self.answered:
-            self.crowded[folder] = None
+            self.crowded.setdefault(request.client, {})[request.request_id] = folder
 
     def abort(self, request_id: str) -> None:
         """Have a request wait no more, if it does."""
@@ -101,7 +104,14 @@ class HostAdapters:
             del line[request_id]
             if not line:
                 del self.lines[folder]
-                self.crowded.pop(folder, None)
+            self._leave(request)
+
+    def _leave(self, request: EngineCoreRequest) -> None:
+        """A request waits no more for a row or for its turn, if it does."""
+        folders = self.crowded.get(request.client, {})
+        folders.pop(request.request_id, None)
+        if not folders:
+            self.crowded.pop(request.client, None)
 
     def _find(self, asked: LoRARequest, at_once: bool) -> Adapter | None:
         if not self.enabled:
@@ -155,12 +165,15 @@ class HostAdapters:
         if self.reading and (idle or time.monotonic() > self.looked + LOOK):
             self._ask()
         if self.crowded and not self.answered:  # what has just been read is not in use yet
-            first = next(iter(self.crowded))
-            if first in self.known.values() or self._make_room():
-                del self.crowded[first]
+            client, folders = next(iter(self.crowded.items()))
+            if (first := next(iter(folders.values()))) in self.known.values() or self._make_room():
+                self.crowded[client] = self.crowded.pop(client)  # its next turn is after those of all others
                 self.answered = [first]
         self.turns, self.answered = self.answered, []
-        return [self.waiting.pop(name) for folder in self.turns for name in self.lines.pop(folder, ())]
+        ready = [self.waiting.pop(name) for folder in self.turns for name in self.lines.pop(folder, ())]
+        for request in ready:
+            self._leave(request)
+        return ready
 
     def _ask(self) -> None:
         """Ask the workers which adapters they have read."""
