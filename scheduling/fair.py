@@ -65,9 +65,8 @@ class Fair(Policy):
     back, and its client's group in line may move forward.
 
     So the order never changes among groups that have been let in, and two of them cannot push each other out by turns.
-    A group that was never let in only falls back behind earlier ones of its client, and with these when others of that
-    client, whose adapters have slots, pass them; the first of them stays. So a client that waits for many adapters has
-    one group before those of a client that has had less.
+    A group that was never let in falls back behind earlier ones of its client, and further when later ones, whose
+    adapters have slots, pass it. The earliest never does, or it might wait for ever.
 
     A client that comes back starts with a counter of at least `virtual_time`, so it cannot save up its share while it
     asks for nothing. That time is what a client has had that always got an equal part of each step, and at least what

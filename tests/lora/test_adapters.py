@@ -455,7 +455,14 @@ def test_who_walks_through_many_adapters_keeps_no_other_client_out(folders: list
     _, errors, ended = run(core)
     assert not errors and not core.adapters.crowded
     assert ended == [
-        "walks 0", "walks 1", "other 10", "third 12", "walks 2", "other 2", "other 11", *(f"walks {i}" for i in range(3, 10))
+        "walks 0",
+        "walks 1",
+        "other 10",
+        "third 12",
+        "walks 2",
+        "other 2",
+        "other 11",
+        *(f"walks {i}" for i in range(3, 10)),
     ]
 
 
