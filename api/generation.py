@@ -63,6 +63,7 @@ def params_of(
     many tokens of each are `virtual`.
 
     What the request does not say, the model's generation_config.json does; for the tokens of output there is `default`.
+    Where it does not say these, they are no more than as many whose log-probabilities may be kept.
     """
     limit = api.facts["max_model_len"]
     field = "max_tokens" if fields["max_completion_tokens"] is None else "max_completion_tokens"
@@ -76,6 +77,9 @@ def params_of(
     most = min(default or limit, defaults.get("max_tokens", limit))  # where the request does not say
     if asked == -1:  # all that is left
         asked, most = None, limit
+    kept, cap = kept_of(fields, scores["logprobs"]), api.config.max_output_logprobs
+    if asked is None and kept:
+        most = max(1, min(most, cap // (kept * len(lengths))))
     among = f" ({virtual} are its adapter's)" if virtual else ""
     for length in lengths:
         if length + (asked != 0) > limit:
@@ -84,6 +88,9 @@ def params_of(
             both = f"the prompt's {length}{among} and max_tokens {asked} are {length + asked}"
             raise too_long(limit, both, "max_tokens")
     left = [min(most if asked is None else asked, limit - length) for length in lengths]
+    if (told := kept * sum(left)) > cap:
+        message = f"prompts' max_tokens times n or best_of times logprobs + 1 are {told}; at most {cap}"
+        raise ApiError(400, f"{message} (max_output_logprobs)", field)
     given = {param: fields[param] for param in PARAMS if fields[param] is not None}
     if not fields["use_beam_search"]:  # which takes the model's probabilities as they are
         given = {**defaults, **given}
@@ -122,6 +129,13 @@ def scores_of(api: Api, fields: dict[str, Any], lengths: list[int]) -> dict[str,
         message = f"prompts' tokens times {name} times n are {told}; at most {most} (max_prompt_logprobs)"
         raise ApiError(400, message, name)
     return {"logprobs": top, "prompt_logprobs": max(wanted, default=None)}
+
+
+def kept_of(fields: dict[str, Any], top: int | None) -> int:
+    """How many log-probabilities are kept of a token of all answers to a prompt: those asked for, or to rank them."""
+    n = fields["n"] or 1
+    drawn = fields["best_of"] or n
+    return drawn * (1 + (top or 0)) if top is not None or drawn > n else 0
 
 
 def echoes(fields: dict[str, Any]) -> bool:

@@ -23,6 +23,7 @@ from api.fields import ApiError
 from api.options import ServerConfig
 from api.replies import ClientGone, as_api_error, json_of
 from api.routes import Api, Events
+from processes.child import Shares
 
 BODY_PART = 2**14  # bytes of a body to read at a time
 HOST_PORT = re.compile(r":\d*\Z", re.ASCII)
@@ -44,16 +45,15 @@ PAGE_HEADERS = {
 UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417, errors.LimitRequestHeaders: 431}
 
 
-def read_body(api: Api) -> bytearray:
-    """The body of this request. Each part of it counts when it arrives, until `g.body` is closed."""
-    config, kind = api.config, request.mimetype
+def read_body(config: ServerConfig, bodies: Shares, hold: Callable[[int], None]) -> bytearray:
+    """The body of this request. `hold` counts each part of it when it arrives."""
+    kind = request.mimetype
     if kind.startswith("multipart/"):
         raise ApiError(415, f"the content type is {kind}; it must be application/json")
     # `curl -d` says that it sends a form. But a web page may send a form to any server unasked, and JSON not.
     if kind != "application/json" and "Origin" in request.headers and not allowed_origin(config):
         raise ApiError(415, f"the content type is {kind or 'not given'}; from a web page it must be application/json")
     body, refused = bytearray(), ""
-    counts = [g.body.enter_context(held) for held in (api.board.holding(), api.bodies.holding(g.client))]
     try:
         with gevent.Timeout(config.body_timeout):
             while part := request.stream.read(BODY_PART):
@@ -62,15 +62,13 @@ def read_body(api: Api) -> bytearray:
                 if refused:  # but read to its end, because a client that still writes would not see the reply
                     continue
                 body += part
-                for hold in counts:
-                    hold(len(part))
+                hold(len(part))
                 if len(body) > config.max_body_bytes:
                     raise RequestEntityTooLarge
-                if not api.bodies.has_room(g.client, 0, in_flight := api.board.body_bytes):
-                    cap = f"{config.max_body_bytes_in_flight} (max_body_bytes_in_flight)"
-                    refused = f"bodies of {in_flight} bytes are in flight; at most {cap}"
-                    for hold in counts:
-                        hold(-len(body))
+                if not bodies.has_room(g.client):
+                    cap = f"{bodies.limit} (max_body_bytes_in_flight)"
+                    refused = f"bodies of {sum(bodies.counts)} bytes are in flight; at most {cap}"
+                    hold(-len(body))
                     body.clear()
     except gevent.Timeout:
         raise ApiError(400, f"the body did not arrive within {config.body_timeout} s (body_timeout)") from None
@@ -82,7 +80,8 @@ def read_body(api: Api) -> bytearray:
 def body_of(api: Api) -> dict[str, Any]:
     """The JSON object that this request brings."""
     g.body = contextlib.ExitStack()  # closed when the body has become a request, or with the reply
-    return parse_json(read_body(api), api.config, api.facts["max_model_len"])
+    hold = g.body.enter_context(api.bodies.holding(g.client))
+    return parse_json(read_body(api.config, api.bodies, hold), api.config, api.facts["max_model_len"])
 
 
 def api_error(error: Exception, config: ServerConfig) -> ApiError:

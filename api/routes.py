@@ -22,10 +22,9 @@ from api.prompts import Prompts
 from api.reading import Parsers
 from api.replies import EngineClient, Job, Remote
 from api.response_store import Store
-from api.shares import Shares
 from api.viewers import Viewers, exposition
 from lora.adapter import LoRARequest
-from processes.child import Board
+from processes.child import Board, Shares
 from tokenizer import Tokenizer
 
 MOST_LISTED = 16  # names of models in an error
@@ -84,8 +83,8 @@ class Api:
         self.parsers = Parsers(config, tokenizer)
         self.store = Store(config)
         self.viewers = Viewers(client, config, board)
-        self.answers = Shares(config.max_queue, config.api_server_count)
-        self.bodies = Shares(config.max_body_bytes_in_flight, config.api_server_count)
+        self.answers = Shares(config.max_queue, board, board.answers, config.api_server_count)
+        self.bodies = Shares(config.max_body_bytes_in_flight, board, board.bytes, config.api_server_count)
 
     def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """The reply to a request.
@@ -117,11 +116,11 @@ class Api:
     @contextlib.contextmanager
     def admitted(self, answers: int, caller: Caller) -> Iterator[None]:
         """A context in which so many answers are in flight, if there may be as many; the body is no longer needed."""
-        if not self.answers.has_room(caller.client, answers, in_flight := self.board.in_flight):
-            cap = f"{self.config.max_queue} (max_queue)"
-            raise ApiError(429, f"{in_flight} answers are in flight and {answers} would come; at most {cap}")
+        if not self.answers.has_room(caller.client, answers):
+            message = f"{self.board.in_flight} answers are in flight and {answers} would come"
+            raise ApiError(429, f"{message}; at most {self.answers.limit} (max_queue)")
         caller.release()
-        with self.board.counted(answers), self.answers.holding(caller.client) as hold:
+        with self.answers.holding(caller.client) as hold:
             hold(answers)
             yield
 

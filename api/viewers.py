@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate, chain, groupby, repeat
@@ -27,9 +26,8 @@ from api.checks import in_parts
 from api.fields import ApiError, without_folders
 from api.options import ServerConfig
 from api.replies import EngineClient, sse
-from api.shares import Shares
 from observe.metrics import SERIES
-from processes.child import Board
+from processes.child import Board, Shares
 from processes.client import EngineDeadError
 
 FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
@@ -59,18 +57,19 @@ class Viewers:
         self.client, self.board = client, board
         self.lock = threading.Lock()
         self.viewers: set[Viewer] = set()
-        self.shares = Shares(config.max_live_viewers)
+        self.shares = Shares(config.max_live_viewers, board, [0] * Board.PLACES)  # of this process alone
         self.asking = False  # whether the thread runs
         self.totals: dict[int, dict[str, int]] = {}  # of each engine's latest answer; see `Recorder.live`
 
     def enter(self, client: str) -> Viewer:
         """Let somebody watch, until `leave`; an `ApiError` if as many watch as may."""
-        viewer, shares = Viewer(client), self.shares
+        viewer = Viewer(client)
         with self.lock:
-            shares.held = Counter(each.client for each in self.viewers)
-            if not shares.has_room(client, 1, watching := len(self.viewers)):
-                raise ApiError(429, f"{watching} viewers watch /live; at most {shares.limit} may (max_live_viewers)")
+            if not self.shares.has_room(client, 1):
+                message = f"{len(self.viewers)} viewers watch /live; at most {self.shares.limit} may (max_live_viewers)"
+                raise ApiError(429, message)
             self.viewers.add(viewer)
+            self.shares.take(client, 1)
             if not self.asking:
                 self.asking, self.totals = True, {}
                 threading.Thread(target=self._ask, daemon=True).start()
@@ -78,7 +77,8 @@ class Viewers:
 
     def leave(self, viewer: Viewer) -> None:
         with self.lock:
-            self.viewers.discard(viewer)
+            self.viewers.remove(viewer)
+            self.shares.take(viewer.client, -1)
 
     def events(self, viewer: Viewer) -> Iterator[bytes]:
         """The server-sent events for a viewer, until it is cut off or the server drains."""
