@@ -77,7 +77,9 @@ def params_of(
     most = min(default or limit, defaults.get("max_tokens", limit))  # where the request does not say
     if asked == -1:  # all that is left
         asked, most = None, limit
-    kept, cap = kept_of(fields, scores["logprobs"]), api.config.max_output_logprobs
+    top, cap = scores["logprobs"], api.config.max_output_logprobs
+    ranked = (fields["best_of"] or 0) > (fields["n"] or 1)  # by what then is kept, too
+    kept = 0 if top is None and not ranked else (fields["best_of"] or fields["n"] or 1) * (1 + (top or 0))
     if asked is None and kept:
         most = max(1, min(most, cap // (kept * len(lengths))))
     among = f" ({virtual} are its adapter's)" if virtual else ""
@@ -129,13 +131,6 @@ def scores_of(api: Api, fields: dict[str, Any], lengths: list[int]) -> dict[str,
         message = f"prompts' tokens times {name} times n are {told}; at most {most} (max_prompt_logprobs)"
         raise ApiError(400, message, name)
     return {"logprobs": top, "prompt_logprobs": max(wanted, default=None)}
-
-
-def kept_of(fields: dict[str, Any], top: int | None) -> int:
-    """How many log-probabilities are kept of a token of all answers to a prompt: those asked for, or to rank them."""
-    n = fields["n"] or 1
-    drawn = fields["best_of"] or n
-    return drawn * (1 + (top or 0)) if top is not None or drawn > n else 0
 
 
 def echoes(fields: dict[str, Any]) -> bool:

@@ -45,15 +45,16 @@ PAGE_HEADERS = {
 UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417, errors.LimitRequestHeaders: 431}
 
 
-def read_body(config: ServerConfig, bodies: Shares, hold: Callable[[int], None]) -> bytearray:
-    """The body of this request. `hold` counts each part of it when it arrives."""
-    kind = request.mimetype
+def read_body(config: ServerConfig, bodies: Shares) -> bytearray:
+    """The body of this request. Each part of it counts from when it arrives until `g.body` is closed."""
+    kind, client = request.mimetype, g.client
     if kind.startswith("multipart/"):
         raise ApiError(415, f"the content type is {kind}; it must be application/json")
     # `curl -d` says that it sends a form. But a web page may send a form to any server unasked, and JSON not.
     if kind != "application/json" and "Origin" in request.headers and not allowed_origin(config):
         raise ApiError(415, f"the content type is {kind or 'not given'}; from a web page it must be application/json")
     body, refused = bytearray(), ""
+    g.body.callback(lambda: bodies.take(client, -len(body)))
     try:
         with gevent.Timeout(config.body_timeout):
             while part := request.stream.read(BODY_PART):
@@ -62,13 +63,13 @@ def read_body(config: ServerConfig, bodies: Shares, hold: Callable[[int], None])
                 if refused:  # but read to its end, because a client that still writes would not see the reply
                     continue
                 body += part
-                hold(len(part))
+                bodies.take(client, len(part))
                 if len(body) > config.max_body_bytes:
                     raise RequestEntityTooLarge
-                if not bodies.has_room(g.client):
+                if not bodies.has_room(client):
                     cap = f"{bodies.limit} (max_body_bytes_in_flight)"
                     refused = f"bodies of {sum(bodies.counts)} bytes are in flight; at most {cap}"
-                    hold(-len(body))
+                    bodies.take(client, -len(body))
                     body.clear()
     except gevent.Timeout:
         raise ApiError(400, f"the body did not arrive within {config.body_timeout} s (body_timeout)") from None
@@ -80,8 +81,7 @@ def read_body(config: ServerConfig, bodies: Shares, hold: Callable[[int], None])
 def body_of(api: Api) -> dict[str, Any]:
     """The JSON object that this request brings."""
     g.body = contextlib.ExitStack()  # closed when the body has become a request, or with the reply
-    hold = g.body.enter_context(api.bodies.holding(g.client))
-    return parse_json(read_body(api.config, api.bodies, hold), api.config, api.facts["max_model_len"])
+    return parse_json(read_body(api.config, api.bodies), api.config, api.facts["max_model_len"])
 
 
 def api_error(error: Exception, config: ServerConfig) -> ApiError:

@@ -97,9 +97,7 @@ class ServerConfig:
     max_prompt_logprobs: int = option(
         2**22, "log-probabilities of prompts that one reply may hold, counted with the likeliest tokens and n", 1
     )
-    max_output_logprobs: int = option(
-        2**22, "log-probabilities of answers that one reply may hold, counted in the same way by max_tokens", 1
-    )
+    max_output_logprobs: int = option(2**22, "log-probabilities of answers in one reply, counted by max_tokens", 1)
     max_live_viewers: int = option(32, "viewers of /live at a time, in each API process, before 429", 0)
     max_queue: int = option(4096, "answers in flight before 429; each sample or beam of a prompt is one", 1)
     max_output_tokens: int = option(2**24, "prompts times choices times max_tokens of one request", 1)

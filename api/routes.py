@@ -120,9 +120,11 @@ class Api:
             message = f"{self.board.in_flight} answers are in flight and {answers} would come"
             raise ApiError(429, f"{message}; at most {self.answers.limit} (max_queue)")
         caller.release()
-        with self.answers.holding(caller.client) as hold:
-            hold(answers)
+        self.answers.take(caller.client, answers)
+        try:
             yield
+        finally:
+            self.answers.take(caller.client, -answers)
 
     def models(self) -> dict[str, Any]:
         named = [self._card(name, None) for name in self.names]

@@ -29,7 +29,7 @@ import subprocess
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from io import FileIO
 from typing import Any, NoReturn
 
@@ -444,14 +444,10 @@ class Board(ctypes.Structure):
 
 
 class Shares:
-    """What the clients of this API process hold of something that there is a limit to in all processes.
+    """What the clients of this API process hold of something that all share: `counts`, by processes, has a limit.
 
-    A client may have all that others leave, and at least an equal share: it is let in while it holds less than that,
-    whatever others hold. So n clients have up to limit * (1 + 1/2 + ... + 1/n) together.
-
-    Args:
-        counts: what is held in all processes, by their places on the board.
-        processes: how many there are; each gives out its part of the shares.
+    A client may have all that others leave, and at least an equal share of this process's part: it is let in while it
+    holds less than that, whatever others hold. So n clients have up to limit * (1 + 1/2 + ... + 1/n) together.
     """
 
     def __init__(self, limit: int, board: Board, counts: MutableSequence[int], processes: int = 1):
@@ -470,21 +466,6 @@ class Shares:
         self.held[client] += amount
         if not self.held[client]:
             del self.held[client]
-
-    @contextlib.contextmanager
-    def holding(self, client: str) -> Iterator[Callable[[int], None]]:
-        """Yields a function that counts so much more for a client, until the end of the `with` block."""
-        mine = 0
-
-        def hold(amount: int) -> None:
-            nonlocal mine
-            mine += amount
-            self.take(client, amount)
-
-        try:
-            yield hold
-        finally:
-            self.take(client, -mine)
 
 
 def listen(host: str, port: int, options: str) -> socket.socket:
