@@ -39,14 +39,13 @@ def generate(
     api.check_priority(fields)
     lengths = [caller.virtual + len(ids) for _, ids in prompts]
     params = params_of(api, fields, lengths, default_max_tokens, reading, clamp, caller.virtual)
-    admitted = api.admitted(len(prompts) * params[0].num_sequences, caller)
     if api.config.api_key and not api.config.share_prefix_cache:
         fields["cache_salt"] = api.board.tag("salt", caller.client, fields["cache_salt"])
-    run = caller.job = shape(caller.name, caller.client, fields, prompts, params, api.tokenizer, reading)
-    run.virtual = caller.virtual
-    news = run.news(api.client, caller.remote, api.config.request_timeout, caller.lora)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(admitted)
+        stack.enter_context(api.admitted(len(prompts) * params[0].num_sequences, caller))
+        run = caller.job = shape(caller.name, caller.client, fields, prompts, params, api.tokenizer, reading)
+        run.virtual = caller.virtual
+        news = run.news(api.client, caller.remote, api.config.request_timeout, caller.lora)
         stack.callback(news.close)
         first = next(news)  # what the engine refuses is a 400 in a stream, too
         if not fields["stream"]:
@@ -64,6 +63,7 @@ def params_of(
     many tokens of each are `virtual`.
 
     What the request does not say, the model's generation_config.json does; for the tokens of output there is `default`.
+    Where it does not say these, they are no more than as many whose log-probabilities may be kept.
     """
     limit = api.facts["max_model_len"]
     field = "max_tokens" if fields["max_completion_tokens"] is None else "max_completion_tokens"
@@ -77,6 +77,11 @@ def params_of(
     most = min(default or limit, defaults.get("max_tokens", limit))  # where the request does not say
     if asked == -1:  # all that is left
         asked, most = None, limit
+    top, cap = scores["logprobs"], api.config.max_output_logprobs
+    ranked = (fields["best_of"] or 0) > (fields["n"] or 1)  # by what then is kept, too
+    kept = 0 if top is None and not ranked else (fields["best_of"] or fields["n"] or 1) * (1 + (top or 0))
+    if asked is None and kept:
+        most = max(1, min(most, cap // (kept * len(lengths))))
     among = f" ({virtual} are its adapter's)" if virtual else ""
     for length in lengths:
         if length + (asked != 0) > limit:
@@ -85,6 +90,9 @@ def params_of(
             both = f"the prompt's {length}{among} and max_tokens {asked} are {length + asked}"
             raise too_long(limit, both, "max_tokens")
     left = [min(most if asked is None else asked, limit - length) for length in lengths]
+    if (told := kept * sum(left)) > cap:
+        message = f"prompts' max_tokens times n or best_of times logprobs + 1 are {told}; at most {cap}"
+        raise ApiError(400, f"{message} (max_output_logprobs)", field)
     given = {param: fields[param] for param in PARAMS if fields[param] is not None}
     if not fields["use_beam_search"]:  # which takes the model's probabilities as they are
         given = {**defaults, **given}

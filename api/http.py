@@ -27,7 +27,7 @@ from api.options import ServerConfig
 from api.replies import ClientGone, as_api_error, json_of
 from api.routes import Api, Events
 from observe.logs import logger
-from processes.child import Board
+from processes.child import Shares
 
 BODY_PART = 2**14  # bytes of a body to read at a time
 PACKED = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # content codings, and zlib's `wbits` for each
@@ -51,15 +51,16 @@ MOST_FIELDS, MOST_FIELD, MOST_HEAD = 1000, 2**16, 2**17  # header fields of a re
 UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417}
 
 
-def read_body(config: ServerConfig, board: Board, hold: Callable[[int], None]) -> bytearray:
-    """The body of this request. `hold` counts each part of it when it arrives."""
-    kind = request.mimetype
+def read_body(config: ServerConfig, bodies: Shares) -> bytearray:
+    """The body of this request. Each part of it counts from when it arrives until `g.body` is closed."""
+    kind, client = request.mimetype, g.client
     if kind.startswith("multipart/"):
         raise ApiError(415, f"the content type is {kind}; it must be application/json")
     # `curl -d` says that it sends a form. But a web page may send a form to any server unasked, and JSON not.
     if kind != "application/json" and "Origin" in request.headers and not allowed_origin(config):
         raise ApiError(415, f"the content type is {kind or 'not given'}; from a web page it must be application/json")
     body, size, refused = bytearray(), 0, ""
+    g.body.callback(lambda: bodies.take(client, -len(body)))
     try:
         with gevent.Timeout(config.body_timeout):
             for part in unpacked(request.headers.get("Content-Encoding", "identity").strip().lower()):
@@ -71,11 +72,11 @@ def read_body(config: ServerConfig, board: Board, hold: Callable[[int], None]) -
                 if refused:  # but read to its end, because a client that still writes would not see the reply
                     continue
                 body += part
-                hold(len(part))
-                if (in_flight := board.body_bytes) > config.max_body_bytes_in_flight:
-                    cap = f"{config.max_body_bytes_in_flight} (max_body_bytes_in_flight)"
-                    refused = f"bodies of {in_flight} bytes are in flight; at most {cap}"
-                    hold(-len(body))
+                bodies.take(client, len(part))
+                if not bodies.has_room(client):
+                    cap = f"{bodies.limit} (max_body_bytes_in_flight)"
+                    refused = f"bodies of {sum(bodies.counts)} bytes are in flight; at most {cap}"
+                    bodies.take(client, -len(body))
                     body.clear()
     except gevent.Timeout:
         raise ApiError(400, f"the body did not arrive within {config.body_timeout} s (body_timeout)") from None
@@ -110,8 +111,7 @@ def unpacked(coding: str) -> Iterator[bytes]:
 def body_of(api: Api) -> dict[str, Any]:
     """The JSON object that this request brings."""
     g.body = contextlib.ExitStack()  # closed when the body has become a request, or with the reply
-    hold = g.body.enter_context(api.board.holding())
-    body = read_body(api.config, api.board, hold)
+    body = read_body(api.config, api.bodies)
     what = f"{request.method} {quote(request.path)[:256]} ({g.request_id}, {len(body)} bytes, client {g.client})"
     g.body.enter_context(api.board.computing(what))
     return parse_json(body, api.config, api.facts["max_model_len"])

@@ -37,7 +37,7 @@ class ServerConfig:
             "allow_unknown_fields", "trust_request_chat_template", "max_queue", "max_body_bytes",
             "max_body_bytes_in_flight", "max_json_depth", "max_prompts", "max_choices", "max_output_tokens",
             "max_stop_strings", "max_stop_length", "max_template_chars", "max_listed_tokens", "max_prompt_logprobs",
-            "clamp_max_tokens", "request_timeout", "body_timeout", "write_timeout"),
+            "max_output_logprobs", "clamp_max_tokens", "request_timeout", "body_timeout", "write_timeout"),
         "diagnostics": ("otlp_traces_endpoint",),
     }  # fmt: skip
     host: str = option("127.0.0.1", "address to listen on")
@@ -100,6 +100,7 @@ class ServerConfig:
     max_prompt_logprobs: int = option(
         2**22, "log-probabilities of prompts that one reply may hold, counted with the likeliest tokens and n", 1
     )
+    max_output_logprobs: int = option(2**22, "log-probabilities of answers in one reply, counted by max_tokens", 1)
     max_live_viewers: int = option(32, "viewers of /live at a time, in each API process, before 429", 0)
     max_queue: int = option(4096, "answers in flight before 429; each sample or beam of a prompt is one", 1)
     max_output_tokens: int = option(2**24, "prompts times choices times max_tokens of one request", 1)

@@ -24,7 +24,7 @@ from api.replies import EngineClient, Job, Remote
 from api.response_store import Store
 from api.viewers import Viewers, exposition
 from lora.adapter import LoRARequest
-from processes.child import Board
+from processes.child import Board, Shares
 from tokenizer import Tokenizer
 
 MOST_LISTED = 16  # names of models in an error
@@ -83,6 +83,8 @@ class Api:
         self.parsers = Parsers(config, tokenizer)
         self.store = Store(config)
         self.viewers = Viewers(client, config, board)
+        self.answers = Shares(config.max_queue, board, board.answers, config.api_server_count)
+        self.bodies = Shares(config.max_body_bytes_in_flight, board, board.bytes, config.api_server_count)
 
     def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """The reply to a request.
@@ -111,13 +113,18 @@ class Api:
         if fields["priority"] and (policy := self.facts["scheduling_policy"]) != "priority":
             raise ApiError(400, f"priority is {fields['priority']}; under the policy {policy} it must be 0", "priority")
 
-    def admitted(self, answers: int, caller: Caller) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def admitted(self, answers: int, caller: Caller) -> Iterator[None]:
         """A context in which so many answers are in flight, if there may be as many; the body is no longer needed."""
-        if (in_flight := self.board.in_flight) + answers > self.config.max_queue:
-            cap = f"{self.config.max_queue} (max_queue)"
-            raise ApiError(429, f"{in_flight} answers are in flight and {answers} would come; at most {cap}")
+        if not self.answers.has_room(caller.client, answers):
+            message = f"{self.board.in_flight} answers are in flight and {answers} would come"
+            raise ApiError(429, f"{message}; at most {self.answers.limit} (max_queue)")
         caller.release()
-        return self.board.counted(answers)
+        self.answers.take(caller.client, answers)
+        try:
+            yield
+        finally:
+            self.answers.take(caller.client, -answers)
 
     def models(self) -> dict[str, Any]:
         named = [self._card(name, None) for name in self.names]

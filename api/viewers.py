@@ -27,7 +27,7 @@ from api.fields import ApiError, without_folders
 from api.options import ServerConfig
 from api.replies import EngineClient, sse
 from observe.metrics import SERIES
-from processes.child import Board
+from processes.child import Board, Shares
 from processes.client import EngineDeadError
 
 FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
@@ -54,19 +54,22 @@ class Viewers:
     """All who watch in this process, and the thread that asks for them; gevent makes it a greenlet."""
 
     def __init__(self, client: EngineClient, config: ServerConfig, board: Board):
-        self.client, self.config, self.board = client, config, board
+        self.client, self.board = client, board
         self.lock = threading.Lock()
         self.viewers: set[Viewer] = set()
+        self.shares = Shares(config.max_live_viewers, board, [0] * Board.PLACES)  # of this process alone
         self.asking = False  # whether the thread runs
         self.totals: dict[int, dict[str, int]] = {}  # of each engine's latest answer; see `Recorder.live`
 
     def enter(self, client: str) -> Viewer:
         """Let somebody watch, until `leave`; an `ApiError` if as many watch as may."""
-        viewer, most = Viewer(client), self.config.max_live_viewers
+        viewer = Viewer(client)
         with self.lock:
-            if (watching := len(self.viewers)) >= most:
-                raise ApiError(429, f"{watching} viewers watch /live; at most {most} may (max_live_viewers)")
+            if not self.shares.has_room(client, 1):
+                message = f"{len(self.viewers)} viewers watch /live; at most {self.shares.limit} may (max_live_viewers)"
+                raise ApiError(429, message)
             self.viewers.add(viewer)
+            self.shares.take(client, 1)
             if not self.asking:
                 self.asking, self.totals = True, {}
                 threading.Thread(target=self._ask, daemon=True).start()
@@ -74,7 +77,8 @@ class Viewers:
 
     def leave(self, viewer: Viewer) -> None:
         with self.lock:
-            self.viewers.discard(viewer)
+            self.viewers.remove(viewer)
+            self.shares.take(viewer.client, -1)
 
     def events(self, viewer: Viewer) -> Iterator[bytes]:
         """The server-sent events for a viewer, until it is cut off or the server drains."""

@@ -27,7 +27,8 @@ class HostAdapters:
     free.
 
     If all rows are in use, requests for further adapters wait, and others pass them. So that these cannot keep them
-    waiting for ever, the least recently used adapter then has to leave: new requests for it wait, too.
+    waiting for ever, the least recently used adapter then has to leave: new requests for it wait, too. Clients take
+    turns, and each turn lets in the requests for one adapter.
 
     Args:
         config: the engine's options.
@@ -46,8 +47,9 @@ class HostAdapters:
         self.interrupted: set[Adapter] = set()  # workers have died while they read these
         self.looked = 0.0  # when `look` last asked the workers
         self.waiting: dict[str, EngineCoreRequest] = {}  # requests that wait for their adapters, by id,
-        self.lines: dict[str, dict[str, None]] = {}  # and the ids of those for each folder
-        self.crowded: dict[str, None] = {}  # folders that wait for a row, or for their turn; the first to come first
+        self.lines: dict[str, dict[str, str]] = {}  # and by folder the ids of those for it, and their clients
+        # By client, the one whose turn is next first: those that wait for a row or for their turn, and their folders.
+        self.crowded: dict[str, dict[str, str]] = {}
         self.answered: list[str] = []  # folders whose requests the next look returns
         self.turns: list[str] = []  # folders whose requests the latest look has returned
 
@@ -90,18 +92,22 @@ class HostAdapters:
         assert request.lora
         folder = request.lora.lora_path
         self.waiting[request.request_id] = request
-        self.lines.setdefault(folder, {})[request.request_id] = None
+        self.lines.setdefault(folder, {})[request.request_id] = request.client
         if folder not in self.reading.values() and folder not in self.answered:
-            self.crowded[folder] = None
+            self.crowded.setdefault(request.client, {})[request.request_id] = folder
 
     def abort(self, request_id: str) -> None:
         """Have a request wait no more, if it does."""
-        if (request := self.waiting.pop(request_id, None)) and request.lora:
-            line = self.lines[folder := request.lora.lora_path]
-            del line[request_id]
-            if not line:
-                del self.lines[folder]
-                self.crowded.pop(folder, None)
+        if request_id in self.waiting:
+            self._take_out(request_id)
+
+    def _take_out(self, request_id: str) -> EngineCoreRequest:
+        request = self.waiting.pop(request_id)
+        assert request.lora
+        for lines, name in ((self.lines, request.lora.lora_path), (self.crowded, request.client)):
+            if (line := lines.get(name)) and line.pop(request_id, None) is not None and not line:
+                del lines[name]
+        return request
 
     def _find(self, asked: LoRARequest, at_once: bool) -> Adapter | None:
         if not self.enabled:
@@ -122,7 +128,10 @@ class HostAdapters:
         virtual = read_adapter(asked.lora_path, *self.limits).num_virtual_tokens if self.limits[1] else 0
         if not (has_turn and self._make_room()):
             return None
-        self._begin(Adapter(wanted.key, self.free.pop(), asked.lora_name, virtual), asked.lora_path)
+        adapter = Adapter(wanted.key, self.free.pop(), asked.lora_name, virtual)
+        self.reading[adapter] = asked.lora_path
+        with contextlib.suppress(ValueError):  # new workers read nothing yet, and the caller sees that in `reading`
+            self.call("begin_load", adapter.row, asked.lora_path)
         if not at_once:
             return None
         self._read_to_end(asked.lora_path)
@@ -141,11 +150,6 @@ class HostAdapters:
             self.free.append(unused.row)
         return bool(self.free)
 
-    def _begin(self, adapter: Adapter, folder: str) -> None:
-        self.reading[adapter] = folder
-        with contextlib.suppress(ValueError):  # new workers read nothing yet, and the caller sees that in `reading`
-            self.call("begin_load", adapter.row, folder)
-
     def look(self, idle: bool) -> list[EngineCoreRequest]:
         """Learn what has been read, and make room; returns the waiting requests that may ask for their adapter again.
 
@@ -155,22 +159,21 @@ class HostAdapters:
         if self.reading and (idle or time.monotonic() > self.looked + LOOK):
             self._ask()
         if self.crowded and not self.answered:  # what has just been read is not in use yet
-            first = next(iter(self.crowded))
-            if first in self.known.values() or self._make_room():
-                del self.crowded[first]
+            client, folders = next(iter(self.crowded.items()))
+            if (first := next(iter(folders.values()))) in self.known.values() or self._make_room():
+                self.crowded[client] = self.crowded.pop(client)  # its next turn is after those of all others
                 self.answered = [first]
         self.turns, self.answered = self.answered, []
-        return [self.waiting.pop(name) for folder in self.turns for name in self.lines.pop(folder, ())]
+        return [self._take_out(name) for folder in self.turns for name in [*self.lines.get(folder, ())]]
 
     def _ask(self) -> None:
         """Ask the workers which adapters they have read."""
-        told = None
-        with contextlib.suppress(ValueError):
+        try:
             told = self.call("finished_loads")
-        self.looked = time.monotonic()
-        if told is None:  # the workers were started anew
+        except ValueError:  # the workers were started anew
             assert not self.reading
             return
+        self.looked = time.monotonic()
         for adapter, folder in [*self.reading.items()]:
             said = [of_rank.get(adapter.row) for of_rank in told]
             if None in said:

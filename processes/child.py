@@ -4,6 +4,7 @@
     ParentPipe        the process's own end of the pipe to its parent
     FrameServer       its end of its clients' connections; the others are in `processes/connection.py`
     Board             what the API processes and their parent all see
+    Shares            what clients hold of something that all share
 
 The parent never speaks HTTP and never imports torch. A child reads its options from standard input, and that pipe stays
 open as long as the parent lives: when it closes, because the parent ended or was killed, the child ends, too. A
@@ -27,8 +28,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from io import FileIO
 from typing import Any, NoReturn
 
@@ -403,6 +404,7 @@ class Board(ctypes.Structure):
         draining: whether the server is about to end, and takes no new requests.
         wanted: how many engines there are to be; 0: nobody has said.
         engines: the state of each engine, by its rank: ABSENT, STARTING, READY or DRAINING.
+        answers, bytes: how many answers are in flight, and bytes of bodies that are being read or parsed.
     """
 
     PLACES, MOST_TASKS, MOST_TOLD = 256, 16, 2**13
@@ -434,11 +436,6 @@ class Board(ctypes.Structure):
         """Answers in flight, of all processes."""
         return sum(self.answers)
 
-    @property
-    def body_bytes(self) -> int:
-        """Bytes of bodies that are being read or parsed, of all processes."""
-        return sum(self.bytes)
-
     def claim(self, age: int) -> None:
         """Count in the place of the API process that was started as number `age`."""
         self.mine = age % self.PLACES
@@ -465,29 +462,30 @@ class Board(ctypes.Structure):
         self.tasks = tasks
         self.told[self.mine].value = ", ".join(tasks[-self.MOST_TASKS :]).encode()[: self.MOST_TOLD - 1]
 
-    @contextlib.contextmanager
-    def holding(self) -> Iterator[Callable[[int], None]]:
-        """Yields a function that counts so many bytes more of a body, until the end of the `with` block."""
-        held = 0
 
-        def hold(size: int) -> None:
-            nonlocal held
-            held += size
-            self.bytes[self.mine] += size
+class Shares:
+    """What the clients of this API process hold of something that all share: `counts`, by processes, has a limit.
 
-        try:
-            yield hold
-        finally:
-            self.bytes[self.mine] -= held
+    A client may have all that others leave, and at least an equal share of this process's part: it is let in while it
+    holds less than that, whatever others hold. So n clients have up to limit * (1 + 1/2 + ... + 1/n) together.
+    """
 
-    @contextlib.contextmanager
-    def counted(self, answers: int) -> Iterator[None]:
-        """Count so many answers as in flight within the `with` block."""
-        self.answers[self.mine] += answers
-        try:
-            yield
-        finally:
-            self.answers[self.mine] -= answers
+    def __init__(self, limit: int, board: Board, counts: MutableSequence[int], processes: int = 1):
+        self.limit, self.part = limit, limit // processes
+        self.board, self.counts = board, counts
+        self.held = Counter[str]()  # by client
+
+    def has_room(self, client: str, more: int = 0) -> bool:
+        """Whether a client may hold so much more."""
+        share = self.part // len(self.held.keys() | {client})
+        return sum(self.counts) + more <= self.limit or self.held[client] + more <= share
+
+    def take(self, client: str, amount: int) -> None:
+        """Count so much more for a client, or less."""
+        self.counts[self.board.mine] += amount
+        self.held[client] += amount
+        if not self.held[client]:
+            del self.held[client]
 
 
 def listen(host: str, port: int, options: str) -> socket.socket:

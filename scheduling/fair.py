@@ -65,7 +65,8 @@ class Fair(Policy):
     back, and its client's group in line may move forward.
 
     So the order never changes among groups that have been let in, and two of them cannot push each other out by turns.
-    A group that was never let in only falls back behind an earlier one of its client.
+    A group that was never let in falls back behind earlier ones of its client, and further when later ones, whose
+    adapters have slots, pass it. The earliest never does, or it might wait for ever.
 
     A client that comes back starts with a counter of at least `virtual_time`, so it cannot save up its share while it
     asks for nothing. That time is what a client has had that always got an equal part of each step, and at least what
@@ -134,10 +135,10 @@ class Fair(Policy):
         return group
 
     def _place(self, client: Client) -> None:
-        """Have a client's groups in line stand where its counter says, unless they stand further forward."""
+        """Have a client's groups in line stand where its counter says; the first of them never falls back."""
         rank = client.counter
-        for first in sorted((backlog[0] for backlog in client.backlogs.values()), key=arrival):
-            if rank < first.key[0]:
+        for at, first in enumerate(sorted((backlog[0] for backlog in client.backlogs.values()), key=arrival)):
+            if rank < first.key[0] or (at and rank > first.key[0]):
                 self._move(first, rank)
             rank += first.request.num_prompt + OUTPUT_WEIGHT * allowance(first) * first.width
 

@@ -64,8 +64,7 @@ class Reserve:
 
     def _to_come(self, seq: Sequence) -> int:
         """Blocks that the rest of a sequence's prompt will take, of the kinds with a window."""
-        known, computed = seq.num_known, seq.num_computed
-        windows = self.space.windows
+        known, computed, windows = seq.num_known, seq.num_computed, self.space.windows
         if known - computed <= 1 or not self.space.windowed or not seq.tables:
             return 0
         size, ahead = self.block_size, self.space.device.num_lookahead_slots

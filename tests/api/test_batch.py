@@ -348,10 +348,11 @@ def test_lines_in_flight_are_bounded(files, engine, monkeypatch):
         flying.append(caller)
         most.append(len(flying))
         gevent.sleep(0.001)
-        with self.board.counted(fields.get("n", 1)):
-            gevent.sleep(0.001)
-            flying.remove(caller)
-            return api_answer(self, face, fields, caller)
+        self.answers.take("", fields.get("n", 1))
+        gevent.sleep(0.001)
+        flying.remove(caller)
+        self.answers.take("", -fields.get("n", 1))
+        return api_answer(self, face, fields, caller)
 
     monkeypatch.setattr(Api, "answer", answer)
     for width, lines, expected in (

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 from itertools import pairwise
 from typing import Any
@@ -368,11 +369,22 @@ def test_a_key_sees_the_ids_of_its_own_requests_alone(watching: Any) -> None:
 def test_more_viewers_than_may_watch_are_refused(watching: Any) -> None:
     engine = Asked(Watched())
     app, (first, _), _ = watching(engine, 2, max_live_viewers=2)
-    assert "max_live_viewers" in refusal(app.test_client().get("/live"), 429)["message"]
-    head = app.test_client().head("/live")
-    assert head.status_code == 429
+    ask = partial(app.test_client().open, "/live", environ_overrides={"REMOTE_ADDR": ""})  # as those who watch
+    assert "max_live_viewers" in refusal(ask(), 429)["message"]
+    assert ask(method="HEAD").status_code == 429
     engine.ticks.release()
     assert next(first)
+
+
+def test_who_watches_twenty_times_keeps_no_other_key_out(watching: Any) -> None:
+    engine, headers = Asked(Watched()), {key: {"X-Api-Key": key} for key in ("one", "two")}
+    app, _, api = watching(engine, 20, headers["one"], max_live_viewers=20, api_key=("one", "two"))
+    with contextlib.ExitStack() as stack:
+        for _ in range(10):
+            stack.enter_context(contextlib.closing(body_of(app, headers["two"])))
+        assert len(api.viewers.viewers) == 30
+        for key in ("one", "two"):
+            assert "max_live_viewers" in refusal(app.test_client().get("/live", headers=headers[key]), 429)["message"]
 
 
 def test_who_has_left_is_counted_no_more(watching: Any) -> None:

@@ -13,6 +13,7 @@ import gevent.queue
 import gevent.socket
 import pytest
 from flask.testing import FlaskClient
+from werkzeug.test import TestResponse
 
 from api.options import ServerConfig
 from api.routes import Api
@@ -417,6 +418,28 @@ def test_a_full_queue_is_429(engine: ScriptedClient) -> None:
         engine.script = [told([], "error", error="no")]
         refusal(post(http_client, COMPLETIONS, **fields))
         engine.script = None
+
+
+def test_one_key_that_fills_the_queue_keeps_no_other_out(engine: ScriptedClient) -> None:
+    """Each may always have its share of the answers, which are in flight here until their stream is closed."""
+    http_client, streams = client_of(engine, max_queue=8, api_key=("one", "two", "three")), list[TestResponse]()
+
+    def ask(key: str, n: int) -> int:
+        body = BODIES[COMPLETIONS] | {"stream": True, "n": n}
+        streams.append(http_client.post(COMPLETIONS, json=body, headers={"X-Api-Key": key}, buffered=False))
+        return streams[-1].status_code
+
+    assert [ask("one", n) for n in (4, 4, 1)] == [200, 200, 429]  # alone it has all
+    assert [ask("two", n) for n in (5, 4, 1)] == [429, 200, 429]
+    assert [ask(key, n) for key, n in (("three", 2), ("three", 1), ("one", 1))] == [200, 429, 429]
+    streams[0].close()  # 10 are left
+    assert [ask("one", 1), ask("three", 1), ask("two", 1)] == [429, 429, 429]
+    streams[1].close()
+    assert [ask("one", 1), ask("three", 1)] == [200, 200]
+    for stream in streams:
+        stream.close()
+    assert ask("two", 8) == 200
+    streams[-1].close()
 
 
 @pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])

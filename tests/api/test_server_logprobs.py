@@ -19,6 +19,7 @@ from scripted import (
     CHAT,
     COMPLETIONS,
     FACTS,
+    MISSING,
     TEXT,
     TOKENIZER,
     ScriptedClient,
@@ -415,6 +416,42 @@ def test_caps(engine: ScriptedClient) -> None:
     for fields in ({"logprobs": 2, "n": 2}, {"logprobs": 0, "prompt_logprobs": 2}):
         message = refusal(post(http_client, COMPLETIONS, echo=True, **fields, **prompt))["message"]
         assert "at most 60 (max_prompt_logprobs)" in message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_answers_are_bounded(engine: ScriptedClient, stream: bool) -> None:
+    """By what the request says; where it does not say how long answers may be, they are no longer than that."""
+    http_client = client_of(engine, FACTS | {"max_logprobs": 20}, max_output_logprobs=126)
+    scored = {"logprobs": True, "top_logprobs": 20, "stream": stream}
+    for route, fields, kept in (
+        (CHAT, {"max_completion_tokens": 7, **scored}, 147),
+        (CHAT, {"max_tokens": 2, "n": 4, **scored}, 168),
+        (COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 16, "logprobs": 3, "stream": stream}, 128),
+        (COMPLETIONS, {"max_tokens": 16, "best_of": 8}, 128),
+    ):
+        error = refusal(post(http_client, route, **fields))
+        assert f"are {kept}; at most 126 (max_output_logprobs)" in error["message"] and not engine.added
+        assert error["param"] == ("max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens")
+    for fields, most in (({}, 6), ({"max_tokens": -1}, 6), ({"n": 2}, 3), ({"n": 6}, 1), ({"max_tokens": 5}, 5)):
+        assert post(http_client, CHAT, **{"max_tokens": MISSING, **scored, **fields}).status_code == 200
+        assert engine.added.pop()[1].max_tokens == most
+    assert "are 168" in refusal(post(http_client, CHAT, **scored, n=8, max_tokens=MISSING))["message"]
+
+
+def test_what_ordinary_clients_ask_of_log_probabilities_is_not_refused(engine: ScriptedClient) -> None:
+    http_client, engine.says = client_of(engine, FACTS | {"max_logprobs": 20, "max_model_len": 2**18}), "Hi"
+    chat, top = {"logprobs": True, "top_logprobs": 20, "max_tokens": MISSING}, {"logprobs": 5}
+    for route, fields in (
+        (CHAT, chat),
+        (CHAT, chat | {"max_tokens": 4096}),
+        (CHAT, chat | {"max_completion_tokens": 131_072}),
+        (CHAT, chat | {"n": 16}),
+        (COMPLETIONS, top | {"prompt": ["a"] * 1024, "max_tokens": MISSING}),
+        (COMPLETIONS, top | {"prompt": ["a"] * 256, "max_tokens": 1, "echo": True}),  # as lm-eval asks
+        (COMPLETIONS, top | {"n": 64, "max_tokens": 8192}),
+        (COMPLETIONS, {"best_of": 20, "max_tokens": 131_072}),
+    ):
+        assert post(http_client, route, **fields).status_code == 200
 
 
 def test_a_token_of_a_vocabulary_of_words_has_its_space(tmp_path: Path) -> None:

@@ -428,7 +428,7 @@ def test_crowded_requests_are_passed_by_some_and_not_for_ever(folders: list[Path
         if number == 3:
             for name, adapter in {"third": 2, "fourth": 3}.items():
                 core.add(request(name, folders[adapter], max_tokens=2), at_once=True)
-            assert [*core.adapters.crowded] == [str(folders[2]), str(folders[3])]
+            assert [*core.adapters.crowded[""].values()] == [str(folders[2]), str(folders[3])]
             assert core.adapters.add("explicit", folder) and core.adapters.add("explicit", folder + "/")
         for _ in range(2):
             ended += [output.request_id for output in core.step() if output.finished]
@@ -436,6 +436,34 @@ def test_crowded_requests_are_passed_by_some_and_not_for_ever(folders: list[Path
     assert not errors and "third" in ended and "fourth" in ended
     passed = ended[: ended.index("third")]
     assert "1 4" in passed and "0 10" not in passed  # the least recently used one has to leave
+
+
+def test_who_walks_through_many_adapters_keeps_no_other_client_out(folders: list[Path], tmp_path: Path) -> None:
+    """Clients take turns at a row of the host's memory; one that shares an adapter comes in with its first turn."""
+    core = make_core(max_loras=1, max_cpu_loras=1)
+
+    def ask(client: str, *adapters: int) -> None:
+        for i in adapters:
+            if not (folder := tmp_path / str(i)).exists():
+                shutil.copytree(folders[i % 4], folder)
+            core.add(dataclasses.replace(request(f"{client} {i}", folder), client=client))
+
+    ask("walks", *range(10))
+    ask("other", 10, 11, 2)
+    ask("third", 12, 9)
+    core.abort("third 9")
+    _, errors, ended = run(core)
+    assert not errors and not core.adapters.crowded
+    assert ended == [
+        "walks 0",
+        "walks 1",
+        "other 10",
+        "third 12",
+        "walks 2",
+        "other 2",
+        "other 11",
+        *(f"walks {i}" for i in range(3, 10)),
+    ]
 
 
 def test_more_adapters_than_rows_and_slots_take_turns(folders: list[Path]) -> None:

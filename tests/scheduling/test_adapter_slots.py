@@ -201,6 +201,23 @@ def test_a_client_with_many_adapters_gets_no_more_than_another(adapters):
     assert engine.finished[1:] == [f"{client}{i}" for i in range(10) for client in "ab"]
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_who_waits_for_many_adapters_is_before_another_client_once(slots):
+    """Of the many it has had its share with those that had slots; each of the other's waits for one of them at most."""
+    engine = Engine(400, max_loras=slots, scheduling_policy="fair", enable_prefix_caching=False)
+    for i in range(60):
+        engine.add(f"many {i}", prompt(4), client="many", adapter=i // 5 % 4, max_tokens=30, ignore_eos=True)
+    for _ in range(10):
+        engine.step()
+    for i in range(3):
+        begun = engine.scheduler.step
+        engine.add(f"one {i}", prompt(4), client="one", adapter=4, max_tokens=4, ignore_eos=True)
+        while f"one {i}" not in engine.finished:
+            engine.step()
+            assert engine.scheduler.step < begun + 32
+    engine.run()
+
+
 def test_groups_of_one_adapter_make_way_wherever_they_stand():
     """Only groups of a worse class do, and those of one adapter, wherever they stand in line."""
     engine = Engine(200, max_num_seqs=8, max_num_batched_tokens=64, scheduling_policy="priority", max_loras=3)
