@@ -139,9 +139,7 @@ def virtual_tokens(place: str, fields: dict[str, Any], most: int) -> int:
 
 
 def state_of(folder: str) -> str:
-    """Says which adapter a folder has now; it is another one once its files are written anew.
-
-    What copies files often keeps their times of writing (tar, rsync -a, cp -p), but nothing can set the other time.
+    """Says which adapter a folder has now; it is another one once its files are written anew, or replaced.
 
     Raises:
         ValueError: there are no such files.
@@ -154,5 +152,6 @@ def state_of(folder: str) -> str:
             if found:  # a config: there may be weights of another kind, for which this has better words
                 read_adapter(folder)
             raise ValueError(f"lora_path is {folder!r:.300}; its {name} cannot be read: {error.strerror}") from None
+        # tar and rsync can keep the time of writing (mtime), but nothing can keep ctime.
         found.append(f"{file.st_ctime_ns}-{file.st_mtime_ns}-{file.st_size}")
     return "\0".join((folder, *found))
