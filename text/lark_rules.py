@@ -18,6 +18,7 @@ MAY_BE_SPECIAL = re.compile(r"(<[^<>\s]+>|\[[A-Z_/]+\])")
 JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 Schema = Mapping[str, Any]
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # the last of them is mostly around one reference
+MOST_REFERENCE = 2**10  # characters of a reference that is looked for
 ALL_TYPES = frozenset((*JSON_TYPES.values(), "null"))
 OTHER_TYPES = {  # as BFCL and Python have them
     "dict": ("object",), "float": ("number",), "tuple": ("array",), "list": ("array",), "any": ALL_TYPES,
@@ -42,9 +43,9 @@ def properties_of(schema: Schema) -> Iterator[tuple[str, Schema, bool]]:
         yield key, property_schema(schema, key), isinstance(required, list) and key in required
 
 
-def at(root: Any, reference: Any) -> Any:
+def at(root: Any, reference: str) -> Any:
     """What a reference within a schema points to; None if that is nothing, or elsewhere."""
-    first, *names = str(reference).split("/")
+    first, *names = reference.split("/") if len(reference) <= MOST_REFERENCE else ("",)
     found: Any = root if first == "#" else None
     for name in names:
         name = unquote(name).replace("~1", "/").replace("~0", "~")
@@ -60,29 +61,39 @@ def list_of(schema: Schema, key: str) -> list[Any]:
     return value if isinstance(value := schema.get(key), list) else []
 
 
+def texts_of(schema: Schema, key: str) -> list[str]:
+    """The texts in the list that a keyword has."""
+    return [each for each in list_of(schema, key) if isinstance(each, str)]
+
+
 def named_types(said: Any) -> frozenset[str]:
     """The types that `type` says, by their own names. Others that it says are among them."""
     names = map(str, said if isinstance(said, list) else [said])
     return frozenset(name for each in names for name in OTHER_TYPES.get(each, (each,)))
 
 
-def branches(schema: Schema) -> list[Schema]:
-    """Flatten references and alternatives into a list of schemas, one of which a value must follow."""
-    seen: set[str] = set()
-    found: list[Schema] = []
-    rest: list[Any] = [schema]
+def followed(schema: Any, root: Any) -> Iterator[tuple[Any, bool]]:
+    """A schema and those that its references and alternatives lead to, each with whether it leads to no others."""
+    seen: set[int] = set()
+    rest = [schema]
     while rest:
         each = rest.pop()
-        each = each if isinstance(each, dict) else {}
-        if reference := str(each.get("$ref", "")):
-            if reference not in seen:
-                rest.append(at(schema, reference))
-            seen.add(reference)
-        elif alternatives := next((each[name] for name in ALTERNATIVES if isinstance(each.get(name), list)), None):
-            rest += alternatives
+        if isinstance(each, dict) and isinstance(reference := each.get("$ref"), str):
+            target = at(root, reference)
+            if id(target) not in seen:
+                rest.append(target)
+            seen.add(id(target))
+            yield each, False
+        elif isinstance(each, dict) and (lists := [each[name] for name in ALTERNATIVES if list_of(each, name)]):
+            rest += lists[0]
+            yield each, False
         else:
-            found.append(each)
-    return found
+            yield each, True
+
+
+def branches(schema: Schema) -> list[Schema]:
+    """Flatten references and alternatives into a list of schemas, one of which a value must follow."""
+    return [each if isinstance(each, dict) else {} for each, is_leaf in followed(schema, schema) if is_leaf]
 
 
 def choices(schema: Schema) -> list[Any]:
