@@ -14,7 +14,7 @@ from itertools import chain, combinations
 from typing import Any, NamedTuple
 
 from sampling_params import StructuredOutputsParams
-from text.lark_rules import ALL_TYPES, Schema, at, choices, followed, list_of, named_types, texts_of, types_of
+from text.lark_rules import ALL_TYPES, SHARED, Schema, at, choices, followed, list_of, named_types, texts_of, types_of
 
 # Between the parts of JSON: enough to write it in lines, but not to fill an answer with it. The rule is llama.cpp's.
 WHITESPACE = r"[ ]|\n{1,2}[ \t]{0,20}"
@@ -291,7 +291,7 @@ class Rewriting:
         options = self._leaves(names)
         if len(options) != 1 or not isinstance(options[0], dict) or self.room < 0:
             return None
-        said = {key: value for key, value in options[0].items() if key not in (*NOTES, "$defs", "definitions")}
+        said = {key: value for key, value in options[0].items() if key not in (*NOTES, *SHARED)}
         if named_types(said.pop("type", "string")) != {"string"}:
             return None
         if not said:
