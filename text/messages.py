@@ -10,7 +10,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from text.json_mending import mend
+from text.json_mending import read_json
 from text.templates import ChatTemplate, run_template
 
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
@@ -111,9 +111,11 @@ def _tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
 
 def arguments_of(given: Any) -> dict[str, Any] | str:
     """A call's arguments, parsed; nothing is an empty object. What is no object stays text, as a model wrote it."""
+    if isinstance(given, dict):
+        return given
     text = given if isinstance(given, str) else json.dumps(given)
     try:
-        found = json.loads(mend(text))
+        found = read_json(text)
     except ValueError:
         return text if text.strip() else {}
     return found if isinstance(found, dict) else text if found is not None else {}

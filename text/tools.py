@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -515,6 +516,7 @@ def held(tool: Tool) -> Tool:
     Raises:
         ValueError: it is strict and its schema says more, or that is malformed.
     """
+    time.sleep(0)  # there may be many, and an API process serves others as well
     try:
         return tool._replace(schema=plain(tool.schema, None if tool.strict else [], is_closed=True))
     except ValueError as error:
