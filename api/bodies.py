@@ -119,11 +119,9 @@ def check_arguments(objects: list[dict[str, Any]], depth: int) -> None:
         ApiError: they have too many values, or too much of them is no JSON.
         RecursionError: they are nested deeper than `depth`.
     """
+    texts = [each.get("input" if each.get("type") == "tool_use" else "arguments") for each in objects]
     lists = commas = broken = 0
-    deep: list[bytes] = []
-    for each in objects:
-        text = each.get("input" if each.get("type") == "tool_use" else "arguments")
-        data = text.encode() if isinstance(text, str) else b""
+    for data in (text.encode() for text in texts if isinstance(text, str)):
         try:
             RAW_VALUE.decode(data)
         except (ValueError, RecursionError):
@@ -131,15 +129,14 @@ def check_arguments(objects: list[dict[str, Any]], depth: int) -> None:
             continue
         more, between = count_values(data)
         lists, commas = lists + more, commas + between
-        deep += [data] if more > depth else []
+        if depth < more and lists <= MAX_LISTS and commas <= MAX_VALUES:
+            objects_in(msgspec.json.decode(data), depth)
     for count, most, what in (
         (lists, MAX_LISTS, "lists and objects"), (commas, MAX_VALUES, "values"),
         (broken, MAX_BROKEN, "bytes that are no JSON"),
     ):  # fmt: skip
         if count > most:
             raise ApiError(400, f"the arguments of calls have {count} {what}; at most {most} are allowed")
-    for data in deep:
-        objects_in(msgspec.json.decode(data), depth)
 
 
 def parse_json(data: bytes | bytearray, config: ServerConfig, longest_prompt: int = 2**31) -> dict[str, Any]:
@@ -151,11 +148,11 @@ def parse_json(data: bytes | bytearray, config: ServerConfig, longest_prompt: in
     too_deep = ApiError(400, f"the body is nested deeper than {config.max_json_depth} (max_json_depth)")
     try:
         body, prompts = decode_json(data, longest_prompt)
+        if not isinstance(body, dict):
+            raise ApiError(400, f"the body is {reprlib.repr(body)}; it must be a JSON object")
         check_arguments(objects_in(body, config.max_json_depth), config.max_json_depth)
     except RecursionError:
         raise too_deep from None
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise ApiError(400, f"the body is {reprlib.repr(body)}; it must be a JSON object")
     return body | prompts

@@ -15,9 +15,6 @@ import json
 import math
 import re
 import time
-from typing import Any
-
-import msgspec
 
 WORDS = {"True": "true", "False": "false", "None": "null"}
 TOKEN = re.compile(r"\s+|[{}\[\],:\"']|[^\s{}\[\],:\"'<]+")  # outside of strings
@@ -70,18 +67,6 @@ def mend(text: str) -> str:
     if not mender.done or text[end:]:
         raise ValueError("it is no JSON")
     return made
-
-
-def read_json(text: str) -> Any:
-    """The value of a JSON text, or of what nearly is one.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    try:
-        return msgspec.json.decode(text)  # refuses NaN and lone surrogates
-    except (ValueError, RecursionError):
-        return json.loads(mend(text))
 
 
 class Broken(Exception):

@@ -10,7 +10,9 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from text.json_mending import read_json
+import msgspec
+
+from text.json_mending import mend
 from text.templates import ChatTemplate, run_template
 
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
@@ -115,9 +117,12 @@ def arguments_of(given: Any) -> dict[str, Any] | str:
         return given
     text = given if isinstance(given, str) else json.dumps(given)
     try:
-        found = read_json(text)
-    except ValueError:
-        return text if text.strip() else {}
+        found = msgspec.json.decode(text)  # refuses NaN and lone surrogates
+    except (ValueError, RecursionError):
+        try:
+            found = json.loads(mend(text))
+        except ValueError:
+            return text if text.strip() else {}
     return found if isinstance(found, dict) else text if found is not None else {}
 
 

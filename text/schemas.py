@@ -217,13 +217,17 @@ def plain(schema: Any, left: list[str] | None = None, is_closed: bool = False) -
     return made
 
 
+Names = Mapping[str, None]  # in their order, and soon found
+NO_NAMES: Names = {}
+
+
 class Kind(NamedTuple):
     """A schema without alternatives."""
 
     schema: Schema
     types: Set[str]
     data: Set[str] = frozenset()  # the values as JSON, where they are listed
-    required: Mapping[str, None] = {}  # properties
+    required: Names = NO_NAMES  # properties
 
     def value(self, key: str) -> Any:
         """The schema of a property."""
@@ -316,11 +320,7 @@ class Rewriting:
         return {"anyOf": options}
 
     def _apart(
-        self,
-        options: Iterable[tuple[int, Any]],
-        types: Set[str] = ALL_TYPES,
-        needed: Mapping[str, None] = {},
-        depth: int = 0,
+        self, options: Iterable[tuple[int, Any]], types: Set[str] = ALL_TYPES, needed: Names = NO_NAMES, depth: int = 0
     ) -> bool:
         """Whether no value follows two schemas, as far as types, listed values and needed properties tell.
 
@@ -348,9 +348,9 @@ class Rewriting:
                         meet |= overlaps
                     elif overlaps:
                         return False
-        return not meet or (depth < MOST_DEPTH and self._told_apart(objects, needed, depth + 1))
+        return self.room >= 0 and (not meet or (depth < MOST_DEPTH and self._told_apart(objects, needed, depth + 1)))
 
-    def _told_apart(self, objects: list[tuple[int, Kind]], needed: Mapping[str, None], depth: int) -> bool:
+    def _told_apart(self, objects: list[tuple[int, Kind]], needed: Names, depth: int) -> bool:
         """Whether a property tells all objects apart that must be in them, or any two of them have such a one."""
         self.room -= 1
         one, other = objects[0], objects[-1]

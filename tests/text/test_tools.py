@@ -454,15 +454,6 @@ def test_required_parameters_are_not_sought_one_by_one(parser):
     assert Compared.count - before < 8 * len(names) and len(grammar) < 200 * len(names)
 
 
-@pytest.mark.parametrize("schema", [[], "object", {"properties": [1]}])
-def test_what_is_no_schema_is_refused(schema):
-    tools = [{"type": "function", "function": {"name": "f", "parameters": schema or 1}}]
-    with pytest.raises(ValueError, match="must be a JSON schema"):
-        call_grammar("hermes", tools, True, False, lambda text: None)
-    with pytest.raises(ValueError, match="must be a JSON schema"):
-        new_reader("hermes", None, tools, "", ())
-
-
 @pytest.mark.parametrize(
     ("pattern", "right", "wrong"),
     [
