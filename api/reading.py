@@ -7,6 +7,7 @@ import itertools
 import json
 import reprlib
 import uuid
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -181,7 +182,7 @@ class Parsers:
 
 def called_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> Sequence[dict[str, Any]]:
     """The tools of a request that an answer may call; an `ApiError` if the choice names another, or needs one."""
-    names = [tool["function"]["name"] for tool in tools]
+    names = dict.fromkeys(tool["function"]["name"] for tool in tools)
     for name in choice.names or ():
         if name not in names:
             known = ", ".join(names) or "none"
@@ -190,7 +191,8 @@ def called_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> Sequenc
         raise ApiError(400, f"tool_choice is {choice.mode}; it needs tools", "tool_choice")
     if choice.mode == "none":
         return ()
-    return [tool for tool in tools if choice.names is None or tool["function"]["name"] in choice.names]
+    allowed = names if choice.names is None else {*choice.names}
+    return [tool for tool in tools if tool["function"]["name"] in allowed]
 
 
 @dataclass
@@ -275,7 +277,7 @@ class Answer:
 
     def number(self, at: int) -> int:
         """Which of the calls the block at this place is."""
-        return self._calls.index(at)
+        return bisect_left(self._calls, at)
 
     @property
     def finish_reason(self) -> str | None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import Future
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 
 from config import DEMO, EngineConfig
+from counting import lines_run
 from fake_worker import VOCAB, Engine, prompt
 from lora.adapter import LoRARequest
 from lora.registry import HostAdapters
@@ -20,24 +19,6 @@ from scheduling.grammar import Grammars
 from sequence import Adapter, Request
 
 FEW, MANY = 40, 640  # requests that wait
-
-
-def lines_of(call: Any, *args: Any) -> int:
-    """How many lines of Python run in a call."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call(*args)
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def step(engine: Engine) -> None:
@@ -63,7 +44,7 @@ def lines_of_steps(waiting: int, policy: str = "fcfs", adapters: int = 0, most: 
     counts = []
     for _ in range(12):
         engine.now += 0.1
-        counts.append(lines_of(step, engine))
+        counts.append(lines_run(step, engine))
     assert len(engine.scheduler.requests) >= waiting
     return counts
 
@@ -91,7 +72,7 @@ def lines_of_samples(count: int, width: int) -> list[int]:
     engine = Engine(2 * count, max_num_seqs=width, max_num_batched_tokens=64 + width)
     engine.scheduler.add(Request("n", prompt(5), SamplingParams(n=count, max_tokens=4, ignore_eos=True, seed=0)))
     step(engine)  # after which all of them queue
-    return [lines_of(step, engine) for _ in range(12)]
+    return [lines_run(step, engine) for _ in range(12)]
 
 
 def test_a_sample_comes_in_without_a_look_at_those_that_wait() -> None:
@@ -114,7 +95,7 @@ def lines_of_look(tmp_path: Path, count: int) -> int:
         folder = LoRARequest(f"a{i}", 1, f"{tmp_path}/{i % (count // 2)}")
         adapters.wait(EngineCoreRequest(str(i), [5], SamplingParams(), lora=folder))
     assert adapters.look(True) == []
-    return lines_of(adapters.look, True)
+    return lines_run(adapters.look, True)
 
 
 def test_requests_that_wait_for_a_row_cost_a_step_nothing(tmp_path: Path) -> None:
@@ -129,7 +110,7 @@ def lines_of_ready(count: int) -> int:
         request.grammar = Future()
         grammars.wait(request)
     request.grammar.set_result(None)
-    lines = lines_of(grammars.ready)
+    lines = lines_run(grammars.ready)
     assert len(grammars.waiting) == count - 1
     grammars.close()
     return lines
