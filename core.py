@@ -41,7 +41,7 @@ UTILITIES = {  # the methods that clients may call by name, and the path from th
     "explain_prompts": "recorder.explain_prompts",
     "live": "recorder.live",
     "reset_prefix_cache": "reset_prefix_cache",
-    "check_integrity": "check_integrity",
+    "check_integrity": "scheduler.check_integrity",
     "collective_rpc": "workers.collective_rpc",
     "do_log_stats": "stat_logger.log",
     "sleep": "sleep",
@@ -445,7 +445,3 @@ class EngineCore:
         """Forget all cached prefixes."""
         self.scheduler.space.reset_prefix_cache()
         self._observe("reset_prefix_cache")
-
-    def check_integrity(self) -> None:
-        """Assert that the scheduler's and the block manager's books agree."""
-        self.scheduler.check_integrity()

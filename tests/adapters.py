@@ -118,7 +118,7 @@ def run(core: EngineCore) -> tuple[dict[str, list[int]], dict[str, str], list[st
                 ended.append(output.request_id)
             if output.error:
                 errors[output.request_id] = output.error
-    core.check_integrity()
+    core.scheduler.check_integrity()
     return found, errors, ended
 
 

@@ -77,5 +77,5 @@ def ask(core: EngineCore, *asked: tuple[list[int], list[int]]) -> None:
     while core.has_work():
         for output in core.step():
             got[output.request_id] += output.token_ids
-    core.check_integrity()
+    core.scheduler.check_integrity()
     assert got == {str(i): answer for i, (_, answer) in enumerate(asked)}

@@ -57,7 +57,7 @@ def test_same_answers_however_they_are_computed(make_llm, sure, fp8_answers, fie
     for _ in range(1 + (not fields)):
         assert tokens(llm.generate(*sure, use_tqdm=False)) == fp8_answers
     assert not happened or llm.core.metrics()[happened] > 0
-    llm.core.check_integrity()
+    llm.core.scheduler.check_integrity()
 
 
 def test_a_block_has_one_byte_for_each_number(make_llm):

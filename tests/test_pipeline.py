@@ -250,7 +250,7 @@ def forked() -> Iterator[None]:
 
 def tokens(llm: LLM, count: int = len(PROMPTS)) -> list[list[list[int]]]:
     outputs = llm.generate(PROMPTS[:count], MIXED[:count], use_tqdm=False)
-    llm.core.check_integrity()
+    llm.core.scheduler.check_integrity()
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 

@@ -109,7 +109,7 @@ def test_an_engine_that_slept_says_what_it_said_before(fresh, wanted):
         fresh.wake_up()
         fresh.wake_up()  # has nothing to do
     assert tokens(fresh) == wanted
-    fresh.core.check_integrity()
+    fresh.core.scheduler.check_integrity()
 
 
 @in_process_first
@@ -174,7 +174,7 @@ def test_requests_that_ran_go_on_after_the_sleep(llm, wanted):
             engine.client.utility_on_all("sleep", 1 + i % 2)
             assert engine.step() == [] and engine.has_unfinished_requests()
             engine.client.utility_on_all("wake_up")
-        engine.client.core.check_integrity()
+        engine.client.core.scheduler.check_integrity()
     assert [found[str(i)] for i in range(len(PROMPTS))] == wanted
     engine.close()
 
@@ -204,7 +204,7 @@ def test_a_sleep_waits_for_requests_or_ends_them(llm, wanted):
     client.utility_on_all("sleep", 1, "abort", 0)
     for i in range(2):
         assert "the engine was put to sleep (mode=abort)" in finish()[str(i)].error
-    client.core.check_integrity()
+    client.core.scheduler.check_integrity()
     client.utility_on_all("sleep", 2, "wait", 0)  # nothing runs
     engine.close()
 

@@ -135,7 +135,7 @@ def test_all_in_one_batch_as_the_merged_checkpoints(
     llm = make_llm(enable_lora=True, **fields)
     for _ in range(2):  # the second round finds prefixes, each of its own adapter
         assert_equal(llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=adapters), answers)
-    llm.core.check_integrity()
+    llm.core.scheduler.check_integrity()
     metrics = llm.core.metrics()
     if fields["num_gpu_blocks_override"] == 400:
         assert (metrics["prefix_cache_hits_total"] > 0) == llm.core.config.enable_prefix_caching
@@ -512,7 +512,7 @@ def test_new_workers_have_the_adapters(make_llm: Callable[..., LLM], mixed: Any,
         kill_after(llm.core, [3, 30])
         assert_equal(llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=adapters), answers)
         assert llm.core.metrics()["num_worker_restarts_total"] == 2
-        llm.core.check_integrity()
+        llm.core.scheduler.check_integrity()
     finally:
         llm.core.close()
 

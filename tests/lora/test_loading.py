@@ -63,7 +63,7 @@ def some_steps(core: EngineCore, count: int = 30) -> dict[str, int]:
     for _ in range(count):
         for output in core.step():
             found[output.request_id] = found.get(output.request_id, 0) + len(output.token_ids)
-    core.check_integrity()
+    core.scheduler.check_integrity()
     return found
 
 

@@ -102,7 +102,7 @@ def test_as_if_the_words_stood_in_the_prompt(
         got = answers(llm, adapters, GREEDY)
         assert_equal(got, want)
         assert [output.prompt_token_ids for output in got] == PROMPTS * 4
-    llm.core.check_integrity()
+    llm.core.scheduler.check_integrity()
     metrics = llm.core.metrics()
     if fields["num_gpu_blocks_override"] == 400:
         assert (metrics["prefix_cache_hits_total"] > 0) == llm.core.config.enable_prefix_caching

@@ -241,7 +241,7 @@ def run(core: EngineCore, tag: str = "", deaths: int = 0) -> dict[tuple[str, int
             core.executor.steps.clear()
         for output in outputs:
             got.setdefault((output.request_id.removeprefix(tag), output.index), []).extend(output.token_ids)
-    core.check_integrity()
+    core.scheduler.check_integrity()
     return got
 
 

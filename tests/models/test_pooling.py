@@ -113,7 +113,7 @@ def test_embeddings_equal_transformers(checkpoints, name, backend, kind):
             want = wanted(oracle[f"hidden{i}"], kind, params.use_activation is not False, params.dimensions)
             assert one.finished and one.prompt_token_ids == prompts[i] and one.outputs.hidden_size == len(want)
             assert (torch.tensor(one.outputs.embedding) - want).abs().max() <= 1e-4
-    llm.core.check_integrity()
+    llm.core.scheduler.check_integrity()
     assert llm.core.metrics()["kv_cache_usage_perc"] == 0 == llm.core.metrics()["generation_tokens_total"]
 
 

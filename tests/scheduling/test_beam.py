@@ -307,7 +307,7 @@ def finish(core: EngineCore) -> dict[str, list[EngineOutput]]:
         if not core.has_work():
             return outputs
         news = core.step()
-        core.check_integrity()
+        core.scheduler.check_integrity()
         for output in news:
             before = outputs.setdefault(output.request_id, [])
             assert not any(earlier.finished for earlier in before), "an output after the last one"
@@ -495,7 +495,7 @@ def test_abort_leaves_nothing_behind(checkpoints, steps):
         outputs += core.step()
     dropped = places[steps % 3]
     core.abort(f"{dropped[1]}.{dropped[0]}")
-    core.check_integrity()
+    core.scheduler.check_integrity()
     for news in finish(core).values():
         outputs += news
     for i, j in places:
