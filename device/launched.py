@@ -47,6 +47,7 @@ class Launched:
             self.done.synchronize()
         result, rows = self.unfinished, self.rows
         if self.finish and self.brought is not None:
+            result.not_finite = (~np.isfinite(self.brought.numpy()).all(1)).nonzero()[0].tolist()
             result.pooled = dict(enumerate(self.finish(self.brought.numpy())))
             result.token_ids = [-1] * len(result.pooled)
         elif rows and self.brought is not None:
@@ -54,7 +55,8 @@ class Launched:
             if any(bits):
                 found = np.array(bits)
                 result.stopped = rows.sampling[np.flatnonzero(found & 1)].tolist()
-                result.guesses = {int(rows.sampling[i]): bits[i] > 3 for i in np.flatnonzero(found & 2)}
+                result.not_finite = rows.sampling[np.flatnonzero(found & 8)].tolist()
+                result.guesses = {int(rows.sampling[i]): bits[i] & 4 > 0 for i in np.flatnonzero(found & 2)}
             if rows.drafts:
                 result.verified = rows.verified(tokens, self.padded)
             if rows.decode and not rows.drafts:
