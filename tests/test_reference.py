@@ -424,7 +424,7 @@ def test_sample_of_rows_without_temperature_or_finite_logits(ops: ModuleType) ->
         row[list(places)] = 9.0
     state6 = [values[:1].expand(6) for values in state]
     assert ops.sample(long, ints(*range(6)), torch.zeros(6), *state6).tolist() == [min(p) for p in peaks]
-    assert ops.sample(long.fill_(-torch.inf), ints(*range(6)), torch.zeros(6), *state6).tolist() == [0] * 6
+    assert ops.sample(long.fill_(-torch.inf), ints(*range(6)), torch.zeros(6), *state6).tolist() == [-1] * 6
     tiny = torch.tensor([1e-30, 1e-45])
     assert ops.sample(ties[:1].expand(2, -1) + torch.arange(3), ints(0, 1), tiny, *state).tolist() == [2, 2]
 
