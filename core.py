@@ -327,8 +327,7 @@ class EngineCore:
     def _give_up_not_finite(self, rows: list[int]) -> None:
         """End the requests of these rows of the oldest step in flight; the log has one line for each adapter."""
         flight = self.scheduler.in_flight[0]
-        requests = {seq.group.request for i in rows if flight.brings(seq := flight.seqs[i])}
-        for request in requests:
+        for request in {seq.group.request for i in rows if flight.brings(seq := flight.seqs[i])}:
             maker = f"adapter {request.adapter.name!r}" if request.adapter else "the model"
             why = f"{maker} has made numbers that are not finite: NaN, or minus infinity for every token allowed"
             warn_once(f"{why}; requests for which it does so end with this error")
@@ -422,14 +421,10 @@ class EngineCore:
 
     def metrics(self) -> dict[str, Any]:
         """The engine's metrics, by their names in `observe.metrics.SERIES`."""
-        cache = {
-            "block_size": self.config.block_size,
-            "cache_dtype": self.facts["cache_dtype"],
-            "enable_prefix_caching": self.config.enable_prefix_caching,
-            "gpu_memory_utilization": self.config.gpu_memory_utilization,
-            "num_cpu_blocks": self.facts["num_host_blocks"],
-            "num_gpu_blocks": self.facts["num_blocks"],
-        }
+        options = ("block_size", "enable_prefix_caching", "gpu_memory_utilization")
+        facts = {"cache_dtype": "cache_dtype", "num_cpu_blocks": "num_host_blocks", "num_gpu_blocks": "num_blocks"}
+        cache = {name: getattr(self.config, name) for name in options}
+        cache |= {name: self.facts[fact] for name, fact in facts.items()}
         told = self.scheduler.reports.metrics() | {
             "num_worker_restarts_total": self.workers.num_restarts,
             "cache_config_info": {name: str(value) for name, value in cache.items()},

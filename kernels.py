@@ -911,9 +911,8 @@ def post_update_kernel(
     """num_computed[slot] += tokens of the row; token_ids[slot, num_known[slot]++] = its token, where it sampled one.
 
     Of up to SAMPLES tokens s_i of a row with drafts d_i it takes s_0 .. s_a, a = min {i: s_i != d_i, or s_i ends the
-    sequence or is -1, or there is no d_i}. news[:, index] = (token, bit `token` of stop_bits[slot], with 2 and 4 for a
-    draft that was not verified), or (0, 8) for -1, or (-1 or -2, 0) behind s_a. token_counts[slot, token] += 2 for
-    slots with penalties.
+    sequence, or there is no d_i}. news[:, index] = (token, bit `token` of stop_bits[slot], with 2 and 4 for a draft
+    that was not verified), or (0, 8) for -1, or (-1 or -2, 0) behind s_a. Penalties: token_counts[slot, token] += 2.
     """
     o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_b = o_b < num_rows

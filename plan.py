@@ -178,8 +178,7 @@ class EngineOutput:
 
 def error_output(request_id: str, error: str, engine_fault: bool = False, lasting: bool = False) -> EngineOutput:
     """What tells a request's client that it has ended with an error."""
-    fault = {"engine_fault": engine_fault, "lasting": lasting}
-    return EngineOutput(request_id, [], "error", error=error, finished=True, **fault)
+    return EngineOutput(request_id, [], "error", error=error, finished=True, engine_fault=engine_fault, lasting=lasting)
 
 
 @dataclass(slots=True)

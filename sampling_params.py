@@ -211,11 +211,10 @@ class SamplingParams:
             if not within(value, low, high, kind):
                 number = "a whole number" if kind is int else "a number"
                 raise ValueError(f"{name} is {value!r}; it must be {number} from {low} to {high}")
-            if kind is float and abs(value) < LEAST:
-                if name in ("top_p", "repetition_penalty"):
-                    raise ValueError(f"{name} is {value!r}; it must be above 0, in float32, and at most {high:g}")
-                value = 0
-            object.__setattr__(self, name, kind(value))
+            taken = 0 if kind is float and abs(value) < LEAST else value
+            if taken == 0 and name in ("top_p", "repetition_penalty"):
+                raise ValueError(f"{name} is {value!r}; it must be above 0, in float32, and at most {high:g}")
+            object.__setattr__(self, name, kind(taken))
         if self.max_tokens == 0 and (self.prompt_logprobs is None or self.use_beam_search):
             but = "0 is only for prompt_logprobs, without use_beam_search"
             raise ValueError(f"max_tokens is 0; it must be a whole number from 1 to {2**31 - 1}: {but}")

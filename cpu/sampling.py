@@ -50,11 +50,10 @@ def sample(
         for row in (adjust.adjustments[slot] * (slots >= 0)).nonzero()[:, 0].tolist():
             adjust.apply(logits[row], int(slot[row]), drafts[row][drafts[row] >= 0])
     heat, ids = temperature[slot], _argmax(logits)
-    peak = logits.gather(1, ids[:, None]).float().clamp(max=FLOAT_MAX)
+    peak = logits.gather(1, ids[:, None]).float().clamp(max=FLOAT_MAX)  # so that x - peak is a number
     lost = ~(peak[:, 0] > -math.inf)
     if not heat.any():
         return ids.masked_fill(lost, -1).masked_fill(slots < 0, 0)
-    # The clamp keeps x - peak a number where a logit is infinite.
     x = logits.float().clamp(max=FLOAT_MAX) if adjust is None else logits.clamp_(max=FLOAT_MAX)
     warm = torch.where(heat > 0, heat, 1.0)
     mass = (x - peak).div_(warm[:, None]).exp_()

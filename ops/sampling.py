@@ -80,8 +80,7 @@ def _logits(row, o_v, m_v):
             b_fair = tl.where(b_x > 0, tl.div_rn(b_x, repetition), b_x * repetition)
             b_x = tl.where(b_count != 0, b_fair, b_x) - (b_count >> 1).to(tl.float32) * tl.load(p_penalties + 1)
             b_x -= tl.where(b_count > 1, tl.load(p_penalties + 2), 0.0)
-    # With +inf, x - peak would be NaN. A maximum may pass over NaN, so +inf stands for it.
-    return tl.where(b_x == b_x, tl.minimum(b_x, FLOAT_MAX), float("inf"))
+    return tl.where(b_x == b_x, tl.minimum(b_x, FLOAT_MAX), float("inf"))  # a maximum may pass over NaN
 
 
 @triton.jit
@@ -335,12 +334,10 @@ def sample_pick_kernel(
     m_c = o_c < CHUNKS
     b_max = tl.load(chunk_max + i_r * CHUNKS + o_c, mask=m_c, other=float("-inf"))
     peak = tl.max(b_max, 0)
-    if tl.abs(peak) == float("inf"):  # some logit is NaN, or none is above -inf
-        tl.store(ids + i_r, tl.full([], -1, tl.int64))
-        return
-    if heat <= 0:
+    lost = tl.abs(peak) == float("inf")  # some logit is NaN, or none is above -inf
+    if lost | (heat <= 0):
         b_id = tl.load(chunk_id + i_r * CHUNKS + o_c, mask=m_c & (b_max == peak), other=NO_ID)
-        tl.store(ids + i_r, tl.min(b_id, 0).to(tl.int64))
+        tl.store(ids + i_r, tl.where(lost, -1, tl.min(b_id, 0)).to(tl.int64))
         return
     row = _row(
         i_r, i_slot, logits, adjustments, penalties, token_counts, bias_ids, biases, bitmask, drafts, V, MASKS, DRAFTS
