@@ -24,7 +24,7 @@ from lora.registry import HostAdapters
 from model_config import ModelConfig
 from models.pooling import check_pooling, settle_task, task_facts
 from models.read_rope import notes_on
-from observe.logs import StatLogger, logger
+from observe.logs import StatLogger, logger, warn_once
 from observe.observers import observers_of
 from observe.profiles import Profiles
 from plan import PLACEHOLDER, EngineCoreRequest, Outputs, StateRoom, StepPlan, error_output
@@ -318,11 +318,20 @@ class EngineCore:
             self._give_up(failed)
 
     @undisturbed()
-    def _give_up(self, failed: dict[Request, str], engine_fault: bool = False) -> None:
+    def _give_up(self, failed: dict[Request, str], engine_fault: bool = False, lasting: bool = False) -> None:
         """End requests, each with its error."""
         for request, why in failed.items():
             self.abort(request.request_id, reason="error")
-            self.news.outputs.append(error_output(request.request_id, why, engine_fault))
+            self.news.outputs.append(error_output(request.request_id, why, engine_fault, lasting))
+
+    def _give_up_not_finite(self, rows: list[int]) -> None:
+        """End the requests of these rows of the oldest step in flight; the log has one line for each adapter."""
+        flight = self.scheduler.in_flight[0]
+        for request in {seq.group.request for i in rows if flight.brings(seq := flight.seqs[i])}:
+            maker = f"adapter {request.adapter.name!r}" if request.adapter else "the model"
+            why = f"{maker} has made numbers that are not finite: NaN, or minus infinity for every token allowed"
+            warn_once(f"{why}; requests for which it does so end with this error")
+            self._give_up({request: why}, engine_fault=True, lasting=True)
 
     def _land(self) -> None:
         """Wait for the result of the oldest step in flight."""
@@ -335,6 +344,7 @@ class EngineCore:
                 if result.error:
                     self._start_over(False, result.error)
                     return
+                self._give_up_not_finite(result.not_finite)
                 self._observe("landed", result)
                 with self.span("update", plan):
                     self.news.add(self.scheduler.update(plan, result))
@@ -424,14 +434,10 @@ class EngineCore:
 
     def metrics(self) -> dict[str, Any]:
         """The engine's metrics, by their names in `observe.metrics.SERIES`."""
-        cache = {
-            "block_size": self.config.block_size,
-            "cache_dtype": self.facts["cache_dtype"],
-            "enable_prefix_caching": self.config.enable_prefix_caching,
-            "gpu_memory_utilization": self.config.gpu_memory_utilization,
-            "num_cpu_blocks": self.facts["num_host_blocks"],
-            "num_gpu_blocks": self.facts["num_blocks"],
-        }
+        options = ("block_size", "enable_prefix_caching", "gpu_memory_utilization")
+        facts = {"cache_dtype": "cache_dtype", "num_cpu_blocks": "num_host_blocks", "num_gpu_blocks": "num_blocks"}
+        cache = {name: getattr(self.config, name) for name in options}
+        cache |= {name: self.facts[fact] for name, fact in facts.items()}
         told = self.scheduler.reports.metrics() | {
             "num_worker_restarts_total": self.workers.num_restarts,
             "cache_config_info": {name: str(value) for name, value in cache.items()},

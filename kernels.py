@@ -912,7 +912,7 @@ def post_update_kernel(
 
     Of up to SAMPLES tokens s_i of a row with drafts d_i it takes s_0 .. s_a, a = min {i: s_i != d_i, or s_i ends the
     sequence, or there is no d_i}. news[:, index] = (token, bit `token` of stop_bits[slot], with 2 and 4 for a draft
-    that was not verified), or (-1 or -2, 0) behind s_a. token_counts[slot, token] += 2 for slots with penalties.
+    that was not verified), or (0, 8) for -1, or (-1 or -2, 0) behind s_a. Penalties: token_counts[slot, token] += 2.
     """
     o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_b = o_b < num_rows
@@ -935,11 +935,12 @@ def post_update_kernel(
     m_take = m_b
     for i in tl.static_range(SAMPLES):
         m_i = m_b & (i < b_samples)
-        b_token = tl.load(sampled + b_index + i, mask=m_i, other=0)
+        b_sampled = tl.load(sampled + b_index + i, mask=m_i, other=0)
+        b_token = tl.maximum(b_sampled, 0)
         p_place = token_ids + b_slot * ids_stride + b_known
         b_draft = tl.load(p_place, mask=m_take & ((i < b_drafts) | m_guess), other=-1)
         b_word = tl.load(stop_bits + b_slot * bits_stride + b_token // 32, mask=m_take, other=0)
-        b_stop = b_word >> (b_token % 32).to(tl.int32) & 1
+        b_stop = tl.where(b_sampled < 0, 8, b_word >> (b_token % 32).to(tl.int32) & 1)
         tl.store(p_place, b_token.to(tl.int32), mask=m_take)
         b_left = tl.where(i <= b_drafts, -1, -2)
         tl.store(news + b_index + i, tl.where(m_take, b_token.to(tl.int32), b_left), mask=m_i)

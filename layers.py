@@ -52,11 +52,6 @@ class Batch:
         n = self.num_decodes
         return self.drafted or (n, self.slots[:n], self.seq_lens[:n])
 
-    @property
-    def padded_slots(self) -> torch.Tensor | None:
-        """The slot of each token [T] where all rows have one token: padding rows, -1, may be among them. Else None."""
-        return self.slots if self.max_query_len == 1 else None
-
 
 @dataclass(slots=True)
 class Step:

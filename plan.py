@@ -139,6 +139,7 @@ class StepResult:
     verified: dict[int, Verified] = field(default_factory=dict)  # by index of the row, if it had drafts
     guesses: dict[int, bool] = field(default_factory=dict)  # by row: whether a draft that it did not verify was right
     drafts: dict[int, list[int]] = field(default_factory=dict)  # by slot, if the plan has its mask: for a later step
+    not_finite: list[int] = field(default_factory=list)  # rows to give up, whose logits or vectors are no numbers
     error: str | None = None  # why the step failed; then there are no tokens
     phases: list[tuple[str, str, float, float]] = field(default_factory=list)  # for `--trace`: row, name, begin, end
 
@@ -167,7 +168,8 @@ class EngineOutput:
     index: int = 0  # which of the request's answers
     cumulative_logprob: float | None = None  # where answers are ranked: of all its tokens; of a beam its score
     finished: bool = False  # nothing more will come of the request
-    engine_fault: bool = False  # the engine is to blame, so the client may try again
+    engine_fault: bool = False  # the engine is to blame, so the client may try again,
+    lasting: bool = False  # unless that would end in the same way
     logprobs: list[Logprobs] | None = None  # of each of token_ids, where asked for
     prompt_logprobs: list[Logprobs] | None = None  # of the next tokens of the prompt, which come in parts, in order
     pooled: bytes | None = None  # of a pooling request: the vector, in float32
@@ -175,9 +177,9 @@ class EngineOutput:
     weights_version: int = 0  # how often weights had been updated before its answer was computed
 
 
-def error_output(request_id: str, error: str, engine_fault: bool = False) -> EngineOutput:
+def error_output(request_id: str, error: str, engine_fault: bool = False, lasting: bool = False) -> EngineOutput:
     """What tells a request's client that it has ended with an error."""
-    return EngineOutput(request_id, [], "error", error=error, finished=True, engine_fault=engine_fault)
+    return EngineOutput(request_id, [], "error", error=error, finished=True, engine_fault=engine_fault, lasting=lasting)
 
 
 @dataclass(slots=True)

@@ -859,7 +859,7 @@ def sample(
             where no row comes after any. Those of padding rows do not matter.
 
     Returns:
-        ids [R] int64; 0 for padding rows and for rows without a finite logit.
+        ids [R] int64; 0 for padding rows, and -1 for rows whose x have a NaN, or nothing above -inf.
     """
     slot, vocab = slots.long().clamp(min=0), logits.shape[1]
     drafts = slots.new_empty(len(slots), 0) if drafts is None else drafts
@@ -869,9 +869,8 @@ def sample(
         for row in (adjust.adjustments[slot] * (slots >= 0)).nonzero()[:, 0].tolist():
             adjust.apply(x[row], int(slot[row]), drafts[row, : after[row]])
     greedy, heat = x.argmax(-1), temperature[slot][:, None]
-    # The two clamps keep x - peak a number where a logit is infinite, and where every logit is -inf.
-    x = x.clamp(max=FLOAT_MAX)
-    peak, warm = x.amax(-1, keepdim=True).clamp(min=-FLOAT_MAX), torch.where(heat > 0, heat, 1.0)
+    x = x.clamp(max=FLOAT_MAX)  # keeps x - peak a number where a logit is infinite
+    peak, warm = x.amax(-1, keepdim=True), torch.where(heat > 0, heat, 1.0)
     mass = ((x - peak) / warm).exp()
     ordered, order = x.sort(-1, descending=True)
     k, p = top_k[slot].long()[:, None], top_p[slot][:, None]
@@ -884,8 +883,8 @@ def sample(
     reached = mass.masked_fill(x < t_k.maximum(t_p).maximum(t_m), 0).cumsum(-1, dtype=torch.float64)
     u = uniform(seeds[slot], num_known[slot] + after).double()[:, None]
     drawn = torch.searchsorted(reached, u * reached[:, -1:], right=True)[:, 0]
-    ids = torch.where(heat[:, 0] > 0, drawn, greedy)
-    return ids.masked_fill((slots < 0) | (ids >= vocab), 0)
+    ids = torch.where(heat[:, 0] > 0, drawn, greedy).masked_fill(~(peak[:, 0] > -math.inf), -1)
+    return ids.masked_fill(slots < 0, 0)
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -1019,9 +1018,9 @@ def post_update(
 
     Returns:
         news [2, R] int32, for the host: the tokens, and bits: 1, the token ends its sequence; 2, the row has sampled
-        this one token, and there was a draft that it did not verify; 4, the token is that draft. Of a token that is not
-        taken the first is -1 if there was a draft to compare the one before it with, else -2, and the second 0. Columns
-        of no row are undefined.
+        this one token, and there was a draft that it did not verify; 4, the token is that draft; 8, the token is 0 in
+        place of -1, see `sample`, and no draft behind it is taken. Of a token that is not taken the first is -1 if
+        there was a draft to compare the one before it with, else -2, and the second 0. Columns of no row are undefined.
     """
     news = torch.empty(2, len(sampled), dtype=torch.int32, device=sampled.device)
     bounds, counts = sample_starts.tolist(), query_starts.diff().tolist()
@@ -1040,8 +1039,8 @@ def post_update(
                 news[0, begin + i], news[1, begin + i] = -1 if i <= drafts else -2, 0
                 num_computed[slot] -= 1
                 continue
-            token, place = int(sampled[begin + i]), int(num_known[slot])
-            stops = stop_bits[slot, token // 32] >> token % 32 & 1
+            token, place = max(0, int(sampled[begin + i])), int(num_known[slot])
+            stops = stop_bits[slot, token // 32] >> token % 32 & 1 if sampled[begin + i] >= 0 else 8
             right = token == int(token_ids[slot, place])
             going = i < drafts and right and not stops
             token_ids[slot, place] = token

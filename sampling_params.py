@@ -28,6 +28,7 @@ RANGES: dict[str, tuple[float, float]] = {  # of whole numbers where these are w
     "min_tokens": (0, 2**31 - 1), "truncate_prompt_tokens": (-1, 2**31 - 1),
     "thinking_token_budget": (0, 2**31 - 1),
 }  # fmt: skip
+LEAST = 2.0**-126  # the device computes in float32; a number below its least normal one, it may take for 0
 FLAGS = (
     "include_stop_str_in_output", "use_beam_search", "ignore_eos", "skip_special_tokens",
     "spaces_between_special_tokens", "masked_logprobs",
@@ -210,10 +211,10 @@ class SamplingParams:
             if not within(value, low, high, kind):
                 number = "a whole number" if kind is int else "a number"
                 raise ValueError(f"{name} is {value!r}; it must be {number} from {low} to {high}")
-            object.__setattr__(self, name, kind(value))
-        for name, high in (("top_p", 1), ("repetition_penalty", 100)):
-            if getattr(self, name) == 0:
-                raise ValueError(f"{name} is 0; it must be above 0 and at most {high}")
+            taken = 0 if kind is float and abs(value) < LEAST else value
+            if taken == 0 and name in ("top_p", "repetition_penalty"):
+                raise ValueError(f"{name} is {value!r}; it must be above 0, in float32, and at most {high:g}")
+            object.__setattr__(self, name, kind(taken))
         if self.max_tokens == 0 and (self.prompt_logprobs is None or self.use_beam_search):
             but = "0 is only for prompt_logprobs, without use_beam_search"
             raise ValueError(f"max_tokens is 0; it must be a whole number from 1 to {2**31 - 1}: {but}")

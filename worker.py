@@ -218,6 +218,7 @@ class Worker:
                 scores += part.scores.get(0, [])
             result.token_ids += part.token_ids
             result.stopped += [i] * len(part.stopped)
+            result.not_finite += [i] * len(part.not_finite)
             if part.logprobs:
                 result.logprobs[i] = part.logprobs[0]
             if part.pooled:

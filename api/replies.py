@@ -105,7 +105,7 @@ class Job:
                 i = live[output.request_id]
                 asked = self.requests[i]
                 if output.finish_reason == "error":
-                    status = 503 if output.engine_fault else 400
+                    status = 500 if output.lasting else 503 if output.engine_fault else 400
                     raise ApiError(status, without_folders(output.error or "the engine failed"))
                 new = asked.push(output, client.abort)
                 if asked.finished:

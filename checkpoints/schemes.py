@@ -78,13 +78,13 @@ def groups_of(
 def unpack_fp8(codes: torch.Tensor, form: Format, scales: torch.Tensor) -> Packed:
     """The product of 8-bit floats [..., N, K] and scales [..., ceil(N / rows), ceil(K / columns)] of blocks.
 
-    The scales may also be one for all, or [N, 1].
+    The scales may also be one for all, or [..., N, 1], and they are where config.json says nothing of columns.
     """
     shape = codes.shape
     if scales.numel() == 1:
         shared, scales = tuple(max(1, size) for size in shape), scales.view([1] * codes.ndim)
-    elif scales.ndim == codes.ndim and scales.shape[-1] == 1 and scales.shape[:-1] == shape[:-1]:
-        shared = (*[1] * (codes.ndim - 1), max(1, shape[-1]))
+    elif not form.block[1] or (scales.ndim == codes.ndim and scales.shape == (*shape[:-1], 1)):
+        shared = (*[1] * (codes.ndim - 1), max(1, math.prod(shape[-1:])))
     else:
         shared = (*[1] * (codes.ndim - 2), *form.block)
     check("scales", scales, [-(-n // each) for n, each in zip(shape, shared, strict=True)] if codes.ndim > 1 else [1])
@@ -141,7 +141,7 @@ def unpack_gptq(
     [K / group, words]. With `groups` [K], each input has any group."""
     words, n = matrix(codes)
     k = words * 32 // form.bits
-    group = form.block[1] or k
+    group = form.block[1] or max(1, k)
     count = -(-k // group)
     check(f"codes of {form.bits} bits [{words}, {n}] in groups of {group}, and scales", scales, [count, n])
     check("zero points", zeros, [count, words_for(n, form.bits)])

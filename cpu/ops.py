@@ -119,8 +119,9 @@ def post_update(
         num_computed.numpy()[slot] -= counts - 1
     i = 0
     while len(slot):
-        tokens = sampled.numpy()[index + i]
+        tokens = np.maximum(sampled.numpy()[index + i], 0)
         stops = stop_bits.numpy()[slot, tokens // 32] >> (tokens % 32) & 1
+        stops[sampled.numpy()[index + i] < 0] = 8
         right = tokens == ids[slot, known[slot]]
         going = (i < drafts) & right & (stops == 0)
         if i == 0 and num_drafts is not None:

@@ -13,8 +13,8 @@ from reference import Adjust as SpecifiedAdjust
 LOGPROB_LOGITS = 1 << 21  # logits that `logprobs` looks at at a time; each takes up to 25 bytes meanwhile
 PART = 1 << 10  # logits of a row among which the index of the largest one is looked for
 TOP_PREFIX = 1024  # this many of the largest logits settle nearly every top-p row without sorting all of them
-# [256, 8] float32: what each byte of a bitmask adds to the logits of its tokens
-MASK_TERMS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0.0, -math.inf).astype(np.float32)
+# [256, 8] float32: for each byte of a bitmask, what the logits of its tokens are at most; NaN sets no bound to `fmin`
+BOUNDS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, math.nan, -math.inf).astype(np.float32)
 
 
 class Adjust(SpecifiedAdjust):
@@ -23,9 +23,9 @@ class Adjust(SpecifiedAdjust):
     __slots__ = ()
 
     def mask(self, x: torch.Tensor, slot: int, num_drafts: int) -> None:
-        """Add minus infinity where a token is barred: by a table, in a tenth of the time of a `masked_fill_`."""
-        added = MASK_TERMS[self.bitmask[slot, num_drafts].numpy().view(np.uint8)].reshape(-1)
-        x.add_(torch.from_numpy(added[: len(x)]))
+        """Make it minus infinity where a token is barred: by a table, in a tenth of the time of a `masked_fill_`."""
+        bounds = BOUNDS[self.bitmask[slot, num_drafts].numpy().view(np.uint8)].reshape(-1)
+        np.fmin(x.numpy(), bounds[: len(x)], out=x.numpy())
 
 
 def sample(
@@ -49,12 +49,12 @@ def sample(
         logits = logits.to(torch.float32, copy=True)
         for row in (adjust.adjustments[slot] * (slots >= 0)).nonzero()[:, 0].tolist():
             adjust.apply(logits[row], int(slot[row]), drafts[row][drafts[row] >= 0])
-    heat = temperature[slot]
+    heat, ids = temperature[slot], _argmax(logits)
+    peak = logits.gather(1, ids[:, None]).float().clamp(max=FLOAT_MAX)  # so that x - peak is a number
+    lost = ~(peak[:, 0] > -math.inf)
     if not heat.any():
-        return _argmax(logits).masked_fill(slots < 0, 0)
-    # The two clamps keep x - peak a number where a logit is infinite, and where every logit is -inf.
+        return ids.masked_fill(lost, -1).masked_fill(slots < 0, 0)
     x = logits.float().clamp(max=FLOAT_MAX) if adjust is None else logits.clamp_(max=FLOAT_MAX)
-    peak = x.amax(dim=-1, keepdim=True).clamp(min=-FLOAT_MAX)
     warm = torch.where(heat > 0, heat, 1.0)
     mass = (x - peak).div_(warm[:, None]).exp_()
     floor = peak[:, 0] + warm * min_p[slot].log()
@@ -65,9 +65,8 @@ def sample(
         floor[rows] = torch.maximum(floor[rows], pivots)
     reached = mass.masked_fill_(x < floor[:, None], 0).cumsum(dim=-1, dtype=torch.float64)
     goal = uniform(seeds[slot], num_known[slot] + after).double()[:, None] * reached[:, -1:]
-    ids = torch.searchsorted(reached, goal, right=True)[:, 0]
-    ids = torch.where(heat > 0, ids, _argmax(logits))
-    return ids.masked_fill((slots < 0) | (ids >= x.shape[1]), 0)
+    drawn = torch.searchsorted(reached, goal, right=True)[:, 0]
+    return torch.where(heat > 0, drawn, ids).masked_fill(lost, -1).masked_fill(slots < 0, 0)
 
 
 def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:

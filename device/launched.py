@@ -47,23 +47,23 @@ class Launched:
             self.done.synchronize()
         result, rows = self.unfinished, self.rows
         if self.finish and self.brought is not None:
+            result.not_finite = np.flatnonzero(~np.isfinite(self.brought.numpy()).all(1)).tolist()
             result.pooled = dict(enumerate(self.finish(self.brought.numpy())))
             result.token_ids = [-1] * len(result.pooled)
         elif rows and self.brought is not None:
             tokens, bits = (part[: len(rows.sampling)] for part in self.brought.tolist())
             if any(bits):
                 found = np.array(bits)
-                result.stopped = rows.sampling[np.flatnonzero(found & 1)].tolist()
-                result.guesses = {int(rows.sampling[i]): bits[i] > 3 for i in np.flatnonzero(found & 2)}
+                rows_with = (rows.sampling[np.flatnonzero(found & bit)].tolist() for bit in (1, 8))
+                result.stopped, result.not_finite = rows_with
+                result.guesses = {int(rows.sampling[i]): bits[i] & 4 > 0 for i in np.flatnonzero(found & 2)}
             if rows.drafts:
                 result.verified = rows.verified(tokens, self.padded)
             if rows.decode and not rows.drafts:
                 result.token_ids = tokens
             else:  # some rows bring no token, or several
-                taken = np.array(tokens) >= 0
-                latest = np.full(len(rows.planned), -1)
-                latest[rows.sampling[taken]] = np.array(tokens)[taken]
-                result.token_ids = latest.tolist()
+                latest = {row: token for row, token in zip(rows.sampling.tolist(), tokens, strict=True) if token >= 0}
+                result.token_ids = [latest.get(row, -1) for row in range(len(rows.planned))]
         if rows and self.logprobs:
             for sample, record in zip(rows.asked.tolist(), self.logprobs.records(), strict=True):
                 row = int(rows.sampling[sample])

@@ -96,7 +96,7 @@ class ExpertMlp(Owner):
         """
         e, ops, r = self.e, self.ops, self.r
         logits = linear(x if seen is None else seen, self.router, self.router_bias)
-        slots = step.batch.padded_slots
+        slots = step.batch.slots if step.batch.max_query_len == 1 else None  # of each token; padding rows have -1
         if r.scoring == "mixer":
             weights, ids = mix(logits, e.margin, slots)
         else:

@@ -57,7 +57,7 @@ def _row(
 
 @triton.jit
 def _logits(row, o_v, m_v):
-    """x [..] float32: the row's logits at o_v, changed as `Adjust` says. It is -inf outside of m_v, and never +inf."""
+    """x [..] float32: the row's logits at o_v, changed as `Adjust` says; -inf outside of m_v, and +inf only for NaN."""
     b_x = tl.load(row[0] + o_v, mask=m_v, other=float("-inf")).to(tl.float32)
     if len(row) > 1:
         adjustments, p_penalties, p_counts = row[1], row[2], row[3]
@@ -80,7 +80,7 @@ def _logits(row, o_v, m_v):
             b_fair = tl.where(b_x > 0, tl.div_rn(b_x, repetition), b_x * repetition)
             b_x = tl.where(b_count != 0, b_fair, b_x) - (b_count >> 1).to(tl.float32) * tl.load(p_penalties + 1)
             b_x -= tl.where(b_count > 1, tl.load(p_penalties + 2), 0.0)
-    return tl.minimum(b_x, FLOAT_MAX)  # with +inf, x - peak would be NaN
+    return tl.where(b_x == b_x, tl.minimum(b_x, FLOAT_MAX), float("inf"))  # a maximum may pass over NaN
 
 
 @triton.jit
@@ -334,14 +334,14 @@ def sample_pick_kernel(
     m_c = o_c < CHUNKS
     b_max = tl.load(chunk_max + i_r * CHUNKS + o_c, mask=m_c, other=float("-inf"))
     peak = tl.max(b_max, 0)
-    if heat <= 0:
+    lost = tl.abs(peak) == float("inf")  # some logit is NaN, or none is above -inf
+    if lost | (heat <= 0):
         b_id = tl.load(chunk_id + i_r * CHUNKS + o_c, mask=m_c & (b_max == peak), other=NO_ID)
-        tl.store(ids + i_r, tl.minimum(tl.min(b_id, 0), V - 1).to(tl.int64))
+        tl.store(ids + i_r, tl.where(lost, -1, tl.min(b_id, 0)).to(tl.int64))
         return
     row = _row(
         i_r, i_slot, logits, adjustments, penalties, token_counts, bias_ids, biases, bitmask, drafts, V, MASKS, DRAFTS
     )
-    peak = tl.maximum(peak, -FLOAT_MAX)
     scale = _scale(heat)
     b_mass = tl.load(chunk_sum + i_r * CHUNKS + o_c, mask=m_c, other=0.0)
     b_mass *= tl.exp2((tl.maximum(b_max, -FLOAT_MAX) - peak) * scale)

@@ -590,7 +590,7 @@ def test_prepare_inputs_and_post_update(device: str, rows: list[tuple[bool, int]
     most = unowned  # drafts
     samples = torch.where(torch.rand(count) < 0.6, torch.randint(1, 2 + most, (count,)), 0)
     at = ints(0, *samples.cumsum(0).tolist())
-    sampled, bits = torch.randint(0, 3, (max(1, int(at[-1])),)), torch.randint(-(2**31), 2**31, (8, 4)).int()
+    sampled, bits = torch.randint(-1, 3, (max(1, int(at[-1])),)), torch.randint(-(2**31), 2**31, (8, 4)).int()
     bits &= -1 - (torch.rand(8, 4) < 0.7).int() * 7
     for adjusted in (False, True):
         state = torch.randint(0, 3, token_ids.shape).int(), computed + starts.diff().max(), computed.clone()

@@ -415,7 +415,7 @@ def test_tokens_after_drafts_are_independent_draws_by_their_probabilities(
 def test_sample_of_rows_without_temperature_or_finite_logits(ops: ModuleType) -> None:
     state = ints(0, 0), torch.tensor([0.9, 0.9]), torch.zeros(2), torch.zeros(2).long(), ints(5, 5)
     hopeless = torch.full((2, 300), -torch.inf)
-    assert ops.sample(hopeless, ints(0, 1), torch.tensor([1.0, 0.0]), *state).tolist() == [0, 0]
+    assert ops.sample(hopeless, ints(0, 1), torch.tensor([1.0, 0.0]), *state).tolist() == [-1, -1]
     ties = torch.tensor([[1.0, 3.0, 3.0], [5.0, 5.0, 5.0], [0.0, 0.0, 9.0]])
     assert ops.sample(ties, ints(1, 0, -1), torch.zeros(2), *state).tolist() == [1, 0, 0]
     long = torch.randn(6, 16 * cpu_sampling.PART + 300).bfloat16()  # the largest one's index is looked for in a part
@@ -424,7 +424,7 @@ def test_sample_of_rows_without_temperature_or_finite_logits(ops: ModuleType) ->
         row[list(places)] = 9.0
     state6 = [values[:1].expand(6) for values in state]
     assert ops.sample(long, ints(*range(6)), torch.zeros(6), *state6).tolist() == [min(p) for p in peaks]
-    assert ops.sample(long.fill_(-torch.inf), ints(*range(6)), torch.zeros(6), *state6).tolist() == [0] * 6
+    assert ops.sample(long.fill_(-torch.inf), ints(*range(6)), torch.zeros(6), *state6).tolist() == [-1] * 6
     tiny = torch.tensor([1e-30, 1e-45])
     assert ops.sample(ties[:1].expand(2, -1) + torch.arange(3), ints(0, 1), tiny, *state).tolist() == [2, 2]
 
@@ -492,6 +492,8 @@ def test_post_update_of_drafts(ops: ModuleType) -> None:
         ([1, 2, 3], [5], [], []),  # a part of a prompt
         ([1], [5, 6], [5], [5]),  # its drafts are not verified
         ([1], [5, 6], [6], [6]),
+        ([1], [5, 0, 7], [5, -1, 7, 8], [5, 0]),  # -1: nothing could be sampled
+        ([1], [], [-1], [0]),
     ]
     count = len(cases)
     token_ids, known, drafts = torch.full((count, 9), -1, dtype=torch.int32), ints(*[0] * count), ints(*[0] * count)
@@ -509,7 +511,7 @@ def test_post_update_of_drafts(ops: ModuleType) -> None:
     for i, (tokens, drafted, samples, taken) in enumerate(cases):
         told, ends = news[:, at[i] : at[i + 1]].tolist()
         left = [-1 if j <= len(drafted) else -2 for j in range(len(taken), len(samples))]
-        bits = [int(token == 3) for token in taken]
+        bits = [8 if token < 0 else int(token == 3) for token in samples[: len(taken)]]
         if len(samples) == 1 and drafted:  # it was made and not verified
             bits[0] |= 6 if taken == drafted[:1] else 2
         assert told == taken + left and ends == bits + [0] * len(left)

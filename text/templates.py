@@ -105,7 +105,7 @@ def _indented(text: Any, width: Any = 4, first: Any = False, blank: Any = False)
 def _formatted(pattern: Any, *values: Any, **named: Any) -> int:
     """Of `%` and of `str.format`; both repeat a value as often as they name it, and take widths."""
     pattern = str(pattern)
-    widths = re.search(r"\*|\d{4}|:[^{}]*\{", pattern)
+    widths = re.search(r"\*|\d{4}|:[^{}:]*\{", pattern)
     return TOO_MUCH if widths else len(pattern) + len(re.findall("[%{]", pattern)) * text_size((values, named))
 
 

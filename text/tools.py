@@ -229,7 +229,7 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     ),
     "mistral": HeaderFormat(
         begins=("[TOOL_CALLS]",), written="{}[ARGS]", others=("[CALL_ID]",),
-        header=re.compile(r"(?P<name>[^\[\]{]+?)\s*(\[CALL_ID\](?P<id>[^\[]*))?(\[ARGS\])?\s*"),
+        header=re.compile(r"(?P<name>[^\[\]{]*?[^\[\]{\s])\s*(\[CALL_ID\](?P<id>[^\[]*))?(\[ARGS\]\s*)?"),
         older=JsonFormat(("[TOOL_CALLS]",), listed=True),
     ),
     "olmo3": PythonFormat(("<function_calls>",), "</function_calls>", listed=False),

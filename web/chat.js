@@ -15,6 +15,7 @@ import { AnswerView, arrows, copyTurn, textOf, UserView } from "./turns.js";
 
 const MOST_ROUNDS = 8; // of calls in one answer
 const SHORTEST = 0.02; // seconds between two events over which a rate is told
+const FRAME = 16; // milliseconds between two drawings of an answer that grows
 
 /** The first words of the questions of this page's own requests, by the id that the engine knows. */
 export const questions = new Map();
@@ -265,19 +266,21 @@ async function writeRound(request, signal, turn, round, view, facts) {
   const headers = { "Content-Type": "application/json" };
   const options = { method: "POST", headers, body: JSON.stringify(request), signal };
   const counted = { before: facts.tokens };
-  let drawing = 0;
+  let [drawing, took] = [0, 0];
   const draw = () => {
-    cancelAnimationFrame(drawing);
+    clearTimeout(drawing);
     drawing = 0;
+    const begun = performance.now();
     const atBottom = isAtBottom();
     viewOf(turn).draw(view, round);
     if (atBottom) scrollDown();
+    took = performance.now() - begun;
   };
   facts.reason = null;
   try {
     for await (const event of eventsOf(await ask("v1/chat/completions", options))) {
       take(event, turn, round, view, facts, counted);
-      drawing ||= requestAnimationFrame(draw);
+      drawing ||= setTimeout(draw, Math.max(FRAME, took)); // half of the time is for all else, however long it is
     }
   } finally {
     draw();

@@ -3,18 +3,19 @@
  * of them code, bold, italics, strikethrough and links.
  *
  * Nothing that a model writes can run: every text is put in as text, and a link leads to http or https alone. Each
- * pattern looks no further than a fixed number of characters, so that no text takes long to read.
+ * pattern takes time in proportion to the text: there is one way in which it may match, or it looks no further than a
+ * fixed number of characters. `.` goes with the flag s, because lines may have separators of Unicode's in them.
  */
 
 import { copyButton, element } from "./small.js";
 
 const DEEPEST = 8; // lists and quotes within each other; what is deeper is shown as it was written
-const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
-const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*)$/;
+const FENCE = /^ {0,3}(`{3,}|~{3,}(?!~))([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*)$/s;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const QUOTE = /^ {0,3}>[ \t]?/;
-const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?:[ \t]+(.*)|)$/;
-const TABLE_RULE = /^[ \t|:-]*-[ \t|:-]*$/;
+const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?:[ \t]+(.*)|)$/s;
+const TABLE_RULE = /^[ \t|:-]+$/; // with a - among them
 const INLINE = new RegExp([
   String.raw`\\(?<escaped>[!-/:-@[-\x60{-~])`,
   "(?<!`)(?<ticks>`{1,10})(?!`)(?<code>[^]{1,2000}?)(?<!`)\\k<ticks>(?!`)",
@@ -29,6 +30,8 @@ const INLINE = new RegExp([
 
 /** Show a text in `host`. What was there and is still the same stays, so that a text may grow piece by piece. */
 export function render(host, text) {
+  if (host.source === text) return;
+  host.source = text;
   const blocks = blocksOf(text.replace(/\r\n?/g, "\n").split("\n"));
   const sources = blocks.map(({ kind, lines }) => `${kind}\n${lines.join("\n")}`);
   const before = host.sources ?? [];
@@ -47,7 +50,7 @@ function kindOf(line, next) {
   if (RULE.test(line)) return "rule";
   if (QUOTE.test(line)) return "quote";
   if (ITEM.test(line) && ITEM.exec(line)[1].length < 4) return "list";
-  const isTable = line.includes("|") && next?.includes("|") && TABLE_RULE.test(next);
+  const isTable = line.includes("|") && next?.includes("|") && next.includes("-") && TABLE_RULE.test(next);
   return isTable && cellsOf(line).length === cellsOf(next).length ? "table" : "paragraph";
 }
 
@@ -113,16 +116,17 @@ function build({ kind, lines }, depth) {
 }
 
 const BUILDERS = {
-  paragraph: (lines) => element("p", {}, ...inline(lines.join("\n"), 0)),
+  paragraph: (lines) => element("p", {}, inline(lines.join("\n"), 0)),
   rule: () => element("hr"),
   heading([line]) {
     const [, marks, text] = HEADING.exec(line);
     // The page's own headings come before those of an answer.
-    return element(`h${Math.min(6, marks.length + 2)}`, {}, ...inline(text.replace(/[ \t]+#+[ \t]*$/, ""), 0));
+    const words = text.trimEnd().replace(/(?<=[ \t])#+$/, "").trimEnd();
+    return element(`h${Math.min(6, marks.length + 2)}`, {}, inline(words, 0));
   },
   quote(lines, depth) {
     const inner = lines.map((line) => line.replace(QUOTE, ""));
-    return element("blockquote", {}, ...blocksOf(inner).map((block) => build(block, depth + 1)));
+    return element("blockquote", {}, blocksOf(inner).map((block) => build(block, depth + 1)));
   },
   code: buildCode,
   list: buildList,
@@ -160,7 +164,7 @@ function buildList(lines, depth) {
       const isPlain = i === 0 && block.kind === "paragraph";
       return isPlain ? inline(block.lines.join("\n"), 0) : [build(block, depth + 1)];
     });
-    list.append(element("li", {}, ...parts.flat()));
+    list.append(element("li", {}, parts.flat()));
   }
   return list;
 }
@@ -172,13 +176,11 @@ function cellsOf(line) {
 function buildTable([head, rule, ...rows]) {
   const sides = cellsOf(rule).map((cell) => (!cell.endsWith(":") ? "" : cell.startsWith(":") ? "middle" : "right"));
   const row = (line, tag) => {
-    const cells = cellsOf(line);
-    return element("tr", {}, ...sides.map((side, i) => (
-      element(tag, { className: side }, ...inline(cells[i] ?? "", 0))
-    )));
+    const cells = cellsOf(line).slice(0, sides.length); // a row may have fewer, and is not filled up
+    return element("tr", {}, cells.map((cell, i) => element(tag, { className: sides[i] }, inline(cell, 0))));
   };
   const table = element("table", {}, element("thead", {}, row(head, "th")),
-    element("tbody", {}, ...rows.map((line) => row(line, "td"))));
+    element("tbody", {}, rows.map((line) => row(line, "td"))));
   return element("div", { className: "table", tabIndex: 0 }, table);
 }
 
@@ -199,10 +201,13 @@ function inline(text, depth) {
 function nodeOf({ 0: source, groups }, depth) {
   const { escaped, code, strong, strong2, em, em2, del, label, href, address } = groups;
   if (escaped) return escaped;
-  if (code) return element("code", {}, /^ .*[^ ].* $/s.test(code) ? code.slice(1, -1) : code);
-  if (strong ?? strong2) return element("strong", {}, ...inline(strong ?? strong2, depth + 1));
-  if (em ?? em2) return element("em", {}, ...inline(em ?? em2, depth + 1));
-  if (del) return element("del", {}, ...inline(del, depth + 1));
+  if (code) {
+    const isPadded = code.startsWith(" ") && code.endsWith(" ") && /[^ ]/.test(code);
+    return element("code", {}, isPadded ? code.slice(1, -1) : code);
+  }
+  if (strong ?? strong2) return element("strong", {}, inline(strong ?? strong2, depth + 1));
+  if (em ?? em2) return element("em", {}, inline(em ?? em2, depth + 1));
+  if (del) return element("del", {}, inline(del, depth + 1));
   return linkTo(href ?? address, label ? inline(label, depth + 1) : [address], source);
 }
 
@@ -210,5 +215,5 @@ function nodeOf({ 0: source, groups }, depth) {
 function linkTo(href, content, source) {
   const { protocol } = URL.canParse(href) ? new URL(href) : {};
   if (protocol !== "http:" && protocol !== "https:") return source;
-  return element("a", { href, target: "_blank", rel: "noopener noreferrer" }, ...content);
+  return element("a", { href, target: "_blank", rel: "noopener noreferrer" }, content);
 }

@@ -3,9 +3,10 @@
 export const byId = (id) => document.getElementById(id);
 export const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
+/** A new element. `children` may be lists, which have no limit; a call with very many arguments fails. */
 export function element(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
+  for (const child of children.flat()) made.append(child);
   return made;
 }
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from flask.testing import FlaskClient
+from safetensors.torch import load_file, save_file
 
 from adapters import make_adapter, make_prompt
 from api.adapters import Adapters, Module, read_module
@@ -408,6 +409,11 @@ def test_a_bad_adapter_is_a_400_and_others_are_served(running: Server, made: Pat
     assert status == 400 and "adapter_model.safetensors is damaged" in message and str(made) not in message
     (broken / "adapter_config.json").write_text('{"peft_type": "LOHA"}')
     assert "peft_type is 'LOHA'" in ask(running, "broken")[1]
+    shutil.rmtree(broken)
+    shutil.copytree(made / "dir" / "c", broken)
+    save_file({key: x if "lora_A" in key else x * 0 + 1e37 for key, x in load_file(weights).items()}, weights)
+    status, message = ask(running, "broken")
+    assert status == 500 and "adapter 'broken' has made numbers that are not finite" in message
     shutil.rmtree(broken)
     assert ask(running, "broken")[0] == 404
     assert ask(running, "a") == good

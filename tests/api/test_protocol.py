@@ -43,7 +43,7 @@ BAD = {  # field: values that are refused on both generating routes
     "max_tokens": [0, -2, 1.5, "16", True, 2**31, 10**400, []],
     "max_completion_tokens": [0, "1"],
     "temperature": [-0.1, 100.5, "1", True, []],
-    "top_p": [0, -1, 1.01, "1"],
+    "top_p": [0, -1, 1.01, "1", 1e-46, 1e-40],  # float32 has 0 for the last ones, or what a device may take for it
     "top_k": [-2, 1.5, 2**31],
     "min_p": [-0.1, 1.1],
     "seed": [2**63, -(2**63) - 1, 1.0, "1", True],
@@ -70,7 +70,7 @@ BAD = {  # field: values that are refused on both generating routes
     "suffix": ["x"],
     "presence_penalty": [-2.1, 2.1, "1", True],
     "frequency_penalty": [-2.5, 3, [1]],
-    "repetition_penalty": [0, -1, 101, "1.1"],
+    "repetition_penalty": [0, -1, 101, "1.1", 1e-46, 1e-40],
     "logit_bias": [
         {"a": 5},
         {"-1": 0},

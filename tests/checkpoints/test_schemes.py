@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +17,13 @@ from safetensors.torch import load_file
 
 from checkpoints.dequantize import fields
 from checkpoints.quantization import Format, read_quantization
-from checkpoints.schemes import groups_of, unpack_awq, unpack_gptq, unpack_nvfp4
+from checkpoints.schemes import SCHEMES, groups_of, unpack_awq, unpack_gptq, unpack_nvfp4
 from device.loader import load_weights
 from test_dequantize import E2M1, QWEN3, build, check_equal, check_parts, write
 
 Tensors = dict[str, torch.Tensor]
+DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32,
+          "BF16": torch.bfloat16, "F32": torch.float32}  # fmt: skip
 Encoded = tuple[Tensors, torch.Tensor]  # what stands for a weight, by the endings of names, and the weight
 
 SMALL = QWEN3 | {"intermediate_size": 96, "num_hidden_layers": 1}
@@ -578,3 +582,23 @@ def test_configs_of_odd_values_are_read_or_refused():
 
 def test_inputs_that_have_kept_their_order_have_no_groups():
     assert groups_of(torch.full((8,), -1, dtype=torch.int32), 8, 4, 2) is None
+
+
+SHAPES = [(), (0,), (1,), (8,), (8, 64), (64, 8), (8, 2), (8, 1), (0, 8), (2, 8, 64)]
+STATE = torch.tensor([*json.dumps({"shape": [8, 64], "blocksize": 64}).encode()], dtype=torch.uint8)
+FIXED = {"state": STATE, "shape": torch.tensor([8, 64]), "table": torch.ones(16)}  # of parts that other shapes follow
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_shapes_that_do_not_fit_are_a_value_error(name: str) -> None:
+    """Of the codes and of what is beside them, in groups of any size."""
+    scheme = SCHEMES[name]
+    needed = {key: DTYPES[of.dtypes[0]] for key, of in scheme.beside.items() if of.needed and key not in FIXED}
+    fixed = {key: FIXED[key] for key in scheme.beside.keys() & FIXED.keys()}
+    for block in ((1, 0), (1, 16), (128, 128)):
+        for shape, *shapes in itertools.product(SHAPES, repeat=1 + len(needed)):
+            named = zip(needed.items(), shapes, strict=True)
+            parts = {key: torch.ones(each, dtype=dtype) for (key, dtype), each in named}
+            codes = torch.ones(shape, dtype=DTYPES[scheme.dtype])
+            with contextlib.suppress(ValueError):
+                scheme.unpack(codes, Format(name, 4, block), **parts, **fixed).float()

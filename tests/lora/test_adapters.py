@@ -351,6 +351,37 @@ def test_after_refusals_all_others_are_served(adapted: LLM, mixed: Any, tmp_path
     assert_equal(adapted.generate(prompts[:6], GREEDY, use_tqdm=False, lora_request=adapters[:6]), answers[:6])
 
 
+@pytest.mark.parametrize(
+    "fields", [{}, {"async_scheduling": True}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}]
+)
+def test_an_adapter_whose_products_overflow_is_named_and_others_go_on(
+    folders: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, fields: dict[str, Any]
+) -> None:
+    """1e37 is a number in its file, and infinite a product later. The log has one line, however many requests end."""
+    name = f"overflows{len(str(fields))}"  # a line is written once in a process
+    tensors = make_adapter(tmp_path / name, 0)
+    save_file({key: x if "lora_A" in key else x * 0 + 1e37 for key, x in tensors.items()}, tmp_path / name / WEIGHTS)
+    core = make_core(**fields)
+    neighbours = [("with", folders[0], {}), ("without", None, {}), ("drawn", None, {"temperature": 1.0, "seed": 4})]
+    for key, folder, more in neighbours:
+        core.add(request(key, folder, **more), at_once=True)
+    alone = run(core)[0]
+    for turn in range(2):
+        bad = [(f"bad{turn}", {}), (f"drawn{turn}", {"temperature": 1.0, "n": 3, "logprobs": 2, "top_p": 0.5})]
+        bad += [(f"scored{turn}", {"max_tokens": 0, "prompt_logprobs": 1})]
+        for key, folder, more in neighbours[:2]:
+            core.add(request(key, folder, **more), at_once=True)
+        for key, more in bad:
+            core.add(request(key, tmp_path / name, **more), at_once=True)
+        core.add(request("drawn", None, **neighbours[2][2]))
+        found, errors, _ = run(core)
+        core.check_integrity()
+        assert errors.keys() == {key for key, _ in bad}
+        assert all(f"adapter '{name}' has made numbers that are not finite" in error for error in errors.values())
+        assert {key: found[key] for key in alone} == alone and not any(found[key] for key, _ in bad)
+    assert sum(name in record.getMessage() and record.levelname == "WARNING" for record in caplog.records) == 1
+
+
 def test_an_adapter_of_another_model_is_refused(adapted: LLM, tmp_path: Path) -> None:
     base = Path(__file__).parent.parent / "data" / "llamas" / "qwen2-sharded-tied"
     tensors = {}

@@ -20,6 +20,7 @@ from config import DEMO, EngineConfig
 from core import EngineCore
 from cpu import machine
 from device import warmup
+from device.launched import Launched
 from device.memory import fit_pool, largest_step
 from device.startup import print_plan, start_worker
 from engine import LLM, PoolingParams, SamplingParams
@@ -596,3 +597,10 @@ def test_a_head_is_not_loaded_where_it_is_not_needed(checkpoints):
     core = EngineCore(EngineConfig(str(checkpoints / "labels-3"), task="embed", dtype="float32", device="cpu"))
     assert core.executor.worker.model.score is None and core.facts["task"] == "embed"
     assert math.prod(core.facts["labels"] and (3,)) == core.facts["num_labels"] == 3
+
+
+def test_vectors_that_are_not_finite_are_told() -> None:
+    brought = torch.tensor([[1.0, 2.0], [torch.nan, 2.0], [0.0, torch.inf]])
+    step = Launched(StepResult(1, []), brought=brought, finish=lambda vectors: [x.tobytes() for x in vectors])
+    result = step.result()
+    assert result.not_finite == [1, 2] and len(result.pooled) == 3

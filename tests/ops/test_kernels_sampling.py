@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 
 import kernels
 from ops import sampling
+from sampling_params import SamplingParams
 from test_kernels import BF16, F16, F32, MANY, dtypes, ints, run
 
 
@@ -115,7 +116,7 @@ def check_sample(
         if x[0].isfinite().any():
             check_drawn(x[0], heat, drawn, u, top_k, float(top_ps[0]), float(min_ps[0]))
         else:
-            assert drawn == 0
+            assert drawn == -1
 
 
 test_sample = tried(
@@ -243,16 +244,92 @@ def test_sample_cuts_at_the_threshold(device: str, spread: float) -> None:
         assert drawn == int(allowed.nonzero()[0])
 
 
-def test_sample_without_a_finite_logit(device: str) -> None:
+@pytest.mark.parametrize("vocab", [300, 20000])
+def test_a_row_of_nan_or_without_a_logit_above_minus_infinity_brings_minus_one(device: str, vocab: int) -> None:
+    """And its neighbours bring what they bring without it."""
+    slots, heats = torch.arange(12, dtype=torch.int32), torch.tensor([0.0, 1.0, 1.0]).repeat(4)
+    top_ps = torch.tensor([1.0, 1.0, 0.9]).repeat(4)
+    state = heats, ints(*[0] * 12), top_ps, torch.zeros(12), torch.arange(12), ints(*[5] * 12)
+    logits = torch.randn(12, vocab)
+    for backend, sample in backends(device):
+        before = sample(logits, slots, *state)
+        broken = logits.clone()
+        broken[3:6], broken[6:9, vocab - 2], broken[9:] = -torch.inf, torch.nan, torch.nan
+        drawn = sample(broken, slots, *state)
+        assert torch.equal(drawn[:3], before[:3]) and (before >= 0).all(), backend
+        assert drawn[3:].tolist() == [-1] * 9, backend
+
+
+def backends(device: str) -> list[tuple[str, Callable[..., torch.Tensor]]]:
+    """`sample` of each backend, by its name; they take the same `Adjust`."""
+
+    def of(sample: Callable[..., torch.Tensor], kind: type) -> Callable[..., torch.Tensor]:
+        def call(*args: Any) -> torch.Tensor:
+            return sample(*(kind(*x) if isinstance(x, tuple) else x for x in args))
+
+        return call
+
+    kernel = functools.partial(run, "sample", device)
+    made = {"reference": (reference.sample, reference.Adjust), "triton": (kernel, kernels.Adjust)}
+    made["cpu"] = cpu.sampling.sample, cpu.sampling.Adjust
+    return [(name, of(*each)) for name, each in made.items()]
+
+
+EXTREMES = {  # of each parameter, as a client may ask for them; some are refused
+    "temperature": [0.0, 1e-46, 1e-40, 1e-38, 1e-5, 1.0, 100.0], "top_k": [-1, 0, 1, 2, 69, 2**31 - 1],
+    "top_p": [1e-46, 1e-40, 1e-38, 1e-6, 0.5, 0.99999999, 1.0], "min_p": [0.0, 1e-46, 1e-40, 1e-38, 0.5, 1.0],
+    "repetition_penalty": [1e-46, 1e-40, 1.2e-38, 1e-3, 1.0, 100.0], "seed": [-(2**63), -1, 0, 1, 2**63 - 1],
+    "presence_penalty": [-2.0, -1e-46, 0.0, 2.0], "frequency_penalty": [-2.0, 0.0, 1e-40, 2.0],
+    "logit_bias": [None, {0: 100.0}, {3: -100, 40: 100}, {5: 1e-46, 69: -100.0}],
+}  # fmt: skip
+LOGITS = [-torch.inf, -3.4e38, -1e30, -1.0, -1e-45, -0.0, 0.0, 1e-45, 1.0, 1e30, 3.4e38, torch.inf, torch.nan]
+
+
+@tried(
+    st.fixed_dictionaries({name: st.sampled_from(values) for name, values in EXTREMES.items()}),
+    st.lists(st.sampled_from(LOGITS), min_size=1, max_size=4), st.integers(0, 70), st.integers(0, 2**31),
+    on=[
+        ({"repetition_penalty": 1e-46}, [1.0, -torch.inf], 2, 0),
+        ({"repetition_penalty": 1.2e-38, "temperature": 1e-38}, [3.4e38, -3.4e38], 2, 1),
+        ({"top_p": 1e-38, "top_k": 2}, [torch.inf, torch.nan], 1, 2),
+        ({"temperature": 0.0, "frequency_penalty": -2.0, "logit_bias": {0: 100.0}}, [-torch.inf], 69, 3),
+    ],
+    drawn=150,
+)  # fmt: skip
+def test_what_is_barred_is_never_sampled(
+    device: str, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], values: list[float], count: int, seed: int
+) -> None:
+    """Of 70 tokens `count` are allowed. Their logits are of `values`, and those of all others of all `LOGITS`."""
+    generator, vocab = torch.Generator().manual_seed(seed), 70
+    try:
+        params = SamplingParams(**asked)
+    except ValueError:
+        return
+    allowed = torch.zeros(96, dtype=torch.bool)
+    allowed[torch.randperm(vocab, generator=generator)[:count]] = True
+    inside, outside = (torch.tensor(x)[torch.randint(len(x), (vocab,), generator=generator)] for x in (values, LOGITS))
+    logits = torch.where(allowed[:vocab], inside, outside)[None]
+    bits = (allowed.view(3, 32).long() << torch.arange(32)).sum(1)
+    ids, biases = torch.full((1, 1024), 2**31 - 1), torch.zeros(1, 1024)
+    for i, (token, bias) in enumerate(sorted((params.logit_bias or {}).items())):
+        ids[0, i], biases[0, i] = token, bias
+    penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+    fields = (
+        ints(7), torch.tensor([penalties]), torch.randint(0, 9, (1, vocab), generator=generator).int(), ids.int(),
+        biases, torch.where(bits >= 2**31, bits - 2**32, bits).int()[None, None],
+    )  # fmt: skip
     state = (
-        torch.tensor([1.0, 0.0]),
-        ints(0, 0),
-        torch.tensor([0.9, 0.9]),
-        torch.zeros(2),
-        torch.zeros(2).long(),
-        ints(5, 5),
-    )
-    assert run("sample", device, torch.full((2, 300), -torch.inf), ints(0, 1), *state).tolist() == [0, 0]
+        torch.tensor([params.temperature]), ints(params.top_k), torch.tensor([params.top_p]),
+        torch.tensor([params.min_p]), torch.tensor([params.seed or 0]), ints(9),
+    )  # fmt: skip
+    x = oracles.adjusted(logits[0], 0, fields)
+    assert (x[~allowed[:vocab]] == -torch.inf).all(), "a parameter makes a number of minus infinity"
+    lost = bool(x.isnan().any()) or not (x > -torch.inf).any()
+    for name in SAMPLE_SIZES:
+        monkeypatch.setattr(sampling, f"SAMPLE_{name}", 16 if name == "CHUNK" else min(16, SAMPLE_SIZES[name]))
+    for backend, sample in backends(device):
+        drawn = int(sample(logits, ints(0), *state, fields))
+        assert drawn == -1 if lost else drawn >= 0 and bool(allowed[drawn]) and x[drawn] > -torch.inf, backend
 
 
 def test_sample_survives_a_tiny_temperature(device: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from pathlib import Path
 
 import jsonschema
@@ -16,6 +17,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from counting import Compared
 from text.lark_rules import types_of
+from text.scanning import LONGEST_NAME
 from text.tools import REASONING_PARSERS, TOOL_PARSERS, call_grammar, new_reader, tool_parser_of
 
 DATA = json.loads((Path(__file__).parent.parent / "data" / "tool_answers.json").read_text())
@@ -564,3 +566,13 @@ def test_types_as_python_names_them(kind, right, wrong):
         (call,) = read([written], "qwen3_coder", tools=tools)[2]
         assert json.loads(call[1]) in ({"a": json.loads(value)}, {"a": value})
         assert ("string" in types_of({"type": kind})) == (kind in ("any", "whatever"))
+
+
+@pytest.mark.parametrize("name", [name for name, parser in TOOL_PARSERS.items() if hasattr(parser, "header")])
+def test_a_header_that_is_none_is_read_at_once(name: str) -> None:
+    """A pattern of cubic time takes a second for what may be a header, and the process serves nobody meanwhile."""
+    begun = time.process_time()
+    for begin in ("a", "function<｜tool▁sep｜>a", "a[CALL_ID]"):
+        for part in (" ", "\n", ":1", "[ARGS]"):
+            TOOL_PARSERS[name].header.fullmatch(begin + part * (LONGEST_NAME // len(part)) + "{")
+    assert time.process_time() - begun < 0.8
