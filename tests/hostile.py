@@ -202,7 +202,7 @@ def heavy(name: Callable[[], str]) -> dict[str, Callable[[], tuple[Any, ...]]]:
         "arguments of many numbers": lambda: chat(messages=called(f'{{"{name()}": [{"1," * 400_000}1]}}')),
         "arguments that are no JSON": lambda: chat(messages=called(f'{{"{name()}": {"x" * 400_000}')),
         "allowed tools": lambda: chat(**functions()),
-        "small and many answers": lambda: (COMPLETIONS, PROMPT | {"n": 1024, "max_tokens": 1000, "user": name()}),
+        "small and many answers": lambda: (COMPLETIONS, PROMPT | {"n": 1024, "max_tokens": 99, "user": name()}),
         "logprobs of answers": lambda: (COMPLETIONS, PROMPT | {"n": 1024, "max_tokens": 1000, "logprobs": 20}),
         "hundreds of tools": lambda: chat(tools=tools({"title": name(), "type": "object"}, 300)),
         "gzip": lambda: (COMPLETIONS, bomb(), f"{close}Content-Encoding: gzip\r\n"),
