@@ -7,11 +7,12 @@ import itertools
 import json
 import reprlib
 import uuid
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from api.checks import ToolChoice
+from api.checks import ToolChoice, in_parts
 from api.fields import ApiError
 from api.options import ServerConfig
 from api.structure import structure_of
@@ -35,6 +36,7 @@ PLAIN = "json"  # the parser of calls that only a grammar brings about, because 
 SHORT_ID = 9  # characters of a call's id, which templates of this parser demand:
 SHORT_IDS = "mistral"
 HARMONY = "openai"  # the parser of answers whose grammar begins before the reasoning
+TEXT_PARTS = functools.partial(in_parts, size=4096)  # of an answer, in characters; each is read in some 5 ms
 CONTENT, REASONING, CALL = "content", "reasoning", "call"  # kinds of a block
 Ids = tuple[int, ...]
 
@@ -233,9 +235,10 @@ class Answer:
         if is_whole:
             assert self.reading is not None
             parser, is_cut = self.reading.reasoning_parser, self.generation.finish_reason == "length"
-            parts = read_whole(self.reading.reader, parser, text, is_cut)
+            parts = read_whole(self.reading.reader, parser, text, is_cut, TEXT_PARTS)
         else:
-            parts = reader.feed(text) + (reader.end() if self.generation.finished else [])
+            parts = [part for piece in TEXT_PARTS(text) for part in reader.feed(piece)]
+            parts += reader.end() if self.generation.finished else ()
         if self.generation.finished:
             self._reader = None
         return list(itertools.chain.from_iterable(map(self._pieces, parts)))
@@ -275,7 +278,7 @@ class Answer:
 
     def number(self, at: int) -> int:
         """Which of the calls the block at this place is."""
-        return self._calls.index(at)
+        return bisect_left(self._calls, at)
 
     @property
     def finish_reason(self) -> str | None:
