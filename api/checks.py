@@ -72,8 +72,8 @@ def bad_words(value: Any, asked: Asked) -> list[str]:
     return value
 
 
-def in_parts(items: Sequence[Any], size: int = LIST_PART) -> Iterator[Any]:
-    """A list, or a text, in parts of `size` items, between which an API process serves its other clients."""
+def in_parts(items: list[Any], size: int = LIST_PART) -> Iterator[list[Any]]:
+    """A list in parts of `size` items, between which an API process serves its other clients."""
     for start in range(0, len(items), size):
         yield items[start : start + size]
         if len(items) > size:

@@ -6,13 +6,14 @@ import functools
 import itertools
 import json
 import reprlib
+import time
 import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from api.checks import ToolChoice, in_parts
+from api.checks import ToolChoice
 from api.fields import ApiError
 from api.options import ServerConfig
 from api.structure import structure_of
@@ -36,7 +37,6 @@ PLAIN = "json"  # the parser of calls that only a grammar brings about, because 
 SHORT_ID = 9  # characters of a call's id, which templates of this parser demand:
 SHORT_IDS = "mistral"
 HARMONY = "openai"  # the parser of answers whose grammar begins before the reasoning
-TEXT_PARTS = functools.partial(in_parts, size=4096)  # of an answer, in characters; each is read in some 5 ms
 CONTENT, REASONING, CALL = "content", "reasoning", "call"  # kinds of a block
 Ids = tuple[int, ...]
 
@@ -69,7 +69,8 @@ class Reading:
 
     def reader(self, **more: Any) -> Reader:
         """A reader of one answer; for `more` see `new_reader`."""
-        return new_reader(self.tool_parser, self.reasoning_parser, self.tools, self.prompt, self.special_tokens, **more)
+        how = self.tool_parser, self.reasoning_parser, self.tools, self.prompt, self.special_tokens
+        return new_reader(*how, **more, pause=lambda: time.sleep(0))
 
     def call_id(self) -> str:
         """An id for a call to which the model has given none."""
@@ -235,10 +236,9 @@ class Answer:
         if is_whole:
             assert self.reading is not None
             parser, is_cut = self.reading.reasoning_parser, self.generation.finish_reason == "length"
-            parts = read_whole(self.reading.reader, parser, text, is_cut, TEXT_PARTS)
+            parts = read_whole(self.reading.reader, parser, text, is_cut)
         else:
-            parts = [part for piece in TEXT_PARTS(text) for part in reader.feed(piece)]
-            parts += reader.end() if self.generation.finished else ()
+            parts = reader.feed(text) + (reader.end() if self.generation.finished else [])
         if self.generation.finished:
             self._reader = None
         return list(itertools.chain.from_iterable(map(self._pieces, parts)))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 
 WORDS = {"True": "true", "False": "false", "None": "null"}
 SIGN = re.compile(r"\s+|[{}\[\],:\"']")  # outside of strings, as are words
@@ -30,6 +31,8 @@ CUT_ESCAPE = re.compile(
     r"\\(?:u[0-9a-fA-F]{0,3}|x[0-9a-fA-F]?|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?)?\Z"
 )
 CLOSERS = {"{": "}", "[": "]"}
+Pause = Callable[[], None]  # lets others be served while a long text is read
+STEPS_BETWEEN_PAUSES = 512  # some 2 ms
 DEEPEST = 256  # lists and objects within each other
 KEY, COLON, VALUE, COMMA = "a key", "a colon", "a value", "a comma"  # what comes next
 
@@ -55,13 +58,17 @@ def as_json(text: str) -> str:
     return text
 
 
-def mend(text: str) -> str:
+def no_pause() -> None:
+    """Read on."""
+
+
+def mend(text: str, pause: Pause = no_pause) -> str:
     """The JSON that a whole text is, or nearly is.
 
     Raises:
         ValueError: it is none.
     """
-    mender, text = Mender(), text.strip()
+    mender, text = Mender(pause=pause), text.strip()
     made, end = mender.read(text, 0, ended=True)
     if not mender.done or text[end:]:
         raise ValueError("it is no JSON")
@@ -75,8 +82,9 @@ class Broken(Exception):
 class Mender:
     """Reads one value in pieces, cut anywhere. What it has made of them is always the beginning of JSON."""
 
-    def __init__(self, stops: tuple[str, ...] = ()):
+    def __init__(self, stops: tuple[str, ...] = (), pause: Pause = no_pause):
         self.stops = stops  # marks that end the value where they stand outside of strings
+        self.pause, self._steps = pause, 0
         self.done = False  # whether the value is whole
         self.broken = False  # whether it cannot go on
         self._closers: list[str] = []  # of the brackets that are open, the innermost last
@@ -93,6 +101,9 @@ class Mender:
         """
         made: list[str] = []
         while at < len(text) and not self.done:
+            self._steps += 1
+            if not self._steps % STEPS_BETWEEN_PAUSES:
+                self.pause()
             try:
                 step = self._in_string(text, at, ended) if self._quote else self._outside(text, at, ended)
             except Broken:

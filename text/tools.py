@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
+from text.json_mending import Pause, no_pause
 from text.lark_rules import Lark, then
 from text.scanning import Make, NoCall, Part, Source, Steps, Waiting, content, markers, reasoning
 from text.schemas import plain
@@ -445,6 +446,7 @@ def new_reader(
     special_tokens: Collection[str],
     refused: Collection[int] = (),
     opened: bool = False,
+    pause: Pause = no_pause,
 ) -> Reader:
     """A reader of one answer.
 
@@ -456,13 +458,14 @@ def new_reader(
         special_tokens: texts that are left out where they are not a part of the syntax.
         refused: the numbers of calls that are left in the content.
         opened: the answer begins within reasoning, whatever the prompt says.
+        pause: is called now and then while much text is read, to serve others.
 
     Raises:
         ValueError: a tool's schema is malformed.
     """
     format = TOOL_PARSERS[tool_parser] if tool_parser else None
     thinking = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
-    source = Source()
+    source = Source(pause)
     calls = Calls(source, functions(tools), refused)
     if thinking and not thinking.starts and format is None:
         format = HarmonyFormat()
@@ -480,13 +483,7 @@ MOST_AGAIN = 2**15  # characters of an answer that are read again, because a cal
 MOST_READINGS = 16  # of one answer, for each call that turns out to be none; then all of these are left out at once
 
 
-def read_whole(
-    make_reader: Callable[..., Reader],
-    reasoning_parser: str | None,
-    text: str,
-    is_cut: bool,
-    in_parts: Callable[[str], Iterable[str]] = lambda text: (text,),
-) -> list[Part]:
+def read_whole(make_reader: Callable[..., Reader], reasoning_parser: str | None, text: str, is_cut: bool) -> list[Part]:
     """Read an answer that is all there.
 
     A call whose arguments are no JSON object is left in its content. What stands before the end of reasoning is
@@ -495,14 +492,13 @@ def read_whole(
     Args:
         make_reader: `new_reader` with all of its arguments but the last two.
         is_cut: the answer was cut, as the last of its calls may be.
-        in_parts: gives a text in the parts in which it is read, between which others may be served.
     """
     thinking = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
     opened = thinking is not None and thinking.begins_unmarked(text)
     refused: set[int] = set()
     while True:
         reader = make_reader(refused=refused, opened=opened)
-        parts = [part for piece in in_parts(text) for part in reader.feed(piece)] + reader.end()
+        parts = reader.feed(text) + reader.end()
         arguments: dict[int, str] = {}
         for part in parts:
             if part.call is not None:
