@@ -11,12 +11,15 @@ an API process could serve nobody else for more than `MOST_STEP` seconds. A tabl
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
+import struct
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,21 +27,22 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "text")]
 
 
-from api import checks  # noqa: E402
 from api.bodies import parse_json  # noqa: E402
 from api.chat import CHAT  # noqa: E402
 from api.checks import Asked  # noqa: E402
-from api.completions import COMPLETIONS  # noqa: E402
+from api.faces import FACES  # noqa: E402
 from api.fields import PARAMS, ApiError, Face, read_fields  # noqa: E402
 from api.options import ServerConfig  # noqa: E402
+from api.structure import structure_of  # noqa: E402
 from checkpoints.gguf_config import config_of  # noqa: E402
 from checkpoints.gguf_file import read_headers  # noqa: E402
 from checkpoints.gguf_tokenizer import Vocabulary  # noqa: E402
 from counting import lines_run  # noqa: E402
+from gguf_files import of_bytes  # noqa: E402
 from lora.adapter import CONFIG, WEIGHTS, read_adapter  # noqa: E402
+from lora.patterns import MOST_KEYS  # noqa: E402
 from sampling_params import SamplingParams  # noqa: E402
 from test_written_calls import TOOLS, written  # noqa: E402
-from text.messages import chat_messages  # noqa: E402
 from text.tag_format import TagFormat  # noqa: E402
 from text.tools import REASONING_PARSERS, TOOL_PARSERS, call_grammar, new_reader, read_whole  # noqa: E402
 
@@ -92,10 +96,11 @@ def measured(case: Case) -> Finding:
 
 
 class Clock:
-    """Measures the longest step of a run."""
+    """Measures the longest step of a run. A pause ends one, in which others would be served."""
 
     def __init__(self) -> None:
         self.longest, self.begun = 0.0, time.thread_time()
+        time.sleep = lambda seconds: self.tick()
 
     def tick(self) -> None:
         """A step ends, and the next one begins."""
@@ -225,15 +230,184 @@ def readings(
 
         return Case(f"{name}, {way}: {unit!r:.60}", make, few and max(few, 2 * len(unit)), many)
 
-    yield case("one at a time", in_pieces(parser, thinking, prompt, 1), 1200, 0)
+    yield case("one at a time", in_pieces(parser, thinking, prompt, 1), 3000, 0)
     yield case("4 at a time", in_pieces(parser, thinking, prompt, 4), 0, 8_000)
     yield case("whole", as_a_whole(parser, thinking, prompt), 0, 32_000)
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
+TURN = {"role": "user", "content": "Hi"}
+LEAST: dict[str, dict[str, Any]] = {  # bodies that are allowed, by the names of their faces
+    "completions": {"prompt": "Hi"}, "chat": {"messages": [TURN]}, "tokenize": {"prompt": "Hi"}, "detokenize": {"tokens": [1]},
+    "responses": {"input": "Hi"}, "messages": {"messages": [TURN], "max_tokens": 4}, "embeddings": {"input": "Hi"},
+    "count_tokens": {"messages": [TURN]}, "pooling": {"input": "Hi"}, "classify": {"input": "Hi"},
+    "score": {"text_1": "Hi", "text_2": "Ho"}, "rerank": {"query": "Hi", "documents": ["Ho"]},
+}  # fmt: skip
+
+
+def nested(before: str, after: str) -> Callable[[int], Any]:
+    return lambda size: json.loads(before * min(size, 40) + "1" + after * min(size, 40))
+
+
+def called(**function: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", **function}}]}
+
+
+def tool(**parameters: Any) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {"name": "f", "strict": True, "parameters": {"type": "object", **parameters}},
+    }
+
+
+VALUES: dict[str, Callable[[int], Any]] = {  # for any field
+    "a text": lambda n: "x" * n, "spaces": lambda n: " " * n, "numbers": lambda n: list(range(n)), "floats": lambda n: [0.5] * n,
+    "texts": lambda n: [f"x{i}" for i in range(n)], "equal texts": lambda n: ["x"] * n, "a long text in a list": lambda n: ["x" * n],
+    "names": lambda n: {f"x{i}": 1 for i in range(n)}, "ids": lambda n: {str(i): 1 for i in range(n)}, "lists": lambda n: [[1]] * n,
+    "objects": lambda n: [{"type": f"x{i}"} for i in range(n)], "deep lists": nested("[", "]"), "deep objects": nested('{"a":', "}"),
+}  # fmt: skip
+SCHEMAS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "properties": lambda n: {"properties": {f"p{i}": {"type": "integer"} for i in range(n)}},
+    "required": lambda n: {"properties": {f"p{i}": {} for i in range(n)}, "required": [f"p{i}" for i in range(n)]},
+    "texts in an enum": lambda n: {"properties": {"a": {"enum": [f"x{i}" for i in range(n)]}}},
+    "alternatives": lambda n: {"properties": {"a": {"anyOf": [{"const": i} for i in range(n)]}}},
+    "definitions": lambda n: {"$defs": {f"d{i}": {"type": "null"} for i in range(n)}, "properties": {"a": {"$ref": "#/$defs/d0"}}},
+    "a chain of references": lambda n: {
+        "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(n)} | {f"d{n}": {"type": "null"}},
+        "properties": {"a": {"$ref": "#/$defs/d0"}},
+    },
+    "allOf": lambda n: {"properties": {"a": {"allOf": [{"minimum": i} for i in range(n)]}}},
+    "a pattern": lambda n: {"properties": {"a": {"type": "string", "pattern": "a?" * n}}},
+    "a description": lambda n: {"description": "x" * n, "properties": {f"p{i}": {} for i in range(n // 100)}},
+    "definitions for each": lambda n: {"$defs": {"d": {"description": "x" * n}}, "properties": {f"p{i}": {} for i in range(n // 100)}},
+}  # fmt: skip
+TALKS: dict[str, Callable[[int], list[Any]]] = {
+    "turns": lambda n: [TURN] * n, "a long turn": lambda n: [{"role": "user", "content": "x" * n}],
+    "parts": lambda n: [{"role": "user", "content": [{"type": "text", "text": "x"}] * n}],
+    "calls": lambda n: [{"role": "assistant", "tool_calls": called(arguments="{}")["tool_calls"] * n}],
+    "a call of a long text": lambda n: [called(arguments=json.dumps({"a": "x" * n}))],
+    "a call of many numbers": lambda n: [called(arguments=json.dumps({"a": [1] * n}))],
+    "a call of many names": lambda n: [called(arguments=json.dumps({f"a{i}": 1 for i in range(n)}))],
+    "a call of what is no JSON": lambda n: [called(arguments='{"a": [' + "1," * n)],
+    "a call of a long number": lambda n: [called(arguments='{"a": ' + "1" * n + "}")],
+    "a call of a long word": lambda n: [called(arguments='{"a": ' + "x" * n + "}")],
+    "a call of single quotes": lambda n: [called(arguments="{'a': ['" + "', '".join("x" * n) + "']}")],
+    "a call of escapes": lambda n: [called(arguments='{"a": "' + "\\x41" * n + '"}')],
+    "results": lambda n: [called(arguments="{}"), *([{"role": "tool", "tool_call_id": "a", "content": "x"}] * n)],
+    "keys": lambda n: [TURN | {f"x{i}": 1 for i in range(n)}],
+}  # fmt: skip
+
+
+def taken(face: Face, body: dict[str, Any]) -> Run:
+    """The reading of a body and all that is made of it before the engine gets a request."""
+    data = json.dumps(body).encode()
+
+    def read() -> None:
+        config = ServerConfig()
+        fields = read_fields(face, parse_json(data, config), Asked(config))
+        if fields.get("tools"):
+            for parser in ("hermes", "qwen3_coder", "pythonic"):
+                call_grammar(parser, fields["tools"], True, True, lambda text: None)
+        given = {name: fields[name] for name in PARAMS if fields.get(name) is not None}
+        structure = structure_of(fields) if "response_format" in fields else None
+        SamplingParams(**given | {"structured_outputs": structure}).check_vocabulary(2**20)
+
+    def run() -> float:
+        clock = Clock()
+        with contextlib.suppress(ApiError, ValueError):
+            read()
+        clock.tick()
+        return clock.longest
+
+    return run
+
+
+def bodies() -> Iterator[Case]:
+    """Each field of each route with values of all kinds, and those that have a structure of their own."""
+
+    def case(face: Face, kind: str, more: Callable[[int], dict[str, Any]]) -> Case:
+        return Case(f"{face.name}, {kind}", lambda n: taken(face, LEAST.get(face.name, {}) | more(n)), 1000, 8000)
+
+    for face in FACES:
+        for field, (kind, value) in itertools.product(face.own, VALUES.items()):
+            yield case(face, f"{field.name}: {kind}", lambda n, field=field, value=value: {field.name: value(n)})
+        yield case(face, "unknown names", lambda n: {f"x{i}": 1 for i in range(n)})
+    for kind, talk in TALKS.items():
+        yield case(CHAT, kind, lambda n, talk=talk: {"messages": talk(n)})
+    for kind, schema in SCHEMAS.items():
+        yield case(CHAT, f"a tool with {kind}", lambda n, schema=schema: {"tools": [tool(**schema(n))]})
+        form = {"type": "json_schema", "json_schema": {"name": "a", "strict": True}}
+        yield case(
+            CHAT, f"a form with {kind}",
+            lambda n, schema=schema, form=form: {
+                "response_format": form | {"json_schema": form["json_schema"] | {"schema": {"type": "object", **schema(n)}}}
+            },
+        )  # fmt: skip
+    tools = lambda n: [{"type": "function", "function": {"name": f"f{i}"}} for i in range(n)]  # noqa: E731
+    yield case(CHAT, "tools", lambda n: {"tools": tools(n)})
+    yield case(CHAT, "tools that may be called", lambda n: {"tools": tools(n), "tool_choice": {
+        "type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools(n)}}})  # fmt: skip
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+PATTERNS: dict[str, Callable[[int], str]] = {
+    "names": lambda i: f"q{i}", "paths": lambda i: f"layers.{i}.q", "escaped paths": lambda i: rf"^layers\.{i}\.q",
+    "expressions": lambda i: f"layers.{i}.*", "classes": lambda i: f"[ab]{i}", "kinds": lambda i: "x" * (i % 250) + ".a" * (i // 250),
+}  # fmt: skip
+GGUFS: dict[str, Callable[[int], tuple[dict[str, Any], dict[str, tuple[int, ...]]]]] = {
+    "values": lambda n: ({f"a{i}": 1 for i in range(n)}, {}),
+    "texts": lambda n: ({"a": struct.pack("<IIQ", 9, 8, n) + bytes(8 * n)}, {}),
+    "lists": lambda n: ({"a": struct.pack("<IIQ", 9, 9, n) + struct.pack("<IQ", 4, 0) * n}, {}),
+    "numbers": lambda n: ({"a": struct.pack("<IIQ", 9, 0, n) + bytes(n)}, {}),
+    "tensors": lambda n: ({}, {f"blk.{i}.attn_q.weight": (1, 1) for i in range(n)}),
+    "experts": lambda n: ({"qwen3moe.expert_count": n}, {"blk.0.ffn_up_exps.weight": (1, 1, n)}),
+    "a token's text": lambda n: ({"tokenizer.ggml.tokens": struct.pack("<IIQQ", 9, 8, 1, n) + bytes(n)}, {}),
+}  # fmt: skip
+
+
+def files(folder: Path) -> Iterator[Case]:
+    """Adapters' configs, which API processes read, and GGUF headers, which only the start of a server reads."""
+
+    def adapter(make: Callable[[int], str], n: int) -> Run:
+        patterns = {make(i): 4 for i in range(n)}
+        fields = {"peft_type": "LORA", "r": 8, "rank_pattern": patterns, "alpha_pattern": patterns}
+        (folder / CONFIG).write_text(json.dumps(fields))
+        (folder / WEIGHTS).touch()
+
+        def run() -> float:
+            clock = Clock()
+            with contextlib.suppress(ValueError):
+                read_adapter(str(folder))
+            clock.tick()
+            return clock.longest
+
+        return run
+
+    def gguf(make: Callable[[int], tuple[dict[str, Any], dict[str, tuple[int, ...]]]], n: int) -> Run:
+        values, tensors = make(n)
+        values = {"general.architecture": "qwen3moe", "tokenizer.ggml.model": "no_vocab"} | values
+        (folder / "x.gguf").write_bytes(of_bytes(values, {"token_embd.weight": (1, 1)} | tensors))
+
+        def run() -> float:
+            with contextlib.suppress(ValueError, ArithmeticError, LookupError, TypeError):
+                headers = read_headers(str(folder / "x.gguf"))
+                config_of(headers, Vocabulary(headers[0]).ends)
+            return 0.0
+
+        return run
+
+    for kind, name in PATTERNS.items():
+        yield Case(f"an adapter's patterns: {kind}", partial(adapter, name), 1000, MOST_KEYS // 2)
+    for kind, contents in GGUFS.items():
+        yield Case(f"a GGUF file's {kind}", partial(gguf, contents), 1000, 30_000)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-AREAS = {"answers": answers}
+AREAS: dict[str, Callable[..., Iterator[Case]]] = {"answers": answers, "bodies": bodies, "files": files}
 
 
 def main() -> int:
@@ -245,7 +419,7 @@ def main() -> int:
     args = parser.parse_args()
     count = failures = 0
     for area in args.areas:
-        for case in AREAS[area]():
+        for case in AREAS[area](*([Path(tempfile.mkdtemp())] if area == "files" else [])):
             if args.only in case.name:
                 finding = measured(case)
                 count, failures = count + 1, failures + finding.fails

@@ -32,7 +32,7 @@ CUT_ESCAPE = re.compile(
 )
 CLOSERS = {"{": "}", "[": "]"}
 Pause = Callable[[], None]  # lets others be served while a long text is read
-STEPS_BETWEEN_PAUSES = 512  # some 2 ms
+STEPS_BETWEEN_PAUSES = 256  # some 2 ms
 DEEPEST = 256  # lists and objects within each other
 KEY, COLON, VALUE, COMMA = "a key", "a colon", "a value", "a comma"  # what comes next
 
