@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import reprlib
-import time
 import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,8 +68,7 @@ class Reading:
 
     def reader(self, **more: Any) -> Reader:
         """A reader of one answer; for `more` see `new_reader`."""
-        how = self.tool_parser, self.reasoning_parser, self.tools, self.prompt, self.special_tokens
-        return new_reader(*how, **more, pause=lambda: time.sleep(0))
+        return new_reader(self.tool_parser, self.reasoning_parser, self.tools, self.prompt, self.special_tokens, **more)
 
     def call_id(self) -> str:
         """An id for a call to which the model has given none."""

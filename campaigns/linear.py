@@ -68,6 +68,10 @@ class Finding(NamedTuple):
     seconds: float  # the same of CPU time
     step: float  # the longest, at the larger size
 
+    def __str__(self) -> str:
+        growth = f"lines x{self.lines:.2f}, seconds x{self.seconds:.2f}"
+        return f"{'FAILS' if self.fails else 'ok':6}{growth}, longest step {self.step * 1000:.0f} ms  {self.name}"
+
     @property
     def fails(self) -> bool:
         return max(self.lines, self.seconds) > MOST_GROWTH or self.step > MOST_STEP
@@ -119,7 +123,7 @@ def in_pieces(parser: str | None, thinking: str | None, prompt: str, size: int) 
 
         def run() -> float:
             clock = Clock()
-            reader = new_reader(parser, thinking, TOOLS, prompt, ("<|special|>",), pause=clock.tick)
+            reader = new_reader(parser, thinking, TOOLS, prompt, ("<|special|>",))
             for piece in pieces:
                 reader.feed(piece)
                 clock.tick()
@@ -140,7 +144,7 @@ def as_a_whole(parser: str | None, thinking: str | None, prompt: str) -> Callabl
             clock = Clock()
 
             def reader(**more: Any) -> Any:
-                return new_reader(parser, thinking, TOOLS, prompt, ("<|special|>",), pause=clock.tick, **more)
+                return new_reader(parser, thinking, TOOLS, prompt, ("<|special|>",), **more)
 
             read_whole(reader, thinking, text, False)
             clock.tick()
@@ -152,11 +156,57 @@ def as_a_whole(parser: str | None, thinking: str | None, prompt: str) -> Callabl
 
 
 PLAIN = [
-    "1", "x", " ", "\n", "\\", '"', "'", "é", "<", "</", "{", "[", "(", "}", "]", ",", ":", "1,", "1.", "x ", "x\n", "\\n", "\\u00e9",
-    "\\ud83d", "\\ud83d\\ude00", '\\"', "'1',", '"1",', '{"a":', "{'a':", '[{"a":', '{"a":1},', "[1,", '"a":1,', "a=1,", "a b, ", "0x1", "-", "True,",
-    "<|special|>", "<|special|",
-    '{"id":', '{"id":[1,', '{"id":"', '{"arguments":{"a":1},', '"id": 1, ', '{"name": "write", "arguments": {}}', "\n\n", "```", "```json\n",
-]  # fmt: skip
+    "1",
+    "x",
+    " ",
+    "\n",
+    "\\",
+    '"',
+    "'",
+    "é",
+    "<",
+    "</",
+    "{",
+    "[",
+    "(",
+    "}",
+    "]",
+    ",",
+    ":",
+    "1,",
+    "1.",
+    "x ",
+    "x\n",
+    "\\n",
+    "\\u00e9",
+    "\\ud83d",
+    "\\ud83d\\ude00",
+    '\\"',
+    "'1',",
+    '"1",',
+    '{"a":',
+    "{'a':",
+    '[{"a":',
+    '{"a":1},',
+    "[1,",
+    '"a":1,',
+    "a=1,",
+    "a b, ",
+    "0x1",
+    "-",
+    "True,",
+    "<|special|>",
+    "<|special|",
+    '{"id":',
+    '{"id":[1,',
+    '{"id":"',
+    '{"arguments":{"a":1},',
+    '"id": 1, ',
+    '{"name": "write", "arguments": {}}',
+    "\n\n",
+    "```",
+    "```json\n",
+]
 
 
 def units_of(parser: str) -> list[str]:
@@ -173,11 +223,23 @@ def units_of(parser: str) -> list[str]:
         begin = f"{format.begins[0]}\n{format.name} write{format.name_end}\n"
         argument = f"{format.key}text{format.key_end}"
         found += [
-            key, key + "\n", key + "x" + end, key + end + "\n", key + end + end, key + ends, f"{end}\n{argument}",
-            f"\n{end}\n{ends}", f"{ends}\n", f"{begin}{argument}x{ends}\n", f"{begin}{argument}x{end}{ends}\n",
-            f"\n{argument}x", "".join(f"\n{format.key}a{i}{format.key_end}x{end}" for i in range(100)), f"{end} x", f"{begin}x",
+            key,
+            key + "\n",
+            key + "x" + end,
+            key + end + "\n",
+            key + end + end,
+            key + ends,
+            f"{end}\n{argument}",
+            f"\n{end}\n{ends}",
+            f"{ends}\n",
+            f"{begin}{argument}x{ends}\n",
+            f"{begin}{argument}x{end}{ends}\n",
+            f"\n{argument}x",
+            "".join(f"\n{format.key}a{i}{format.key_end}x{end}" for i in range(100)),
+            f"{end} x",
+            f"{begin}x",
             f"\n{format.key}n{format.key_end}[1,{end}",
-        ]  # fmt: skip
+        ]
     return list(dict.fromkeys(found))
 
 
@@ -202,6 +264,7 @@ def answers() -> Iterator[Case]:
         for (slot, (before, after)), unit in itertools.product(slots_of(parser).items(), units_of(parser)):
             yield from readings(f"{parser}, {slot or 'content'}", parser, None, "", before, unit, after)
     for name, thinking in REASONING_PARSERS.items():
+        tools = None if name == "openai_gptoss" else "hermes"
         marks = [*thinking.starts, *thinking.ends, *thinking.openers, *thinking.closers]
         units = [
             *marks,
@@ -214,9 +277,8 @@ def answers() -> Iterator[Case]:
             "<",
             "<tool_call>\n",
         ]
-        parser = None if name == "openai_gptoss" else "hermes"
         for unit, prompt in itertools.product(dict.fromkeys(units), ("", "".join(thinking.starts[:1]))):
-            yield from readings(f"reasoning {name}", parser, name, prompt, "", unit, "")
+            yield from readings(f"reasoning {name}", tools, name, prompt, "", unit, "")
 
 
 def readings(
@@ -239,11 +301,19 @@ def readings(
 
 TURN = {"role": "user", "content": "Hi"}
 LEAST: dict[str, dict[str, Any]] = {  # bodies that are allowed, by the names of their faces
-    "completions": {"prompt": "Hi"}, "chat": {"messages": [TURN]}, "tokenize": {"prompt": "Hi"}, "detokenize": {"tokens": [1]},
-    "responses": {"input": "Hi"}, "messages": {"messages": [TURN], "max_tokens": 4}, "embeddings": {"input": "Hi"},
-    "count_tokens": {"messages": [TURN]}, "pooling": {"input": "Hi"}, "classify": {"input": "Hi"},
-    "score": {"text_1": "Hi", "text_2": "Ho"}, "rerank": {"query": "Hi", "documents": ["Ho"]},
-}  # fmt: skip
+    "completions": {"prompt": "Hi"},
+    "chat": {"messages": [TURN]},
+    "tokenize": {"prompt": "Hi"},
+    "detokenize": {"tokens": [1]},
+    "responses": {"input": "Hi"},
+    "messages": {"messages": [TURN], "max_tokens": 4},
+    "embeddings": {"input": "Hi"},
+    "count_tokens": {"messages": [TURN]},
+    "pooling": {"input": "Hi"},
+    "classify": {"input": "Hi"},
+    "score": {"text_1": "Hi", "text_2": "Ho"},
+    "rerank": {"query": "Hi", "documents": ["Ho"]},
+}
 
 
 def nested(before: str, after: str) -> Callable[[int], Any]:
@@ -262,17 +332,29 @@ def tool(**parameters: Any) -> dict[str, Any]:
 
 
 VALUES: dict[str, Callable[[int], Any]] = {  # for any field
-    "a text": lambda n: "x" * n, "spaces": lambda n: " " * n, "numbers": lambda n: list(range(n)), "floats": lambda n: [0.5] * n,
-    "texts": lambda n: [f"x{i}" for i in range(n)], "equal texts": lambda n: ["x"] * n, "a long text in a list": lambda n: ["x" * n],
-    "names": lambda n: {f"x{i}": 1 for i in range(n)}, "ids": lambda n: {str(i): 1 for i in range(n)}, "lists": lambda n: [[1]] * n,
-    "objects": lambda n: [{"type": f"x{i}"} for i in range(n)], "deep lists": nested("[", "]"), "deep objects": nested('{"a":', "}"),
-}  # fmt: skip
+    "a text": lambda n: "x" * n,
+    "spaces": lambda n: " " * n,
+    "numbers": lambda n: list(range(n)),
+    "floats": lambda n: [0.5] * n,
+    "texts": lambda n: [f"x{i}" for i in range(n)],
+    "equal texts": lambda n: ["x"] * n,
+    "a long text in a list": lambda n: ["x" * n],
+    "names": lambda n: {f"x{i}": 1 for i in range(n)},
+    "ids": lambda n: {str(i): 1 for i in range(n)},
+    "lists": lambda n: [[1]] * n,
+    "objects": lambda n: [{"type": f"x{i}"} for i in range(n)],
+    "deep lists": nested("[", "]"),
+    "deep objects": nested('{"a":', "}"),
+}
 SCHEMAS: dict[str, Callable[[int], dict[str, Any]]] = {
     "properties": lambda n: {"properties": {f"p{i}": {"type": "integer"} for i in range(n)}},
     "required": lambda n: {"properties": {f"p{i}": {} for i in range(n)}, "required": [f"p{i}" for i in range(n)]},
     "texts in an enum": lambda n: {"properties": {"a": {"enum": [f"x{i}" for i in range(n)]}}},
     "alternatives": lambda n: {"properties": {"a": {"anyOf": [{"const": i} for i in range(n)]}}},
-    "definitions": lambda n: {"$defs": {f"d{i}": {"type": "null"} for i in range(n)}, "properties": {"a": {"$ref": "#/$defs/d0"}}},
+    "definitions": lambda n: {
+        "$defs": {f"d{i}": {"type": "null"} for i in range(n)},
+        "properties": {"a": {"$ref": "#/$defs/d0"}},
+    },
     "a chain of references": lambda n: {
         "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(n)} | {f"d{n}": {"type": "null"}},
         "properties": {"a": {"$ref": "#/$defs/d0"}},
@@ -280,10 +362,14 @@ SCHEMAS: dict[str, Callable[[int], dict[str, Any]]] = {
     "allOf": lambda n: {"properties": {"a": {"allOf": [{"minimum": i} for i in range(n)]}}},
     "a pattern": lambda n: {"properties": {"a": {"type": "string", "pattern": "a?" * n}}},
     "a description": lambda n: {"description": "x" * n, "properties": {f"p{i}": {} for i in range(n // 100)}},
-    "definitions for each": lambda n: {"$defs": {"d": {"description": "x" * n}}, "properties": {f"p{i}": {} for i in range(n // 100)}},
-}  # fmt: skip
+    "definitions for each": lambda n: {
+        "$defs": {"d": {"description": "x" * n}},
+        "properties": {f"p{i}": {} for i in range(n // 100)},
+    },
+}
 TALKS: dict[str, Callable[[int], list[Any]]] = {
-    "turns": lambda n: [TURN] * n, "a long turn": lambda n: [{"role": "user", "content": "x" * n}],
+    "turns": lambda n: [TURN] * n,
+    "a long turn": lambda n: [{"role": "user", "content": "x" * n}],
     "parts": lambda n: [{"role": "user", "content": [{"type": "text", "text": "x"}] * n}],
     "calls": lambda n: [{"role": "assistant", "tool_calls": called(arguments="{}")["tool_calls"] * n}],
     "a call of a long text": lambda n: [called(arguments=json.dumps({"a": "x" * n}))],
@@ -296,7 +382,7 @@ TALKS: dict[str, Callable[[int], list[Any]]] = {
     "a call of escapes": lambda n: [called(arguments='{"a": "' + "\\x41" * n + '"}')],
     "results": lambda n: [called(arguments="{}"), *([{"role": "tool", "tool_call_id": "a", "content": "x"}] * n)],
     "keys": lambda n: [TURN | {f"x{i}": 1 for i in range(n)}],
-}  # fmt: skip
+}
 
 
 def taken(face: Face, body: dict[str, Any]) -> Run:
@@ -323,6 +409,29 @@ def taken(face: Face, body: dict[str, Any]) -> Run:
     return run
 
 
+def one_field(name: str, value: Callable[[int], Any], n: int) -> dict[str, Any]:
+    return {name: value(n)}
+
+
+def with_tool(schema: Callable[[int], dict[str, Any]], n: int) -> dict[str, Any]:
+    return {"tools": [tool(**schema(n))]}
+
+
+def with_form(schema: Callable[[int], dict[str, Any]], n: int) -> dict[str, Any]:
+    form = {"name": "a", "strict": True, "schema": {"type": "object", **schema(n)}}
+    return {"response_format": {"type": "json_schema", "json_schema": form}}
+
+
+def with_tools(n: int) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(n)]}
+
+
+def with_allowed_tools(n: int) -> dict[str, Any]:
+    tools = with_tools(n)
+    allowed = {"mode": "auto"} | tools
+    return tools | {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+
+
 def bodies() -> Iterator[Case]:
     """Each field of each route with values of all kinds, and those that have a structure of their own."""
 
@@ -331,31 +440,27 @@ def bodies() -> Iterator[Case]:
 
     for face in FACES:
         for field, (kind, value) in itertools.product(face.own, VALUES.items()):
-            yield case(face, f"{field.name}: {kind}", lambda n, field=field, value=value: {field.name: value(n)})
+            yield case(face, f"{field.name}: {kind}", partial(one_field, field.name, value))
         yield case(face, "unknown names", lambda n: {f"x{i}": 1 for i in range(n)})
     for kind, talk in TALKS.items():
-        yield case(CHAT, kind, lambda n, talk=talk: {"messages": talk(n)})
+        yield case(CHAT, kind, partial(one_field, "messages", talk))
     for kind, schema in SCHEMAS.items():
-        yield case(CHAT, f"a tool with {kind}", lambda n, schema=schema: {"tools": [tool(**schema(n))]})
-        form = {"type": "json_schema", "json_schema": {"name": "a", "strict": True}}
-        yield case(
-            CHAT, f"a form with {kind}",
-            lambda n, schema=schema, form=form: {
-                "response_format": form | {"json_schema": form["json_schema"] | {"schema": {"type": "object", **schema(n)}}}
-            },
-        )  # fmt: skip
-    tools = lambda n: [{"type": "function", "function": {"name": f"f{i}"}} for i in range(n)]  # noqa: E731
-    yield case(CHAT, "tools", lambda n: {"tools": tools(n)})
-    yield case(CHAT, "tools that may be called", lambda n: {"tools": tools(n), "tool_choice": {
-        "type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools(n)}}})  # fmt: skip
+        yield case(CHAT, f"a tool with {kind}", partial(with_tool, schema))
+        yield case(CHAT, f"a form with {kind}", partial(with_form, schema))
+    yield case(CHAT, "tools", with_tools)
+    yield case(CHAT, "tools that may be called", with_allowed_tools)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 PATTERNS: dict[str, Callable[[int], str]] = {
-    "names": lambda i: f"q{i}", "paths": lambda i: f"layers.{i}.q", "escaped paths": lambda i: rf"^layers\.{i}\.q",
-    "expressions": lambda i: f"layers.{i}.*", "classes": lambda i: f"[ab]{i}", "kinds": lambda i: "x" * (i % 250) + ".a" * (i // 250),
-}  # fmt: skip
+    "names": lambda i: f"q{i}",
+    "paths": lambda i: f"layers.{i}.q",
+    "escaped paths": lambda i: rf"^layers\.{i}\.q",
+    "expressions": lambda i: f"layers.{i}.*",
+    "classes": lambda i: f"[ab]{i}",
+    "kinds": lambda i: "x" * (i % 250) + ".a" * (i // 250),
+}
 GGUFS: dict[str, Callable[[int], tuple[dict[str, Any], dict[str, tuple[int, ...]]]]] = {
     "values": lambda n: ({f"a{i}": 1 for i in range(n)}, {}),
     "texts": lambda n: ({"a": struct.pack("<IIQ", 9, 8, n) + bytes(8 * n)}, {}),
@@ -364,7 +469,7 @@ GGUFS: dict[str, Callable[[int], tuple[dict[str, Any], dict[str, tuple[int, ...]
     "tensors": lambda n: ({}, {f"blk.{i}.attn_q.weight": (1, 1) for i in range(n)}),
     "experts": lambda n: ({"qwen3moe.expert_count": n}, {"blk.0.ffn_up_exps.weight": (1, 1, n)}),
     "a token's text": lambda n: ({"tokenizer.ggml.tokens": struct.pack("<IIQQ", 9, 8, 1, n) + bytes(n)}, {}),
-}  # fmt: skip
+}
 
 
 def files(folder: Path) -> Iterator[Case]:
@@ -424,11 +529,7 @@ def main() -> int:
                 finding = measured(case)
                 count, failures = count + 1, failures + finding.fails
                 if finding.fails or args.all:
-                    print(
-                        f"{'FAILS' if finding.fails else 'ok':6}lines x{finding.lines:.2f}, seconds x{finding.seconds:.2f}, "
-                        f"longest step {finding.step * 1000:.0f} ms  {finding.name}",
-                        flush=True,
-                    )
+                    print(finding, flush=True)
     print(f"{count} cases, {failures} of them fail")
     return 1 if failures else 0
 

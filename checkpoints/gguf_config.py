@@ -115,7 +115,7 @@ def saved_names(first: Header, header: Header) -> dict[str, Saved]:
     row = FAMILIES[architecture.family]
     query_heads = alike(first, "attention.head_count")
     heads = {"q": query_heads, "k": alike(first, "attention.head_count_kv", query_heads)}
-    found = {}
+    found: dict[str, Saved] = {}
     for name in header.tensors.keys() - set(ROPE_TENSORS):
         match = NAME.fullmatch(name)
         layer, base, kind, end = match.groups() if match else ("", "", "", "")

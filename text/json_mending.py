@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+import time
 
 WORDS = {"True": "true", "False": "false", "None": "null"}
 SIGN = re.compile(r"\s+|[{}\[\],:\"']")  # outside of strings, as are words
@@ -31,8 +31,7 @@ CUT_ESCAPE = re.compile(
     r"\\(?:u[0-9a-fA-F]{0,3}|x[0-9a-fA-F]?|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?)?\Z"
 )
 CLOSERS = {"{": "}", "[": "]"}
-Pause = Callable[[], None]  # lets others be served while a long text is read
-STEPS_BETWEEN_PAUSES = 256  # some 2 ms
+STEPS_AT_ONCE = 256  # in some 2 ms; between them an API process serves its other clients
 DEEPEST = 256  # lists and objects within each other
 KEY, COLON, VALUE, COMMA = "a key", "a colon", "a value", "a comma"  # what comes next
 
@@ -58,17 +57,13 @@ def as_json(text: str) -> str:
     return text
 
 
-def no_pause() -> None:
-    """Read on."""
-
-
-def mend(text: str, pause: Pause = no_pause) -> str:
+def mend(text: str) -> str:
     """The JSON that a whole text is, or nearly is.
 
     Raises:
         ValueError: it is none.
     """
-    mender, text = Mender(pause=pause), text.strip()
+    mender, text = Mender(), text.strip()
     made, end = mender.read(text, 0, ended=True)
     if not mender.done or text[end:]:
         raise ValueError("it is no JSON")
@@ -82,9 +77,9 @@ class Broken(Exception):
 class Mender:
     """Reads one value in pieces, cut anywhere. What it has made of them is always the beginning of JSON."""
 
-    def __init__(self, stops: tuple[str, ...] = (), pause: Pause = no_pause):
+    def __init__(self, stops: tuple[str, ...] = ()):
         self.stops = stops  # marks that end the value where they stand outside of strings
-        self.pause, self._steps = pause, 0
+        self._steps = 0
         self.done = False  # whether the value is whole
         self.broken = False  # whether it cannot go on
         self._closers: list[str] = []  # of the brackets that are open, the innermost last
@@ -102,8 +97,8 @@ class Mender:
         made: list[str] = []
         while at < len(text) and not self.done:
             self._steps += 1
-            if not self._steps % STEPS_BETWEEN_PAUSES:
-                self.pause()
+            if not self._steps % STEPS_AT_ONCE:
+                time.sleep(0)
             try:
                 step = self._in_string(text, at, ended) if self._quote else self._outside(text, at, ended)
             except Broken:

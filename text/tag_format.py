@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from text.json_mending import Pause, in_string, mend, no_pause
+from text.json_mending import in_string, mend
 from text.lark_rules import (
     Lark,
     Schema,
@@ -32,7 +32,7 @@ PLAUSIBLE = re.compile(r"[\w.$-]{1,64}")  # a name of an argument that no schema
 END, TEXT, INNER, CUT = "end", "text", "inner", "cut"
 
 
-def schema_value(text: str, schema: Schema, pause: Pause = no_pause) -> str:
+def schema_value(text: str, schema: Schema) -> str:
     """JSON of an argument's text: the value that it spells if the schema allows that type, else the text itself.
 
     Models write many of them as Python does, or nearly so.
@@ -43,7 +43,7 @@ def schema_value(text: str, schema: Schema, pause: Pause = no_pause) -> str:
     if "boolean" in allowed and word in ("true", "false"):
         return word
     with contextlib.suppress(ValueError):
-        found = mend(text, pause)
+        found = mend(text)
         value = json.loads(found)
         if type(value) in (int, float) and "string" in allowed and found != text.strip():
             return json.dumps(text, ensure_ascii=False)  # 007 or +49 is no number where a text may stand
@@ -151,7 +151,7 @@ class TagFormat(ToolParser):
             yield make(source.take(source.text.index(found, source.at) + len(found)))
         if found:
             yield make(source.take(source.after_space()).removesuffix(self.padding))
-            yield calls.arguments('"' if streams else schema_value("".join(kept), schema, source.pause))
+            yield calls.arguments('"' if streams else schema_value("".join(kept), schema))
             yield from source.follows(self.value_end)
 
     def _meaning(self, calls: Calls, given: Collection[str]) -> Waiting[str]:

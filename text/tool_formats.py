@@ -215,7 +215,7 @@ class JsonFormat(ToolParser):
             return "{}" if found == "null" else found
         text = yield from source.string()
         with contextlib.suppress(ValueError):
-            return mend(text, source.pause)
+            return mend(text)
         return json.dumps(text, ensure_ascii=False)
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:

@@ -11,7 +11,6 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from text.json_mending import Pause, no_pause
 from text.lark_rules import Lark, then
 from text.scanning import Make, NoCall, Part, Source, Steps, Waiting, content, markers, reasoning
 from text.schemas import plain
@@ -338,18 +337,19 @@ class Reader:
             self._called = self._called or part.call is not None
             if part != Part():
                 parts.append(part)
-        joined = []
-        for (kind, _), group in groupby(parts, kind_of):
-            first, *rest = group
-            if rest:
-                setattr(first, kind, "".join(getattr(part, kind) for part in (first, *rest)))
-            joined.append(first)
-        return joined
+        return [joined(kind, [*group]) for (kind, _), group in groupby(parts, kind_of)]
 
 
 def kind_of(part: Part) -> tuple[str, int | None]:
     """What a part has more of: parts of one kind that follow one another can be one."""
     return next((kind for kind in ("content", "reasoning", "arguments") if getattr(part, kind)), ""), part.call
+
+
+def joined(kind: str, parts: Sequence[Part]) -> Part:
+    """Parts of one kind as one."""
+    if len(parts) > 1:
+        setattr(parts[0], kind, "".join(getattr(part, kind) for part in parts))
+    return parts[0]
 
 
 def read_answer(calls: Calls, format: ToolParser | None, thinking: ReasoningParser | None, opened: bool) -> Steps[None]:
@@ -446,7 +446,6 @@ def new_reader(
     special_tokens: Collection[str],
     refused: Collection[int] = (),
     opened: bool = False,
-    pause: Pause = no_pause,
 ) -> Reader:
     """A reader of one answer.
 
@@ -458,14 +457,13 @@ def new_reader(
         special_tokens: texts that are left out where they are not a part of the syntax.
         refused: the numbers of calls that are left in the content.
         opened: the answer begins within reasoning, whatever the prompt says.
-        pause: is called now and then while much text is read, to serve others.
 
     Raises:
         ValueError: a tool's schema is malformed.
     """
     format = TOOL_PARSERS[tool_parser] if tool_parser else None
     thinking = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
-    source = Source(pause)
+    source = Source()
     calls = Calls(source, functions(tools), refused)
     if thinking and not thinking.starts and format is None:
         format = HarmonyFormat()

@@ -491,7 +491,7 @@ def test_a_number_that_is_too_large_is_none() -> None:
         ("hermes", "<tool_call>" * 4000),
     ],
 )  # fmt: skip
-def test_others_are_served_while_much_is_read(parser: str, text: str) -> None:
+def test_others_are_served_while_much_is_read(parser: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most so many lines of Python run between two pauses."""
     paused: list[int] = []
     count = 0
@@ -501,10 +501,8 @@ def test_others_are_served_while_much_is_read(parser: str, text: str) -> None:
         count += event == "line"
         return trace
 
-    def pause() -> None:
-        paused.append(count)
-
-    reader = new_reader(parser, None, TOOLS, "", (), pause=pause)
+    monkeypatch.setattr("time.sleep", lambda seconds: paused.append(count))
+    reader = new_reader(parser, None, TOOLS, "", ())
     before = sys.gettrace()
     sys.settrace(trace)
     try:
