@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import accumulate, pairwise
 from typing import Any
 
 MOST_KEYS, MOST_CHARS = 10_000, 300  # patterns of a config, and characters of one
@@ -46,15 +45,15 @@ class Patterns:
         if len(given) > MOST_KEYS:
             raise ValueError(f"{where} has {len(given)} keys; at most {MOST_KEYS} are taken")
         self.values = [*given.values()]
-        self._names: dict[tuple[str, tuple[int, ...]], dict[str, int]] = {}  # by ^, and the sizes between their dots
+        self._names: dict[str, dict[str, int]] = {}  # by an expression whose groups are what a name says between dots
         self._others: list[tuple[re.Pattern[str], int]] = []
         ways = 0.0
         for at, key in enumerate(given):
             try:
                 if (name := NAME.fullmatch(key)) and len(key) <= MOST_CHARS:
-                    text = name[2].replace("\\.", "/")  # a dot that stands for itself
-                    kind = name[1], tuple(map(len, text.split(".")))
-                    self._names.setdefault(kind, {}).setdefault(text.replace("/", "."), at)
+                    parts = name[2].replace("\\.", "/").split(".")  # a dot may stand for itself
+                    kind = name[1] + ".".join(f"(.{{{len(part)}}})" for part in parts)
+                    self._names.setdefault(kind, {}).setdefault(".".join(parts).replace("/", "."), at)
                 elif (ways := ways + ways_of(key)) > MOST_WAYS:
                     raise ValueError("all of them up to here have too many repeats and groups")
                 else:
@@ -67,11 +66,7 @@ class Patterns:
     def find(self, module: str, default: Any) -> Any:
         """The value of the first pattern that matches a module's name, as PEFT looks for it."""
         found = [at for pattern, at in self._others if pattern.match(module)]
-        for (whole, sizes), names in self._names.items():
-            begin = len(module) - sum(sizes) - len(sizes) + 1
-            if begin == 0 or (begin > 0 and not whole and module[begin - 1] == "."):
-                ends = [*accumulate(sizes, lambda end, size: end + 1 + size, initial=begin - 1)]
-                text = ".".join(module[a + 1 : b] for a, b in pairwise(ends))
-                found.append(names.get(text, len(self.values)))
-        first = min(found, default=len(self.values))
-        return self.values[first] if first < len(self.values) else default
+        for kind, names in self._names.items():
+            if match := re.match(rf"(?:.*\.)?{kind}$", module):
+                found += [at for at in [names.get(".".join(match.groups()))] if at is not None]
+        return self.values[min(found)] if found else default
