@@ -21,6 +21,8 @@ MAX_LISTS, MAX_VALUES = 2**15, 2**18  # lists and objects, and values, that are 
 SPACES = b" \t\r\n"
 NO_STRUCTURE = bytes(set(range(256)) - set(b'",[{'))
 RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+RAW_VALUE = msgspec.json.Decoder(msgspec.Raw)
+MAX_BROKEN = 2**20  # bytes of arguments that are no JSON, which is mended in some 5 s, in parts
 
 
 def count_values(data: bytes | bytearray) -> tuple[int, int]:
@@ -97,6 +99,46 @@ def decode_json(data: bytes | bytearray, longest: int) -> tuple[Any, dict[str, A
     return {name: msgspec.json.decode(raw) for name, raw in fields.items()}, {name: prompts}
 
 
+def objects_in(value: Any, depth: int) -> list[dict[str, Any]]:
+    """All objects in a JSON value; a RecursionError if it is nested deeper than `depth`."""
+    found: list[dict[str, Any]] = []
+    level: list[Any] = [value]
+    for _ in range(depth):
+        found += [item for item in level if isinstance(item, dict)]
+        inner = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for items in inner for item in items if isinstance(item, (dict, list))]
+    if level:
+        raise RecursionError
+    return found
+
+
+def check_arguments(objects: list[dict[str, Any]], depth: int) -> None:
+    """Check the arguments of calls, which are JSON in strings: what they hold counts as what a body holds.
+
+    Raises:
+        ApiError: they have too many values, or too much of them is no JSON.
+        RecursionError: they are nested deeper than `depth`.
+    """
+    texts = [each.get("input" if each.get("type") == "tool_use" else "arguments") for each in objects]
+    lists = commas = broken = 0
+    for data in (text.encode() for text in texts if isinstance(text, str)):
+        try:
+            RAW_VALUE.decode(data)
+        except (ValueError, RecursionError):
+            broken += len(data)
+            continue
+        more, between = count_values(data)
+        lists, commas = lists + more, commas + between
+        if depth < more and lists <= MAX_LISTS and commas <= MAX_VALUES:
+            objects_in(msgspec.json.decode(data), depth)
+    for count, most, what in (
+        (lists, MAX_LISTS, "lists and objects"), (commas, MAX_VALUES, "values"),
+        (broken, MAX_BROKEN, "bytes that are no JSON"),
+    ):  # fmt: skip
+        if count > most:
+            raise ApiError(400, f"the arguments of calls have {count} {what}; at most {most} are allowed")
+
+
 def parse_json(data: bytes | bytearray, config: ServerConfig, longest_prompt: int = 2**31) -> dict[str, Any]:
     """The JSON object that a request's body holds.
 
@@ -106,16 +148,11 @@ def parse_json(data: bytes | bytearray, config: ServerConfig, longest_prompt: in
     too_deep = ApiError(400, f"the body is nested deeper than {config.max_json_depth} (max_json_depth)")
     try:
         body, prompts = decode_json(data, longest_prompt)
+        if not isinstance(body, dict):
+            raise ApiError(400, f"the body is {reprlib.repr(body)}; it must be a JSON object")
+        check_arguments(objects_in(body, config.max_json_depth), config.max_json_depth)
     except RecursionError:
         raise too_deep from None
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise ApiError(400, f"the body is {reprlib.repr(body)}; it must be a JSON object")
-    level: list[Any] = [body]
-    for _ in range(config.max_json_depth):
-        inner = (item.values() if isinstance(item, dict) else item for item in level)
-        level = [item for items in inner for item in items if isinstance(item, (dict, list))]
-    if level:
-        raise too_deep
     return body | prompts

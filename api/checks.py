@@ -11,7 +11,7 @@ import json
 import re
 import reprlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -101,7 +101,7 @@ def prompts(value: Any, asked: Asked) -> list[str | list[int]]:
     return items
 
 
-def known_keys(value: dict[str, Any], known: Sequence[str], asked: Asked, extended: bool = False) -> None:
+def known_keys(value: dict[str, Any], known: Collection[str], asked: Asked, extended: bool = False) -> None:
     """Refuse an object with a key that is not `known`.
 
     One of a kind that is `extended` by the month may have others, which are ignored and named.

@@ -182,7 +182,7 @@ class Parsers:
 
 def called_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> Sequence[dict[str, Any]]:
     """The tools of a request that an answer may call; an `ApiError` if the choice names another, or needs one."""
-    names = [tool["function"]["name"] for tool in tools]
+    names = dict.fromkeys(tool["function"]["name"] for tool in tools)
     for name in choice.names or ():
         if name not in names:
             known = ", ".join(names) or "none"
@@ -191,7 +191,8 @@ def called_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> Sequenc
         raise ApiError(400, f"tool_choice is {choice.mode}; it needs tools", "tool_choice")
     if choice.mode == "none":
         return ()
-    return [tool for tool in tools if choice.names is None or tool["function"]["name"] in choice.names]
+    allowed = names if choice.names is None else {*choice.names}
+    return [tool for tool in tools if tool["function"]["name"] in allowed]
 
 
 @dataclass

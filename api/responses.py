@@ -244,7 +244,7 @@ def input_items(value: Any, asked: Asked) -> list[dict[str, Any]]:
     found = response_items(value)
     for item in items:
         is_own = ITEM_FORMS[item.get("type") or "message"] is own_item
-        checks.known_keys(item, [*item.keys() - {*UNREADABLE}] if is_own else ITEM_KEYS, asked, extended=True)
+        checks.known_keys(item, item.keys() - {*UNREADABLE} if is_own else ITEM_KEYS, asked, extended=True)
         if item.get("type") in ITEM_TOOLS:
             Tools().add(item.get("tools"), asked)
     return found

@@ -31,8 +31,8 @@ CUT_ESCAPE = re.compile(
     r"\\(?:u[0-9a-fA-F]{0,3}|x[0-9a-fA-F]?|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?)?\Z"
 )
 CLOSERS = {"{": "}", "[": "]"}
-STEPS_AT_ONCE = 256  # in some 2 ms; between them an API process serves its other clients
 DEEPEST = 256  # lists and objects within each other
+PART = 2**11  # tokens, or pieces of a string, between which an API process serves its other clients
 KEY, COLON, VALUE, COMMA = "a key", "a colon", "a value", "a comma"  # what comes next
 
 
@@ -79,7 +79,6 @@ class Mender:
 
     def __init__(self, stops: tuple[str, ...] = ()):
         self.stops = stops  # marks that end the value where they stand outside of strings
-        self._steps = 0
         self.done = False  # whether the value is whole
         self.broken = False  # whether it cannot go on
         self._closers: list[str] = []  # of the brackets that are open, the innermost last
@@ -96,8 +95,7 @@ class Mender:
         """
         made: list[str] = []
         while at < len(text) and not self.done:
-            self._steps += 1
-            if not self._steps % STEPS_AT_ONCE:
+            if len(made) % PART == PART - 1:
                 time.sleep(0)
             try:
                 step = self._in_string(text, at, ended) if self._quote else self._outside(text, at, ended)

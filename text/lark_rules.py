@@ -17,7 +17,10 @@ JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ?", "key_separat
 MAY_BE_SPECIAL = re.compile(r"(<[^<>\s]+>|\[[A-Z_/]+\])")
 JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 Schema = Mapping[str, Any]
+SHARED = ("$defs", "definitions")
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # the last of them is mostly around one reference
+MOST_REFERENCE = 2**10  # characters of a reference that is looked for
+MOST_REPEATED = 2**18  # characters of definitions in a grammar, as many as that may have itself
 ALL_TYPES = frozenset((*JSON_TYPES.values(), "null"))
 OTHER_TYPES = {  # as BFCL and Python have them
     "dict": ("object",), "float": ("number",), "tuple": ("array",), "list": ("array",), "any": ALL_TYPES,
@@ -31,23 +34,39 @@ OTHER_TYPES = {  # as BFCL and Python have them
 def property_schema(schema: Schema, key: str) -> Schema:
     """The schema of one of an object's values, with the definitions that it may refer to."""
     found = (schema.get("properties") or {}).get(key)
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    shared = {name: schema[name] for name in SHARED if name in schema}
     return shared | found if isinstance(found, dict) else {}
 
 
-def properties_of(schema: Schema) -> Iterator[tuple[str, Schema, bool]]:
-    """The keys of an object, the schema of each value, and whether it must be there."""
-    required = schema.get("required")
-    for key in schema.get("properties") or {}:
-        yield key, property_schema(schema, key), isinstance(required, list) and key in required
+def referred(schema: Schema) -> Schema:
+    """The same schema with only those definitions that it refers to, itself or by way of others."""
+    shared = {name: schema[name] for name in SHARED if isinstance(schema.get(name), dict)}
+    kept: dict[str, Any] = {name: schema[name] for name in schema if name not in shared}
+    rest: list[Any] = [{**kept}] if shared else []
+    while rest:
+        each = rest.pop()
+        if isinstance(each, dict) and isinstance(reference := each.get("$ref"), str):
+            place, name, *_ = (*pointer(reference), "", "")
+            if not place:  # it may mean any of them
+                return schema
+            if name in shared.get(place, ()) and name not in kept.setdefault(place, {}):
+                kept[place][name] = shared[place][name]
+                rest.append(kept[place][name])
+        rest += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+    return kept
 
 
-def at(root: Any, reference: Any) -> Any:
+def pointer(reference: str) -> list[str]:
+    """The names on the way to what a reference points to; none if that is not within the schema."""
+    first, *names = reference.split("/") if len(reference) <= MOST_REFERENCE else ("",)
+    return [unquote(name).replace("~1", "/").replace("~0", "~") for name in names] if first == "#" else []
+
+
+def at(root: Any, reference: str) -> Any:
     """What a reference within a schema points to; None if that is nothing, or elsewhere."""
-    first, *names = str(reference).split("/")
-    found: Any = root if first == "#" else None
+    names = pointer(reference)
+    found: Any = root if names or reference == "#" else None
     for name in names:
-        name = unquote(name).replace("~1", "/").replace("~0", "~")
         try:
             found = found[int(name) if isinstance(found, list) else name]
         except (LookupError, TypeError, ValueError):
@@ -60,29 +79,39 @@ def list_of(schema: Schema, key: str) -> list[Any]:
     return value if isinstance(value := schema.get(key), list) else []
 
 
+def texts_of(schema: Schema, key: str) -> list[str]:
+    """The texts in the list that a keyword has."""
+    return [each for each in list_of(schema, key) if isinstance(each, str)]
+
+
 def named_types(said: Any) -> frozenset[str]:
     """The types that `type` says, by their own names. Others that it says are among them."""
     names = map(str, said if isinstance(said, list) else [said])
     return frozenset(name for each in names for name in OTHER_TYPES.get(each, (each,)))
 
 
-def branches(schema: Schema) -> list[Schema]:
-    """Flatten references and alternatives into a list of schemas, one of which a value must follow."""
-    seen: set[str] = set()
-    found: list[Schema] = []
-    rest: list[Any] = [schema]
+def followed(schema: Any, root: Any) -> Iterator[tuple[Any, bool]]:
+    """A schema and those that its references and alternatives lead to, each with whether it leads to no others."""
+    seen: set[int] = set()
+    rest = [schema]
     while rest:
         each = rest.pop()
-        each = each if isinstance(each, dict) else {}
-        if reference := str(each.get("$ref", "")):
-            if reference not in seen:
-                rest.append(at(schema, reference))
-            seen.add(reference)
-        elif alternatives := next((each[name] for name in ALTERNATIVES if isinstance(each.get(name), list)), None):
-            rest += alternatives
+        if isinstance(each, dict) and isinstance(reference := each.get("$ref"), str):
+            target = at(root, reference)
+            if id(target) not in seen:
+                rest.append(target)
+            seen.add(id(target))
+            yield each, False
+        elif isinstance(each, dict) and (lists := [each[name] for name in ALTERNATIVES if list_of(each, name)]):
+            rest += lists[0]
+            yield each, False
         else:
-            found.append(each)
-    return found
+            yield each, True
+
+
+def branches(schema: Schema) -> list[Schema]:
+    """Flatten references and alternatives into a list of schemas, one of which a value must follow."""
+    return [each if isinstance(each, dict) else {} for each, is_leaf in followed(schema, schema) if is_leaf]
 
 
 def choices(schema: Schema) -> list[Any]:
@@ -147,12 +176,30 @@ class Lark:
     def __init__(self, token_ids: Callable[[str], int | None]):
         self.token_ids = token_ids
         self.rules = ["TEXT: /(?s:.+)/"]
+        self.names: dict[str, str] = {}  # of rules, by what they say
+        self.repeated = 0  # characters of definitions, which are written for each property that refers to them
 
     def rule(self, body: str, options: str = "") -> str:
-        """Add a rule; returns its name."""
-        name = f"r{len(self.rules)}"
-        self.rules.append(f"{name}{options}: {body}")
-        return name
+        """Add a rule, if there is none that says the same; returns its name."""
+        if (text := f"{options}: {body}") not in self.names:
+            self.names[text] = f"r{len(self.rules)}"
+            self.rules.append(self.names[text] + text)
+        return self.names[text]
+
+    def properties(self, schema: Schema) -> Iterator[tuple[str, Schema, bool]]:
+        """The keys of an object, the schema of each value with what it refers to, and whether it must be there.
+
+        Raises:
+            ValueError: they refer to too much.
+        """
+        required = {*texts_of(schema, "required")}
+        for key in schema.get("properties") or {}:
+            found = referred(property_schema(schema, key))
+            self.repeated += sum(len(json.dumps(found[name])) for name in SHARED if name in found)
+            if self.repeated > MOST_REPEATED:
+                words = "as this model's format writes what each parameter refers to, its definitions have"
+                raise ValueError(f"{words} {self.repeated} characters or more; at most {MOST_REPEATED} are allowed")
+            yield key, found, key in required
 
     def text(self, text: str) -> str:
         """A text of the request; nothing if it is empty."""
@@ -216,13 +263,13 @@ class Lark:
 
     def listed(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
         """Expressions in their order, with separators between them; those that are not required may be left out."""
-        after = first = '""'
+        after, firsts = '""', ['""']
         for item, required in reversed(items):
-            first, after = (
-                f"({item} {after})" if required else f"({item} {after} | {first})",
-                self.rule(f"{separator} {item} {after}" if required else f"({separator} {item})? {after}"),
-            )
-        return first
+            if required:
+                firsts = []
+            firsts.append(f"{item} {after}")
+            after = self.rule(f"{separator} {item} {after}" if required else f"({separator} {item})? {after}")
+        return f"({' | '.join(reversed(firsts))})"
 
     def grammar(self, start: str) -> str:
         return "\n".join([f"start: {start}", *self.rules, ""])

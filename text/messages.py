@@ -10,6 +10,8 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from text.json_mending import mend
 from text.templates import ChatTemplate, run_template
 
@@ -111,11 +113,16 @@ def _tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
 
 def arguments_of(given: Any) -> dict[str, Any] | str:
     """A call's arguments, parsed; nothing is an empty object. What is no object stays text, as a model wrote it."""
+    if isinstance(given, dict):
+        return given
     text = given if isinstance(given, str) else json.dumps(given)
     try:
-        found = json.loads(mend(text))
-    except ValueError:
-        return text if text.strip() else {}
+        found = msgspec.json.decode(text)  # refuses NaN and lone surrogates
+    except (ValueError, RecursionError):
+        try:
+            found = json.loads(mend(text))
+        except ValueError:
+            return text if text.strip() else {}
     return found if isinstance(found, dict) else text if found is not None else {}
 
 

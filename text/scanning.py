@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from text.json_mending import STEPS_AT_ONCE, Mender, as_json, in_string
+from text.json_mending import Mender, as_json, in_string
 
 T = TypeVar("T")
 WORD_END = re.compile(r"[\s,:=\[\](){}<>\"']")
@@ -27,6 +27,7 @@ SECOND_HALF_BEGINS = re.compile(r"(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)
 ESCAPE_SIZES = {"x": 4, "u": 6, "U": 10}  # characters; all others have 2
 ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "'": "'", '"': '"', "\\": "\\", "/": "/", "\n": ""}
 QUOTES = ('"""', "'''", '"', "'")
+MOST_LOOKS = 256  # for a mark, in some 2 ms, between which an API process serves its other clients
 DEEPEST = 64  # lists and objects within each other
 LONGEST_NAME = 1024  # characters of a name, a key, or another short text of a call
 
@@ -96,7 +97,7 @@ def markers(texts: frozenset[str]) -> Markers:
 class Source:
     """The unread text of an answer. No place in `text` may be remembered over a `yield`, but `mark`."""
 
-    steps: int = 0  # of the reading
+    looks: int = 0  # for a mark, so far
     text: str = ""  # the unread text begins in it at `at`
     at: int = 0
     dropped: int = 0  # characters of the answer that came before `text`
@@ -152,8 +153,8 @@ class Source:
 
     def follows(self, *texts: str) -> Waiting[str]:
         """Read the first of the texts that comes next; returns it, or nothing. Empty ones are left out."""
-        self.steps += 1
-        if not self.steps % STEPS_AT_ONCE:
+        self.looks += 1
+        if not self.looks % MOST_LOOKS:
             time.sleep(0)
         while True:
             rest = self.text[self.at : self.at + max(map(len, texts), default=0)]

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
-from itertools import combinations, product
+from collections.abc import Callable, Iterable, Mapping, Set
+from itertools import chain, combinations
 from typing import Any, NamedTuple
 
 from sampling_params import StructuredOutputsParams
-from text.lark_rules import ALL_TYPES, Schema, at, branches, choices, list_of, named_types, types_of
+from text.lark_rules import ALL_TYPES, SHARED, Schema, at, choices, followed, list_of, named_types, texts_of, types_of
 
 # Between the parts of JSON: enough to write it in lines, but not to fill an answer with it. The rule is llama.cpp's.
 WHITESPACE = r"[ ]|\n{1,2}[ \t]{0,20}"
@@ -38,7 +38,8 @@ UNHELD: dict[str, Any] = {  # keywords that llguidance does not know, and the va
 }  # fmt: skip
 # Keywords of parts which would each have to know the properties of the others.
 IN_PLACE = re.compile(r'"(?:allOf|if|not|dependencies|dependentSchemas)":')
-MOST_STEPS, MOST_DEPTH = 2**13, 4  # of comparing schemas; what takes more is taken to overlap, or to have an end
+MOST_STEPS, MOST_DEPTH = 2**15, 4  # of comparing schemas; what takes more is taken to overlap, or to have an end
+STEP = 32  # values, or characters of a pattern, that take about as long as a step
 MOST_OF_PATTERNS = 2**15  # characters that are looked at; what is wrong with others shows when they are compiled
 # The bound that holds where the other does not.
 OPPOSITES = {
@@ -216,12 +217,17 @@ def plain(schema: Any, left: list[str] | None = None, is_closed: bool = False) -
     return made
 
 
+Names = Mapping[str, None]  # in their order, and soon found
+NO_NAMES: Names = {}
+
+
 class Kind(NamedTuple):
     """A schema without alternatives."""
 
     schema: Schema
     types: Set[str]
-    data: Set[str]  # the values as JSON, where they are listed
+    data: Set[str] = frozenset()  # the values as JSON, where they are listed
+    required: Names = NO_NAMES  # properties
 
     def value(self, key: str) -> Any:
         """The schema of a property."""
@@ -242,7 +248,6 @@ class Rewriting:
 
     def __init__(self, root: Any, strict: bool = False):
         self.strict, self.root, self.room, self.patterns = strict, root, MOST_STEPS, MOST_OF_PATTERNS
-        self.shared = {name: root[name] for name in ("$defs", "definitions") if isinstance(root, dict) and name in root}
         self.left: dict[str, None] = {}
         self.kinds: dict[int, list[Kind]] = {}
 
@@ -287,9 +292,11 @@ class Rewriting:
     def _names(self, schema: Schema) -> Any:
         """What `propertyNames` says, in patterns of names; True if that is nothing, None if it takes more."""
         names = schema["propertyNames"]
-        options = branches(self.shared | names) if isinstance(names, dict) else []
-        said = {key: value for each in options[:1] for key, value in each.items() if key not in (*NOTES, *self.shared)}
-        if len(options) != 1 or named_types(said.pop("type", "string")) != {"string"}:
+        options = self._leaves(names)
+        if len(options) != 1 or not isinstance(options[0], dict) or self.room < 0:
+            return None
+        said = {key: value for key, value in options[0].items() if key not in (*NOTES, *SHARED)}
+        if named_types(said.pop("type", "string")) != {"string"}:
             return None
         if not said:
             return True
@@ -300,63 +307,108 @@ class Rewriting:
             pattern = f"^(?s:.{{{said.get('minLength', 0)},{said.get('maxLength', '')}}})$"
         if pattern is None or "patternProperties" in schema:
             return None
+        self.room -= len(pattern) // STEP  # many schemas may refer to one
         return {"patternProperties": {pattern: True}, "additionalProperties": False}
 
     def _any_of(self, schema: Schema) -> Any:
         """`oneOf` as `anyOf`, which says less unless its schemas exclude each other; llguidance can tell a few more."""
         options, types = schema["oneOf"], wide(named_types(schema.get("type", "any")))
-        if not all(self._exclude(*pair, types, list_of(schema, "required")) for pair in combinations(options, 2)):
+        if not self._apart(enumerate(options), types, dict.fromkeys(texts_of(schema, "required"))):
             if self.strict:
                 return None
             self.left["oneOf"] = None
         return {"anyOf": options}
 
-    def _exclude(
-        self, one: Any, other: Any, types: Set[str] = ALL_TYPES, needed: Sequence[str] = (), depth: int = 0
+    def _apart(
+        self, options: Iterable[tuple[int, Any]], types: Set[str] = ALL_TYPES, needed: Names = NO_NAMES, depth: int = 0
     ) -> bool:
-        """Whether no value follows both schemas, as far as types, listed values and needed properties tell.
+        """Whether no value follows two schemas, as far as types, listed values and needed properties tell.
 
-        It is known to be of one of the `types`, and if it is an object to have what is `needed`.
+        Each schema has a number, and those of one number may overlap; they come after each other. A value is known to
+        be of one of the `types`, and if it is an object to have what is `needed`.
         """
-        if one is False or other is False:
-            return True
-        if depth == MOST_DEPTH or not isinstance(one, dict) or not isinstance(other, dict):
-            return False
-        for a, b in product(self._kinds(one), self._kinds(other)):
-            self.room -= 1
-            common = a.types & b.types & types
-            if self.room < 0:
-                return False
-            if not common or (a.data and b.data and not a.data & b.data):
-                continue
-            names = (*needed, *list_of(a.schema, "required"), *list_of(b.schema, "required"))
-            values = ((a.value(name), b.value(name)) for name in names)
-            if common != {"object"} or not any(self._exclude(*each, depth=depth + 1) for each in values):
-                return False
-        return True
+        first: dict[str, int] = {}  # by type, the first schema that allows it,
+        unlisted: dict[str, int] = {}  # and the first that lists no values of it
+        listed: dict[tuple[str, str], int] = {}  # by type and value
+        objects, meet = [], False
+        self.room -= 1
+        for number, schema in options:
+            for kind in self._kinds(schema):
+                self.room -= 1 + len(kind.data) // STEP
+                if self.room < 0:
+                    return False
+                for name in kind.types & types:
+                    overlaps = (unlisted if kind.data else first).get(name, number) != number
+                    overlaps |= any(listed.setdefault((name, each), number) != number for each in kind.data)
+                    first.setdefault(name, number)
+                    if not kind.data:
+                        unlisted.setdefault(name, number)
+                    if name == "object":
+                        objects.append((number, kind))
+                        meet |= overlaps
+                    elif overlaps:
+                        return False
+        return self.room >= 0 and (not meet or (depth < MOST_DEPTH and self._told_apart(objects, needed, depth + 1)))
 
-    def _kinds(self, schema: dict[str, Any]) -> list[Kind]:
+    def _told_apart(self, objects: list[tuple[int, Kind]], needed: Names, depth: int) -> bool:
+        """Whether a property tells all objects apart that must be in them, or any two of them have such a one."""
+        self.room -= 1
+        one, other = objects[0], objects[-1]
+        if self.room < 0 or one[0] == other[0]:
+            return self.room >= 0
+        may = False
+        for name in chain(needed, one[1].required, other[1].required):
+            if not self._apart(((number, kind.value(name)) for number, kind in (one, other)), depth=depth):
+                continue
+            if len(objects) == 2:
+                return True
+            may, lacking = True, sum(name not in needed and name not in kind.required for _, kind in objects)
+            self.room -= len(objects)
+            values = ((number, kind.value(name)) for number, kind in objects)
+            if lacking < 2 and self._apart(values, depth=depth):
+                return True
+        return may and all(self._told_apart([*pair], needed, depth) for pair in combinations(objects, 2))
+
+    def _kinds(self, schema: Any) -> list[Kind]:
         """What the values of a schema may be."""
+        if not isinstance(schema, dict):
+            return [] if schema is False else [Kind({}, ALL_TYPES)]
         if (key := id(schema)) not in self.kinds:  # all of them are parts of one schema, which stays
-            options, around = branches(self.shared | schema), wide(named_types(schema.get("type", "any")))
-            listed = ({*map(json.dumps, choices(each))} for each in options)
-            types = (wide(types_of(each)) & around for each in options)
-            self.kinds[key] = [Kind(*each) for each in zip(options, types, listed, strict=True)]
+            leaves = self._leaves(schema)
+            if leaves and leaves[0] is schema:
+                data, required = {*map(json.dumps, choices(schema))}, dict.fromkeys(texts_of(schema, "required"))
+                self.kinds[key] = [Kind(schema, wide(types_of(schema)), data, required)]
+            else:
+                around = wide(named_types(schema.get("type", "any")))
+                kinds = chain.from_iterable(map(self._kinds, leaves))
+                self.kinds[key] = [kind._replace(types=kind.types & around) for kind in kinds]
         return self.kinds[key]
+
+    def _leaves(self, schema: Any) -> list[Any]:
+        """The schemas without alternatives, one of which a value must follow; not all, where `room` ends."""
+        found = []
+        for each, is_leaf in followed(schema, self.root):
+            self.room -= each is not schema
+            found += [each] if is_leaf else []
+            if self.room < 0:
+                break
+        return found
 
     def is_endless(self, schema: Any, path: frozenset[str] = frozenset()) -> bool:
         """Whether each value must hold another one. `path` are the references that have led here."""
         self.room -= 1
         if not isinstance(schema, dict) or choices(schema) or self.room < 0:
             return False
-        if "$ref" in schema:
-            reference = str(schema["$ref"])
+        if isinstance(reference := schema.get("$ref"), str):
             return reference in path or self.is_endless(at(self.root, reference), path | {reference})
+        self.room -= len(list_of(schema, "type"))
         types, properties = named_types(schema.get("type", "any")), schema.get("properties") or {}
-        parts = [properties.get(key) for key in (list_of(schema, "required") if types == {"object"} else ())]
-        parts += [schema.get("items")] if types == {"array"} and schema.get("minItems") else []
-        ways = [list_of(schema, key) or [True] for key in ("anyOf", "oneOf")]
-        ways += [[part] for part in (*parts, *list_of(schema, "allOf"))]
+        parts = (properties.get(key) for key in (list_of(schema, "required") if types == {"object"} else ()))
+        items = [schema.get("items")] if types == {"array"} and schema.get("minItems") else []
+        ways = chain(
+            (list_of(schema, key) or [True] for key in ("anyOf", "oneOf")),
+            ([part] for part in chain(parts, items, list_of(schema, "allOf"))),
+        )
         return any(all(self.is_endless(each, path) for each in way) for way in ways)
 
 

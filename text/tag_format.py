@@ -16,7 +16,6 @@ from text.lark_rules import (
     Schema,
     brief,
     is_text,
-    properties_of,
     property_schema,
     repeated,
     then,
@@ -282,7 +281,7 @@ class TagFormat(ToolParser):
         name = brief(tool.name, "the tool", "\n", self.name_end, self.key, *self.ends)
         fields = []
         end = self.padding + self.value_end
-        for key, schema, required in properties_of(tool.schema):
+        for key, schema, required in lark.properties(tool.schema):
             key = lark.text(brief(key, "the parameter", self.key_end.split()[0]))
             key_end = self.key_end if is_text(schema) else self.other_key_end or self.key_end
             before = then(lark.syntax(self.key), key, lark.syntax(key_end + self.padding))

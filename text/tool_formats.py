@@ -25,7 +25,6 @@ from text.lark_rules import (
     Lark,
     Schema,
     brief,
-    properties_of,
     repeated,
     then,
     types_of,
@@ -344,7 +343,7 @@ class PythonFormat(ToolParser):
     def _call(self, lark: Lark, tool: Tool) -> str:
         opening, closing = self.brackets
         fields = []
-        for key, schema, required in properties_of(tool.schema):
+        for key, schema, required in lark.properties(tool.schema):
             name = lark.text(brief(key, "the parameter", *"=:\n\"'(){}[], ") + self.between)
             fields.append((then(name, self._value(lark, schema, tool.strict)), required))
         listed = lark.listed(fields, lark.text("," if self.raw else ", "))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import reprlib
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -417,19 +417,9 @@ def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Step
 
 
 def functions(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
-    """The functions of a request's tools; one without a schema takes any object.
-
-    Raises:
-        ValueError: a schema is malformed.
-    """
-    found = []
-    for function in (tool["function"] for tool in tools):
-        name, schema = function["name"], function.get("parameters") or {"type": "object"}
-        if not isinstance(schema, dict) or not isinstance(schema.get("properties") or {}, dict):
-            given = reprlib.repr(schema)
-            raise ValueError(f"the parameters of the tool {name!r} are {given}; they must be a JSON schema")
-        found.append(Tool(name, schema, bool(function.get("strict"))))
-    return found
+    """The functions of a request's tools, which have been checked; one without a schema takes any object."""
+    given = [tool["function"] for tool in tools]
+    return [Tool(f["name"], f.get("parameters") or {"type": "object"}, bool(f.get("strict"))) for f in given]
 
 
 @lru_cache(maxsize=64)
@@ -457,9 +447,6 @@ def new_reader(
         special_tokens: texts that are left out where they are not a part of the syntax.
         refused: the numbers of calls that are left in the content.
         opened: the answer begins within reasoning, whatever the prompt says.
-
-    Raises:
-        ValueError: a tool's schema is malformed.
     """
     format = TOOL_PARSERS[tool_parser] if tool_parser else None
     thinking = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
@@ -525,6 +512,7 @@ def held(tool: Tool) -> Tool:
     Raises:
         ValueError: it is strict and its schema says more, or that is malformed.
     """
+    time.sleep(0)  # there may be many, and an API process serves others as well
     try:
         return tool._replace(schema=plain(tool.schema, None if tool.strict else [], is_closed=True))
     except ValueError as error:

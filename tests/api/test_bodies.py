@@ -18,18 +18,20 @@ from hypothesis import strategies as st
 
 from api import bodies
 from api import routes as serving_routes
-from api.bodies import JSON_PART, MAX_LISTS, MAX_VALUES, count_values, parse_json
+from api.bodies import JSON_PART, MAX_BROKEN, MAX_LISTS, MAX_VALUES, count_values, parse_json
 from api.checks import Asked
 from api.completions import COMPLETIONS as FACE
 from api.fields import ApiError, read_fields
 from api.options import ServerConfig
 from api.routes import Api
 from config import EngineConfig
+from counting import lines_run
 from plan import Abort, Outputs
 from processes.child import Board
 from scripted import BODIES, CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, post, refusal
 from served import Server
 from server import create_app
+from text.messages import arguments_of
 
 CONFIG = ServerConfig()
 values = st.recursive(
@@ -104,6 +106,43 @@ def test_what_could_not_soon_be_decoded_is_refused(body: Any, message: str) -> N
     with pytest.raises(ApiError, match=message) as caught:
         parse_json(json.dumps(body).encode(), CONFIG, MAX_VALUES)
     assert caught.value.status == 400
+
+
+def with_arguments(text: str) -> dict[str, Any]:
+    function = {"name": "f", "arguments": text}
+    return {"messages": [{"role": "assistant", "tool_calls": [{"function": function}, {"function": function}]}]}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (json.dumps({"a": [0] * (MAX_VALUES // 2 + 2)}), f"have {MAX_VALUES + 2} values; at most {MAX_VALUES} are"),
+        (json.dumps({"a": [[]] * (MAX_LISTS // 2)}), f"have {MAX_LISTS + 4} lists and objects; at most {MAX_LISTS}"),
+        ("[" * CONFIG.max_json_depth + "{}" + "]" * CONFIG.max_json_depth, "nested deeper than 32"),
+        ("x" * (MAX_BROKEN // 2 + 1), f"have {MAX_BROKEN + 2} bytes that are no JSON; at most {MAX_BROKEN} are"),
+    ],
+)
+def test_arguments_of_calls_may_hold_what_a_body_may(text: str, message: str) -> None:
+    body = with_arguments(text)
+    items = {"input": [{"type": "function_call", "arguments": text}] * 2}
+    blocks = {"messages": [{"content": [{"type": "tool_use", "input": text}] * 2}]}
+    for each in (body, items, blocks):
+        with pytest.raises(ApiError, match=message) as caught:
+            parse_json(json.dumps(each).encode(), CONFIG)
+        assert caught.value.status == 400
+    for text in ('{"a": "[[[[,,,,"}' * 1000, "[" * MAX_BROKEN, json.dumps("[" * MAX_VALUES), "[" * 20 + "]" * 20):
+        body = with_arguments(text[: MAX_BROKEN // 2])
+        assert parse_json(json.dumps(body).encode(), CONFIG) == body
+
+
+def test_arguments_that_are_json_cost_nothing_and_others_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = ('{"a": [' + "1, " * n + '"\\n"]}' for n in (10, 1000))
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    assert lines_run(arguments_of, many) == lines_run(arguments_of, few) and not pauses
+    assert arguments_of("{'a': ['" + "\n" * 2**14 + "'}") == {"a": ["\n" * 2**14]} and len(pauses) == 8
+    once, twice = (lines_run(arguments_of, "{" + "'a': [1, '\n'], " * n + "}") for n in (500, 1000))
+    assert twice < 2.2 * once
 
 
 @pytest.mark.parametrize("end", [b"", b"]", b"]]}", b"]}x", b",}", b',"'])

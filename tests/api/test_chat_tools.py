@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
+from api.checks import ToolChoice
 from api.options import ServerConfig
-from api.reading import check_parsers
+from api.reading import called_tools, check_parsers
+from counting import Compared
 from sampling_params import SamplingParams
 from scripted import CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, events, post, refusal
 from text.tools import call_grammar
@@ -242,6 +244,13 @@ def test_calls_that_must_come_are_a_grammar(http_client: FlaskClient, engine: Sc
     required = call_grammar("json", TOOLS, True, True, TOKENIZER.special_id)
     talk(http_client, PLAIN, tool_choice="required")
     assert asked(engine).structured_outputs.grammar == required
+
+
+def test_allowed_tools_are_not_sought_one_by_one() -> None:
+    names = [f"f{i}" for i in range(500)]
+    before, tools = Compared.count, [function(name) for name in names]
+    assert called_tools(tools, ToolChoice("auto", tuple(map(Compared, reversed(names))))) == tools
+    assert Compared.count - before < 8 * len(names)
 
 
 def test_a_schema_beside_tools_holds_for_what_is_no_call(http_client: FlaskClient, engine: ScriptedClient) -> None:

@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
+from api.checks import Asked
+from api.options import ServerConfig
+from api.responses import input_items
+from counting import Compared
 from scripted import FACTS, TOKENIZER, ScriptedClient, client_of, refusal
 from test_chat_tools import ADD, HERMES, OPEN, PLAIN, SUB, THINKS, TOOLS
 from test_responses import ASK, COUNT, TALK, ask, check, error_of, post, typed_events
@@ -374,6 +378,12 @@ def test_a_history_of_codex_is_shown(served: Any, engine: ScriptedClient) -> Non
         check("ResponseItem")(item)
     conflict = [{"type": "additional_tools", "tools": [{"type": "function", "name": "patch"}]}]
     assert "would both be 'patch'" in refusal(post(http_client, ASK, input=conflict, tools=[PATCH]))["message"]
+
+
+def test_the_keys_of_an_item_are_not_sought_one_by_one() -> None:
+    before, item = Compared.count, {"type": "web_search_call"} | {Compared(f"k{i}"): 1 for i in range(500)}
+    input_items([item], Asked(ServerConfig()))
+    assert Compared.count - before < 8 * len(item)
 
 
 def test_an_image_is_refused_with_its_place(served: Any, engine: ScriptedClient) -> None:

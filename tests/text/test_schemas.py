@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from counting import lines_run
 from sampling_params import StructuredOutputsParams
-from text.schemas import MOST_OF_PATTERNS, plain, relaxed
+from text.schemas import MOST_OF_PATTERNS, MOST_STEPS, plain, relaxed
 
 
 class Bytes:
@@ -181,16 +183,47 @@ def test_what_is_no_schema_is_refused_in_words() -> None:
         plain(deep)
 
 
+REF, MANY = {"$ref": "#/$defs/a"}, [f"{i:x}" for i in range(800)]
+# Schemas that grow with a number, most of them with many references to one definition that grows as well.
+GROWING: dict[str, Callable[[int], Any]] = {
+    "refused alternatives": lambda n: {"oneOf": [False] * n},
+    "listed values": lambda n: {"oneOf": [{"const": i} for i in range(n)]},
+    "a property that differs": lambda n: {"oneOf": [needs("a", {"const": i}) for i in range(n)]},
+    "many that are needed": lambda n: {
+        "oneOf": [needs("a", {"const": i}) | {"required": [*MANY[:n], "a"]} for i in range(90)]
+    },
+    "references to alternatives": lambda n: {
+        "oneOf": [{"anyOf": [REF]} for _ in range(n)], "$defs": {"a": {"anyOf": [{"const": i} for i in range(n)]}}
+    },
+    "references to nothing": lambda n: {
+        "oneOf": [{"anyOf": [REF]} for _ in range(n)], "$defs": {"a": {"anyOf": [{"anyOf": []}] * n}}
+    },
+    "references to types": lambda n: {"allOf": [REF] * n, "$defs": {"a": {"type": ["string", *MANY] * (n // 100)}}},
+    "references to names": lambda n: {
+        "items": [{"propertyNames": REF}] * (n // 4), "$defs": {"a": {"enum": [200 * name for name in MANY[: n // 4]]}}
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_twice_the_schema_takes_about_twice_the_steps(kind: str) -> None:
+    once, twice = (lines_run(lambda n=n: plain(GROWING[kind](n), [])) for n in (400, 800))
+    assert twice < 2.6 * once, (once, twice)
+
+
 def test_large_schemas_take_a_bounded_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some 90 schemas are told from each other, and far more are taken to overlap at once."""
-    for count, names in ((80, []), (2000, ["oneOf"])):
-        left: list[str] = []
-        plain({"oneOf": [needs("a", {"const": i}) for i in range(count)]}, left)
-        assert left == names
+    """Some 10,000 schemas are told from each other by one property, and far more are taken to overlap at once."""
+    with monkeypatch.context() as fewer:
+        fewer.setattr("text.schemas.MOST_STEPS", MOST_STEPS // 16)
+        for count, names in ((MOST_STEPS // 64, []), (MOST_STEPS // 32, ["oneOf"])):
+            left: list[str] = []
+            plain({"oneOf": [needs("a", {"const": i}) for i in range(count)]}, left)
+            assert left == names
     left = []
     plain({"oneOf": [{"anyOf": [{"const": f"{i}{j}"} for j in range(1000)]} for i in "abc"]}, left)
-    assert left == ["oneOf"]
-    left = []
+    two = [{"a": {"const": i // 9}, "b": {"const": i % 9}} for i in range(40)]
+    plain({"oneOf": [{"type": "object", "properties": each, "required": ["b", "a"]} for each in two]}, left)
+    assert not left
     inner = {name: needs("x", {"$ref": f"#/$defs/{name}"}) for name in "ab"}
     plain({"anyOf": [{}, {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}], "$defs": inner}, left)
     assert left == ["oneOf"]

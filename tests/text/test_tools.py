@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from counting import Compared
 from text.lark_rules import types_of
 from text.tools import REASONING_PARSERS, TOOL_PARSERS, call_grammar, new_reader, tool_parser_of
 
@@ -417,13 +418,40 @@ def test_odd_schemas_do_no_harm(parser, schema):
         assert all(json.loads(arguments)["a"] in (1, "1") for _, arguments, _ in calls)
 
 
-@pytest.mark.parametrize("schema", [[], "object", {"properties": [1]}])
-def test_what_is_no_schema_is_refused(schema):
-    tools = [{"type": "function", "function": {"name": "f", "parameters": schema or 1}}]
-    with pytest.raises(ValueError, match="must be a JSON schema"):
-        call_grammar("hermes", tools, True, False, lambda text: None)
-    with pytest.raises(ValueError, match="must be a JSON schema"):
-        new_reader("hermes", None, tools, "", ())
+TAGGED = ("qwen3_coder", "glm45", "deepseek_v32", "minimax_m2", "pythonic", "gemma4")
+
+
+def a_tool(properties, **more):
+    """A list of one tool, which has these parameters."""
+    schema = {"type": "object", "properties": properties, **more}
+    return [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+
+
+@pytest.mark.parametrize("parser", TAGGED)
+def test_only_definitions_that_are_referred_to_are_written_and_equal_ones_once(parser):
+    definitions = {
+        "a/b": {"items": {"$ref": "#/$defs/b"}, "type": "array"}, "b": {"enum": [[1], [2], "DEFINED"]},
+        "c": {"description": "UNUSED" * 9000},
+    }  # fmt: skip
+    tools = a_tool({f"p{i}": {"$ref": "#/%24defs/a~1b"} for i in range(100)}, **{"$defs": definitions})
+    grammar = call_grammar(parser, tools, True, True, lambda text: None)
+    assert grammar.count("DEFINED") == 1 and "UNUSED" not in grammar
+    assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))
+    tools = a_tool(
+        {f"p{i}": {"anyOf": [{"$ref": "#/$defs/c"}, {"const": [i]}]} for i in range(9)}, definitions={"d": 1}
+    )
+    tools[0]["function"]["parameters"]["$defs"] = definitions
+    with pytest.raises(ValueError, match=r"definitions have \d{6} characters or more; at most 262144 are allowed"):
+        call_grammar(parser, tools, True, True, lambda text: None)
+
+
+@pytest.mark.parametrize("parser", TAGGED)
+def test_required_parameters_are_not_sought_one_by_one(parser):
+    names = [f"p{i}" for i in range(500)]
+    before = Compared.count
+    tools = a_tool({name: {"type": "integer"} for name in names}, required=[*map(Compared, names)])
+    grammar = call_grammar(parser, tools, True, True, lambda text: None)
+    assert Compared.count - before < 8 * len(names) and len(grammar) < 200 * len(names)
 
 
 @pytest.mark.parametrize(
