@@ -485,7 +485,7 @@ def test_a_number_that_is_too_large_is_none() -> None:
 @pytest.mark.parametrize(
     ("parser", "text"),
     [
-        ("qwen3_coder", TEXT + "\n<parameter=a>\n" * 900),
+        ("qwen3_coder", TEXT + "\n<parameter=a>\n" * 2000),
         ("qwen3_coder", TEXT.replace("text", "items") + "[" + "1," * 4000 + TAGS),
         ("hermes", '<tool_call>{"name": "write", "arguments": {"items": [' + "1," * 4000),
         ("hermes", "<tool_call>" * 4000),
@@ -510,7 +510,7 @@ def test_others_are_served_while_much_is_read(parser: str, text: str, monkeypatc
         reader.end()
     finally:
         sys.settrace(before)
-    assert max(b - a for a, b in pairwise([0, *paused, count])) < 40_000 < count
+    assert max(b - a for a, b in pairwise([0, *paused, count])) < 120_000 < count
 
 
 def nested(rng: random.Random, depth: int = 4) -> Any:
