@@ -396,6 +396,7 @@ def taken(face: Face, body: dict[str, Any]) -> Run:
         if fields.get("tools"):
             for parser in ("hermes", "qwen3_coder", "pythonic"):
                 call_grammar(parser, fields["tools"], True, True, lambda text: None)
+                time.sleep(0)  # a request has one of them
         given = {name: fields[name] for name in PARAMS if fields.get(name) is not None}
         structure = structure_of(fields) if "response_format" in fields else None
         SamplingParams(**given | {"structured_outputs": structure}).check_vocabulary(2**20)
