@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import time
 import weakref
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from api.checks import in_parts
 from api.options import ServerConfig
 from config import EngineConfig
-from lora.adapter import CONFIG, LoRARequest, read_adapter
+from lora.adapter import CONFIG, LoRARequest, read_adapter, state_of
 from processes.client import EngineDeadError
 from ring import nameless_file
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from processes.fleet import Fleet
 
 LOOK = 0.05  # seconds between two questions whether an adapter has been read
+LOOK_AGAIN = 10  # seconds after which the folders of `lora_dir` are listed anew even if none has come or gone
+FOLDERS_AT_ONCE = 64  # of which it is seen whether they are adapters, in some 2 ms
 MOST_NAME = 1024  # characters, as of a request's model
 
 
@@ -76,6 +80,7 @@ class Adapters:
         self.size = 0  # of the log, as far as it is read
         self.modules: dict[str, Module] = {}
         self.folder = None if config.lora_dir is None else os.path.realpath(config.lora_dir)
+        self.listed: tuple[object, list[Module]] = None, []  # the adapters there, and when they were looked for
         if self.folder is not None and not os.path.isdir(self.folder):
             raise ValueError(f"lora_dir is {config.lora_dir!r:.200}, which is no folder")
         for given in config.lora_modules:
@@ -96,13 +101,17 @@ class Adapters:
         return dict(self.modules)
 
     def all(self) -> list[Module]:
-        """These, and then the others of `lora_dir`."""
-        found = self.given()
-        with contextlib.suppress(OSError):
-            for name in sorted(os.listdir(self.folder)) if self.folder is not None else ():
-                if name not in found and (module := self._in_folder(name)):
-                    found[name] = module
-        return [*found.values()]
+        """These, and then the others of `lora_dir`, which are looked for when it has changed, and now and then."""
+        if self.folder is not None:
+            try:
+                state = os.stat(self.folder).st_mtime_ns, time.monotonic() // LOOK_AGAIN
+                if state != self.listed[0]:
+                    parts = in_parts(sorted(os.listdir(self.folder)), FOLDERS_AT_ONCE)
+                    self.listed = state, [module for part in parts for module in map(self._in_folder, part) if module]
+            except OSError:
+                self.listed = None, []
+        given = self.given()
+        return [*given.values(), *(module for module in self.listed[1] if module.name not in given)]
 
     def _in_folder(self, name: str) -> Module | None:
         if self.folder is None or "/" in name or name in self.names:
@@ -203,8 +212,13 @@ def named(module: Module) -> Iterator[None]:
 def virtual_tokens(module: Module) -> int:
     """Tokens that an adapter puts before each prompt; 0 if it cannot be read, which the engine then says."""
     with contextlib.suppress(ValueError):
-        return read_adapter(module.path).num_virtual_tokens
+        return _virtual_tokens(state_of(module.path))
     return 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _virtual_tokens(state: str) -> int:
+    return read_adapter(state.partition("\0")[0]).num_virtual_tokens
 
 
 def request_of(module: Module) -> LoRARequest:

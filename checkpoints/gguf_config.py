@@ -78,6 +78,7 @@ PARTS = {  # llama.cpp's names of tensors, and ours of parts; see `models.family
     "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down", "ffn_gate_inp": "router",
     "ffn_gate_inp_shexp": "shared_gate",
 }  # fmt: skip
+MOST_MATRICES = 2**18  # of a file's experts
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+?)(_exps|_shexp)?\.(weight|bias)")
 
@@ -114,7 +115,7 @@ def saved_names(first: Header, header: Header) -> dict[str, Saved]:
     row = FAMILIES[architecture.family]
     query_heads = alike(first, "attention.head_count")
     heads = {"q": query_heads, "k": alike(first, "attention.head_count_kv", query_heads)}
-    found = {}
+    found: dict[str, Saved] = {}
     for name in header.tensors.keys() - set(ROPE_TENSORS):
         match = NAME.fullmatch(name)
         layer, base, kind, end = match.groups() if match else ("", "", "", "")
@@ -133,7 +134,11 @@ def saved_names(first: Header, header: Header) -> dict[str, Saved]:
         if "{}" in theirs:
             raise ValueError(f"{header.path}: tensor {name!r:.80} has the norms of all heads; Manta does not read that")
         if kind == "_exps":
-            for i in range(header.tensors[name].shape[0]):
+            experts, told = header.tensors[name].shape[0], first.get("expert_count")
+            if experts != told or len(found) + experts > MOST_MATRICES:
+                at_most = f"{told!r:.80} in expert_count; Manta reads up to {MOST_MATRICES} matrices"
+                raise ValueError(f"{header.path}: tensor {name!r:.80} has {experts} experts, of {at_most}")
+            for i in range(experts):
                 found[f"{prefix}{i}.{theirs}.{end}"] = Saved(name, i, part=part)
         else:
             found[f"{prefix}{theirs}.{end}"] = Saved(name, None, rows, part)

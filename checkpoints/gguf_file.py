@@ -28,6 +28,7 @@ TYPES = {
     34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
 }  # fmt: skip
 FLOATS = ("F32", "F16", "BF16")  # types that need no unpacking
+MOST_NAMES = 2**16  # of values in the metadata, or of tensors
 MOST_VALUES = 2**24  # of an array in the metadata; vocabularies have several hundred thousand
 MOST_FACTORS = 2**14  # of RoPE
 # Types that need no package; see `checkpoints.gguf_blocks`.
@@ -117,11 +118,13 @@ class Reader:
         self.at = 8
         try:
             tensors, values = self.scalar("Q"), self.scalar("Q")
+            if max(tensors, values) > MOST_NAMES:
+                raise ValueError(f"{tensors} tensors and {values} values; there may be {MOST_NAMES} of each")
             metadata = dict(self.pair() for _ in range(values))
             infos = dict(self.info() for _ in range(tensors))
             if len(infos) < tensors:
                 raise ValueError("two tensors have one name")
-        except (ValueError, struct.error, IndexError, RecursionError) as error:
+        except (ValueError, struct.error, IndexError) as error:
             raise ValueError(f"{self.path} is damaged: its header breaks at byte {self.at} ({error})") from None
         align = metadata.get("general.alignment", 32)
         fits = isinstance(align, int) and align >= 8 and align % 8 == 0
@@ -180,7 +183,7 @@ class Reader:
         return self.text(), self.value(self.scalar("I"))
 
     def value(self, kind: int) -> Any:
-        """A value of this type."""
+        """A value of this type; lists of lists are not read, as in llama.cpp."""
         if kind == STRING:
             return self.text()
         if kind != ARRAY:
@@ -190,8 +193,6 @@ class Reader:
             raise ValueError(f"a list of {count} values")
         if kind == STRING:
             return self.texts(count)
-        if kind == ARRAY:
-            return [self.value(kind) for _ in range(count)]
         code = f"<{count}{code_of(kind)}"
         self.at += (size := struct.calcsize(code))
         return list(struct.unpack_from(code, self.data, self.at - size))

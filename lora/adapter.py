@@ -112,14 +112,14 @@ def read_adapter(folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIR
         return AdapterConfig(0, 0.0, False, none, none, virtual_tokens(place, fields, most_tokens))
     ranks, alphas = (Patterns(f"{place}: {name}", fields.get(name) or {}) for name in ("rank_pattern", "alpha_pattern"))
     rank, alpha = fields.get("r", 8), fields.get("lora_alpha", 8)
-    for name, value in [("r", rank), *(("rank_pattern", value) for _, value in ranks.values)]:
+    for name, value in [("r", rank), *(("rank_pattern", value) for value in ranks.values)]:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{place}: {name} is {value!r:.200}; it must be a whole number of at least 1")
         if value > most:
             raise ValueError(
                 f"{place}: {name} is {value!r:.200}; max_lora_rank is {most}, and at most {MOST_RANK} is possible"
             )
-    for name, value in [("lora_alpha", alpha), *(("alpha_pattern", value) for _, value in alphas.values)]:
+    for name, value in [("lora_alpha", alpha), *(("alpha_pattern", value) for value in alphas.values)]:
         if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
             raise ValueError(f"{place}: {name} is {value!r:.200}; it must be a number")
     return AdapterConfig(rank, alpha, bool(fields.get("use_rslora")), ranks, alphas)

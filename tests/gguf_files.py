@@ -4,8 +4,10 @@ and what is stored in another order or with something added by formulas that are
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +174,24 @@ def rope(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> None:
             smooth = min(1.0, max(0.0, (trained / wavelength - low) / (high - low)))
             factors.append(1 / ((1 - smooth) / says["factor"] + smooth))
         writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
+
+
+def of_bytes(values: Mapping[str, bytes | int | str], tensors: Mapping[str, tuple[int, ...]]) -> bytes:
+    """A file with these values (bytes are a type and what follows) and tensors of zeros in bfloat16, byte by byte."""
+
+    def text(content: str) -> bytes:
+        return struct.pack("<Q", len(content)) + content.encode()
+
+    def value(content: bytes | int | str) -> bytes:
+        if isinstance(content, int):
+            return struct.pack("<IQ", 10, content)
+        return struct.pack("<I", 8) + text(content) if isinstance(content, str) else content
+
+    begin, offset = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values)), 0
+    begin += b"".join(text(name) + value(content) for name, content in values.items())
+    infos = []
+    for name, dims in tensors.items():
+        infos.append(text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, 30, offset))
+        offset += -(-2 * math.prod(dims) // 32) * 32
+    begin += b"".join(infos)
+    return begin + bytes(-len(begin) % 32 + offset)

@@ -17,7 +17,8 @@ import re
 import time
 
 WORDS = {"True": "true", "False": "false", "None": "null"}
-TOKEN = re.compile(r"\s+|[{}\[\],:\"']|[^\s{}\[\],:\"'<]+")  # outside of strings
+SIGN = re.compile(r"\s+|[{}\[\],:\"']")  # outside of strings, as are words
+WORD = re.compile(r"[^\s{}\[\],:\"'<]+")
 OTHER_SPACE = re.compile(r"[^ \t\n\r]")  # than JSON's own
 NAME = re.compile(r"[A-Za-z_$][\w$]*")  # a key that may lack its quotes
 SPECIAL = {quote: re.compile(rf'["\\{quote}\x00-\x1f]') for quote in "\"'"}  # what is more than itself in a string
@@ -49,9 +50,9 @@ def as_json(text: str) -> str:
         for read in (lambda text: int(text, 0), int, float):
             try:
                 number = read(text)
-            except ValueError:
+                return json.dumps(number) if math.isfinite(number) else ""
+            except (ValueError, OverflowError):  # the latter of a number that no float can be
                 continue
-            return json.dumps(number) if math.isfinite(number) else ""
         return ""
     return text
 
@@ -83,7 +84,8 @@ class Mender:
         self._closers: list[str] = []  # of the brackets that are open, the innermost last
         self._next = VALUE
         self._is_empty = False  # whether the innermost bracket has only just been opened
-        self._comma = ""  # one that has come, and the white space after it, until a key or a value follows
+        self._comma: list[str] = []  # one that has come, and the white space after it, until a key or a value follows
+        self._searched = 0  # characters of a word that is perhaps not all there
         self._quote = ""  # around the string that is open
 
     def read(self, text: str, at: int, ended: bool) -> tuple[str, int]:
@@ -135,16 +137,15 @@ class Mender:
         rest = text[at : at + max(map(len, self.stops), default=0)]
         if rest.startswith(self.stops):
             return self._close(len(self._closers)), at
-        found = TOKEN.match(text, at)
-        if not ended and (any(stop.startswith(rest) for stop in self.stops) or (found and self._may_go_on(found))):
+        if not ended and any(stop.startswith(rest) for stop in self.stops):
             return None
-        if not found:
-            raise Broken
-        token, end = found[0], found.end()
+        if not (sign := SIGN.match(text, at)):
+            return self._word(text, at, ended)
+        token, end = sign[0], sign.end()
         if token.isspace():
             space = OTHER_SPACE.sub(" ", token)
             if self._comma:
-                self._comma += space
+                self._comma.append(space)
             return "" if self._comma else space, end
         if token in ("}", "]"):
             if token not in self._closers:
@@ -153,22 +154,31 @@ class Mender:
         if token == ",":
             if self._next != COMMA:
                 raise Broken
-            self._comma = self._comma or ","
+            self._comma = self._comma or [","]
             return "", end
         if token == ":":
             if self._next != COLON:
                 raise Broken
             self._next = VALUE
             return ":", end
-        return self._begin(token, ended and end == len(text) and bool(self._closers)), end
+        return self._begin(token), end
 
-    def _may_go_on(self, token: re.Match[str]) -> bool:
-        """Whether a word or a number is perhaps not all there."""
-        return token.end() == len(token.string) and token[0] not in "{}[],:\"'" and not token[0].isspace()
+    def _word(self, text: str, at: int, ended: bool) -> tuple[str, int] | None:
+        """Read a word or a number, as `read` does; None if it may not be all there."""
+        end = at + self._searched
+        if found := WORD.match(text, end):
+            end = found.end()
+        self._searched = end - at
+        if end == len(text) and not ended:
+            return None
+        if not self._searched:
+            raise Broken
+        self._searched = 0
+        return self._begin(text[at:end], is_cut=end == len(text) and bool(self._closers)), end
 
-    def _begin(self, token: str, is_cut: bool) -> str:
+    def _begin(self, token: str, is_cut: bool = False) -> str:
         """A key or a value begins with this token, or is this word."""
-        comma, is_quote = self._comma, token in ('"', "'")
+        comma, is_quote = "".join(self._comma), token in ('"', "'")
         if self._next == COMMA:
             is_key = self._closers[-1] == "}"
             if not comma and not (is_key and is_quote):
@@ -177,7 +187,7 @@ class Mender:
             comma = comma or ", "
         if self._next == COLON:
             raise Broken
-        self._comma, self._is_empty = "", False
+        self._comma, self._is_empty = [], False
         if is_quote:
             self._quote = token
             return comma + '"'
@@ -200,7 +210,7 @@ class Mender:
         """Close so many brackets, in which all must be whole."""
         if not self._closers or (self._next != COMMA and not self._is_empty):
             raise Broken
-        self._next, self._comma, self._is_empty = COMMA, "", False
+        self._next, self._comma, self._is_empty = COMMA, [], False
         closed = "".join(self._closers.pop() for _ in range(count))
         self.done = not self._closers
         return closed

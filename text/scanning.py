@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Generator
+import time
+from collections.abc import Callable, Collection, Generator, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -19,12 +20,14 @@ from text.json_mending import Mender, as_json, in_string
 
 T = TypeVar("T")
 WORD_END = re.compile(r"[\s,:=\[\](){}<>\"']")
+NO_SPACE = re.compile(r"\S")
 ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)  # of Python and of JSON
 SECOND_HALF = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 SECOND_HALF_BEGINS = re.compile(r"(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?")
 ESCAPE_SIZES = {"x": 4, "u": 6, "U": 10}  # characters; all others have 2
 ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "'": "'", '"': '"', "\\": "\\", "/": "/", "\n": ""}
 QUOTES = ('"""', "'''", '"', "'")
+MOST_LOOKS = 256  # for a mark, in some 2 ms, between which an API process serves its other clients
 DEEPEST = 64  # lists and objects within each other
 LONGEST_NAME = 1024  # characters of a name, a key, or another short text of a call
 
@@ -92,20 +95,34 @@ def markers(texts: frozenset[str]) -> Markers:
 
 @dataclass(slots=True)
 class Source:
-    """The unread text of an answer. No place in it may be remembered over a `yield`, but `mark`."""
+    """The unread text of an answer. No place in `text` may be remembered over a `yield`, but `mark`."""
 
+    looks: int = 0  # for a mark, so far
     text: str = ""  # the unread text begins in it at `at`
     at: int = 0
+    dropped: int = 0  # characters of the answer that came before `text`
     mark: int | None = None  # a place to which the reading may go back
     ended: bool = False  # whether no more text will come
     in_reasoning: bool = False  # whether the text at `at` is hidden reasoning
     depth: int = 0  # how many lists and objects, as Python writes them, are open at `at`
 
     def feed(self, text: str) -> None:
-        """Add text, and drop the text that has been read."""
+        """Add text, and drop what has been read once it is the longer part, so that unread text is seldom copied."""
         read = self.at if self.mark is None else self.mark
-        self.text, self.at = self.text[read:] + text, self.at - read
-        self.mark = None if self.mark is None else 0
+        held, self.text = self.text, ""  # a text that one variable alone refers to grows in place
+        if 2 * read > len(held):
+            held, self.dropped, self.at = held[read:], self.dropped + read, self.at - read
+            self.mark = None if self.mark is None else 0
+        held += text
+        self.text = held
+
+    @property
+    def place(self) -> int:
+        """How many characters of the answer come before `at`, to which `go` comes back as long as it is unread."""
+        return self.dropped + self.at
+
+    def go(self, place: int) -> None:
+        self.at = place - self.dropped
 
     def back(self) -> None:
         """Go back to the mark, and remove it."""
@@ -126,12 +143,19 @@ class Source:
     def space(self) -> Waiting[str]:
         """Read white space; returns the character after it, which stays unread."""
         while (char := (yield from self.char())).isspace():
-            rest = self.text[self.at :]
-            self.at += len(rest) - len(rest.lstrip())
+            self.at = self.after_space()
         return char
+
+    def after_space(self) -> int:
+        """Where the first character stands that is no white space; the end of `text` if there is none."""
+        found = NO_SPACE.search(self.text, self.at)
+        return found.start() if found else len(self.text)
 
     def follows(self, *texts: str) -> Waiting[str]:
         """Read the first of the texts that comes next; returns it, or nothing. Empty ones are left out."""
+        self.looks += 1
+        if not self.looks % MOST_LOOKS:
+            time.sleep(0)
         while True:
             rest = self.text[self.at : self.at + max(map(len, texts), default=0)]
             if not self.ended and any(len(rest) < len(text) and text.startswith(rest) for text in texts):
@@ -147,13 +171,14 @@ class Source:
         At the end of the text, the rest is read, and nothing returned. With `is_cut` a marker must come, so its
         beginning at the end of the text is no text.
         """
-        searched = 0  # characters from `at` on that hold no marker
+        searched = 0  # characters from `at` on that hold no marker: white space
         while True:
             start, end = stops.split(self.text, self.at + searched)
             if self.ended and start == end and not is_cut:
                 start = end = stop = len(self.text)
             else:
-                stop = self.at + len(self.text[self.at : start].rstrip())
+                new = self.text[self.at + searched : start].rstrip()
+                stop = self.at + searched + len(new) if new else self.at
             searched = start - stop
             if stop > self.at:
                 yield make(self.take(stop))
@@ -168,9 +193,13 @@ class Source:
         """Read one of the texts after white space, if it comes next. At the end, a part of one is read as well."""
         yield from self.space()
         found = yield from self.follows(*texts)
-        if self.ended and any(text.startswith(self.text[self.at :]) for text in texts):
+        if self.is_cut(texts):
             self.at = len(self.text)
         return found
+
+    def is_cut(self, texts: Iterable[str]) -> bool:
+        """Whether no more text will come, and what is left is the beginning of one of these."""
+        return self.ended and any(text.startswith(self.text[self.at : self.at + len(text) + 1]) for text in texts)
 
     def short(self, *stops: str) -> Waiting[str]:
         """Read a short text, like a name or a key, up to one of the stops, which stays unread.
@@ -238,7 +267,9 @@ class Source:
 
     def scalar(self, make: Make) -> Steps[None]:
         """Read a number, or a word like `true`."""
-        while not (found := WORD_END.search(self.text, self.at)) and not self.ended:
+        searched = 0
+        while not (found := WORD_END.search(self.text, self.at + searched)) and not self.ended:
+            searched = len(self.text) - self.at
             yield None
         yield make(self.take(found.start() if found else len(self.text)))
 

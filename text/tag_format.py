@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from text.json_mending import in_string, mend
 from text.lark_rules import (
@@ -27,7 +29,6 @@ PLAUSIBLE = re.compile(r"[\w.$-]{1,64}")  # a name of an argument that no schema
 # What a mark within a value means: the end of the value, a part of it, the beginning of an argument of a call that it
 # tells of, or nobody knows, because the answer is cut.
 END, TEXT, INNER, CUT = "end", "text", "inner", "cut"
-MOST_KEYS = 256  # arguments that a value may tell of; for each the rest of the call is looked through
 
 
 def schema_value(text: str, schema: Schema) -> str:
@@ -94,17 +95,17 @@ class TagFormat(ToolParser):
     def _arguments(self, calls: Calls) -> Steps[None]:
         source, ends = calls.source, self.key_end.split()
         others = self.other_key_end.split()
-        given: list[str] = []
+        given: set[str] = set()
         while (yield from source.closes(self.key)):
-            given.append((yield from source.short(ends[0])))
+            given.add(key := (yield from source.short(ends[0])))
             found = ""
             for texts in zip(ends, others or ends, strict=True):
                 found = yield from source.closes(*texts)
             if others and not found:  # what says of which type the value is
                 yield from source.follows(self.name_end[-1])
             opening = "{" if calls.bare else ", "
-            yield calls.arguments(f"{opening}{json.dumps(given[-1], ensure_ascii=False)}: ")
-            yield from self._value(calls, given, bool(others) and found == ends[-1])
+            yield calls.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
+            yield from self._value(calls, key, given, bool(others) and found == ends[-1])
         if not (yield from source.char()):
             return
         if calls.bare:
@@ -114,20 +115,18 @@ class TagFormat(ToolParser):
                 raise NoCall
         yield calls.arguments("{}" if calls.bare else "}")
 
-    def _value(self, calls: Calls, given: Sequence[str], is_string: bool) -> Steps[None]:
-        """Read the value of the last key given. Strings become arguments as they come, others when they are whole.
+    def _value(self, calls: Calls, key: str, given: Collection[str], is_string: bool) -> Steps[None]:
+        """Read the value of the latest key given. Strings become arguments as they come, others when they are whole.
 
         `is_string`: the model says that it is one, which counts where the schema allows others as well.
         """
         source, stops = calls.source, markers(frozenset(self.value_ends))
-        schema = property_schema(calls.schemas[calls.name], given[-1])
+        schema = property_schema(calls.schemas[calls.name], key)
         if is_string and "string" in types_of(schema):
             schema = {"type": "string"}
-        streams, kept, size = types_of(schema) == {"string"}, [], 0
+        streams, kept = types_of(schema) == {"string"}, list[str]()
 
         def make(text: str) -> Part:
-            nonlocal size
-            size += len(text)
             if streams:
                 return calls.arguments(in_string(text))
             kept.append(text)
@@ -136,35 +135,29 @@ class TagFormat(ToolParser):
         yield from source.follows(self.padding)
         if streams:
             yield calls.arguments('"')
-        inner = keys = (
-            0  # arguments of calls that the value tells of: which have yet to end, and how many seem to begin
-        )
-        later = 0  # the size of the value up to an end of it, before which an end of the call is a part of it
+        inner = 0  # arguments of calls that the value tells of, which have yet to end
         while found := (yield from source.until(stops, make, is_cut=True)):
-            keys += found == self.key
             if found == self.value_end and inner:
                 inner -= 1
-            elif keys <= MOST_KEYS if found == self.key else found == self.value_end or size >= later:
-                what, distance = yield from self._meaning(calls, given)
+            else:
+                what = yield from self._meaning(calls, given)
                 if what == CUT:
                     source.at = len(source.text)
                     return
                 if what == END:
                     break
-                inner, later = inner + (what == INNER), max(later, size + distance)
+                inner += what == INNER
             yield make(source.take(source.text.index(found, source.at) + len(found)))
         if found:
-            rest = source.text[source.at :]
-            yield make(source.take(source.at + len(rest) - len(rest.lstrip())).removesuffix(self.padding))
+            yield make(source.take(source.after_space()).removesuffix(self.padding))
             yield calls.arguments('"' if streams else schema_value("".join(kept), schema))
             yield from source.follows(self.value_end)
 
-    def _meaning(self, calls: Calls, given: Sequence[str]) -> Waiting[tuple[str, int]]:
+    def _meaning(self, calls: Calls, given: Collection[str]) -> Waiting[str]:
         """What the mark that comes next means for the value that is being read; the mark stays unread.
 
         A value ends before the next argument, or before the end of the call, if nothing behind that could be the end of
-        this value. A text may tell of calls, whose arguments then begin and end within it. How far behind the end of a
-        call a later end of the value is comes second.
+        this value. A text may tell of calls, whose arguments then begin and end within it.
         """
         source = calls.source
         source.mark = source.at
@@ -172,7 +165,7 @@ class TagFormat(ToolParser):
         source.back()
         return meaning
 
-    def _followed(self, calls: Calls, given: Sequence[str]) -> Waiting[tuple[str, int]]:
+    def _followed(self, calls: Calls, given: Collection[str]) -> Waiting[str]:
         source = calls.source
         assert source.mark is not None
         yield from source.space()
@@ -180,72 +173,80 @@ class TagFormat(ToolParser):
         ended = (yield from source.follows(self.value_end)) != ""
         yield from source.space()
         if (yield from source.follows(self.key)):
+            place = source.place
             key, is_cut = yield from self._key(source)
             if is_cut:
-                return CUT, 0
+                return CUT
             known = key in (calls.schemas[calls.name].get("properties") or {})
             if ended and key not in given and (known or PLAUSIBLE.fullmatch(key)):
-                return END, 0
+                return END
             if ended or not in_own_line or not PLAUSIBLE.fullmatch(key):
-                return TEXT, 0
-            balance = yield from self._balance(calls)
-            return (balance, 0) if balance != END or (known and key not in given) else (TEXT, 0)
+                return TEXT
+            balance = yield from self._balance(calls, place)
+            return balance if balance != END or (known and key not in given) else TEXT
         if (yield from self._call_ends(source)):
-            later = yield from self._later_end(calls)
-            return (TEXT, later) if later else (END, 0)
-        rest = source.text[source.at :]
-        if source.ended and any(mark.startswith(rest) for mark in (self.key, *self.ends)):
-            return CUT, 0
-        return END if ended and (yield from self._begins_call(calls)) else TEXT, 0
+            return TEXT if (yield from self._later_end(calls)) else END
+        if source.is_cut((self.key, *self.ends)):
+            return CUT
+        return END if ended and (yield from self._begins_call(calls)) else TEXT
 
     def _key(self, source: Source) -> Waiting[tuple[str, bool]]:
         """Read the name of an argument; returns it, or nothing, and whether the answer is cut within it."""
-        assert source.mark is not None
-        place, first = source.at - source.mark, self.key_end.split()[0]
+        place, first = source.place, self.key_end.split()[0]
         try:
             return (yield from source.short(first)), False
         except NoCall:
-            rest = source.text[source.mark + place :]
-            name = PLAUSIBLE.match(rest)
-            return "", source.ended and first.startswith(rest[name.end() if name else 0 :])
+            source.go(place)
+            name = PLAUSIBLE.match(source.text, source.at)
+            source.at = name.end() if name else source.at
+            return "", source.is_cut((first,))
 
-    def _balance(self, calls: Calls) -> Waiting[str]:
-        """Whether an argument that has begun within a value is a part of it: then the value ends as well, after it."""
-        source, open = calls.source, 2
+    def _balance(self, calls: Calls, key: int) -> Waiting[str]:
+        """Whether an argument that has begun within a value is a part of it: then the value ends as well, after it.
+
+        `key` is the place behind its mark. What the marks up to there mean for others that begin on the way is kept.
+        """
+        source, ahead = calls.source, calls.ahead
+        if key not in ahead.meanings:
+            ahead.at, ahead.meanings, ahead.open = key, {key: ""}, [[key], []]
+        source.go(ahead.at)
         stops = markers(frozenset((self.key, self.value_end, *self.ends)))
-        while True:
+        while not ahead.meanings[key]:
             yield from source.collect(lambda make: source.until(stops, make))
             if not (yield from source.space()):
-                return CUT
-            if (yield from source.follows(self.key)):
-                open += 1
+                ahead.settle(chain(*ahead.open), CUT)
+            elif (yield from source.follows(self.key)):
+                ahead.meanings[source.place] = ""
+                ahead.open[-1].append(source.place)
+                ahead.open.append([])
             elif (yield from source.follows(self.value_end)):
-                open -= 1
-                char = yield from source.space()
-                if not open and char:
-                    return INNER
+                if (yield from source.space()):
+                    ahead.settle(ahead.open.pop(), INNER)
             elif (yield from self._call_ends(source)) and not (yield from self._later_end(calls)):
-                return END
+                ahead.settle(chain(*ahead.open), END)
+            ahead.at = source.place
+        return ahead.meanings[key]
 
-    def _later_end(self, calls: Calls) -> Waiting[int]:
-        """Behind the end of a call, where another one comes that ends a value first: its place from the mark on.
+    def _later_end(self, calls: Calls) -> Waiting[bool]:
+        """Whether behind the end of a call another one comes that ends a value first.
 
-        0 if there is none before another call begins, or the answer ends.
+        There is none if another call begins before it, or the answer ends.
         """
-        source = calls.source
-        assert source.mark is not None
-        here, found = source.at - source.mark, 0
+        source, ahead = calls.source, calls.ahead
+        here = source.place
         stops = markers(frozenset(filter(None, (*self.begins, self.name, self.value_end))))
-        while not found and (yield from source.space()):
+        source.go(max(here, ahead.searched))
+        at = bisect_left(ahead.ends, (here,))
+        while at == len(ahead.ends) and (yield from source.space()):
             yield from source.collect(lambda make: source.until(stops, make))
-            place = source.at - source.mark
             yield from source.space()
-            if (yield from self._begins_call(calls)):
-                break
-            ends_value = (yield from source.follows(*self.begins, self.name, self.value_end)) == self.value_end
-            found = place if ends_value and (yield from self._call_ends(source)) else 0
-        source.at = source.mark + here
-        return found
+            place, begins = source.place, (yield from self._begins_call(calls))
+            ends = (yield from source.follows(*self.begins, self.name, self.value_end)) == self.value_end
+            if begins or (ends and (yield from self._call_ends(source))):
+                ahead.ends.append((place, ends))
+            ahead.searched = source.place
+        source.go(here)
+        return at < len(ahead.ends) and ahead.ends[at][1]
 
     def _call_ends(self, source: Source) -> Waiting[bool]:
         """Read the marks at the end of a call, after white space; returns whether there are any."""
@@ -259,15 +260,14 @@ class TagFormat(ToolParser):
     def _begins_call(self, calls: Calls) -> Waiting[bool]:
         """Whether a call of one of the tools comes next; it stays unread."""
         source = calls.source
-        assert source.mark is not None
-        place = source.at - source.mark
+        place = source.place
         found = yield from source.follows(*self.begins, self.name)
         if found and found != self.name:
             yield from source.space()
             yield from source.follows(self.name)
         name = found and (yield from source.follows(*calls.names))
         char = yield from source.char()
-        source.at = source.mark + place
+        source.go(place)
         return name != "" and not (char.isalnum() or char in tuple("_-."))
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
@@ -40,6 +40,23 @@ class Tool(NamedTuple):
     strict: bool = False  # whether a grammar must hold the arguments to all of the schema
 
 
+@dataclass(slots=True)
+class Ahead:
+    """What has been looked up in an answer ahead of what is read, so that it is looked up once; see `TagFormat`.
+
+    Places are those of `Source.place`.
+    """
+
+    searched: int = 0  # place up to which values' ends and calls' beginnings are in `ends`
+    ends: list[tuple[int, bool]] = field(default_factory=list)  # their places, and whether it is an end
+    at: int = 0  # place up to which arguments are in `meanings`
+    meanings: dict[int, str] = field(default_factory=dict)  # of arguments, by the places behind their marks
+    open: list[list[int]] = field(default_factory=list)  # values around `at`, and the arguments that each tells of
+
+    def settle(self, keys: Iterable[int], meaning: str) -> None:
+        self.meanings.update(dict.fromkeys(keys, meaning))
+
+
 class Calls:
     """The calls of an answer, each of which must name one of the tools.
 
@@ -54,6 +71,8 @@ class Calls:
         self.count = 0  # calls that have begun
         self.name = ""  # the tool of the latest
         self.bare = False  # whether that has no arguments yet
+        self.again = 0  # characters that have been read again
+        self.ahead = Ahead()
 
     def begin(self, name: str, id: str = "") -> Part:
         """A call begins, and what has been read is no content any more.

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 from text.lark_rules import Lark, then
@@ -157,7 +158,7 @@ QWEN3 = TagFormat(
 DEEPSEEK_V31 = HeaderFormat(
     begins=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
     end="<｜tool▁calls▁end｜>", call_end="<｜tool▁call▁end｜>",
-    header=re.compile(r"(?P<name>.+?)\s*<｜tool▁sep｜>\s*", re.DOTALL), written="{}<｜tool▁sep｜>",
+    header=re.compile(r"(?P<name>.*\S)\s*<｜tool▁sep｜>\s*", re.DOTALL), written="{}<｜tool▁sep｜>",
 )  # fmt: skip
 DEEPSEEK_V32 = TagFormat(
     begins=("<｜DSML｜function_calls>",), name='<｜DSML｜invoke name="', name_end='">',
@@ -184,7 +185,7 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "cohere_command4": COMMAND,
     "deepseek_v3": replace(
         DEEPSEEK_V31, written="function<｜tool▁sep｜>{}\n```json\n", after="\n```",
-        header=re.compile(r"function<｜tool▁sep｜>(?P<name>[^\n]+?)\s*\n```json\s*"),
+        header=re.compile(r"function<｜tool▁sep｜>(?P<name>[^\n]*\S)\s*\n```json\s*"),
     ),
     "deepseek_v31": DEEPSEEK_V31,
     "deepseek_v32": DEEPSEEK_V32,
@@ -200,7 +201,7 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "hunyuan_a13b": JAMBA,
     "hunyuan_dense": HeaderFormat(
         begins=("<tool_calls>", "<tool_call>"), end="</tool_calls>", call_end="</tool_call>", between="\n",
-        header=re.compile(r"(?P<name>[^\n]+?)\s*\n```json\s*"), written="{}\n```json\n", after="\n```",
+        header=re.compile(r"(?P<name>[^\n]*\S)\s*\n```json\s*"), written="{}\n```json\n", after="\n```",
     ),
     "internlm": JsonFormat(
         ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), "<|action_end|>", around="\n",
@@ -229,7 +230,7 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     ),
     "mistral": HeaderFormat(
         begins=("[TOOL_CALLS]",), written="{}[ARGS]", others=("[CALL_ID]",),
-        header=re.compile(r"(?P<name>[^\[\]{]*?[^\[\]{\s])\s*(\[CALL_ID\](?P<id>[^\[]*))?(\[ARGS\]\s*)?"),
+        header=re.compile(r"(?P<name>[^\[\]{]*[^\[\]{\s])\s*(\[CALL_ID\](?P<id>[^\[]*))?(\[ARGS\]\s*)?"),
         older=JsonFormat(("[TOOL_CALLS]",), listed=True),
     ),
     "olmo3": PythonFormat(("<function_calls>",), "</function_calls>", listed=False),
@@ -309,14 +310,13 @@ class Reader:
 
     def feed(self, text: str) -> list[Part]:
         """Take more of the answer's text, cut anywhere; returns the parts that are certain now."""
-        text, kept = self._held + text, ""
-        while True:
-            start, end = self._dropped.split(text)
-            kept, text = kept + text[:start], text[end:]
-            if start == end:
-                break
-        self._held = text
-        self._source.feed(kept)
+        text, kept, start, end = self._held + text, [], 0, -1
+        while start != end:
+            begin = max(end, 0)
+            start, end = self._dropped.split(text, begin)
+            kept.append(text[begin:start])
+        self._held = text[end:]
+        self._source.feed("".join(kept))
         return self._read()
 
     def end(self) -> list[Part]:
@@ -331,20 +331,25 @@ class Reader:
         for part in self._steps:
             if part is None:
                 break
-            last = parts[-1] if parts else Part()
             if part.content:
                 part.content = "\n" * (self._said and self._called) + part.content
                 self._said, self._called = True, False
             self._called = self._called or part.call is not None
-            if part.content and last.content:
-                last.content += part.content
-            elif part.reasoning and last.reasoning:
-                last.reasoning += part.reasoning
-            elif part.arguments and last.arguments and last.call == part.call:
-                last.arguments += part.arguments
-            elif part != Part():
+            if part != Part():
                 parts.append(part)
-        return parts
+        return [joined(kind, [*group]) for (kind, _), group in groupby(parts, kind_of)]
+
+
+def kind_of(part: Part) -> tuple[str, int | None]:
+    """What a part has more of: parts of one kind that follow one another can be one."""
+    return next((kind for kind in ("content", "reasoning", "arguments") if getattr(part, kind)), ""), part.call
+
+
+def joined(kind: str, parts: Sequence[Part]) -> Part:
+    """Parts of one kind as one."""
+    if len(parts) > 1:
+        setattr(parts[0], kind, "".join(getattr(part, kind) for part in parts))
+    return parts[0]
 
 
 def read_answer(calls: Calls, format: ToolParser | None, thinking: ReasoningParser | None, opened: bool) -> Steps[None]:
@@ -385,7 +390,7 @@ def read_answer(calls: Calls, format: ToolParser | None, thinking: ReasoningPars
 def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Steps[bool]:
     """Read calls that `begin` seems to begin, after white space; returns whether there were any.
 
-    If there were none, `make` makes a part of the first character.
+    If there were none, `make` makes a part of the first character, and the rest is read again; but not for ever.
     """
     source, before = calls.source, calls.count
     source.mark = source.at
@@ -399,11 +404,15 @@ def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Step
                 yield calls.arguments("{")
             yield from source.closes(*format.ends)
         else:
+            end = source.at
+            calls.again += end - source.mark
             source.back()
+            if calls.again > MOST_AGAIN and calls.count == before:
+                yield make(source.take(end))
+                return False
     if calls.count > before:
         return True
-    rest = source.text[source.at :]
-    yield make(source.take(source.at + len(rest) - len(rest.lstrip()) + 1))
+    yield make(source.take(source.after_space() + 1))
     return False
 
 
@@ -455,6 +464,7 @@ def new_reader(
     return Reader(source, steps, other_tokens(frozenset(special_tokens), frozenset(syntax)))
 
 
+MOST_AGAIN = 2**15  # characters of an answer that are read again, because a call turned out to be none
 MOST_READINGS = 16  # of one answer, for each call that turns out to be none; then all of these are left out at once
 
 
@@ -470,7 +480,7 @@ def read_whole(make_reader: Callable[..., Reader], reasoning_parser: str | None,
     """
     thinking = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
     opened = thinking is not None and thinking.begins_unmarked(text)
-    refused: list[int] = []
+    refused: set[int] = set()
     while True:
         reader = make_reader(refused=refused, opened=opened)
         parts = reader.feed(text) + reader.end()
@@ -485,7 +495,7 @@ def read_whole(make_reader: Callable[..., Reader], reasoning_parser: str | None,
             return parts
         # The first of them is none, and may have hidden others, so all behind it is read again; but not for ever.
         kept = [number for number in range(max(arguments) + len(refused) + 1) if number not in refused]
-        refused += [kept[call] for call in (broken[:1] if len(refused) < MOST_READINGS else broken)]
+        refused |= {kept[call] for call in (broken[:1] if len(refused) < MOST_READINGS else broken)}
 
 
 def is_object(text: str) -> bool:

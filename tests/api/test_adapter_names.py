@@ -178,6 +178,23 @@ def test_models_are_listed_with_their_parents(engines: Engines, folder: Path) ->
     assert http_client.get("/v1/models/empty").status_code == 404
 
 
+def test_folders_are_looked_at_when_one_has_come(engines: Engines, folder: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("api.adapters.LOOK_AGAIN", 1e9)
+    looked: list[str] = []
+    monkeypatch.setattr("os.path.isfile", lambda path, isfile=os.path.isfile: looked.append(path) or isfile(path))
+    adapters = Adapters(ServerConfig(lora_dir=str(folder), lora_modules=("one=/a",)))
+    assert [module.path for module in adapters.all()] == ["/a", str(folder / "one")] and len(looked) == 4
+    assert len(adapters.all()) == 2 and len(looked) == 4
+    shutil.copytree(folder / "one", folder / "two")
+    os.utime(folder, ns=(1, 1))  # else both may be within one tick of the file system's clock
+    assert [module.name for module in adapters.all()] == ["one", "same", "two"]
+    monkeypatch.setattr("time.monotonic", lambda: 2e9)
+    (folder / "empty" / "adapter_config.json").write_text("{}")
+    assert "empty" in [module.name for module in adapters.all()]
+    shutil.rmtree(folder)
+    assert [module.name for module in adapters.all()] == ["one"]
+
+
 @pytest.mark.parametrize(
     "name", ["..", ".", "../outside", "one/../one", "/one", "one/", "out", "empty", "file", "One", "o\0", "x" * 300]
 )

@@ -18,15 +18,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from checkpoints.gguf_blocks import BLOCK_TYPES, BLOCKS, unpack
-from checkpoints.gguf_file import FLOATS, OURS, TYPES, parts_of, read_header
+from checkpoints.gguf_config import config_of
+from checkpoints.gguf_file import FLOATS, OURS, TYPES, parts_of, read_header, read_headers
 from checkpoints.gguf_folder import made_folder
 from checkpoints.gguf_weights import packed
 from checkpoints.hub import find_model
 from checkpoints.storage import opened
 from config import DEMO, EngineConfig
+from counting import lines_run
 from device.loader import load_weights
 from engine import LLM
-from gguf_files import write_gguf
+from gguf_files import of_bytes, write_gguf
 from model_config import ModelConfig
 from oracle_checks import check, make_worker
 from random_checkpoints import FAMILIES, LLAMAS, Checkpoints, tiers
@@ -463,6 +465,35 @@ def test_what_manta_has_not_is_named(tmp_path: Path, more: Any, says: str):
     with pytest.raises(ValueError, match=says) as caught:
         made_folder(str(tmp_path / "x.gguf"))
     assert "\n" not in str(caught.value)
+
+
+MANY = 10_000
+EXPERTS = {"general.architecture": "qwen3moe", "qwen3moe.expert_count": 4}
+
+
+@pytest.mark.parametrize(
+    ("values", "tensors", "says"),
+    [
+        ({"a": struct.pack("<IIQ", 9, 9, MANY) + struct.pack("<IQ", 4, 0) * MANY}, {}, r"breaks at byte .*type 9"),
+        ({f"a{i}": 1 for i in range(2**16 + 1)}, {}, "0 tensors and 65537 values; there may be 65536 of each"),
+        (EXPERTS, {"blk.0.ffn_up_exps.weight": (1, 1, MANY)}, "ffn_up_exps.weight' has 10000 experts, of 4 in expert_"),
+        ({**EXPERTS, "qwen3moe.expert_count": 2**19}, {"blk.0.ffn_up_exps.weight": (1, 1, 2**19)}, "up to 262144 matr"),
+        ({"general.architecture": "qwen3moe"}, {"blk.0.ffn_up_exps.weight": (1, 1, MANY)}, "10000 experts, of None in"),
+    ],
+    ids=["lists", "values", "experts", "many experts", "unknown experts"],
+)  # fmt: skip
+def test_a_file_is_not_more_work_than_a_model(
+    tmp_path: Path, values: dict[str, Any], tensors: dict[str, Any], says: str
+):
+    (tmp_path / "x.gguf").write_bytes(of_bytes(values, {"token_embd.weight": (1, 1), **tensors} if tensors else {}))
+
+    def read() -> None:
+        with pytest.raises(ValueError, match=says) as caught:
+            (header,) = read_headers(str(tmp_path / "x.gguf"))
+            config_of([header], ())
+        assert str(tmp_path / "x.gguf") in str(caught.value)
+
+    assert lines_run(read) < MANY
 
 
 def test_packed_tensors_take_the_package(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

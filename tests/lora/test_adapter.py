@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,9 @@ def test_all_that_peft_writes_for_prompt_tuning_is_read(tmp_path: Path) -> None:
         ({"rank_pattern": {"[z-a]b": 4}}, "which is not taken: bad character range z-a"),
         ({"rank_pattern": {"(a|b)*": 4}}, "which is not taken: a group in it is repeated"),
         ({"rank_pattern": {".*a.*b.*c.*d": 4}}, "not taken: all of them up to here have too many repeats and groups"),
-        ({"rank_pattern": {f".*.*{i}": 4 for i in range(900)}}, r"key '\.\*\.\*800', which is not taken: all of them"),
+        ({"rank_pattern": {f".*.*.*{i}": 4 for i in range(90)}}, r"key '(\.\*){3}16', which is not taken: all of them"),
+        ({"alpha_pattern": {f"a[{i}]": 4 for i in range(300)}}, r"key 'a\[256\]', .* there are more than 256 patterns"),
+        ({"alpha_pattern": {"x" * i + ".a": 4 for i in range(300)}}, "there are more than 256 patterns up to here"),
         ({"rank_pattern": {"*" * MOST_CHARS: 4}}, "not taken: all of them"),
         ({"rank_pattern": {"a{99999999999}": 4}}, "not taken: the repetition number is too large"),
         ({"rank_pattern": {"a" * (MOST_CHARS + 1): 4}}, f"it has 301 characters; it may have {MOST_CHARS}"),
@@ -126,6 +129,18 @@ def test_a_config_that_is_refused(tmp_path: Path, fields: dict[str, Any], messag
     with pytest.raises(ValueError, match=message) as refused:
         read_adapter(folder, 16, 8)
     assert "\n" not in str(refused.value) and str(tmp_path) in str(refused.value) and len(str(refused.value)) < 700
+
+
+def test_names_are_no_expressions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10,000 names in a config none is compiled."""
+    names = {rf"^model\.layers.{i}.{part}": 4 for i in range(MOST_KEYS // 2) for part in ("q_proj", "up_proj")}
+    compiled: list[str] = []
+    compile = re.compile
+    monkeypatch.setattr("lora.patterns.re.compile", lambda text: compiled.append(text) or compile(text))
+    config = read_adapter(write(tmp_path, rank_pattern=names, alpha_pattern=names))
+    assert compiled == [] and config.rank_of("model.layers.4999.up_proj") == 4 and config.rank_of("up_proj") == 8
+    read_adapter(write(tmp_path, rank_pattern={"a.*": 4}))
+    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"LORA"', "null", '{"r": 1' + "}" * 9, "[" * 100_000, "\xff\x00"])
@@ -171,6 +186,13 @@ def test_a_path_that_no_system_takes(path: str) -> None:
         ({"q_proj": 4}, "model.layers.0.self_attn.q_proj", 4),
         ({"q_proj": 4}, "model.layers.0.self_attn.qq_proj", 8),
         ({"q_proj": 4}, "q_proj", 4),
+        ({"q.proj": 4}, "model.layers.0.self_attn.q_proj", 4),
+        ({r"q\.proj": 4}, "model.layers.0.self_attn.q_proj", 8),
+        ({r"self_attn\.q.proj": 4}, "model.layers.0.self_attn.q_proj", 4),
+        ({"^q_proj": 4}, "model.layers.0.self_attn.q_proj", 8),
+        ({"0.self_attn.q_proj": 4}, "model.layers.10.self_attn.q_proj", 8),
+        ({"self_attn.q_proj": 4, ".*q_proj": 2}, "model.layers.0.self_attn.q_proj", 4),
+        ({".*q_proj": 2, "self_attn.q_proj": 4}, "model.layers.0.self_attn.q_proj", 2),
         ({"proj": 4}, "model.layers.0.self_attn.q_proj", 8),
         ({"self_attn.q_proj": 4, "q_proj": 2}, "model.layers.0.self_attn.q_proj", 4),
         ({"q_proj": 2, "self_attn.q_proj": 4}, "model.layers.0.self_attn.q_proj", 2),

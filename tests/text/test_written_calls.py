@@ -6,13 +6,18 @@ import functools
 import json
 import random
 import re
+import sys
+import time
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from config import DEMO
-from text.json_mending import Mender, mend
+from counting import lines_run
+from text import json_mending, scanning
+from text.json_mending import Mender, as_json, mend
 from text.messages import chat_messages
 from text.scanning import Part
 from text.tag_format import TagFormat, schema_value
@@ -386,6 +391,126 @@ def test_many_calls_that_cannot_be_mended_are_read_a_few_times_alone() -> None:
     parts = read_whole(lambda **more: made.append(more) or make(**more), None, bad * 200, False)
     assert len(made) < 30 and not any(part.name for part in parts)
     assert "".join(part.content for part in parts) == bad * 200
+
+
+# --- how much work an answer is ---------------------------------------------------------------------------------------
+
+TEXT = "<tool_call>\n<function=write>\n<parameter=text>\n"
+TAGS = "\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("parser", "before", "unit", "after"),
+    [
+        ("qwen3_coder", TEXT, "\n<parameter=a>\n", f"\n</parameter>{TAGS}"),
+        ("qwen3_coder", TEXT, "\n<parameter=a>x</parameter>\n<parameter=a>", TAGS),
+        (
+            "qwen3_coder",
+            TEXT,
+            "</parameter>\n<parameter=text>\n",
+            "</parameter>\n<parame</parameter>\n<parameter=text>\n",
+        ),
+        ("qwen3_coder", TEXT, "\n<parameter=a>\n</function>\n", f"\n</parameter>{TAGS}"),
+        ("qwen3_coder", TEXT, f"x{TAGS}\n<tool_call>\n<function= write>\n<parameter=text>\n", ""),
+    ],
+)
+def test_twice_the_answer_is_twice_the_work(parser: str, before: str, unit: str, after: str) -> None:
+    """Also where the meaning of each mark depends on what comes much later."""
+
+    def work(count: int) -> int:
+        return lines_run(read, [*(before + unit * count + after)], parser)
+
+    assert work(128) < 2.6 * work(64)
+
+
+def test_what_is_no_call_is_not_read_again_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these objects could be a call, and only the end of the answer tells that it is none."""
+    monkeypatch.setattr("text.tools.MOST_AGAIN", 1000)
+    answer = '{"id":[1,' * 100
+    assert lines_run(read, [*answer], "json") < 150 * len(answer)
+    assert read([*answer], "json") == read([answer], "json") == (answer, [])
+
+
+class Scanned:
+    """A regular expression that counts the characters over which it finds something."""
+
+    count = 0
+
+    def __init__(self, pattern: re.Pattern[str]):
+        self.pattern = pattern
+
+    def match(self, text: str, *place: int) -> re.Match[str] | None:
+        found = self.pattern.match(text, *place)
+        Scanned.count += len(found[0]) if found else 1
+        return found
+
+    def search(self, text: str, *place: int) -> re.Match[str] | None:
+        found = self.pattern.search(text, *place)
+        Scanned.count += (found.end() if found else len(text)) - (place[0] if place else 0)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pattern, name)
+
+
+@pytest.mark.parametrize("word", ["1", "x", "0x1", "1.", "-"])
+@pytest.mark.parametrize("parser", ["hermes", "pythonic", "kimi_k2", "openai"])
+def test_a_long_word_is_looked_at_once(parser: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (scanning, json_mending):
+        for name, pattern in vars(module).copy().items():
+            if isinstance(pattern, re.Pattern):
+                monkeypatch.setattr(module, name, Scanned(pattern))
+    answer = written(parser, [("write", {"n": 7777})]).replace("7777", word * 2000)
+    monkeypatch.setattr(Scanned, "count", 0)
+    read([*answer], parser)
+    assert Scanned.count < 8 * len(answer)
+
+
+@pytest.mark.parametrize("parser", ["mistral", "deepseek_v3", "deepseek_v31", "hunyuan_dense", "kimi_k2"])
+def test_a_header_of_spaces_is_soon_read(parser: str) -> None:
+    """Seconds are told here, as nothing else tells how often an expression tries; it took 2 of them."""
+    header, begun = TOOL_PARSERS[parser].header, time.thread_time()
+    for text in ("a" + " " * 1000 + "]", "a" + "\n" * 1000, " " * 1000, "function<｜tool▁sep｜>a" + " " * 1000 + "]"):
+        header.fullmatch(text)
+    assert time.thread_time() - begun < 0.2
+
+
+def test_a_number_that_is_too_large_is_none() -> None:
+    assert as_json("0x" + "f" * 400) == as_json("1" * 5000) == "" and as_json("0x10") == "16"
+    assert not whole(f'<tool_call>{{"name": "write", "arguments": {{"n": 0x{"f" * 400}}}}}</tool_call>', "hermes")[
+        0
+    ].name
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("qwen3_coder", TEXT + "\n<parameter=a>\n" * 2000),
+        ("qwen3_coder", TEXT.replace("text", "items") + "[" + "1," * 4000 + TAGS),
+        ("hermes", '<tool_call>{"name": "write", "arguments": {"items": [' + "1," * 4000),
+        ("hermes", "<tool_call>" * 4000),
+    ],
+)  # fmt: skip
+def test_others_are_served_while_much_is_read(parser: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most so many lines of Python run between two pauses."""
+    paused: list[int] = []
+    count = 0
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    monkeypatch.setattr("time.sleep", lambda seconds: paused.append(count))
+    reader = new_reader(parser, None, TOOLS, "", ())
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        reader.feed(text)
+        reader.end()
+    finally:
+        sys.settrace(before)
+    assert max(b - a for a, b in pairwise([0, *paused, count])) < 120_000 < count
 
 
 def nested(rng: random.Random, depth: int = 4) -> Any:
