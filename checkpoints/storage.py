@@ -117,10 +117,9 @@ class Storage:
             known = f"with scales beside it Manta reads {', '.join(dtypes)}"
             known = known if saved in self.packed else f"Manta reads {', '.join(FLOATS)}"
             raise ValueError(f"tensor {saved} is {dtype}; {known}")
-        complete = {name: scheme for name, scheme in fitting.items() if self.has_all(saved, scheme)}
         wrong = list[str]()
         for form in self.formats:
-            if scheme := (complete or fitting).get(form.scheme):
+            if scheme := fitting.get(form.scheme):
                 try:
                     packed = scheme.unpack(codes, form, **self.parts(saved, dtype, scheme))
                     # Beside one tensor for all experts there is no name of static scales that Manta knows.
@@ -144,11 +143,6 @@ class Storage:
         assert packed.codes
         scale = scales[0].reshape(()) if scales else None
         return Packed(packed.views, packed.values, packed.codes._replace(input_kind=form.input_kind, input_scale=scale))
-
-    def has_all(self, saved: str, scheme: Scheme) -> bool:
-        """Whether all that a scheme needs is beside a tensor."""
-        stem = saved.removesuffix(scheme.codes)
-        return all(stem + of.ending in self.tensors for of in scheme.beside.values() if of.needed)
 
     def parts(self, saved: str, dtype: str, scheme: Scheme) -> dict[str, torch.Tensor]:
         """What is beside the codes of a tensor.

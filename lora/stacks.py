@@ -349,7 +349,8 @@ class Adapters:
             part = self.wanted[name]
             is_table = name == f"{self.model.row.name('embed')}.weight"
             shape = part.shape[::-1] if part.transposed or is_table else part.shape
-            if len(shape) != 2 or not self.takes(name) or is_table != bool(match[3]):
+            takes = name in self.covered or not part.pieces  # then its product is on another stage
+            if len(shape) != 2 or not takes or is_table != bool(match[3]):
                 raise ValueError(f"{path}: tensor {saved!r:.200} is of a module that cannot have an adapter here")
             expected = [rank_of(module), shape[1]] if kind == "A" else [shape[0], rank_of(module)]
             tensor = checked(file.get_tensor(saved), f"{path}: tensor {saved}", expected)
@@ -385,10 +386,6 @@ class Adapters:
             raise ValueError(f"{what} is neither a LoRA matrix nor of the embeddings or the head")
         if not nearly_equal(tables[name][1], tensor):
             raise ValueError(f"{what} differs from the model's own, and only LoRA matrices are taken")
-
-    def takes(self, name: str) -> bool:
-        """Whether a weight is one of a product that may have adapters, be it on another stage."""
-        return name in self.covered or not self.wanted[name].pieces
 
     def fill(
         self, line: torch.Tensor, name: str, a: torch.Tensor, b: torch.Tensor, filled: set[tuple[Product, int]]

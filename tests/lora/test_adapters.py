@@ -375,7 +375,7 @@ def test_an_adapter_whose_products_overflow_is_named_and_others_go_on(
             core.add(request(key, tmp_path / name, **more), at_once=True)
         core.add(request("drawn", None, **neighbours[2][2]))
         found, errors, _ = run(core)
-        core.check_integrity()
+        core.scheduler.check_integrity()
         assert errors.keys() == {key for key, _ in bad}
         assert all(f"adapter '{name}' has made numbers that are not finite" in error for error in errors.values())
         assert {key: found[key] for key in alone} == alone and not any(found[key] for key, _ in bad)
