@@ -108,34 +108,25 @@ def read_adapter(folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIR
         instead = f" but {other}, which may run any code when it is read: save it as safetensors" if other else ""
         raise ValueError(f"{folder} has no {WEIGHTS}{instead}")
     if kind == "PROMPT_TUNING":
-        none = Patterns("", {})
-        return AdapterConfig(0, 0.0, False, none, none, virtual_tokens(place, fields, most_tokens))
+        count: Any = fields.get("num_virtual_tokens")
+        check_count(f"{place}: num_virtual_tokens", count, "max_prompt_adapter_token", most_tokens, MOST_VIRTUAL_TOKENS)
+        return AdapterConfig(0, 0.0, False, Patterns("", {}), Patterns("", {}), count)
     ranks, alphas = (Patterns(f"{place}: {name}", fields.get(name) or {}) for name in ("rank_pattern", "alpha_pattern"))
     rank, alpha = fields.get("r", 8), fields.get("lora_alpha", 8)
     for name, value in [("r", rank), *(("rank_pattern", value) for value in ranks.values)]:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{place}: {name} is {value!r:.200}; it must be a whole number of at least 1")
-        if value > most:
-            raise ValueError(
-                f"{place}: {name} is {value!r:.200}; max_lora_rank is {most}, and at most {MOST_RANK} is possible"
-            )
+        check_count(f"{place}: {name}", value, "max_lora_rank", most, MOST_RANK)
     for name, value in [("lora_alpha", alpha), *(("alpha_pattern", value) for value in alphas.values)]:
         if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
             raise ValueError(f"{place}: {name} is {value!r:.200}; it must be a number")
     return AdapterConfig(rank, alpha, bool(fields.get("use_rslora")), ranks, alphas)
 
 
-def virtual_tokens(place: str, fields: dict[str, Any], most: int) -> int:
-    """How many virtual tokens the config of a prompt adapter says it has; a ValueError if they are more than `most`."""
-    count = fields.get("num_virtual_tokens")
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"{place}: num_virtual_tokens is {count!r:.200}; it must be a whole number of at least 1")
-    if count > most:
-        raise ValueError(
-            f"{place}: num_virtual_tokens is {count!r:.200}; max_prompt_adapter_token is {most}, and at most "
-            f"{MOST_VIRTUAL_TOKENS} is possible"
-        )
-    return count
+def check_count(what: str, value: Any, option: str, most: int, possible: int) -> None:
+    """Refuse what is no whole number from 1 to `most`, the value of an option; the message begins with `what`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{what} is {value!r:.200}; it must be a whole number of at least 1")
+    if value > most:
+        raise ValueError(f"{what} is {value!r:.200}; {option} is {most}, and at most {possible} is possible")
 
 
 def state_of(folder: str) -> str:

@@ -98,16 +98,10 @@ class HostAdapters:
 
     def abort(self, request_id: str) -> None:
         """Have a request wait no more, if it does."""
-        if request_id in self.waiting:
-            self._take_out(request_id)
-
-    def _take_out(self, request_id: str) -> EngineCoreRequest:
-        request = self.waiting.pop(request_id)
-        assert request.lora
-        for lines, name in ((self.lines, request.lora.lora_path), (self.crowded, request.client)):
-            if (line := lines.get(name)) and line.pop(request_id, None) is not None and not line:
-                del lines[name]
-        return request
+        if (request := self.waiting.pop(request_id, None)) and request.lora:
+            for lines, name in ((self.lines, request.lora.lora_path), (self.crowded, request.client)):
+                if (line := lines.get(name)) and line.pop(request_id, None) is not None and not line:
+                    del lines[name]
 
     def _find(self, asked: LoRARequest, at_once: bool) -> Adapter | None:
         if not self.enabled:
@@ -164,7 +158,10 @@ class HostAdapters:
                 self.crowded[client] = self.crowded.pop(client)  # its next turn is after those of all others
                 self.answered = [first]
         self.turns, self.answered = self.answered, []
-        return [self._take_out(name) for folder in self.turns for name in [*self.lines.get(folder, ())]]
+        asked = [self.waiting[name] for folder in self.turns for name in self.lines.get(folder, ())]
+        for request in asked:
+            self.abort(request.request_id)
+        return asked
 
     def _ask(self) -> None:
         """Ask the workers which adapters they have read."""
