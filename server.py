@@ -51,8 +51,8 @@ from api.http import (
 )
 from api.options import ServerConfig, with_all_keys
 from api.paths import paths_of
-from api.replies import ClientGone, Remote, log_request
-from api.routes import Api, Caller, Events
+from api.replies import Caller, ClientGone, Remote, log_request
+from api.routes import Api, Events
 from api.start import engines, read_configs, told_in_a_line, with_policy
 from api.telemetry import Spans, check_telemetry
 from config import PROG, EngineConfig

@@ -42,8 +42,8 @@ from api.faces import FACES
 from api.fields import ApiError, Face
 from api.flags import OptionParser, refuse_given
 from api.options import ServerConfig
-from api.replies import as_api_error
-from api.routes import Api, Caller, Events
+from api.replies import Caller, as_api_error
+from api.routes import Api, Events
 from api.start import engines, read_configs, told_in_a_line, with_policy
 from config import EngineConfig
 from observe.logs import console, counted, warn_once

@@ -15,7 +15,8 @@ from api.generation import generate
 from api.logprobs import Token, chat_logprobs
 from api.prompts import Prompt
 from api.reading import CONTENT, REASONING, Answer, Block, Piece, Reading
-from api.routes import Api, Caller, Events
+from api.replies import Caller
+from api.routes import Api, Events
 from outputs import Generation
 from text.messages import text_of
 

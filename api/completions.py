@@ -13,7 +13,8 @@ from api.choices import ChoiceRun
 from api.fields import ApiError, Face, Field
 from api.generation import generate
 from api.logprobs import EchoedPrompt, Token, completion_logprobs
-from api.routes import Api, Caller, Events
+from api.replies import Caller
+from api.routes import Api, Events
 from outputs import Generation
 from tokenizer import Tokenizer
 

@@ -12,6 +12,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import quote
 
@@ -21,6 +22,7 @@ import msgspec
 from api.checks import in_parts
 from api.fields import ApiError, without_folders
 from api.logprobs import TOKENS_AT_ONCE
+from api.prompts import Prompt
 from api.reading import CONTENT, Answer, Block, Piece, Reading
 from lora.adapter import LoRARequest
 from observe.logs import logger
@@ -46,6 +48,20 @@ class Remote(NamedTuple):
     probe: Callable[[], bool]
 
 
+@dataclass(slots=True)
+class Caller:
+    """Who asks, and how to tell whether somebody still waits for the answer."""
+
+    name: str  # of the request, unique; it becomes a part of the reply's id
+    client: str  # whose request it is, for fairness, cached prefixes and `explain`
+    remote: Remote | None = None
+    release: Callable[[], None] = lambda: None  # is called when nothing refers to the request's body any more
+    job: Job | None = None  # what the engine does for it, once it has been sent there
+    ignored: list[str] = field(default_factory=list)  # names of what was accepted and changes nothing
+    lora: LoRARequest | None = None  # the adapter that it has named as its model
+    virtual: int = 0  # tokens that this puts before each prompt
+
+
 class ClientGone(Exception):
     """Nobody is there to read the reply."""
 
@@ -66,35 +82,33 @@ def unquoted(error: str) -> str:
 
 
 class Job:
-    """What an HTTP request of this owner has the engine do: a request for each prompt. The reply has this `id`."""
+    """What an HTTP request of this caller has the engine do: a request for each prompt. The reply has this `id`."""
 
-    virtual = 0  # tokens that its adapter puts before each prompt
+    def __init__(self, id: str, caller: Caller, fields: dict[str, Any], requests: Sequence[Choices | Vector]):
+        self.id, self.fields, self.requests = id, fields, requests
+        self.owner, self.remote = caller.client, caller.remote  # but not the caller, which refers to its job
+        self.lora, self.virtual = caller.lora, caller.virtual
 
-    def __init__(self, id: str, owner: str, fields: dict[str, Any], requests: Sequence[Choices | Vector]):
-        self.id, self.owner, self.fields, self.requests = id, owner, fields, requests
-
-    def run(
-        self, client: EngineClient, remote: Remote | None, timeout: float, lora: LoRARequest | None = None
-    ) -> Iterator[tuple[int, int, str]]:
+    def run(self, client: EngineClient, timeout: float) -> Iterator[tuple[int, int, str]]:
         """Run the requests; yields which of them has news, which of its answers, and the new text, until all are done.
 
-        They run with the adapter `lora`, or none. Whatever still runs when this ends is aborted. All of it may take
-        `timeout` seconds.
+        Whatever still runs when this ends is aborted. All of it may take `timeout` seconds.
 
         Raises:
             ApiError: the engine refused or failed, or the time is up.
-            ClientGone: the connection to the `remote` is closed.
+            ClientGone: the connection to the caller is closed.
             EngineDeadError: the engine process is gone.
         """
         live, stream, deadline = {}, Stream(), time.monotonic() + timeout
-        watcher = gevent.spawn(watch, remote, stream) if remote else None
+        watcher = gevent.spawn(watch, self.remote, stream) if self.remote else None
         salt, priority = self.fields.get("cache_salt", ""), self.fields["priority"]
         try:
             for i, asked in enumerate(self.requests):
-                ids, params, pooling = asked.prompt_token_ids, asked.params, asked.pooling
-                request = EngineCoreRequest(asked.request_id, ids, params, salt, priority, self.owner, pooling, lora)
+                name, ids = asked.request_id, asked.prompt_token_ids
+                params, pooling = asked.params, asked.pooling
+                request = EngineCoreRequest(name, ids, params, salt, priority, self.owner, pooling, self.lora)
                 client.add_request(request, stream)
-                live[asked.request_id] = i
+                live[name] = i
             while live:
                 try:
                     output = client.get_output(stream, max(0, deadline - time.monotonic()))
@@ -209,15 +223,14 @@ class Run(Job):
 
     def __init__(
         self,
-        name: str,
-        owner: str,
+        caller: Caller,
         fields: dict[str, Any],
-        prompts: Sequence[tuple[str | None, list[int]]],
+        prompts: Sequence[Prompt],
         params: list[SamplingParams],
         tokenizer: Tokenizer,
-        reading: Reading | None = None,
+        reading: Reading | None,
     ):
-        id = self.prefix + name
+        id = self.prefix + caller.name
         self.created = int(time.time())
         self.reading, self.tokenizer = reading, tokenizer
         self.n, self.top = params[0].n, params[0].logprobs
@@ -225,18 +238,16 @@ class Run(Job):
             Choices(f"{id}-{i}", prompt, ids, param, tokenizer)
             for i, ((prompt, ids), param) in enumerate(zip(prompts, params, strict=True))
         ]
-        super().__init__(id, owner, fields, self.requests)
+        super().__init__(id, caller, fields, self.requests)
         self.answers = {drawn: Answer(drawn, reading) for asked in self.requests for drawn in asked.drawn}
 
-    def news(
-        self, client: EngineClient, remote: Remote | None, timeout: float, lora: LoRARequest | None = None
-    ) -> News:
+    def news(self, client: EngineClient, timeout: float) -> News:
         """Run all prompts; yields what is new (it may be no text) until all are done. See `Job.run`."""
         scores = self.top is not None or self.fields["prompt_logprobs"] is not None
         if self.requests[0].params.max_tokens == 0 and not scores:  # this asks nothing of the engine
             yield from self._echoes(client)
             return
-        for i, index, new in self.run(client, remote, timeout, lora):
+        for i, index, new in self.run(client, timeout):
             yield i * self.n + index, new
 
     def whole(self) -> dict[str, Any]:
