@@ -58,8 +58,7 @@ def decode_ids(text: bytes) -> list[Any]:
 def decode_prompts(text: bytes, longest: int) -> list[Any] | None:
     """The token ids of one prompt or of several, each from its part of the JSON text; None if there is something else.
 
-    Raises:
-        ApiError: a prompt has more tokens than `longest`.
+    An `ApiError` if a prompt has more tokens than `longest`.
     """
     if not text.startswith(b"[") or b'"' in text or b"{" in text:
         return None
@@ -141,21 +140,16 @@ def check_arguments(objects: list[dict[str, Any]], depth: int) -> None:
 
 
 def parse_json(data: bytes | bytearray, config: ServerConfig, longest_prompt: int = 2**31) -> dict[str, Any]:
-    """The JSON object that a request's body holds.
-
-    Raises:
-        ApiError: it is none, or it is nested too deep, or has too many values, or too many tokens in a prompt.
-    """
+    """The JSON object that a request's body holds; an `ApiError` if it is none, or holds too much."""
     if data.startswith(codecs.BOM_UTF8):
         data = data[len(codecs.BOM_UTF8) :]
-    too_deep = ApiError(400, f"the body is nested deeper than {config.max_json_depth} (max_json_depth)")
     try:
         body, prompts = decode_json(data, longest_prompt)
         if not isinstance(body, dict):
             raise ApiError(400, f"the body is {reprlib.repr(body)}; it must be a JSON object")
         check_arguments(objects_in(body, config.max_json_depth), config.max_json_depth)
     except RecursionError:
-        raise too_deep from None
+        raise ApiError(400, f"the body is nested deeper than {config.max_json_depth} (max_json_depth)") from None
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     return body | prompts

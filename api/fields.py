@@ -16,7 +16,7 @@ import difflib
 import json
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
@@ -297,12 +297,9 @@ class Face:
 
 
 def read_fields(face: Face, body: dict[str, Any], asked: Asked) -> dict[str, Any]:
-    """The checked value of each field of a face; null is the default.
+    """The checked value of each field of a face; null is the default. An `ApiError` says what is wrong or missing.
 
     The names of those that are accepted and change nothing are added to `asked.ignored`.
-
-    Raises:
-        ApiError: a value is not allowed, a field is unknown, or one that is needed is missing.
     """
     known, given = face.fields, {}
     for name, value in body.items():
@@ -324,7 +321,11 @@ def read_fields(face: Face, body: dict[str, Any], asked: Asked) -> dict[str, Any
                 raise refusal(name, value, words, "unsupported_parameter")
             asked.ignore(name)
         elif not asked.config.allow_unknown_fields:
-            raise unknown_field(name, known.keys() | (face.not_yet.keys() - face.elsewhere.keys()))
+            name = name[:64]  # it may be as long as the body
+            names = known.keys() | (face.not_yet.keys() - face.elsewhere.keys())
+            near = difflib.get_close_matches(name, names - {*HARMLESS}, 1)
+            hint = f"did you mean {near[0]}?" if near else "--allow-unknown-fields would ignore it"
+            raise ApiError(400, f"the field {name!r} is unknown; {hint}", name, "unknown_parameter")
         else:
             asked.ignore(name)
     for needed in face.needed:
@@ -369,11 +370,3 @@ def in_words(schema: dict[str, Any]) -> str:
     if "maxLength" in schema:
         return f"a string of at most {schema['maxLength']} characters"
     return kinds[kind]
-
-
-def unknown_field(name: str, known: Set[str]) -> ApiError:
-    """The error for a field that is not `known`, with the one that is meant if any is near."""
-    name = name[:64]  # it may be as long as the body
-    near = difflib.get_close_matches(name, known - {*HARMLESS}, 1)
-    hint = f"did you mean {near[0]}?" if near else "--allow-unknown-fields would ignore it"
-    return ApiError(400, f"the field {name!r} is unknown; {hint}", name, "unknown_parameter")

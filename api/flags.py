@@ -61,15 +61,8 @@ class OptionParser(argparse.ArgumentParser):
     """A command line with a flag for each option of some dataclasses, and `--config` for a file that sets them, too.
 
     What it parses has only the options that were given, so that their defaults stand in one place. A mistake is one
-    line on stderr and exit code 2.
-
-    Args:
-        classes: dataclasses of `option`s; where two have one of the same name, they share the flag, which the first
-            describes.
-        command: follows the program's name, if given.
-        usage: what may follow that.
-        description: of the program.
-        commands: what may stand there instead of a model, and what each does.
+    line on stderr and exit code 2. Where two classes have an option of one name, they share the flag, which the first
+    describes. `commands` are what may stand instead of a model, and what each does.
     """
 
     def __init__(
@@ -216,11 +209,7 @@ def read_options(path: str, known: Iterable[str]) -> dict[str, Any]:
 
 
 def from_flags(cls: type[T], flags: argparse.Namespace) -> T:
-    """The instance of `cls` that the parsed options describe.
-
-    Raises:
-        ValueError: names an option, the value received and what is allowed; and the file that has it, if one does.
-    """
+    """The instance of `cls` that the parsed options describe; a ValueError says which is wrong, and in which file."""
     values, hints = {}, get_type_hints(cls)
     for f in flag_fields(cls):
         if f.name in flags:

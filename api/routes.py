@@ -38,14 +38,8 @@ class Events(NamedTuple):
 class Api:
     """What the routes share.
 
-    Args:
-        client: of the engine, or of several.
-        tokenizer: of the model.
-        facts: `max_model_len`, `vocab_size` and more, as the engine reports them.
-        config: the server's options.
-        names: of the model; replies say the first.
-        board: shared with the other API processes.
-        adapters: shared with them, too.
+    The engine reports the `facts`: `max_model_len`, `vocab_size` and more. Replies say the first of the model's
+    `names`. All API processes have the same `board` and `adapters`.
     """
 
     def __init__(
@@ -71,12 +65,7 @@ class Api:
         self.bodies = Shares(config.max_body_bytes_in_flight, board, board.bytes, config.api_server_count)
 
     def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
-        """The reply to a request.
-
-        Raises:
-            ApiError: the request is refused, or the engine has failed.
-            EngineDeadError, ClientGone: see `Run.news`.
-        """
+        """The reply to a request; an `ApiError` if it is refused. What else may end it is in `Job.run`."""
         fields = read_fields(face, body, Asked(self.config, caller.ignored))
         del body  # it may be large
         if module := self._adapter(fields["model"] or self.names[0]):
