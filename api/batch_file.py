@@ -231,12 +231,10 @@ class Answers:
     def claim(self, custom_id: str, id: str) -> bool:
         """Whether no earlier run has answered this line, or it was refused then and has been mended since.
 
-        Raises:
-            ApiError: this run has met another line of its name.
+        An `ApiError`, if this run has met another line of its name.
         """
         key = digest(custom_id)
-        known = self.ids.get(key)
-        if known:
+        if known := self.ids.get(key):
             message = f"custom_id is {custom_id!r:.200}, and so is that of a line before; each must have its own"
             raise ApiError(400, message, "custom_id", "duplicate_custom_id")
         self.ids[key] = True
@@ -287,16 +285,14 @@ class Batch:
                         self.room.clear()
                         self.room.wait()
                     self.flying, self.held = self.flying + 1, self.held + size
-                    self.lines.spawn(self._run, line, size).link_exception(self._broken)
+                    running = self.lines.spawn(self._run, line, size)
+                    running.link_exception(lambda broken: self.ended.set_exception(broken.exception))
         except OSError as error:
             self.ended.set_exception(OSError(f"the input cannot be read: {error.strerror}"))
             return
         self.lines.join()
         if not self.ended.ready():
             self.ended.set()
-
-    def _broken(self, greenlet: gevent.Greenlet) -> None:
-        self.ended.set_exception(greenlet.exception)
 
     def _has_room(self, size: int) -> bool:
         most = self.api.config.max_body_bytes_in_flight
@@ -375,10 +371,7 @@ class Batch:
         self.counts["answered"] += 1
         self.counts["refused"] += 400 <= status < 500
         self.counts["failed"] += status >= 500
-        self._show(body.get("usage") or {})
-
-    def _show(self, usage: dict[str, Any]) -> None:
-        """Advance the bar by a line that took so many tokens. Routes name them by OpenAI's words or by Anthropic's."""
+        usage = body.get("usage") or {}  # by OpenAI's words or by Anthropic's
         self.counts["prefill"] += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
         self.counts["decode"] += usage.get("completion_tokens") or usage.get("output_tokens") or 0
         seconds = time.monotonic() - self.begun
@@ -417,11 +410,7 @@ def read_flags(flags: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
 
 
 def open_files(source: str, target: str) -> tuple[BinaryIO, Answers]:
-    """The input and the output.
-
-    Raises:
-        ValueError: the input cannot be read, or it is the output; see also `Answers`.
-    """
+    """The input and the output; a ValueError if the first cannot be read, or is the second. See also `Answers`."""
     with contextlib.ExitStack() as unless_kept:
         try:
             file = unless_kept.enter_context(open(source, "rb"))
@@ -476,11 +465,9 @@ def main(argv: list[str]) -> None:
 
 
 def run_to_end(batch: Batch, file: BinaryIO, fleet: Fleet) -> None:
-    """Run the batch and look after the engines, until all is done or nothing can be.
+    """Run the batch and look after the engines, until all is done, or an OSError says what failed: a file or an engine.
 
-    Raises:
-        OSError: an answer cannot be written, the input cannot be read, or an engine cannot be started any more.
-        SystemExit: after Ctrl-C or SIGTERM. The lines that run are dropped.
+    Ctrl-C and SIGTERM end it with a SystemExit, and drop the lines that run.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         gevent.signal_handler(number, batch.ended.set_exception, SystemExit(128 + number))
