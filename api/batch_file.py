@@ -189,19 +189,16 @@ class Answers:
             self.fd = os.open(path, flags, 0o666)
         except OSError as error:
             raise ValueError(f"{path} cannot be written: {error.strerror}") from None
-        with contextlib.ExitStack() as unless_kept:
-            unless_kept.callback(os.close, self.fd)
-            try:
-                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lifts it when this process is gone
-                if self.is_pipe:
-                    make_nonblocking(self.fd)
-                else:
-                    self._read()
-            except OSError as error:
-                busy = isinstance(error, BlockingIOError)
-                why = "another batch writes to it" if busy else f"it cannot be locked and read: {error.strerror}"
-                raise ValueError(f"{path} is not free: {why}") from None
-            unless_kept.pop_all()
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lifts it when this process is gone
+            if self.is_pipe:
+                make_nonblocking(self.fd)
+            else:
+                self._read()
+        except OSError as error:
+            busy = isinstance(error, BlockingIOError)
+            why = "another batch writes to it" if busy else f"it cannot be locked and read: {error.strerror}"
+            raise ValueError(f"{path} is not free: {why}") from None
 
     def _read(self) -> None:
         size = 0  # of the whole lines

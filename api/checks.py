@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from api.options import ServerConfig
 from sampling_params import MAX_BAD_WORDS
-from text.messages import TYPE_NAMES, call_name, chat_messages, template_variables
+from text.messages import TYPE_NAMES, call_name, chat_messages
 
 MAX_TOOL_NAME = 256  # characters
 LIST_PART = 2**14  # items of a list between which others are served
@@ -207,10 +207,6 @@ def chat_template(value: Any, asked: Asked) -> str:
         message = "this server runs a template that a request brings only with --trust-request-chat-template"
         raise Refusal(message, "unsupported_parameter")
     return value
-
-
-def template_kwargs(value: Any, asked: Asked) -> dict[str, Any]:
-    return template_variables(value)
 
 
 def kept(value: Any, asked: Asked) -> int:

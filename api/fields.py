@@ -28,6 +28,7 @@ from api import checks
 from api.checks import Asked, Check, Refusal
 from api.structure import FORMS
 from sampling_params import MAX_BIAS, RANGES, SamplingParams
+from text.messages import template_variables
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # where all errors of a status have the same
@@ -148,9 +149,7 @@ OTHERS = (  # that have rows of their own, or none
     "thinking_token_budget", "reasoning_start_ids", "reasoning_end_ids", "reasoning_last_ids",
 )  # fmt: skip
 PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in OTHERS)
-CHECKS = {
-    "stop": checks.stop_strings, "stop_token_ids": checks.token_ids, "bad_words": checks.bad_words,
-}  # fmt: skip
+CHECKS = {"stop": checks.stop_strings, "stop_token_ids": checks.token_ids, "bad_words": checks.bad_words}
 SEVERAL = ("n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping")  # answers
 
 
@@ -164,7 +163,7 @@ CONVERSATION = conversation({"type": "string"}, content_of(checks.TEXT_PART), ot
 TOOL_CHOICE = shown(anyOf=[{"enum": checks.MODES}, {"type": "object"}])
 MODEL = Field("model", Name, about="One of the names that /v1/models lists.")
 SPECIAL_TOKENS = Field("add_special_tokens", bool)
-TEMPLATE_VARIABLES = Field("chat_template_kwargs", dict[str, Any], {}, checks.template_kwargs)
+TEMPLATE_VARIABLES = Field("chat_template_kwargs", dict[str, Any], {}, lambda value, asked: template_variables(value))
 TALK = (  # what the chat template gets
     Field("add_generation_prompt", bool),
     Field("continue_final_message", bool, False),

@@ -237,7 +237,7 @@ class HttpWorker(ggevent.GeventWorker):
             client.sendall(head.encode() + b"\r\n\r\n" + content)
             util.close_graceful(client)  # unread input would reset the connection before the client gets its reply
         tag = self.app.fleet.board.tag("address", addr[0] if addr else "")
-        log_request(name, tag, ("", ""), answer.status, begun, error=str(answer))
+        log_request(name, tag, "", answer.status, begun, None, str(answer), logging.INFO)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """On SIGTERM, send the spans that are left while the connections are closed."""

@@ -171,31 +171,24 @@ class Job:
 
 
 def log_request(
-    name: str,
-    client: str,
-    place: tuple[str, str],
-    status: int,
-    begun: float,
-    job: Job | None = None,
-    error: str = "",
-    level: int = logging.INFO,
-    ignored: Sequence[str] = (),
+    name: str, client: str, target: str, status: int, begun: float, caller: Caller | None, error: str, level: int
 ) -> None:
     """Log that a request has ended, and how, without its text.
 
-    `place` is its method and path, empty where it is no HTTP, and `begun` is when it came, in seconds of
-    `time.monotonic()`. `error` is the reply's message if it is an error. `ignored` names what was accepted and changed
-    nothing.
+    `target` is its method and path, empty where it is no HTTP, and `begun` is when it came, in seconds of
+    `time.monotonic()`. `error` is the reply's message if it is an error.
     """
     if not logger.isEnabledFor(level):
         return
+    job, ignored = (caller.job, caller.ignored) if caller else (None, [])
     seconds, told = round(time.monotonic() - begun, 4), job.facts(begun) if job else {}
     ended = unquoted(error)
     if job and not error:
         ended = job.error or ", ".join(job.endings)
-    method, path = place[0], quote(place[1])[:256]
+    method, _, path = target.partition(" ")
+    path = quote(path)[:256]
     facts = {"request_id": name, "client": client, "method": method, "path": path, "status": status, "ended": ended}
-    facts |= {"ignored": [*ignored]} if ignored else {}
+    facts |= {"ignored": ignored} if ignored else {}
     id = told.get("id", name)
     id += "" if name in id else f" ({name})"  # the client's own, where it has sent one
     line = f"{method} {path} {status} in {seconds:.3f} s, {id}".lstrip()
@@ -244,8 +237,13 @@ class Run(Job):
     def news(self, client: EngineClient, timeout: float) -> News:
         """Run all prompts; yields what is new (it may be no text) until all are done. See `Job.run`."""
         scores = self.top is not None or self.fields["prompt_logprobs"] is not None
-        if self.requests[0].params.max_tokens == 0 and not scores:  # this asks nothing of the engine
-            yield from self._echoes(client)
+        if self.requests[0].params.max_tokens == 0 and not scores:  # no tokens: this asks nothing of the engine
+            for i, asked in enumerate(self.requests):
+                for index in range(len(asked.drawn)):
+                    ended = EngineOutput(asked.request_id, [], "length", index=index)
+                    ended.finished = index == len(asked.drawn) - 1
+                    asked.push(ended, client.abort)
+                    yield i * self.n + index, ""
             return
         for i, index, new in self.run(client, timeout):
             yield i * self.n + index, new
@@ -257,15 +255,6 @@ class Run(Job):
     def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
         """The server-sent events of a stream. Once it has begun, an error can only be an event."""
         raise NotImplementedError
-
-    def _echoes(self, client: EngineClient) -> News:
-        """The news of answers that have no tokens."""
-        for i, asked in enumerate(self.requests):
-            for index in range(len(asked.drawn)):
-                ended = EngineOutput(asked.request_id, [], "length", index=index)
-                ended.finished = index == len(asked.drawn) - 1
-                asked.push(ended, client.abort)
-                yield i * self.n + index, ""
 
     def _usage(self) -> dict[str, Any]:
         prompt, cached, completion = self.counts().values()
@@ -294,20 +283,17 @@ class AnswerRun(Run):
 
     def _blocks(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
         """The events of all blocks; there is at least one."""
-        latest = -1
         for _ in news:
             for piece in self.answer.read():
                 if piece.begins:
-                    if latest >= 0:
-                        yield from self._end(latest)
-                    latest = piece.at
-                    yield from self._begin(latest)
+                    if piece.at:
+                        yield from self._end(piece.at - 1)
+                    yield from self._begin(piece.at)
                 if piece.text:
                     yield self._grow(piece)
-        if latest < 0:
-            latest = 0
-            yield from self._begin(latest)
-        yield from self._end(latest, last=True)
+        if not self.answer.blocks:
+            yield from self._begin(0)
+        yield from self._end(max(0, len(self.answer.blocks) - 1), last=True)
 
     def _begin(self, at: int) -> Iterator[bytes]:
         """The events with which the block at this place begins."""
