@@ -161,8 +161,6 @@ def content_block(block: Block) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": msgspec.Raw((block.text or "{}").encode())}
 
 
-# --- tools -----------------------------------------------------------------------------------------------------------
-
 # Its models know the tools of some types by heart, so clients send no schema of them. Here other models are told it:
 # https://platform.claude.com/docs/en/agents-and-tools/tool-use
 TOOL_KEYS = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}  # a chat's
@@ -197,8 +195,7 @@ CLIENT_TOOLS: dict[str, dict[str, Any]] = {  # what is known of a type; that wit
         "description": "Runs a command in a shell that keeps its state, or with restart starts the shell anew.",
         "parameters": {"type": "object", "properties": {"command": TEXT, "restart": {"type": "boolean"}}},
     },
-    "text_editor_20241022": OLD_EDITOR,
-    "text_editor_20250124": OLD_EDITOR,
+    "text_editor_20241022": OLD_EDITOR, "text_editor_20250124": OLD_EDITOR,
     "text_editor": file_tool("Views and edits files.", ["command", "path"], [], INSERTED),
     "memory": file_tool(
         "Keeps files below /memories from one conversation to the next.", ["command"], ["delete", "rename"],

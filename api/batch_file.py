@@ -85,8 +85,7 @@ class Line:
     body: bytes = b""
 
     def __post_init__(self) -> None:
-        text = b"%d %b" % (self.number, self.text)
-        self.id = "batch_req_" + hashlib.blake2b(text, digest_size=16).hexdigest()
+        self.id = "batch_req_" + digest(b"%d %b" % (self.number, self.text)).hex()
 
     def read(self, config: ServerConfig) -> None:
         """Find out what the line asks for; an `ApiError` if it is no request, with `custom_id` set if it has one."""
@@ -166,11 +165,8 @@ class Answers:
     """The output, which one batch at a time writes.
 
     If it is a file, what an earlier run has left there is read, and a line that has no end is cut off. If it is a pipe,
-    nothing is read, and writing waits for the pipe's reader.
-
-    Raises:
-        ValueError: it is something else or cannot be written, another batch is doing so, or it holds what no batch has
-            written.
+    nothing is read, and writing waits for the pipe's reader. A ValueError, if it is something else or cannot be
+    written, if another batch is doing so, or if it holds what no batch has written.
     """
 
     def __init__(self, path: str):
@@ -218,7 +214,7 @@ class Answers:
                 if answered.custom_id is None or (answered.error and "line" in answered.error):
                     self.reported.add(answered.id)
                 else:
-                    self.ids[key := digest(answered.custom_id)] = False
+                    self.ids[key := digest(answered.custom_id.encode())] = False
                     if 400 <= (answered.response or {}).get("status_code", 0) < 500:
                         self.refused[key] = answered.id
                     else:
@@ -230,7 +226,7 @@ class Answers:
 
         An `ApiError`, if this run has met another line of its name.
         """
-        key = digest(custom_id)
+        key = digest(custom_id.encode())
         if known := self.ids.get(key):
             message = f"custom_id is {custom_id!r:.200}, and so is that of a line before; each must have its own"
             raise ApiError(400, message, "custom_id", "duplicate_custom_id")
@@ -246,9 +242,9 @@ class Answers:
                 text = text[nb_write(self.fd, text) if self.is_pipe else os.write(self.fd, text) :]
 
 
-def digest(custom_id: str) -> bytes:
-    """Stands for a custom_id, which may be long."""
-    return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
+def digest(text: bytes) -> bytes:
+    """Stands for a line or a custom_id, which may be long."""
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 # --- running them -----------------------------------------------------------------------------------------------------

@@ -75,11 +75,9 @@ def decode_prompts(text: bytes, longest: int) -> list[Any] | None:
 
 
 def decode_json(data: bytes | bytearray, longest: int) -> tuple[Any, dict[str, Any]]:
-    """Decode JSON; very long token lists are decoded in pieces and returned separately.
+    """Decode JSON, or raise a ValueError; very long token lists are decoded in pieces and returned separately.
 
-    Raises:
-        ValueError: it is no JSON.
-        ApiError: it has more values than can soon be decoded, or a prompt more tokens than `longest`.
+    An `ApiError`, if it has more values than can soon be decoded, or a prompt more tokens than `longest`.
     """
     if len(data) <= JSON_PART:
         return msgspec.json.decode(data), {}  # refuses NaN, 1e999 and lone surrogates
@@ -115,9 +113,8 @@ def objects_in(value: Any, depth: int) -> list[dict[str, Any]]:
 def check_arguments(objects: list[dict[str, Any]], depth: int) -> None:
     """Check the arguments of calls, which are JSON in strings: what they hold counts as what a body holds.
 
-    Raises:
-        ApiError: they have too many values, or too much of them is no JSON.
-        RecursionError: they are nested deeper than `depth`.
+    An `ApiError`, if they have too many values or too much of them is no JSON; a RecursionError, if they are nested
+    deeper than `depth`.
     """
     texts = [each.get("input" if each.get("type") == "tool_use" else "arguments") for each in objects]
     lists = commas = broken = 0

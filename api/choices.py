@@ -19,12 +19,9 @@ class ChoiceRun(Run):
 
     def __init__(self, *run: Any):
         super().__init__(*run)
-        fields = self.fields
-        as_ids = fields[
-            "return_tokens_as_token_ids"
-        ]  # as `token_id:N`, not as text, where U+FFFD is part of a character
+        as_ids = self.fields["return_tokens_as_token_ids"]  # not as texts, in which a part of a character is U+FFFD
         self.name: Callable[[int], str] = "token_id:{}".format if as_ids else self.tokenizer.token_text
-        self.options = fields["stream_options"] or {"include_usage": False, "continuous_usage_stats": False}
+        self.options = self.fields["stream_options"] or {"include_usage": False, "continuous_usage_stats": False}
         self.begun: dict[int, Tokens | None] = {}  # the choices that have begun, and their tokens, if these are told
 
     def whole(self) -> dict[str, Any]:

@@ -49,14 +49,6 @@ def whole(text: str) -> int:
     return int(value)
 
 
-def help_of(f: dataclasses.Field[Any]) -> str:
-    """The help of an option, with its default if the option's own line does not tell it."""
-    text, default = f.metadata["help"], f.default
-    if default in (None, "", ()) or "default" in text:
-        return text
-    return f"{text} (default: {('off', 'on')[default] if isinstance(default, bool) else default})"
-
-
 class OptionParser(argparse.ArgumentParser):
     """A command line with a flag for each option of some dataclasses, and `--config` for a file that sets them, too.
 
@@ -109,7 +101,10 @@ class OptionParser(argparse.ArgumentParser):
             settings = {"action": argparse.BooleanOptionalAction}
         else:
             settings = {"type": whole if kinds == [int] else kinds[0], "metavar": kinds[0].__name__.upper()}
-        group.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, help=help_of(f), **settings)
+        about, default = f.metadata["help"], f.default
+        if default not in (None, "", ()) and "default" not in about:
+            about += f" (default: {('off', 'on')[default] if isinstance(default, bool) else default})"
+        group.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, help=about, **settings)
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, and exit."""
@@ -122,19 +117,18 @@ class OptionParser(argparse.ArgumentParser):
         if argv and argv[0] in HABITS and self.commands and not os.path.exists(argv[0]):
             here = HABITS[argv[0]]
             self.error(f"there is no command {argv[0]}; it is called {here}, as in {self.prog} {here} MODEL")
-        flags, surplus = self.parse_known_args([dashed(word) for word in argv])
+        # As in vLLM, a flag may be spelled with underscores.
+        words = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
+        flags, surplus = self.parse_known_args(words)
         if surplus:
             word = next((word for word in surplus if word.startswith("-")), surplus[0])  # the others may be its values
             flag = word.partition("=")[0]
+            why = f"there is no option {flag}{nearest(flag, self._option_string_actions)}"
             if not flag.startswith("-"):
-                self.error(
-                    f"{word!r} is one argument too many; MODEL is the only one without a flag, and each value has one"
-                )
-            if (name := flag.strip("-").replace("-", "_")) in OF_REQUESTS:
-                self.error(
-                    f"{flag} is no option here: a request has {name!r} in its body, and chat and complete take it"
-                )
-            self.error(f"there is no option {flag}{nearest(flag, self._option_string_actions)}")
+                why = f"{word!r} is one argument too many; MODEL is the only one without a flag, and each value has one"
+            elif (name := flag.strip("-").replace("-", "_")) in OF_REQUESTS:
+                why = f"{flag} is no option here: a request has {name!r} in its body, and chat and complete take it"
+            self.error(why)
         tag = getattr(flags, "model_tag", None)
         if tag is not None:
             if (near := nearest(tag, self.commands)) and not os.path.exists(tag):
@@ -157,12 +151,6 @@ class OptionParser(argparse.ArgumentParser):
                     self.error(f"{flag} takes all words behind it, and there is no MODEL; put MODEL before {flag}")
                 setattr(flags, name, [word for words in value for word in words])
         return flags
-
-
-def dashed(word: str) -> str:
-    """A word of the command line; a flag may be spelled with underscores, as in vLLM."""
-    flag, equals, value = word.partition("=")
-    return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
 
 
 def split_command(argv: list[str], commands: Container[str]) -> tuple[str, list[str]]:

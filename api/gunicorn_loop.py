@@ -140,10 +140,8 @@ class NamelessResponse(wsgi.Response):
     def probe(self) -> bool:
         """Write what takes nothing away: a comment in a stream, or the next byte of how each status line begins.
 
-        No interim reply would do, because clients take a few of them, or none. False: there is no such byte any more.
-
-        Raises:
-            OSError: nobody reads any more.
+        No interim reply would do, because clients take a few of them, or none. False: there is no such byte any more;
+        an OSError: nobody reads any more.
         """
         begins = b"HTTP/%d.%d " % self.req.version
         with self.lock:
@@ -247,10 +245,7 @@ class HttpWorker(ggevent.GeventWorker):
 
 
 class Gunicorn(BaseApplication):
-    """Gunicorn on a bound socket with gevent workers, configured from here and not from its files and flags.
-
-    `make_app` is called in each API process.
-    """
+    """Gunicorn on a bound socket with gevent workers, configured here alone. Each API process calls `make_app`."""
 
     def __init__(self, make_app: Callable[[], Flask], listener: socket.socket, fleet: Fleet, config: ServerConfig):
         self.load, self.address = make_app, f"fd://{listener.detach()}"

@@ -169,20 +169,19 @@ def reply(content: dict[str, Any], status: int = 200) -> Response:
 
 
 def stream(answer: Events, config: ServerConfig) -> Response:
-    """A response of server-sent events."""
-    response = Response(in_time(answer.events, config.write_timeout), content_type="text/event-stream")
+    """A response of server-sent events, which go on as long as the client reads them."""
+    gone = ConnectionResetError(errno.ECONNRESET, "the client does not read")  # gunicorn takes it in silence
+
+    def in_time() -> Iterator[bytes]:
+        with contextlib.suppress(ClientGone):
+            for event in answer.events:
+                with gevent.Timeout(config.write_timeout, gone):  # runs while gunicorn writes the event
+                    yield event
+
+    response = Response(in_time(), content_type="text/event-stream")
     response.headers["Cache-Control"] = "no-cache"
     response.call_on_close(answer.close)  # also where the body is never begun
     return response
-
-
-def in_time(events: Iterator[bytes], write_timeout: float) -> Iterator[bytes]:
-    """The body of a stream, as long as the client reads it."""
-    gone = ConnectionResetError(errno.ECONNRESET, "the client does not read")  # gunicorn takes it in silence
-    with contextlib.suppress(ClientGone):
-        for event in events:
-            with gevent.Timeout(write_timeout, gone):  # runs while gunicorn writes the event
-                yield event
 
 
 def page() -> Response:

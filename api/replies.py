@@ -6,7 +6,6 @@ A stream and a reply in one piece come out of the same iterator, `Run.news`.
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import re
 import socket

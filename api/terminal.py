@@ -62,11 +62,9 @@ class AnswerOptions:
     """What both commands take beside the engine's options. None leaves it to the model, or to the server of `url`."""
 
     GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "answers": (*SAMPLING, "system", "prompt"),
-        "instead of an engine": ("url", "api_key"),
-        "memory and batches": ("max_num_seqs",),
-        "adapters": ("lora_modules",),
-    }
+        "answers": (*SAMPLING, "system", "prompt"), "instead of an engine": ("url", "api_key"),
+        "memory and batches": ("max_num_seqs",), "adapters": ("lora_modules",),
+    }  # fmt: skip
     url: str | None = option(None, "server that answers, like http://127.0.0.1:8000; MODEL is then one of its names")
     api_key: str | None = option(None, "that server's key (default: the first in the variable MANTA_API_KEY)")
     temperature: float | None = option(None, "0 takes the likeliest token; higher values vary more")
@@ -225,9 +223,8 @@ class Model:
     def answer(self, prompt: Prompt, answer: Reply) -> None:
         """Have an answer generated, and show it as it comes. KeyboardInterrupt stops it at once.
 
-        Raises:
-            ValueError: the prompt is refused; a `TooLongError`, if the context does not hold it.
-            RuntimeError: the answer was begun, and cannot go on.
+        A ValueError, if the prompt is refused; a `TooLongError`, if the context does not hold it; a RuntimeError, if
+        the answer was begun and cannot go on.
         """
         chats = not isinstance(prompt, str)
         path, field = ("/v1/chat/completions", "messages") if chats else ("/v1/completions", "prompt")
