@@ -169,7 +169,6 @@ def tools(value: list[dict[str, Any]], asked: Asked) -> list[dict[str, Any]]:
 
 
 def check_function(function: dict[str, Any], i: int) -> None:
-    """Check the i-th tool."""
     name, parameters, strict = (function.get(key) for key in ("name", "parameters", "strict"))
     if not isinstance(name, str) or not 0 < len(name) <= MAX_TOOL_NAME:
         raise ValueError(f"tool {i} has the name {reprlib.repr(name)}; it must have 1 to {MAX_TOOL_NAME} characters")

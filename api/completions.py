@@ -53,7 +53,6 @@ class CompletionRun(ChoiceRun):
 
 
 def complete(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
-    """Answer a request."""
     special, left = fields["add_special_tokens"] is not False, api.prompts.least_output(fields, MAX_TOKENS)
     given = around_gap(fields, api.tokenizer) if fields["suffix"] else fields["prompt"]
     prompts = [api.prompts.encode(fields, prompt, special, caller.virtual + left) for prompt in given]

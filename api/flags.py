@@ -107,7 +107,6 @@ class OptionParser(argparse.ArgumentParser):
         group.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, help=about, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and exit."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:

@@ -54,7 +54,6 @@ class GunicornLog(Logger):
     """Gunicorn's log, as a part of ours."""
 
     def setup(self, cfg: Any) -> None:
-        """Take gunicorn's settings."""
         self.error_log = logger.getChild("gunicorn")
         self.error_log.setLevel(self.LOG_LEVELS[cfg.loglevel])
 

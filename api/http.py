@@ -164,7 +164,6 @@ class Refusals:
 
 
 def reply(content: dict[str, Any], status: int = 200) -> Response:
-    """A JSON response."""
     return Response(json_of(content), status, content_type="application/json")
 
 

@@ -206,10 +206,7 @@ def log_request(
 
 
 class Run(Job):
-    """A job that makes texts. Its subclasses make the reply; see `api/choices.py`.
-
-    `prompts` are (text or None, token ids), with `params` for each. Without a `reading` answers are content alone.
-    """
+    """A job that makes texts; its subclasses make the reply. Without a `reading` answers are content alone."""
 
     prefix: ClassVar[str]  # of the reply's id
 
