@@ -51,8 +51,8 @@ from api.http import (
 )
 from api.options import ServerConfig, with_all_keys
 from api.paths import paths_of
-from api.replies import ClientGone, Remote, log_request
-from api.routes import Api, Caller, Events
+from api.replies import Caller, ClientGone, Remote, log_request
+from api.routes import Api, Events
 from api.start import engines, read_configs, told_in_a_line, with_policy
 from api.telemetry import Spans, check_telemetry
 from config import PROG, EngineConfig
@@ -176,17 +176,17 @@ def log_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> None:
         name = response.headers["X-Request-Id"] = g.request_id
         if error_body_of(request.path) is not ApiError.body:  # this is Anthropic's API, whose SDK looks for the id here
             response.headers["Request-Id"] = name
-        place = (request.method, request.root_path + request.path)
+        target = f"{request.method} {request.root_path}{request.path}"
         headers, status = request.headers, response.status_code
         client, begun = g.client, g.begun
         caller, error = g.get("caller"), g.get("error", "")
-        if ignored := caller.ignored if caller else ():
-            response.headers["X-Manta-Ignored"] = ", ".join(ignored)
+        if caller and caller.ignored:
+            response.headers["X-Manta-Ignored"] = ", ".join(caller.ignored)
         level = logging.DEBUG if request.endpoint in QUIET else logging.INFO
 
         def log() -> None:
             job = caller.job if caller else None
-            log_request(name, client, place, status, begun, job, error, level, ignored)
+            log_request(name, client, target, status, begun, caller, error, level)
             if spans and job:
                 spans.add(job, headers, status, begun)
 

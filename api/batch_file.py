@@ -42,8 +42,8 @@ from api.faces import FACES
 from api.fields import ApiError, Face
 from api.flags import OptionParser, refuse_given
 from api.options import ServerConfig
-from api.replies import as_api_error
-from api.routes import Api, Caller, Events
+from api.replies import Caller, as_api_error
+from api.routes import Api, Events
 from api.start import engines, read_configs, told_in_a_line, with_policy
 from config import EngineConfig
 from observe.logs import console, counted, warn_once
@@ -85,8 +85,7 @@ class Line:
     body: bytes = b""
 
     def __post_init__(self) -> None:
-        text = b"%d %b" % (self.number, self.text)
-        self.id = "batch_req_" + hashlib.blake2b(text, digest_size=16).hexdigest()
+        self.id = "batch_req_" + digest(b"%d %b" % (self.number, self.text)).hex()
 
     def read(self, config: ServerConfig) -> None:
         """Find out what the line asks for; an `ApiError` if it is no request, with `custom_id` set if it has one."""
@@ -166,11 +165,8 @@ class Answers:
     """The output, which one batch at a time writes.
 
     If it is a file, what an earlier run has left there is read, and a line that has no end is cut off. If it is a pipe,
-    nothing is read, and writing waits for the pipe's reader.
-
-    Raises:
-        ValueError: it is something else or cannot be written, another batch is doing so, or it holds what no batch has
-            written.
+    nothing is read, and writing waits for the pipe's reader. A ValueError, if it is something else or cannot be
+    written, if another batch is doing so, or if it holds what no batch has written.
     """
 
     def __init__(self, path: str):
@@ -189,19 +185,16 @@ class Answers:
             self.fd = os.open(path, flags, 0o666)
         except OSError as error:
             raise ValueError(f"{path} cannot be written: {error.strerror}") from None
-        with contextlib.ExitStack() as unless_kept:
-            unless_kept.callback(os.close, self.fd)
-            try:
-                fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lifts it when this process is gone
-                if self.is_pipe:
-                    make_nonblocking(self.fd)
-                else:
-                    self._read()
-            except OSError as error:
-                busy = isinstance(error, BlockingIOError)
-                why = "another batch writes to it" if busy else f"it cannot be locked and read: {error.strerror}"
-                raise ValueError(f"{path} is not free: {why}") from None
-            unless_kept.pop_all()
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lifts it when this process is gone
+            if self.is_pipe:
+                make_nonblocking(self.fd)
+            else:
+                self._read()
+        except OSError as error:
+            busy = isinstance(error, BlockingIOError)
+            why = "another batch writes to it" if busy else f"it cannot be locked and read: {error.strerror}"
+            raise ValueError(f"{path} is not free: {why}") from None
 
     def _read(self) -> None:
         size = 0  # of the whole lines
@@ -221,7 +214,7 @@ class Answers:
                 if answered.custom_id is None or (answered.error and "line" in answered.error):
                     self.reported.add(answered.id)
                 else:
-                    self.ids[key := digest(answered.custom_id)] = False
+                    self.ids[key := digest(answered.custom_id.encode())] = False
                     if 400 <= (answered.response or {}).get("status_code", 0) < 500:
                         self.refused[key] = answered.id
                     else:
@@ -231,12 +224,10 @@ class Answers:
     def claim(self, custom_id: str, id: str) -> bool:
         """Whether no earlier run has answered this line, or it was refused then and has been mended since.
 
-        Raises:
-            ApiError: this run has met another line of its name.
+        An `ApiError`, if this run has met another line of its name.
         """
-        key = digest(custom_id)
-        known = self.ids.get(key)
-        if known:
+        key = digest(custom_id.encode())
+        if known := self.ids.get(key):
             message = f"custom_id is {custom_id!r:.200}, and so is that of a line before; each must have its own"
             raise ApiError(400, message, "custom_id", "duplicate_custom_id")
         self.ids[key] = True
@@ -251,9 +242,9 @@ class Answers:
                 text = text[nb_write(self.fd, text) if self.is_pipe else os.write(self.fd, text) :]
 
 
-def digest(custom_id: str) -> bytes:
-    """Stands for a custom_id, which may be long."""
-    return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
+def digest(text: bytes) -> bytes:
+    """Stands for a line or a custom_id, which may be long."""
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 # --- running them -----------------------------------------------------------------------------------------------------
@@ -287,16 +278,14 @@ class Batch:
                         self.room.clear()
                         self.room.wait()
                     self.flying, self.held = self.flying + 1, self.held + size
-                    self.lines.spawn(self._run, line, size).link_exception(self._broken)
+                    running = self.lines.spawn(self._run, line, size)
+                    running.link_exception(lambda broken: self.ended.set_exception(broken.exception))
         except OSError as error:
             self.ended.set_exception(OSError(f"the input cannot be read: {error.strerror}"))
             return
         self.lines.join()
         if not self.ended.ready():
             self.ended.set()
-
-    def _broken(self, greenlet: gevent.Greenlet) -> None:
-        self.ended.set_exception(greenlet.exception)
 
     def _has_room(self, size: int) -> bool:
         most = self.api.config.max_body_bytes_in_flight
@@ -375,10 +364,7 @@ class Batch:
         self.counts["answered"] += 1
         self.counts["refused"] += 400 <= status < 500
         self.counts["failed"] += status >= 500
-        self._show(body.get("usage") or {})
-
-    def _show(self, usage: dict[str, Any]) -> None:
-        """Advance the bar by a line that took so many tokens. Routes name them by OpenAI's words or by Anthropic's."""
+        usage = body.get("usage") or {}  # by OpenAI's words or by Anthropic's
         self.counts["prefill"] += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
         self.counts["decode"] += usage.get("completion_tokens") or usage.get("output_tokens") or 0
         seconds = time.monotonic() - self.begun
@@ -417,11 +403,7 @@ def read_flags(flags: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
 
 
 def open_files(source: str, target: str) -> tuple[BinaryIO, Answers]:
-    """The input and the output.
-
-    Raises:
-        ValueError: the input cannot be read, or it is the output; see also `Answers`.
-    """
+    """The input and the output; a ValueError if the first cannot be read, or is the second. See also `Answers`."""
     with contextlib.ExitStack() as unless_kept:
         try:
             file = unless_kept.enter_context(open(source, "rb"))
@@ -476,11 +458,9 @@ def main(argv: list[str]) -> None:
 
 
 def run_to_end(batch: Batch, file: BinaryIO, fleet: Fleet) -> None:
-    """Run the batch and look after the engines, until all is done or nothing can be.
+    """Run the batch and look after the engines, until all is done, or an OSError says what failed: a file or an engine.
 
-    Raises:
-        OSError: an answer cannot be written, the input cannot be read, or an engine cannot be started any more.
-        SystemExit: after Ctrl-C or SIGTERM. The lines that run are dropped.
+    Ctrl-C and SIGTERM end it with a SystemExit, and drop the lines that run.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         gevent.signal_handler(number, batch.ended.set_exception, SystemExit(128 + number))

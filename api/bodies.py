@@ -58,8 +58,7 @@ def decode_ids(text: bytes) -> list[Any]:
 def decode_prompts(text: bytes, longest: int) -> list[Any] | None:
     """The token ids of one prompt or of several, each from its part of the JSON text; None if there is something else.
 
-    Raises:
-        ApiError: a prompt has more tokens than `longest`.
+    An `ApiError` if a prompt has more tokens than `longest`.
     """
     if not text.startswith(b"[") or b'"' in text or b"{" in text:
         return None
@@ -76,11 +75,9 @@ def decode_prompts(text: bytes, longest: int) -> list[Any] | None:
 
 
 def decode_json(data: bytes | bytearray, longest: int) -> tuple[Any, dict[str, Any]]:
-    """Decode JSON; very long token lists are decoded in pieces and returned separately.
+    """Decode JSON, or raise a ValueError; very long token lists are decoded in pieces and returned separately.
 
-    Raises:
-        ValueError: it is no JSON.
-        ApiError: it has more values than can soon be decoded, or a prompt more tokens than `longest`.
+    An `ApiError`, if it has more values than can soon be decoded, or a prompt more tokens than `longest`.
     """
     if len(data) <= JSON_PART:
         return msgspec.json.decode(data), {}  # refuses NaN, 1e999 and lone surrogates
@@ -116,9 +113,8 @@ def objects_in(value: Any, depth: int) -> list[dict[str, Any]]:
 def check_arguments(objects: list[dict[str, Any]], depth: int) -> None:
     """Check the arguments of calls, which are JSON in strings: what they hold counts as what a body holds.
 
-    Raises:
-        ApiError: they have too many values, or too much of them is no JSON.
-        RecursionError: they are nested deeper than `depth`.
+    An `ApiError`, if they have too many values or too much of them is no JSON; a RecursionError, if they are nested
+    deeper than `depth`.
     """
     texts = [each.get("input" if each.get("type") == "tool_use" else "arguments") for each in objects]
     lists = commas = broken = 0
@@ -141,21 +137,16 @@ def check_arguments(objects: list[dict[str, Any]], depth: int) -> None:
 
 
 def parse_json(data: bytes | bytearray, config: ServerConfig, longest_prompt: int = 2**31) -> dict[str, Any]:
-    """The JSON object that a request's body holds.
-
-    Raises:
-        ApiError: it is none, or it is nested too deep, or has too many values, or too many tokens in a prompt.
-    """
+    """The JSON object that a request's body holds; an `ApiError` if it is none, or holds too much."""
     if data.startswith(codecs.BOM_UTF8):
         data = data[len(codecs.BOM_UTF8) :]
-    too_deep = ApiError(400, f"the body is nested deeper than {config.max_json_depth} (max_json_depth)")
     try:
         body, prompts = decode_json(data, longest_prompt)
         if not isinstance(body, dict):
             raise ApiError(400, f"the body is {reprlib.repr(body)}; it must be a JSON object")
         check_arguments(objects_in(body, config.max_json_depth), config.max_json_depth)
     except RecursionError:
-        raise too_deep from None
+        raise ApiError(400, f"the body is nested deeper than {config.max_json_depth} (max_json_depth)") from None
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     return body | prompts

@@ -15,7 +15,8 @@ from api.generation import generate
 from api.logprobs import Token, chat_logprobs
 from api.prompts import Prompt
 from api.reading import CONTENT, REASONING, Answer, Block, Piece, Reading
-from api.routes import Api, Caller, Events
+from api.replies import Caller
+from api.routes import Api, Events
 from outputs import Generation
 from text.messages import text_of
 
@@ -60,7 +61,6 @@ class ChatRun(ChoiceRun):
         return chat_logprobs(new, self.top or 0, self.name, self.tokenizer.bytes_of)
 
     def _message(self, answer: Answer) -> dict[str, Any]:
-        """The message that an answer is."""
         answer.read()
         content, reasoning = self._continued() + answer.text(CONTENT), answer.text(REASONING)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -110,7 +110,6 @@ SAME = (  # names of one setting, here and elsewhere
 
 
 def chat(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
-    """Answer a request."""
     thinks, effort, budget = (said(fields, names) for names in SAME)
     if thinks is not None:
         fields["chat_template_kwargs"] = fields["chat_template_kwargs"] | {"enable_thinking": thinks}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from api.options import ServerConfig
 from sampling_params import MAX_BAD_WORDS
-from text.messages import TYPE_NAMES, call_name, chat_messages, template_variables
+from text.messages import TYPE_NAMES, call_name, chat_messages
 
 MAX_TOOL_NAME = 256  # characters
 LIST_PART = 2**14  # items of a list between which others are served
@@ -169,7 +169,6 @@ def tools(value: list[dict[str, Any]], asked: Asked) -> list[dict[str, Any]]:
 
 
 def check_function(function: dict[str, Any], i: int) -> None:
-    """Check the i-th tool."""
     name, parameters, strict = (function.get(key) for key in ("name", "parameters", "strict"))
     if not isinstance(name, str) or not 0 < len(name) <= MAX_TOOL_NAME:
         raise ValueError(f"tool {i} has the name {reprlib.repr(name)}; it must have 1 to {MAX_TOOL_NAME} characters")
@@ -207,10 +206,6 @@ def chat_template(value: Any, asked: Asked) -> str:
         message = "this server runs a template that a request brings only with --trust-request-chat-template"
         raise Refusal(message, "unsupported_parameter")
     return value
-
-
-def template_kwargs(value: Any, asked: Asked) -> dict[str, Any]:
-    return template_variables(value)
 
 
 def kept(value: Any, asked: Asked) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from api.logprobs import Token, Tokens, namer, prompt_table
+from api.logprobs import Token, Tokens, prompt_table
 from api.replies import ClientGone, Run, as_api_error, sse
 from outputs import Generation
 
@@ -19,9 +19,9 @@ class ChoiceRun(Run):
 
     def __init__(self, *run: Any):
         super().__init__(*run)
-        fields = self.fields
-        self.name = namer(self.tokenizer, fields["return_tokens_as_token_ids"])
-        self.options = fields["stream_options"] or {"include_usage": False, "continuous_usage_stats": False}
+        as_ids = self.fields["return_tokens_as_token_ids"]  # not as texts, in which a part of a character is U+FFFD
+        self.name: Callable[[int], str] = "token_id:{}".format if as_ids else self.tokenizer.token_text
+        self.options = self.fields["stream_options"] or {"include_usage": False, "continuous_usage_stats": False}
         self.begun: dict[int, Tokens | None] = {}  # the choices that have begun, and their tokens, if these are told
 
     def whole(self) -> dict[str, Any]:

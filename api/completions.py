@@ -13,7 +13,8 @@ from api.choices import ChoiceRun
 from api.fields import ApiError, Face, Field
 from api.generation import generate
 from api.logprobs import EchoedPrompt, Token, completion_logprobs
-from api.routes import Api, Caller, Events
+from api.replies import Caller
+from api.routes import Api, Events
 from outputs import Generation
 from tokenizer import Tokenizer
 
@@ -52,7 +53,6 @@ class CompletionRun(ChoiceRun):
 
 
 def complete(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
-    """Answer a request."""
     special, left = fields["add_special_tokens"] is not False, api.prompts.least_output(fields, MAX_TOKENS)
     given = around_gap(fields, api.tokenizer) if fields["suffix"] else fields["prompt"]
     prompts = [api.prompts.encode(fields, prompt, special, caller.virtual + left) for prompt in given]

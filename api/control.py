@@ -44,11 +44,10 @@ def scaling(api: Api) -> dict[str, int]:
     return {"data_parallel_size": api.board.wanted} | {name: states.count(state) for name, state in told.items()}
 
 
-def scale(api: Api, body: dict[str, Any]) -> dict[str, int]:
-    """Ask for as many engines as a body says; they come and go while others serve."""
+def scale(api: Api) -> dict[str, int]:
+    """Ask for as many engines as the body says; they come and go while others serve."""
     name = "data_parallel_size"
-    check_fields(body, name)
-    if name not in body:
+    if name not in (body := body_with(api, name)):
         raise ApiError(400, f"{name} is missing", name, "missing_required_parameter")
     try:
         api.client.scale_elastic_ep(body[name])
@@ -81,18 +80,15 @@ def wake_up(api: Api) -> dict[str, Any]:
 
 
 def update_weights(api: Api) -> dict[str, Any]:
-    body = body_of(api)
-    check_fields(body, "model_path")
-    if not isinstance(folder := body.get("model_path"), str) or not os.path.isabs(folder):
+    if not isinstance(folder := body_with(api, "model_path").get("model_path"), str) or not os.path.isabs(folder):
         raise ApiError(400, f"model_path is {reprlib.repr(folder)}; it must be a path from the root", "model_path")
     version, _ = max(ask(api, "check_update", folder))  # all of them, before one has changed
     return {"weights_version": max(ask(api, "update_weights", folder, True, version))}
 
 
 def collective_rpc(api: Api) -> dict[str, Any]:
-    body = body_of(api)
     kinds = {"method": str, "timeout": int | float | None, "args": list | None, "kwargs": dict | None}
-    check_fields(body, *kinds)
+    body = body_with(api, *kinds)
     for name, kind in kinds.items():
         if not isinstance(value := body.get(name), kind) or isinstance(value, bool):
             wanted = getattr(kind, "__name__", str(kind))
@@ -105,8 +101,7 @@ def collective_rpc(api: Api) -> dict[str, Any]:
 
 def load_lora_adapter(api: Api) -> Response:
     """Give a name to an adapter; the answers are vLLM's. The engines load it, which finds what is wrong with it."""
-    body = body_of(api)
-    check_fields(body, *LOADED)
+    body = body_with(api, *LOADED)
     name, path, inplace = body.get("lora_name"), body.get("lora_path"), body.get("load_inplace") or False
     if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME or name in api.names:
         must = f"a text of 1 to {MOST_NAME} characters, and no name of the model itself"
@@ -132,9 +127,7 @@ def load_lora_adapter(api: Api) -> Response:
 
 def unload_lora_adapter(api: Api) -> Response:
     """Let a name stand for no adapter any more; the answers are vLLM's. Requests that have it run to their end."""
-    body = body_of(api)
-    check_fields(body, *UNLOADED)
-    name = body.get("lora_name")
+    name = body_with(api, *UNLOADED).get("lora_name")
     if not isinstance(name, str) or not name:
         raise ApiError(400, f"lora_name is {reprlib.repr(name)}; it must be the name of an adapter", "lora_name")
     if not api.adapters.remove(name):
@@ -169,10 +162,12 @@ def open_no_link(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def check_fields(body: dict[str, Any], *known: str) -> None:
-    """Refuse a body with other fields by an `ApiError`."""
+def body_with(api: Api, *known: str) -> dict[str, Any]:
+    """The JSON object that this request brings; an `ApiError` if it has other fields than these."""
+    body = body_of(api)
     if unknown := next((name for name in body if name not in known), None):
         raise ApiError(400, f"there is no field {reprlib.repr(unknown)}; known: {', '.join(known)}", unknown)
+    return body
 
 
 def guarded(method: str, act: Callable[[Api], Any], about: str, below: str = "", **schemas: Any) -> Path:

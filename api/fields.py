@@ -16,7 +16,7 @@ import difflib
 import json
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
@@ -28,6 +28,7 @@ from api import checks
 from api.checks import Asked, Check, Refusal
 from api.structure import FORMS
 from sampling_params import MAX_BIAS, RANGES, SamplingParams
+from text.messages import template_variables
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # where all errors of a status have the same
@@ -148,9 +149,7 @@ OTHERS = (  # that have rows of their own, or none
     "thinking_token_budget", "reasoning_start_ids", "reasoning_end_ids", "reasoning_last_ids",
 )  # fmt: skip
 PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in OTHERS)
-CHECKS = {
-    "stop": checks.stop_strings, "stop_token_ids": checks.token_ids, "bad_words": checks.bad_words,
-}  # fmt: skip
+CHECKS = {"stop": checks.stop_strings, "stop_token_ids": checks.token_ids, "bad_words": checks.bad_words}
 SEVERAL = ("n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping")  # answers
 
 
@@ -164,7 +163,7 @@ CONVERSATION = conversation({"type": "string"}, content_of(checks.TEXT_PART), ot
 TOOL_CHOICE = shown(anyOf=[{"enum": checks.MODES}, {"type": "object"}])
 MODEL = Field("model", Name, about="One of the names that /v1/models lists.")
 SPECIAL_TOKENS = Field("add_special_tokens", bool)
-TEMPLATE_VARIABLES = Field("chat_template_kwargs", dict[str, Any], {}, checks.template_kwargs)
+TEMPLATE_VARIABLES = Field("chat_template_kwargs", dict[str, Any], {}, lambda value, asked: template_variables(value))
 TALK = (  # what the chat template gets
     Field("add_generation_prompt", bool),
     Field("continue_final_message", bool, False),
@@ -297,12 +296,9 @@ class Face:
 
 
 def read_fields(face: Face, body: dict[str, Any], asked: Asked) -> dict[str, Any]:
-    """The checked value of each field of a face; null is the default.
+    """The checked value of each field of a face; null is the default. An `ApiError` says what is wrong or missing.
 
     The names of those that are accepted and change nothing are added to `asked.ignored`.
-
-    Raises:
-        ApiError: a value is not allowed, a field is unknown, or one that is needed is missing.
     """
     known, given = face.fields, {}
     for name, value in body.items():
@@ -324,7 +320,11 @@ def read_fields(face: Face, body: dict[str, Any], asked: Asked) -> dict[str, Any
                 raise refusal(name, value, words, "unsupported_parameter")
             asked.ignore(name)
         elif not asked.config.allow_unknown_fields:
-            raise unknown_field(name, known.keys() | (face.not_yet.keys() - face.elsewhere.keys()))
+            name = name[:64]  # it may be as long as the body
+            names = known.keys() | (face.not_yet.keys() - face.elsewhere.keys())
+            near = difflib.get_close_matches(name, names - {*HARMLESS}, 1)
+            hint = f"did you mean {near[0]}?" if near else "--allow-unknown-fields would ignore it"
+            raise ApiError(400, f"the field {name!r} is unknown; {hint}", name, "unknown_parameter")
         else:
             asked.ignore(name)
     for needed in face.needed:
@@ -369,11 +369,3 @@ def in_words(schema: dict[str, Any]) -> str:
     if "maxLength" in schema:
         return f"a string of at most {schema['maxLength']} characters"
     return kinds[kind]
-
-
-def unknown_field(name: str, known: Set[str]) -> ApiError:
-    """The error for a field that is not `known`, with the one that is meant if any is near."""
-    name = name[:64]  # it may be as long as the body
-    near = difflib.get_close_matches(name, known - {*HARMLESS}, 1)
-    hint = f"did you mean {near[0]}?" if near else "--allow-unknown-fields would ignore it"
-    return ApiError(400, f"the field {name!r} is unknown; {hint}", name, "unknown_parameter")

@@ -49,27 +49,12 @@ def whole(text: str) -> int:
     return int(value)
 
 
-def help_of(f: dataclasses.Field[Any]) -> str:
-    """The help of an option, with its default if the option's own line does not tell it."""
-    text, default = f.metadata["help"], f.default
-    if default in (None, "", ()) or "default" in text:
-        return text
-    return f"{text} (default: {('off', 'on')[default] if isinstance(default, bool) else default})"
-
-
 class OptionParser(argparse.ArgumentParser):
     """A command line with a flag for each option of some dataclasses, and `--config` for a file that sets them, too.
 
     What it parses has only the options that were given, so that their defaults stand in one place. A mistake is one
-    line on stderr and exit code 2.
-
-    Args:
-        classes: dataclasses of `option`s; where two have one of the same name, they share the flag, which the first
-            describes.
-        command: follows the program's name, if given.
-        usage: what may follow that.
-        description: of the program.
-        commands: what may stand there instead of a model, and what each does.
+    line on stderr and exit code 2. Where two classes have an option of one name, they share the flag, which the first
+    describes. `commands` are what may stand instead of a model, and what each does.
     """
 
     def __init__(
@@ -116,10 +101,12 @@ class OptionParser(argparse.ArgumentParser):
             settings = {"action": argparse.BooleanOptionalAction}
         else:
             settings = {"type": whole if kinds == [int] else kinds[0], "metavar": kinds[0].__name__.upper()}
-        group.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, help=help_of(f), **settings)
+        about, default = f.metadata["help"], f.default
+        if default not in (None, "", ()) and "default" not in about:
+            about += f" (default: {('off', 'on')[default] if isinstance(default, bool) else default})"
+        group.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, help=about, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and exit."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -129,19 +116,18 @@ class OptionParser(argparse.ArgumentParser):
         if argv and argv[0] in HABITS and self.commands and not os.path.exists(argv[0]):
             here = HABITS[argv[0]]
             self.error(f"there is no command {argv[0]}; it is called {here}, as in {self.prog} {here} MODEL")
-        flags, surplus = self.parse_known_args([dashed(word) for word in argv])
+        # As in vLLM, a flag may be spelled with underscores.
+        words = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in argv]
+        flags, surplus = self.parse_known_args(words)
         if surplus:
             word = next((word for word in surplus if word.startswith("-")), surplus[0])  # the others may be its values
             flag = word.partition("=")[0]
+            why = f"there is no option {flag}{nearest(flag, self._option_string_actions)}"
             if not flag.startswith("-"):
-                self.error(
-                    f"{word!r} is one argument too many; MODEL is the only one without a flag, and each value has one"
-                )
-            if (name := flag.strip("-").replace("-", "_")) in OF_REQUESTS:
-                self.error(
-                    f"{flag} is no option here: a request has {name!r} in its body, and chat and complete take it"
-                )
-            self.error(f"there is no option {flag}{nearest(flag, self._option_string_actions)}")
+                why = f"{word!r} is one argument too many; MODEL is the only one without a flag, and each value has one"
+            elif (name := flag.strip("-").replace("-", "_")) in OF_REQUESTS:
+                why = f"{flag} is no option here: a request has {name!r} in its body, and chat and complete take it"
+            self.error(why)
         tag = getattr(flags, "model_tag", None)
         if tag is not None:
             if (near := nearest(tag, self.commands)) and not os.path.exists(tag):
@@ -164,12 +150,6 @@ class OptionParser(argparse.ArgumentParser):
                     self.error(f"{flag} takes all words behind it, and there is no MODEL; put MODEL before {flag}")
                 setattr(flags, name, [word for words in value for word in words])
         return flags
-
-
-def dashed(word: str) -> str:
-    """A word of the command line; a flag may be spelled with underscores, as in vLLM."""
-    flag, equals, value = word.partition("=")
-    return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
 
 
 def split_command(argv: list[str], commands: Container[str]) -> tuple[str, list[str]]:
@@ -216,11 +196,7 @@ def read_options(path: str, known: Iterable[str]) -> dict[str, Any]:
 
 
 def from_flags(cls: type[T], flags: argparse.Namespace) -> T:
-    """The instance of `cls` that the parsed options describe.
-
-    Raises:
-        ValueError: names an option, the value received and what is allowed; and the file that has it, if one does.
-    """
+    """The instance of `cls` that the parsed options describe; a ValueError says which is wrong, and in which file."""
     values, hints = {}, get_type_hints(cls)
     for f in flag_fields(cls):
         if f.name in flags:

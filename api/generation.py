@@ -11,8 +11,8 @@ from api.fields import PARAMS, ApiError, too_long
 from api.options import ServerConfig
 from api.prompts import Prompt
 from api.reading import Reading
-from api.replies import Run
-from api.routes import Api, Caller, Events
+from api.replies import Caller, Run
+from api.routes import Api, Events
 from api.structure import structure_of
 from sampling_params import SamplingParams
 
@@ -43,9 +43,8 @@ def generate(
         fields["cache_salt"] = api.board.tag("salt", caller.client, fields["cache_salt"])
     with contextlib.ExitStack() as stack:
         stack.enter_context(api.admitted(len(prompts) * params[0].num_sequences, caller))
-        run = caller.job = shape(caller.name, caller.client, fields, prompts, params, api.tokenizer, reading)
-        run.virtual = caller.virtual
-        news = run.news(api.client, caller.remote, api.config.request_timeout, caller.lora)
+        run = caller.job = shape(caller, fields, prompts, params, api.tokenizer, reading)
+        news = run.news(api.client, api.config.request_timeout)
         stack.callback(news.close)
         first = next(news)  # what the engine refuses is a 400 in a stream, too
         if not fields["stream"]:

@@ -54,7 +54,6 @@ class GunicornLog(Logger):
     """Gunicorn's log, as a part of ours."""
 
     def setup(self, cfg: Any) -> None:
-        """Take gunicorn's settings."""
         self.error_log = logger.getChild("gunicorn")
         self.error_log.setLevel(self.LOG_LEVELS[cfg.loglevel])
 
@@ -140,10 +139,8 @@ class NamelessResponse(wsgi.Response):
     def probe(self) -> bool:
         """Write what takes nothing away: a comment in a stream, or the next byte of how each status line begins.
 
-        No interim reply would do, because clients take a few of them, or none. False: there is no such byte any more.
-
-        Raises:
-            OSError: nobody reads any more.
+        No interim reply would do, because clients take a few of them, or none. False: there is no such byte any more;
+        an OSError: nobody reads any more.
         """
         begins = b"HTTP/%d.%d " % self.req.version
         with self.lock:
@@ -200,6 +197,10 @@ class HttpWorker(ggevent.GeventWorker):
     """Gunicorn's worker. What it refuses itself, because it is no HTTP, gets a reply like the app's, not a page."""
 
     def init_process(self) -> None:
+        name_process(f"api {self.age - 1}")
+        end_with_parent(signal.SIGKILL)  # gunicorn looks for its parent as well, but not where it is stopped
+        self.app.fleet.disown()
+        self.app.fleet.board.claim(self.age)
         wsgi.Response, RequestParser.mesg_class = NamelessResponse, BoundedRequest
         self.idle: dict[gevent.Greenlet, None] = {}  # connections that wait for a request, the longest first
         ggevent.StreamServer = functools.partial(Listener, self.idle)
@@ -233,7 +234,7 @@ class HttpWorker(ggevent.GeventWorker):
             client.sendall(head.encode() + b"\r\n\r\n" + content)
             util.close_graceful(client)  # unread input would reset the connection before the client gets its reply
         tag = self.app.fleet.board.tag("address", addr[0] if addr else "")
-        log_request(name, tag, ("", ""), answer.status, begun, error=str(answer))
+        log_request(name, tag, "", answer.status, begun, None, str(answer), logging.INFO)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """On SIGTERM, send the spans that are left while the connections are closed."""
@@ -243,58 +244,45 @@ class HttpWorker(ggevent.GeventWorker):
 
 
 class Gunicorn(BaseApplication):
-    """Gunicorn on a bound socket with gevent workers, configured from here and not from its files and flags.
-
-    `make_app` is called in each API process.
-    """
+    """Gunicorn on a bound socket with gevent workers, configured here alone. Each API process calls `make_app`."""
 
     def __init__(self, make_app: Callable[[], Flask], listener: socket.socket, fleet: Fleet, config: ServerConfig):
-        self.load = make_app
+        self.load, self.address = make_app, f"fd://{listener.detach()}"
         self.fleet, self.config = fleet, config
-        self.options = gunicorn_options(listener, fleet, config)
         super().__init__()
 
     def load_config(self) -> None:
-        for name, value in self.options.items():
+        """Settings and hooks; gunicorn's own log speaks of errors only, unless ours speaks of everything."""
+
+        def pre_fork(arbiter: Arbiter, worker: Any) -> None:
+            name_process("server")  # gunicorn has called it otherwise
+            worker.stack = nameless_file("manta-stack")  # gets what runs when gunicorn aborts it, or when it crashes
+
+        def child_exit(arbiter: Arbiter, worker: Any) -> None:
+            self.fleet.board.clear(worker.age)
+            with open(worker.stack, errors="replace") as stack:
+                stack.seek(0)
+                for line in filter(re.compile("Fatal|  File").match, stack):
+                    logger.error(f"api {worker.age - 1}: {line.rstrip()}")
+
+        def post_worker_init(worker: Any) -> None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all; the arbiter acts on it
+            faulthandler.enable(worker.stack)
+            if worker.age == 1:
+                host, port = worker.sockets[0].getsockname()[:2]
+                url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+                console.info(f"  server    {url}")
+
+        settings = {
+            "bind": self.address, "worker_class": HttpWorker, "workers": self.config.api_server_count,
+            "worker_connections": 65536, "keepalive": KEEP_ALIVE, "timeout": API_TIMEOUT,
+            "graceful_timeout": KEEP_ALIVE, "logger_class": GunicornLog, "control_socket_disable": True,
+            "loglevel": "debug" if logger.isEnabledFor(logging.DEBUG) else "error",
+            "limit_request_fields": MOST_FIELDS, "limit_request_field_size": MOST_FIELD,
+            "pre_fork": pre_fork, "child_exit": child_exit, "post_worker_init": post_worker_init,
+        }  # fmt: skip
+        for name, value in settings.items():
             self.cfg.set(name, value)
 
     def run(self) -> None:
         DrainingArbiter(self).run()
-
-
-def gunicorn_options(listener: socket.socket, fleet: Fleet, config: ServerConfig) -> dict[str, Any]:
-    """Settings and hooks; gunicorn's own log speaks of errors only, unless ours speaks of everything."""
-    board = fleet.board
-
-    def pre_fork(arbiter: Arbiter, worker: Any) -> None:
-        name_process("server")  # gunicorn has called it otherwise
-        worker.stack = nameless_file("manta-stack")  # gets what runs when gunicorn aborts it, or when it crashes
-
-    def post_fork(arbiter: Arbiter, worker: Any) -> None:
-        name_process(f"api {worker.age - 1}")
-        end_with_parent(signal.SIGKILL)  # gunicorn looks for its parent as well, but not where it is stopped
-        fleet.disown()
-        board.claim(worker.age)
-
-    def child_exit(arbiter: Arbiter, worker: Any) -> None:
-        board.clear(worker.age)
-        with open(worker.stack, errors="replace") as stack:
-            stack.seek(0)
-            for line in filter(re.compile("Fatal|  File").match, stack):
-                logger.error(f"api {worker.age - 1}: {line.rstrip()}")
-
-    def post_worker_init(worker: Any) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all; the arbiter acts on it
-        faulthandler.enable(worker.stack)
-        if worker.age == 1:
-            host, port = worker.sockets[0].getsockname()[:2]
-            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            console.info(f"  server    {url}")
-
-    return {
-        "bind": f"fd://{listener.detach()}", "worker_class": HttpWorker, "workers": config.api_server_count,
-        "worker_connections": 65536, "keepalive": KEEP_ALIVE, "timeout": API_TIMEOUT, "graceful_timeout": KEEP_ALIVE,
-        "loglevel": "debug" if logger.isEnabledFor(logging.DEBUG) else "error", "logger_class": GunicornLog,
-        "limit_request_fields": MOST_FIELDS, "limit_request_field_size": MOST_FIELD, "control_socket_disable": True,
-        "pre_fork": pre_fork, "post_fork": post_fork, "child_exit": child_exit, "post_worker_init": post_worker_init,
-    }  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hmac
 import ipaddress
 import re
@@ -35,7 +34,10 @@ HOST_PORT = re.compile(r":\d*\Z", re.ASCII)
 HEADER_NAMES = re.compile(r"[\w-]+(, *[\w-]+)*", re.ASCII)
 WEB = Path(__file__).parents[1] / "web"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-PAGE = {"/" + path.name.replace("index.html", ""): path for path in sorted(WEB.iterdir()) if path.suffix in KINDS}
+PAGE = {  # the content type and the content by path; read at once, so that all the files are of one age
+    "/" + path.name.replace("index.html", ""): (KINDS[path.suffix], path.read_bytes())
+    for path in sorted(WEB.iterdir()) if path.suffix in KINDS
+}  # fmt: skip
 # The page runs its own script and speaks to its own server only, whatever a model writes into it.
 PAGE_HEADERS = {
     "Cache-Control": "no-cache",
@@ -162,40 +164,31 @@ class Refusals:
 
 
 def reply(content: dict[str, Any], status: int = 200) -> Response:
-    """A JSON response."""
     return Response(json_of(content), status, content_type="application/json")
 
 
 def stream(answer: Events, config: ServerConfig) -> Response:
-    """A response of server-sent events."""
-    response = Response(in_time(answer.events, config.write_timeout), content_type="text/event-stream")
+    """A response of server-sent events, which go on as long as the client reads them."""
+    gone = ConnectionResetError(errno.ECONNRESET, "the client does not read")  # gunicorn takes it in silence
+
+    def in_time() -> Iterator[bytes]:
+        with contextlib.suppress(ClientGone):
+            for event in answer.events:
+                with gevent.Timeout(config.write_timeout, gone):  # runs while gunicorn writes the event
+                    yield event
+
+    response = Response(in_time(), content_type="text/event-stream")
     response.headers["Cache-Control"] = "no-cache"
     response.call_on_close(answer.close)  # also where the body is never begun
     return response
-
-
-def in_time(events: Iterator[bytes], write_timeout: float) -> Iterator[bytes]:
-    """The body of a stream, as long as the client reads it."""
-    gone = ConnectionResetError(errno.ECONNRESET, "the client does not read")  # gunicorn takes it in silence
-    with contextlib.suppress(ClientGone):
-        for event in events:
-            with gevent.Timeout(write_timeout, gone):  # runs while gunicorn writes the event
-                yield event
-
-
-@functools.cache
-def file_of_page(path: Path) -> bytes:
-    """A file of the page, which is read once, so that all its files are of one age."""
-    return path.read_bytes()
 
 
 def page() -> Response:
     """The file of the page that this request is for."""
     if request.root_path and not request.environ["PATH_INFO"]:  # the page's links are relative to the slash
         return Response(status=308, headers={"Location": request.root_path + "/"})
-    path = PAGE[request.url_rule.rule]  # type: ignore[union-attr]
-    kind = f"{KINDS[path.suffix]}; charset=utf-8"
-    response = Response(file_of_page(path), content_type=kind, headers=PAGE_HEADERS)
+    kind, content = PAGE[request.url_rule.rule]  # type: ignore[union-attr]
+    response = Response(content, content_type=f"{kind}; charset=utf-8", headers=PAGE_HEADERS)
     response.add_etag()
     response.make_conditional(request)
     return response

@@ -120,11 +120,6 @@ def added_text(detokenizer: Detokenizer, id: int) -> str:
     return text
 
 
-def namer(tokenizer: Tokenizer, as_ids: bool) -> Callable[[int], str]:
-    """What a reply calls a token: its text, in which a part of a character is U+FFFD, or `token_id:N`."""
-    return "token_id:{}".format if as_ids else tokenizer.token_text
-
-
 def served(items: Iterable[T]) -> Iterator[T]:
     """The same items; between some of them others are served."""
     for part in in_parts(list(items), TOKENS_AT_ONCE):

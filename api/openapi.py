@@ -110,6 +110,5 @@ def openapi(root_path: str, others: Sequence[Path]) -> dict[str, Any]:
         paths.setdefault(path, {})[row.method.lower()] = operation
     return {
         "openapi": "3.1.0", "info": {"title": "Manta", "version": VERSION}, "servers": [{"url": root_path or "/"}],
-        "paths": paths,
-        "components": {"schemas": components},
+        "paths": paths, "components": {"schemas": components},
     }  # fmt: skip

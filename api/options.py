@@ -128,19 +128,16 @@ class ServerConfig:
                     raise ValueError(f"{name} {'has' if several else 'is'} {each!r}; it must {form}")
         for key in (*self.api_key, *self.admin_key, *([] if self.metrics_key is None else [self.metrics_key])):
             if not re.fullmatch(r"[\x21-\x7e]+", key):  # the message does not show it, because it is a secret
-                raise ValueError(
-                    f"a key (api_key, api_key_file, admin_key, metrics_key, MANTA_API_KEY or MANTA_ADMIN_KEY) has "
-                    f"{len(key)} characters; it must have at least 1, and only visible ASCII without spaces"
-                )
+                names = "api_key, api_key_file, admin_key, metrics_key, MANTA_API_KEY or MANTA_ADMIN_KEY"
+                must = "it must have at least 1, and only visible ASCII without spaces"
+                raise ValueError(f"a key ({names}) has {len(key)} characters; {must}")
 
 
 def with_all_keys(config: ServerConfig, environ: MutableMapping[str, str]) -> ServerConfig:
     """The options with the keys of `api_key_file`, and with those of MANTA_API_KEY and MANTA_ADMIN_KEY, between commas.
 
-    The variables are taken out of `environ`, so that no other process inherits them.
-
-    Raises:
-        ValueError: the file cannot be read or has no key, or a key is empty.
+    The variables are taken out of `environ`, so that no other process inherits them. A ValueError, if the file cannot
+    be read or has no key, or a key is empty.
     """
     keys, admin_keys, path = list(config.api_key), list(config.admin_key), config.api_key_file
     if path is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flask import Response, g, request
 
 from api.control import CONTROL_PATHS, scale, scaling
-from api.http import KINDS, PAGE, body_of, page, reply, stream
+from api.http import PAGE, page, reply, stream
 from api.openapi import Path, openapi
 from api.response_store import MOST_ITEMS
 from api.routes import Api
@@ -18,8 +18,8 @@ PAGE_OF_ITEMS = {
 }  # fmt: skip
 ENGINES = {"data_parallel_size": {"type": "integer", "minimum": 1}}
 PATHS = (
-    *(Path("GET", path, "page", "The page: a chat, and the engine at work.", lambda api: page(), KINDS[file.suffix])
-      for path, file in PAGE.items()),
+    *(Path("GET", path, "page", "The page: a chat, and the engine at work.", lambda api: page(), kind)
+      for path, (kind, _) in PAGE.items()),
     Path("GET", "/v1/models", "models", "The model's names.", lambda api: reply(api.models())),
     Path("GET", "/v1/models/<path:name>", "model", "One of them.",
          lambda api, name: reply(api.model(name.rstrip("/")))),
@@ -38,8 +38,7 @@ PATHS = (
          lambda api, id: reply(api.store.response(g.client, id, request.args))),
     Path("GET", "/v1/responses/<id>/input_items", "input_items", "What it was made from, by pages.",
          lambda api, id: reply(api.store.page(g.client, id, request.args)), query=PAGE_OF_ITEMS),
-    Path("POST", "/scale", "scale", "Have so many engines.",
-         lambda api: reply(scale(api, body_of(api))), body=ENGINES, control=True),
+    Path("POST", "/scale", "scale", "Have so many engines.", lambda api: reply(scale(api)), body=ENGINES, control=True),
     Path("DELETE", "/v1/responses/<id>", "delete_response", "Forget a stored response.",
          lambda api, id: reply(api.store.delete(g.client, id))),
     Path("POST", "/v1/responses/<id>/cancel", "cancel_response",

@@ -13,6 +13,7 @@ from tokenizer import LONG_TEXT, Tokenizer
 CUT_MARGIN = 64  # tokens of a text beyond the ones that are kept, so that the place of the cut changes none of them
 TEXT_THREADS = 2  # of each API process, that turn long texts into tokens
 
+Source = str | list[int] | tuple[str, str]  # a text, token ids, or a pair of texts
 Prompt = tuple[str | None, list[int]]  # its text, if that is all of it, and its tokens
 
 
@@ -53,13 +54,7 @@ class Prompts:
             return str(error)
         return None
 
-    def encode(
-        self,
-        fields: dict[str, Any],
-        prompt: str | list[int] | tuple[str, str],
-        add_special_tokens: bool,
-        output: int = 0,
-    ) -> Prompt:
+    def encode(self, fields: dict[str, Any], prompt: Source, add_special_tokens: bool, output: int = 0) -> Prompt:
         """A prompt, after `truncate_prompt_tokens`, whose -1 leaves `output` tokens. A pair of texts is one prompt."""
         limit, keep = self.facts["max_model_len"], fields["truncate_prompt_tokens"]
         if keep is not None and keep > limit:

@@ -6,12 +6,12 @@ A stream and a reply in one piece come out of the same iterator, `Run.news`.
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import re
 import socket
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import quote
 
@@ -21,6 +21,7 @@ import msgspec
 from api.checks import in_parts
 from api.fields import ApiError, without_folders
 from api.logprobs import TOKENS_AT_ONCE
+from api.prompts import Prompt
 from api.reading import CONTENT, Answer, Block, Piece, Reading
 from lora.adapter import LoRARequest
 from observe.logs import logger
@@ -46,6 +47,20 @@ class Remote(NamedTuple):
     probe: Callable[[], bool]
 
 
+@dataclass(slots=True)
+class Caller:
+    """Who asks, and how to tell whether somebody still waits for the answer."""
+
+    name: str  # of the request, unique; it becomes a part of the reply's id
+    client: str  # whose request it is, for fairness, cached prefixes and `explain`
+    remote: Remote | None = None
+    release: Callable[[], None] = lambda: None  # is called when nothing refers to the request's body any more
+    job: Job | None = None  # what the engine does for it, once it has been sent there
+    ignored: list[str] = field(default_factory=list)  # names of what was accepted and changes nothing
+    lora: LoRARequest | None = None  # the adapter that it has named as its model
+    virtual: int = 0  # tokens that this puts before each prompt
+
+
 class ClientGone(Exception):
     """Nobody is there to read the reply."""
 
@@ -66,35 +81,33 @@ def unquoted(error: str) -> str:
 
 
 class Job:
-    """What an HTTP request of this owner has the engine do: a request for each prompt. The reply has this `id`."""
+    """What an HTTP request of this caller has the engine do: a request for each prompt. The reply has this `id`."""
 
-    virtual = 0  # tokens that its adapter puts before each prompt
+    def __init__(self, id: str, caller: Caller, fields: dict[str, Any], requests: Sequence[Choices | Vector]):
+        self.id, self.fields, self.requests = id, fields, requests
+        self.owner, self.remote = caller.client, caller.remote  # but not the caller, which refers to its job
+        self.lora, self.virtual = caller.lora, caller.virtual
 
-    def __init__(self, id: str, owner: str, fields: dict[str, Any], requests: Sequence[Choices | Vector]):
-        self.id, self.owner, self.fields, self.requests = id, owner, fields, requests
-
-    def run(
-        self, client: EngineClient, remote: Remote | None, timeout: float, lora: LoRARequest | None = None
-    ) -> Iterator[tuple[int, int, str]]:
+    def run(self, client: EngineClient, timeout: float) -> Iterator[tuple[int, int, str]]:
         """Run the requests; yields which of them has news, which of its answers, and the new text, until all are done.
 
-        They run with the adapter `lora`, or none. Whatever still runs when this ends is aborted. All of it may take
-        `timeout` seconds.
+        Whatever still runs when this ends is aborted. All of it may take `timeout` seconds.
 
         Raises:
             ApiError: the engine refused or failed, or the time is up.
-            ClientGone: the connection to the `remote` is closed.
+            ClientGone: the connection to the caller is closed.
             EngineDeadError: the engine process is gone.
         """
         live, stream, deadline = {}, Stream(), time.monotonic() + timeout
-        watcher = gevent.spawn(watch, remote, stream) if remote else None
+        watcher = gevent.spawn(watch, self.remote, stream) if self.remote else None
         salt, priority = self.fields.get("cache_salt", ""), self.fields["priority"]
         try:
             for i, asked in enumerate(self.requests):
-                ids, params, pooling = asked.prompt_token_ids, asked.params, asked.pooling
-                request = EngineCoreRequest(asked.request_id, ids, params, salt, priority, self.owner, pooling, lora)
+                name, ids = asked.request_id, asked.prompt_token_ids
+                params, pooling = asked.params, asked.pooling
+                request = EngineCoreRequest(name, ids, params, salt, priority, self.owner, pooling, self.lora)
                 client.add_request(request, stream)
-                live[asked.request_id] = i
+                live[name] = i
             while live:
                 try:
                     output = client.get_output(stream, max(0, deadline - time.monotonic()))
@@ -157,31 +170,24 @@ class Job:
 
 
 def log_request(
-    name: str,
-    client: str,
-    place: tuple[str, str],
-    status: int,
-    begun: float,
-    job: Job | None = None,
-    error: str = "",
-    level: int = logging.INFO,
-    ignored: Sequence[str] = (),
+    name: str, client: str, target: str, status: int, begun: float, caller: Caller | None, error: str, level: int
 ) -> None:
     """Log that a request has ended, and how, without its text.
 
-    `place` is its method and path, empty where it is no HTTP, and `begun` is when it came, in seconds of
-    `time.monotonic()`. `error` is the reply's message if it is an error. `ignored` names what was accepted and changed
-    nothing.
+    `target` is its method and path, empty where it is no HTTP, and `begun` is when it came, in seconds of
+    `time.monotonic()`. `error` is the reply's message if it is an error.
     """
     if not logger.isEnabledFor(level):
         return
+    job, ignored = (caller.job, caller.ignored) if caller else (None, [])
     seconds, told = round(time.monotonic() - begun, 4), job.facts(begun) if job else {}
     ended = unquoted(error)
     if job and not error:
         ended = job.error or ", ".join(job.endings)
-    method, path = place[0], quote(place[1])[:256]
+    method, _, path = target.partition(" ")
+    path = quote(path)[:256]
     facts = {"request_id": name, "client": client, "method": method, "path": path, "status": status, "ended": ended}
-    facts |= {"ignored": [*ignored]} if ignored else {}
+    facts |= {"ignored": ignored} if ignored else {}
     id = told.get("id", name)
     id += "" if name in id else f" ({name})"  # the client's own, where it has sent one
     line = f"{method} {path} {status} in {seconds:.3f} s, {id}".lstrip()
@@ -200,24 +206,20 @@ def log_request(
 
 
 class Run(Job):
-    """A job that makes texts. Its subclasses make the reply; see `api/choices.py`.
-
-    `prompts` are (text or None, token ids), with `params` for each. Without a `reading` answers are content alone.
-    """
+    """A job that makes texts; its subclasses make the reply. Without a `reading` answers are content alone."""
 
     prefix: ClassVar[str]  # of the reply's id
 
     def __init__(
         self,
-        name: str,
-        owner: str,
+        caller: Caller,
         fields: dict[str, Any],
-        prompts: Sequence[tuple[str | None, list[int]]],
+        prompts: Sequence[Prompt],
         params: list[SamplingParams],
         tokenizer: Tokenizer,
-        reading: Reading | None = None,
+        reading: Reading | None,
     ):
-        id = self.prefix + name
+        id = self.prefix + caller.name
         self.created = int(time.time())
         self.reading, self.tokenizer = reading, tokenizer
         self.n, self.top = params[0].n, params[0].logprobs
@@ -225,18 +227,21 @@ class Run(Job):
             Choices(f"{id}-{i}", prompt, ids, param, tokenizer)
             for i, ((prompt, ids), param) in enumerate(zip(prompts, params, strict=True))
         ]
-        super().__init__(id, owner, fields, self.requests)
+        super().__init__(id, caller, fields, self.requests)
         self.answers = {drawn: Answer(drawn, reading) for asked in self.requests for drawn in asked.drawn}
 
-    def news(
-        self, client: EngineClient, remote: Remote | None, timeout: float, lora: LoRARequest | None = None
-    ) -> News:
+    def news(self, client: EngineClient, timeout: float) -> News:
         """Run all prompts; yields what is new (it may be no text) until all are done. See `Job.run`."""
         scores = self.top is not None or self.fields["prompt_logprobs"] is not None
-        if self.requests[0].params.max_tokens == 0 and not scores:  # this asks nothing of the engine
-            yield from self._echoes(client)
+        if self.requests[0].params.max_tokens == 0 and not scores:  # no tokens: this asks nothing of the engine
+            for i, asked in enumerate(self.requests):
+                for index in range(len(asked.drawn)):
+                    ended = EngineOutput(asked.request_id, [], "length", index=index)
+                    ended.finished = index == len(asked.drawn) - 1
+                    asked.push(ended, client.abort)
+                    yield i * self.n + index, ""
             return
-        for i, index, new in self.run(client, remote, timeout, lora):
+        for i, index, new in self.run(client, timeout):
             yield i * self.n + index, new
 
     def whole(self) -> dict[str, Any]:
@@ -246,15 +251,6 @@ class Run(Job):
     def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
         """The server-sent events of a stream. Once it has begun, an error can only be an event."""
         raise NotImplementedError
-
-    def _echoes(self, client: EngineClient) -> News:
-        """The news of answers that have no tokens."""
-        for i, asked in enumerate(self.requests):
-            for index in range(len(asked.drawn)):
-                ended = EngineOutput(asked.request_id, [], "length", index=index)
-                ended.finished = index == len(asked.drawn) - 1
-                asked.push(ended, client.abort)
-                yield i * self.n + index, ""
 
     def _usage(self) -> dict[str, Any]:
         prompt, cached, completion = self.counts().values()
@@ -283,20 +279,17 @@ class AnswerRun(Run):
 
     def _blocks(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
         """The events of all blocks; there is at least one."""
-        latest = -1
         for _ in news:
             for piece in self.answer.read():
                 if piece.begins:
-                    if latest >= 0:
-                        yield from self._end(latest)
-                    latest = piece.at
-                    yield from self._begin(latest)
+                    if piece.at:
+                        yield from self._end(piece.at - 1)
+                    yield from self._begin(piece.at)
                 if piece.text:
                     yield self._grow(piece)
-        if latest < 0:
-            latest = 0
-            yield from self._begin(latest)
-        yield from self._end(latest, last=True)
+        if not self.answer.blocks:
+            yield from self._begin(0)
+        yield from self._end(max(0, len(self.answer.blocks) - 1), last=True)
 
     def _begin(self, at: int) -> Iterator[bytes]:
         """The events with which the block at this place begins."""

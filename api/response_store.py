@@ -33,8 +33,7 @@ class Store:
         self.closed = ""  # or why nothing is kept
         if not self.most:
             self.closed = "this server keeps no responses (max_stored_responses is 0)"
-        elif config.api_server_count > 1:
-            count = config.api_server_count
+        elif (count := config.api_server_count) > 1:
             self.closed = f"this server keeps no responses, because api_server_count is {count}; with 1 it does"
         self.entries: OrderedDict[tuple[str, str], tuple[bytes, bytes]] = OrderedDict()
         self.held: dict[str, tuple[int, int]] = {}  # how many of these each owner has, and how large they are

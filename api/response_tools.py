@@ -59,7 +59,6 @@ class Tools:
 
 
 def response_tools(value: list[dict[str, Any]], asked: Asked) -> Tools:
-    """The check of a request's tools."""
     found = Tools()
     found.add(value, asked)
     typed = [tool | {"type": tool.get("type") or "function"} for tool in value]

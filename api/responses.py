@@ -18,10 +18,10 @@ from api.checks import Asked
 from api.fields import ApiError, Face, Field
 from api.generation import generate
 from api.reading import CALL, CONTENT, REASONING, Piece
-from api.replies import AnswerRun, ClientGone, as_api_error, typed_event
+from api.replies import AnswerRun, Caller, ClientGone, as_api_error, typed_event
 from api.response_store import Keep
 from api.response_tools import Tools, response_tools
-from api.routes import Api, Caller, Events
+from api.routes import Api, Events
 from api.structure import flat_format
 from text.messages import ITEM_FORMS, ITEM_TOOLS, UNREADABLE, custom_input, item_messages, own_item, response_items
 from text.tools import is_object

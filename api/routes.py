@@ -10,7 +10,6 @@ import itertools
 import reprlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,28 +19,13 @@ from api.fields import ApiError, Face, read_fields, without_folders
 from api.options import ServerConfig
 from api.prompts import Prompts
 from api.reading import Parsers
-from api.replies import EngineClient, Job, Remote
+from api.replies import Caller, EngineClient
 from api.response_store import Store
 from api.viewers import Viewers, exposition
-from lora.adapter import LoRARequest
 from processes.child import Board, Shares
 from tokenizer import Tokenizer
 
 MOST_LISTED = 16  # names of models in an error
-
-
-@dataclass(slots=True)
-class Caller:
-    """Who asks, and how to tell whether somebody still waits for the answer."""
-
-    name: str  # of the request, unique; it becomes a part of the reply's id
-    client: str  # whose request it is, for fairness, cached prefixes and `explain`
-    remote: Remote | None = None
-    release: Callable[[], None] = lambda: None  # is called when nothing refers to the request's body any more
-    job: Job | None = None  # what the engine does for it, once it has been sent there
-    ignored: list[str] = field(default_factory=list)  # names of what was accepted and changes nothing
-    lora: LoRARequest | None = None  # the adapter that it has named as its model
-    virtual: int = 0  # tokens that this puts before each prompt
 
 
 class Events(NamedTuple):
@@ -54,14 +38,8 @@ class Events(NamedTuple):
 class Api:
     """What the routes share.
 
-    Args:
-        client: of the engine, or of several.
-        tokenizer: of the model.
-        facts: `max_model_len`, `vocab_size` and more, as the engine reports them.
-        config: the server's options.
-        names: of the model; replies say the first.
-        board: shared with the other API processes.
-        adapters: shared with them, too.
+    The engine reports the `facts`: `max_model_len`, `vocab_size` and more. Replies say the first of the model's
+    `names`. All API processes have the same `board` and `adapters`.
     """
 
     def __init__(
@@ -87,12 +65,7 @@ class Api:
         self.bodies = Shares(config.max_body_bytes_in_flight, board, board.bytes, config.api_server_count)
 
     def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
-        """The reply to a request.
-
-        Raises:
-            ApiError: the request is refused, or the engine has failed.
-            EngineDeadError, ClientGone: see `Run.news`.
-        """
+        """The reply to a request; an `ApiError` if it is refused. What else may end it is in `Job.run`."""
         fields = read_fields(face, body, Asked(self.config, caller.ignored))
         del body  # it may be large
         if module := self._adapter(fields["model"] or self.names[0]):

@@ -25,8 +25,7 @@ COMPLAIN = 60.0  # seconds between two complaints that spans cannot be sent
 def check_telemetry(environ: Mapping[str, str]) -> None:
     """Check that spans can be made, without importing what makes them: gevent must patch the sockets before that.
 
-    Raises:
-        ValueError: a package is missing, or `environ` asks for a protocol other than PROTOCOL.
+    A ValueError says which packages are missing, or that `environ` asks for a protocol other than PROTOCOL.
     """
     try:
         found = find_spec("opentelemetry.sdk.trace") and find_spec("opentelemetry.exporter.otlp.proto.http")

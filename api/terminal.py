@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 from urllib.error import HTTPError, URLError
 
 from api.adapters import read_module
@@ -62,11 +62,9 @@ class AnswerOptions:
     """What both commands take beside the engine's options. None leaves it to the model, or to the server of `url`."""
 
     GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "answers": (*SAMPLING, "system", "prompt"),
-        "instead of an engine": ("url", "api_key"),
-        "memory and batches": ("max_num_seqs",),
-        "adapters": ("lora_modules",),
-    }
+        "answers": (*SAMPLING, "system", "prompt"), "instead of an engine": ("url", "api_key"),
+        "memory and batches": ("max_num_seqs",), "adapters": ("lora_modules",),
+    }  # fmt: skip
     url: str | None = option(None, "server that answers, like http://127.0.0.1:8000; MODEL is then one of its names")
     api_key: str | None = option(None, "that server's key (default: the first in the variable MANTA_API_KEY)")
     temperature: float | None = option(None, "0 takes the likeliest token; higher values vary more")
@@ -186,8 +184,7 @@ def error_of(content: Any) -> tuple[str, Any]:
 class Model:
     """A model of a server with OpenAI's API, or the first one of its list; `fields` go into each request.
 
-    Raises:
-        ValueError: the server does not answer, or has no such model.
+    A ValueError, if the server does not answer or has no such model.
     """
 
     def __init__(self, url: str, api_key: str, model: str | None, fields: dict[str, Any]):
@@ -212,26 +209,22 @@ class Model:
         try:
             return urllib.request.urlopen(request, timeout=None if data else CONNECT_TIMEOUT)
         except HTTPError as refused:
-            with refused:
-                raise self._refusal(refused) from None
+            try:
+                with refused:
+                    message, code = error_of(json.load(refused))
+            except MALFORMED:
+                raise ValueError(f"{self.url} answers with {refused.code} {refused.reason}") from None
+            too_long = code == "context_length_exceeded" or "maximum context length" in message  # vLLM has no such code
+            raise (TooLongError if too_long else ValueError)(message) from None
         except (OSError, HTTPException) as error:
             reason = error.reason if isinstance(error, URLError) else error
             raise ValueError(f"{self.url} does not answer: {reason}") from None
 
-    def _refusal(self, refused: HTTPError) -> ValueError:
-        try:
-            message, code = error_of(json.load(refused))
-        except MALFORMED:
-            return ValueError(f"{self.url} answers with {refused.code} {refused.reason}")
-        too_long = code == "context_length_exceeded" or "maximum context length" in message  # vLLM has no such code
-        return (TooLongError if too_long else ValueError)(message)
-
     def answer(self, prompt: Prompt, answer: Reply) -> None:
         """Have an answer generated, and show it as it comes. KeyboardInterrupt stops it at once.
 
-        Raises:
-            ValueError: the prompt is refused; a `TooLongError`, if the context does not hold it.
-            RuntimeError: the answer was begun, and cannot go on.
+        A ValueError, if the prompt is refused; a `TooLongError`, if the context does not hold it; a RuntimeError, if
+        the answer was begun and cannot go on.
         """
         chats = not isinstance(prompt, str)
         path, field = ("/v1/chat/completions", "messages") if chats else ("/v1/completions", "prompt")
@@ -400,10 +393,7 @@ def go_on(model: Model, options: CompleteOptions) -> int:
     return code
 
 
-Options = TypeVar("Options", ChatOptions, CompleteOptions)
-
-
-def run(parser: OptionParser, cls: type[Options], act: Callable[[Model, Options], int], argv: list[str]) -> None:
+def run(parser: OptionParser, cls: type[AnswerOptions], act: Callable[[Model, Any], int], argv: list[str]) -> None:
     """Open a model, act on it and exit.
 
     The exit code is what `act` returns; 2 where it cannot begin, after one line that says why; 1 where stdout cannot be
@@ -430,11 +420,9 @@ def run(parser: OptionParser, cls: type[Options], act: Callable[[Model, Options]
 
 
 def open_model(flags: argparse.Namespace, options: AnswerOptions, stack: contextlib.ExitStack) -> Model:
-    """The model that the options name. The stack ends the server that is started for it.
+    """The model that the options name. The stack ends the server that is started for it; see `own_server`.
 
-    Raises:
-        ValueError: the options or the model are not usable, or the server does not answer.
-        SystemExit: see `own_server`.
+    A ValueError, if the options or the model are not usable or the server does not answer.
     """
     if options.url is not None:
         local = {"lora_modules", *(f.name for f in dataclasses.fields(EngineConfig))} - {"model", *SAMPLING}

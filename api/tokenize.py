@@ -7,7 +7,8 @@ from typing import Any
 from api import checks
 from api import fields as shared
 from api.fields import ApiError, Face, Field
-from api.routes import Api, Caller
+from api.replies import Caller
+from api.routes import Api
 
 
 def tokenize(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from api import fields as shared
 from api.checks import Asked
 from api.fields import ApiError, Face, Field, too_long
 from api.prompts import Prompt
-from api.replies import Job
-from api.routes import Api, Caller
+from api.replies import Caller, Job
+from api.routes import Api
 from observe.logs import warn_once
 from outputs import Vector, cosine, numbers
 from sampling_params import PoolingParams
@@ -25,7 +25,7 @@ from text.prompts import CUT, opening
 def embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     """A vector for each prompt."""
     prompts = inputs(api, fields, "embed")
-    found = pool(api, "embd-", fields, caller, prompts, fields["dimensions"])
+    found = pool(api, "embd-", fields, caller, prompts)
     return listed("embd-", fields, caller, prompts, vectors("embedding", "embedding", found, fields))
 
 
@@ -34,7 +34,7 @@ def pooling(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     prompts, task = inputs(api, fields, "embed", "score", "classify"), api.facts["task"]
     if fields["task"] not in (None, task, "classify" if task == "score" else task):
         raise ApiError(400, f"task is {fields['task']}; this server's is {task}", "task")
-    found = pool(api, "pool-", fields, caller, prompts, fields["dimensions"])
+    found = pool(api, "pool-", fields, caller, prompts)
     return listed("pool-", fields, caller, prompts, vectors("pooling", "data", found, fields))
 
 
@@ -115,16 +115,10 @@ def named(api: Api, fields: dict[str, Any]) -> str:
         raise ApiError(400, str(error), "prompt_name") from None
 
 
-def pool(
-    api: Api,
-    kind: str,
-    fields: dict[str, Any],
-    caller: Caller,
-    prompts: Sequence[Prompt],
-    dimensions: int | None = None,
-) -> list[bytes]:
+def pool(api: Api, kind: str, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt]) -> list[bytes]:
     """The vector of each prompt."""
     limit, name = api.facts["max_model_len"], kind + caller.name
+    dimensions = fields.get("dimensions")  # not all routes have it
     api.check_priority(fields)
     for _, ids in prompts:
         if len(ids) > limit:
@@ -134,8 +128,8 @@ def pool(
     params = PoolingParams(dimensions, fields["use_activation"])
     asked = [Vector(f"{name}-{i}", ids, params) for i, (_, ids) in enumerate(prompts)]
     with api.admitted(len(asked), caller):
-        job = caller.job = Job(name, caller.client, fields, asked)
-        for _ in job.run(api.client, caller.remote, api.config.request_timeout, caller.lora):
+        job = caller.job = Job(name, caller, fields, asked)
+        for _ in job.run(api.client, api.config.request_timeout):
             pass
     return [vector.pooled for vector in asked]
 

@@ -85,14 +85,13 @@ class Viewers:
         while (event := viewer.unread.get()) is not None and not self.board.draining:
             yield event
 
-    def _watched(self) -> bool:
-        with self.lock:
-            self.asking = bool(self.viewers)
-        return self.asking
-
     def _ask(self) -> None:
         try:
-            while self._watched():
+            while True:
+                with self.lock:
+                    self.asking = bool(self.viewers)
+                    if not self.asking:
+                        return
                 begun = time.monotonic()
                 took = self._tick()
                 time.sleep(max(REST * took, begun + PERIOD - time.monotonic(), 0))

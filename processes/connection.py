@@ -66,9 +66,8 @@ def accept(listener: socket.socket) -> socket.socket | None:
 
 def limit_sends(sock: socket.socket, seconds: float) -> None:
     """Have `send` fail if nothing is taken for so long. Unlike with `settimeout`, reading may take longer."""
-    sock.setsockopt(
-        socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
-    )
+    timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
 
 class Connection:

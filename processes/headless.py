@@ -173,11 +173,7 @@ class Node:
 
 
 def follow(config: EngineConfig, secret: str) -> None:
-    """Run this host's engines for a server on another one, for ever.
-
-    Raises:
-        ConnectionError, ChildProcessError, SystemExit: see `Node.wait` and `Node.run`.
-    """
+    """Run this host's engines for a server on another one, for ever; raises what `Node.wait` and `Node.run` do."""
     engines: dict[int, Child] = {}
     try:
         node = Node(config, secret)

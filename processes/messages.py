@@ -115,20 +115,7 @@ class Attach:
     ticket: str = ""  # of `Dial`; empty: for the coordinator
 
 
-Message = (
-    plan.Message
-    | Load
-    | Subscribe
-    | Loads
-    | Routed
-    | WaveReport
-    | Wave
-    | Meet
-    | Met
-    | Resize
-    | Join
-    | Joined
-    | Ready
-    | Dial
-    | Attach
-)
+ToCoordinator = Load | Subscribe | Routed | WaveReport | Meet | Resize
+FromCoordinator = Loads | Wave | Met
+AmongHosts = Join | Joined | Ready | Dial | Attach
+Message = plan.Message | ToCoordinator | FromCoordinator | AmongHosts

@@ -107,7 +107,10 @@ class RayHosts:
         while any(node["Alive"] for node in ray.nodes() if node["NodeID"] == self.here):
             for rank in [rank for rank, due in self.due.items() if time.monotonic() >= due]:
                 del self.due[rank]
-                self._start(rank)
+                self.actors[rank] = new_actor(RayHost, self.kind, self.need, "SPREAD")
+                config = dataclasses.replace(self.config, data_parallel_start_rank=rank)
+                run = self.actors[rank].run.remote(VERSION, config, self.secret, inherited())
+                self.runs[run], self.begun[rank] = rank, time.monotonic()
             if not self.runs:  # Ray would not wait
                 time.sleep(LOOK)
                 continue
@@ -125,12 +128,6 @@ class RayHosts:
                 logger.warning(f"{why}; it is started again in {pause:g} s")
                 tell({"trouble": why})
         raise ConnectionError("this machine's node of the Ray cluster has ended")
-
-    def _start(self, rank: int) -> None:
-        self.actors[rank] = new_actor(RayHost, self.kind, self.need, "SPREAD")
-        config = dataclasses.replace(self.config, data_parallel_start_rank=rank)
-        run = self.actors[rank].run.remote(VERSION, config, self.secret, inherited())
-        self.runs[run], self.begun[rank] = rank, time.monotonic()
 
 
 class RayHost:

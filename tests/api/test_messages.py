@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from api.anthropic_tools import CLIENT_TOOLS, SERVER_TOOLS
+from api.anthropic import CLIENT_TOOLS, SERVER_TOOLS
 from scripted import CHAT, FACTS, ScriptedClient, client_of, refusal
 from test_responses import COUNT, HI, TALK, error_of, post, prompt_of
 from text.messages import BLOCKS
