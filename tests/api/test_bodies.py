@@ -142,7 +142,7 @@ def test_arguments_of_calls_may_hold_what_a_body_may(text: str, message: str) ->
 def test_arguments_that_are_json_cost_nothing_and_others_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = ('{"a": [' + "1, " * n + '"\\n"]}' for n in (10, 1000))
     pauses: list[float] = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr("text.json_mending.time", SimpleNamespace(sleep=pauses.append))  # of no other thread
     assert lines_run(arguments_of, many) == lines_run(arguments_of, few) and not pauses
     assert arguments_of("{'a': ['" + "\n" * 2**14 + "'}") == {"a": ["\n" * 2**14]} and len(pauses) == 8
     once, twice = (lines_run(arguments_of, "{" + "'a': [1, '\n'], " * n + "}") for n in (500, 1000))
