@@ -11,17 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from text.json_mending import in_string, mend
-from text.lark_rules import (
-    Lark,
-    Schema,
-    brief,
-    is_text,
-    property_schema,
-    repeated,
-    then,
-    type_of,
-    types_of,
-)
+from text.lark_rules import Lark, Schema, brief, is_text, property_schema, repeated, then, type_of, types_of
 from text.scanning import NoCall, Part, Source, Steps, Waiting, markers
 from text.tool_formats import Calls, Tool, ToolParser
 

@@ -21,14 +21,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from text.json_mending import mend
-from text.lark_rules import (
-    Lark,
-    Schema,
-    brief,
-    repeated,
-    then,
-    types_of,
-)
+from text.lark_rules import Lark, Schema, brief, repeated, then, types_of
 from text.scanning import NoCall, Part, Source, Steps, Waiting, content, markers, nothing, reasoning
 
 

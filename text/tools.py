@@ -15,15 +15,7 @@ from text.lark_rules import Lark, then
 from text.scanning import Make, NoCall, Part, Source, Steps, Waiting, content, markers, reasoning
 from text.schemas import plain
 from text.tag_format import TagFormat
-from text.tool_formats import (
-    Calls,
-    HarmonyFormat,
-    HeaderFormat,
-    JsonFormat,
-    PythonFormat,
-    Tool,
-    ToolParser,
-)
+from text.tool_formats import Calls, HarmonyFormat, HeaderFormat, JsonFormat, PythonFormat, Tool, ToolParser
 
 # --- how reasoning is marked ------------------------------------------------------------------------------------------
 
