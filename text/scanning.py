@@ -16,16 +16,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from text.json_mending import Mender, as_json, in_string
+from text.json_mending import CUT_ESCAPE, Mender, as_json, escaped, in_string
 
 T = TypeVar("T")
 WORD_END = re.compile(r"[\s,:=\[\](){}<>\"']")
 NO_SPACE = re.compile(r"\S")
-ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)  # of Python and of JSON
-SECOND_HALF = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-SECOND_HALF_BEGINS = re.compile(r"(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?")
-ESCAPE_SIZES = {"x": 4, "u": 6, "U": 10}  # characters; all others have 2
-ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "'": "'", '"': '"', "\\": "\\", "/": "/", "\n": ""}
+PYTHONS_ESCAPE = re.compile(r"\\(?:U([0-9a-fA-F]{8})|\n)")  # that JSON has not
 QUOTES = ('"""', "'''", '"', "'")
 MOST_LOOKS = 256  # for a mark, in some 2 ms, between which an API process serves its other clients
 DEEPEST = 64  # lists and objects within each other
@@ -357,30 +353,15 @@ class Source:
                 yield make((yield from self._escape()))
 
     def _escape(self) -> Waiting[str]:
-        """Read an escape; returns it as JSON writes it.
-
-        Raises:
-            NoCall: the text ends in it.
-        """
-        while len(self.text) - self.at < ESCAPE_SIZES.get(self.text[self.at + 1 : self.at + 2], 2):
+        """Read an escape; returns it as JSON writes it. NoCall if the text ends in it."""
+        while CUT_ESCAPE.match(self.text, self.at):
             if self.ended:
                 self.at = len(self.text)
                 raise NoCall
             yield
-        found = ESCAPE.match(self.text, self.at)
-        assert found  # a backslash and any character do
-        escape = self.take(found.end())[1:]
-        if len(escape) == 1:
-            return in_string(ESCAPED.get(escape, "\\" + escape))
-        number = int(escape[1:], 16)
-        if 0xD800 <= number < 0xDC00 and (second := (yield from self._second_half())):
-            return f"\\u{number:04x}\\u{second:04x}"
-        return in_string(chr(0xFFFD if 0xD800 <= number < 0xE000 else min(number, sys.maxunicode)))
-
-    def _second_half(self) -> Waiting[int]:
-        """Read the escape of the second half of a surrogate pair, if it comes next; returns its number, or 0."""
-        while not self.ended and SECOND_HALF_BEGINS.fullmatch(self.text, self.at):
-            yield
-        if not (found := SECOND_HALF.match(self.text, self.at)):
-            return 0
-        return int(self.take(found.end())[2:], 16)
+        if found := PYTHONS_ESCAPE.match(self.text, self.at):
+            self.at = found.end()
+            number = min(int(found[1] or "0", 16), sys.maxunicode)
+            return in_string(chr(0xFFFD if 0xD800 <= number < 0xE000 else number)) if found[1] else ""
+        made, self.at = escaped(self.text, self.at)
+        return made
