@@ -70,11 +70,7 @@ def as_json(text: str) -> str:
 
 
 def mend(text: str) -> str:
-    """The JSON that a whole text is, or nearly is.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The JSON that a whole text is, or nearly is; a ValueError if it is none."""
     mender, text = Mender(), text.strip()
     made, end = mender.read(text, 0, ended=True)
     if not mender.done or text[end:]:

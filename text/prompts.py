@@ -35,11 +35,7 @@ CUT = "texts of more than {} tokens, the most that this model embeds, are cut, a
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts of a call that takes one or several.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """The prompts of a call that takes one or several; a ValueError if it is neither."""
     if isinstance(prompts, str | dict):
         return [prompts]
     if not isinstance(prompts, list | tuple):

@@ -198,11 +198,7 @@ class Source:
         return self.ended and any(text.startswith(self.text[self.at : self.at + len(text) + 1]) for text in texts)
 
     def short(self, *stops: str) -> Waiting[str]:
-        """Read a short text, like a name or a key, up to one of the stops, which stays unread.
-
-        Raises:
-            NoCall: there is no stop, or it is far away.
-        """
+        """Read a short text, as a name or a key, up to one of the stops, which stays unread; NoCall if none is near."""
         pattern = markers(frozenset(stops)).pattern
         while True:
             if found := pattern.search(self.text, self.at, self.at + LONGEST_NAME):
@@ -226,11 +222,7 @@ class Source:
         return "".join(pieces)
 
     def string(self) -> Waiting[str]:
-        """Read a JSON string and return what it says.
-
-        Raises:
-            NoCall: none comes next.
-        """
+        """Read a JSON string and return what it says; NoCall if none comes next."""
         if (yield from self.char()) != '"':
             raise NoCall
         text = yield from self.collect(self.value)
@@ -242,10 +234,7 @@ class Source:
     def value(self, make: Make, *stops: str) -> Steps[None]:
         """Read a value that is JSON or nearly so, and make JSON of it. One of the `stops` ends it where it stands.
 
-        Half a value is made at the end.
-
-        Raises:
-            NoCall: it cannot be mended.
+        Half a value is made at the end; NoCall if it cannot be mended.
         """
         if (yield from self.char()) not in '"{[':
             yield from self.scalar(make)
@@ -272,10 +261,8 @@ class Source:
     def literal(self, make: Make, raw: str) -> Steps[None]:
         """Read a value as Python writes it, or JSON whose keys need no quotes, and make JSON of it.
 
-        `raw` stands around strings in which no character has a meaning; empty if there are none.
-
-        Raises:
-            NoCall: no value comes next.
+        `raw` stands around strings in which no character has a meaning; empty if there are none. NoCall if no value
+        comes next.
         """
         char = yield from self.space()
         if char == "{":
@@ -295,10 +282,7 @@ class Source:
     def mapping(self, make: Make, between: str, end: str, raw: str) -> Steps[None]:
         """Read keys and values, up to the bracket `end`, and make a JSON object of them.
 
-        `between` stands between a key and its value; for `raw` see `literal`.
-
-        Raises:
-            NoCall: something else comes, or the text ends.
+        `between` stands between a key and its value; for `raw` see `literal`. NoCall if something else comes.
         """
 
         def item() -> Steps[None]:

@@ -65,11 +65,7 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
 
 
 def grammars_of(wanted: StructuredOutputsParams) -> list[dict[str, Any]]:
-    """The list of grammars that llguidance takes; the first is where it begins.
-
-    Raises:
-        ValueError: what is asked for is malformed.
-    """
+    """The grammars that llguidance takes, from the first of them on; a ValueError if what is asked for is malformed."""
     from llguidance import LLMatcher, StructTag
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -138,11 +134,7 @@ def relaxed(wanted: StructuredOutputsParams) -> tuple[StructuredOutputsParams, l
 
 
 def read_json(text: str | dict[str, Any] | None) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is no JSON, or nested too deep.
-    """
+    """The value of a JSON text; a ValueError if it is none, or nested too deep."""
     assert isinstance(text, str), "`StructuredOutputsParams` has made a text of it"
     try:
         return json.loads(text)

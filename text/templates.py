@@ -425,11 +425,7 @@ def unfiltered(node: nodes.Node | None) -> nodes.Node | None:
 
 
 def compile_template(environment: TemplateEnvironment, source: str) -> Template:
-    """A template that `run_template` takes.
-
-    Raises:
-        ValueError: it is no template, or too large.
-    """
+    """A template that `run_template` takes; a ValueError if it is none, or too large."""
     if len(source) > MAX_SOURCE:
         raise ValueError(f"it has {len(source)} characters; at most {MAX_SOURCE} are allowed")
     try:

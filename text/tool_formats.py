@@ -68,11 +68,7 @@ class Calls:
         self.ahead = Ahead()
 
     def begin(self, name: str, id: str = "") -> Part:
-        """A call begins, and what has been read is no content any more.
-
-        Raises:
-            NoCall: no tool has this name, or this call is refused.
-        """
+        """A call begins, and what is read is no content any more; NoCall if no tool has the name, or it is refused."""
         if name not in self.schemas:
             raise NoCall
         self._seen += 1
@@ -108,11 +104,7 @@ class ToolParser:
         return tuple(text for text in chain.from_iterable(values) if isinstance(text, str))
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
-        """Read calls from `begin` on.
-
-        Raises:
-            NoCall: there are none, or one breaks.
-        """
+        """Read calls from `begin` on; NoCall if there are none, or one breaks."""
         raise NotImplementedError
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
