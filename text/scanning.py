@@ -83,10 +83,7 @@ class Markers:
         return len(text), len(text)
 
 
-@lru_cache(maxsize=64)
-def markers(texts: frozenset[str]) -> Markers:
-    """The markers with these texts, which are made once."""
-    return Markers(texts)
+markers = lru_cache(maxsize=64)(Markers)  # those of the same texts are made once
 
 
 @dataclass(slots=True)

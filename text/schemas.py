@@ -20,9 +20,7 @@ from text.lark_rules import ALL_TYPES, SHARED, Schema, at, choices, followed, li
 # Between the parts of JSON: enough to write it in lines, but not to fill an answer with it. The rule is llama.cpp's.
 WHITESPACE = r"[ ]|\n{1,2}[ \t]{0,20}"
 # The values of `format` that llguidance checks. By JSON Schema's rules others are notes for people.
-FORMATS = (
-    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
-)  # fmt: skip
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 DATA = ("const", "default", "enum", "examples")  # keywords that hold no schemas
 # Keywords that hold schemas by name.
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
@@ -112,11 +110,7 @@ def harmless(schema: Any, depth: int = 0) -> bool:
 
 
 def json_parts(wanted: StructuredOutputsParams, left: list[str] | None = None) -> tuple[Any, Any]:
-    """The schema of the JSON that is asked for, and llguidance's options for writing it; for `left` see `plain`.
-
-    Raises:
-        ValueError: the schema is malformed, or says what no grammar can hold an answer to.
-    """
+    """The JSON schema that is asked for, and llguidance's options for writing it; `left` and errors as in `plain`."""
     schema = read_json(wanted.json) if wanted.json is not None else {"type": "object"}
     schema = plain(schema, left, wanted.disable_additional_properties)
     if wanted.disable_any_whitespace:

@@ -435,11 +435,7 @@ def compile_template(environment: TemplateEnvironment, source: str) -> Template:
 
 
 def run_template(template: Template, variables: dict[str, Any]) -> str:
-    """The text that a template writes.
-
-    Raises:
-        ValueError: it failed, refused its variables, or went beyond a limit.
-    """
+    """The text that a template writes; a ValueError if it fails, refuses its variables, or goes beyond a limit."""
     environment = template.environment
     pieces, chars = [], 0
     assert isinstance(environment, TemplateEnvironment)

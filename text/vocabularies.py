@@ -124,11 +124,7 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def read_plain(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str]]:
-    """A `tokenizer.json`, with what transformers reads in the other files, too: tokens, and which of them are special.
-
-    Raises:
-        ValueError: a token would have another id than a file says.
-    """
+    """A `tokenizer.json`, with what transformers reads in other files, too: tokens, and which of them are special."""
     tokenizer, listed = Tokenizer.from_file(str(path)), settings.config.get("added_tokens_decoder") or {}
     known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     new = {id: token.content for id, token in settings.added.items() if tokenizer.token_to_id(token.content) is None}
