@@ -28,7 +28,8 @@ HALF = re.compile(r"\\u[dD][89a-fA-F]")  # the beginning of one of them
 BYTE = re.compile(r"\\x([0-9a-fA-F]{2})")
 # The beginning of an escape, or the first half of a pair and the beginning of the second, after which the text ends.
 CUT_ESCAPE = re.compile(
-    r"\\(?:u[0-9a-fA-F]{0,3}|x[0-9a-fA-F]?|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?)?\Z"
+    r"\\(?:u[0-9a-fA-F]{0,3}|x[0-9a-fA-F]?|U[0-9a-fA-F]{0,7}"
+    r"|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?)?\Z"
 )
 CLOSERS = {"{": "}", "[": "]"}
 DEEPEST = 256  # lists and objects within each other
@@ -39,6 +40,17 @@ KEY, COLON, VALUE, COMMA = "a key", "a colon", "a value", "a comma"  # what come
 def in_string(text: str) -> str:
     """The inside of a JSON string with this text."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def escaped(text: str, at: int) -> tuple[str, int]:
+    """The escape that is whole at a place, as JSON writes it, and up to where it goes."""
+    if pair := PAIR.match(text, at):
+        return pair[0], pair.end()
+    if escape := ESCAPE.match(text, at):
+        return "\\ufffd" if HALF.match(text, at) else escape[0], escape.end()
+    if byte := BYTE.match(text, at):
+        return f"\\u00{byte[1]}", byte.end()
+    return ("'", at + 2) if text[at + 1] == "'" else ("\\\\", at + 1)
 
 
 def as_json(text: str) -> str:
@@ -58,11 +70,7 @@ def as_json(text: str) -> str:
 
 
 def mend(text: str) -> str:
-    """The JSON that a whole text is, or nearly is.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """The JSON that a whole text is, or nearly is; a ValueError if it is none."""
     mender, text = Mender(), text.strip()
     made, end = mender.read(text, 0, ended=True)
     if not mender.done or text[end:]:
@@ -124,13 +132,7 @@ class Mender:
             return in_string(char), at + 1
         if CUT_ESCAPE.match(text, at):
             return ("", len(text)) if ended else None
-        if pair := PAIR.match(text, at):
-            return pair[0], pair.end()
-        if escape := ESCAPE.match(text, at):
-            return "\\ufffd" if HALF.match(text, at) else escape[0], escape.end()
-        if byte := BYTE.match(text, at):
-            return f"\\u00{byte[1]}", byte.end()
-        return ("'", at + 2) if text[at + 1] == "'" else ("\\\\", at + 1)
+        return escaped(text, at)
 
     def _outside(self, text: str, at: int, ended: bool) -> tuple[str, int] | None:
         """Read a token outside of strings, as `read` does; None if more text must come first."""

@@ -143,11 +143,7 @@ def is_text(schema: Schema) -> bool:
 
 
 def brief(text: str, what: str, *barred: str) -> str:
-    """A name, a key or a value that a format can write.
-
-    Raises:
-        ValueError: it has a text that would end it.
-    """
+    """A name, a key or a value that a format can write; a ValueError if it has a text that would end it."""
     if found := next((each for each in barred if each and each in text), None):
         raise ValueError(f"{what} {text!r} has {found!r}, which this model's format of calls cannot write")
     return text

@@ -35,9 +35,7 @@ ITEM_NOTES = (  # what OpenAI's own tools did, which is shown as text
 )  # fmt: skip
 ITEM_TOOLS = ("additional_tools", "tool_search_output")  # have more tools
 UNREADABLE = ("encrypted_content", "result")  # what only OpenAI can read, and a picture
-TYPE_NAMES = {
-    str: "a string", int: "a whole number", dict: "an object", list: "a list", bool: "true or false",
-}  # fmt: skip
+TYPE_NAMES = {str: "a string", int: "a whole number", dict: "an object", list: "a list", bool: "true or false"}
 CUSTOM_INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')  # how the arguments begin that stand for a custom tool's text
 CHARACTERS = re.compile(r'(?:[^"\\]+|\\[^u]|\\u[0-9a-fA-F]{4})*')  # of a string in JSON
 RESERVED_VARIABLES = {  # of a template: parameters of `render`, or of transformers' function of that name
@@ -143,11 +141,7 @@ def with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[
 
 
 def show_messages(template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-    """The text that a template writes of messages, in the first form of them that it shows in full.
-
-    Raises:
-        ValueError: it refuses them in each form, or fails.
-    """
+    """The text that a template writes of messages, in the first form that it shows in full; a ValueError if in none."""
     trouble = None
     for form in forms(messages, template):
         given = {"messages": [expected(message, template) for message in form]}
@@ -535,11 +529,7 @@ def _shown(value: Any, place: str) -> str:
 
 
 def template_variables(value: Any) -> dict[str, Any]:
-    """A caller's own variables for a chat template.
-
-    Raises:
-        ValueError: they are no dict, or a name is reserved or can be no variable's.
-    """
+    """A caller's own variables for a chat template; a ValueError says why they are none, or which name cannot be."""
     if not isinstance(value, dict):
         raise ValueError("it must be an object of variables for the chat template")
     for name in value:

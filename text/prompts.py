@@ -35,11 +35,7 @@ CUT = "texts of more than {} tokens, the most that this model embeds, are cut, a
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts of a call that takes one or several.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """The prompts of a call that takes one or several; a ValueError if it is neither."""
     if isinstance(prompts, str | dict):
         return [prompts]
     if not isinstance(prompts, list | tuple):
@@ -50,11 +46,7 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int], str]:
-    """A prompt's text, if it has one, its token ids and its cache salt.
-
-    Raises:
-        ValueError: it is no prompt; says what it is and what it must be.
-    """
+    """A prompt's text, if it has one, its token ids and its cache salt; a ValueError says why it is no prompt."""
     kind = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
     given: Mapping[str, Any] = prompt if isinstance(prompt, dict) else {kind: prompt}
     if unknown := [key for key in given if key not in KNOWN_KEYS]:
@@ -76,23 +68,12 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[
 
 
 def opening(facts: Mapping[str, Any], name: str | None) -> str:
-    """What goes before each text that an embedder gets: the prompt of this name, or of the model's default for None.
-
-    Raises:
-        ValueError: there is no such prompt.
-    """
+    """What goes before each text to embed: the prompt of a name, the default for None; a ValueError if none has it."""
     prompts, name = facts["prompts"], facts["default_prompt_name"] if name is None else name
     if name and name not in prompts:
         known = ", ".join(map(repr, prompts)) or "no prompts"
         raise ValueError(f"prompt_name is {name!r:.80}; this model has {known}, and '' asks for none")
     return prompts[name] if name else ""
-
-
-def checked_lora(given: Any) -> LoRARequest | None:
-    """A request's adapter, or a ValueError if it is none."""
-    if given is not None and not isinstance(given, LoRARequest):
-        raise ValueError(f"lora_request is {given!r:.80}; it must be a LoRARequest or None")
-    return given
 
 
 class InputProcessor:
@@ -132,5 +113,7 @@ class InputProcessor:
         if params.bad_words:
             params = dataclasses.replace(params, bad_word_ids=self.tokenizer.bad_word_ids(params.bad_words))
         ids = params.truncated(ids, self.facts["max_model_len"])
+        if not isinstance(lora, LoRARequest | None):
+            raise ValueError(f"lora_request is {lora!r:.80}; it must be a LoRARequest or None")
         choices = Choices(request_id, text, ids, params, self.tokenizer)
-        return EngineCoreRequest(request_id, ids, params, salt, priority, lora=checked_lora(lora)), choices
+        return EngineCoreRequest(request_id, ids, params, salt, priority, lora=lora), choices

@@ -16,16 +16,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from text.json_mending import Mender, as_json, in_string
+from text.json_mending import CUT_ESCAPE, Mender, as_json, escaped, in_string
 
 T = TypeVar("T")
 WORD_END = re.compile(r"[\s,:=\[\](){}<>\"']")
 NO_SPACE = re.compile(r"\S")
-ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)  # of Python and of JSON
-SECOND_HALF = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-SECOND_HALF_BEGINS = re.compile(r"(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?")
-ESCAPE_SIZES = {"x": 4, "u": 6, "U": 10}  # characters; all others have 2
-ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "'": "'", '"': '"', "\\": "\\", "/": "/", "\n": ""}
+PYTHONS_ESCAPE = re.compile(r"\\(?:U([0-9a-fA-F]{8})|\n)")  # that JSON has not
 QUOTES = ('"""', "'''", '"', "'")
 MOST_LOOKS = 256  # for a mark, in some 2 ms, between which an API process serves its other clients
 DEEPEST = 64  # lists and objects within each other
@@ -87,10 +83,7 @@ class Markers:
         return len(text), len(text)
 
 
-@lru_cache(maxsize=64)
-def markers(texts: frozenset[str]) -> Markers:
-    """The markers with these texts, which are made once."""
-    return Markers(texts)
+markers = lru_cache(maxsize=64)(Markers)  # those of the same texts are made once
 
 
 @dataclass(slots=True)
@@ -202,11 +195,7 @@ class Source:
         return self.ended and any(text.startswith(self.text[self.at : self.at + len(text) + 1]) for text in texts)
 
     def short(self, *stops: str) -> Waiting[str]:
-        """Read a short text, like a name or a key, up to one of the stops, which stays unread.
-
-        Raises:
-            NoCall: there is no stop, or it is far away.
-        """
+        """Read a short text, as a name or a key, up to one of the stops, which stays unread; NoCall if none is near."""
         pattern = markers(frozenset(stops)).pattern
         while True:
             if found := pattern.search(self.text, self.at, self.at + LONGEST_NAME):
@@ -230,11 +219,7 @@ class Source:
         return "".join(pieces)
 
     def string(self) -> Waiting[str]:
-        """Read a JSON string and return what it says.
-
-        Raises:
-            NoCall: none comes next.
-        """
+        """Read a JSON string and return what it says; NoCall if none comes next."""
         if (yield from self.char()) != '"':
             raise NoCall
         text = yield from self.collect(self.value)
@@ -246,10 +231,7 @@ class Source:
     def value(self, make: Make, *stops: str) -> Steps[None]:
         """Read a value that is JSON or nearly so, and make JSON of it. One of the `stops` ends it where it stands.
 
-        Half a value is made at the end.
-
-        Raises:
-            NoCall: it cannot be mended.
+        Half a value is made at the end; NoCall if it cannot be mended.
         """
         if (yield from self.char()) not in '"{[':
             yield from self.scalar(make)
@@ -276,10 +258,8 @@ class Source:
     def literal(self, make: Make, raw: str) -> Steps[None]:
         """Read a value as Python writes it, or JSON whose keys need no quotes, and make JSON of it.
 
-        `raw` stands around strings in which no character has a meaning; empty if there are none.
-
-        Raises:
-            NoCall: no value comes next.
+        `raw` stands around strings in which no character has a meaning; empty if there are none. NoCall if no value
+        comes next.
         """
         char = yield from self.space()
         if char == "{":
@@ -299,10 +279,7 @@ class Source:
     def mapping(self, make: Make, between: str, end: str, raw: str) -> Steps[None]:
         """Read keys and values, up to the bracket `end`, and make a JSON object of them.
 
-        `between` stands between a key and its value; for `raw` see `literal`.
-
-        Raises:
-            NoCall: something else comes, or the text ends.
+        `between` stands between a key and its value; for `raw` see `literal`. NoCall if something else comes.
         """
 
         def item() -> Steps[None]:
@@ -357,30 +334,15 @@ class Source:
                 yield make((yield from self._escape()))
 
     def _escape(self) -> Waiting[str]:
-        """Read an escape; returns it as JSON writes it.
-
-        Raises:
-            NoCall: the text ends in it.
-        """
-        while len(self.text) - self.at < ESCAPE_SIZES.get(self.text[self.at + 1 : self.at + 2], 2):
+        """Read an escape; returns it as JSON writes it. NoCall if the text ends in it."""
+        while CUT_ESCAPE.match(self.text, self.at):
             if self.ended:
                 self.at = len(self.text)
                 raise NoCall
             yield
-        found = ESCAPE.match(self.text, self.at)
-        assert found  # a backslash and any character do
-        escape = self.take(found.end())[1:]
-        if len(escape) == 1:
-            return in_string(ESCAPED.get(escape, "\\" + escape))
-        number = int(escape[1:], 16)
-        if 0xD800 <= number < 0xDC00 and (second := (yield from self._second_half())):
-            return f"\\u{number:04x}\\u{second:04x}"
-        return in_string(chr(0xFFFD if 0xD800 <= number < 0xE000 else min(number, sys.maxunicode)))
-
-    def _second_half(self) -> Waiting[int]:
-        """Read the escape of the second half of a surrogate pair, if it comes next; returns its number, or 0."""
-        while not self.ended and SECOND_HALF_BEGINS.fullmatch(self.text, self.at):
-            yield
-        if not (found := SECOND_HALF.match(self.text, self.at)):
-            return 0
-        return int(self.take(found.end())[2:], 16)
+        if found := PYTHONS_ESCAPE.match(self.text, self.at):
+            self.at = found.end()
+            number = min(int(found[1] or "0", 16), sys.maxunicode)
+            return in_string(chr(0xFFFD if 0xD800 <= number < 0xE000 else number)) if found[1] else ""
+        made, self.at = escaped(self.text, self.at)
+        return made

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Set
-from itertools import chain, combinations
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from itertools import chain
 from typing import Any, NamedTuple
 
 from sampling_params import StructuredOutputsParams
@@ -19,9 +20,7 @@ from text.lark_rules import ALL_TYPES, SHARED, Schema, at, choices, followed, li
 # Between the parts of JSON: enough to write it in lines, but not to fill an answer with it. The rule is llama.cpp's.
 WHITESPACE = r"[ ]|\n{1,2}[ \t]{0,20}"
 # The values of `format` that llguidance checks. By JSON Schema's rules others are notes for people.
-FORMATS = (
-    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
-)  # fmt: skip
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 DATA = ("const", "default", "enum", "examples")  # keywords that hold no schemas
 # Keywords that hold schemas by name.
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
@@ -38,7 +37,7 @@ UNHELD: dict[str, Any] = {  # keywords that llguidance does not know, and the va
 }  # fmt: skip
 # Keywords of parts which would each have to know the properties of the others.
 IN_PLACE = re.compile(r'"(?:allOf|if|not|dependencies|dependentSchemas)":')
-MOST_STEPS, MOST_DEPTH = 2**15, 4  # of comparing schemas; what takes more is taken to overlap, or to have an end
+MOST_STEPS = 2**15  # of comparing schemas; what takes more is taken to overlap, or to have an end
 STEP = 32  # values, or characters of a pattern, that take about as long as a step
 MOST_OF_PATTERNS = 2**15  # characters that are looked at; what is wrong with others shows when they are compiled
 # The bound that holds where the other does not.
@@ -64,11 +63,7 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
 
 
 def grammars_of(wanted: StructuredOutputsParams) -> list[dict[str, Any]]:
-    """The list of grammars that llguidance takes; the first is where it begins.
-
-    Raises:
-        ValueError: what is asked for is malformed.
-    """
+    """The grammars that llguidance takes, from the first of them on; a ValueError if what is asked for is malformed."""
     from llguidance import LLMatcher, StructTag
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -115,11 +110,7 @@ def harmless(schema: Any, depth: int = 0) -> bool:
 
 
 def json_parts(wanted: StructuredOutputsParams, left: list[str] | None = None) -> tuple[Any, Any]:
-    """The schema of the JSON that is asked for, and llguidance's options for writing it; for `left` see `plain`.
-
-    Raises:
-        ValueError: the schema is malformed, or says what no grammar can hold an answer to.
-    """
+    """The JSON schema that is asked for, and llguidance's options for writing it; `left` and errors as in `plain`."""
     schema = read_json(wanted.json) if wanted.json is not None else {"type": "object"}
     schema = plain(schema, left, wanted.disable_additional_properties)
     if wanted.disable_any_whitespace:
@@ -137,11 +128,7 @@ def relaxed(wanted: StructuredOutputsParams) -> tuple[StructuredOutputsParams, l
 
 
 def read_json(text: str | dict[str, Any] | None) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is no JSON, or nested too deep.
-    """
+    """The value of a JSON text; a ValueError if it is none, or nested too deep."""
     assert isinstance(text, str), "`StructuredOutputsParams` has made a text of it"
     try:
         return json.loads(text)
@@ -217,17 +204,13 @@ def plain(schema: Any, left: list[str] | None = None, is_closed: bool = False) -
     return made
 
 
-Names = Mapping[str, None]  # in their order, and soon found
-NO_NAMES: Names = {}
-
-
 class Kind(NamedTuple):
     """A schema without alternatives."""
 
     schema: Schema
     types: Set[str]
     data: Set[str] = frozenset()  # the values as JSON, where they are listed
-    required: Names = NO_NAMES  # properties
+    required: Set[str] = frozenset()  # properties
 
     def value(self, key: str) -> Any:
         """The schema of a property."""
@@ -238,6 +221,19 @@ class Kind(NamedTuple):
 def wide(types: Set[str]) -> Set[str]:
     """Types, with the one that is a part of another."""
     return types | {"integer"} if "number" in types else types
+
+
+def together(values: Iterable[list[Kind]]) -> Iterator[tuple[str, frozenset[int]]]:
+    """By type, the places of those that may have a value in common: a listed one, or any if one of them lists none."""
+    groups: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for place, kinds in enumerate(values):
+        for kind in kinds:
+            for name in kind.types:
+                for value in kind.data or ("",):
+                    groups[name][value].add(place)
+    for name, by_value in groups.items():
+        for places in [set().union(*by_value.values())] if "" in by_value else by_value.values():
+            yield name, frozenset(places)
 
 
 class Rewriting:
@@ -313,76 +309,54 @@ class Rewriting:
     def _any_of(self, schema: Schema) -> Any:
         """`oneOf` as `anyOf`, which says less unless its schemas exclude each other; llguidance can tell a few more."""
         options, types = schema["oneOf"], wide(named_types(schema.get("type", "any")))
-        if not self._apart(enumerate(options), types, dict.fromkeys(texts_of(schema, "required"))):
+        kinds = [(number, kind) for number, option in enumerate(options) for kind in self._kinds(option)]
+        needed = frozenset(texts_of(schema, "required"))
+        counts = Counter(chain(needed, *(kind.required for _, kind in kinds)))
+        names = sorted(counts, key=lambda name: (-counts[name], name))  # what many need tells many apart
+        groups = ((name, [kinds[i] for i in places]) for name, places in together([kind] for _, kind in kinds))
+        apart = all(self._apart(group, names * (name == "object"), needed) for name, group in groups if name in types)
+        if not apart or self.room < 0:
             if self.strict:
                 return None
             self.left["oneOf"] = None
         return {"anyOf": options}
 
-    def _apart(
-        self, options: Iterable[tuple[int, Any]], types: Set[str] = ALL_TYPES, needed: Names = NO_NAMES, depth: int = 0
-    ) -> bool:
-        """Whether no value follows two schemas, as far as types, listed values and needed properties tell.
+    def _apart(self, kinds: list[tuple[int, Kind]], names: list[str], needed: Set[str]) -> bool:
+        """Whether no object follows two schemas, as far as the properties `names` tell that must be in one of the two.
 
-        Each schema has a number, and those of one number may overlap; they come after each other. A value is known to
-        be of one of the `types`, and if it is an object to have what is `needed`.
+        Each schema has a number, and those of one number may overlap. The object is known to have what is `needed`.
         """
-        first: dict[str, int] = {}  # by type, the first schema that allows it,
-        unlisted: dict[str, int] = {}  # and the first that lists no values of it
-        listed: dict[tuple[str, str], int] = {}  # by type and value
-        objects, meet = [], False
-        self.room -= 1
-        for number, schema in options:
-            for kind in self._kinds(schema):
-                self.room -= 1 + len(kind.data) // STEP
-                if self.room < 0:
-                    return False
-                for name in kind.types & types:
-                    overlaps = (unlisted if kind.data else first).get(name, number) != number
-                    overlaps |= any(listed.setdefault((name, each), number) != number for each in kind.data)
-                    first.setdefault(name, number)
-                    if not kind.data:
-                        unlisted.setdefault(name, number)
-                    if name == "object":
-                        objects.append((number, kind))
-                        meet |= overlaps
-                    elif overlaps:
-                        return False
-        return self.room >= 0 and (not meet or (depth < MOST_DEPTH and self._told_apart(objects, needed, depth + 1)))
-
-    def _told_apart(self, objects: list[tuple[int, Kind]], needed: Names, depth: int) -> bool:
-        """Whether a property tells all objects apart that must be in them, or any two of them have such a one."""
-        self.room -= 1
-        one, other = objects[0], objects[-1]
-        if self.room < 0 or one[0] == other[0]:
+        self.room -= len(kinds)
+        if self.room < 0 or len({number for number, _ in kinds}) == 1:
             return self.room >= 0
-        may = False
-        for name in chain(needed, one[1].required, other[1].required):
-            if not self._apart(((number, kind.value(name)) for number, kind in (one, other)), depth=depth):
-                continue
-            if len(objects) == 2:
-                return True
-            may, lacking = True, sum(name not in needed and name not in kind.required for _, kind in objects)
-            self.room -= len(objects)
-            values = ((number, kind.value(name)) for number, kind in objects)
-            if lacking < 2 and self._apart(values, depth=depth):
-                return True
-        return may and all(self._told_apart([*pair], needed, depth) for pair in combinations(objects, 2))
+        for i, name in enumerate(names):
+            groups = {places for _, places in together(self._kinds(kind.value(name)) for _, kind in kinds)}
+            if name not in needed:
+                groups.add(frozenset(place for place, (_, kind) in enumerate(kinds) if name not in kind.required))
+            if max(map(len, groups), default=0) < len(kinds):
+                rest = names[i + 1 :]
+                return all(self._apart([kinds[place] for place in places], rest, needed) for places in groups if places)
+        return False
 
     def _kinds(self, schema: Any) -> list[Kind]:
-        """What the values of a schema may be."""
+        """What the values of a schema may be; nothing, where `room` ends."""
+        if schema is False or self.room < 0:
+            return []
         if not isinstance(schema, dict):
-            return [] if schema is False else [Kind({}, ALL_TYPES)]
+            self.room -= 1
+            return [Kind({}, ALL_TYPES)]
         if (key := id(schema)) not in self.kinds:  # all of them are parts of one schema, which stays
             leaves = self._leaves(schema)
             if leaves and leaves[0] is schema:
-                data, required = {*map(json.dumps, choices(schema))}, dict.fromkeys(texts_of(schema, "required"))
+                data, required = {*map(json.dumps, choices(schema))}, {*texts_of(schema, "required")}
                 self.kinds[key] = [Kind(schema, wide(types_of(schema)), data, required)]
             else:
                 around = wide(named_types(schema.get("type", "any")))
-                kinds = chain.from_iterable(map(self._kinds, leaves))
-                self.kinds[key] = [kind._replace(types=kind.types & around) for kind in kinds]
-        return self.kinds[key]
+                each = chain.from_iterable(map(self._kinds, leaves))
+                self.kinds[key] = [kind._replace(types=kind.types & around) for kind in each]
+        kinds = self.kinds[key]
+        self.room -= sum(1 + (len(kind.data) + len(kind.required)) // STEP for kind in kinds)
+        return kinds
 
     def _leaves(self, schema: Any) -> list[Any]:
         """The schemas without alternatives, one of which a value must follow; not all, where `room` ends."""

@@ -11,17 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from text.json_mending import in_string, mend
-from text.lark_rules import (
-    Lark,
-    Schema,
-    brief,
-    is_text,
-    property_schema,
-    repeated,
-    then,
-    type_of,
-    types_of,
-)
+from text.lark_rules import Lark, Schema, brief, is_text, property_schema, repeated, then, type_of, types_of
 from text.scanning import NoCall, Part, Source, Steps, Waiting, markers
 from text.tool_formats import Calls, Tool, ToolParser
 
@@ -140,7 +130,9 @@ class TagFormat(ToolParser):
             if found == self.value_end and inner:
                 inner -= 1
             else:
+                source.mark = source.at
                 what = yield from self._meaning(calls, given)
+                source.back()
                 if what == CUT:
                     source.at = len(source.text)
                     return
@@ -154,18 +146,11 @@ class TagFormat(ToolParser):
             yield from source.follows(self.value_end)
 
     def _meaning(self, calls: Calls, given: Collection[str]) -> Waiting[str]:
-        """What the mark that comes next means for the value that is being read; the mark stays unread.
+        """What the mark that comes next, at `Source.mark`, means for the value that is being read.
 
         A value ends before the next argument, or before the end of the call, if nothing behind that could be the end of
         this value. A text may tell of calls, whose arguments then begin and end within it.
         """
-        source = calls.source
-        source.mark = source.at
-        meaning = yield from self._followed(calls, given)
-        source.back()
-        return meaning
-
-    def _followed(self, calls: Calls, given: Collection[str]) -> Waiting[str]:
         source = calls.source
         assert source.mark is not None
         yield from source.space()

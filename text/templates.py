@@ -425,11 +425,7 @@ def unfiltered(node: nodes.Node | None) -> nodes.Node | None:
 
 
 def compile_template(environment: TemplateEnvironment, source: str) -> Template:
-    """A template that `run_template` takes.
-
-    Raises:
-        ValueError: it is no template, or too large.
-    """
+    """A template that `run_template` takes; a ValueError if it is none, or too large."""
     if len(source) > MAX_SOURCE:
         raise ValueError(f"it has {len(source)} characters; at most {MAX_SOURCE} are allowed")
     try:
@@ -439,11 +435,7 @@ def compile_template(environment: TemplateEnvironment, source: str) -> Template:
 
 
 def run_template(template: Template, variables: dict[str, Any]) -> str:
-    """The text that a template writes.
-
-    Raises:
-        ValueError: it failed, refused its variables, or went beyond a limit.
-    """
+    """The text that a template writes; a ValueError if it fails, refuses its variables, or goes beyond a limit."""
     environment = template.environment
     pieces, chars = [], 0
     assert isinstance(environment, TemplateEnvironment)

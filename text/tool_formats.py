@@ -21,14 +21,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from text.json_mending import mend
-from text.lark_rules import (
-    Lark,
-    Schema,
-    brief,
-    repeated,
-    then,
-    types_of,
-)
+from text.lark_rules import Lark, Schema, brief, repeated, then, types_of
 from text.scanning import NoCall, Part, Source, Steps, Waiting, content, markers, nothing, reasoning
 
 
@@ -75,11 +68,7 @@ class Calls:
         self.ahead = Ahead()
 
     def begin(self, name: str, id: str = "") -> Part:
-        """A call begins, and what has been read is no content any more.
-
-        Raises:
-            NoCall: no tool has this name, or this call is refused.
-        """
+        """A call begins, and what is read is no content any more; NoCall if no tool has the name, or it is refused."""
         if name not in self.schemas:
             raise NoCall
         self._seen += 1
@@ -115,11 +104,7 @@ class ToolParser:
         return tuple(text for text in chain.from_iterable(values) if isinstance(text, str))
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
-        """Read calls from `begin` on.
-
-        Raises:
-            NoCall: there are none, or one breaks.
-        """
+        """Read calls from `begin` on; NoCall if there are none, or one breaks."""
         raise NotImplementedError
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
@@ -388,33 +373,26 @@ class HarmonyFormat:
         header = ""
         yield from source.space()
         found = yield from source.follows("<|start|>", "<|channel|>", "to=", "<|constrain|>", "<|message|>")
-        if found:
-            try:
-                header = found + ("" if found == "<|message|>" else (yield from self._up_to_message(source)))
-            except NoCall:
-                header = ""
+        if found == "<|message|>":
+            header = found
+        elif found:  # where `<|start|>` has begun it, a role comes first
+            with contextlib.suppress(NoCall):
+                rest = yield from source.short("<|message|>", "<|start|>", *self.ends)
+                header = found + rest if (yield from source.follows("<|message|>")) else ""
         if not header and not (source.ended and found.startswith("<")):
             source.back()
         source.mark = None
-        return header
-
-    def _up_to_message(self, source: Source) -> Waiting[str]:
-        """Read the rest of a header. A role comes first in it where `<|start|>` has begun it."""
-        header = yield from source.short("<|message|>", "<|start|>", *self.ends)
-        if not (yield from source.follows("<|message|>")):
-            raise NoCall
         return header
 
     def _message(self, calls: Calls, header: str) -> Steps[None]:
         """Read a message's text and end."""
         source = calls.source
         recipient = re.search(r"to=(?:functions\.)?([^\s<]+)", header)
-        name = recipient[1] if recipient and recipient[1] in calls.schemas else ""
-        if name:
-            try:
-                yield calls.begin(name)
-            except NoCall:
-                name = ""
+        name = ""
+        if recipient:
+            with contextlib.suppress(NoCall):
+                yield calls.begin(recipient[1])
+                name = recipient[1]
         # The model may also write what a tool would answer: a message from it, to the assistant.
         source.in_reasoning = not name and re.search(r"<\|channel\|>analysis|to=assistant", header) is not None
         if header:

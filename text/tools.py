@@ -15,15 +15,7 @@ from text.lark_rules import Lark, then
 from text.scanning import Make, NoCall, Part, Source, Steps, Waiting, content, markers, reasoning
 from text.schemas import plain
 from text.tag_format import TagFormat
-from text.tool_formats import (
-    Calls,
-    HarmonyFormat,
-    HeaderFormat,
-    JsonFormat,
-    PythonFormat,
-    Tool,
-    ToolParser,
-)
+from text.tool_formats import Calls, HarmonyFormat, HeaderFormat, JsonFormat, PythonFormat, Tool, ToolParser
 
 # --- how reasoning is marked ------------------------------------------------------------------------------------------
 
@@ -67,8 +59,6 @@ class ReasoningParser:
 
     def opens(self, source: Source) -> Waiting[frozenset[str]]:
         """Read what stands before the rest of the answer; returns what may then stand behind it."""
-        if not self.openers:
-            return frozenset()
         source.mark = source.at
         yield from source.space()
         for text in self.openers:
@@ -337,19 +327,17 @@ class Reader:
             self._called = self._called or part.call is not None
             if part != Part():
                 parts.append(part)
-        return [joined(kind, [*group]) for (kind, _), group in groupby(parts, kind_of)]
+        joined = []
+        for (kind, _), (first, *more) in groupby(parts, kind_of):
+            if more:
+                setattr(first, kind, "".join(getattr(part, kind) for part in (first, *more)))
+            joined.append(first)
+        return joined
 
 
 def kind_of(part: Part) -> tuple[str, int | None]:
     """What a part has more of: parts of one kind that follow one another can be one."""
     return next((kind for kind in ("content", "reasoning", "arguments") if getattr(part, kind)), ""), part.call
-
-
-def joined(kind: str, parts: Sequence[Part]) -> Part:
-    """Parts of one kind as one."""
-    if len(parts) > 1:
-        setattr(parts[0], kind, "".join(getattr(part, kind) for part in parts))
-    return parts[0]
 
 
 def read_answer(calls: Calls, format: ToolParser | None, thinking: ReasoningParser | None, opened: bool) -> Steps[None]:

@@ -124,11 +124,7 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def read_plain(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str]]:
-    """A `tokenizer.json`, with what transformers reads in the other files, too: tokens, and which of them are special.
-
-    Raises:
-        ValueError: a token would have another id than a file says.
-    """
+    """A `tokenizer.json`, with what transformers reads in other files, too: tokens, and which of them are special."""
     tokenizer, listed = Tokenizer.from_file(str(path)), settings.config.get("added_tokens_decoder") or {}
     known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     new = {id: token.content for id, token in settings.added.items() if tokenizer.token_to_id(token.content) is None}
@@ -239,11 +235,7 @@ def read_sentencepiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[
 
 
 def check_sentencepiece(pieces: list[Piece], trainer: dict, rule: dict, rewrites: bool) -> None:
-    """Check that the model can be converted.
-
-    Raises:
-        ValueError: says why it cannot.
-    """
+    """Check that the model can be converted; a ValueError says why it cannot."""
     kind, kinds = trainer.get(3, 1), [piece.kind for piece in pieces]
     for refused, why in (
         (not pieces, "has no pieces, as SentencePiece's models have"),
@@ -282,11 +274,7 @@ def log_probability(piece: Piece) -> float:
 
 
 def fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Number and value of each field of a protobuf message: an int, or the bytes of anything else.
-
-    Raises:
-        ValueError: it is no such message.
-    """
+    """Number and value (an int, or bytes) of each field of a protobuf message; a ValueError if it is none."""
     at, end = 0, len(message)
     while at < end:
         tag, at = varint(message, at)
@@ -465,11 +453,7 @@ def finish(
 
 
 def check_ids(tokenizer: Tokenizer, expected: dict[int, str]) -> None:
-    """Check that tokens have the ids that the files beside a vocabulary say.
-
-    Raises:
-        ValueError: names a token that has not.
-    """
+    """Check that tokens have the ids that the files beside a vocabulary say; a ValueError names one that has not."""
     for id, text in expected.items():
         if (found := tokenizer.token_to_id(text)) != id:
             raise ValueError(f"token {text!r:.80} has the id {id} beside it, and {found} in the vocabulary")
