@@ -33,7 +33,7 @@ from sampling_params import default_sampling
 from scheduler import Scheduler
 from scheduling.fair import step_tokens
 from scheduling.grammar import COMPILE_TIMEOUT, Grammars, awaits_token
-from sequence import Adapter, Request
+from sequence import Adapter, Flight, Request
 
 UTILITIES = {  # the methods that clients may call by name, and the path from the core to each
     "metrics": "metrics",
@@ -324,15 +324,6 @@ class EngineCore:
             self.abort(request.request_id, reason="error")
             self.news.outputs.append(error_output(request.request_id, why, engine_fault, lasting))
 
-    def _give_up_not_finite(self, rows: list[int]) -> None:
-        """End the requests of these rows of the oldest step in flight; the log has one line for each adapter."""
-        flight = self.scheduler.in_flight[0]
-        for request in {seq.group.request for i in rows if flight.brings(seq := flight.seqs[i])}:
-            maker = f"adapter {request.adapter.name!r}" if request.adapter else "the model"
-            why = f"{maker} has made numbers that are not finite: NaN, or minus infinity for every token allowed"
-            warn_once(f"{why}; requests for which it does so end with this error")
-            self._give_up({request: why}, engine_fault=True, lasting=True)
-
     def _land(self) -> None:
         """Wait for the result of the oldest step in flight."""
         try:
@@ -344,7 +335,8 @@ class EngineCore:
                 if result.error:
                     self._start_over(False, result.error)
                     return
-                self._give_up_not_finite(result.not_finite)
+                wrong = not_finite(self.scheduler.in_flight[0], result.not_finite)
+                self._give_up(wrong, engine_fault=True, lasting=True)
                 self._observe("landed", result)
                 with self.span("update", plan):
                     self.news.add(self.scheduler.update(plan, result))
@@ -451,3 +443,13 @@ class EngineCore:
         """Forget all cached prefixes."""
         self.scheduler.space.reset_prefix_cache()
         self._observe("reset_prefix_cache")
+
+
+def not_finite(flight: Flight, rows: list[int]) -> dict[Request, str]:
+    """The requests of these rows of a step, and what was wrong; the log has one line for each adapter."""
+    wrong = {}
+    for request in {seq.group.request for i in rows if flight.brings(seq := flight.seqs[i])}:
+        maker = f"adapter {request.adapter.name!r}" if request.adapter else "the model"
+        wrong[request] = f"{maker} has made numbers that are not finite: NaN, or minus infinity for every token allowed"
+        warn_once(f"{wrong[request]}; requests for which it does so end with this error")
+    return wrong

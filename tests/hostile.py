@@ -1,4 +1,4 @@
-"""What a hostile client may send, by kind: for the storm, and for `two_keys.py`.
+"""What a hostile client may send, by kind: for the storm, and for `campaigns/two_keys.py`.
 
 A kind has a name, a function that makes the bytes of one request, and a way in which they are sent (`Way`). No two
 requests of a kind are the same, because the engine remembers which grammars it has refused.

@@ -1,9 +1,9 @@
 """Two keys side by side: what a quiet client notices of another one that sends hostile requests.
 
-    python tests/two_keys.py                          200 requests, of all kinds in `hostile.py`, four at a time
-    python tests/two_keys.py --each                   each kind by itself
-    python tests/two_keys.py --kind batch --seed 1    some kinds
-    python tests/two_keys.py --each --seconds 60      each without pause for a minute
+    python campaigns/two_keys.py                          200 requests, of all kinds in `hostile.py`, four at a time
+    python campaigns/two_keys.py --each                   each kind by itself
+    python campaigns/two_keys.py --kind batch --seed 1    some kinds
+    python campaigns/two_keys.py --each --seconds 60      each without pause for a minute
     (flags that this does not know go to the server)
 
 The quiet key asks for streams all the time, every other one with a small schema. The figures are the time to the first
@@ -41,6 +41,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import hostile
 from served import serving
@@ -224,8 +226,9 @@ def measure(port: int, kinds: list[str], at_once: int, seed: int, seconds: float
         print(f"{turn}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
     quiet.over = True
     pipe.send("end")
-    for process in (other, *quiet.threads):
-        process.join()
+    other.join()
+    for thread in quiet.threads:
+        thread.join()
     return quiet, answers
 
 
@@ -234,7 +237,7 @@ def report(quiet: Quiet, answers: list[Answered]) -> tuple[dict[str, Any], list[
     found = figures(quiet)
     by_kind: dict[str, Counter[str]] = defaultdict(Counter)
     for answer in answers:
-        by_kind[answer.kind].update(map(str, answer.statuses or ["none"]))
+        by_kind[answer.kind].update([*map(str, answer.statuses)] or ["none"])
     broken = [
         f"{one.kind}: {one.statuses} after {one.seconds:.1f} s: {one.said}"
         for one in answers
