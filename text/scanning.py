@@ -23,7 +23,7 @@ WORD_END = re.compile(r"[\s,:=\[\](){}<>\"']")
 NO_SPACE = re.compile(r"\S")
 PYTHONS_ESCAPE = re.compile(r"\\(?:U([0-9a-fA-F]{8})|\n)")  # that JSON has not
 QUOTES = ('"""', "'''", '"', "'")
-MOST_LOOKS = 256  # for a mark, in some 2 ms, between which an API process serves its other clients
+STEPS_AT_ONCE = 256  # in some 2 ms; between them an API process serves its other clients
 DEEPEST = 64  # lists and objects within each other
 LONGEST_NAME = 1024  # characters of a name, a key, or another short text of a call
 
@@ -90,7 +90,7 @@ markers = lru_cache(maxsize=64)(Markers)  # those of the same texts are made onc
 class Source:
     """The unread text of an answer. No place in `text` may be remembered over a `yield`, but `mark`."""
 
-    looks: int = 0  # for a mark, so far
+    steps: int = 0  # since others were served
     text: str = ""  # the unread text begins in it at `at`
     at: int = 0
     dropped: int = 0  # characters of the answer that came before `text`
@@ -116,6 +116,13 @@ class Source:
 
     def go(self, place: int) -> None:
         self.at = place - self.dropped
+
+    def work(self, steps: int) -> None:
+        """Serve others after so many more steps, if these are enough."""
+        self.steps += steps
+        if self.steps >= STEPS_AT_ONCE:
+            self.steps = 0
+            time.sleep(0)
 
     def back(self) -> None:
         """Go back to the mark, and remove it."""
@@ -146,9 +153,7 @@ class Source:
 
     def follows(self, *texts: str) -> Waiting[str]:
         """Read the first of the texts that comes next; returns it, or nothing. Empty ones are left out."""
-        self.looks += 1
-        if not self.looks % MOST_LOOKS:
-            time.sleep(0)
+        self.work(1)
         while True:
             rest = self.text[self.at : self.at + max(map(len, texts), default=0)]
             if not self.ended and any(len(rest) < len(text) and text.startswith(rest) for text in texts):
@@ -238,7 +243,9 @@ class Source:
             return
         mender = Mender(tuple(filter(None, stops)))
         while True:
+            begin = self.at
             made, self.at = mender.read(self.text, self.at, self.ended)
+            self.work((self.at - begin) // 8)  # many may begin to be read, and break
             if made:
                 yield make(made)
             if mender.broken:

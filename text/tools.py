@@ -481,9 +481,13 @@ def read_whole(make_reader: Callable[..., Reader], reasoning_parser: str | None,
             broken.pop()
         if not broken:
             return parts
-        # The first of them is none, and may have hidden others, so all behind it is read again; but not for ever.
+        # The first of them is none, and may have hidden others, so all behind it is read again; but not for ever: then
+        # all of them are refused, and if that brings others about, all calls from the first of these on.
         kept = [number for number in range(max(arguments) + len(refused) + 1) if number not in refused]
-        refused |= {kept[call] for call in (broken[:1] if len(refused) < MOST_READINGS else broken)}
+        if len(refused) > MOST_READINGS:
+            refused |= {*range(kept[broken[0]], len(text))}
+        else:
+            refused |= {kept[call] for call in (broken[:1] if len(refused) < MOST_READINGS else broken)}
 
 
 def is_object(text: str) -> bool:

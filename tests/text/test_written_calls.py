@@ -391,6 +391,12 @@ def test_many_calls_that_cannot_be_mended_are_read_a_few_times_alone() -> None:
     parts = read_whole(lambda **more: made.append(more) or make(**more), None, bad * 200, False)
     assert len(made) < 30 and not any(part.name for part in parts)
     assert "".join(part.content for part in parts) == bad * 200
+    made.clear()
+    answer = (written("glm45", [("read", {"n": 1})]) + "\n") * 3 + written("glm45", [("write", {"n": 1})])[:-3] * 90
+    make = functools.partial(new_reader, "glm45", None, TOOLS, "", ())
+    parts = read_whole(lambda **more: made.append(more) or make(**more), None, answer, False)
+    assert len(made) < 30 and [part.name for part in parts if part.name][:3] == ["read"] * 3
+    assert is_json("".join(part.arguments for part in parts if part.call == 0))
 
 
 # --- how much work an answer is ---------------------------------------------------------------------------------------
