@@ -183,10 +183,9 @@ class Lark:
         return self.names[text]
 
     def properties(self, schema: Schema) -> Iterator[tuple[str, Schema, bool]]:
-        """The keys of an object, the schema of each value with what it refers to, and whether it must be there.
+        """The keys of an object, and of each value the schema with what it refers to, and whether it must be there.
 
-        Raises:
-            ValueError: they refer to too much.
+        A ValueError if all of them refer to too much.
         """
         required = {*texts_of(schema, "required")}
         for key in schema.get("properties") or {}:

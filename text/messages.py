@@ -48,10 +48,8 @@ def chat_messages(value: Any) -> list[dict[str, Any]]:
     """Messages as chat templates expect them, but for what depends on the template.
 
     A content is a string or a list of text parts, and the arguments of a tool call are parsed JSON. Keys that are null
-    are left out, because templates ask whether tool calls are defined. Unknown keys are for the template.
-
-    Raises:
-        ValueError: says which message is wrong, and how.
+    are left out, because templates ask whether tool calls are defined. Unknown keys are for the template. A ValueError
+    says which message is wrong, and how.
     """
     if not isinstance(value, list) or not value:
         raise ValueError("it must be a list of at least one message")
@@ -241,10 +239,9 @@ def tag_final_message(messages: list[dict[str, Any]]) -> tuple[list[dict[str, An
 
 
 def response_items(value: Any) -> list[dict[str, Any]]:
-    """The items of a request as OpenAI's Responses API stores them, which for a message is with a content of parts.
+    """The items of a request as OpenAI's Responses API stores them: messages with a content of parts.
 
-    Raises:
-        ValueError: says which item is wrong, and how.
+    A ValueError says which item is wrong, and how.
     """
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(items, list):
@@ -428,10 +425,8 @@ def joined_turns(value: Any) -> list[dict[str, Any]]:
     """Messages of Anthropic's clients; those of one role that follow each other become one turn.
 
     A tool's result, which Anthropic has in a user's message, becomes a message of the role `tool` before it. The
-    summary of a compaction, which stands for all before it, becomes a user's message.
-
-    Raises:
-        ValueError: says which message is wrong, and how.
+    summary of a compaction, which stands for all before it, becomes a user's message. A ValueError says which message
+    is wrong, and how.
     """
     if not isinstance(value, list) or not value:
         raise ValueError("it must be a list of at least one message")

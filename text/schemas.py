@@ -183,10 +183,8 @@ def closed(schema: Any) -> Any:
 def plain(schema: Any, left: list[str] | None = None, is_closed: bool = False) -> Any:
     """The same schema in keywords that llguidance knows; if `is_closed`, objects get no properties beside those named.
 
-    The list `left` gets the keywords that have to be left out; where it is not given, there may be none.
-
-    Raises:
-        ValueError: it is malformed, lies too deep, has no end, or says what no grammar can hold an answer to.
+    The list `left` gets the keywords that have to be left out; where it is not given, there may be none. A ValueError:
+    it is malformed, lies too deep, has no end, or says what no grammar can hold an answer to.
     """
     rewriting = Rewriting(schema, left is None)
     try:

@@ -453,7 +453,7 @@ def new_reader(
 
 
 MOST_AGAIN = 2**15  # characters of an answer that are read again, because a call turned out to be none
-MOST_READINGS = 16  # of one answer, for each call that turns out to be none; then all of these are left out at once
+MOST_READINGS = 16  # of one answer, for each call that turns out to be none; then all that follow are left out
 
 
 def read_whole(make_reader: Callable[..., Reader], reasoning_parser: str | None, text: str, is_cut: bool) -> list[Part]:
@@ -481,13 +481,11 @@ def read_whole(make_reader: Callable[..., Reader], reasoning_parser: str | None,
             broken.pop()
         if not broken:
             return parts
-        # The first of them is none, and may have hidden others, so all behind it is read again; but not for ever: then
-        # all of them are refused, and if that brings others about, all calls from the first of these on.
+        # The first of them is none, and may have hidden others, so all behind it is read again. But not for ever: then
+        # all calls from it on are refused.
         kept = [number for number in range(max(arguments) + len(refused) + 1) if number not in refused]
-        if len(refused) > MOST_READINGS:
-            refused |= {*range(kept[broken[0]], len(text))}
-        else:
-            refused |= {kept[call] for call in (broken[:1] if len(refused) < MOST_READINGS else broken)}
+        first = kept[broken[0]]
+        refused |= {first} if len(refused) < MOST_READINGS else {*range(first, len(text))}
 
 
 def is_object(text: str) -> bool:
@@ -499,10 +497,9 @@ def is_object(text: str) -> bool:
 
 
 def held(tool: Tool) -> Tool:
-    """A tool whose schema says only what a grammar can hold a model to; it is closed, as models often add properties.
+    """A tool whose schema says only what a grammar can hold a model to; a ValueError if it is strict and says more.
 
-    Raises:
-        ValueError: it is strict and its schema says more, or that is malformed.
+    The schema is closed, because models often add properties.
     """
     time.sleep(0)  # there may be many, and an API process serves others as well
     try:
