@@ -10,8 +10,6 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from text.json_mending import mend
 from text.templates import ChatTemplate, run_template
 
@@ -113,7 +111,8 @@ def arguments_of(given: Any) -> dict[str, Any] | str:
         return given
     text = given if isinstance(given, str) else json.dumps(given)
     try:
-        found = msgspec.json.decode(text)  # refuses NaN and lone surrogates
+        found = json.loads(text)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # a ValueError: NaN, or half of a character
     except (ValueError, RecursionError):
         try:
             found = json.loads(mend(text))
