@@ -109,7 +109,8 @@ def scheduler_figures(peer: str = "", rounds: int = 5, cases: Sequence[str] = tu
             if archive.returncode:
                 raise ValueError(f"peer is {peer!r}; it must be a commit: {archive.stderr.decode().strip()}")
             with tarfile.open(fileobj=BytesIO(archive.stdout)) as files:
-                files.extractall(folder, filter="data")
+                files.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and later have it
+                files.extractall(folder)
             trees[f"{peer} "] = Path(folder)
         for name in cases:
             runs = [{of: measure_tree(tree, CASES[name]) for of, tree in trees.items()} for _ in range(rounds)]
