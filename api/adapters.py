@@ -110,8 +110,8 @@ class Adapters:
                     self.listed = state, [module for part in parts for module in map(self._in_folder, part) if module]
             except OSError:
                 self.listed = None, []
-        given = self.given()
-        return [*given.values(), *(module for module in self.listed[1] if module.name not in given)]
+        modules = self.given()
+        return [*modules.values(), *(module for module in self.listed[1] if module.name not in modules)]
 
     def _in_folder(self, name: str) -> Module | None:
         if self.folder is None or "/" in name or name in self.names:

@@ -206,7 +206,7 @@ CLIENT_TOOLS: dict[str, dict[str, Any]] = {  # what is known of a type; that wit
 
 def message_tools(value: list[dict[str, Any]], asked: Asked) -> list[dict[str, Any]]:
     """The tools as functions, but for those of `SERVER_TOOLS`, which are left out."""
-    found = []
+    functions = []
     for i, tool in enumerate(value):
         kind = str(tool.get("type") or "custom")
         if (plain := DATE.sub("", kind)) in SERVER_TOOLS:
@@ -220,8 +220,8 @@ def message_tools(value: list[dict[str, Any]], asked: Asked) -> list[dict[str, A
         if "parameters" not in function:
             raise ValueError(f"tool {i} has no input_schema; it must have one, a JSON schema, which is an object")
         checks.known_keys(tool, ("type", *TOOL_KEYS), asked, extended=True)
-        found.append({"type": "function", "function": function})
-    return found
+        functions.append({"type": "function", "function": function})
+    return functions
 
 
 # --- what it takes ---------------------------------------------------------------------------------------------------

@@ -176,15 +176,15 @@ def guarded(method: str, act: Callable[[Api], Any], about: str, below: str = "",
     Pages of other origins are refused, because a browser asks nobody before it sends a POST without a body; and so are
     unknown parameters.
     """
-    known = schemas.get("query", {})
+    parameters = schemas.get("query", {})
 
     def view(api: Api) -> Response:
         if "Origin" in request.headers and not allowed_origin(api.config):
             raise ApiError(403, "this page's origin may not call this route (allowed_origins)")
         for name, value in request.args.items():
-            if name not in known:
-                raise ApiError(400, f"{name!r:.80} is unknown; known: {', '.join(known) or 'nothing'}", name)
-            if value not in (allowed := [*map(str, known[name].get("enum", [value]))]):
+            if name not in parameters:
+                raise ApiError(400, f"{name!r:.80} is unknown; known: {', '.join(parameters) or 'nothing'}", name)
+            if value not in (allowed := [*map(str, parameters[name].get("enum", [value]))]):
                 raise ApiError(400, f"{name} is {value!r:.80}; it must be {' or '.join(allowed)}", name)
         answer = act(api)
         return answer if isinstance(answer, Response) else reply(answer)

@@ -90,8 +90,8 @@ def openapi(root_path: str, others: Sequence[Path]) -> dict[str, Any]:
     for face, ref in zip(FACES, refs, strict=False):
         body = {"required": True, "content": {"application/json": {"schema": ref}}}
         kinds = ("application/json", "text/event-stream") if "stream" in face.fields else ("application/json",)
-        found = replies(error if face.error_body is ApiError.body else message_error, *kinds)
-        paths[face.paths[0]] = {"post": {"operationId": face.name, "requestBody": body, "responses": found}}
+        responses = replies(error if face.error_body is ApiError.body else message_error, *kinds)
+        paths[face.paths[0]] = {"post": {"operationId": face.name, "requestBody": body, "responses": responses}}
         fields = components[face.request.__name__]
         fields["required"] = list(face.needed)
         for name in fields["required"]:  # what must be there may not be null

@@ -25,8 +25,8 @@ from text.prompts import CUT, opening
 def embeddings(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     """A vector for each prompt."""
     prompts = inputs(api, fields, "embed")
-    found = pool(api, "embd-", fields, caller, prompts)
-    return listed("embd-", fields, caller, prompts, vectors("embedding", "embedding", found, fields))
+    pooled = pool(api, "embd-", fields, caller, prompts)
+    return listed("embd-", fields, caller, prompts, vectors("embedding", "embedding", pooled, fields))
 
 
 def pooling(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
@@ -34,8 +34,8 @@ def pooling(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
     prompts, task = inputs(api, fields, "embed", "score", "classify"), api.facts["task"]
     if fields["task"] not in (None, task, "classify" if task == "score" else task):
         raise ApiError(400, f"task is {fields['task']}; this server's is {task}", "task")
-    found = pool(api, "pool-", fields, caller, prompts)
-    return listed("pool-", fields, caller, prompts, vectors("pooling", "data", found, fields))
+    pooled = pool(api, "pool-", fields, caller, prompts)
+    return listed("pool-", fields, caller, prompts, vectors("pooling", "data", pooled, fields))
 
 
 def classify(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:

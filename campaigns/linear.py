@@ -214,16 +214,16 @@ def units_of(parser: str) -> list[str]:
     """Texts of which rows are read in this format."""
     format = TOOL_PARSERS[parser]
     marks = [text for text in dict.fromkeys(format.syntax) if len(text) > 1]
-    found = PLAIN + marks + [mark[: len(mark) // 2] for mark in marks] + [mark[:-1] for mark in marks]
-    found += [mark + "\n" for mark in marks] + ["\n" + mark + " " * 100 + "x" for mark in marks]
-    found += [mark + "a" + " " * 900 + "]{" for mark in marks[:2]]
+    texts = PLAIN + marks + [mark[: len(mark) // 2] for mark in marks] + [mark[:-1] for mark in marks]
+    texts += [mark + "\n" for mark in marks] + ["\n" + mark + " " * 100 + "x" for mark in marks]
+    texts += [mark + "a" + " " * 900 + "]{" for mark in marks[:2]]
     if parser != "openai":
-        found += [written(parser, [("write", {"n": 1})]), written(parser, [("write", {"n": 1})])[:-3]]
+        texts += [written(parser, [("write", {"n": 1})]), written(parser, [("write", {"n": 1})])[:-3]]
     if isinstance(format, TagFormat):
         key, end, ends = f"\n{format.key}a{format.key_end}", format.value_end, "\n".join(format.ends)
         begin = f"{format.begins[0]}\n{format.name} write{format.name_end}\n"
         argument = f"{format.key}text{format.key_end}"
-        found += [
+        texts += [
             key,
             key + "\n",
             key + "x" + end,
@@ -241,21 +241,21 @@ def units_of(parser: str) -> list[str]:
             f"{begin}x",
             f"\n{format.key}n{format.key_end}[1,{end}",
         ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(texts))
 
 
 def slots_of(parser: str) -> dict[str, tuple[str, str]]:
     """What stands before and behind such a row: nothing, or a call in whose name or argument it is."""
-    found = {"": ("", "")}
+    slots = {"": ("", "")}
     if parser == "openai":
         begin = "<|channel|>commentary to=functions.write <|constrain|>json<|message|>"
-        return found | {"text": (begin + '{"text": "', '"}<|call|>'), "value": (begin + '{"any": ', "}<|call|>")}
+        return slots | {"text": (begin + '{"text": "', '"}<|call|>'), "value": (begin + '{"any": ', "}<|call|>")}
     for slot, key, value in (("text", "text", "MARK"), ("value", "any", 7777), ("list", "items", [7777])):
         text = written(parser, [("write", {key: value})])
         before, _, after = text.partition("MARK" if slot == "text" else "7777")
-        found[slot] = (before, after)
+        slots[slot] = (before, after)
     before, _, after = written(parser, [("write", {"n": 1})]).partition("write")
-    return found | {"name": (before, after), "open": (found["text"][0], "")}
+    return slots | {"name": (before, after), "open": (slots["text"][0], "")}
 
 
 def answers() -> Iterator[Case]:
@@ -397,9 +397,9 @@ def taken(face: Face, body: dict[str, Any]) -> Run:
             for parser in ("hermes", "qwen3_coder", "pythonic"):
                 call_grammar(parser, fields["tools"], True, True, lambda text: None)
                 time.sleep(0)  # a request has one of them
-        given = {name: fields[name] for name in PARAMS if fields.get(name) is not None}
+        params = {name: fields[name] for name in PARAMS if fields.get(name) is not None}
         structure = structure_of(fields) if "response_format" in fields else None
-        SamplingParams(**given | {"structured_outputs": structure}).check_vocabulary(2**20)
+        SamplingParams(**params | {"structured_outputs": structure}).check_vocabulary(2**20)
 
     def run() -> float:
         clock = Clock()

@@ -358,13 +358,13 @@ class Rewriting:
 
     def _leaves(self, schema: Any) -> list[Any]:
         """The schemas without alternatives, one of which a value must follow; not all, where `room` ends."""
-        found = []
+        leaves = []
         for each, is_leaf in followed(schema, self.root):
             self.room -= each is not schema
-            found += [each] if is_leaf else []
+            leaves += [each] if is_leaf else []
             if self.room < 0:
                 break
-        return found
+        return leaves
 
     def is_endless(self, schema: Any, path: frozenset[str] = frozenset()) -> bool:
         """Whether each value must hold another one. `path` are the references that have led here."""
