@@ -335,8 +335,9 @@ class EngineCore:
                 if result.error:
                     self._start_over(False, result.error)
                     return
-                wrong = not_finite(self.scheduler.in_flight[0], result.not_finite)
-                self._give_up(wrong, engine_fault=True, lasting=True)
+                if result.not_finite:
+                    wrong = not_finite(self.scheduler.in_flight[0], result.not_finite)
+                    self._give_up(wrong, engine_fault=True, lasting=True)
                 self._observe("landed", result)
                 with self.span("update", plan):
                     self.news.add(self.scheduler.update(plan, result))
