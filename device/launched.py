@@ -54,16 +54,18 @@ class Launched:
             tokens, bits = (part[: len(rows.sampling)] for part in self.brought.tolist())
             if any(bits):
                 found = np.array(bits)
-                rows_with = (rows.sampling[np.flatnonzero(found & bit)].tolist() for bit in (1, 8))
-                result.stopped, result.not_finite = rows_with
+                result.stopped = rows.sampling[np.flatnonzero(found & 1)].tolist()
+                result.not_finite = rows.sampling[np.flatnonzero(found & 8)].tolist()
                 result.guesses = {int(rows.sampling[i]): bits[i] & 4 > 0 for i in np.flatnonzero(found & 2)}
             if rows.drafts:
                 result.verified = rows.verified(tokens, self.padded)
             if rows.decode and not rows.drafts:
                 result.token_ids = tokens
             else:  # some rows bring no token, or several
-                latest = {row: token for row, token in zip(rows.sampling.tolist(), tokens, strict=True) if token >= 0}
-                result.token_ids = [latest.get(row, -1) for row in range(len(rows.planned))]
+                taken = np.array(tokens) >= 0
+                latest = np.full(len(rows.planned), -1)
+                latest[rows.sampling[taken]] = np.array(tokens)[taken]
+                result.token_ids = latest.tolist()
         if rows and self.logprobs:
             for sample, record in zip(rows.asked.tolist(), self.logprobs.records(), strict=True):
                 row = int(rows.sampling[sample])
