@@ -52,7 +52,9 @@ SILENT = "the engine process gives no sign of life"
 
 def patience(method: str, args: Sequence[Any]) -> float:
     """Seconds for which a utility lets those requests run to their end first that have come before."""
-    return float("inf") if method == "update_weights" else args[2] if method == "sleep" and len(args) > 2 else 0
+    if method == "sleep":
+        return args[2] if len(args) > 2 else 0  # its level, mode and timeout
+    return float("inf") if method == "update_weights" else 0
 
 
 class EngineDeadError(RuntimeError):
