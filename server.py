@@ -30,7 +30,7 @@ import gevent
 from flask import Flask, Response, g, request
 from werkzeug.exceptions import MethodNotAllowed, NotFound
 
-from api import batch_file, terminal
+from api import batch_file
 from api.adapters import Adapters
 from api.faces import FACES, error_body_of
 from api.fields import ApiError, Face
@@ -55,6 +55,7 @@ from api.replies import Caller, ClientGone, Remote, log_request
 from api.routes import Api, Events
 from api.start import engines, read_configs, told_in_a_line, with_policy
 from api.telemetry import Spans, check_telemetry
+from commands import terminal
 from config import PROG, EngineConfig
 from model_config import ModelConfig
 from observe.logs import console

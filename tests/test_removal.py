@@ -50,10 +50,11 @@ PARTS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {  # its files, 
         {"server.py": {'    "quantize": (quantize, "write a model whose weights have few bits"),\n': ""}},
     ),
     "faces": (
-        ["api/terminal.py", "api/batch_file.py", "api/anthropic*.py"],
+        ["commands/*.py", "api/batch_file.py", "api/anthropic*.py"],
         {
             "server.py": {
-                "from api import batch_file, terminal\n": "",
+                "from api import batch_file\n": "",
+                "from commands import terminal\n": "",
                 '    "chat": (terminal.chat, "talk with a model in the terminal"),\n': "",
                 '    "complete": (terminal.complete, "go on from a text"),\n': "",
                 '    "batch": (batch_file.main, "answer a file of requests"),\n': "",

@@ -12,7 +12,7 @@ import pytest
 
 from api.flags import OptionParser, flag_fields, from_flags, refuse_given, split_command
 from api.options import ServerConfig
-from api.terminal import ChatOptions
+from commands.terminal import ChatOptions
 from config import EngineConfig
 from server import COMMANDS, main
 
