@@ -184,8 +184,8 @@ def test_reasoning_is_hidden_or_left_in_the_content_where_asked(
     http_client: FlaskClient, engine: ScriptedClient
 ) -> None:
     thought, final = "<|channel|>analysis<|message|>hm<|end|>", "<|start|>assistant<|channel|>final<|message|>Hello"
-    harmony, kept = {"template": "{{ '<|channel|>analysis' }}", "tools": None}, {"reasoning_format": "none"}
-    command = {"template": "{{ '<|START_THINKING|>' }}", "tools": None}
+    harmony, kept = {"template": "<|channel|>analysis", "tools": None}, {"reasoning_format": "none"}
+    command, plan = {"template": "<|START_THINKING|>", "tools": None}, "<|START_THINKING|>hm<|END_THINKING|>"
     shown = {"reasoning_format": "deepseek", "separate_reasoning": True, "include_reasoning": True}
     for template, says, fields, content, reasoning in (
         ({"template": THINKS}, "<think>hm</think>Hello", {"include_reasoning": False}, "Hello", None),
@@ -193,7 +193,7 @@ def test_reasoning_is_hidden_or_left_in_the_content_where_asked(
         ({"template": THINKS}, "<think>hm</think>Hello", kept, "<think>hm</think>Hello", None),
         ({"template": THINKS}, "<think>hm</think>Hello", shown, "Hello", "hm"),
         (harmony, thought + final, kept, thought + "Hello", None),
-        (command, "<|START_RESPONSE|>Hello<|END_RESPONSE|>", kept, "Hello", None),
+        (command, f"{plan}<|START_RESPONSE|>Hello<|END_RESPONSE|>", kept, plan + "Hello", None),
     ):
         engine.says = says
         for ask in (talk, streamed):

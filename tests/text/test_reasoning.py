@@ -112,14 +112,13 @@ def test_every_parser_reads_what_it_says():
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"q": "x"}}\n</tool_call>'
 PLAN = "<|START_THINKING|>I look.<|END_THINKING|>"
-THOUGHT = "<|channel|>analysis<|message|>A<|end|>"
 FORMATS = sorted({id(format): name for name, format in TOOL_PARSERS.items() if name != "openai"}.values())
 PARSERS = sorted({id(parser): name for name, parser in REASONING_PARSERS.items() if parser.starts}.values())
 
 
-def both(answer, tool_parser, parser, kept=False):
+def both(answer, tool_parser, parser):
     """An answer read whole, and a character at a time."""
-    make = functools.partial(new_reader, tool_parser, parser, WRITTEN_TOOLS, "", (), kept)
+    make = functools.partial(new_reader, tool_parser, parser, WRITTEN_TOOLS, "", ())
     reader = make()
     stream = [part for char in answer for part in reader.feed(char)] + reader.end()
     for parts in (read_whole(make, parser, answer, False), stream):
@@ -130,14 +129,16 @@ def both(answer, tool_parser, parser, kept=False):
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_call_ends_open_reasoning(format):
     """Unless its end comes behind the call, and the answer is read whole. A bare bracket begins no call there."""
-    told = written(format, [("read", {"text": "x"})])
+    told, begin = written(format, [("read", {"text": "x"})]), f"A {TOOL_PARSERS[format].begins[0]} is it."
     for parser in PARSERS:
         start, end = REASONING_PARSERS[parser].starts[0], REASONING_PARSERS[parser].ends[0]
+        assert [*both(f"{start}{begin}{end}No.", format, parser)] == [("No.", begin, [])] * 2
         call = written(format, [("read", {"text": f"x {end} y"})])
         if TOOL_PARSERS[format].begins[0] in "[{":
             assert [*both(f"{start}I look.\n{told}", format, parser)] == [("", f"I look.\n{told}", [])] * 2
             continue
-        assert [*both(f"{start}I look.\n{call}", format, parser)] == [("", "I look.", ["read"])] * 2
+        for answer in (f"{start}I look.\n{call}", f"{start}\nI look.\n{end}\n\n{call}"):
+            assert [*both(answer, format, parser)] == [("", "I look.", ["read"])] * 2
         whole, stream = both(f"{start}I look.\n{told} No.{end}Yes.{told}", format, parser)
         assert whole == ("Yes.", f"I look.\n{told} No.", ["read"])
         assert stream == ("No.Yes.", "I look.", ["read", "read"])
@@ -145,9 +146,9 @@ def test_a_call_ends_open_reasoning(format):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_end_that_closes_nothing_is_no_content(format):
-    call = written(format, [("read", {"text": "x"})])
-    for end in filter(TOKEN.fullmatch, TOOL_PARSERS[format].ends):
-        begin = TOOL_PARSERS[format].begins[0]
+    call, begin = written(format, [("read", {"text": "x"})]), TOOL_PARSERS[format].begins[0]
+    ends = {*filter(TOKEN.fullmatch, TOOL_PARSERS[format].ends)}
+    for end in ends:
         for answer, content, called in (
             (f"Hi{end}", "Hi", []),
             (f"Hi\n{end}\nyou{end}", "Hi\nyou", []),
@@ -156,31 +157,8 @@ def test_an_end_that_closes_nothing_is_no_content(format):
             (f"It is {begin} name {end}.", f"It is {begin} name {end}.", []),
         ):
             assert [*both(answer, format, "qwen3")] == [(content, "", called)] * 2
-    for end in set(TOOL_PARSERS[format].ends) - set(filter(TOKEN.fullmatch, TOOL_PARSERS[format].ends)):
+    for end in {*TOOL_PARSERS[format].ends} - ends:
         assert [*both(f"Hi {end} you", format, "qwen3")] == [(f"Hi {end} you", "", [])] * 2
-
-
-@pytest.mark.parametrize(
-    ("parser", "answer", "content"),
-    [
-        ("qwen3", "<think>\nA\n</think>\n\nB", "<think>\nA\n</think>\n\nB"),
-        ("cohere_command3", f"{PLAN}<|START_RESPONSE|>B<|END_RESPONSE|>", f"{PLAN}B"),
-        ("ernie45", "<think>A</think><response>B</response>", "<think>A</think><response>B</response>"),
-        ("openai_gptoss", f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>B<|return|>", f"{THOUGHT}B"),
-    ],
-)
-def test_reasoning_that_is_kept_is_content_with_its_own_marks_alone(parser, answer, content):
-    assert [*both(answer, None, parser, kept=True)] == [(content, "", [])] * 2
-
-
-def test_calls_come_after_reasoning():
-    for answer, reasoning, content, called in (
-        (f"<think>\nI look.\n</think>\n\n{CALL}", "I look.", "", True),
-        ("<think>\nA <tool_call> is it.</think>No.", "A <tool_call> is it.", "No.", False),
-    ):
-        for pieces in cuts(answer):
-            found = read(pieces, "hermes", "qwen3")
-            assert found == (content, reasoning, [["search", '{"q": "x"}', ""]] if called else [])
 
 
 ACTION = (
