@@ -356,9 +356,9 @@ class HarmonyFormat:
     all other text is content.
     """
 
-    begins = marks = ("<|start|>", "<|channel|>", "<|message|>")
+    begins = marks = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
     ends = ("<|end|>", "<|call|>", "<|return|>")
-    syntax = (*begins, *ends, "<|constrain|>")
+    syntax = begins + ends
 
     def read_answer(self, calls: Calls, prompt: str, is_kept: bool) -> Steps[None]:
         """Read an answer, whose first message the prompt has begun. With `is_kept`, reasoning is marked content."""
@@ -376,7 +376,7 @@ class HarmonyFormat:
         source.mark = source.at
         header = ""
         yield from source.space()
-        found = yield from source.follows("<|start|>", "<|channel|>", "to=", "<|constrain|>", "<|message|>")
+        found = yield from source.follows("to=", *self.begins)
         if found == "<|message|>":
             header = found
         elif found:  # where `<|start|>` has begun it, a role comes first

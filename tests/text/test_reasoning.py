@@ -83,7 +83,7 @@ ANSWERS = [
     ("openai_gptoss", "<|start|>assistant",  # the last channel counts
      "<|channel|>analysis<|message|>x<|end|><|start|>assistant<|channel|>commentary to=assistant<|channel|>final"
      "<|message|>Hello", "x", "Hello"),
-    ("openai_gptoss", "<|start|>assistant", "<|channel|>final<|message|>A<|channel|><|end|>B", "", "AB"),
+    ("openai_gptoss", "<|start|>assistant", "<|channel|>final<|message|>A<|channel|><|end|>B<|constrain|>", "", "AB"),
     # an end that closes nothing is no content, unless the answer tells of it
     ("gemma4", "", "<|channel>thought\n<channel|>Hi<channel|>", "", "Hi"),
     ("gemma4", "", "<|channel>thought\n<channel|>Hi <|channel>thought\n<channel|>you<channel|>!", "", "Hi you!"),
