@@ -49,7 +49,7 @@ class Files:
     def path(self, owner: str, name: str) -> Path:
         """Where a file of a client lies; an `ApiError` if this server keeps none."""
         if self.closed:
-            raise ApiError(400, self.closed)
+            raise ApiError(404, self.closed)
         return self.root / owner / name
 
     def find(self, owner: str, id: str, kind: str) -> dict[str, Any]:

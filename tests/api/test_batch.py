@@ -626,7 +626,7 @@ def test_the_room_is_shared_by_keys_and_what_is_old_goes(sdk, engine, tmp_path):
     upload(sdk.one)
     assert second not in [file.id for file in sdk.one.files.list()]
     for path in ("/v1/files", "/v1/batches", "/v1/files/a/content"):
-        assert "--files-dir" in refusal(client_of(engine).get(path))["message"]
+        assert "--files-dir" in refusal(client_of(engine).get(path), 404)["message"]
 
 
 # --- in processes -----------------------------------------------------------------------------------------------------
