@@ -10,6 +10,7 @@ import contextlib
 import copy
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import gevent
@@ -17,13 +18,13 @@ import msgspec
 from flask import g, request, send_file
 from tqdm import tqdm
 from werkzeug.exceptions import RequestEntityTooLarge
-from werkzeug.sansio.multipart import Data, Epilogue, File, MultipartDecoder, NeedData, Preamble
+from werkzeug.formparser import MultiPartParser
 
 from api.batch_file import Answers, Batch, count_lines, run_to_end
 from api.checks import Asked
 from api.fields import ApiError, Face, Field, Name, read_fields, without_folders
 from api.files import BATCH, ENDED, FILE, new_object
-from api.http import body_of, receive, reply
+from api.http import arriving, body_of, reply
 from api.openapi import Path
 from api.replies import Caller, as_api_error
 from api.response_store import PAGE_OF_ITEMS, page_of
@@ -31,8 +32,10 @@ from api.routes import Api
 from observe.logs import logger
 from processes.child import LOOK, Shares
 
-MOST_HELD, MOST_BOUNDARY, MOST_PURPOSE = 2**16, 70, 64  # bytes of a form in memory, of its boundary, of a purpose
+MOST_HELD, MOST_PARTS, MOST_BOUNDARY = 2**16, 8, 70  # of a form: bytes in memory, parts, bytes of its boundary
 BYTES = "application/octet-stream"
+ANSWERS = f"{BATCH}{'?' * 32}"  # names of files, one for each batch that has not ended
+MOST_BATCHES = 100  # of a client, that have not ended
 WINDOW = 24 * 3600  # seconds that a batch may take
 STAMPS = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
 
@@ -49,35 +52,23 @@ def upload_file(api: Api) -> dict[str, Any]:
         raise ApiError(415, f"the content type is {request.content_type!r:.100}; {must}")
     size = most if "Content-Encoding" in request.headers else request.content_length or most
     api.files.need_room(g.client, size)
-    decoder = MultipartDecoder(boundary.encode(), MOST_HELD, max_parts=2)
-    name, filename, purpose = "", "", b""
-
-    def take(part: bytes | None) -> None:
-        nonlocal name, filename, purpose
-        try:
-            decoder.receive_data(part)
-            while not isinstance(event := decoder.next_event(), NeedData | Epilogue):
-                if isinstance(event, Data) and name == "file":
-                    file.write(event.data)
-                elif isinstance(event, Data):
-                    purpose = (purpose + event.data)[:MOST_PURPOSE]
-                elif not isinstance(event, Preamble):
-                    name, filename = event.name, event.filename[:255] if isinstance(event, File) else filename
-                    if name != ("file" if isinstance(event, File) else "purpose"):
-                        raise ValueError(f"a part is called {name!r:.80}")
-        except (ValueError, RequestEntityTooLarge) as error:
-            must = "it must be a form with two parts, a purpose and a file"
-            raise ApiError(400, f"the body cannot be read ({error}); {must}") from None
-
-    with api.files.writing(g.client, "batch") as (file, told):
+    with (
+        api.files.writing(g.client, "batch") as (file, told),
+        contextlib.closing(arriving(api.config, most, "max_file_bytes")) as parts,  # now, for its timer
+    ):
         file.truncate(size)  # so that other uploads count it
-        receive(api.config, most, "max_file_bytes", take)
-        take(None)
-        if purpose != b"batch":
-            raise ApiError(400, f"purpose is {purpose.decode(errors='replace')!r}; it must be batch", "purpose")
-        if not filename:
-            raise ApiError(400, "file is missing, or has no name", "file", "missing_required_parameter")
-        told["filename"] = filename
+        target: Any = SimpleNamespace(write=file.write, seek=lambda at: None)
+        source: Any = SimpleNamespace(read=lambda size: next(parts, b""))
+        try:
+            parser = MultiPartParser(lambda **_: target, MOST_HELD, max_form_parts=MOST_PARTS)
+            texts, files = parser.parse(source, boundary.encode(), None)
+        except (ValueError, RequestEntityTooLarge) as error:
+            raise ApiError(400, f"the form cannot be read: {error}") from None
+        if (names := sorted(str(name) for name, _ in (*texts.items(True), *files.items(True)))) != ["file", "purpose"]:
+            raise ApiError(400, f"the form has {', '.join(names)!r:.200}; it must have a purpose and a file")
+        if texts.get("purpose") != "batch":
+            raise ApiError(400, f"purpose is {texts.get('purpose')!r:.80}; it must be batch", "purpose")
+        told["filename"] = (files["file"].filename or "")[:255]
     return told
 
 
@@ -96,6 +87,8 @@ def create_batch(api: Api) -> dict[str, Any]:
     if file["purpose"] != "batch":
         raise ApiError(400, f"the purpose of this file is {file['purpose']}; it must be batch", "input_file_id")
     api.files.need_room(g.client, api.files.limit // 100)
+    if (count := sum(1 for _ in api.files.path(g.client, "").glob(ANSWERS))) >= MOST_BATCHES:
+        raise ApiError(429, f"{count} batches of yours have not ended; at most {MOST_BATCHES} may wait and run")
     batch = new_object(
         BATCH, status="validating", errors=None, **{field.name: fields[field.name] for field in NEW_BATCH.own},
         output_file_id=None, error_file_id=None, expires_at=int(time.time()) + WINDOW, **dict.fromkeys(STAMPS),
@@ -129,7 +122,7 @@ def cancel_batch(api: Api, id: str) -> dict[str, Any]:
 
 def go_on(api: Api) -> None:
     """Run the batches whose process has ended before them, which have their answers so far."""
-    for path in () if api.files.closed else api.files.root.glob(f"*/{BATCH}{'?' * 32}"):
+    for path in () if api.files.closed else api.files.root.glob(f"*/{ANSWERS}"):
         gevent.spawn(run, api, path.parent.name, path.name)
 
 

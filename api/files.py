@@ -21,7 +21,7 @@ FILE, BATCH = "file-", "batch_"  # what ids begin with
 ENDED = ("completed", "failed", "expired", "cancelled")  # states of a batch
 KEPT = 30 * 24 * 3600  # seconds that a file stays after it was last written
 MOST_FILES = 10_000  # in the room of a client: each counts at least this part of it
-MOST_RUNNING = 8  # batches of an API process that run at a time
+MOST_RUNNING = 4  # batches of an API process that run at a time
 
 
 class Files:

@@ -53,8 +53,8 @@ MOST_FIELDS, MOST_FIELD, MOST_HEAD = 1000, 2**16, 2**17  # header fields of a re
 UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417}
 
 
-def receive(config: ServerConfig, most: int, cap: str, take: Callable[[bytes], None]) -> None:
-    """Hand this request's body to `take`, part by part; an `ApiError` names the `cap` if it exceeds `most` bytes."""
+def arriving(config: ServerConfig, most: int, cap: str) -> Iterator[bytes]:
+    """The parts of this request's body; an `ApiError` names the `cap` if it exceeds `most` bytes."""
     kind, size = request.mimetype, 0
     # `curl -d` says that it sends a form. But a web page may send a form to any server unasked, and JSON not.
     if kind != "application/json" and "Origin" in request.headers and not allowed_origin(config):
@@ -69,7 +69,8 @@ def receive(config: ServerConfig, most: int, cap: str, take: Callable[[bytes], N
                 size += len(part)
                 if size > most:
                     raise RequestEntityTooLarge
-                take(part)
+                if part:
+                    yield part
     except gevent.Timeout:
         raise ApiError(400, f"the body did not arrive within {config.body_timeout} s (body_timeout)") from None
     except RequestEntityTooLarge:
@@ -82,20 +83,16 @@ def read_body(config: ServerConfig, bodies: Shares) -> bytearray:
         raise ApiError(415, f"the content type is {request.mimetype}; it must be application/json")
     client, body, refused = g.client, bytearray(), ""
     g.body.callback(lambda: bodies.take(client, -len(body)))
-
-    def take(part: bytes) -> None:
-        nonlocal refused
+    for part in arriving(config, config.max_body_bytes, "max_body_bytes"):
         if refused:  # but read to its end, because a client that still writes would not see the reply
-            return
-        body.extend(part)
+            continue
+        body += part
         bodies.take(client, len(part))
         if not bodies.has_room(client):
             cap = f"{bodies.limit} (max_body_bytes_in_flight)"
             refused = f"bodies of {sum(bodies.counts)} bytes are in flight; at most {cap}"
             bodies.take(client, -len(body))
             body.clear()
-
-    receive(config, config.max_body_bytes, "max_body_bytes", take)
     if refused:
         raise ApiError(429, refused)
     return body

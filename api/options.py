@@ -127,8 +127,8 @@ class ServerConfig:
         if self.max_body_bytes_in_flight < self.max_body_bytes:
             most, one = self.max_body_bytes_in_flight, self.max_body_bytes
             raise ValueError(f"max_body_bytes_in_flight is {most}; it must be at least max_body_bytes, {one}")
-        if self.files_dir is not None and not os.path.isdir(self.files_dir):
-            raise ValueError(f"files_dir is {self.files_dir!r:.200}, which is no folder")
+        if self.files_dir is not None and not (os.path.isdir(self.files_dir) and os.access(self.files_dir, os.W_OK)):
+            raise ValueError(f"files_dir is {self.files_dir!r:.200}, which is no folder that can be written")
         for name, pattern, form in FORMS:
             value, several = getattr(self, name), name in ("allowed_origins", "allowed_hosts")
             for each in value if several else [value]:

@@ -561,12 +561,13 @@ PURPOSE, FILE, END = PART % (b"purpose", b"batch"), PART % (b'file"; filename="i
     [
         (PURPOSE + FILE + END, "application/json", 415, "multipart/form-data"),
         (PURPOSE + FILE + END, "multipart/form-data", 415, "boundary"),
-        (END, "", 400, "purpose is ''"),
+        (END, "", 400, "it must have a purpose and a file"),
         (PART % (b"purpose", b"fine-tune") + FILE + END, "", 400, "'fine-tune'; it must be batch"),
-        (PURPOSE + END, "", 400, "file is missing"),
-        (PURPOSE + PART % (b"file", b"x") + END, "", 400, "'file'"),
+        (PURPOSE + END, "", 400, "'purpose'; it must"),
+        (FILE + PART % (b'purpose"; filename="x', b"batch") + END, "", 400, "purpose is None"),
         (PURPOSE + PART % (b"expires_after[seconds]", b"1") + FILE + END, "", 400, "expires_after"),
-        (PURPOSE + FILE + PART % (b"purpose", b"x") + END, "", 400, "two parts"),
+        (PURPOSE + FILE * 2 + END, "", 400, "'file, file, purpose'"),
+        (PURPOSE + FILE * 8 + END, "", 400, "cannot be read"),
         (PURPOSE + FILE[:-6], "", 400, "cannot be read"),
         (PURPOSE + b"--b\r\n\r\nx" + END, "", 400, "cannot be read"),
         (b"x" * 100_000, "", 400, "cannot be read"),
@@ -585,7 +586,7 @@ def test_an_upload_that_is_wrong_leaves_nothing(sdk, engine, tmp_path, form, kin
     assert not [path for path in tmp_path.glob("*/*") if path.is_file()]
 
 
-def test_the_room_is_shared_by_keys_and_what_is_old_goes(sdk, engine, tmp_path):
+def test_the_room_is_shared_by_keys_and_what_is_old_goes(sdk, engine, tmp_path, monkeypatch):
     import openai
 
     sdk = Sdk(engine, tmp_path, max_files_bytes=8000)
@@ -603,6 +604,9 @@ def test_the_room_is_shared_by_keys_and_what_is_old_goes(sdk, engine, tmp_path):
         os.utime(path, (0, 0))
     upload(sdk.one)
     assert second not in [file.id for file in sdk.one.files.list()]
+    monkeypatch.setattr("api.batches.MOST_BATCHES", 0)
+    with pytest.raises(openai.RateLimitError, match="at most 0 may wait and run"):
+        sdk.batch()
     for path in ("/v1/files", "/v1/batches", "/v1/files/a/content"):
         assert "--files-dir" in refusal(client_of(engine).get(path), 404)["message"]
 
