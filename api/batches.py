@@ -10,6 +10,7 @@ import contextlib
 import copy
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -54,13 +55,13 @@ def upload_file(api: Api) -> dict[str, Any]:
     api.files.need_room(g.client, size)
     with (
         api.files.writing(g.client, "batch") as (file, told),
-        contextlib.closing(arriving(api.config, most, "max_file_bytes")) as parts,  # now, for its timer
+        contextlib.closing(arriving(api.config, most, "max_file_bytes")) as parts,  # it has a timer
     ):
         file.truncate(size)  # so that other uploads count it
-        target: Any = SimpleNamespace(write=file.write, seek=lambda at: None)
+        new_target: Any = partial(SimpleNamespace, write=file.write, seek=lambda at: None)
         source: Any = SimpleNamespace(read=lambda size: next(parts, b""))
         try:
-            parser = MultiPartParser(lambda **_: target, MOST_HELD, max_form_parts=MOST_PARTS)
+            parser = MultiPartParser(new_target, MOST_HELD, max_form_parts=MOST_PARTS)
             texts, files = parser.parse(source, boundary.encode(), None)
         except (ValueError, RequestEntityTooLarge) as error:
             raise ApiError(400, f"the form cannot be read: {error}") from None

@@ -10,7 +10,7 @@ import re
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -53,7 +53,7 @@ MOST_FIELDS, MOST_FIELD, MOST_HEAD = 1000, 2**16, 2**17  # header fields of a re
 UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417}
 
 
-def arriving(config: ServerConfig, most: int, cap: str) -> Iterator[bytes]:
+def arriving(config: ServerConfig, most: int, cap: str) -> Generator[bytes, None, None]:
     """The parts of this request's body; an `ApiError` names the `cap` if it exceeds `most` bytes."""
     kind, size = request.mimetype, 0
     # `curl -d` says that it sends a form. But a web page may send a form to any server unasked, and JSON not.
