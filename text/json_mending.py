@@ -33,8 +33,8 @@ BYTE = re.compile(r"\\x([0-9a-fA-F]{2})")
 WIDE = re.compile(r"\\U(?!0000[dD][89a-fA-F])(00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4})")  # Python's
 # What comes behind the quote that ends an argument: another one, or the end of the call. A quote before other text is
 # a part of the argument. And what may still become it.
-ENDS_ARGUMENT = re.compile(r"\s{0,32}(?:,\s{0,32}[^\s,=()\"']{1,64}\s?=|,?\s{0,32}\)\s{0,32}(?:[\w\],<`]|\Z))")
-MAY_END_ARGUMENT = re.compile(r"\s{0,32}(?:,\s{0,32}(?:[^\s,=()\"']{1,64}\s?)?|,?\s{0,32}\)\s{0,32})?\Z")
+ENDS_ARGUMENT = re.compile(r"\s{0,32}(?:,\s{0,32}[^\s,=()\"']{1,64}\s?=|(?:,\s{0,32})?\)\s{0,32}[\w\],<`])")
+MAY_END_ARGUMENT = re.compile(r"\s{0,32}(?:,\s{0,32}(?:[^\s,=()\"']{1,64}\s?)?|(?:,\s{0,32})?\)\s{0,32})?\Z")
 # The beginning of an escape, or the first half of a pair and the beginning of the second, after which the text ends.
 CUT_ESCAPE = re.compile(
     r"\\(?:u[0-9a-fA-F]{0,3}|x[0-9a-fA-F]?|U[0-9a-fA-F]{0,7}"

@@ -230,8 +230,7 @@ class Source:
     def value(self, make: Make, *stops: str, raw: str | None = None) -> Steps[None]:
         """Read a value that is JSON or nearly so, and make JSON of it. One of the `stops` ends it where it stands.
 
-        With `raw` it is an argument of Python's; see `Mender`. Half a value is made at the end; NoCall if it cannot be
-        mended.
+        With `raw` it is an argument of Python's; see `Mender`. Half a value is made at the end; NoCall if it is broken.
         """
         mender = Mender(tuple(filter(None, stops)), raw)
         while True:
