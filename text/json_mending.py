@@ -25,7 +25,6 @@ RAW_KEY = re.compile(r"[^{}\[\](),:\"'<]+")  # beside raw strings, keys have no 
 OTHER_SPACE = re.compile(r"[^ \t\n\r]")  # than JSON's own
 NAME = re.compile(r"[A-Za-z_$][\w$]*")  # a key that may lack its quotes
 SPECIAL = {quote: re.compile(rf'["\\{quote}\x00-\x1f]') for quote in "\"'<"}  # what is more than itself in a string
-LONG_QUOTES = ('"""', "'''")
 ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")  # of surrogates, which is a character
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # the beginning of one of them
@@ -100,7 +99,7 @@ class Mender:
         self.stops = stops  # marks that end the value where they stand outside of strings
         # Stands around strings in which no character has a meaning; None if the value is JSON.
         self.raw, self.is_python = raw, raw is not None
-        self.quotes = tuple(filter(None, (raw, *LONG_QUOTES))) if self.is_python else ()
+        self.quotes = tuple(filter(None, (raw, '"""', "'''"))) if self.is_python else ()
         self.done = False  # whether the value is whole
         self.broken = False  # whether it cannot go on
         self._closers: list[str] = []  # of the brackets that are open, the innermost last

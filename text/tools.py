@@ -187,7 +187,7 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "gemma4": GEMMA4, "glm45": GLM45, "glm47": GLM47, "ling3": GLM47,
     "granite": JsonFormat(("<|tool_call|>", "<tool_call>"), listed=True),
     "granite-20b-fc": JsonFormat(("<function_call>",), around=" "),
-    "hunyuan_a13b": JAMBA, "jamba": JAMBA,
+    "hunyuan_a13b": JAMBA, "jamba": JAMBA, "json": PLAIN_JSON, "xlam": PLAIN_JSON,
     "hunyuan_dense": HeaderFormat(
         begins=("<tool_calls>", "<tool_call>"), end="</tool_calls>", call_end="</tool_call>", between="\n",
         header=re.compile(r"(?P<name>[^\n]*\S)\s*\n```json\s*"), written="{}\n```json\n", after="\n```",
@@ -196,7 +196,6 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), "<|action_end|>", around="\n",
         arguments=("parameters", "arguments"),
     ),
-    "json": PLAIN_JSON, "xlam": PLAIN_JSON,
     "kimi_k2": HeaderFormat(
         begins=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
         end="<|tool_calls_section_end|>", call_end="<|tool_call_end|>",
