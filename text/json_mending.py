@@ -97,7 +97,7 @@ class Mender:
 
     def __init__(self, stops: tuple[str, ...] = (), raw: str | None = None):
         self.stops = stops  # marks that end the value where they stand outside of strings
-        # Stands around strings in which no character has a meaning; None if the value is JSON.
+        # Stands around strings in which no character has a meaning; empty where Python has none, None for JSON.
         self.raw, self.is_python = raw, raw is not None
         self.quotes = tuple(filter(None, (raw, '"""', "'''"))) if self.is_python else ()
         self.done = False  # whether the value is whole
@@ -109,7 +109,7 @@ class Mender:
         self._searched = 0  # characters of a word that is perhaps not all there
         self._quote = ""  # around the string that is open
         self._made: list[str] = []  # of the text, since `read` last returned some of it
-        self._certain = 0  # so many of them: what Python writes in braces is a set, if no colon comes
+        self._certain = 0  # so many of them cannot change: Python's brace may begin a set until a colon comes
 
     def read(self, text: str, at: int, ended: bool) -> tuple[str, int]:
         """Read `text` from the place `at` as far as it is certain; returns what becomes of it, and up to where it read.
