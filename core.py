@@ -41,6 +41,7 @@ UTILITIES = {  # the methods that clients may call by name, and the path from th
     "explain_prompts": "recorder.explain_prompts",
     "live": "recorder.live",
     "reset_prefix_cache": "reset_prefix_cache",
+    "abort_requests": "abort_requests",
     "check_integrity": "scheduler.check_integrity",
     "collective_rpc": "workers.collective_rpc",
     "do_log_stats": "stat_logger.log",
@@ -241,6 +242,17 @@ class EngineCore:
             self.grammars.abort(request_id)
         self.scheduler.abort(request_id, index, reason)
         self._observe("aborted", request_id, index, reason)
+
+    @undisturbed()
+    def abort_requests(self, names: list[str]) -> int:
+        """End requests with an error, by their ids or those of their replies, or all of them; returns how many."""
+        asked = {*names}
+        places = self.paused, self.adapters.waiting, self.grammars.waiting, self.scheduler.requests
+        ids = [id for id in chain(*places) if not asked or asked & {id, id.rpartition("-")[0]}]
+        for id in ids:
+            self.abort(id)
+            self.news.outputs.append(error_output(id, "the request was aborted (/abort_requests)"))
+        return len(ids)
 
     def has_work(self) -> bool:
         """Whether a step would do anything, if only tell news."""

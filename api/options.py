@@ -30,7 +30,7 @@ class ServerConfig:
             "host", "port", "api_key", "api_key_file", "admin_key", "metrics_key", "metrics_prefix",
             "served_model_name", "share_prefix_cache", "allowed_origins", "allowed_hosts", "root_path",
             "api_server_count", "max_live_viewers", "max_stored_responses", "max_stored_response_bytes",
-            "drain_timeout", "enable_control_routes"),
+            "drain_timeout", "enable_control_routes", "enable_tokenizer_info_endpoint"),
         "adapters": ("lora_modules", "lora_dir"),
         "tools and reasoning": ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"),
         "limits of a request": (
@@ -112,8 +112,9 @@ class ServerConfig:
     enable_control_routes: bool = option(
         False,
         "have routes that change the server: /sleep, /wake_up, /update_weights, /collective_rpc, /start_profile, "
-        "/v1/load_lora_adapter",
+        "/v1/load_lora_adapter, /reset_prefix_cache, /abort_requests",
     )
+    enable_tokenizer_info_endpoint: bool = option(False, "have /tokenizer_info, which shows the chat template")
     api_server_count: int = option(1, "processes that speak HTTP and make text, all for one engine", 1, 64)
 
     def __post_init__(self) -> None:

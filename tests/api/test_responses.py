@@ -7,15 +7,18 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import gevent
 import pytest
 from flask.testing import FlaskClient
+from gevent.lock import Semaphore
 from werkzeug.test import TestResponse
 
 from api.anthropic import MESSAGES
 from api.options import ServerConfig
 from api.replies import ClientGone
-from api.response_store import Store
+from api.response_store import Kept, Store
 from api.responses import RESPONSES
+from plan import EngineOutput
 from scripted import BROKEN, CHAT, FACTS, MISSING, TEXT, TOKENIZER, ScriptedClient, client_of, refusal, told
 from test_protocol import BAD, BAD_MESSAGES, IMAGE
 
@@ -286,22 +289,142 @@ def test_a_response_whose_client_has_gone_is_cancelled(
     assert kept["output"][0]["content"][0]["text"] == TOKENIZER.decode(TOKENS[:3])
 
 
+class Gated(ScriptedClient):
+    """An engine that tells of a token only when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Semaphore(0)
+
+    def get_output(self, stream: Any, timeout: float | None = None) -> EngineOutput:
+        self.gate.acquire()
+        return stream.get(0)
+
+    def tell(self, tokens: int) -> None:
+        for _ in range(tokens):
+            self.gate.release()
+        gevent.sleep(0)  # now the responses in the background take them
+
+
+def run(http_client: FlaskClient, key: str = "", **fields: Any) -> str:
+    """The id of a response that has begun in the background."""
+    begun = ask(http_client, key, background=True, **fields)
+    assert (begun["status"], begun["background"], begun["output"]) == ("in_progress", True, [])
+    return f"{ASK}/{begun['id']}"
+
+
+def test_a_response_in_the_background_runs_while_nobody_reads_it() -> None:
+    engine = Gated()
+    http_client = client_of(engine)
+    url = run(http_client)
+    engine.tell(2)
+    assert http_client.get(url).json["status"] == "in_progress" and len(engine.open) == 1
+    reader = http_client.get(f"{url}?stream=true&starting_after=3").iter_encoded()
+    late = [next(reader), next(reader)]
+    engine.tell(7)
+    *late, last = [*late, *reader]
+    every = typed_events(http_client.get(f"{url}?stream=true"))
+    for i, event in enumerate(every):
+        check("ResponseStreamEvent")(event)
+        assert event["sequence_number"] == i
+    assert [json.loads(frame.partition(b"data: ")[2]) for frame in (*late, last)] == every[4:]
+    whole = http_client.get(url).json
+    assert whole == every[-1]["response"] and whole["status"] == "incomplete"
+    assert whole["output"][0]["content"][0]["text"] == TOKENIZER.decode(TOKENS[:9])
+    assert http_client.post(url + "/cancel").json == whole  # too late, which is no mistake
+    streamed = typed_events(post(client_of(ScriptedClient()), ASK, background=True, stream=True))
+    assert [event["type"] for event in streamed] == [event["type"] for event in every]
+    for query in ("stream=1", "starting_after=1", "stream=true&starting_after=x"):
+        assert refusal(http_client.get(f"{url}?{query}"))["param"] in query
+    assert "needs store" in refusal(post(http_client, ASK, background=True, store=False))["message"]
+    closed = client_of(engine, max_stored_responses=0)
+    assert "max_stored_responses" in refusal(post(closed, ASK, background=True))["message"]
+
+
+def test_a_response_in_the_background_can_be_ended_by_its_client_alone() -> None:
+    engine = Gated()
+    http_client = client_of(engine, api_key=("red", "blue"))
+    red, blue = {"X-Api-Key": "red"}, {"X-Api-Key": "blue"}
+    url = run(http_client, "red")
+    engine.tell(3)
+    refusal(http_client.post(url + "/cancel", headers=blue), 404)
+    refusal(http_client.get(url + "?stream=true", headers=blue), 404)
+    cancelled = http_client.post(url + "/cancel", headers=red).json
+    check("Response")(cancelled)
+    assert cancelled["status"] == "cancelled" and not engine.open
+    assert cancelled["output"][0]["content"][0]["text"] == TOKENIZER.decode(TOKENS[:3])
+    assert http_client.get(url, headers=red).json == cancelled
+    *_, last = typed_events(http_client.get(url + "?stream=true", headers=red))
+    assert last["type"] == "response.output_text.delta"
+    url = run(http_client, "red")
+    http_client.delete(url, headers=red)
+    gevent.sleep(0)
+    assert not engine.open
+    refusal(http_client.get(url, headers=red), 404)
+    engine.script = [told(TOKENS[:3]), BROKEN]
+    url = run(http_client, "red")
+    engine.tell(2)
+    assert http_client.get(url, headers=red).json["error"] == {"code": "server_error", "message": "worker died"}
+
+
+def test_the_events_of_responses_in_the_background_are_bounded() -> None:
+    engine = Gated()
+    http_client = client_of(engine, FACTS | {"max_model_len": 2048}, max_stored_response_bytes=2**16)
+    engine.tell(9)
+    old = ask(http_client)["id"]
+    url = run(http_client, max_output_tokens=999)
+    engine.tell(100)
+    assert http_client.get(f"{ASK}/{old}").status_code == 200  # which makes it the latest
+    engine.tell(899)
+    refusal(http_client.get(f"{ASK}/{old}"), 404)
+    assert http_client.get(url).json["status"] == "incomplete"
+    error = refusal(http_client.get(url + "?stream=true"))
+    first = int(error["message"].partition("from ")[2].split()[0])
+    *_, last = found = typed_events(http_client.get(f"{url}?stream=true&starting_after={first}"))
+    assert found[0]["sequence_number"] == first + 1 > 100 and last["type"] == "response.incomplete"
+    several = client_of(engine, max_stored_responses=2)
+    urls = [run(several) for _ in range(3)]
+    gevent.sleep(0)
+    assert len(engine.open) == 2  # the first has ended, as nobody could read it
+    assert [several.get(url).status_code for url in urls] == [404, 200, 200]
+
+
+@pytest.mark.parametrize("fields", [{"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}])
+def test_log_probabilities(http_client: FlaskClient, fields: dict[str, Any]) -> None:
+    for stream in (False, True):
+        if stream:
+            events = typed_events(post(http_client, ASK, stream=True, **fields))
+            whole = events[-1]["response"]
+            deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+            assert [entry for event in deltas for entry in event["logprobs"]] == events[-4]["logprobs"]
+            assert events[-4]["logprobs"] == events[-3]["part"]["logprobs"]
+        else:
+            whole = ask(http_client, **fields)
+        (part,) = whole["output"][0]["content"]
+        assert [bytes(entry["bytes"]) for entry in part["logprobs"]] == list(map(TOKENIZER.bytes_of, TOKENS[:9]))
+        top = fields.get("top_logprobs", 0)
+        assert {len(entry["top_logprobs"]) for entry in part["logprobs"]} == {top} == {whole["top_logprobs"]}
+
+
 def size_of(store: Store) -> int:
-    """Bytes that a store counts."""
-    return sum(size for _, size in store.held.values())
+    """Bytes that a store counts, after a look at whether it counts right."""
+    size = sum(store.held[1].values())
+    parts = [(kept.conversation, kept.response, *kept.events) for kept in store.entries.values()]
+    assert size == sum(map(len, (each for kept in parts for each in kept)))
+    assert sum(store.held[0].values()) == len(store.entries)
+    return size
 
 
 def test_the_store_is_bounded() -> None:
     def fill(store: Store, *ids: str, size: int = 10) -> list[str]:
         for id in ids:
-            store.keeper("me", ["x" * size])({"id": id, "status": "completed", "output": []})
+            Kept(store, "me", ["x" * size]).keep({"id": id, "status": "completed", "output": []})
         return [id for _, id in store.entries]
 
     store = Store(ServerConfig(max_stored_responses=3))
     assert fill(store, "a", "b", "c", "d") == ["b", "c", "d"]
     assert store.conversation("me", "b") == ["x" * 10]  # which makes it the latest
-    assert fill(store, "e") == ["d", "b", "e"]
-    assert size_of(store) == sum(len(part) for entry in store.entries.values() for part in entry)
+    assert fill(store, "e") == ["d", "b", "e"] and size_of(store)
     store = Store(ServerConfig(max_stored_response_bytes=2000))
     assert fill(store, *"abcde", size=600) == ["c", "d", "e"]
     assert fill(store, "large", size=5000) == ["large"] and size_of(store) > 5000
@@ -313,7 +436,7 @@ def test_the_store_is_bounded() -> None:
 def test_nobody_evicts_what_a_quieter_client_has_stored() -> None:
     def put(store: Store, owner: str, *ids: Any, size: int = 10) -> None:
         for id in ids:
-            store.keeper(owner, ["x" * size])({"id": str(id), "status": "completed", "output": []})
+            Kept(store, owner, ["x" * size]).keep({"id": str(id), "status": "completed", "output": []})
 
     def owned(store: Store, owner: str) -> list[str]:
         return [id for each, id in store.entries if each == owner]
@@ -333,7 +456,6 @@ def test_nobody_evicts_what_a_quieter_client_has_stored() -> None:
     assert owned(open_, "a") == list("012") and len(open_.entries) == 8
     put(open_, "b", *range(9), size=6000)
     assert owned(open_, "a") == list("012") and size_of(open_) <= 2**14
-    assert size_of(open_) == sum(len(part) for entry in open_.entries.values() for part in entry)
 
 
 def test_without_keys_an_id_alone_shows_nothing(engine: ScriptedClient) -> None:
@@ -391,6 +513,8 @@ def test_a_message(http_client: FlaskClient, engine: ScriptedClient) -> None:
         },
     }  # fmt: skip
     assert post(http_client, COUNT).json == {"input_tokens": len(ids)} and len(engine.added) == 1
+    counted = http_client.post(f"{ASK}/input_tokens", json={"input": "Hi", "temperature": 0.5}).json
+    assert counted == {"object": "response.input_tokens", "input_tokens": len(ids)} and len(engine.added) == 1
     found = post(http_client, TALK, stop_sequences=["rld", "z"], max_tokens=30).json
     assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "rld")
     assert found["content"][0]["text"] == TEXT.partition("rld")[0]
@@ -548,7 +672,7 @@ BAD_HERE: dict[str, dict[str, list[Any]]] = {
         "max_output_tokens": [0, -1, 1.5, "9", True, 2**31], "store": [1, "true"], "parallel_tool_calls": [0],
         "metadata": [5, "x", [], {"a": 1}, {"a" * 65: "x"}, {"a": "x" * 513}, {str(i): "x" for i in range(17)}],
         "user": [5], "prompt_cache_key": [5, "x" * 1025], "safety_identifier": [{}],
-        "include": ["x", [5], ["x"], ["message.output_text.logprobs"]],
+        "include": ["x", [5], ["x"]], "top_logprobs": [-1, 1.5, "2", 21], "background": [1, "true"],
         "text": ["x", {"format": {"type": "json"}}, {"format": "text"}, {"verbosity": 5}, {"x": 1},
                  {"format": {"type": "json_schema"}}, {"format": {"type": "json_schema", "schema": {}, "x": 1}}],
         "reasoning": ["low", {"effort": 5}, {"effort": True}, {"summary": "long"}, {"context": 5}, {"mode": "pro"},
@@ -575,9 +699,9 @@ BAD_HERE: dict[str, dict[str, list[Any]]] = {
 }  # fmt: skip
 BOTH = {"chat_template_kwargs": [5, {"messages": 1}, {"a b": 1}]}
 NOT_YET_HERE = [
-    (ASK, "background", True), (ASK, "conversation", "conv_5"), (ASK, "prompt", {"id": "x"}), (ASK, "n", 2),
+    (ASK, "conversation", "conv_5"), (ASK, "prompt", {"id": "x"}), (ASK, "n", 2),
     *((ASK, "tools", [{"type": kind}]) for kind in ("mcp", "file_search", "code_interpreter", "computer_use_preview")),
-    (ASK, "top_logprobs", 1), (ASK, "truncation", "start"), (ASK, "context_management", [{}]), (ASK, "best_of", 2),
+    (ASK, "truncation", "start"), (ASK, "context_management", [{}]), (ASK, "best_of", 2),
     (TALK, "tools", [{"type": "computer_20250124", "name": "x"}]), (TALK, "container", "x"),
     (TALK, "mcp_servers", [{}]), (TALK, "n", 2), (TALK, "use_beam_search", True), (COUNT, "mcp_servers", [{}]),
 ]  # fmt: skip

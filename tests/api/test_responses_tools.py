@@ -167,6 +167,15 @@ def test_what_a_response_asks_of_its_answer_reaches_the_engine(served: Any, engi
     assert refusal(post(served(PLAIN), ASK, tools=FLAT))["param"] == "tools"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_those_of_the_text_alone(served: Any, engine: ScriptedClient, stream: bool) -> None:
+    http_client, engine.says = served(THINKS), f"<think>hi\n</think>hi{ADD}"
+    reply = post(http_client, ASK, tools=FLAT, max_output_tokens=200, top_logprobs=1, stream=stream)
+    output = (typed_events(reply)[-1]["response"] if stream else reply.json)["output"]
+    (part,) = next(item for item in output if item["type"] == "message")["content"]
+    assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"] == "hi"
+
+
 def test_openais_sdk_runs_responses_with_tools(served: Any, engine: ScriptedClient) -> None:
     import httpx2
     import openai
@@ -434,11 +443,10 @@ IGNORED = {  # what is accepted, and the names that the reply tells
     "client_metadata": {"k": "v"}, "stream_options": {"include_obfuscation": True, "x": 1}, "max_tool_calls": 3,
     "truncation": "auto", "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
     "reasoning": {"summary": "detailed", "context": "all_turns", "generate_summary": "auto", "effort": "low"},
-    "text": {"verbosity": "low"}, "service_tier": "flex", "prompt_cache_retention": "24h", "background": False,
+    "text": {"verbosity": "low"}, "service_tier": "flex", "prompt_cache_retention": "24h",
 }  # fmt: skip
 NAMED = (
-    "background, client_metadata, include, "
-    "max_tool_calls, prompt_cache_retention, reasoning.context, reasoning.generate_summary, reasoning.summary, "
+    "client_metadata, include.reasoning.encrypted_content, include.web_search_call.action.sources, max_tool_calls, prompt_cache_retention, reasoning.context, reasoning.generate_summary, reasoning.summary, "
     "service_tier, stream_options, text.verbosity, truncation"
 )
 

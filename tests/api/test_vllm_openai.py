@@ -6,9 +6,7 @@ Left out, as features of later work:
     multimodal input, audio, prompt embeds        are other models' and other inputs'
     sleep mode, weights that change at run time   need an engine that gives its memory back
     per-token embeddings and classes, ColBERT     pool nothing
-    background responses                          need a response that outlives its connection
-    logprobs of responses                         are refused by name
-    /v1/chat/completions/batch, /invocations, /tokenizer_info, /load   are routes that no OpenAI client asks for
+    /v1/chat/completions/batch, /invocations, /load   are routes that no OpenAI client asks for
 
 Where Manta differs, on purpose:
     An unknown field of a request is a 400, which vLLM ignores; `--allow-unknown-fields` is vLLM's way.
@@ -489,7 +487,12 @@ def test_responses(client: Any, openai: Any) -> None:
     assert client.responses.create(**ask | {"temperature": 0.7}, top_p=0.9, extra_body=more).output
     effort = client.responses.create(**ask, reasoning={"effort": "none"}, tools=[], background=False)
     assert effort.status == "completed"
-    for wrong in ({"background": True}, {"top_logprobs": 2}, {"input": []}, {"input": [{"type": "x"}]}):
+    for wrong in (
+        {"background": True, "store": False},
+        {"top_logprobs": 21},
+        {"input": []},
+        {"input": [{"type": "x"}]},
+    ):
         with pytest.raises(openai.BadRequestError):
             client.responses.create(**ask | wrong)
 
@@ -523,6 +526,16 @@ def test_responses_are_kept(client: Any, openai: Any) -> None:
             call_(unkept.id)
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.cancel(first.id)
+    ask = {"model": "demo", "input": SUM[0]["content"], "temperature": 0, "background": True}
+    ran = client.responses.create(**ask)
+    assert ran.status == "in_progress" and client.responses.input_tokens.count(**ask).input_tokens == len(
+        prompt_ids(SUM)
+    )
+    found = list(client.responses.retrieve(ran.id, stream=True, starting_after=1))
+    assert found[0].sequence_number == 2 and found[-1].response.output_text == first.output_text
+    assert client.responses.cancel(ran.id) == client.responses.retrieve(ran.id) == found[-1].response
+    endless = client.responses.create(**ask, extra_body=ON | {"max_output_tokens": 900})
+    assert client.responses.cancel(endless.id).status == "cancelled"
     asked = {"model": "demo", "input": "And spell it.", "previous_response_id": first.id, "max_output_tokens": 1}
     again = [client.responses.create(**asked) for _ in range(2)]  # two may go on from one
     talk = [*SUM, {"role": "assistant", "content": first.output_text}, {"role": "user", "content": "And spell it."}]
