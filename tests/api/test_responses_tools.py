@@ -446,8 +446,9 @@ IGNORED = {  # what is accepted, and the names that the reply tells
     "text": {"verbosity": "low"}, "service_tier": "flex", "prompt_cache_retention": "24h",
 }  # fmt: skip
 NAMED = (
-    "client_metadata, include.reasoning.encrypted_content, include.web_search_call.action.sources, max_tool_calls, prompt_cache_retention, reasoning.context, reasoning.generate_summary, reasoning.summary, "
-    "service_tier, stream_options, text.verbosity, truncation"
+    "client_metadata, include.reasoning.encrypted_content, include.web_search_call.action.sources, max_tool_calls, "
+    "prompt_cache_retention, reasoning.context, reasoning.generate_summary, reasoning.summary, service_tier, "
+    "stream_options, text.verbosity, truncation"
 )
 
 

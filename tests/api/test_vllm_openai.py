@@ -487,12 +487,7 @@ def test_responses(client: Any, openai: Any) -> None:
     assert client.responses.create(**ask | {"temperature": 0.7}, top_p=0.9, extra_body=more).output
     effort = client.responses.create(**ask, reasoning={"effort": "none"}, tools=[], background=False)
     assert effort.status == "completed"
-    for wrong in (
-        {"background": True, "store": False},
-        {"top_logprobs": 21},
-        {"input": []},
-        {"input": [{"type": "x"}]},
-    ):
+    for wrong in ({"background": True, "store": False}, {"top_logprobs": 21}, {"input": [{"type": "x"}]}):
         with pytest.raises(openai.BadRequestError):
             client.responses.create(**ask | wrong)
 
@@ -528,9 +523,8 @@ def test_responses_are_kept(client: Any, openai: Any) -> None:
         client.responses.cancel(first.id)
     ask = {"model": "demo", "input": SUM[0]["content"], "temperature": 0, "background": True}
     ran = client.responses.create(**ask)
-    assert ran.status == "in_progress" and client.responses.input_tokens.count(**ask).input_tokens == len(
-        prompt_ids(SUM)
-    )
+    assert ran.status == "in_progress"
+    assert client.responses.input_tokens.count(input=ask["input"]).input_tokens == len(prompt_ids(SUM))
     found = list(client.responses.retrieve(ran.id, stream=True, starting_after=1))
     assert found[0].sequence_number == 2 and found[-1].response.output_text == first.output_text
     assert client.responses.cancel(ran.id) == client.responses.retrieve(ran.id) == found[-1].response
