@@ -18,16 +18,9 @@ from sampling_params import SamplingParams
 
 
 def generate(
-    api: Api,
-    fields: dict[str, Any],
-    caller: Caller,
-    prompts: Sequence[Prompt],
-    shape: Callable[..., Run],
-    default_max_tokens: int | None = None,
-    reading: Reading | None = None,
-    clamp: bool = False,
-    waits: bool = True,
-) -> dict[str, Any] | Events:
+    api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], shape: Callable[..., Run],
+    default_max_tokens: int | None = None, reading: Reading | None = None, clamp: bool = False, waits: bool = True,
+) -> dict[str, Any] | Events:  # fmt: skip
     """Answer prompts, with a reply of this shape, which makes a `Run`.
 
     The fields have the names of a chat's or of a completion's. Where neither the request nor the model says how many

@@ -78,9 +78,7 @@ class ServerConfig:
         (), "name beside localhost, or several, by which a server without keys on a loopback address is called; *: any"
     )
     root_path: str = option(
-        "",
-        "path, like /llm, that a proxy in front of this server puts before all routes; they answer with it and without "
-        "it, so the proxy may cut it off or not",
+        "", "path, like /llm, that a proxy in front of this server puts before all routes, and may cut off again"
     )
     otlp_traces_endpoint: str | None = option(
         None, "URL, like http://localhost:4318/v1/traces, to which a span of each request is sent (OpenTelemetry)"

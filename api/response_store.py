@@ -70,11 +70,6 @@ class Kept:
                 self.news.clear()
                 self.news.wait()
 
-    def stop(self, wait: bool = False) -> None:
-        """End what runs in the background, as if its client had gone."""
-        if self.runner is not None:
-            self.runner.kill(ClientGone, block=wait)
-
 
 class Store:
     """The latest responses of one API process, each known to its owner only: an API key, else an address.
@@ -192,7 +187,7 @@ class Store:
         if kept.runner is None:
             message = "the response is not in the background; to cancel it, close the connection"
             raise ApiError(400, message, "response_id")
-        kept.stop(wait=True)
+        kept.runner.kill(ClientGone)
         return msgspec.json.decode(kept.response)
 
     def _find(self, owner: str, id: str) -> Kept:
@@ -214,8 +209,8 @@ class Store:
                 self._drop(next(key for key in self.entries if key[0] == largest))
 
     def _drop(self, key: tuple[str, str]) -> None:
-        if kept := self._take_out(key):
-            kept.stop()
+        if (kept := self._take_out(key)) and kept.runner:
+            kept.runner.kill(ClientGone, block=False)
 
     def _take_out(self, key: tuple[str, str]) -> Kept | None:
         if kept := self.entries.pop(key, None):

@@ -382,7 +382,7 @@ def test_the_events_of_responses_in_the_background_are_bounded() -> None:
     first = int(error["message"].partition("from ")[2].split()[0])
     *_, last = found = typed_events(http_client.get(f"{url}?stream=true&starting_after={first}"))
     assert found[0]["sequence_number"] == first + 1 > 100 and last["type"] == "response.incomplete"
-    several = client_of(engine, max_stored_responses=2)
+    several = client_of(engine := Gated(), max_stored_responses=2)
     urls = [run(several) for _ in range(3)]
     gevent.sleep(0)
     assert len(engine.open) == 2  # the first has ended, as nobody could read it
