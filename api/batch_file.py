@@ -324,9 +324,9 @@ class Batch:
         fields = parse_json(line.body, self.api.config, self.api.facts["max_model_len"])
         line.body = b""
         assert line.face
-        for name in ("stream", "background"):
-            if fields.get(name) is True:
-                raise ApiError(400, f"{name} is true; in a batch it must be false", name)
+        for key in ("stream", "background"):
+            if fields.get(key) is True:
+                raise ApiError(400, f"{key} is true; in a batch it must be false", key)
         for attempt in range(1, ATTEMPTS + 1):
             # A line may be what ends the process. It should not end it for the others again and again.
             with self.alone if attempt == ATTEMPTS else contextlib.nullcontext():

@@ -168,12 +168,20 @@ def test_what_a_response_asks_of_its_answer_reaches_the_engine(served: Any, engi
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_are_those_of_the_text_alone(served: Any, engine: ScriptedClient, stream: bool) -> None:
-    http_client, engine.says = served(THINKS), f"<think>hi\n</think>hi{ADD}"
-    reply = post(http_client, ASK, tools=FLAT, max_output_tokens=200, top_logprobs=1, stream=stream)
-    output = (typed_events(reply)[-1]["response"] if stream else reply.json)["output"]
-    (part,) = next(item for item in output if item["type"] == "message")["content"]
-    assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"] == "hi"
+@pytest.mark.parametrize("fields", [{"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}])
+def test_log_probabilities_are_those_of_the_text_alone(
+    served: Any, engine: ScriptedClient, stream: bool, fields: dict[str, Any]
+) -> None:
+    http_client, engine.says = served(THINKS), f"<think>hi\n</think>hi 日本{ADD}"
+    reply = post(http_client, ASK, tools=FLAT, max_output_tokens=200, stream=stream, **fields)
+    found = typed_events(reply) if stream else [{"response": reply.json}]
+    whole = found[-1]["response"]
+    ((part,),) = (item["content"] for item in whole["output"] if item["type"] == "message")
+    told = part["logprobs"]
+    assert b"".join(bytes(entry["bytes"]) for entry in told).decode() == part["text"] == "hi 日本"
+    assert {len(entry["top_logprobs"]) for entry in told} == {whole["top_logprobs"]} == {fields.get("top_logprobs", 0)}
+    deltas = [event["logprobs"] for event in found if event.get("type") == "response.output_text.delta"]
+    assert [entry for logprobs in deltas for entry in logprobs] == (told if stream else [])
 
 
 def test_openais_sdk_runs_responses_with_tools(served: Any, engine: ScriptedClient) -> None:

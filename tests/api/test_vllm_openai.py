@@ -485,8 +485,7 @@ def test_responses(client: Any, openai: Any) -> None:
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     more = {"top_k": 40, "repetition_penalty": 1.2, "seed": 42}
     assert client.responses.create(**ask | {"temperature": 0.7}, top_p=0.9, extra_body=more).output
-    effort = client.responses.create(**ask, reasoning={"effort": "none"}, tools=[], background=False)
-    assert effort.status == "completed"
+    assert client.responses.create(**ask, reasoning={"effort": "none"}, background=False).status == "completed"
     for wrong in ({"background": True, "store": False}, {"top_logprobs": 21}, {"input": [{"type": "x"}]}):
         with pytest.raises(openai.BadRequestError):
             client.responses.create(**ask | wrong)
@@ -513,7 +512,8 @@ def test_a_response_streams(client: Any, openai: Any) -> None:
 
 
 def test_responses_are_kept(client: Any, openai: Any) -> None:
-    first = client.responses.create(model="demo", input=SUM[0]["content"], temperature=0)
+    ask = {"model": "demo", "input": SUM[0]["content"], "temperature": 0}
+    first = client.responses.create(**ask)
     assert client.responses.retrieve(first.id).output_text == first.output_text
     unkept = client.responses.create(model="demo", input="Hello!", store=False, max_output_tokens=5)
     for call_ in (client.responses.retrieve, client.responses.cancel):
@@ -521,15 +521,11 @@ def test_responses_are_kept(client: Any, openai: Any) -> None:
             call_(unkept.id)
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.cancel(first.id)
-    ask = {"model": "demo", "input": SUM[0]["content"], "temperature": 0, "background": True}
-    ran = client.responses.create(**ask)
-    assert ran.status == "in_progress"
+    ran = client.responses.create(**ask, background=True)
     assert client.responses.input_tokens.count(input=ask["input"]).input_tokens == len(prompt_ids(SUM))
     found = list(client.responses.retrieve(ran.id, stream=True, starting_after=1))
     assert found[0].sequence_number == 2 and found[-1].response.output_text == first.output_text
-    for ended in (client.responses.cancel(ran.id), client.responses.retrieve(ran.id)):
-        assert ended.to_dict() == found[-1].response.to_dict()
-    endless = client.responses.create(**ask, extra_body=ON | {"max_output_tokens": 900})
+    endless = client.responses.create(**ask, background=True, extra_body=ON | {"max_output_tokens": 900})
     assert client.responses.cancel(endless.id).status == "cancelled"
     asked = {"model": "demo", "input": "And spell it.", "previous_response_id": first.id, "max_output_tokens": 1}
     again = [client.responses.create(**asked) for _ in range(2)]  # two may go on from one
