@@ -189,15 +189,10 @@ class Tokenizer:
         return bool(self._templates)
 
     def render(
-        self,
-        messages: list[dict[str, Any]],
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template: str | None = None,
-        documents: list[dict[str, Any]] | None = None,
-        **chat_template_kwargs: Any,
-    ) -> str:
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None, chat_template: str | None = None,
+        documents: list[dict[str, Any]] | None = None, **chat_template_kwargs: Any,
+    ) -> str:  # fmt: skip
         """The prompt for a conversation. Encode it with `add_special_tokens=False`: templates write their own.
 
         Args:
