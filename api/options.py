@@ -55,9 +55,7 @@ class ServerConfig:
         False, "let API keys reuse each other's prefixes; by the time it takes, one can tell what another has asked"
     )
     allow_unknown_fields: bool = option(False, "ignore fields of a request that are unknown, instead of a 400")
-    served_model_name: tuple[str, ...] = option(
-        (), "name in the API, or several (default: the model's id, or its folder's name)"
-    )
+    served_model_name: tuple[str, ...] = option((), "name in the API, or several (default: the model's id or folder)")
     lora_modules: tuple[str, ...] = option(
         (), "NAME=PATH of an adapter that requests name as their model, or vLLM's JSON object; or several"
     )
@@ -71,9 +69,7 @@ class ServerConfig:
     max_prompts: int = option(1024, "prompts in one request", 1)
     max_choices: int = option(1024, "prompts times n, best_of or beam_width of one request", 1)
     trust_request_chat_template: bool = option(False, "let a request bring the chat template that renders it")
-    allowed_origins: tuple[str, ...] = option(
-        (), "origin of web pages that may call this server (CORS), or several, or *"
-    )
+    allowed_origins: tuple[str, ...] = option((), "origin of web pages that may call this (CORS), or several, or *")
     allowed_hosts: tuple[str, ...] = option(
         (), "name beside localhost, or several, by which a server without keys on a loopback address is called; *: any"
     )
@@ -83,12 +79,8 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = option(
         None, "URL, like http://localhost:4318/v1/traces, to which a span of each request is sent (OpenTelemetry)"
     )
-    max_stored_responses: int = option(
-        1024, "responses of /v1/responses that are kept; each API key has an equal share", 0
-    )
-    max_stored_response_bytes: int = option(
-        2**28, "size of these, with their conversations, shared in the same way", 1024
-    )
+    max_stored_responses: int = option(1024, "responses that are kept; each API key has an equal share", 0)
+    max_stored_response_bytes: int = option(2**28, "size of these, with conversations and events, shared alike", 1024)
     max_stop_strings: int = option(64, "stop strings in one request", 1)
     max_stop_length: int = option(512, "characters of one stop string or bad word", 1)
     max_template_chars: int = option(16 * 2**20, "characters that a chat template may render", 1024)

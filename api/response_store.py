@@ -64,7 +64,7 @@ class Kept:
             if number < self.first + len(self.events):
                 yield self.events[number - self.first]
                 number += 1
-            elif not self.runner or self.runner.ready():
+            elif self.runner is None or self.runner.ready():
                 return
             else:
                 self.news.clear()
