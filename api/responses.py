@@ -126,7 +126,8 @@ class Responses(AnswerRun):
         self.tools: Tools = asked["tools"]
         self.sent: dict[int, int] = {}  # by place, up to where the arguments of a custom tool's call are sent
         self.numbers = itertools.count()
-        self.tokens = Tokens(self.generation, self.requests[0].prompt_token_ids, self.tokenizer)
+        prompt, scored = self.requests[0].prompt_token_ids, self.top is not None
+        self.tokens = Tokens(self.generation, prompt, self.tokenizer) if scored else None
         self.taken: list[Token] = []  # of these, so far,
         self.told = 0  # and how many of them precede the next delta
         self.places: dict[int, int] = {}  # where in the answer's text the blocks begin
@@ -251,23 +252,23 @@ class Responses(AnswerRun):
 
         They are JSON, which is made in parts.
         """
-        if self.top is None:
+        if self.tokens is None:
             return []
         self.taken += self.tokens.take()
         begin, end = self._place(at), self._place(at) + len(self._block(at).text)
         first, last = (bisect_left(self.taken, place, key=attrgetter("offset")) for place in (begin, end))
         if new:
             first, self.told = max(first, self.told), last
-        found = chat_logprobs(self.taken[first:last], self.top, self.tokenizer.token_text, self.tokenizer.bytes_of)
-        return msgspec.Raw(json_of(found["content"]))
+        name, bytes_of = self.tokenizer.token_text, self.tokenizer.bytes_of
+        return msgspec.Raw(json_of(chat_logprobs(self.taken[first:last], self.top or 0, name, bytes_of)["content"]))
 
     def _place(self, at: int) -> int:
         """Where in the answer's text, which has marks as well, the text of a block begins."""
+        text, block = self.generation.text, self._block(at).text
         if at not in self.places:
-            text, block = self.generation.text, self._block(at).text
             found = text.find(block, self.located) if at < len(self.answer.blocks) - 1 else text.rfind(block)
             self.places[at] = max(found, self.located)
-            self.located = self.places[at] + len(block)
+        self.located = max(self.located, self.places[at] + len(block))
         return self.places[at]
 
     def _counts(self) -> dict[str, Any]:
