@@ -204,7 +204,7 @@ def test_a_refused_request_is_an_answer(files, engine):
     assert set(error) == {"message", "type", "param", "code"} and error["param"] == "temperature"
     assert "line" not in found["field"]["error"]
     assert batch.counts["refused"] == len(bodies) and batch.counts["failed"] == 0
-    assert "7 lines answered, of them 6 refused" in batch.summary()
+    assert "8 lines answered, of them 7 refused" in batch.summary()
     assert files.run(engine).counts["skipped"] == 7
 
 
