@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from flask import Response, g, request
 
+from api.batches import BATCH_PATHS
 from api.control import CONTROL_PATHS, scale, scaling
 from api.http import PAGE, page, reply, stream
 from api.openapi import Path, openapi
-from api.response_store import MOST_ITEMS
+from api.response_store import PAGE_OF_ITEMS
 from api.routes import Api, Events
 from api.tokenize import tokenizer_info
 from config import VERSION
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-PAGE_OF_ITEMS = {
-    "limit": {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS}, "order": {"enum": ["asc", "desc"]},
-    "after": {"type": "string"},
-}  # fmt: skip
 READ_AGAIN = {"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}}
 ENGINES = {"data_parallel_size": {"type": "integer", "minimum": 1}}
 
@@ -53,6 +50,7 @@ PATHS = (
          lambda api, id: reply(api.store.delete(g.client, id))),
     Path("POST", "/v1/responses/<id>/cancel", "cancel_response", "End a response that runs in the background.",
          lambda api, id: reply(api.store.cancel(g.client, id))),
+    *BATCH_PATHS,
 )  # fmt: skip
 
 
