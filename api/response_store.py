@@ -27,7 +27,7 @@ PAGE_OF_ITEMS = {
 class Kept:
     """A response that the store keeps, or will: JSON, and the items of the conversation before it.
 
-    One that runs in the background has its events, too, until they alone are too large.
+    One that runs in the background has its events, too; where these alone are too large, the latest of them.
     """
 
     def __init__(self, store: Store, owner: str, items: list[dict[str, Any]]):
@@ -100,9 +100,10 @@ class Store:
         """Keep a response as it is now, as the latest, and drop what is too much then. One that is gone stays so."""
         if not self._take_out(key := (kept.owner, kept.id)) and not is_new:
             return
-        if kept.length > self.limits[1]:
-            kept.first, kept.length = kept.first + len(kept.events), 0
-            kept.events.clear()
+        if kept.length > self.limits[1]:  # the older half is forgotten, which readers that keep up have had
+            half = len(kept.events) // 2
+            kept.first, kept.events = kept.first + half, kept.events[half:]
+            kept.length = sum(map(len, kept.events))
         self.entries[key] = kept
         kept.counted = len(kept.conversation) + len(kept.response) + kept.length
         self._count(kept.owner, 1, kept.counted)
