@@ -21,6 +21,7 @@ from tqdm import tqdm
 from werkzeug.exceptions import RequestEntityTooLarge
 from werkzeug.formparser import MultiPartParser
 
+from api import checks
 from api.batch_file import Answers, Batch, count_lines, run_to_end
 from api.checks import Asked
 from api.fields import ApiError, Face, Field, Name, read_fields, without_folders
@@ -38,6 +39,7 @@ BYTES = "application/octet-stream"
 ANSWERS = f"{BATCH}{'?' * 32}"  # names of files, one for each batch that has not ended
 MOST_BATCHES = 100  # of a client, that have not ended
 WINDOW = 24 * 3600  # seconds that a batch may take
+RETRY = 60  # seconds that a batch waits where the disk is full
 STAMPS = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
 
 
@@ -54,7 +56,7 @@ def upload_file(api: Api) -> dict[str, Any]:
     size = most if "Content-Encoding" in request.headers else request.content_length or most
     api.files.need_room(g.client, size)
     with (
-        api.files.writing(g.client, "batch") as (file, told),
+        api.files.writing(g.client, "batch") as (file, record),
         contextlib.closing(arriving(api.config, most, "max_file_bytes")) as parts,  # it has a timer
     ):
         file.truncate(size)  # so that other uploads count it
@@ -63,21 +65,18 @@ def upload_file(api: Api) -> dict[str, Any]:
         try:
             parser = MultiPartParser(new_target, MOST_HELD, max_form_parts=MOST_PARTS)
             texts, files = parser.parse(source, boundary.encode(), None)
-        except (ValueError, RequestEntityTooLarge) as error:
+        except RequestEntityTooLarge:
+            raise ApiError(413, f"the form has more than {MOST_PARTS} parts, or a text of {MOST_HELD} bytes") from None
+        except ValueError as error:
             raise ApiError(400, f"the form cannot be read: {error}") from None
         if (names := sorted(str(name) for name, _ in (*texts.items(True), *files.items(True)))) != ["file", "purpose"]:
             raise ApiError(400, f"the form has {', '.join(names)!r:.200}; it must have a purpose and a file")
         if texts.get("purpose") != "batch":
             raise ApiError(400, f"purpose is {texts.get('purpose')!r:.80}; it must be batch", "purpose")
-        told["filename"] = (files["file"].filename or "")[:255]
-    return told
-
-
-def check_pairs(value: dict[str, str], asked: Asked) -> dict[str, str]:
-    """A check of metadata."""
-    if len(value) > 16 or any(len(key) > 64 or len(text) > 512 for key, text in value.items()):
-        raise ValueError("it must have at most 16 pairs, of a key of 64 characters and a text of 512")
-    return value
+        if "file" not in files:
+            raise ApiError(400, "the part called file has no filename; it must have one", "file")
+        record["filename"] = (files["file"].filename or "")[:255]
+    return record
 
 
 def create_batch(api: Api) -> dict[str, Any]:
@@ -95,8 +94,12 @@ def create_batch(api: Api) -> dict[str, Any]:
         output_file_id=None, error_file_id=None, expires_at=int(time.time()) + WINDOW, **dict.fromkeys(STAMPS),
         request_counts={"total": 0, "completed": 0, "failed": 0},
     )  # fmt: skip
-    api.files.path(g.client, batch["id"]).touch()
-    api.files.save(g.client, batch)
+    (answers := api.files.path(g.client, batch["id"])).touch()
+    try:
+        api.files.save(g.client, batch)
+    except OSError:
+        answers.unlink()
+        raise
     gevent.spawn(run, api, g.client, batch["id"])
     return batch
 
@@ -107,7 +110,7 @@ NEW_BATCH = Face(
         Field("input_file_id", Name),
         Field("endpoint", Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]),
         Field("completion_window", Literal["24h"]),
-        Field("metadata", dict[str, str], None, check_pairs),
+        Field("metadata", dict[str, str], None, checks.metadata),
     ),
     create_batch, needed=("input_file_id", "endpoint", "completion_window"), not_yet={"output_expires_after": ()},
 )  # fmt: skip
@@ -130,7 +133,9 @@ def go_on(api: Api) -> None:
 def run(api: Api, owner: str, id: str) -> None:
     """Run a batch to its end, unless another process does, or until the server drains."""
     files = api.files
-    while not files.running.has_room(owner, 1) and files.find(owner, id, BATCH)["status"] != "cancelling":
+    while files.running.held[owner] and not files.running.has_room(owner, 1):  # each client may run one
+        if files.find(owner, id, BATCH)["status"] == "cancelling":
+            break
         gevent.sleep(LOOK)
     files.running.take(owner, 1)
     try:
@@ -141,6 +146,9 @@ def run(api: Api, owner: str, id: str) -> None:
                 files.path(owner, name).unlink(missing_ok=True)
     except (ApiError, ValueError) as error:  # as a rule another process runs it
         logger.info(f"{id} is not run here: {without_folders(str(error))}")
+    except OSError as error:
+        logger.warning(f"{id} waits for {RETRY} s: {without_folders(str(error))}")
+        gevent.spawn_later(RETRY, run, api, owner, id)
     finally:
         files.running.take(owner, -1)
 
@@ -152,21 +160,23 @@ def finish(api: Api, owner: str, batch: dict[str, Any], answers: Answers) -> Non
         answer_lines(api, owner, batch, answers)
     except Ended as ended:
         status = str(ended)
+    except OSError:  # no mistake of the client
+        raise
     except Exception as error:
         status, mistake = "failed", as_api_error(error)
-        told = {"code": mistake.code, "message": str(mistake)[:1000], "param": mistake.param, "line": None}
-        batch["errors"] = {"object": "list", "data": [told]}
+        why = {"code": mistake.code, "message": str(mistake)[:1000], "param": mistake.param, "line": None}
+        batch["errors"] = {"object": "list", "data": [why]}
     batch["request_counts"] |= answers.counts
     enter(api, owner, batch, "finalizing")
     for name, kind in (("output_file_id", "completed"), ("error_file_id", "failed")):
         if answers.counts[kind]:
             filename = f"{batch['id']}_{kind}.jsonl"
-            with files.writing(owner, "batch_output", filename) as (file, told), open(answers.path, "rb") as lines:
+            with files.writing(owner, "batch_output", filename) as (file, record), open(answers.path, "rb") as lines:
                 for line in lines:
                     time.sleep(0)
                     if line.endswith(b'"error":null}\n') == (kind == "completed"):
                         file.write(line)
-            batch[name] = told["id"]
+            batch[name] = record["id"]
     enter(api, owner, batch, status)
     logger.info(f"{batch['id']} is {status}: {batch['request_counts']}")
 

@@ -218,6 +218,12 @@ def budget(value: Any, asked: Asked) -> int | None:
     return None if value == -1 else value
 
 
+def metadata(value: dict[str, str], asked: Asked) -> dict[str, str]:
+    if len(value) > 16 or any(len(key) > 64 or len(text) > 512 for key, text in value.items()):
+        raise ValueError("it may have 16 keys of at most 64 characters, with strings of at most 512")
+    return value
+
+
 def stream_options(value: Any, asked: Asked) -> dict[str, bool]:
     known_keys(value, STREAM_OPTIONS, asked)
     options = {key: value.get(key) or False for key in STREAM_OPTIONS}

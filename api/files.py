@@ -20,6 +20,7 @@ from processes.child import Board, Shares
 FILE, BATCH = "file-", "batch_"  # what ids begin with
 ENDED = ("completed", "failed", "expired", "cancelled")  # states of a batch
 KEPT = 30 * 24 * 3600  # seconds that a file stays after it was last written
+CUT_SHORT = 24 * 3600  # and one whose upload has not ended, because the server was killed
 MOST_FILES = 10_000  # in the room of a client: each counts at least this part of it
 MOST_RUNNING = 4  # batches of an API process that run at a time
 
@@ -40,11 +41,12 @@ class Files:
         keys = len({*config.api_key, *config.admin_key}) if config.api_key else 0
         self.limit, self.sharing = config.max_files_bytes // max(1, keys), "" if keys else "*"
         if not self.closed:
-            with tempfile.NamedTemporaryFile(dir=self.root) as draft, contextlib.suppress(FileExistsError):
-                draft.write(board.secret)
-                draft.flush()
-                os.link(draft.name, self.root / "secret")
-            board.secret = (self.root / "secret").read_bytes()  # the first that was here, so clients keep their folders
+            if not (secret := self.root / "secret").exists():
+                with tempfile.NamedTemporaryFile(dir=self.root) as draft, contextlib.suppress(FileExistsError):
+                    draft.write(board.secret)
+                    draft.flush()
+                    os.link(draft.name, secret)
+            board.secret = secret.read_bytes()  # the first that was here, so clients keep their folders
 
     def path(self, owner: str, name: str) -> Path:
         """Where a file of a client lies; an `ApiError` if this server keeps none."""
@@ -58,46 +60,52 @@ class Files:
             path = self.path(owner, f"{id}.json")
             if not re.fullmatch(f"{kind}[0-9a-f]{{32}}", id):
                 raise FileNotFoundError
-            told: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+            record: dict[str, Any] = msgspec.json.decode(path.read_bytes())
         except FileNotFoundError:
             raise ApiError(404, f"you have no {kind[:-1]} {id[:100]!r} here", "id") from None
-        if kind == BATCH and told["status"] not in ENDED:
+        if kind == BATCH and record["status"] not in ENDED:
             with contextlib.suppress(FileNotFoundError):
                 asked = path.with_suffix(".cancel").stat().st_mtime
-                told |= {"status": "cancelling", "cancelling_at": int(asked)}
-        return told
+                record |= {"status": "cancelling", "cancelling_at": int(asked)}
+        return record
 
     def all(self, owner: str, kind: str) -> list[dict[str, Any]]:
         """All objects of a kind that a client has, the oldest first."""
-        found = []
+        records = []
         for path in sorted(self.path(owner, "").glob(f"{kind}*.json")):
             time.sleep(0)
             with contextlib.suppress(ApiError):  # it has gone just now
-                found.append(self.find(owner, path.stem, kind))
-        return found
+                records.append(self.find(owner, path.stem, kind))
+        return records
 
-    def save(self, owner: str, told: dict[str, Any]) -> None:
-        """Keep an object, in the place of an earlier one of its id."""
-        path = self.path(owner, told["id"] + ".json")
+    def save(self, owner: str, record: dict[str, Any]) -> None:
+        """Keep an object, in the place of an earlier one of its id; an OSError leaves that as it was."""
+        path = self.path(owner, record["id"] + ".json")
         draft = path.with_suffix(".part")
-        draft.write_bytes(msgspec.json.encode(told))
-        draft.replace(path)
+        try:
+            draft.write_bytes(msgspec.json.encode(record))
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def writing(self, owner: str, purpose: str, filename: str = "") -> Iterator[tuple[BinaryIO, dict[str, Any]]]:
         """A new file to write to, and its object. It is there for others once the `with` block has ended well."""
-        told = new_object(FILE, bytes=0, filename=filename, purpose=purpose, status="processed", status_details=None)
-        told["expires_at"] = told["created_at"] + KEPT
-        path = self.path(owner, told["id"])
+        record = new_object(FILE, bytes=0, filename=filename, purpose=purpose, status="processed", status_details=None)
+        record["expires_at"] = record["created_at"] + KEPT
+        path = self.path(owner, record["id"])
         part = path.with_suffix(".part")
         path.parent.mkdir(0o700, exist_ok=True)
         try:
             with open(part, "xb") as file:
-                yield file, told
-                told["bytes"] = file.tell()
+                yield file, record
+                record["bytes"] = file.tell()
                 file.truncate()
             part.rename(path)
-            self.save(owner, told)
+            self.save(owner, record)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
         finally:
             part.unlink(missing_ok=True)
 
@@ -115,7 +123,7 @@ class Files:
         for path in self.root.glob(f"{self.sharing or owner}/*"):
             with contextlib.suppress(FileNotFoundError):
                 state = path.stat()
-                if now > state.st_mtime + KEPT:
+                if now > state.st_mtime + (CUT_SHORT if path.suffix == ".part" else KEPT):
                     path.unlink()
                 else:
                     room -= max(state.st_size, self.limit // MOST_FILES)

@@ -6,6 +6,7 @@ A stream and a reply in one piece come out of the same iterator, `Run.news`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import queue
 import re
 import socket
@@ -71,6 +72,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, EngineDeadError | TimeoutError):
         return ApiError(503, without_folders(str(error)))
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ApiError(507, "the disk is full")
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "internal error; the server's log has the details")
 

@@ -312,13 +312,6 @@ def input_items(value: Any, asked: Asked) -> list[dict[str, Any]]:
     return found
 
 
-def labels(value: Any, asked: Asked) -> dict[str, str]:
-    fits = all(len(key) <= 64 and isinstance(text, str) and len(text) <= 512 for key, text in value.items())
-    if len(value) > 16 or not fits:
-        raise ValueError("it may have 16 keys of at most 64 characters, with strings of at most 512")
-    return value
-
-
 def included(value: list[str], asked: Asked) -> list[str]:
     for name in value:
         if name != LOGPROBS:
@@ -370,7 +363,7 @@ FIELDS = (
     Field("generate", bool, True, about="False only reads the prompt, so that the next one is answered sooner."),
     Field("background", bool, False, about="Run on while nobody waits, to be read later; needs store."),
     Field("store", bool, about="Keep the response, to be read or to go on from."),
-    Field("metadata", dict[str, Any], {}, labels, "Is a part of the reply."),
+    Field("metadata", dict[str, str], {}, checks.metadata, "Is a part of the reply."),
     *(Field(name, shared.Name, about="Is a part of the reply.") for name in NAMES),
 )
 RESPONSES = Face(

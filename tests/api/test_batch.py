@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import errno
 import gzip
 import json
 import os
@@ -17,6 +19,7 @@ import gevent
 import pytest
 from tqdm import tqdm
 
+import api.files
 from api.batch_file import ATTEMPTS, LAST, Batch, read_lines
 from api.options import ServerConfig
 from api.routes import Api
@@ -461,6 +464,10 @@ class Sdk:
         return {each["custom_id"]: each for each in map(json.loads, self.one.files.content(file_id).text.splitlines())}
 
 
+def broken(error: Exception) -> None:
+    raise error
+
+
 class Tiring(ScriptedClient):
     """An engine that has trouble after each request."""
 
@@ -543,6 +550,29 @@ def test_a_batch_ends_early(sdk, engine, monkeypatch, status):
     assert [error.code for error in batch.errors.data] == ["empty_file"] if status == "failed" else not batch.errors
 
 
+def test_a_full_disk_and_other_clients_only_hold_a_batch_up(engine, tmp_path, monkeypatch):
+    import openai
+
+    sdk, full, save = Sdk(engine, tmp_path, FACTS | {"max_num_seqs": 2}), [], api.files.Files.save
+    monkeypatch.setattr("api.files.Files.save", lambda *args: broken(*full) if full else save(*args))
+    monkeypatch.setattr("api.batches.RETRY", 0.01)
+    engine.trouble, other = "the engine process has ended", copy.copy(sdk)
+    other.one = sdk.two
+    batch, waits = sdk.until(sdk.batch(line("a")), "in_progress"), sdk.batch(line("b"))
+    other.until(other.batch(line("c")), "in_progress")  # though this process runs one only
+    before = sorted(path for path in tmp_path.glob("*/*") if path.suffix != ".part")
+    full.append(OSError(errno.ENOSPC, "No space left on device"))
+    fields = {"input_file_id": batch.input_file_id, "completion_window": "24h", "endpoint": COMPLETIONS}
+    for ask in (lambda: sdk.batch(line("d")), lambda: sdk.one.batches.create(**fields)):
+        with pytest.raises(openai.APIStatusError, match="the disk is full"):
+            ask()
+    gevent.sleep(0.05)
+    assert sorted(tmp_path.glob("*/*")) == before and sdk.one.batches.retrieve(waits.id).status == "validating"
+    full.clear()
+    engine.trouble = None
+    assert sdk.until(batch, "completed").request_counts.completed == 1
+
+
 def test_lines_come_after_other_requests(sdk, engine, tmp_path, monkeypatch):
     asked, add = [], engine.add_request
     monkeypatch.setattr(engine, "add_request", lambda *args: asked.append(args[0].priority) or add(*args))
@@ -569,10 +599,11 @@ PURPOSE, FILE, END = PART % (b"purpose", b"batch"), PART % (b'file"; filename="i
         (FILE + PART % (b'purpose"; filename="x', b"batch") + END, "", 400, "purpose is None"),
         (PURPOSE + PART % (b"expires_after[seconds]", b"1") + FILE + END, "", 400, "expires_after"),
         (PURPOSE + FILE * 2 + END, "", 400, "'file, file, purpose'"),
-        (PURPOSE + FILE * 8 + END, "", 400, "cannot be read"),
+        (PURPOSE + FILE * 8 + END, "", 413, "more than 8 parts"),
         (PURPOSE + FILE[:-6], "", 400, "cannot be read"),
+        (PURPOSE + PART % (b"file", b"{}") + END, "", 400, "no filename"),
         (PURPOSE + b"--b\r\n\r\nx" + END, "", 400, "cannot be read"),
-        (b"x" * 100_000, "", 400, "cannot be read"),
+        (b"x" * 100_000, "", 413, "a text of 65536"),
         (PURPOSE + PART % (b'file"; filename="in', b"x" * 200_000) + END, "", 413, "max_file_bytes"),
     ],
 )  # fmt: skip
