@@ -59,7 +59,8 @@ def upload_file(api: Api) -> dict[str, Any]:
         api.files.writing(g.client, "batch") as (file, record),
         contextlib.closing(arriving(api.config, most, "max_file_bytes")) as parts,  # it has a timer
     ):
-        file.truncate(size)  # so that other uploads count it
+        file.truncate(size)  # so that other uploads count it,
+        api.files.need_room(g.client, 0)  # and it those that have come meanwhile
         new_target: Any = partial(SimpleNamespace, write=file.write, seek=lambda at: None)
         source: Any = SimpleNamespace(read=lambda size: next(parts, b""))
         try:

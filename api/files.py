@@ -121,6 +121,7 @@ class Files:
         self.path(owner, "")
         room, now = self.limit, time.time()
         for path in self.root.glob(f"{self.sharing or owner}/*"):
+            time.sleep(0)
             with contextlib.suppress(FileNotFoundError):
                 state = path.stat()
                 if now > state.st_mtime + (CUT_SHORT if path.suffix == ".part" else KEPT):
