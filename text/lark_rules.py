@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 # JSON as templates write it, with or without one space. Any white space would let a model go on with it for ever.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-MAY_BE_SPECIAL = re.compile(r"(<[^<>\s]+>|\[[A-Z_/]+\])")
+MAY_BE_SPECIAL = re.compile(r"(\]<\]\w+\[>\[|<[^<>\s]+>|\[[A-Z_/]+\])")
 JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 Schema = Mapping[str, Any]
 SHARED = ("$defs", "definitions")
@@ -213,8 +213,8 @@ class Lark:
 
     def until(self, end: str) -> str:
         """Any text, and its end."""
-        if self.token_ids(end) is not None:
-            return self.rule(f"TEXT? {self.syntax(end)}")
+        if (syntax := self.syntax(end)).startswith("<["):
+            return self.rule(f"TEXT? {syntax}")
         return self.rule(f"TEXT? {self.text(end)}", "[lazy]")
 
     def unquoted(self, schema: Schema, ends: Sequence[str], end: str) -> str:

@@ -6,14 +6,15 @@ import contextlib
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from text.json_mending import in_string, mend
-from text.lark_rules import Lark, Schema, brief, is_text, property_schema, repeated, then, type_of, types_of
+from text.lark_rules import Lark, Schema, brief, followed, is_text, property_schema, repeated, then, type_of, types_of
 from text.scanning import NoCall, Part, Source, Steps, Waiting, markers
-from text.tool_formats import Calls, Tool, ToolParser
+from text.tool_formats import Calls, Tool, ToolParser, filled
 
 PLAUSIBLE = re.compile(r"[\w.$-]{1,64}")  # a name of an argument that no schema has
 # What a mark within a value means: the end of the value, a part of it, the beginning of an argument of a call that it
@@ -50,11 +51,16 @@ class TagFormat(ToolParser):
 
     name: str  # before the function's name; one of `begins` where models leave out the tags around it
     name_end: str  # behind it
+    written_end: str = ""  # the same as the model writes it, if that is more; see `filled`
     key: str  # before an argument's name
     key_end: str  # behind it, up to the value
-    other_key_end: str = ""  # the same before a value that is no string, in formats that say so
+    other_key_end: str = ""  # the same before a value that is no string, in formats that say so; `{}` is its type
+    tag_end: str = ""  # ends a tag that says more than a name
     value_end: str  # behind the value
     padding: str = ""  # on both sides of a value
+    quotes: tuple[str, ...] = ()  # may stand around a value, in which no mark has a meaning then
+    line: str = "\n"  # between calls
+    tag_line: str = "\n"  # between the tags of a call
 
     @property
     def value_ends(self) -> tuple[str, ...]:
@@ -70,6 +76,9 @@ class TagFormat(ToolParser):
             name = yield from source.short(*{self.name_end, "\n", self.key, *self.ends})
             yield calls.begin(name.strip())
             yield from source.follows(self.name_end)
+            if self.tag_end:
+                yield from source.short(self.tag_end)
+                yield from source.follows(self.tag_end)
             yield from self._arguments(calls)
             yield from source.closes(self.call_end)
             source.mark = source.at
@@ -92,7 +101,9 @@ class TagFormat(ToolParser):
             for texts in zip(ends, others or ends, strict=True):
                 found = yield from source.closes(*texts)
             if others and not found:  # what says of which type the value is
-                yield from source.follows(self.name_end[-1])
+                end = self.tag_end or self.name_end[-1]
+                yield from source.short(end)
+                yield from source.follows(end)
             opening = "{" if calls.bare else ", "
             yield calls.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
             yield from self._value(calls, key, given, bool(others) and found == ends[-1])
@@ -126,6 +137,11 @@ class TagFormat(ToolParser):
         if streams:
             yield calls.arguments('"')
         inner = 0  # arguments of calls that the value tells of, which have yet to end
+        if (yield from source.follows(*self.quotes[:1])):
+            yield from source.until(markers(frozenset(self.quotes[1:])), make, is_cut=True)
+            if space := source.take(source.after_space()):
+                yield make(space)
+            yield from source.follows(*self.quotes)
         while found := (yield from source.until(stops, make, is_cut=True)):
             if found == self.value_end and inner:
                 inner -= 1
@@ -256,25 +272,141 @@ class TagFormat(ToolParser):
         return name != "" and not (char.isalnum() or char in tuple("_-."))
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
-        before, after = ("\n", "\n" + self.end) if self.name else ("", self.end)
-        before, after, call = lark.text(before), lark.syntax(after), lark.one_of(self._call(lark, t) for t in tools)
+        call, line, end = lark.one_of(self._call(lark, t) for t in tools), lark.text(self.line), lark.syntax(self.end)
         if self.name and self.name not in self.begins:  # all calls stand between one pair of tags
-            return then(before, repeated(call, before, several), after)
-        return repeated(then(before, call, after), then(lark.text("\n"), lark.syntax(self.begins[0])), several)
+            return then(line, repeated(call, line, several), line, end)
+        around = line if self.name not in ("", self.begins[0]) else ""
+        return repeated(then(around, call, around, end), then(line, lark.syntax(self.begins[0])), several)
 
     def _call(self, lark: Lark, tool: Tool) -> str:
-        name = brief(tool.name, "the tool", "\n", self.name_end, self.key, *self.ends)
-        fields = []
+        name = lark.text(brief(tool.name, "the tool", "\n", self.name_end, self.key, *self.ends))
+        begin = then("" if self.name == self.begins[0] else lark.syntax(self.name), name)
+        end = filled(lark, (self.written_end or self.name_end).strip(), "")
+        fields = self._fields(lark, tool.schema, tool.strict)
+        return then(begin, end, lark.text(self.tag_line), *fields, lark.syntax(self.call_end))
+
+    def _fields(self, lark: Lark, schema: Schema, strict: bool) -> Iterator[str]:
+        """The arguments, each of which may be left out where the schema does not require it."""
+        for key, inner, required in lark.properties(schema):
+            field = then(self._field(lark, key, inner, strict), lark.text(self.tag_line))
+            yield field if required else f"({field})?"
+
+    def _field(self, lark: Lark, key: str, schema: Schema, strict: bool) -> str:
+        brief(key, "the parameter", self.key_end.split()[0])
         end = self.padding + self.value_end
-        for key, schema, required in lark.properties(tool.schema):
-            key = lark.text(brief(key, "the parameter", self.key_end.split()[0]))
-            key_end = self.key_end if is_text(schema) else self.other_key_end or self.key_end
-            before = then(lark.syntax(self.key), key, lark.syntax(key_end + self.padding))
-            if is_text(schema):
-                value = lark.unquoted(schema, self.value_ends, end)
-            else:
-                value = then(lark.json(schema, tool.strict), lark.syntax(end))
-            field = then(before, value, lark.text("\n"))
-            fields.append(field if required else f"({field})?")
-        begin = then(lark.syntax(self.name), lark.text(name), lark.syntax(self.name_end.strip()), lark.text("\n"))
-        return then(begin, *fields, lark.syntax(self.call_end))
+        if is_text(schema):
+            key_end, value = self.key_end, lark.unquoted(schema, (*self.value_ends, *self.quotes[:1]), end)
+        else:
+            key_end = self.other_key_end or self.key_end
+            value = then(lark.json(schema, strict), lark.syntax(end))
+        if is_text(schema) and self.quotes:
+            quoted = lark.unquoted(schema, self.quotes[1:], self.quotes[1] + end)
+            value = lark.one_of((value, then(lark.syntax(self.quotes[0]), quoted)))
+        types = {"number" if each == "integer" else each for each in types_of(schema) - {"string"}}
+        said = f"({' | '.join(map(lark.text, sorted(types)))})"
+        return then(lark.syntax(self.key), lark.text(key), filled(lark, key_end + self.padding, said), value)
+
+
+DEEPEST = 64  # tags within each other
+PLAIN_KEYS = frozenset(("type", "properties", "required", "additionalProperties", "items", "title", "description"))
+ANY: Schema = {}
+
+
+class Kind(NamedTuple):
+    """What a schema says of a value that is written as tags."""
+
+    types: set[str]
+    properties: Schema  # of an object
+    items: Schema  # of a list
+
+
+@dataclass(frozen=True, kw_only=True)
+class NestedFormat(TagFormat):
+    """Calls whose tags are the names of arguments; within them stand tags for a list's items, or an object's values."""
+
+    def _arguments(self, calls: Calls) -> Steps[None]:
+        root, kinds = calls.schemas[calls.name], dict[int, Kind]()
+
+        def kind_of(schema: Schema) -> Kind:
+            if id(schema) not in kinds:
+                steps = [(each, is_leaf) for each, is_leaf in followed(schema, root) if isinstance(each, dict)]
+                leaves = [schema] if "type" in schema else [each for each, is_leaf in steps if is_leaf]
+                properties, items = (
+                    next((each[key] for each, _ in steps if isinstance(each.get(key), dict)), ANY)
+                    for key in ("properties", "items")
+                )
+                kinds[id(schema)] = Kind(set[str]().union(*map(types_of, leaves)), properties, items)
+            return kinds[id(schema)]
+
+        yield from self._members(calls, root, False, kind_of, 1)
+
+    def _members(
+        self, calls: Calls, schema: Schema, listed: bool, kind_of: Callable[[Schema], Kind], depth: int
+    ) -> Steps[None]:
+        """Read tags up to the end of the one that they stand in, and make a list or an object of them."""
+        source, kind, (opening, closing) = calls.source, kind_of(schema), "[]" if listed else "{}"
+        if depth > DEEPEST:
+            raise NoCall
+        before = opening
+        while True:
+            yield from source.space()
+            found = yield from source.follows(self.key + "/", self.key)
+            if found != self.key:
+                break
+            tag = yield from source.short(self.key_end)
+            yield from source.follows(self.key_end)
+            yield calls.arguments(before + ("" if listed else json.dumps(tag, ensure_ascii=False) + ": "))
+            inner = kind.items if listed else kind.properties.get(tag)
+            yield from self._held(calls, tag, inner if isinstance(inner, dict) else ANY, kind_of, depth)
+            before = ", "
+        if not found:
+            raise NoCall
+        source.at -= len(found)
+        yield calls.arguments((opening if before == opening else "") + closing)
+
+    def _held(
+        self, calls: Calls, tag: str, schema: Schema, kind_of: Callable[[Schema], Kind], depth: int
+    ) -> Steps[None]:
+        """Read what a tag holds, and its end. Strings become arguments as they come."""
+        source, types, end = calls.source, kind_of(schema).types, f"{self.key}/{tag}{self.key_end}"
+        source.mark = source.at
+        yield from source.space()
+        found, first = (yield from source.follows(self.key + "/", self.key)), ""
+        if found == self.key:
+            first = yield from source.short(self.key_end)
+        source.back()
+        if found and (first or "string" not in types) and types & {"array", "object"}:
+            listed = "array" in types and ("object" not in types or first == "item")
+            yield from self._members(calls, schema, listed, kind_of, depth + 1)
+        else:
+            quote, kept = '"' if types == {"string"} else "", list[str]()
+
+            def make(text: str) -> Part:
+                if quote:
+                    return calls.arguments(in_string(text))
+                kept.append(text)
+                return Part()
+
+            if quote:
+                yield calls.arguments(quote)
+            if not (yield from source.until(markers(frozenset((end,))), make, is_cut=True)):
+                raise NoCall
+            yield make(source.take(source.after_space()))
+            yield calls.arguments(quote or schema_value("".join(kept), {"type": [*types]}))
+        if not (yield from source.closes(end)):
+            raise NoCall
+
+    def _field(self, lark: Lark, key: str, schema: Schema, strict: bool) -> str:
+        """An argument, or what a list or an object holds; as JSON where its schema says more than what it holds."""
+        tag, end = brief(key, "the parameter", self.key_end), f"{self.key}/{key}{self.key_end}"
+        types, items = types_of(schema) if set(schema) <= PLAIN_KEYS else set[str](), schema.get("items")
+        value = lark.syntax(end)
+        if is_text(schema):
+            value = lark.unquoted(schema, (end,), end)
+        elif types == {"object"} and schema.get("properties"):
+            value = then(*self._fields(lark, schema, strict), value)
+        elif types == {"array"} and isinstance(items, dict):
+            value = then(f"({self._field(lark, 'item', items, strict)})*", value)
+        else:
+            value = then(lark.json(schema, strict), value)
+        return then(lark.syntax(self.key + tag + self.key_end), value)

@@ -92,6 +92,7 @@ class ToolParser:
     begins: tuple[str, ...]  # what one or more calls begin with; brackets are a part of the calls
     end: str = ""  # comes after them, mostly; empty if nothing does
     call_end: str = ""  # comes after each of them, in some formats
+    response: tuple[str, ...] = ()  # what stands around text, which comes before calls, in some formats
 
     @property
     def ends(self) -> tuple[str, ...]:
