@@ -6,10 +6,9 @@ import contextlib
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 from text.json_mending import in_string, mend
 from text.lark_rules import Lark, Schema, brief, followed, is_text, property_schema, repeated, then, type_of, types_of
@@ -59,8 +58,8 @@ class TagFormat(ToolParser):
     value_end: str  # behind the value
     padding: str = ""  # on both sides of a value
     quotes: tuple[str, ...] = ()  # may stand around a value, in which no mark has a meaning then
-    line: str = "\n"  # between calls
-    tag_line: str = "\n"  # between the tags of a call
+    between: str = "\n"  # between calls
+    newline: str = "\n"  # between the tags of a call
 
     @property
     def value_ends(self) -> tuple[str, ...]:
@@ -272,23 +271,24 @@ class TagFormat(ToolParser):
         return name != "" and not (char.isalnum() or char in tuple("_-."))
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
-        call, line, end = lark.one_of(self._call(lark, t) for t in tools), lark.text(self.line), lark.syntax(self.end)
+        call, between = lark.one_of(self._call(lark, tool) for tool in tools), lark.text(self.between)
+        around = between if self.name not in ("", self.begins[0]) else ""
         if self.name and self.name not in self.begins:  # all calls stand between one pair of tags
-            return then(line, repeated(call, line, several), line, end)
-        around = line if self.name not in ("", self.begins[0]) else ""
-        return repeated(then(around, call, around, end), then(line, lark.syntax(self.begins[0])), several)
+            return then(around, repeated(call, between, several), around, lark.syntax(self.end))
+        each = then(around, call, around, lark.syntax(self.end))
+        return repeated(each, then(between, lark.syntax(self.begins[0])), several)
 
     def _call(self, lark: Lark, tool: Tool) -> str:
         name = lark.text(brief(tool.name, "the tool", "\n", self.name_end, self.key, *self.ends))
         begin = then("" if self.name == self.begins[0] else lark.syntax(self.name), name)
         end = filled(lark, (self.written_end or self.name_end).strip(), "")
         fields = self._fields(lark, tool.schema, tool.strict)
-        return then(begin, end, lark.text(self.tag_line), *fields, lark.syntax(self.call_end))
+        return then(begin, end, lark.text(self.newline), *fields, lark.syntax(self.call_end))
 
     def _fields(self, lark: Lark, schema: Schema, strict: bool) -> Iterator[str]:
         """The arguments, each of which may be left out where the schema does not require it."""
         for key, inner, required in lark.properties(schema):
-            field = then(self._field(lark, key, inner, strict), lark.text(self.tag_line))
+            field = then(self._field(lark, key, inner, strict), lark.text(self.newline))
             yield field if required else f"({field})?"
 
     def _field(self, lark: Lark, key: str, schema: Schema, strict: bool) -> str:
@@ -304,20 +304,29 @@ class TagFormat(ToolParser):
             value = lark.one_of((value, then(lark.syntax(self.quotes[0]), quoted)))
         types = {"number" if each == "integer" else each for each in types_of(schema) - {"string"}}
         said = f"({' | '.join(map(lark.text, sorted(types)))})"
-        return then(lark.syntax(self.key), lark.text(key), filled(lark, key_end + self.padding, said), value)
+        before = (key_end + self.padding).replace("\n", self.newline)
+        return then(lark.syntax(self.key), lark.text(key), filled(lark, before, said), value)
 
 
 DEEPEST = 64  # tags within each other
 PLAIN_KEYS = frozenset(("type", "properties", "required", "additionalProperties", "items", "title", "description"))
-ANY: Schema = {}
 
 
-class Kind(NamedTuple):
-    """What a schema says of a value that is written as tags."""
+class Held:
+    """What a schema says of a value that is written as tags, each of which is looked up once."""
 
-    types: set[str]
-    properties: Schema  # of an object
-    items: Schema  # of a list
+    def __init__(self, schema: Schema, root: Schema):
+        steps = [(each, is_leaf) for each, is_leaf in followed(schema, root) if isinstance(each, dict)]
+        own = [schema] if "type" in schema else [each for each, is_leaf in steps if is_leaf] or [{}]
+        self.types = set[str]().union(*map(types_of, own))
+        self.root, self._steps, self._tags = root, [each for each, _ in steps], dict[str, Held]()
+
+    def by_tag(self, tag: str, listed: bool) -> Held:
+        """The same of one of its items or values."""
+        if tag not in self._tags:
+            inner = [each.get("items") if listed else (each.get("properties") or {}).get(tag) for each in self._steps]
+            self._tags[tag] = Held(next((each for each in inner if isinstance(each, dict)), {}), self.root)
+        return self._tags[tag]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,76 +334,51 @@ class NestedFormat(TagFormat):
     """Calls whose tags are the names of arguments; within them stand tags for a list's items, or an object's values."""
 
     def _arguments(self, calls: Calls) -> Steps[None]:
-        root, kinds = calls.schemas[calls.name], dict[int, Kind]()
+        root = calls.schemas[calls.name]
+        yield from self._tags(calls, Held(root, root), self.call_end, {"object"})
 
-        def kind_of(schema: Schema) -> Kind:
-            if id(schema) not in kinds:
-                steps = [(each, is_leaf) for each, is_leaf in followed(schema, root) if isinstance(each, dict)]
-                leaves = [schema] if "type" in schema else [each for each, is_leaf in steps if is_leaf]
-                properties, items = (
-                    next((each[key] for each, _ in steps if isinstance(each.get(key), dict)), ANY)
-                    for key in ("properties", "items")
-                )
-                kinds[id(schema)] = Kind(set[str]().union(*map(types_of, leaves)), properties, items)
-            return kinds[id(schema)]
-
-        yield from self._members(calls, root, False, kind_of, 1)
-
-    def _members(
-        self, calls: Calls, schema: Schema, listed: bool, kind_of: Callable[[Schema], Kind], depth: int
-    ) -> Steps[None]:
-        """Read tags up to the end of the one that they stand in, and make a list or an object of them."""
-        source, kind, (opening, closing) = calls.source, kind_of(schema), "[]" if listed else "{}"
-        if depth > DEEPEST:
-            raise NoCall
-        before = opening
-        while True:
-            yield from source.space()
-            found = yield from source.follows(self.key + "/", self.key)
-            if found != self.key:
-                break
+    def _tags(self, calls: Calls, held: Held, end: str, types: set[str], depth: int = 1) -> Steps[None]:
+        """Read tags, and the end of the one that they stand in, and make an object or a list of them."""
+        source, before, listed = calls.source, "", "object" not in types
+        while not (yield from source.closes(end)):
+            if depth > DEEPEST or not (yield from source.follows(self.key)):
+                raise NoCall
             tag = yield from source.short(self.key_end)
             yield from source.follows(self.key_end)
-            yield calls.arguments(before + ("" if listed else json.dumps(tag, ensure_ascii=False) + ": "))
-            inner = kind.items if listed else kind.properties.get(tag)
-            yield from self._held(calls, tag, inner if isinstance(inner, dict) else ANY, kind_of, depth)
+            if tag.startswith("/"):
+                raise NoCall
+            if not before:
+                listed = "array" in types and (listed or tag == "item")
+            name = "" if listed else json.dumps(tag, ensure_ascii=False) + ": "
+            yield calls.arguments((before or "{["[listed]) + name)
+            yield from self._held(calls, held.by_tag(tag, listed), f"{self.key}/{tag}{self.key_end}", depth)
             before = ", "
-        if not found:
-            raise NoCall
-        source.at -= len(found)
-        yield calls.arguments((opening if before == opening else "") + closing)
+        yield calls.arguments(("" if before else "{["[listed]) + "}]"[listed])
 
-    def _held(
-        self, calls: Calls, tag: str, schema: Schema, kind_of: Callable[[Schema], Kind], depth: int
-    ) -> Steps[None]:
+    def _held(self, calls: Calls, held: Held, end: str, depth: int) -> Steps[None]:
         """Read what a tag holds, and its end. Strings become arguments as they come."""
-        source, types, end = calls.source, kind_of(schema).types, f"{self.key}/{tag}{self.key_end}"
+        source, types, kept = calls.source, held.types, list[str]()
         source.mark = source.at
         yield from source.space()
-        found, first = (yield from source.follows(self.key + "/", self.key)), ""
-        if found == self.key:
-            first = yield from source.short(self.key_end)
+        found = yield from source.follows(self.key + "/", self.key)
         source.back()
-        if found and (first or "string" not in types) and types & {"array", "object"}:
-            listed = "array" in types and ("object" not in types or first == "item")
-            yield from self._members(calls, schema, listed, kind_of, depth + 1)
-        else:
-            quote, kept = '"' if types == {"string"} else "", list[str]()
+        if types & {"array", "object"} and (found == self.key or (found and "string" not in types)):
+            yield from self._tags(calls, held, end, types, depth + 1)
+            return
 
-            def make(text: str) -> Part:
-                if quote:
-                    return calls.arguments(in_string(text))
-                kept.append(text)
-                return Part()
+        def make(text: str) -> Part:
+            if types == {"string"}:
+                return calls.arguments(in_string(text))
+            kept.append(text)
+            return Part()
 
-            if quote:
-                yield calls.arguments(quote)
-            if not (yield from source.until(markers(frozenset((end,))), make, is_cut=True)):
-                raise NoCall
-            yield make(source.take(source.after_space()))
-            yield calls.arguments(quote or schema_value("".join(kept), {"type": [*types]}))
-        if not (yield from source.closes(end)):
+        if types == {"string"}:
+            yield calls.arguments('"')
+        if not (yield from source.until(markers(frozenset((end,))), make, is_cut=True)):
             raise NoCall
+        yield make(source.take(source.after_space()))
+        yield from source.follows(end)
+        yield calls.arguments('"' if types == {"string"} else schema_value("".join(kept), {"type": [*types]}))
 
     def _field(self, lark: Lark, key: str, schema: Schema, strict: bool) -> str:
         """An argument, or what a list or an object holds; as JSON where its schema says more than what it holds."""

@@ -118,8 +118,11 @@ REASONING_PARSERS = {
     "plamo3": ReasoningParser(("<|plamo:begin_think:plamo|>",), ("<|plamo:end_think:plamo|>",), lacks_start=True),
     "seed_oss": ReasoningParser(("<seed:think>",), ("</seed:think>",)),
 } | dict.fromkeys(
-    ("deepseek_r1", "deepseek_v3", "glm45", "holo2", "minimax_m2", "nemotron_v3", "olmo3", "step3"), THINK
-)
+    (
+        "deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "holo2", "minimax_m2", "nemotron_v3", "olmo3",
+        "poolside_v1", "step3",
+    ), THINK,
+)  # fmt: skip
 # Texts in the chat template of a kind of model, and its parser; the first row that fits counts.
 REASONING_SIGNS = (
     (("<|channel|>analysis",), "openai_gptoss"),
@@ -254,7 +257,7 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         begins=("<|open|>tools<|sep|>",), name='<|open|>call tool="', name_end='"', tag_end="<|sep|>",
         written_end='" index="{#}"<|sep|>', key='<|open|>argument key="', key_end='" type="string"<|sep|>',
         other_key_end='" type="{}"<|sep|>', value_end="<|close|>argument<|sep|>", call_end="<|close|>call<|sep|>",
-        end="<|close|>tools<|sep|>", line="", tag_line="",
+        end="<|close|>tools<|sep|>", between="", newline="",
         response=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
     ),
     "lfm2": PythonFormat(("<|tool_call_start|>",), "<|tool_call_end|>"),
@@ -268,11 +271,11 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "minimax": JsonFormat(("<tool_calls>",), "</tool_calls>", around="\n", separator="\n"),
     "minicpm5": TagFormat(
         begins=('<function name="',), name='<function name="', name_end='">', key='<param name="', key_end='">',
-        quotes=("<![CDATA[", "]]>"), value_end="</param>", call_end="</function>", tag_line="",
+        quotes=("<![CDATA[", "]]>"), value_end="</param>", call_end="</function>", newline="",
     ),
     "minimax_m2": MINIMAX_M2,
     "minimax_m3": NestedFormat(
-        begins=("]<]minimax[>[<tool_call>",), name=']<]minimax[>[<invoke name="', name_end='">', tag_line="",
+        begins=("]<]minimax[>[<tool_call>",), name=']<]minimax[>[<invoke name="', name_end='">', newline="",
         key="]<]minimax[>[<", key_end=">", value_end="", call_end="]<]minimax[>[</invoke>",
         end="]<]minimax[>[</tool_call>",
     ),
@@ -295,6 +298,7 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         "<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>",
         after="<|plamo:end_tool_arguments:plamo|>",
     ),
+    "poolside_v1": replace(GLM45, between="", newline=""),
     "pythonic": PythonFormat(("[",)),
     "qwen3_coder": QWEN3,
     "qwen3_xml": QWEN3,
@@ -334,6 +338,7 @@ SIGNS = (
     (("<longcat_arg_key>",), "longcat_xml"),
     (("<longcat_tool_call>",), "longcat"),
     (("<function=", "<parameter="), "qwen3_coder"),
+    (("〈|EOS|〉", '"<arg_value>" -}}'), "poolside_v1"),
     (("<arg_key>",), "glm45"),
     (("<|tool_call>call:",), "gemma4"),
     (("<start_function_call>",), "functiongemma"),

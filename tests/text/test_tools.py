@@ -370,6 +370,8 @@ def test_what_a_grammar_allows_is_read_as_calls_that_follow_the_schemas(parser, 
         if text is None:
             continue
         content, _, calls = read([text], parser, tools=WRITTEN_TOOLS, special=frozenset(tokens))
+        for mark in getattr(TOOL_PARSERS[parser], "response", ()):  # which reasoning's parser leaves out
+            content = content.replace(mark, "")
         assert calls or not required, text
         assert not (required and content), text
         assert parallel or len(calls) <= 1, text
