@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
@@ -189,6 +190,7 @@ class Lark:
         """
         required = {*texts_of(schema, "required")}
         for key in schema.get("properties") or {}:
+            time.sleep(0)  # as in `parts_of`
             found = referred(property_schema(schema, key))
             self.repeated += sum(len(json.dumps(found[name])) for name in SHARED if name in found)
             if self.repeated > MOST_REPEATED:

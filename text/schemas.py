@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from itertools import chain
@@ -162,6 +163,7 @@ def read_tags(text: str | dict[str, Any]) -> list[tuple[str, str, Any, str]]:
 
 def parts_of(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
     """The same schema with each schema directly in it changed."""
+    time.sleep(0)  # there may be many, and an API process serves others as well
     changed = {}
     for key, value in schema.items():
         if key in NAMED and isinstance(value, dict):
@@ -340,6 +342,7 @@ class Rewriting:
         """What the values of a schema may be; nothing, where `room` ends."""
         if schema is False or self.room < 0:
             return []
+        time.sleep(0)  # as in `parts_of`
         if not isinstance(schema, dict):
             self.room -= 1
             return [Kind({}, ALL_TYPES)]
@@ -368,6 +371,7 @@ class Rewriting:
 
     def is_endless(self, schema: Any, path: frozenset[str] = frozenset()) -> bool:
         """Whether each value must hold another one. `path` are the references that have led here."""
+        time.sleep(0)  # as in `parts_of`
         self.room -= 1
         if not isinstance(schema, dict) or choices(schema) or self.room < 0:
             return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -592,7 +591,6 @@ def held(tool: Tool) -> Tool:
 
     The schema is closed, because models often add properties.
     """
-    time.sleep(0)  # there may be many, and an API process serves others as well
     try:
         return tool._replace(schema=plain(tool.schema, None if tool.strict else [], is_closed=True))
     except ValueError as error:
