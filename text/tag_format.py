@@ -317,8 +317,8 @@ class Held:
 
     def __init__(self, schema: Schema, root: Schema):
         steps = [(each, is_leaf) for each, is_leaf in followed(schema, root) if isinstance(each, dict)]
-        own = [schema] if "type" in schema else [each for each, is_leaf in steps if is_leaf] or [{}]
-        self.types = set[str]().union(*map(types_of, own))
+        leaves: list[Schema] = [each for each, is_leaf in steps if is_leaf] or [{}]
+        self.types = types_of(schema) if "type" in schema else set[str]().union(*map(types_of, leaves))
         self.root, self._steps, self._tags = root, [each for each, _ in steps], dict[str, Held]()
 
     def by_tag(self, tag: str, listed: bool) -> Held:
