@@ -22,7 +22,7 @@ SHOWN = (
     "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content or '' }}{{ m.content }}{{ m.tool_calls or '' }};"
     "{% endfor %}"
 )
-HERMES = SHOWN + "{{ tools | tojson if tools }}<tool_call>"
+HERMES = SHOWN + "{{ tools | tojson if tools }}<tool_call>" + '{# {"name": #}'
 THINKS = HERMES + "</think>"  # tells of reasoning that a model may begin with
 OPEN = HERMES + "</think><think>\n"  # has begun it
 PLAIN = SHOWN + "{{ tools | tojson if tools }}"

@@ -283,7 +283,7 @@ def test_a_custom_tools_call_that_breaks_in_a_stream_is_no_shorter_one(served: A
 
 
 def test_what_the_model_is_told_of_tools(served: Any, engine: ScriptedClient) -> None:
-    http_client = served("{{ tools | tojson }}<tool_call>")
+    http_client = served("{{ tools | tojson }}<tool_call>" + '{# {"name": #}')
     lark, regex = PATCH | {"format": LARK}, PATCH | {"format": LARK | {"syntax": "regex", "definition": "a|b"}}
     functions = {"type": "namespace", "name": "functions", "tools": [READ]}
     left_out = ["image_generation", "local_shell", "tool_search", "web_search"]
