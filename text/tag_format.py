@@ -136,12 +136,12 @@ class TagFormat(ToolParser):
         if streams:
             yield calls.arguments('"')
         inner = 0  # arguments of calls that the value tells of, which have yet to end
-        if (yield from source.follows(*self.quotes[:1])):
-            yield from source.until(markers(frozenset(self.quotes[1:])), make, is_cut=True)
-            if space := source.take(source.after_space()):
-                yield make(space)
-            yield from source.follows(*self.quotes)
-        while found := (yield from source.until(stops, make, is_cut=True)):
+        quoted = (yield from source.follows(*self.quotes[:1])) != ""
+        if quoted:
+            stops = markers(frozenset((self.quotes[1] + self.value_end,)))
+        elif source.is_cut(self.quotes[:1]):
+            source.at = len(source.text)
+        while (found := (yield from source.until(stops, make, is_cut=True))) and not quoted:
             if found == self.value_end and inner:
                 inner -= 1
             else:
@@ -158,6 +158,7 @@ class TagFormat(ToolParser):
         if found:
             yield make(source.take(source.after_space()).removesuffix(self.padding))
             yield calls.arguments('"' if streams else schema_value("".join(kept), schema))
+            yield from source.follows(*self.quotes[1:])
             yield from source.follows(self.value_end)
 
     def _meaning(self, calls: Calls, given: Collection[str]) -> Waiting[str]:
