@@ -64,7 +64,7 @@ def client_facts(config: EngineConfig, model_config: ModelConfig, of_workers: di
     tokens = step_tokens(config, of_workers["max_num_batched_tokens"], of_workers["step_seconds"])
     options = (
         "model", "scheduling_policy", "max_logprobs", "data_parallel_size", "torch_profiler_dir",
-        "max_prompt_adapter_token",
+        "max_prompt_adapter_token", "max_num_seqs",
     )  # fmt: skip
     return of_workers | {
         "max_num_batched_tokens": tokens,

@@ -30,7 +30,7 @@ import gevent
 from flask import Flask, Response, g, request
 from werkzeug.exceptions import MethodNotAllowed, NotFound
 
-from api import batch_file, terminal
+from api import batch_file, batches, terminal
 from api.adapters import Adapters
 from api.faces import FACES, error_body_of
 from api.fields import ApiError, Face
@@ -100,10 +100,10 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
     """Make the Flask app for a server at `address` (default: its host). `spans` sends a span of each request."""
     app = Flask("manta", static_folder=None)
     config = api.config
-    app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes + 1  # a chunked body is cut there: the extra byte shows it
     app.url_map.merge_slashes = False  # a redirect to the right spelling would be an HTML page
     app.url_map.strict_slashes = False  # some clients ask for /v1/models/
     add_routes(app, api)
+    batches.go_on(api)
     guard(app, api, address or config.host)
     answer_errors(app, config)
     log_requests(app, config, spans)
@@ -158,7 +158,7 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
             if rule.rule.endswith(">"):  # what stands there is no id, but perhaps of another server's route
                 error = NotFound()
         headers = {"Allow": ", ".join(sorted(error.valid_methods or ()))} if isinstance(error, MethodNotAllowed) else {}
-        answer = api_error(error, config)
+        answer = api_error(error)
         if several_keys and answer.status < 500:
             release_body(None)
             gevent.sleep(refusals.wait(g.client, time.monotonic() - g.begun))  # for clients that send many bad requests

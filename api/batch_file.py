@@ -3,7 +3,7 @@
 Both files have the format of OpenAI's batches. Between them and the engine process there is no HTTP: a line goes to
 `Api.answer`, as the body of a request does. A batch may end at any time, also by `kill -9`: when it is started again
 with the same files, it runs the lines that have no answer yet, and those that were refused and have been mended. The
-last answer of a custom_id is the one that counts.
+last answer of a custom_id is the one that counts. `api/batches.py` runs the batches of `/v1/batches` in the same way.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import gevent
@@ -49,21 +49,21 @@ from config import EngineConfig
 from observe.logs import console, counted, warn_once
 from processes.child import LOOK, Board
 from processes.client import EngineDeadError
-from processes.fleet import Fleet, prepare
+from processes.fleet import prepare
 from tokenizer import Tokenizer
 
 LINES_PER_SEQUENCE = 2  # lines in flight for each sequence that runs, so that the next ones wait in the engine
 ATTEMPTS = 3  # times that a line is run if the engine process ends meanwhile; the last time, no other such line runs
-LINES_AT_ONCE = 256  # that are read, perhaps only to be skipped, before others get their turn
-READ_AT_ONCE = 2**20  # bytes in which lines are counted
+LINES_AT_ONCE = 64  # that are read before others get their turn
+LAST = 2**31 - 1  # the priority of lines that yield to other requests
+READ_AT_ONCE = 2**20  # bytes of a line that is too large
 FIRST_BYTES = b'{"id":"batch_req_'  # of each line of the output
 REQUIRED = ("custom_id", "method", "url", "body")  # of a line of the input
 FACE_OF = {path: face for face in FACES for path in face.paths}
 # Options of the server that mean nothing where there is no HTTP.
 HTTP_ONLY = (
-    "host", "port", "api_key", "api_key_file", "admin_key", "metrics_key", "share_prefix_cache", "allowed_origins",
-    "allowed_hosts", "root_path", "otlp_traces_endpoint", "max_stored_responses", "max_queue", "body_timeout",
-    "write_timeout", "drain_timeout", "api_server_count",
+    *(name for name in ServerConfig.GROUPS["server"] if name != "served_model_name"),
+    "otlp_traces_endpoint", "max_queue", "body_timeout", "write_timeout",
 )  # fmt: skip
 SERVER_ONLY = (
     "headless", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_rank", "data_parallel_size_max",
@@ -79,16 +79,14 @@ class Line:
 
     number: int  # from 1
     text: bytes  # at most one byte more than is allowed
-    id: str = field(init=False)  # of the line's answer; the same line in the same place always has the same
+    id: str = ""  # of the line's answer; the same line in the same place always has the same
     custom_id: str | None = None
     face: Face | None = None
     body: bytes = b""
 
-    def __post_init__(self) -> None:
+    def read(self, config: ServerConfig, faces: Mapping[str, Face]) -> None:
+        """Find out which face the line asks for what; an `ApiError` if it is no request, with any `custom_id` set."""
         self.id = "batch_req_" + digest(b"%d %b" % (self.number, self.text)).hex()
-
-    def read(self, config: ServerConfig) -> None:
-        """Find out what the line asks for; an `ApiError` if it is no request, with `custom_id` set if it has one."""
         if len(self.text.rstrip(b"\r\n")) > config.max_body_bytes:
             raise ApiError(413, f"the line is larger than {config.max_body_bytes} bytes (max_body_bytes)")
         try:
@@ -99,14 +97,14 @@ class Line:
         method, url = text_of(fields, "method"), text_of(fields, "url")
         if method != "POST":
             raise ApiError(400, f"method is {method!r:.80}; it must be POST", "method", "invalid_method")
-        if url not in FACE_OF:
-            raise ApiError(400, f"url is {url!r:.80}; it must be one of {', '.join(FACE_OF)}", "url", "invalid_url")
+        if url not in faces:
+            raise ApiError(400, f"url is {url!r:.80}; it must be one of {', '.join(faces)}", "url", "invalid_url")
         if "body" not in fields:
             raise ApiError(400, "body is missing", "body", "missing_required_parameter")
         if not config.allow_unknown_fields and (unknown := [name for name in fields if name not in REQUIRED]):
             message = f"the line has {unknown[0]!r:.80}; it must have {', '.join(REQUIRED)}, and nothing else"
             raise ApiError(400, message, unknown[0][:80], "unknown_parameter")
-        self.face, self.body = FACE_OF[url], bytes(fields["body"])
+        self.face, self.body = faces[url], bytes(fields["body"])
         self.text = b""  # the body is all that is needed now, and may be large
 
 
@@ -131,6 +129,8 @@ def read_lines(file: BinaryIO, most: int) -> Iterator[Line]:
             return
         while not part.endswith(b"\n") and (part := file.readline(READ_AT_ONCE)):
             gevent.sleep(0)  # a line may have no end
+        if number % LINES_AT_ONCE == 0:
+            gevent.sleep(0)
         if number == 1:
             text = text.removeprefix(codecs.BOM_UTF8)
         if text.strip():
@@ -144,12 +144,13 @@ def patient(file: BinaryIO) -> BinaryIO:
     return FileObjectPosix(file.fileno(), "rb", closefd=False)
 
 
-def count_lines(path: str) -> int | None:
-    """How many lines a file has, for a progress bar; None if it cannot be read twice."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
+def count_lines(file: BinaryIO, most: int) -> int | None:
+    """How many lines `read_lines` finds in a file; None if it cannot be read twice."""
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return None
-    with open(path, "rb", buffering=0) as file:
-        return sum(part.count(b"\n") for part in iter(lambda: file.read(READ_AT_ONCE), b""))
+    count = sum(1 for _ in read_lines(file, most))
+    file.seek(0)
+    return count
 
 
 class Answered(msgspec.Struct):
@@ -174,6 +175,7 @@ class Answers:
         self.ids: dict[bytes, bool] = {}  # of each custom_id that has an answer or runs, whether this run has met it
         self.refused: dict[bytes, str] = {}  # of each custom_id whose last answer refuses its line, that line's `id`
         self.reported: set[str] = set()  # the `id` of each line that the output calls no request
+        self.counts: Counter[str] = Counter()  # lines, `completed` and `failed`
         self.writing = Semaphore()  # so that no line gets into another one that a pipe has not taken yet
         try:
             kind = stat.S_IFMT(os.stat(path).st_mode) if os.path.exists(path) else stat.S_IFREG
@@ -192,6 +194,7 @@ class Answers:
             else:
                 self._read()
         except OSError as error:
+            os.close(self.fd)
             busy = isinstance(error, BlockingIOError)
             why = "another batch writes to it" if busy else f"it cannot be locked and read: {error.strerror}"
             raise ValueError(f"{path} is not free: {why}") from None
@@ -211,6 +214,9 @@ class Answers:
                     must = "the output must be a new file, or one that a batch has begun"
                     raise ValueError(f"line {number} of {self.path} is no batch's: {error}; {must}") from None
                 size += len(text)
+                self.counts["failed" if answered.error else "completed"] += 1
+                if number % LINES_AT_ONCE == 0:
+                    time.sleep(0)
                 if answered.custom_id is None or (answered.error and "line" in answered.error):
                     self.reported.add(answered.id)
                 else:
@@ -240,6 +246,11 @@ class Answers:
         with self.writing:
             while text:
                 text = text[nb_write(self.fd, text) if self.is_pipe else os.write(self.fd, text) :]
+        self.counts["failed" if answer["error"] else "completed"] += 1
+
+    def close(self) -> None:
+        """Let another batch have the output."""
+        os.close(self.fd)
 
 
 def digest(text: bytes) -> bytes:
@@ -253,11 +264,16 @@ def digest(text: bytes) -> bytes:
 class Batch:
     """Runs the lines of a file. It is to be made and run where gevent has patched the standard library.
 
-    The engine has at most `width` answers in flight, unless a single line asks for more.
+    The engine has at most `width` answers in flight, unless a single line asks for more. If there is an `endpoint`, a
+    client asks for that alone, and others come first where the policy knows priorities.
     """
 
-    def __init__(self, api: Api, answers: Answers, width: int, bar: tqdm[Any]):
+    def __init__(
+        self, api: Api, answers: Answers, width: int, bar: tqdm[Any], client: str = "batch", endpoint: str = ""
+    ):
         self.api, self.answers, self.width, self.bar = api, answers, width, bar
+        self.client, self.faces = client, {endpoint: FACE_OF[endpoint]} if endpoint else FACE_OF
+        self.yields = endpoint and api.facts["scheduling_policy"] == "priority"
         self.begun = time.monotonic()
         self.lines, self.room = Group(), Event()  # those in flight; and that one of them has ended
         self.flying = self.held = 0  # how many they are, and how many bytes
@@ -271,8 +287,6 @@ class Batch:
         try:
             for line in read_lines(patient(file), self.api.config.max_body_bytes):
                 size = len(line.text)
-                if line.number % LINES_AT_ONCE == 0:
-                    gevent.sleep(0)
                 if self._to_run(line):
                     while self.flying and not self._has_room(size):
                         self.room.clear()
@@ -294,7 +308,7 @@ class Batch:
     def _to_run(self, line: Line) -> bool:
         """Whether a line is to be run. If not, it has an answer: it had one before, or gets one as it is no request."""
         try:
-            line.read(self.api.config)
+            line.read(self.api.config, self.faces)
             assert line.custom_id
             if self.answers.claim(line.custom_id, line.id):
                 return True
@@ -326,13 +340,15 @@ class Batch:
         assert line.face
         if fields.get("stream") is True:
             raise ApiError(400, "stream is true; in a batch it must be false", "stream")
+        if self.yields and fields.get("priority") is None:
+            fields["priority"] = LAST
         for attempt in range(1, ATTEMPTS + 1):
             # A line may be what ends the process. It should not end it for the others again and again.
             with self.alone if attempt == ATTEMPTS else contextlib.nullcontext():
                 while self.api.client.trouble:
                     gevent.sleep(LOOK / 10)
                 try:
-                    answer = self.api.answer(line.face, fields, caller := Caller(name, "batch"))
+                    answer = self.api.answer(line.face, fields, caller := Caller(name, self.client))
                 except EngineDeadError as error:
                     if attempt == ATTEMPTS:
                         raise ApiError(503, f"{error}; it was so {ATTEMPTS} times when this line was run") from None
@@ -441,11 +457,14 @@ def main(argv: list[str]) -> None:
         client, facts = fleet.new_client(), fleet.facts
         width = LINES_PER_SEQUENCE * engine_config.max_num_seqs * engine_config.data_parallel_size
         pause = 0.2 if sys.stderr.isatty() else 30.0  # seconds between two states of the bar; a log needs few of them
-        bar = tqdm(total=count_lines(flags.input_file), desc="Batch", unit="line", mininterval=pause)
+        total = count_lines(file, config.max_body_bytes)
+        bar = tqdm(total=total, desc="Batch", unit="line", mininterval=pause)
         batch = Batch(Api(client, tokenizer, facts, config, names, board, adapters), answers, width, bar)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            gevent.signal_handler(number, batch.ended.set_exception, SystemExit(128 + number))
         try:
             with bar:
-                run_to_end(batch, file, fleet)
+                run_to_end(batch, file, fleet.check)
         except OSError as error:
             console.error(f"{parser.prog}: error: {error}; {batch.summary()}")
             sys.exit(1)
@@ -457,17 +476,12 @@ def main(argv: list[str]) -> None:
         console.info(f"batch: {batch.summary()}")
 
 
-def run_to_end(batch: Batch, file: BinaryIO, fleet: Fleet) -> None:
-    """Run the batch and look after the engines, until all is done, or an OSError says what failed: a file or an engine.
-
-    Ctrl-C and SIGTERM end it with a SystemExit, and drop the lines that run.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        gevent.signal_handler(number, batch.ended.set_exception, SystemExit(128 + number))
+def run_to_end(batch: Batch, file: BinaryIO, look: Callable[[], None]) -> None:
+    """Run the batch, and `look` now and then, until all is done; lines that run when either raises are dropped."""
     runner = gevent.spawn(batch.run, file)
     try:
         while not batch.ended.ready():
-            fleet.check()
+            look()
             batch.ended.wait(LOOK)
         batch.ended.get()
     finally:

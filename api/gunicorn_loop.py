@@ -222,7 +222,7 @@ class HttpWorker(ggevent.GeventWorker):
         if not isinstance(exc, Exception):  # the process ends, or another connection needs the descriptor
             return
         begun, name, config = time.monotonic(), uuid.uuid4().hex, self.app.config
-        answer = api_error(exc, config)
+        answer = api_error(exc)
         content = msgspec.json.encode(error_body_of(getattr(exc, "path", ""))(answer))
         head = (
             f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\nConnection: close\r\n"

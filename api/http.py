@@ -10,7 +10,7 @@ import re
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -53,35 +53,46 @@ MOST_FIELDS, MOST_FIELD, MOST_HEAD = 1000, 2**16, 2**17  # header fields of a re
 UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417}
 
 
-def read_body(config: ServerConfig, bodies: Shares) -> bytearray:
-    """The body of this request. Each part of it counts from when it arrives until `g.body` is closed."""
-    kind, client = request.mimetype, g.client
-    if kind.startswith("multipart/"):
-        raise ApiError(415, f"the content type is {kind}; it must be application/json")
+def arriving(config: ServerConfig, most: int, cap: str) -> Generator[bytes, None, None]:
+    """The parts of this request's body; an `ApiError` names the `cap` if it exceeds `most` bytes."""
+    kind, size = request.mimetype, 0
     # `curl -d` says that it sends a form. But a web page may send a form to any server unasked, and JSON not.
     if kind != "application/json" and "Origin" in request.headers and not allowed_origin(config):
-        raise ApiError(415, f"the content type is {kind or 'not given'}; from a web page it must be application/json")
-    body, size, refused = bytearray(), 0, ""
-    g.body.callback(lambda: bodies.take(client, -len(body)))
+        must = "from a web page that is not in allowed_origins it must be application/json"
+        raise ApiError(415, f"the content type is {kind or 'not given'}; {must}")
+    request.max_content_length = most + 1  # a chunked body is cut there: the extra byte shows it
     try:
         with gevent.Timeout(config.body_timeout):
             for part in unpacked(request.headers.get("Content-Encoding", "identity").strip().lower()):
                 if len(part) in (0, BODY_PART):
                     gevent.sleep(0)  # a socket that always has more would let nobody else run
                 size += len(part)
-                if size > config.max_body_bytes:
+                if size > most:
                     raise RequestEntityTooLarge
-                if refused:  # but read to its end, because a client that still writes would not see the reply
-                    continue
-                body += part
-                bodies.take(client, len(part))
-                if not bodies.has_room(client):
-                    cap = f"{bodies.limit} (max_body_bytes_in_flight)"
-                    refused = f"bodies of {sum(bodies.counts)} bytes are in flight; at most {cap}"
-                    bodies.take(client, -len(body))
-                    body.clear()
+                if part:
+                    yield part
     except gevent.Timeout:
         raise ApiError(400, f"the body did not arrive within {config.body_timeout} s (body_timeout)") from None
+    except RequestEntityTooLarge:
+        raise ApiError(413, f"the body is larger than {most} bytes ({cap})") from None
+
+
+def read_body(config: ServerConfig, bodies: Shares) -> bytearray:
+    """The body of this request. Each part of it counts from when it arrives until `g.body` is closed."""
+    if request.mimetype.startswith("multipart/"):
+        raise ApiError(415, f"the content type is {request.mimetype}; it must be application/json")
+    client, body, refused = g.client, bytearray(), ""
+    g.body.callback(lambda: bodies.take(client, -len(body)))
+    for part in arriving(config, config.max_body_bytes, "max_body_bytes"):
+        if refused:  # but read to its end, because a client that still writes would not see the reply
+            continue
+        body += part
+        bodies.take(client, len(part))
+        if not bodies.has_room(client):
+            cap = f"{bodies.limit} (max_body_bytes_in_flight)"
+            refused = f"bodies of {sum(bodies.counts)} bytes are in flight; at most {cap}"
+            bodies.take(client, -len(body))
+            body.clear()
     if refused:
         raise ApiError(429, refused)
     return body
@@ -119,7 +130,7 @@ def body_of(api: Api) -> dict[str, Any]:
     return parse_json(body, api.config, api.facts["max_model_len"])
 
 
-def api_error(error: Exception, config: ServerConfig) -> ApiError:
+def api_error(error: Exception) -> ApiError:
     """The reply to an exception, also of gunicorn's and Flask's; see `as_api_error`."""
     if isinstance(error, errors.LimitRequestHeaders):
         most = f"{MOST_FIELDS} of at most {MOST_FIELD} bytes, and {MOST_HEAD} bytes in all"
@@ -131,7 +142,6 @@ def api_error(error: Exception, config: ServerConfig) -> ApiError:
     if isinstance(error, HTTPException):  # Flask would show it on an HTML page
         known = {
             404: f"there is no route {request.path}", 405: f"{request.path} does not take {request.method}",
-            413: f"the body is larger than {config.max_body_bytes} bytes (max_body_bytes)",
         }  # fmt: skip
         status = error.code or 500
         return ApiError(status, known.get(status) or error.description or error.name)

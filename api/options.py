@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -29,8 +30,8 @@ class ServerConfig:
         "server": (
             "host", "port", "api_key", "api_key_file", "admin_key", "metrics_key", "metrics_prefix",
             "served_model_name", "share_prefix_cache", "allowed_origins", "allowed_hosts", "root_path",
-            "api_server_count", "max_live_viewers", "max_stored_responses", "max_stored_response_bytes",
-            "drain_timeout", "enable_control_routes"),
+            "api_server_count", "max_live_viewers", "max_stored_responses", "max_stored_response_bytes", "files_dir",
+            "max_file_bytes", "max_files_bytes", "drain_timeout", "enable_control_routes"),
         "adapters": ("lora_modules", "lora_dir"),
         "tools and reasoning": ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"),
         "limits of a request": (
@@ -91,6 +92,11 @@ class ServerConfig:
     max_stored_response_bytes: int = option(
         2**28, "size of these, with their conversations, shared in the same way", 1024
     )
+    files_dir: str | None = option(
+        None, "folder of this server alone where /v1/files and /v1/batches keep what they need (default: they are off)"
+    )
+    max_file_bytes: int = option(200 * 2**20, "size of an upload to /v1/files", 1024)
+    max_files_bytes: int = option(10 * 2**30, "size of all files in files_dir; each API key has an equal share", 1024)
     max_stop_strings: int = option(64, "stop strings in one request", 1)
     max_stop_length: int = option(512, "characters of one stop string or bad word", 1)
     max_template_chars: int = option(16 * 2**20, "characters that a chat template may render", 1024)
@@ -121,6 +127,8 @@ class ServerConfig:
         if self.max_body_bytes_in_flight < self.max_body_bytes:
             most, one = self.max_body_bytes_in_flight, self.max_body_bytes
             raise ValueError(f"max_body_bytes_in_flight is {most}; it must be at least max_body_bytes, {one}")
+        if self.files_dir is not None and not (os.path.isdir(self.files_dir) and os.access(self.files_dir, os.W_OK)):
+            raise ValueError(f"files_dir is {self.files_dir!r:.200}, which is no folder that can be written")
         for name, pattern, form in FORMS:
             value, several = getattr(self, name), name in ("allowed_origins", "allowed_hosts")
             for each in value if several else [value]:

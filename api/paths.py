@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from flask import Response, g, request
 
+from api.batches import BATCH_PATHS
 from api.control import CONTROL_PATHS, scale, scaling
 from api.http import PAGE, page, reply, stream
 from api.openapi import Path, openapi
-from api.response_store import MOST_ITEMS
+from api.response_store import PAGE_OF_ITEMS
 from api.routes import Api
 from config import VERSION
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
-PAGE_OF_ITEMS = {
-    "limit": {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS}, "order": {"enum": ["asc", "desc"]},
-    "after": {"type": "string"},
-}  # fmt: skip
 ENGINES = {"data_parallel_size": {"type": "integer", "minimum": 1}}
 PATHS = (
     *(Path("GET", path, "page", "The page: a chat, and the engine at work.", lambda api: page(), kind)
@@ -44,6 +41,7 @@ PATHS = (
     Path("POST", "/v1/responses/<id>/cancel", "cancel_response",
          "Is refused, because no response is made in the background.",
          lambda api, id: reply(api.store.cancel(g.client, id))),
+    *BATCH_PATHS,
 )  # fmt: skip
 
 

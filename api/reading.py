@@ -58,6 +58,7 @@ class Reading:
 
     tool_parser: str | None  # of `TOOL_PARSERS`; None leaves calls in the content
     reasoning_parser: str | None  # of `REASONING_PARSERS`; None leaves reasoning in the content
+    kept_parser: str | None  # the parser of reasoning that is left there with its marks
     tools: Sequence[dict[str, Any]]  # that may be called, in OpenAI's shape
     prompt: str  # as rendered
     special_tokens: frozenset[str]  # texts that are no content
@@ -68,7 +69,8 @@ class Reading:
 
     def reader(self, **more: Any) -> Reader:
         """A reader of one answer; for `more` see `new_reader`."""
-        return new_reader(self.tool_parser, self.reasoning_parser, self.tools, self.prompt, self.special_tokens, **more)
+        parser, is_kept = self.reasoning_parser or self.kept_parser, self.kept_parser is not None
+        return new_reader(self.tool_parser, parser, self.tools, self.prompt, self.special_tokens, is_kept, **more)
 
     def call_id(self) -> str:
         """An id for a call to which the model has given none."""
@@ -91,16 +93,16 @@ class Parsers:
 
         The fields have the names of a chat's. What has no parser here, or contradicts itself, is an `ApiError`.
         """
-        thinking = self.reasoning_parser(fields)
-        if fields["separate_reasoning"] is False or fields["reasoning_format"] == "none":
-            thinking = None
+        parser = self.reasoning_parser(fields)
+        kept = parser if fields["separate_reasoning"] is False or fields["reasoning_format"] == "none" else None
+        thinking = None if kept else parser
         if (budget := fields["thinking_token_budget"]) is not None and not thinking:
             message = "this model's chat template has no reasoning that is known; --reasoning-parser names a parser"
             raise ApiError(400, f"thinking_token_budget is {budget}: {message}", "thinking_token_budget")
         choice: ToolChoice = fields["tool_choice"] or ToolChoice("auto")
         tools = called_tools(fields["tools"] or (), choice)
         calling = self._tool_parser(fields, choice) if tools else None
-        if not thinking and not calling:
+        if not parser and not calling:
             return None
         structure = structure_of(fields)
         if calling:
@@ -116,7 +118,7 @@ class Parsers:
             params["reasoning_last_ids"] = tuple(end[-1] for end in ends[1:] if end[:-1] == ends[0][:-1] != ())
         special = self.special_tokens if fields["skip_special_tokens"] is not False else frozenset()
         shown = fields["include_reasoning"] is not False
-        return Reading(calling, thinking, tools, prompt, special, shown, start, ends, params)
+        return Reading(calling, thinking, kept, tools, prompt, special, shown, start, ends, params)
 
     def reasoning_parser(self, fields: Mapping[str, Any]) -> str | None:
         """The parser of hidden reasoning for such a request; None if the model is not known to have any."""
@@ -172,8 +174,8 @@ class Parsers:
         ends = thinking.ends
         if not thinking.starts:
             ends += TOOL_PARSERS[HARMONY].ends
-        elif calling and thinking.ended_by_calls:
-            ends += TOOL_PARSERS[calling].begins
+        elif calling:
+            ends += TOOL_PARSERS[calling].marks
         start = () if thinking.opened_by(prompt) else self.ids_of(thinking.starts[0])
         best, *others = map(self.ids_of, ends)
         spaced = (self.ids_of(ends[0] + space) for space in (" ", "\n", "\n\n"))  # may be one token with its last one

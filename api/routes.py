@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from api.adapters import Adapters, Module, request_of, virtual_tokens
 from api.checks import Asked
 from api.fields import ApiError, Face, read_fields, without_folders
+from api.files import Files
 from api.options import ServerConfig
 from api.prompts import Prompts
 from api.reading import Parsers
@@ -60,6 +61,7 @@ class Api:
         self.prompts = Prompts(tokenizer, facts)
         self.parsers = Parsers(config, tokenizer)
         self.store = Store(config)
+        self.files = Files(config, board, facts["max_num_seqs"] * facts["data_parallel_size"])
         self.viewers = Viewers(client, config, board)
         self.answers = Shares(config.max_queue, board, board.answers, config.api_server_count)
         self.bodies = Shares(config.max_body_bytes_in_flight, board, board.bytes, config.api_server_count)

@@ -72,10 +72,11 @@ class Markers:
         self.beginnings = frozenset(text[:size] for text in texts for size in range(1, len(text)))
         self.longest = max(map(len, texts), default=0)
 
-    def split(self, text: str, start: int = 0) -> tuple[int, int]:
+    def split(self, text: str, start: int = 0, grows: bool = False) -> tuple[int, int]:
         """Where the first of them begins and ends in `text` from `start`; where none is, both are the place from which
-        the text may be the beginning of one."""
-        if found := self.pattern.search(text, start):
+        the text may be the beginning of one. One that may still become a longer one, if the text `grows`, is none."""
+        found = self.pattern.search(text, start)
+        if found and not (grows and text[found.start() : found.start() + self.longest] in self.beginnings):
             return found.span()
         for at in range(max(start, len(text) - self.longest + 1), len(text)):
             if text[at:] in self.beginnings:
@@ -97,6 +98,7 @@ class Source:
     mark: int | None = None  # a place to which the reading may go back
     ended: bool = False  # whether no more text will come
     in_reasoning: bool = False  # whether the text at `at` is hidden reasoning
+    ended_late: bool = False  # whether the end of reasoning has come in the content
     depth: int = 0  # how many lists and objects, as Python writes them, are open at `at`
 
     def feed(self, text: str) -> None:
@@ -171,7 +173,7 @@ class Source:
         """
         searched = 0  # characters from `at` on that hold no marker: white space
         while True:
-            start, end = stops.split(self.text, self.at + searched)
+            start, end = stops.split(self.text, self.at + searched, not self.ended)
             if self.ended and start == end and not is_cut:
                 start = end = stop = len(self.text)
             else:

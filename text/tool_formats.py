@@ -99,9 +99,15 @@ class ToolParser:
         return tuple(filter(None, (self.end, self.call_end)))
 
     @property
+    def marks(self) -> tuple[str, ...]:
+        """The `begins` that end open reasoning; a bare bracket does not, because reasoning is full of them."""
+        return tuple(text for text in self.begins if text not in ("[", "{"))
+
+    @property
     def syntax(self) -> tuple[str, ...]:
-        """All texts of the format, in which special tokens may stand."""
-        values = [value if isinstance(value, tuple) else (value,) for value in vars(self).values()]
+        """All texts of the calls, in which special tokens may stand."""
+        texts = {name: value for name, value in vars(self).items() if name != "response"}
+        values = [value if isinstance(value, tuple) else (value,) for value in texts.values()]
         return tuple(text for text in chain.from_iterable(values) if isinstance(text, str))
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
@@ -352,20 +358,19 @@ class HarmonyFormat:
     all other text is content.
     """
 
-    begins = ("<|start|>", "<|channel|>", "<|message|>")
+    begins = marks = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
     ends = ("<|end|>", "<|call|>", "<|return|>")
-    syntax = (*begins, *ends, "<|constrain|>")
+    syntax = begins + ends
 
-    def read_answer(self, calls: Calls, prompt: str) -> Steps[None]:
-        """Read an answer to its end. The prompt has begun its first message, and perhaps the text of that."""
+    def read_answer(self, calls: Calls, prompt: str, is_kept: bool) -> Steps[None]:
+        """Read an answer, whose first message the prompt has begun. With `is_kept`, reasoning is marked content."""
         source, begun = calls.source, prompt.rpartition("<|start|>")[2]
         header = begun.partition("<|message|>")[0] if "<|message|>" in begun else ""
         while (yield from source.char()):
             header = header or (yield from self._header(source))
-            found = "" if header else (yield from source.follows(*self.begins))
-            if found:
-                yield content(found)
-            yield from self._message(calls, header)
+            if not header:
+                yield from source.follows(*self.begins)
+            yield from self._message(calls, header, is_kept)
             header = ""
 
     def _header(self, source: Source) -> Waiting[str]:
@@ -373,19 +378,20 @@ class HarmonyFormat:
         source.mark = source.at
         header = ""
         yield from source.space()
-        found = yield from source.follows("<|start|>", "<|channel|>", "to=", "<|constrain|>", "<|message|>")
+        found = yield from source.follows("to=", *self.begins)
         if found == "<|message|>":
             header = found
         elif found:  # where `<|start|>` has begun it, a role comes first
             with contextlib.suppress(NoCall):
                 rest = yield from source.short("<|message|>", "<|start|>", *self.ends)
                 header = found + rest if (yield from source.follows("<|message|>")) else ""
+                header = re.sub(r"<\|channel\|>.*(?=<\|channel\|>)", "", header, flags=re.DOTALL)  # the last one counts
         if not header and not (source.ended and found.startswith("<")):
             source.back()
         source.mark = None
         return header
 
-    def _message(self, calls: Calls, header: str) -> Steps[None]:
+    def _message(self, calls: Calls, header: str, is_kept: bool) -> Steps[None]:
         """Read a message's text and end."""
         source = calls.source
         recipient = re.search(r"to=(?:functions\.)?([^\s<]+)", header)
@@ -395,7 +401,9 @@ class HarmonyFormat:
                 yield calls.begin(recipient[1])
                 name = recipient[1]
         # The model may also write what a tool would answer: a message from it, to the assistant.
-        source.in_reasoning = not name and re.search(r"<\|channel\|>analysis|to=assistant", header) is not None
+        hidden = not name and re.search(r"<\|channel\|>analysis|to=assistant", header) is not None
+        source.in_reasoning, marked = hidden and not is_kept, hidden and is_kept
+        yield content("<|channel|>analysis<|message|>" * marked)
         if header:
             yield from source.space()
         if name and (yield from source.char()) == "{":  # in JSON, markers are text
@@ -407,7 +415,8 @@ class HarmonyFormat:
         source.in_reasoning = False
         if found:
             yield from source.space()
-        yield from source.follows(*self.ends)
+        end = yield from source.follows(*self.ends)
+        yield content(end * marked)
         if name and found and calls.bare:
             yield calls.arguments("{}")
 

@@ -29,45 +29,14 @@ class ReasoningParser:
 
     starts: tuple[str, ...]
     ends: tuple[str, ...]
-    ended_by_calls: bool = False  # a call of a function ends it, too
     lacks_start: bool = False  # some models leave out what begins it
+    again: bool = False  # it may begin within the content, too
     openers: tuple[str, ...] = ()  # what may stand before the rest of the answer, each once and in this order;
     closers: tuple[str, ...] = ()  # where something does, one of these stands behind it
 
     def opened_by(self, prompt: str) -> bool:
         """Whether a rendered prompt ends in reasoning that the answer goes on with."""
         return not self.starts or prompt.rstrip().endswith(self.starts)
-
-    def begins_unmarked(self, text: str) -> bool:
-        """Whether a whole answer begins with reasoning whose beginning the model has left out."""
-        places = [place for place in map(text.find, self.ends) if place >= 0]
-        return bool(self.lacks_start and places) and not any(start in text[: min(places)] for start in self.starts)
-
-    def begins(self, source: Source, opened: bool) -> Waiting[bool]:
-        """Read the beginning of reasoning; returns whether there is any. A model may begin what the prompt `opened`."""
-        source.mark = source.at
-        yield from source.space()
-        found = yield from source.follows(*self.starts)
-        if found or opened:
-            source.in_reasoning = True
-            yield from source.space()
-        else:
-            source.at = source.mark
-        source.mark = None
-        return source.in_reasoning
-
-    def opens(self, source: Source) -> Waiting[frozenset[str]]:
-        """Read what stands before the rest of the answer; returns what may then stand behind it."""
-        source.mark = source.at
-        yield from source.space()
-        for text in self.openers:
-            if (yield from source.follows(text)):
-                source.mark = None
-                yield from source.space()
-        is_open = source.mark is None or not self.openers
-        if source.mark is not None:
-            source.back()
-        return frozenset(self.closers if is_open else ())
 
 
 def closes(source: Source, closers: Collection[str], begins: Collection[str]) -> Waiting[bool]:
@@ -87,7 +56,7 @@ def closes(source: Source, closers: Collection[str], begins: Collection[str]) ->
 
 
 COHERE = ReasoningParser(
-    ("<|START_THINKING|>",), ("<|END_THINKING|>",), ended_by_calls=True, lacks_start=True,
+    ("<|START_THINKING|>",), ("<|END_THINKING|>",), lacks_start=True,
     openers=("<|START_RESPONSE|>", "<|START_TEXT|>"), closers=("<|END_RESPONSE|>", "<|END_TEXT|>"),
 )  # fmt: skip
 KIMI_K3 = ReasoningParser(
@@ -97,29 +66,27 @@ KIMI_K3 = ReasoningParser(
 THINK = ReasoningParser(("<think>",), ("</think>",), lacks_start=True)
 # By vLLM's names, where it has one.
 REASONING_PARSERS = {
-    "apertus": ReasoningParser(("<|inner_prefix|>",), ("<|inner_suffix|>",), ended_by_calls=True, lacks_start=True),
+    "apertus": ReasoningParser(("<|inner_prefix|>",), ("<|inner_suffix|>",), lacks_start=True),
     "cohere_command3": COHERE,
     "cohere_command4": COHERE,
     "ernie45": replace(THINK, openers=("<response>",), closers=("</response>",)),
-    "gemma4": ReasoningParser(("<|channel>thought",), ("<channel|>",)),
+    "gemma4": ReasoningParser(("<|channel>thought",), ("<channel|>",), again=True),
     "granite": ReasoningParser(
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
     "hunyuan_a13b": replace(THINK, openers=("<answer>", "助手："), closers=("</answer>",)),
     "hy_v3": ReasoningParser(("<think:opensource>",), ("</think:opensource>",), lacks_start=True),
-    "kimi_k2": replace(THINK, ended_by_calls=True),
     "kimi_k3": KIMI_K3,
-    "longcat": ReasoningParser(("<longcat_think>",), ("</longcat_think>",), ended_by_calls=True, lacks_start=True),
+    "longcat": ReasoningParser(("<longcat_think>",), ("</longcat_think>",), lacks_start=True),
     "minimax_m3": ReasoningParser(("<mm:think>",), ("</mm:think>",), lacks_start=True),
     "mistral": ReasoningParser(("[THINK]",), ("[/THINK]",)),
     "openai_gptoss": ReasoningParser((), ("<|channel|>final<|message|>",)),
-    "qwen3": replace(THINK, ended_by_calls=True),
     "plamo3": ReasoningParser(("<|plamo:begin_think:plamo|>",), ("<|plamo:end_think:plamo|>",), lacks_start=True),
     "seed_oss": ReasoningParser(("<seed:think>",), ("</seed:think>",)),
 } | dict.fromkeys(
     (
-        "deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "holo2", "minimax_m2", "nemotron_v3", "olmo3",
-        "poolside_v1", "step3",
+        "deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "holo2", "kimi_k2", "minimax_m2", "nemotron_v3", "olmo3",
+        "poolside_v1", "qwen3", "step3",
     ), THINK,
 )  # fmt: skip
 # Texts in the chat template of a kind of model, and its parser; the first row that fits counts.
@@ -378,14 +345,9 @@ class Reader:
     """Reads one answer; see `new_reader`."""
 
     def __init__(self, source: Source, steps: Steps[None], dropped: frozenset[str]):
-        self._source, self._steps = source, steps
+        self.source, self._steps = source, steps
         self._dropped, self._held = markers(dropped), ""
         self._said = self._called = False  # whether there has been content, and whether a call since
-
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether what comes next is hidden reasoning."""
-        return self._source.in_reasoning
 
     def feed(self, text: str) -> list[Part]:
         """Take more of the answer's text, cut anywhere; returns the parts that are certain now."""
@@ -395,13 +357,13 @@ class Reader:
             start, end = self._dropped.split(text, begin)
             kept.append(text[begin:start])
         self._held = text[end:]
-        self._source.feed("".join(kept))
+        self.source.feed("".join(kept))
         return self._read()
 
     def end(self) -> list[Part]:
         """The answer is complete; returns the parts that were held back."""
-        self._source.feed(self._held)
-        self._source.ended = True
+        self.source.feed(self._held)
+        self.source.ended = True
         return self._read()
 
     def _read(self) -> list[Part]:
@@ -429,39 +391,54 @@ def kind_of(part: Part) -> tuple[str, int | None]:
     return next((kind for kind in ("content", "reasoning", "arguments") if getattr(part, kind)), ""), part.call
 
 
-def read_answer(calls: Calls, format: ToolParser | None, thinking: ReasoningParser | None, opened: bool) -> Steps[None]:
-    """Read an answer to its end. `opened` says whether the prompt has begun the reasoning."""
+# A mark that means nothing as text: an end is left out where it closes nothing. Others ("```", `</function>`) are text.
+TOKEN = re.compile(r"</think>|\[/THINK\]|<.*[_:|｜].*>")
+
+
+def read_answer(calls: Calls, format: ToolParser, thinking: ReasoningParser, marked: bool) -> Steps[None]:
+    """Read an answer to its end. Its mark or a call ends reasoning; with `marked` its mark alone does."""
     source = calls.source
-    begins = frozenset(format.begins if format else ())
-    starts, ends = frozenset(thinking.starts if thinking else ()), frozenset(thinking.ends if thinking else ())
-    stops = begins | (starts | ends if thinking and thinking.lacks_start else frozenset())
-    closers: frozenset[str] = frozenset()
-    make: Make = content
-    if thinking and (yield from thinking.begins(source, opened)):
-        stops = ends | (begins if thinking.ended_by_calls else frozenset())
-        make = reasoning
-    elif thinking:
-        closers = yield from thinking.opens(source)
-    while found := (yield from source.until(markers(stops | closers), make)):
-        if found in begins:
-            assert format
-            if not (yield from read_calls(calls, format, found, make)):
-                continue
-        elif found in closers:
-            if not (yield from closes(source, closers, begins)):
-                yield content(source.take(source.text.index(found, source.at) + len(found)))
-            continue
-        elif found in starts:  # the answer tells of such a mark
-            yield content(source.take(source.text.index(found, source.at) + len(found)))
-            stops = begins
-            continue
-        else:
-            yield from source.space()
-            yield from source.follows(found)
-        stops, make, source.in_reasoning = begins, content, False
+    begins, marks, starts, ends = map(frozenset, (format.begins, format.marks, thinking.starts, thinking.ends))
+    call_ends = frozenset(filter(TOKEN.fullmatch, format.ends))
+    strays = call_ends | {*filter(TOKEN.fullmatch, ends)}
+    openers, closers = thinking.openers, frozenset(() if thinking.openers else thinking.closers)
+    begun, has_ended = 0, False  # where the content began, and whether the end of reasoning has come
+    if source.in_reasoning:
         yield from source.space()
-        if thinking and not closers:
-            closers = yield from thinking.opens(source)
+        yield from source.follows(*starts)
+        yield from source.space()
+    while True:
+        make, stops = reasoning, ends if marked else ends | marks
+        if not source.in_reasoning:
+            quoted = {quote + stray for quote in "`'\"" for stray in strays}
+            make, stops = content, begins | starts | strays | quoted | closers | {*openers}
+        if not (found := (yield from source.until(markers(stops), make))):
+            return
+        is_first = source.place == begun
+        if found in begins:
+            if not (yield from read_calls(calls, format, found, make)):
+                if make is content:  # the answer tells of calls
+                    strays -= call_ends
+                continue
+            strays |= ends if make is reasoning else set()
+        elif source.in_reasoning or found in strays or (found in (*starts, *openers) and (is_first or thinking.again)):
+            if source.in_reasoning or is_first:
+                yield from source.space()
+            else:
+                yield content(source.take(source.text.index(found, source.at)))
+            source.ended_late |= found in ends and make is content and not has_ended
+            has_ended |= found in ends
+            yield from source.follows(found)
+            if found in openers:
+                openers, closers = openers[openers.index(found) + 1 :], frozenset(thinking.closers)
+        elif found not in closers or not (yield from closes(source, closers, begins)):
+            yield content(source.take(source.text.index(found, source.at) + len(found)))
+            if found in starts:  # the answer tells of reasoning
+                strays -= ends
+            continue
+        source.in_reasoning = found in starts
+        yield from source.space()
+        begun = source.place
 
 
 def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Steps[bool]:
@@ -511,8 +488,9 @@ def new_reader(
     tools: Sequence[Mapping[str, Any]],
     prompt: str,
     special_tokens: Collection[str],
+    is_kept: bool = False,
     refused: Collection[int] = (),
-    opened: bool = False,
+    reasoned: bool = False,
 ) -> Reader:
     """A reader of one answer.
 
@@ -522,8 +500,9 @@ def new_reader(
         tools: the request's, in OpenAI's shape. A call must name one of them.
         prompt: as rendered; its end tells whether the answer begins within reasoning.
         special_tokens: texts that are left out where they are not a part of the syntax.
+        is_kept: reasoning stays in the content, with its marks.
         refused: the numbers of calls that are left in the content.
-        opened: the answer begins within reasoning, whatever the prompt says.
+        reasoned: the answer begins within reasoning, whatever the prompt says, and only its mark ends it.
     """
     format = TOOL_PARSERS[tool_parser] if tool_parser else None
     thinking = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
@@ -531,15 +510,18 @@ def new_reader(
     calls = Calls(source, functions(tools), refused)
     if thinking and not thinking.starts and format is None:
         format = HarmonyFormat()
+    if thinking and is_kept:
+        special_tokens = {*special_tokens, *filter(TOKEN.fullmatch, thinking.openers + thinking.closers)}
+        thinking = None
     syntax = (format.syntax if format else ()) + (thinking.starts + thinking.ends if thinking else ())
     if isinstance(format, HarmonyFormat):
-        steps = format.read_answer(calls, prompt)
+        steps = format.read_answer(calls, prompt, is_kept)
     else:
-        opened = thinking is not None and (opened or thinking.opened_by(prompt))
+        source.in_reasoning = thinking is not None and (reasoned or thinking.opened_by(prompt))
         if thinking and prompt.rstrip().endswith(thinking.openers):
             thinking = replace(thinking, openers=())
-        source.in_reasoning = opened
-        steps = read_answer(calls, format if tools else None, thinking, opened)
+        calling = format if tools and format else ToolParser(())
+        steps = read_answer(calls, calling, thinking or ReasoningParser((), ()), reasoned)
     return Reader(source, steps, other_tokens(frozenset(special_tokens), frozenset(syntax)))
 
 
@@ -551,18 +533,22 @@ def read_whole(make_reader: Callable[..., Reader], reasoning_parser: str | None,
     """Read an answer that is all there.
 
     A call whose arguments are no JSON object is left in its content. What stands before the end of reasoning is
-    reasoning, even where nothing has begun it.
+    reasoning, even where nothing has begun it, and calls in it are none.
 
     Args:
         make_reader: `new_reader` with all of its arguments but the last two.
         is_cut: the answer was cut, as the last of its calls may be.
     """
-    thinking = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
-    opened = thinking is not None and thinking.begins_unmarked(text)
+    lacks_start = reasoning_parser is not None and REASONING_PARSERS[reasoning_parser].lacks_start
     refused: set[int] = set()
+    reasoned = False
     while True:
-        reader = make_reader(refused=refused, opened=opened)
+        reader = make_reader(refused=refused, reasoned=reasoned)
         parts = reader.feed(text) + reader.end()
+        if not reasoned and reader.source.ended_late and (lacks_start or any(part.reasoning for part in parts)):
+            reasoned = True
+            refused.clear()
+            continue
         arguments: dict[int, str] = {}
         for part in parts:
             if part.call is not None:

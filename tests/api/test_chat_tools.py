@@ -183,17 +183,21 @@ def test_reasoning_tokens_are_those_between_the_markers(http_client: FlaskClient
 def test_reasoning_is_hidden_or_left_in_the_content_where_asked(
     http_client: FlaskClient, engine: ScriptedClient
 ) -> None:
-    engine.says = "<think>hm</think>Hello"
-    for fields, content, reasoning in (
-        ({"include_reasoning": False}, "Hello", None),
-        ({"separate_reasoning": False}, "<think>hm</think>Hello", None),
-        ({"reasoning_format": "none"}, "<think>hm</think>Hello", None),
-        ({"reasoning_format": "deepseek", "separate_reasoning": True, "include_reasoning": True}, "Hello", "hm"),
+    thought, final = "<|channel|>analysis<|message|>hm<|end|>", "<|start|>assistant<|channel|>final<|message|>Hello"
+    harmony, kept = {"template": "<|channel|>analysis", "tools": None}, {"reasoning_format": "none"}
+    command, plan = {"template": "<|START_THINKING|>", "tools": None}, "<|START_THINKING|>hm<|END_THINKING|>"
+    shown = {"reasoning_format": "deepseek", "separate_reasoning": True, "include_reasoning": True}
+    for template, says, fields, content, reasoning in (
+        ({"template": THINKS}, "<think>hm</think>Hello", {"include_reasoning": False}, "Hello", None),
+        ({"template": THINKS}, "<think>hm</think>Hello", {"separate_reasoning": False}, "<think>hm</think>Hello", None),
+        ({"template": THINKS}, "<think>hm</think>Hello", kept, "<think>hm</think>Hello", None),
+        ({"template": THINKS}, "<think>hm</think>Hello", shown, "Hello", "hm"),
+        (harmony, thought + final, kept, thought + "Hello", None),
+        (command, f"{plan}<|START_RESPONSE|>Hello<|END_RESPONSE|>", kept, plan + "Hello", None),
     ):
-        for message in (
-            talk(http_client, THINKS, **fields)["choices"][0]["message"],
-            streamed(http_client, THINKS, **fields)["choices"][0]["message"],
-        ):
+        engine.says = says
+        for ask in (talk, streamed):
+            message = ask(http_client, **template, **fields)["choices"][0]["message"]
             assert (message["content"], message.get("reasoning_content")) == (content, reasoning), fields
 
 

@@ -47,8 +47,8 @@ OTHERS_ROUTES = (
     "POST /v1/responses/compact", "POST /v1/responses/input_tokens", "POST /v1/responses/input_tokens/",
     "POST /v1/responses/a/b", "POST /v1/models/load", "POST /v1/models/a/b", "DELETE /v1/models/manta",
     "POST /explain/a", "GET /v1/chat/completions/a", "GET /v1/chat/completions/a/messages",
-    "POST /v1/completions/render", "POST /v1/chat/completions/render", "POST /v1/embeddings/a", "GET /v1/files",
-    "GET /v1/batches/a", "POST /v1/messages/batches", "GET /v1/messages/batches/a/results",
+    "POST /v1/completions/render", "POST /v1/chat/completions/render", "POST /v1/embeddings/a", "GET /v1/uploads",
+    "GET /v1/batches/a/b", "POST /v1/messages/batches", "GET /v1/messages/batches/a/results",
     "DELETE /v1/messages/batches/a", "POST /v1/messages/count_tokens/a",
 )  # fmt: skip
 

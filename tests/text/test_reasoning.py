@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from test_tools import TOOLS, cuts, read
-from text.tools import REASONING_PARSERS, new_reader, reasoning_parser_of
+from test_written_calls import TOOLS as WRITTEN_TOOLS
+from test_written_calls import written
+from text.tools import REASONING_PARSERS, TOKEN, TOOL_PARSERS, new_reader, read_whole, reasoning_parser_of
 
 # parser, the prompt's end, answer, reasoning, content
 ANSWERS = [
@@ -27,7 +31,7 @@ ANSWERS = [
     ("mistral", "", "[THINK]This is a reasoning section[/THINK]This is the rest", "This is a reasoning section",
      "This is the rest"),
     ("mistral", "", "This is a reasoning section[/THINK]This is the rest", "",
-     "This is a reasoning section[/THINK]This is the rest"),
+     "This is a reasoning sectionThis is the rest"),
     # .../test_granite_reasoning_parser.py
     ("granite", "", "Here is my thought process:This is a reasoning section. Here's my response:This is the rest",
      "This is a reasoning section.", "This is the rest"),
@@ -82,6 +86,17 @@ ANSWERS = [
     ("openai_gptoss", "<|start|>assistant<|channel|>final<|message|>", "This is the rest<|return|>", "",
      "This is the rest"),
     ("openai_gptoss", "<|start|>assistant<|channel|>analysis<|message|>Well,", "so<|end|>", "so", ""),
+    ("openai_gptoss", "<|start|>assistant",  # the last channel counts
+     "<|channel|>analysis<|message|>x<|end|><|start|>assistant<|channel|>commentary to=assistant<|channel|>final"
+     "<|message|>Hello", "x", "Hello"),
+    ("openai_gptoss", "<|start|>assistant", "<|channel|>final<|message|>A<|channel|><|end|>B<|constrain|>", "", "AB"),
+    # an end that closes nothing is no content, unless the answer tells of it
+    ("gemma4", "", "<|channel>thought\n<channel|>Hi<channel|>", "", "Hi"),
+    ("gemma4", "", "<|channel>thought\n<channel|>Hi <|channel>thought\n<channel|>you<channel|>!", "", "Hi you!"),
+    ("qwen3", "", "<think>A</think>\n\n</think>\n\nB </think> C", "A", "B C"),
+    ("qwen3", "", "<think>A</think>`</think>` and '</think>' end what <think> begins: </think>", "A",
+     "`</think>` and '</think>' end what <think> begins: </think>"),
+    ("qwen3", "", "<think>A</think><think>B</think>C", "AB", "C"),
 ]  # fmt: skip
 
 
@@ -102,27 +117,59 @@ def test_every_parser_reads_what_it_says():
 
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"q": "x"}}\n</tool_call>'
+PLAN = "<|START_THINKING|>I look.<|END_THINKING|>"
+FORMATS = sorted({id(format): name for name, format in TOOL_PARSERS.items() if name != "openai"}.values())
+PARSERS = sorted({id(parser): name for name, parser in REASONING_PARSERS.items() if parser.starts}.values())
 
 
-@pytest.mark.parametrize(
-    ("parser", "answer", "reasoning", "content", "called"),
-    [
-        ("qwen3", f"<think>\nI look.\n</think>\n\n{CALL}", "I look.", "", True),
-        ("qwen3", f"<think>\nI look.\n\n{CALL}", "I look.", "", True),  # reasoning that nothing else ends
-        ("qwen3", "<think>\nA <tool_call> is it.</think>No.", "A <tool_call> is it.", "No.", False),
-        ("deepseek_r1", f"<think>{CALL}</think>No.", CALL, "No.", False),
-    ],
-)
-def test_calls_come_after_reasoning_or_end_it(parser, answer, reasoning, content, called):
-    for pieces in cuts(answer):
-        found = read(pieces, "hermes", parser)
-        assert found == (content, reasoning, [["search", '{"q": "x"}', ""]] if called else [])
+def both(answer, tool_parser, parser):
+    """An answer read whole, and a character at a time."""
+    make = functools.partial(new_reader, tool_parser, parser, WRITTEN_TOOLS, "", ())
+    reader = make()
+    stream = [part for char in answer for part in reader.feed(char)] + reader.end()
+    for parts in (read_whole(make, parser, answer, False), stream):
+        content, reasoning = "".join(part.content for part in parts), "".join(part.reasoning for part in parts)
+        yield content, reasoning, [part.name for part in parts if part.name]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_call_ends_open_reasoning(format):
+    """Unless its end comes behind the call, and the answer is read whole. A bare bracket begins no call there."""
+    told, begin = written(format, [("read", {"text": "x"})]), f"A {TOOL_PARSERS[format].begins[0]} is it."
+    for parser in PARSERS:
+        start, end = REASONING_PARSERS[parser].starts[0], REASONING_PARSERS[parser].ends[0]
+        assert [*both(f"{start}{begin}{end}No.", format, parser)] == [("No.", begin, [])] * 2
+        call = written(format, [("read", {"text": f"x {end} y"})])
+        if TOOL_PARSERS[format].begins[0] in "[{":
+            assert [*both(f"{start}I look.\n{told}", format, parser)] == [("", f"I look.\n{told}", [])] * 2
+            continue
+        for answer in (f"{start}I look.\n{call}", f"{start}\nI look.\n{end}\n\n{call}"):
+            assert [*both(answer, format, parser)] == [("", "I look.", ["read"])] * 2
+        whole, stream = both(f"{start}I look.\n{told} No.{end}Yes.{told}", format, parser)
+        assert whole == ("Yes.", f"I look.\n{told} No.", ["read"])
+        assert stream == ("No.Yes.", "I look.", ["read", "read"])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_end_that_closes_nothing_is_no_content(format):
+    call, begin = written(format, [("read", {"text": "x"})]), TOOL_PARSERS[format].begins[0]
+    ends = {*filter(TOKEN.fullmatch, TOOL_PARSERS[format].ends)}
+    for end in ends:
+        for answer, content, called in (
+            (f"Hi{end}", "Hi", []),
+            (f"Hi\n{end}\nyou{end}", "Hi\nyou", []),
+            (f"{call}\n{end}\nHi{end}", "Hi", ["read"]),
+            (f"A `{end}`, '{end}' or \"{end}", f"A `{end}`, '{end}' or \"{end}", []),
+            (f"It is {begin} name {end}.", f"It is {begin} name {end}.", []),
+        ):
+            assert [*both(answer, format, "qwen3")] == [(content, "", called)] * 2
+    for end in {*TOOL_PARSERS[format].ends} - ends:
+        assert [*both(f"Hi {end} you", format, "qwen3")] == [(f"Hi {end} you", "", [])] * 2
 
 
 ACTION = (
     '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "search", "parameters": {"q": "x"}}\n]<|END_ACTION|>'
 )
-PLAN = "<|START_THINKING|>I look.<|END_THINKING|>"
 XTML = (
     '<|open|>tools<|sep|><|open|>call tool="search" index="1"<|sep|><|open|>argument key="q" type="string"<|sep|>x'
     "<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>"
@@ -164,22 +211,22 @@ def test_the_marks_around_an_answer_may_be_in_an_argument():
 
 def test_the_reader_knows_when_it_is_in_reasoning():
     reader = new_reader(None, "qwen3", TOOLS, "<think>\n", ())
-    assert reader.in_reasoning
+    assert reader.source.in_reasoning
     reader.feed("a</thi")
-    assert reader.in_reasoning
+    assert reader.source.in_reasoning
     reader.feed("nk>")
-    assert not reader.in_reasoning
+    assert not reader.source.in_reasoning
     reader = new_reader(None, "qwen3", TOOLS, "", ())
     states = []
     for piece in ("<thi", "nk>", "a", "</think>", "b"):
         reader.feed(piece)
-        states.append(reader.in_reasoning)
+        states.append(reader.source.in_reasoning)
     assert states == [False, True, True, False, False]
     reader = new_reader("openai", "openai_gptoss", TOOLS, "<|start|>assistant", ())
     reader.feed("<|channel|>analysis<|message|>a")
-    assert reader.in_reasoning
+    assert reader.source.in_reasoning
     reader.feed("<|end|><|start|>assistant<|channel|>final<|message|>b")
-    assert not reader.in_reasoning
+    assert not reader.source.in_reasoning
 
 
 @pytest.mark.parametrize(

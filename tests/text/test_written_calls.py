@@ -592,9 +592,9 @@ def test_reasoning_whose_beginning_is_left_out(parser: str) -> None:
     parts = whole(answer, None, parser)
     assert ("".join(p.reasoning for p in parts), "".join(p.content for p in parts)) == ("a b", "c")
     reader = new_reader(None, parser, [], "", ())
-    assert "".join(part.content for piece in answer for part in reader.feed(piece)) == "a bc"
-    begun = whole("<think>a</think>b </think> c", None, parser)  # later it is a text like any other
-    assert "".join(p.content for p in begun) == "b </think> c"
+    assert "".join(part.content for piece in answer for part in reader.feed(piece)) == "a b\nc"
+    told = whole(written("hermes", [("write", {"text": "</think>"})]), "hermes", parser)  # in a call it ends nothing
+    assert [part.name for part in told if part.name] == ["write"]
 
 
 def test_what_a_tool_would_answer_is_no_content() -> None:
