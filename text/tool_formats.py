@@ -3,6 +3,7 @@
     JsonFormat      {"name": ..., "arguments": {...}}, by itself, in a list, or between tags
     HeaderFormat    the name in a line of its own, then its arguments as JSON
     TagFormat       a tag for each argument, whose text is its value (in tag_format.py)
+    NestedFormat    the same, with tags in it for the parts of a list or an object (in tag_format.py)
     PythonFormat    name(key=value), and what resembles it
     HarmonyFormat   messages with channels and recipients
 

@@ -107,10 +107,6 @@ REASONING_SIGNS = (
     (("</think>", "<response>"), "ernie45"),
     (("</think>", "<answer>"), "hunyuan_a13b"),
     (("</think>", "助手："), "hunyuan_a13b"),
-    (("<think>", "<｜tool_calls_begin｜>"), "step3"),
-    (("</think>", "<|tool_calls_section_begin|>"), "kimi_k2"),
-    (("</think>", "<arg_key>"), "glm45"),
-    (("</think>", "<｜Assistant｜>"), "deepseek_r1"),
     (("</think>",), "qwen3"),
     (("Here is my thought process:",), "granite"),
 )

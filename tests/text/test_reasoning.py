@@ -233,9 +233,7 @@ def test_the_reader_knows_when_it_is_in_reasoning():
     ("template", "parser"),
     [
         ("{%- set content = content.split('</think>')[-1].lstrip('\\n') %}", "qwen3"),
-        ("{{'<｜Assistant｜><think>\\n'}} content.split('</think>')[-1]", "deepseek_r1"),
-        ("'<think></think>' <tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>", "glm45"),
-        ("<think></think> <|tool_calls_section_begin|>", "kimi_k2"),
+        ("{{'<｜Assistant｜><think>\\n'}} content.split('</think>')[-1]", "qwen3"),
         ("[THINK]Your thoughts[/THINK]", "mistral"),
         ('"<|channel|>analysis<|message|>"', "openai_gptoss"),
         ("{{- '<|channel>thought\\n<channel|>' -}}", "gemma4"),
@@ -248,7 +246,6 @@ def test_the_reader_knows_when_it_is_in_reasoning():
         ("'助手：开头。' '<think>\n\n</think>\n'", "hunyuan_a13b"),
         ("content.split('<answer>')[-1].strip('</answer>') '<think>\n\n</think>\n'", "hunyuan_a13b"),
         ("<longcat_assistant><longcat_think>\n", "longcat"),
-        ("<think>\n <｜tool_calls_begin｜>", "step3"),
         ("'<think>\n' '</think>\n\n' '<minimax:tool_call>' '\n<response>' '</response>'", "minimax_m2"),
         ("{%- set think_end_token = '</mm:think>' -%} ~ '<mm:think>' '\n<response>'", "minimax_m3"),
         ("{{- '<|open|>' + tag }}{{- '<|sep|>' }}{{ open_tag('think') }}", "kimi_k3"),
