@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from bisect import bisect_left
@@ -10,8 +9,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from text.json_mending import in_string, mend
-from text.lark_rules import Lark, Schema, brief, followed, is_text, property_schema, repeated, then, type_of, types_of
+from text.json_mending import in_string
+from text.lark_rules import Held, Lark, Schema, brief, is_text, property_schema, repeated, schema_value, then, types_of
 from text.scanning import NoCall, Part, Source, Steps, Waiting, markers
 from text.tool_formats import Calls, Tool, ToolParser, filled
 
@@ -21,34 +20,12 @@ PLAUSIBLE = re.compile(r"[\w.$-]{1,64}")  # a name of an argument that no schema
 END, TEXT, INNER, CUT = "end", "text", "inner", "cut"
 
 
-def schema_value(text: str, schema: Schema) -> str:
-    """JSON of an argument's text: the value that it spells if the schema allows that type, else the text itself.
-
-    Models write many of them as Python does, or nearly so.
-    """
-    if is_text(schema):
-        return "null" if text == "null" else json.dumps(text, ensure_ascii=False)
-    allowed, word = types_of(schema), text.strip().lower()
-    if "boolean" in allowed and word in ("true", "false"):
-        return word
-    with contextlib.suppress(ValueError):
-        found = mend(text)
-        value = json.loads(found)
-        if type(value) in (int, float) and "string" in allowed and found != text.strip():
-            return json.dumps(text, ensure_ascii=False)  # 007 or +49 is no number where a text may stand
-        is_whole = isinstance(value, float) and value.is_integer()
-        if is_whole and "integer" in allowed and not {"number", "string"} & allowed:
-            return str(int(value))
-        if type_of(value) in allowed or (type_of(value) == "integer" and "number" in allowed):
-            return found
-    return json.dumps(text, ensure_ascii=False)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TagFormat(ToolParser):
     """Calls with a tag for each argument. What it holds is text or JSON, as the tool's schema says."""
 
     name: str  # before the function's name; one of `begins` where models leave out the tags around it
+    other_names: tuple[str, ...] = ()  # what models write in its place
     name_end: str  # behind it
     written_end: str = ""  # the same as the model writes it, if that is more; see `filled`
     key: str  # before an argument's name
@@ -62,6 +39,10 @@ class TagFormat(ToolParser):
     newline: str = "\n"  # between the tags of a call
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.other_names)
+
+    @property
     def value_ends(self) -> tuple[str, ...]:
         """Any of these ends a value; models leave out the right one at times."""
         return (self.value_end, self.key, *self.ends)
@@ -71,15 +52,18 @@ class TagFormat(ToolParser):
         if begin != self.name:
             yield from source.follows(begin)
             yield from source.space()
-        while (yield from source.follows(self.name)) == self.name:
-            name = yield from source.short(*{self.name_end, "\n", self.key, *self.ends})
+        alone = self.name_end[:-1] + "/>"  # such a name is all of a call
+        while (yield from source.follows(*self.names)) in self.names:
+            name = yield from source.short(*{alone, self.name_end, "\n", self.key, *self.ends})
             yield calls.begin(name.strip())
-            yield from source.follows(self.name_end)
-            if self.tag_end:
-                yield from source.short(self.tag_end)
-                yield from source.follows(self.tag_end)
-            yield from self._arguments(calls)
-            yield from source.closes(self.call_end)
+            if (yield from source.follows(self.name_end, alone)) == alone:
+                yield calls.arguments("{}")
+            else:
+                if self.tag_end:
+                    yield from source.short(self.tag_end)
+                    yield from source.follows(self.tag_end)
+                yield from self._arguments(calls)
+                yield from source.closes(self.call_end)
             source.mark = source.at
             if not self.name:
                 break
@@ -94,6 +78,9 @@ class TagFormat(ToolParser):
         source, ends = calls.source, self.key_end.split()
         others = self.other_key_end.split()
         given: set[str] = set()
+        if (yield from source.space()) == "{":  # they are JSON after all
+            yield from source.value(calls.arguments, *self.ends)
+            return
         while (yield from source.closes(self.key)):
             given.add(key := (yield from source.short(ends[0])))
             found = ""
@@ -109,7 +96,7 @@ class TagFormat(ToolParser):
         if not (yield from source.char()):
             return
         if calls.bare:
-            found = yield from source.follows(*self.ends, *self.begins, self.name, "</")
+            found = yield from source.follows(*self.ends, *self.begins, *self.names, "</")
             source.at -= len(found)
             if not found:  # arguments in a form that is not this one
                 raise NoCall
@@ -170,7 +157,7 @@ class TagFormat(ToolParser):
         source = calls.source
         assert source.mark is not None
         yield from source.space()
-        in_own_line = "\n" in source.text[source.mark : source.at]
+        in_own_line = self.newline in source.text[source.mark : source.at]
         ended = (yield from source.follows(self.value_end)) != ""
         yield from source.space()
         if (yield from source.follows(self.key)):
@@ -235,14 +222,14 @@ class TagFormat(ToolParser):
         """
         source, ahead = calls.source, calls.ahead
         here = source.place
-        stops = markers(frozenset(filter(None, (*self.begins, self.name, self.value_end))))
+        stops = markers(frozenset(filter(None, (*self.begins, *self.names, self.value_end))))
         source.go(max(here, ahead.searched))
         at = bisect_left(ahead.ends, (here,))
         while at == len(ahead.ends) and (yield from source.space()):
             yield from source.collect(lambda make: source.until(stops, make))
             yield from source.space()
             place, begins = source.place, (yield from self._begins_call(calls))
-            ends = (yield from source.follows(*self.begins, self.name, self.value_end)) == self.value_end
+            ends = (yield from source.follows(*self.begins, *self.names, self.value_end)) == self.value_end
             if begins or (ends and (yield from self._call_ends(source))):
                 ahead.ends.append((place, ends))
             ahead.searched = source.place
@@ -262,10 +249,10 @@ class TagFormat(ToolParser):
         """Whether a call of one of the tools comes next; it stays unread."""
         source = calls.source
         place = source.place
-        found = yield from source.follows(*self.begins, self.name)
-        if found and found != self.name:
+        found = yield from source.follows(*self.begins, *self.names)
+        if found and found not in self.names:
             yield from source.space()
-            yield from source.follows(self.name)
+            yield from source.follows(*self.names)
         name = found and (yield from source.follows(*calls.names))
         char = yield from source.char()
         source.go(place)
@@ -311,23 +298,6 @@ class TagFormat(ToolParser):
 
 DEEPEST = 64  # tags within each other
 PLAIN_KEYS = frozenset(("type", "properties", "required", "additionalProperties", "items", "title", "description"))
-
-
-class Held:
-    """What a schema says of a value that is written as tags, each of which is looked up once."""
-
-    def __init__(self, schema: Schema, root: Schema):
-        steps = [(each, is_leaf) for each, is_leaf in followed(schema, root) if isinstance(each, dict)]
-        leaves: list[Schema] = [each for each, is_leaf in steps if is_leaf] or [{}]
-        self.types = types_of(schema) if "type" in schema else set[str]().union(*map(types_of, leaves))
-        self.root, self._steps, self._tags = root, [each for each, _ in steps], dict[str, Held]()
-
-    def by_tag(self, tag: str, listed: bool) -> Held:
-        """The same of one of its items or values."""
-        if tag not in self._tags:
-            inner = [each.get("items") if listed else (each.get("properties") or {}).get(tag) for each in self._steps]
-            self._tags[tag] = Held(next((each for each in inner if isinstance(each, dict)), {}), self.root)
-        return self._tags[tag]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,8 +85,8 @@ REASONING_PARSERS = {
     "seed_oss": ReasoningParser(("<seed:think>",), ("</seed:think>",)),
 } | dict.fromkeys(
     (
-        "deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "holo2", "kimi_k2", "minimax_m2", "nemotron_v3", "olmo3",
-        "poolside_v1", "qwen3", "step3",
+        "deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "kimi_k2", "ling3", "mimo",
+        "minimax_m2", "nemotron_v3", "olmo3", "poolside_v1", "qwen3", "step3", "step3p5",
     ), THINK,
 )  # fmt: skip
 # Texts in the chat template of a kind of model, and its parser; the first row that fits counts.
@@ -133,12 +133,14 @@ GLM45 = TagFormat(
     begins=("<tool_call>",), name="", name_end="\n", key="<arg_key>", key_end="</arg_key>\n<arg_value>",
     value_end="</arg_value>", end="</tool_call>",
 )  # fmt: skip
+GLM47 = replace(GLM45, between="", newline="")
 COMMAND = JsonFormat(
     ("<|START_ACTION|>",), "<|END_ACTION|>", listed=True, inset="\n    ", name="tool_name",
     others=("tool_call_id",), written='{"tool_call_id": "{#}", "tool_name": {}, "parameters": ',
 )  # fmt: skip
 JAMBA = JsonFormat(("<tool_calls>",), "</tool_calls>", listed=True)
 PLAIN_JSON = JsonFormat(("[", "{"), listed=True)
+LLAMA_JSON = JsonFormat(("{", "<|python_tag|>"), arguments=("parameters", "arguments"), separator=";")
 GEMMA4 = PythonFormat(
     ("<|tool_call>",), "<tool_call|>", listed=False, prefix="call:", brackets=("{", "}"), between=":", raw='<|"|>'
 )
@@ -172,8 +174,7 @@ def hy_v3(suffix: str) -> TagFormat:
 # By vLLM's names, where it has one.
 TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "apertus": JsonFormat(("<|tools_prefix|>",), "<|tools_suffix|>", listed=True, name="", written="{{}: "),
-    "cohere_command3": COMMAND,
-    "cohere_command4": COMMAND,
+    "cohere_command3": COMMAND, "cohere_command4": COMMAND,
     "deepseek_v3": replace(
         DEEPSEEK_V31, written="function<｜tool▁sep｜>{}\n```json\n", after="\n```",
         header=re.compile(r"function<｜tool▁sep｜>(?P<name>[^\n]*\S)\s*\n```json\s*"),
@@ -183,20 +184,17 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "deepseek_v4": dsml("｜DSML｜", "tool_calls"),
     "deepseek_v41": dsml("｜DSML｜ ", "calls"),
     "dots": replace(MINIMAX_M2, begins=("<dots_function_call>",), end="</dots_function_call>"),
-    "ernie45": HERMES,
+    "hermes": HERMES, "ernie45": HERMES, "granite4": HERMES,
     "functiongemma": replace(GEMMA4, begins=("<start_function_call>",), end="<end_function_call>", raw="<escape>"),
     "functools": JsonFormat(("functools",), listed=True),
     "gemma3": PythonFormat(("```tool_code",), "```", listed=False, around="\n"),
-    "gemma4": GEMMA4,
     "gigachat3": GIGACHAT3,
     "gigachat31": replace(GIGACHAT3, begins=("<|function_call|>",)),
     "gigachat35": dsml("｜GCML｜", "tool_calls"),
-    "glm45": GLM45,
+    "gemma4": GEMMA4, "glm45": GLM45, "glm47": GLM47, "ling3": GLM47, "poolside_v1": GLM47,
     "granite": JsonFormat(("<|tool_call|>", "<tool_call>"), listed=True),
     "granite-20b-fc": JsonFormat(("<function_call>",), around=" "),
-    "granite4": HERMES,
-    "hermes": HERMES,
-    "hunyuan_a13b": JAMBA,
+    "hunyuan_a13b": JAMBA, "jamba": JAMBA, "json": PLAIN_JSON, "xlam": PLAIN_JSON,
     "hunyuan_dense": HeaderFormat(
         begins=("<tool_calls>", "<tool_call>"), end="</tool_calls>", call_end="</tool_call>", between="\n",
         header=re.compile(r"(?P<name>[^\n]*\S)\s*\n```json\s*"), written="{}\n```json\n", after="\n```",
@@ -207,12 +205,10 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), "<|action_end|>", around="\n",
         arguments=("parameters", "arguments"),
     ),
-    "jamba": JAMBA,
-    "json": PLAIN_JSON,
     "kimi_k2": HeaderFormat(
         begins=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
         end="<|tool_calls_section_end|>", call_end="<|tool_call_end|>",
-        header=re.compile(r"(?P<id>(functions\.)?(?P<name>.+?):\d+)\s*<\|tool_call_argument_begin\|>\s*", re.DOTALL),
+        header=re.compile(r"(?s)(?P<id>((functions\.)?(?P<name>.+?):)?\d+)\s*<\|tool_call_argument_begin\|>\s*"),
         written="functions.{}:{#}<|tool_call_argument_begin|>",
     ),
     "kimi_k3": TagFormat(
@@ -223,7 +219,7 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         response=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
     ),
     "lfm2": PythonFormat(("<|tool_call_start|>",), "<|tool_call_end|>"),
-    "llama3_json": JsonFormat(("{", "<|python_tag|>"), arguments=("parameters", "arguments"), separator=";"),
+    "llama3_json": LLAMA_JSON, "llama4_json": LLAMA_JSON,
     "llama4_pythonic": PythonFormat(("<|python_start|>", "["), "<|python_end|>"),
     "longcat": replace(HERMES, begins=("<longcat_tool_call>",), end="</longcat_tool_call>", between=""),
     "longcat_xml": replace(
@@ -260,18 +256,16 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         "<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>",
         after="<|plamo:end_tool_arguments:plamo|>",
     ),
-    "poolside_v1": replace(GLM45, between="", newline=""),
     "pythonic": PythonFormat(("[",)),
-    "qwen3_coder": QWEN3,
-    "qwen3_xml": QWEN3,
+    "qwen3_coder": QWEN3, "qwen3_xml": QWEN3, "mimo": QWEN3, "step3p5": QWEN3,
     "seed_oss": replace(QWEN3, begins=("<seed:tool_call>", "<function="), end="</seed:tool_call>", padding=""),
     "step3": TagFormat(
         begins=("<｜tool_calls_begin｜>",), end="<｜tool_calls_end｜>",
         name='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="', name_end='">',
+        other_names=('<｜tool_call_begin｜><steptml:invoke name="',),
         key='<steptml:parameter name="', key_end='">', value_end="</steptml:parameter>",
         call_end="</steptml:invoke><｜tool_call_end｜>",
     ),
-    "xlam": PLAIN_JSON,
 }  # fmt: skip
 SPACE = r"/\n{0,2}/"  # may come before a call, as it does after reasoning
 PLAIN = r"/[^\s\[{](?s:.*)/"  # text that no bracket begins
@@ -301,6 +295,7 @@ SIGNS = (
     (("<longcat_tool_call>",), "longcat"),
     (("<function=", "<parameter="), "qwen3_coder"),
     (("〈|EOS|〉", '"<arg_value>" -}}'), "poolside_v1"),
+    (("</arg_key><arg_value>",), "glm47"),
     (("<arg_key>",), "glm45"),
     (("<|tool_call>call:",), "gemma4"),
     (("<start_function_call>",), "functiongemma"),
@@ -448,7 +443,6 @@ def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Step
     try:
         yield from format.read(calls, begin)
     except NoCall:
-        source.depth = 0
         if source.mark is None:
             if calls.bare and not source.ended:  # or it would seem to be a call without arguments
                 yield calls.arguments("{")
