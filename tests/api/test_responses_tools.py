@@ -167,6 +167,23 @@ def test_what_a_response_asks_of_its_answer_reaches_the_engine(served: Any, engi
     assert refusal(post(served(PLAIN), ASK, tools=FLAT))["param"] == "tools"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields", [{"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}])
+def test_log_probabilities_are_those_of_the_text_alone(
+    served: Any, engine: ScriptedClient, stream: bool, fields: dict[str, Any]
+) -> None:
+    http_client, engine.says = served(THINKS), f"<think>hi\n</think>hi 日本{ADD}"
+    reply = post(http_client, ASK, tools=FLAT, max_output_tokens=200, stream=stream, **fields)
+    found = typed_events(reply) if stream else [{"response": reply.json}]
+    whole = found[-1]["response"]
+    ((part,),) = (item["content"] for item in whole["output"] if item["type"] == "message")
+    told = part["logprobs"]
+    assert b"".join(bytes(entry["bytes"]) for entry in told).decode() == part["text"] == "hi 日本"
+    assert {len(entry["top_logprobs"]) for entry in told} == {whole["top_logprobs"]} == {fields.get("top_logprobs", 0)}
+    deltas = [event["logprobs"] for event in found if event.get("type") == "response.output_text.delta"]
+    assert [entry for logprobs in deltas for entry in logprobs] == (told if stream else [])
+
+
 def test_openais_sdk_runs_responses_with_tools(served: Any, engine: ScriptedClient) -> None:
     import httpx2
     import openai
@@ -434,12 +451,12 @@ IGNORED = {  # what is accepted, and the names that the reply tells
     "client_metadata": {"k": "v"}, "stream_options": {"include_obfuscation": True, "x": 1}, "max_tool_calls": 3,
     "truncation": "auto", "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
     "reasoning": {"summary": "detailed", "context": "all_turns", "generate_summary": "auto", "effort": "low"},
-    "text": {"verbosity": "low"}, "service_tier": "flex", "prompt_cache_retention": "24h", "background": False,
+    "text": {"verbosity": "low"}, "service_tier": "flex", "prompt_cache_retention": "24h",
 }  # fmt: skip
 NAMED = (
-    "background, client_metadata, include, "
-    "max_tool_calls, prompt_cache_retention, reasoning.context, reasoning.generate_summary, reasoning.summary, "
-    "service_tier, stream_options, text.verbosity, truncation"
+    "client_metadata, include.reasoning.encrypted_content, include.web_search_call.action.sources, max_tool_calls, "
+    "prompt_cache_retention, reasoning.context, reasoning.generate_summary, reasoning.summary, service_tier, "
+    "stream_options, text.verbosity, truncation"
 )
 
 
