@@ -73,22 +73,6 @@ def test_every_format_has_an_answer():
     assert {answer["parser"] for answer in DATA["answers"] if answer["calls"]} >= set(FORMATS)
 
 
-def calling() -> list:
-    """The answers with calls; all but the first of each format are `full`."""
-    found = [answer for answer in DATA["answers"] if answer["calls"]]
-    first = [next(each for each in found if each["parser"] == parser) for parser in FORMATS]
-    return [pytest.param(each, marks=() if each in first else pytest.mark.full) for each in found]
-
-
-@pytest.mark.parametrize("answer", calling(), ids=lambda answer: answer["parser"])
-def test_an_answer_that_is_cut_gives_a_beginning_of_its_calls(answer):
-    text, whole = answer["text"], read([answer["text"]], answer["parser"])
-    for end in range(len(text)):
-        _, _, calls = read([text[:end]], answer["parser"])
-        for (name, arguments, id), (all_name, all_arguments, all_id) in zip(calls, whole[2], strict=False):
-            assert (name, id) == (all_name, all_id) and all_arguments.startswith(arguments)
-
-
 @pytest.mark.parametrize(
     ("parser", "before", "text", "arguments"),
     [

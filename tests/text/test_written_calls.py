@@ -341,8 +341,8 @@ def test_a_call_that_is_cut_is_a_beginning(parser: str) -> None:
     answer = written(parser, [("write", {"text": 'a "b" </x>', "items": [1, 20], "n": 345})])
     ((_, whole),) = read([answer], parser)[1]
     for end in range(len(answer)):
-        for _, arguments in read([answer[:end]], parser)[1]:
-            assert whole.startswith(arguments)
+        for name, arguments in read([answer[:end]], parser)[1]:
+            assert name == "write" and arguments and whole.startswith(arguments)
 
 
 def whole(answer: str, parser: str | None, reasoning_parser: str | None = None) -> list[Part]:
