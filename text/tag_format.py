@@ -55,7 +55,7 @@ class TagFormat(ToolParser):
         alone = self.name_end[:-1] + "/>"  # such a name is all of a call
         while (yield from source.follows(*self.names)) in self.names:
             name = yield from source.short(*{alone, self.name_end, "\n", self.key, *self.ends})
-            yield calls.begin(name.strip())
+            calls.expect(name.strip())
             if (yield from source.follows(self.name_end, alone)) == alone:
                 yield calls.arguments("{}")
             else:
@@ -93,14 +93,13 @@ class TagFormat(ToolParser):
             opening = "{" if calls.bare else ", "
             yield calls.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
             yield from self._value(calls, key, given, bool(others) and found == ends[-1])
-        if not (yield from source.char()):
-            return
         if calls.bare:
             found = yield from source.follows(*self.ends, *self.begins, *self.names, "</")
             source.at -= len(found)
             if not found:  # arguments in a form that is not this one
                 raise NoCall
-        yield calls.arguments("{}" if calls.bare else "}")
+        if calls.bare or (yield from source.char()):
+            yield calls.arguments("{}" if calls.bare else "}")
 
     def _value(self, calls: Calls, key: str, given: Collection[str], is_string: bool) -> Steps[None]:
         """Read the value of the latest key given. Strings become arguments as they come, others when they are whole.

@@ -444,8 +444,6 @@ def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Step
         yield from format.read(calls, begin)
     except NoCall:
         if source.mark is None:
-            if calls.bare and not source.ended:  # or it would seem to be a call without arguments
-                yield calls.arguments("{")
             yield from source.closes(*format.ends)
         else:
             end = source.at
@@ -519,24 +517,22 @@ MOST_AGAIN = 2**15  # characters of an answer that are read again, because a cal
 MOST_READINGS = 16  # of one answer, for each call that turns out to be none; then all that follow are left out
 
 
-def read_whole(make_reader: Callable[..., Reader], reasoning_parser: str | None, text: str, is_cut: bool) -> list[Part]:
-    """Read an answer that is all there.
+def read_whole(make_reader: Callable[..., Reader], reasoning_parser: str | None, text: str) -> tuple[list[Part], bool]:
+    """Read an answer that is all there; returns its parts, and whether what seemed to be its last call is none.
 
-    A call whose arguments are no JSON object is left in its content. What stands before the end of reasoning is
-    reasoning, even where nothing has begun it, and calls in it are none.
-
-    Args:
-        make_reader: `new_reader` with all of its arguments but the last two.
-        is_cut: the answer was cut, as the last of its calls may be.
+    A call whose arguments are no JSON object, as those of one that is cut, is left in its content. What stands before
+    the end of reasoning is reasoning, even where nothing has begun it, and calls in it are none. `make_reader` is
+    `new_reader` with all of its arguments but the last two.
     """
     lacks_start = reasoning_parser is not None and REASONING_PARSERS[reasoning_parser].lacks_start
     refused: set[int] = set()
     reasoned = False
+    before = -1  # calls before the last that is refused
     while True:
         reader = make_reader(refused=refused, reasoned=reasoned)
         parts = reader.feed(text) + reader.end()
         if not reasoned and reader.source.ended_late and (lacks_start or any(part.reasoning for part in parts)):
-            reasoned = True
+            reasoned, before = True, -1
             refused.clear()
             continue
         arguments: dict[int, str] = {}
@@ -544,10 +540,9 @@ def read_whole(make_reader: Callable[..., Reader], reasoning_parser: str | None,
             if part.call is not None:
                 arguments[part.call] = arguments.get(part.call, "") + part.arguments
         broken = [call for call, each in arguments.items() if not is_object(each)]
-        if is_cut and broken and broken[-1] == max(arguments):
-            broken.pop()
         if not broken:
-            return parts
+            return parts, len(arguments) == before
+        before = broken[0]
         # The first of them is none, and may have hidden others, so all behind it is read again. But not for ever: then
         # all calls from it on are refused.
         kept = [number for number in range(max(arguments) + len(refused) + 1) if number not in refused]

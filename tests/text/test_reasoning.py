@@ -127,7 +127,7 @@ def both(answer, tool_parser, parser):
     make = functools.partial(new_reader, tool_parser, parser, WRITTEN_TOOLS, "", ())
     reader = make()
     stream = [part for char in answer for part in reader.feed(char)] + reader.end()
-    for parts in (read_whole(make, parser, answer, False), stream):
+    for parts in (read_whole(make, parser, answer)[0], stream):
         content, reasoning = "".join(part.content for part in parts), "".join(part.reasoning for part in parts)
         yield content, reasoning, [part.name for part in parts if part.name]
 

@@ -44,7 +44,7 @@ def read(pieces: list[str], parser: str) -> tuple[str, list[list[str]]]:
     for part in parts:
         if part.name:
             calls.append([part.name, ""])
-        elif part.call is not None:
+        if part.call is not None:
             calls[part.call][1] += part.arguments
     return "".join(part.content for part in parts), calls
 
@@ -313,9 +313,8 @@ def test_arguments_in_another_form_are_not_none_at_all(parser: str, other: str) 
     assert isinstance(format, TagFormat)
     begin, _, rest = answer.partition(format.key)
     wrong = begin.rstrip() + "\n" + other + rest.partition(format.value_end)[2]
-    assert any(part.name for part in whole(wrong, parser)) == (other[0] == "{")
     for pieces in ([wrong], [*wrong]):
-        assert read(pieces, parser)[1] == [["write", other if other[0] == "{" else "{"]]
+        assert read(pieces, parser) == (("", [["write", other]]) if other[0] == "{" else (wrong, []))
     assert read([begin + rest.partition(format.value_end)[2]], parser) == ("", [["write", "{}"]])
 
 
@@ -350,13 +349,13 @@ def test_a_call_that_is_cut_is_a_beginning(parser: str) -> None:
     answer = written(parser, [("write", {"text": 'a "b" </x>', "items": [1, 20], "n": 345})])
     ((_, whole),) = read([answer], parser)[1]
     for end in range(len(answer)):
-        for _, arguments in read([answer[:end]], parser)[1]:
-            assert whole.startswith(arguments)
+        for name, arguments in read([answer[:end]], parser)[1]:
+            assert name == "write" and arguments and whole.startswith(arguments)
 
 
 def whole(answer: str, parser: str | None, reasoning_parser: str | None = None) -> list[Part]:
     make = functools.partial(new_reader, parser, reasoning_parser, TOOLS, "", ())
-    return read_whole(make, reasoning_parser, answer, False)
+    return read_whole(make, reasoning_parser, answer)[0]
 
 
 @pytest.mark.parametrize(
@@ -401,13 +400,13 @@ def test_many_calls_that_cannot_be_mended_are_read_a_few_times_alone() -> None:
     bad = '<tool_call>\n{"name": "write", "arguments": {"text": }}\n</tool_call>\n'
     made: list[Any] = []
     make = functools.partial(new_reader, "hermes", None, TOOLS, "", ())
-    parts = read_whole(lambda **more: made.append(more) or make(**more), None, bad * 200, False)
-    assert len(made) < 30 and not any(part.name for part in parts)
+    parts, is_half = read_whole(lambda **more: made.append(more) or make(**more), None, bad * 200)
+    assert len(made) < 30 and is_half and not any(part.name for part in parts)
     assert "".join(part.content for part in parts) == bad * 200
     made.clear()
     answer = (written("glm45", [("read", {"n": 1})]) + "\n") * 3 + written("glm45", [("write", {"n": 1})])[:-3] * 90
     make = functools.partial(new_reader, "glm45", None, TOOLS, "", ())
-    parts = read_whole(lambda **more: made.append(more) or make(**more), None, answer, False)
+    parts, _ = read_whole(lambda **more: made.append(more) or make(**more), None, answer)
     assert len(made) < 30 and [part.name for part in parts if part.name][:3] == ["read"] * 3
     assert is_json("".join(part.arguments for part in parts if part.call == 0))
 
