@@ -115,6 +115,7 @@ def test_ordinary_operations_are_as_ever() -> None:
     assert run("{{ 'a\nb' | indent(2) }}{{ 'ab'.center(4) }}{{ x[1:] }}{{ x[0] == 1 < 2 }}", x=[1, 2]) == (
         "a\n  b ab [2]True"
     )
+    assert run("{{ [1] | map('string') | tojson }}") == '["1"]'
     assert run("{{ {'a': [1]} | tojson(indent=2) }}{{ [3, 1] | sort | first }}{{ [1, 2] | sum }}") == (
         '{\n  "a": [\n    1\n  ]\n}13'
     )
