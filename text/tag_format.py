@@ -218,7 +218,10 @@ class TagFormat(ToolParser):
         There is none if another call begins before it, or the answer ends.
         """
         source, ahead = calls.source, calls.ahead
+        yield from source.space()
         here = source.place
+        if (yield from self._begins_call(calls, any_name=True)):  # models call functions that nobody gave them
+            return False
         stops = markers(frozenset(filter(None, (*self.begins, self.name, self.value_end))))
         source.go(max(here, ahead.searched))
         at = bisect_left(ahead.ends, (here,))
@@ -242,18 +245,20 @@ class TagFormat(ToolParser):
             yield from source.follows(self.end)
         return found != ""
 
-    def _begins_call(self, calls: Calls) -> Waiting[bool]:
-        """Whether a call of one of the tools comes next; it stays unread."""
+    def _begins_call(self, calls: Calls, any_name: bool = False) -> Waiting[bool]:
+        """Whether a call comes next, of one of the tools or of `any_name`; it stays unread."""
         source = calls.source
         place = source.place
         found = yield from source.follows(*self.begins, self.name)
         if found and found != self.name:
             yield from source.space()
             yield from source.follows(self.name)
-        name = found and (yield from source.follows(*calls.names))
-        char = yield from source.char()
+        name = ""
+        if found:
+            with contextlib.suppress(NoCall):
+                name = (yield from source.short(self.name_end, "\n", self.key, *self.ends)).strip()
         source.go(place)
-        return name != "" and not (char.isalnum() or char in tuple("_-."))
+        return name in calls.names or (any_name and PLAUSIBLE.fullmatch(name) is not None)
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
         before, after = ("\n", "\n" + self.end) if self.name else ("", self.end)
