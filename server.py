@@ -30,7 +30,7 @@ import gevent
 from flask import Flask, Response, g, request
 from werkzeug.exceptions import MethodNotAllowed, NotFound
 
-from api import batch_file, batches, terminal
+from api import batches
 from api.adapters import Adapters
 from api.faces import FACES, error_body_of
 from api.fields import ApiError, Face
@@ -55,6 +55,7 @@ from api.replies import Caller, ClientGone, Remote, log_request
 from api.routes import Api, Events
 from api.start import engines, read_configs, told_in_a_line, with_policy
 from api.telemetry import Spans, check_telemetry
+from commands import batch, terminal
 from config import PROG, EngineConfig
 from model_config import ModelConfig
 from observe.logs import console
@@ -263,7 +264,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "serve": (serve, "answer HTTP requests as OpenAI's API does; this is what runs without a command"),
     "chat": (terminal.chat, "talk with a model in the terminal"),
     "complete": (terminal.complete, "go on from a text"),
-    "batch": (batch_file.main, "answer a file of requests"),
+    "batch": (batch.main, "answer a file of requests"),
     "quantize": (quantize, "write a model whose weights have few bits"),
     "bench": (bench, "measure Manta; the rest is for bench/bench.py"),
 }

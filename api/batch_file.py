@@ -1,24 +1,20 @@
-"""A file of requests in, a file of answers out: `python server.py batch -i IN.jsonl -o OUT.jsonl MODEL`.
+"""A file of requests in, a file of answers out: what `server.py batch` and `/v1/batches` run.
 
 Both files have the format of OpenAI's batches. Between them and the engine process there is no HTTP: a line goes to
 `Api.answer`, as the body of a request does. A batch may end at any time, also by `kill -9`: when it is started again
 with the same files, it runs the lines that have no answer yet, and those that were refused and have been mended. The
-last answer of a custom_id is the one that counts. `api/batches.py` runs the batches of `/v1/batches` in the same way.
+last answer of a custom_id is the one that counts.
 """
 
 from __future__ import annotations
 
-import argparse
 import codecs
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
 import itertools
 import os
-import signal
 import stat
-import sys
 import time
 import uuid
 from collections import Counter
@@ -28,7 +24,6 @@ from typing import Any, BinaryIO
 
 import gevent
 import msgspec
-from gevent import monkey
 from gevent.event import AsyncResult, Event
 from gevent.fileobject import FileObjectPosix
 from gevent.lock import Semaphore
@@ -36,23 +31,16 @@ from gevent.os import make_nonblocking, nb_write
 from gevent.pool import Group
 from tqdm import tqdm
 
-from api.adapters import Adapters
 from api.bodies import RAW_FIELDS, parse_json
 from api.faces import FACES
 from api.fields import ApiError, Face
-from api.flags import OptionParser, refuse_given
 from api.options import ServerConfig
 from api.replies import Caller, as_api_error
 from api.routes import Api, Events
-from api.start import engines, read_configs, told_in_a_line, with_policy
-from config import EngineConfig
-from observe.logs import console, counted, warn_once
-from processes.child import LOOK, Board
+from observe.logs import counted, warn_once
+from processes.child import LOOK
 from processes.client import EngineDeadError
-from processes.fleet import prepare
-from tokenizer import Tokenizer
 
-LINES_PER_SEQUENCE = 2  # lines in flight for each sequence that runs, so that the next ones wait in the engine
 ATTEMPTS = 3  # times that a line is run if the engine process ends meanwhile; the last time, no other such line runs
 LINES_AT_ONCE = 64  # that are read before others get their turn
 LAST = 2**31 - 1  # the priority of lines that yield to other requests
@@ -60,14 +48,6 @@ READ_AT_ONCE = 2**20  # bytes of a line that is too large
 FIRST_BYTES = b'{"id":"batch_req_'  # of each line of the output
 REQUIRED = ("custom_id", "method", "url", "body")  # of a line of the input
 FACE_OF = {path: face for face in FACES for path in face.paths}
-# Options of the server that mean nothing where there is no HTTP.
-HTTP_ONLY = (
-    *(name for name in ServerConfig.GROUPS["server"] if name != "served_model_name"),
-    "otlp_traces_endpoint", "max_queue", "body_timeout", "write_timeout",
-)  # fmt: skip
-SERVER_ONLY = (
-    "headless", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_rank", "data_parallel_size_max",
-)  # fmt: skip
 
 
 # --- the files --------------------------------------------------------------------------------------------------------
@@ -392,88 +372,6 @@ class Batch:
         answered, refused, failed, skipped = (self.counts[n] for n in ("answered", "refused", "failed", "skipped"))
         earlier = f"; {skipped} had an answer from an earlier run" if skipped else ""
         return f"{counted(answered, 'line')} answered, of them {refused} refused and {failed} failed{earlier}"
-
-
-# --- the command line -------------------------------------------------------------------------------------------------
-
-
-def new_parser() -> OptionParser:
-    parser = OptionParser(
-        EngineConfig, ServerConfig, command="batch", usage="-i IN.jsonl -o OUT.jsonl [MODEL] [option ...]",
-        description="Answer a file of requests, in the format of OpenAI's batches. A batch that has been cut short\n"
-        "goes on when it is started again. Options that concern HTTP mean nothing here.",
-    )  # fmt: skip
-    parser.add_argument("-i", "--input-file", required=True, metavar="IN.jsonl", help="a request on each line")
-    parser.add_argument("-o", "--output-file", required=True, metavar="OUT.jsonl", help="gets an answer on each line")
-    return parser
-
-
-def read_flags(flags: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
-    """The options; a ValueError names one that is out of range, or means nothing here."""
-    refuse_given(flags, HTTP_ONLY, "a batch has no HTTP that it could concern")
-    refuse_given(flags, SERVER_ONLY, "it is for servers")
-    engine_config, config = read_configs(flags)
-    engine_config = dataclasses.replace(engine_config, disable_log_stats=True)  # the progress bar tells as much
-    # Lines wait for their turn here, so that none is ever refused because of others.
-    return with_policy(engine_config, config), dataclasses.replace(config, max_queue=sys.maxsize)
-
-
-def open_files(source: str, target: str) -> tuple[BinaryIO, Answers]:
-    """The input and the output; a ValueError if the first cannot be read, or is the second. See also `Answers`."""
-    with contextlib.ExitStack() as unless_kept:
-        try:
-            file = unless_kept.enter_context(open(source, "rb"))
-        except OSError as error:
-            raise ValueError(f"{source} cannot be read: {error.strerror}") from None
-        if os.path.exists(target) and os.path.samefile(source, target):
-            raise ValueError(f"the input is {source} and the output {target}; they must be two files")
-        answers = Answers(target)
-        unless_kept.pop_all()
-        return file, answers
-
-
-def main(argv: list[str]) -> None:
-    """Answer a file of requests. Exit code 0 means that each line has an answer, though it may be a refusal.
-
-    It is 2, after one line that says why, where the batch cannot start, 1 where it cannot go on, and 128 plus the
-    signal's number after Ctrl-C or SIGTERM.
-    """
-    parser = new_parser()
-    flags = parser.read(argv)
-    with told_in_a_line(parser):
-        engine_config, config = read_flags(flags)
-        engine_config, secret = prepare(engine_config)
-        tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
-        names = config.served_model_name or (engine_config.model_name,)
-        adapters = Adapters(config, names)
-        adapters.check_folders(engine_config)
-        file, answers = open_files(flags.input_file, flags.output_file)
-    board = Board()
-    with engines("batch", engine_config, board, secret) as fleet:
-        with told_in_a_line(parser):
-            adapters.check(fleet)
-        # Each line is a greenlet, as each request is in an API process. Those are gunicorn's workers, which it patches.
-        monkey.patch_all(os=False, signal=False, ssl=False, subprocess=False)
-        client, facts = fleet.new_client(), fleet.facts
-        width = LINES_PER_SEQUENCE * engine_config.max_num_seqs * engine_config.data_parallel_size
-        pause = 0.2 if sys.stderr.isatty() else 30.0  # seconds between two states of the bar; a log needs few of them
-        total = count_lines(file, config.max_body_bytes)
-        bar = tqdm(total=total, desc="Batch", unit="line", mininterval=pause)
-        batch = Batch(Api(client, tokenizer, facts, config, names, board, adapters), answers, width, bar)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            gevent.signal_handler(number, batch.ended.set_exception, SystemExit(128 + number))
-        try:
-            with bar:
-                run_to_end(batch, file, fleet.check)
-        except OSError as error:
-            console.error(f"{parser.prog}: error: {error}; {batch.summary()}")
-            sys.exit(1)
-        except SystemExit:
-            console.info(f"batch: stopped; {batch.summary()}; the same command goes on from here")
-            raise
-        finally:
-            client.shutdown()
-        console.info(f"batch: {batch.summary()}")
 
 
 def run_to_end(batch: Batch, file: BinaryIO, look: Callable[[], None]) -> None:

@@ -50,14 +50,15 @@ PARTS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {  # its files, 
         {"server.py": {'    "quantize": (quantize, "write a model whose weights have few bits"),\n': ""}},
     ),
     "faces": (
-        ["api/terminal.py", "api/batch*.py", "api/anthropic*.py"],
+        ["commands/*.py", "api/batch*.py", "api/anthropic*.py"],
         {
             "server.py": {
-                "from api import batch_file, batches, terminal\n": "",
+                "from api import batches\n": "",
+                "from commands import batch, terminal\n": "",
                 "    batches.go_on(api)\n": "",
                 '    "chat": (terminal.chat, "talk with a model in the terminal"),\n': "",
                 '    "complete": (terminal.complete, "go on from a text"),\n': "",
-                '    "batch": (batch_file.main, "answer a file of requests"),\n': "",
+                '    "batch": (batch.main, "answer a file of requests"),\n': "",
             },
             "api/paths.py": {"from api.batches import BATCH_PATHS\n": "", "    *BATCH_PATHS,\n": ""},
             "api/faces.py": {

@@ -6,12 +6,15 @@ no character in them is taken for syntax.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
+
+from text.json_mending import mend
 
 # JSON as templates write it, with or without one space. Any white space would let a model go on with it for ever.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -138,6 +141,33 @@ def type_of(value: Any) -> str:
 def is_text(schema: Schema) -> bool:
     """Whether the values are strings, which may be null as well: they are written without quotes."""
     return "string" in (types := types_of(schema)) and types <= {"string", "null"}
+
+
+def schema_value(text: str, schema: Schema) -> str:
+    """JSON of an argument's text: the value that it spells if the schema allows that type, else the text itself.
+
+    Models write many of them as Python does, or nearly so, and lists at times as they would stand in a JSON string.
+    """
+    allowed, word = types_of(schema), text.strip().lower()
+    if "null" in allowed and text.strip() in ("null", "None"):
+        return "null"
+    if "boolean" in allowed and word in ("true", "false"):
+        return word
+    if is_text(schema):
+        return json.dumps(text, ensure_ascii=False)
+    for spelled in dict.fromkeys((text, text.replace('\\"', '"'))):
+        with contextlib.suppress(ValueError):
+            found = mend(spelled)
+            value = json.loads(found)
+            is_loose = spelled != text or word[0] == "(" or (type(value) in (int, float) and found != text.strip())
+            if is_loose and "string" in allowed:  # 007 or +49 is no number where a text may stand, and (0) no tuple
+                break
+            is_whole = isinstance(value, float) and value.is_integer()
+            if is_whole and "integer" in allowed and not {"number", "string"} & allowed:
+                return str(int(value))
+            if type_of(value) in allowed or (type_of(value) == "integer" and "number" in allowed):
+                return found
+    return json.dumps(text, ensure_ascii=False)
 
 
 # --- the grammar -----------------------------------------------------------------------------------------------------

@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Collection, Generator, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from text.json_mending import CUT_ESCAPE, Mender, as_json, escaped, in_string
+from text.json_mending import Mender
 
 T = TypeVar("T")
-WORD_END = re.compile(r"[\s,:=\[\](){}<>\"']")
 NO_SPACE = re.compile(r"\S")
-PYTHONS_ESCAPE = re.compile(r"\\(?:U([0-9a-fA-F]{8})|\n)")  # that JSON has not
-QUOTES = ('"""', "'''", '"', "'")
 STEPS_AT_ONCE = 256  # in some 2 ms; between them an API process serves its other clients
-DEEPEST = 64  # lists and objects within each other
 LONGEST_NAME = 1024  # characters of a name, a key, or another short text of a call
 
 
@@ -99,7 +94,6 @@ class Source:
     ended: bool = False  # whether no more text will come
     in_reasoning: bool = False  # whether the text at `at` is hidden reasoning
     ended_late: bool = False  # whether the end of reasoning has come in the content
-    depth: int = 0  # how many lists and objects, as Python writes them, are open at `at`
 
     def feed(self, text: str) -> None:
         """Add text, and drop what has been read once it is the longer part, so that unread text is seldom copied."""
@@ -225,25 +219,22 @@ class Source:
                 yield
         return "".join(pieces)
 
-    def string(self) -> Waiting[str]:
-        """Read a JSON string and return what it says; NoCall if none comes next."""
-        if (yield from self.char()) != '"':
+    def string(self, raw: str | None = None) -> Waiting[str]:
+        """Read a string and return what it says, with `raw` one of Python's; NoCall if none comes next."""
+        if (yield from self.char()) not in ('"', "'", raw[:1] if raw else '"'):
             raise NoCall
-        text = yield from self.collect(self.value)
+        text = yield from self.collect(lambda make: self.value(make, raw=raw))
         try:
             return json.loads(text, strict=False)
         except ValueError:
             raise NoCall from None
 
-    def value(self, make: Make, *stops: str) -> Steps[None]:
+    def value(self, make: Make, *stops: str, raw: str | None = None) -> Steps[None]:
         """Read a value that is JSON or nearly so, and make JSON of it. One of the `stops` ends it where it stands.
 
-        Half a value is made at the end; NoCall if it cannot be mended.
+        With `raw` it is an argument of Python's; see `Mender`. Half a value is made at the end; NoCall if it is broken.
         """
-        if (yield from self.char()) not in '"{[':
-            yield from self.scalar(make)
-            return
-        mender = Mender(tuple(filter(None, stops)))
+        mender = Mender(tuple(filter(None, stops)), raw)
         while True:
             begin = self.at
             made, self.at = mender.read(self.text, self.at, self.ended)
@@ -255,103 +246,3 @@ class Source:
             if mender.done or self.ended:
                 return
             yield None
-
-    def scalar(self, make: Make) -> Steps[None]:
-        """Read a number, or a word like `true`."""
-        searched = 0
-        while not (found := WORD_END.search(self.text, self.at + searched)) and not self.ended:
-            searched = len(self.text) - self.at
-            yield None
-        yield make(self.take(found.start() if found else len(self.text)))
-
-    def literal(self, make: Make, raw: str) -> Steps[None]:
-        """Read a value as Python writes it, or JSON whose keys need no quotes, and make JSON of it.
-
-        `raw` stands around strings in which no character has a meaning; empty if there are none. NoCall if no value
-        comes next.
-        """
-        char = yield from self.space()
-        if char == "{":
-            yield from self.follows("{")
-            yield from self.mapping(make, ":", "}", raw)
-        elif char and char in "[(":
-            yield from self.follows(char)
-            yield from self._items(make, "[]", {"[": "]", "(": ")"}[char], lambda: self.literal(make, raw))
-        elif quote := (yield from self.follows(raw, *QUOTES)):
-            yield from self._quoted(make, quote, raw)
-        else:
-            word = as_json((yield from self.collect(self.scalar)))
-            if not word or not (yield from self.char()):
-                raise NoCall
-            yield make(word)
-
-    def mapping(self, make: Make, between: str, end: str, raw: str) -> Steps[None]:
-        """Read keys and values, up to the bracket `end`, and make a JSON object of them.
-
-        `between` stands between a key and its value; for `raw` see `literal`. NoCall if something else comes.
-        """
-
-        def item() -> Steps[None]:
-            if quote := (yield from self.follows(raw, *QUOTES)):
-                yield from self._quoted(make, quote, raw)
-            else:
-                yield make(json.dumps((yield from self.short(between)).strip(), ensure_ascii=False))
-            yield from self.space()
-            if not (yield from self.follows(between)):
-                raise NoCall
-            yield make(": ")
-            yield from self.literal(make, raw)
-
-        yield from self._items(make, "{}", end, item)
-
-    def _items(self, make: Make, brackets: str, end: str, item: Callable[[], Steps[None]]) -> Steps[None]:
-        """Read items with commas between them and perhaps after them, up to `end`; in JSON they get `brackets`."""
-        yield make(brackets[0])
-        self.depth += 1
-        if self.depth > DEEPEST:
-            raise NoCall
-        yield from self.space()
-        first = True
-        while not (yield from self.follows(end)):
-            if not first:
-                yield make(", ")
-            yield from item()
-            first = False
-            if (yield from self.space()) != end and not (yield from self.follows(",")):
-                raise NoCall
-            yield from self.space()
-        self.depth -= 1
-        yield make(brackets[1])
-
-    def _quoted(self, make: Make, quote: str, raw: str) -> Steps[None]:
-        """Read a string from after its quote on, and make a JSON string of it."""
-        stops = markers(frozenset({quote} if quote == raw else {quote, "\\"}))
-        yield make('"')
-        while True:
-            start, end = stops.split(self.text, self.at)
-            if start > self.at:
-                yield make(in_string(self.take(start)))
-            if start == end:
-                if self.ended:
-                    self.at = len(self.text)
-                    raise NoCall
-                yield None
-            elif (yield from self.follows(quote)):
-                yield make('"')
-                return
-            else:
-                yield make((yield from self._escape()))
-
-    def _escape(self) -> Waiting[str]:
-        """Read an escape; returns it as JSON writes it. NoCall if the text ends in it."""
-        while CUT_ESCAPE.match(self.text, self.at):
-            if self.ended:
-                self.at = len(self.text)
-                raise NoCall
-            yield
-        if found := PYTHONS_ESCAPE.match(self.text, self.at):
-            self.at = found.end()
-            number = min(int(found[1] or "0", 16), sys.maxunicode)
-            return in_string(chr(0xFFFD if 0xD800 <= number < 0xE000 else number)) if found[1] else ""
-        made, self.at = escaped(self.text, self.at)
-        return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from bisect import bisect_left
@@ -10,8 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from text.json_mending import in_string, mend
-from text.lark_rules import Lark, Schema, brief, is_text, property_schema, repeated, then, type_of, types_of
+from text.json_mending import in_string
+from text.lark_rules import Lark, brief, is_text, property_schema, repeated, schema_value, then, types_of
 from text.scanning import NoCall, Part, Source, Steps, Waiting, markers
 from text.tool_formats import Calls, Tool, ToolParser
 
@@ -21,57 +20,46 @@ PLAUSIBLE = re.compile(r"[\w.$-]{1,64}")  # a name of an argument that no schema
 END, TEXT, INNER, CUT = "end", "text", "inner", "cut"
 
 
-def schema_value(text: str, schema: Schema) -> str:
-    """JSON of an argument's text: the value that it spells if the schema allows that type, else the text itself.
-
-    Models write many of them as Python does, or nearly so.
-    """
-    if is_text(schema):
-        return "null" if text == "null" else json.dumps(text, ensure_ascii=False)
-    allowed, word = types_of(schema), text.strip().lower()
-    if "boolean" in allowed and word in ("true", "false"):
-        return word
-    with contextlib.suppress(ValueError):
-        found = mend(text)
-        value = json.loads(found)
-        if type(value) in (int, float) and "string" in allowed and found != text.strip():
-            return json.dumps(text, ensure_ascii=False)  # 007 or +49 is no number where a text may stand
-        is_whole = isinstance(value, float) and value.is_integer()
-        if is_whole and "integer" in allowed and not {"number", "string"} & allowed:
-            return str(int(value))
-        if type_of(value) in allowed or (type_of(value) == "integer" and "number" in allowed):
-            return found
-    return json.dumps(text, ensure_ascii=False)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TagFormat(ToolParser):
     """Calls with a tag for each argument. What it holds is text or JSON, as the tool's schema says."""
 
     name: str  # before the function's name; one of `begins` where models leave out the tags around it
+    other_names: tuple[str, ...] = ()  # what models write in its place
     name_end: str  # behind it
     key: str  # before an argument's name
     key_end: str  # behind it, up to the value
     other_key_end: str = ""  # the same before a value that is no string, in formats that say so
     value_end: str  # behind the value
     padding: str = ""  # on both sides of a value
+    newline: str = "\n"  # between tags
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.other_names)
 
     @property
     def value_ends(self) -> tuple[str, ...]:
         """Any of these ends a value; models leave out the right one at times."""
         return (self.value_end, self.key, *self.ends)
 
+    @property
+    def alone(self) -> str:
+        """Behind a name that is all of a call."""
+        return self.name_end[:-1] + "/>"
+
     def read(self, calls: Calls, begin: str) -> Steps[None]:
         source, before = calls.source, calls.count
         if begin != self.name:
             yield from source.follows(begin)
             yield from source.space()
-        while (yield from source.follows(self.name)) == self.name:
-            name = yield from source.short(*{self.name_end, "\n", self.key, *self.ends})
-            yield calls.begin(name.strip())
-            yield from source.follows(self.name_end)
-            yield from self._arguments(calls)
-            yield from source.closes(self.call_end)
+        while (yield from source.follows(*self.names)) in self.names:
+            yield calls.begin((yield from self._name(source)))
+            if (yield from source.follows(self.name_end, self.alone)) == self.alone:
+                yield calls.arguments("{}")
+            else:
+                yield from self._arguments(calls)
+                yield from source.closes(self.call_end)
             source.mark = source.at
             if not self.name:
                 break
@@ -82,10 +70,17 @@ class TagFormat(ToolParser):
         if begin != self.name:
             yield from source.closes(self.end)
 
+    def _name(self, source: Source) -> Waiting[str]:
+        """Read the name of a function, up to what ends it; NoCall if nothing does."""
+        return (yield from source.short(*{self.alone, self.name_end, "\n", self.key, *self.ends})).strip()
+
     def _arguments(self, calls: Calls) -> Steps[None]:
         source, ends = calls.source, self.key_end.split()
         others = self.other_key_end.split()
         given: set[str] = set()
+        if (yield from source.space()) == "{":  # they are JSON after all
+            yield from source.value(calls.arguments, *self.ends)
+            return
         while (yield from source.closes(self.key)):
             given.add(key := (yield from source.short(ends[0])))
             found = ""
@@ -99,7 +94,7 @@ class TagFormat(ToolParser):
         if not (yield from source.char()):
             return
         if calls.bare:
-            found = yield from source.follows(*self.ends, *self.begins, self.name, "</")
+            found = yield from source.follows(*self.ends, *self.begins, *self.names, "</")
             source.at -= len(found)
             if not found:  # arguments in a form that is not this one
                 raise NoCall
@@ -154,7 +149,7 @@ class TagFormat(ToolParser):
         source = calls.source
         assert source.mark is not None
         yield from source.space()
-        in_own_line = "\n" in source.text[source.mark : source.at]
+        in_own_line = self.newline in source.text[source.mark : source.at]
         ended = (yield from source.follows(self.value_end)) != ""
         yield from source.space()
         if (yield from source.follows(self.key)):
@@ -222,14 +217,14 @@ class TagFormat(ToolParser):
         here = source.place
         if (yield from self._begins_call(calls, any_name=True)):  # models call functions that nobody gave them
             return False
-        stops = markers(frozenset(filter(None, (*self.begins, self.name, self.value_end))))
+        stops = markers(frozenset(filter(None, (*self.begins, *self.names, self.value_end))))
         source.go(max(here, ahead.searched))
         at = bisect_left(ahead.ends, (here,))
         while at == len(ahead.ends) and (yield from source.space()):
             yield from source.collect(lambda make: source.until(stops, make))
             yield from source.space()
             place, begins = source.place, (yield from self._begins_call(calls))
-            ends = (yield from source.follows(*self.begins, self.name, self.value_end)) == self.value_end
+            ends = (yield from source.follows(*self.begins, *self.names, self.value_end)) == self.value_end
             if begins or (ends and (yield from self._call_ends(source))):
                 ahead.ends.append((place, ends))
             ahead.searched = source.place
@@ -249,14 +244,14 @@ class TagFormat(ToolParser):
         """Whether a call comes next, of one of the tools or of `any_name`; it stays unread."""
         source = calls.source
         place = source.place
-        found = yield from source.follows(*self.begins, self.name)
-        if found and found != self.name:
+        found = yield from source.follows(*self.begins, *self.names)
+        if found and found not in self.names:
             yield from source.space()
-            yield from source.follows(self.name)
+            yield from source.follows(*self.names)
         name = ""
         if found:
             with contextlib.suppress(NoCall):
-                name = (yield from source.short(self.name_end, "\n", self.key, *self.ends)).strip()
+                name = yield from self._name(source)
         source.go(place)
         return name in calls.names or (any_name and PLAUSIBLE.fullmatch(name) is not None)
 
@@ -265,7 +260,7 @@ class TagFormat(ToolParser):
         before, after, call = lark.text(before), lark.syntax(after), lark.one_of(self._call(lark, t) for t in tools)
         if self.name and self.name not in self.begins:  # all calls stand between one pair of tags
             return then(before, repeated(call, before, several), after)
-        return repeated(then(before, call, after), then(lark.text("\n"), lark.syntax(self.begins[0])), several)
+        return repeated(then(before, call, after), then(lark.text(self.newline), lark.syntax(self.begins[0])), several)
 
     def _call(self, lark: Lark, tool: Tool) -> str:
         name = brief(tool.name, "the tool", "\n", self.name_end, self.key, *self.ends)
@@ -274,12 +269,13 @@ class TagFormat(ToolParser):
         for key, schema, required in lark.properties(tool.schema):
             key = lark.text(brief(key, "the parameter", self.key_end.split()[0]))
             key_end = self.key_end if is_text(schema) else self.other_key_end or self.key_end
+            key_end = key_end.replace("\n", self.newline)
             before = then(lark.syntax(self.key), key, lark.syntax(key_end + self.padding))
             if is_text(schema):
                 value = lark.unquoted(schema, self.value_ends, end)
             else:
                 value = then(lark.json(schema, tool.strict), lark.syntax(end))
-            field = then(before, value, lark.text("\n"))
+            field = then(before, value, lark.text(self.newline))
             fields.append(field if required else f"({field})?")
-        begin = then(lark.syntax(self.name), lark.text(name), lark.syntax(self.name_end.strip()), lark.text("\n"))
-        return then(begin, *fields, lark.syntax(self.call_end))
+        begin = then(lark.syntax(self.name), lark.text(name), lark.syntax(self.name_end.strip()))
+        return then(begin, lark.text(self.newline), *fields, lark.syntax(self.call_end))

@@ -21,8 +21,13 @@ from itertools import chain
 from typing import NamedTuple
 
 from text.json_mending import mend
-from text.lark_rules import Lark, Schema, brief, repeated, then, types_of
+from text.lark_rules import Lark, Schema, brief, property_schema, repeated, schema_value, texts_of, then, types_of
 from text.scanning import NoCall, Part, Source, Steps, Waiting, content, markers, nothing, reasoning
+from text.schemas import NOTES
+
+BARRED = "=:\n\"'(){}[], "  # characters that no name of Python's has
+IN_QUOTES = r"/'(?:[^'\\\n\r]|\\['\\nr])*'/"  # a string as Python writes most
+OF_OBJECTS = {"type", "properties", "required", "additionalProperties"}  # keywords
 
 
 class Tool(NamedTuple):
@@ -66,6 +71,15 @@ class Calls:
         self.bare = False  # whether that has no arguments yet
         self.again = 0  # characters that have been read again
         self.ahead = Ahead()
+
+    def tool_with(self, arguments: str) -> str:
+        """The name of the one tool that has all arguments of a JSON object; NoCall if none has, or several have."""
+        with contextlib.suppress(AttributeError, ValueError):
+            keys = json.loads(arguments).keys()
+            names = [name for name, schema in self.schemas.items() if keys <= (schema.get("properties") or {}).keys()]
+            if len(names) == 1:
+                return names[0]
+        raise NoCall
 
     def begin(self, name: str, id: str = "") -> Part:
         """A call begins, and what is read is no content any more; NoCall if no tool has the name, or it is refused."""
@@ -198,7 +212,7 @@ class JsonFormat(ToolParser):
 
     def _arguments(self, source: Source, first: str) -> Waiting[str]:
         """Read whole arguments, which some models write as JSON in a string."""
-        if first != '"':
+        if first not in ('"', "'"):
             if not (found := (yield from source.collect(lambda make: source.value(make, *self.ends)))):
                 raise NoCall
             return "{}" if found == "null" else found
@@ -241,6 +255,7 @@ class HeaderFormat(ToolParser):
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
         source, each = calls.source, self.begins[-1]
+        stops = (self.after.strip(), *self.ends, *self.begins)
         yield from source.follows(begin)
         char = yield from source.space()
         if self.older and char and char in "[{":
@@ -252,11 +267,13 @@ class HeaderFormat(ToolParser):
             header = yield from source.short("{", *self.ends)
             if not (found := self.header.fullmatch(header)):
                 raise NoCall
-            yield calls.begin(found["name"], found.groupdict().get("id") or "")
-            if (yield from source.char()) == "{":
-                yield from source.value(calls.arguments, self.after.strip(), *self.ends, *self.begins)
+            arguments = "" if found["name"] else (yield from source.collect(lambda make: source.value(make, *stops)))
+            name, id = found["name"] or calls.tool_with(arguments), found.groupdict().get("id") or ""
+            yield calls.begin(name, f"functions.{name}:{id}" if arguments else id)  # as the template shows it later
+            if not arguments and (yield from source.char()) == "{":
+                yield from source.value(calls.arguments, *stops)
             else:
-                yield calls.arguments("{}")
+                yield calls.arguments(arguments or "{}")
             yield from source.closes(self.after.strip())
             yield from source.closes(self.call_end)
             source.mark = source.at
@@ -296,13 +313,15 @@ class PythonFormat(ToolParser):
         if begin != "[":
             yield from source.follows(begin)
             yield from source.space()
+        place = source.place
         listed = self.listed and (yield from source.follows("["))
-        if self.listed and not listed and begin == "[":
-            raise NoCall
+        if (yield from source.space()) == "{":
+            source.go(place)
+            yield from JsonFormat((), self.end).read(calls, "[")
+            return
         while True:
             yield from source.space()
-            if self.prefix and not (yield from source.follows(self.prefix)):
-                raise NoCall
+            yield from source.follows(self.prefix, self.prefix[-1:])
             name = yield from source.follows(*calls.names)
             if not name or not (yield from source.follows(opening)):
                 raise NoCall
@@ -312,7 +331,7 @@ class PythonFormat(ToolParser):
                     raise NoCall
                 source.at -= len(key)
             yield calls.begin(name)
-            yield from source.mapping(calls.arguments, self.between, closing, self.raw)
+            yield from self._arguments(calls)
             source.mark = source.at
             char = yield from source.space()
             if not (yield from source.follows(",")) and (not char.isalpha() or listed):
@@ -321,6 +340,27 @@ class PythonFormat(ToolParser):
         if listed:
             yield from source.closes("]")
         yield from source.closes(*self.ends)
+
+    def _arguments(self, calls: Calls) -> Steps[None]:
+        """Read arguments up to the closing bracket."""
+        source, closing, comma = calls.source, self.brackets[1], ""
+        yield calls.arguments("{")
+        yield from source.space()
+        while not (yield from source.follows(closing)):
+            key = (yield from source.short(self.between)).replace(self.raw, "").strip(" \n\"'")
+            yield from source.follows(self.between)
+            yield calls.arguments(f"{comma}{json.dumps(key, ensure_ascii=False)}: ")
+            schema = property_schema(calls.schemas[calls.name], key)
+            is_quoted = (yield from source.space()) in ("<", '"', "'")
+            if is_quoted and "string" not in types_of(schema):
+                yield calls.arguments(schema_value((yield from source.string(self.raw)), schema))
+            else:
+                yield from source.value(calls.arguments, raw=self.raw)
+            comma = ", "
+            if (yield from source.space()) != closing and not (yield from source.follows(",")):
+                raise NoCall
+            yield from source.space()
+        yield calls.arguments("}")
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
         call, end = lark.one_of(self._call(lark, tool) for tool in tools), lark.syntax(self.end)
@@ -332,19 +372,37 @@ class PythonFormat(ToolParser):
 
     def _call(self, lark: Lark, tool: Tool) -> str:
         opening, closing = self.brackets
+        begin = then(lark.syntax(self.prefix), lark.text(tool.name + opening))
+        return then(begin, self._fields(lark, tool.schema, tool.strict), lark.text(closing))
+
+    def _fields(self, lark: Lark, schema: Schema, strict: bool) -> str:
+        """The names and values of a call's arguments, or of an object."""
         fields = []
-        for key, schema, required in lark.properties(tool.schema):
-            name = lark.text(brief(key, "the parameter", *"=:\n\"'(){}[], ") + self.between)
-            fields.append((then(name, self._value(lark, schema, tool.strict)), required))
-        listed = lark.listed(fields, lark.text("," if self.raw else ", "))
-        return then(lark.syntax(self.prefix), lark.text(tool.name + opening), listed, lark.text(closing))
+        for key, each, required in lark.properties(schema):
+            name = lark.text(brief(key, "the parameter", *BARRED) + self.between)
+            fields.append((then(name, self._value(lark, each, strict)), required))
+        return lark.listed(fields, lark.text("," if self.raw else ", "))
 
     def _value(self, lark: Lark, schema: Schema, strict: bool) -> str:
-        """A string or a word as the model writes it; all other values are JSON, and so are those in lists."""
-        types = types_of(schema)
-        if types == {"string"} and self.raw:
-            return then(lark.syntax(self.raw), lark.unquoted(schema, (self.raw,), self.raw))
-        if types == {"boolean"} and not self.raw and not {"enum", "const"} & set(schema):
+        """A value as the model writes it. What is not told apart here is JSON, and so are the values in it."""
+        types, keywords = types_of(schema), schema.keys() - {*NOTES}
+        if self.raw:
+            kinds = schema["anyOf"] if keywords == {"anyOf"} else [{**schema, "type": kind} for kind in sorted(types)]
+            is_flat = all(isinstance(kind, dict) and "anyOf" not in kind for kind in kinds)
+            if keywords & {"anyOf", "type"} and len(kinds) > 1 and is_flat:
+                return lark.one_of(self._value(lark, kind, strict) for kind in kinds)
+            if types == {"string"}:
+                return lark.rule(then(lark.syntax(self.raw), lark.unquoted(schema, (self.raw,), self.raw)))
+            if types == {"array"} and keywords == {"type", "items"} and isinstance(schema["items"], dict):
+                item = self._value(lark, schema["items"], strict)
+                return lark.rule(f'"[" ({repeated(item, lark.text(","), True)})? "]"')
+            names = schema.get("properties") if keywords <= OF_OBJECTS else None
+            if types == {"object"} and isinstance(names, dict) and not {*BARRED} & {*"".join(names)}:
+                return lark.rule(f'"{{" {self._fields(lark, schema, strict)} "}}"')
+        elif types == {"string"} and keywords <= {"type", "enum"}:
+            texts = [lark.text(repr(text)) for text in texts_of(schema, "enum")]
+            return lark.one_of([lark.json(schema, strict), *(texts or [IN_QUOTES])])
+        elif types == {"boolean"} and not {"enum", "const"} & keywords:
             return lark.rule('"True" | "False"')
         return lark.json(schema, strict)
 

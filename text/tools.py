@@ -75,9 +75,9 @@ REASONING_PARSERS = {
     "openai_gptoss": ReasoningParser((), ("<|channel|>final<|message|>",)),
     "seed_oss": ReasoningParser(("<seed:think>",), ("</seed:think>",)),
 } | dict.fromkeys(
-    ("deepseek_r1", "deepseek_v3", "glm45", "holo2", "kimi_k2", "minimax_m2", "nemotron_v3", "olmo3", "qwen3", "step3"),
-    THINK,
-)
+    ("deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "kimi_k2", "ling3", "mimo", "minimax_m2",
+     "nemotron_v3", "olmo3", "qwen3", "step3", "step3p5"), THINK,
+)  # fmt: skip
 # Texts in the chat template of a kind of model, and its parser; the first row that fits counts.
 REASONING_SIGNS = (
     (("<|channel|>analysis",), "openai_gptoss"),
@@ -126,36 +126,34 @@ GLM45 = TagFormat(
     begins=("<tool_call>",), name="", name_end="\n", key="<arg_key>", key_end="</arg_key>\n<arg_value>",
     value_end="</arg_value>", end="</tool_call>",
 )  # fmt: skip
+GLM47 = replace(GLM45, newline="")
 COMMAND = JsonFormat(
     ("<|START_ACTION|>",), "<|END_ACTION|>", listed=True, inset="\n    ", name="tool_name",
     others=("tool_call_id",), written='{"tool_call_id": "{#}", "tool_name": {}, "parameters": ',
 )  # fmt: skip
 JAMBA = JsonFormat(("<tool_calls>",), "</tool_calls>", listed=True)
 PLAIN_JSON = JsonFormat(("[", "{"), listed=True)
+LLAMA_JSON = JsonFormat(("{", "<|python_tag|>"), arguments=("parameters", "arguments"), separator=";")
 GEMMA4 = PythonFormat(
     ("<|tool_call>",), "<tool_call|>", listed=False, prefix="call:", brackets=("{", "}"), between=":", raw='<|"|>'
 )
 # By vLLM's names, where it has one.
 TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "apertus": JsonFormat(("<|tools_prefix|>",), "<|tools_suffix|>", listed=True, name="", written="{{}: "),
-    "cohere_command3": COMMAND,
-    "cohere_command4": COMMAND,
+    "cohere_command3": COMMAND, "cohere_command4": COMMAND,
     "deepseek_v3": replace(
         DEEPSEEK_V31, written="function<｜tool▁sep｜>{}\n```json\n", after="\n```",
         header=re.compile(r"function<｜tool▁sep｜>(?P<name>[^\n]*\S)\s*\n```json\s*"),
     ),
-    "deepseek_v31": DEEPSEEK_V31,
-    "deepseek_v32": DEEPSEEK_V32,
-    "ernie45": HERMES,
+    "deepseek_v31": DEEPSEEK_V31, "deepseek_v32": DEEPSEEK_V32,
+    "deepseek_v4": replace(DEEPSEEK_V32, begins=("<｜DSML｜tool_calls>",), end="</｜DSML｜tool_calls>"),
+    "hermes": HERMES, "ernie45": HERMES, "granite4": HERMES,
     "functiongemma": replace(GEMMA4, begins=("<start_function_call>",), end="<end_function_call>", raw="<escape>"),
     "gemma3": PythonFormat(("```tool_code",), "```", listed=False, around="\n"),
-    "gemma4": GEMMA4,
-    "glm45": GLM45,
+    "gemma4": GEMMA4, "glm45": GLM45, "glm47": GLM47, "ling3": GLM47,
     "granite": JsonFormat(("<|tool_call|>", "<tool_call>"), listed=True),
     "granite-20b-fc": JsonFormat(("<function_call>",), around=" "),
-    "granite4": HERMES,
-    "hermes": HERMES,
-    "hunyuan_a13b": JAMBA,
+    "hunyuan_a13b": JAMBA, "jamba": JAMBA, "json": PLAIN_JSON, "xlam": PLAIN_JSON,
     "hunyuan_dense": HeaderFormat(
         begins=("<tool_calls>", "<tool_call>"), end="</tool_calls>", call_end="</tool_call>", between="\n",
         header=re.compile(r"(?P<name>[^\n]*\S)\s*\n```json\s*"), written="{}\n```json\n", after="\n```",
@@ -164,16 +162,14 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), "<|action_end|>", around="\n",
         arguments=("parameters", "arguments"),
     ),
-    "jamba": JAMBA,
-    "json": PLAIN_JSON,
     "kimi_k2": HeaderFormat(
         begins=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
         end="<|tool_calls_section_end|>", call_end="<|tool_call_end|>",
-        header=re.compile(r"(?P<id>(functions\.)?(?P<name>.+?):\d+)\s*<\|tool_call_argument_begin\|>\s*", re.DOTALL),
+        header=re.compile(r"(?s)(?P<id>((functions\.)?(?P<name>.+?):)?\d+)\s*<\|tool_call_argument_begin\|>\s*"),
         written="functions.{}:{#}<|tool_call_argument_begin|>",
     ),
     "lfm2": PythonFormat(("<|tool_call_start|>",), "<|tool_call_end|>"),
-    "llama3_json": JsonFormat(("{", "<|python_tag|>"), arguments=("parameters", "arguments"), separator=";"),
+    "llama3_json": LLAMA_JSON, "llama4_json": LLAMA_JSON,
     "llama4_pythonic": PythonFormat(("<|python_start|>", "["), "<|python_end|>"),
     "longcat": replace(HERMES, begins=("<longcat_tool_call>",), end="</longcat_tool_call>", between=""),
     "longcat_xml": replace(
@@ -194,16 +190,15 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "openai": HarmonyFormat(),
     "phi4_mini_json": JsonFormat(("<|tool_call|>", "functools"), "<|/tool_call|>", listed=True),
     "pythonic": PythonFormat(("[",)),
-    "qwen3_coder": QWEN3,
-    "qwen3_xml": QWEN3,
+    "qwen3_coder": QWEN3, "qwen3_xml": QWEN3, "mimo": QWEN3, "step3p5": QWEN3,
     "seed_oss": replace(QWEN3, begins=("<seed:tool_call>", "<function="), end="</seed:tool_call>", padding=""),
     "step3": TagFormat(
         begins=("<｜tool_calls_begin｜>",), end="<｜tool_calls_end｜>",
         name='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="', name_end='">',
+        other_names=('<｜tool_call_begin｜><steptml:invoke name="',),
         key='<steptml:parameter name="', key_end='">', value_end="</steptml:parameter>",
         call_end="</steptml:invoke><｜tool_call_end｜>",
     ),
-    "xlam": PLAIN_JSON,
 }  # fmt: skip
 SPACE = r"/\n{0,2}/"  # may come before a call, as it does after reasoning
 PLAIN = r"/[^\s\[{](?s:.*)/"  # text that no bracket begins
@@ -216,10 +211,12 @@ SIGNS = (
     (("<|START_ACTION|>", "<|START_TEXT|>"), "cohere_command4"),
     (("<|START_ACTION|>",), "cohere_command3"),
     (("｜DSML｜", "function_calls>"), "deepseek_v32"),
+    (("｜DSML｜", "tool_calls>"), "deepseek_v4"),
     (("<｜tool_calls_begin｜>",), "step3"),
     (("<longcat_arg_key>",), "longcat_xml"),
     (("<longcat_tool_call>",), "longcat"),
     (("<function=", "<parameter="), "qwen3_coder"),
+    (("</arg_key><arg_value>",), "glm47"),
     (("<arg_key>",), "glm45"),
     (("<|tool_call>call:",), "gemma4"),
     (("<start_function_call>",), "functiongemma"),
@@ -229,6 +226,7 @@ SIGNS = (
     (("[TOOL_CALLS]",), "mistral"),
     (("<|action_start|>",), "internlm"),
     (("<|tool_call_start|>",), "lfm2"),
+    (("<|tool_list_start|>",), "lfm2"),
     (("<function_calls>",), "olmo3"),
     (("<tool_calls>", "```json"), "hunyuan_dense"),
     (("<tool_calls>", "助手："), "hunyuan_a13b"),
@@ -363,7 +361,6 @@ def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Step
     try:
         yield from format.read(calls, begin)
     except NoCall:
-        source.depth = 0
         if source.mark is None:
             if calls.bare and not source.ended:  # or it would seem to be a call without arguments
                 yield calls.arguments("{")

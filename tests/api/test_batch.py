@@ -17,9 +17,10 @@ import gevent
 import pytest
 from tqdm import tqdm
 
-from api.batch_file import ATTEMPTS, LAST, Batch, main, new_parser, open_files, read_flags, read_lines
+from api.batch_file import ATTEMPTS, LAST, Batch, read_lines
 from api.options import ServerConfig
 from api.routes import Api
+from commands.batch import main, new_parser, open_files, read_flags
 from observe.logs import warn_once
 from plan import EngineCoreRequest
 from processes.child import Board

@@ -12,7 +12,7 @@ import pytest
 
 from api.flags import OptionParser, flag_fields, from_flags, refuse_given, split_command
 from api.options import ServerConfig
-from api.terminal import ChatOptions
+from commands.terminal import ChatOptions
 from config import EngineConfig
 from server import COMMANDS, main
 
@@ -242,7 +242,7 @@ def completions(line: str, place: int) -> set[str]:
 @pytest.mark.parametrize(
     ("line", "place", "words"),
     [
-        ("python server.py c", 2, {"campaigns/", "chat", "checkpoints/", "complete", "cpu/"}),
+        ("python server.py c", 2, {"campaigns/", "chat", "checkpoints/", "commands/", "complete", "cpu/"}),
         pytest.param("./server.py dem", 1, {"demo/"}, marks=pytest.mark.full),
         pytest.param("manta complete demo --top", 1, {"--top-k", "--top-p"}, marks=pytest.mark.full),
         ("python server.py batch --dtype f", 2, {"float", "float16", "float32"}),

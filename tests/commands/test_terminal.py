@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-from api import terminal as ours
-from api.terminal import Chat, Reply, TooLongError, printable
+from commands import terminal as ours
+from commands.terminal import Chat, Reply, TooLongError, printable
 from config import DEMO
 from sampling_params import SamplingParams
 from served import alive, eventually, serving
