@@ -41,6 +41,7 @@ UTILITIES = {  # the methods that clients may call by name, and the path from th
     "explain_prompts": "recorder.explain_prompts",
     "live": "recorder.live",
     "reset_prefix_cache": "reset_prefix_cache",
+    "abort_requests": "abort_requests",
     "check_integrity": "scheduler.check_integrity",
     "collective_rpc": "workers.collective_rpc",
     "do_log_stats": "stat_logger.log",
@@ -130,7 +131,7 @@ class EngineCore:
         self.ahead = 2 if overlap else 1
         self.depth = config.pipeline_parallel_size - 1 + self.ahead
         self.paused: dict[str, EngineCoreRequest] = {}  # requests that wait for new weights
-        self.adapters = HostAdapters(config, self.workers.call, self._uses)
+        self.adapters = HostAdapters(config, self.workers.call, lambda adapter: is_used(self, adapter))
         self.workers.on_restart = self._reload_adapters
         self.pausing = False  # whether new requests must wait, because an update of weights is about to begin
         self.news = Outputs()  # what `tell` has not returned yet
@@ -180,12 +181,6 @@ class EngineCore:
         except ValueError:
             self.scheduler.stats.refused()
             raise
-
-    def _uses(self, adapter: Adapter) -> bool:
-        """Whether a request that has yet to finish has this adapter."""
-        admission, compiling = self.scheduler.admission, self.grammars.waiting.values()
-        lines = (queue.lines for queue in (admission.waiting, admission.swapped, admission.aside))
-        return adapter in chain(admission.adapters.users, *lines) or any(r.adapter == adapter for r in compiling)
 
     def _reload_adapters(self) -> None:
         """New workers read the adapters anew; requests whose adapter is gone end.
@@ -241,6 +236,17 @@ class EngineCore:
             self.grammars.abort(request_id)
         self.scheduler.abort(request_id, index, reason)
         self._observe("aborted", request_id, index, reason)
+
+    @undisturbed()
+    def abort_requests(self, names: list[str]) -> int:
+        """End requests with an error, by their ids or those of their replies, or all of them; returns how many."""
+        asked = {*names}
+        places = self.paused, self.adapters.waiting, self.grammars.waiting, self.scheduler.requests
+        ids = [id for id in chain(*places) if not asked or asked & {id, id.rpartition("-")[0]}]
+        for id in ids:
+            self.abort(id)
+            self.news.outputs.append(error_output(id, "the request was aborted (/abort_requests)"))
+        return len(ids)
 
     def has_work(self) -> bool:
         """Whether a step would do anything, if only tell news."""
@@ -444,6 +450,13 @@ class EngineCore:
         """Forget all cached prefixes."""
         self.scheduler.space.reset_prefix_cache()
         self._observe("reset_prefix_cache")
+
+
+def is_used(core: EngineCore, adapter: Adapter) -> bool:
+    """Whether a request that has yet to finish has this adapter."""
+    admission, compiling = core.scheduler.admission, core.grammars.waiting.values()
+    lines = (queue.lines for queue in (admission.waiting, admission.swapped, admission.aside))
+    return adapter in chain(admission.adapters.users, *lines) or any(r.adapter == adapter for r in compiling)
 
 
 def not_finite(flight: Flight, rows: list[int]) -> dict[Request, str]:

@@ -47,14 +47,9 @@ class Group:
     """
 
     def __init__(
-        self,
-        rank: int = 0,
-        size: int = 1,
-        device: str = "cpu",
-        local_size: int | None = None,
-        experts: ExpertGroup | None = None,
-        pipeline: Pipeline | None = None,
-    ):
+        self, rank: int = 0, size: int = 1, device: str = "cpu", local_size: int | None = None,
+        experts: ExpertGroup | None = None, pipeline: Pipeline | None = None,
+    ):  # fmt: skip
         assert 0 <= rank < size
         self.rank, self.size, self.device = rank, size, device
         self.experts, self.pipeline = experts, pipeline or Pipeline()

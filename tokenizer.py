@@ -69,7 +69,7 @@ class Tokenizer:
         self.joins_bytes = decoding.get("type") == "ByteLevel" or self._spells_spaces
         self.token_bytes = functools.cache(self._token_bytes)
         self.token_text = functools.cache(self._token_text)
-        config = read_json(folder, "tokenizer_config.json", {})
+        config = self.config = read_json(folder, "tokenizer_config.json", {})
         self.special_tokens = names | special_tokens(read_json(folder, "special_tokens_map.json", {}) | config)
         environment = TemplateEnvironment(max_template_chars, max_template_seconds)
         self._templates = _compile_templates(Path(folder), config, environment)
@@ -189,15 +189,10 @@ class Tokenizer:
         return bool(self._templates)
 
     def render(
-        self,
-        messages: list[dict[str, Any]],
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template: str | None = None,
-        documents: list[dict[str, Any]] | None = None,
-        **chat_template_kwargs: Any,
-    ) -> str:
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None, chat_template: str | None = None,
+        documents: list[dict[str, Any]] | None = None, **chat_template_kwargs: Any,
+    ) -> str:  # fmt: skip
         """The prompt for a conversation. Encode it with `add_special_tokens=False`: templates write their own.
 
         Args:

@@ -318,8 +318,9 @@ class Batch:
         fields = parse_json(line.body, self.api.config, self.api.facts["max_model_len"])
         line.body = b""
         assert line.face
-        if fields.get("stream") is True:
-            raise ApiError(400, "stream is true; in a batch it must be false", "stream")
+        for key in ("stream", "background"):
+            if fields.get(key) is True:
+                raise ApiError(400, f"{key} is true; in a batch it must be false", key)
         if self.yields and fields.get("priority") is None:
             fields["priority"] = LAST
         for attempt in range(1, ATTEMPTS + 1):

@@ -79,6 +79,19 @@ def wake_up(api: Api) -> dict[str, Any]:
     return is_sleeping(api)
 
 
+def reset_prefix_cache(api: Api) -> dict[str, bool]:
+    ask(api, "reset_prefix_cache")
+    return {"success": True}
+
+
+def abort_requests(api: Api) -> dict[str, int]:
+    """End requests by their ids, or those of their replies; all, if there are none."""
+    ids = body_with(api, "request_ids").get("request_ids")
+    if not isinstance(ids, list) or not all(isinstance(id, str) for id in ids):
+        raise ApiError(400, f"request_ids is {reprlib.repr(ids)}; it must be a list of ids", "request_ids")
+    return {"num_aborted": sum(ask(api, "abort_requests", ids))}
+
+
 def update_weights(api: Api) -> dict[str, Any]:
     if not isinstance(folder := body_with(api, "model_path").get("model_path"), str) or not os.path.isabs(folder):
         raise ApiError(400, f"model_path is {reprlib.repr(folder)}; it must be a path from the root", "model_path")
@@ -207,6 +220,9 @@ CONTROL_PATHS = (  # with `enable_control_routes`
             query=SLEEP),
     guarded("POST", wake_up, "Take it again: that of weights, of kv_cache, or both.", query=TAGS),
     guarded("GET", is_sleeping, "Whether the engine sleeps."),
+    guarded("POST", reset_prefix_cache, "Forget all cached prefixes."),
+    guarded("POST", abort_requests, "End the requests or replies of these ids, or all if there are none.",
+            body={"request_ids": {"type": "array", "items": {"type": "string"}}}),
     guarded("POST", update_weights, "Load other weights of the same shapes, after the requests that run.",
             body={"model_path": {"type": "string"}}),
     guarded("POST", collective_rpc, "What a method of the worker returns on each device.", body=CALL),

@@ -9,13 +9,13 @@ from api.anthropic import COUNT_TOKENS, MESSAGES
 from api.chat import CHAT
 from api.completions import COMPLETIONS
 from api.fields import ApiError
-from api.responses import RESPONSES
+from api.responses import INPUT_TOKENS, RESPONSES
 from api.tokenize import DETOKENIZE, TOKENIZE
 from api.vectors import CLASSIFY, EMBEDDINGS, POOLING, RERANK, SCORE
 
 FACES = (
-    COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE, RESPONSES, MESSAGES, COUNT_TOKENS, EMBEDDINGS, POOLING, CLASSIFY, SCORE,
-    RERANK,
+    COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT_TOKENS, EMBEDDINGS, POOLING,
+    CLASSIFY, SCORE, RERANK,
 )  # fmt: skip
 
 

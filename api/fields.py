@@ -185,17 +185,11 @@ DETAILS = (
     Field("prompt_logprobs", Count, about=ABOUT["prompt_logprobs"]),
     Field("echo", bool, False, about="Begin with the prompt; in a chat with the message that the answer goes on with."),
     Field("return_token_ids", bool, False, about="Give the token ids of prompt and answer, too."),
-    Field(
-        "return_tokens_as_token_ids", bool, False, None, "Write `token_id:N` for a token beside its log-probability."
-    ),
+    Field("return_tokens_as_token_ids", bool, False, about="Write `token_id:N` beside a token's log-probability."),
 )
 CUT = (
     Field("truncate_prompt_tokens", Output, None, checks.kept, ABOUT["truncate_prompt_tokens"]),
-    Field(
-        "truncation_side",
-        Literal["left", "right"],
-        about="Where a prompt loses tokens: left, which is the default where it is answered, or right.",
-    ),
+    Field("truncation_side", Literal["left", "right"], about="Where it loses them; left, where it is answered."),
 )
 RESPONSE_FORMAT, *OTHER_FORMS = (Field(name, kind, None, check, about) for name, (kind, check, about) in FORMS.items())
 PRIORITY = Field("priority", Int32, 0, about="The lowest goes first, under the policy `priority`.")

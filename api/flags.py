@@ -58,13 +58,9 @@ class OptionParser(argparse.ArgumentParser):
     """
 
     def __init__(
-        self,
-        *classes: type[Options],
-        command: str = "",
-        usage: str = "[MODEL] [option ...]",
-        description: str = "",
+        self, *classes: type[Options], command: str = "", usage: str = "[MODEL] [option ...]", description: str = "",
         commands: dict[str, str] | None = None,
-    ):
+    ):  # fmt: skip
         prog = f"{PROG} {command}".strip()
         self.commands = commands or {}
         if commands:

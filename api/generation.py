@@ -18,20 +18,14 @@ from sampling_params import SamplingParams
 
 
 def generate(
-    api: Api,
-    fields: dict[str, Any],
-    caller: Caller,
-    prompts: Sequence[Prompt],
-    shape: Callable[..., Run],
-    default_max_tokens: int | None = None,
-    reading: Reading | None = None,
-    clamp: bool = False,
-) -> dict[str, Any] | Events:
+    api: Api, fields: dict[str, Any], caller: Caller, prompts: Sequence[Prompt], shape: Callable[..., Run],
+    default_max_tokens: int | None = None, reading: Reading | None = None, clamp: bool = False, waits: bool = True,
+) -> dict[str, Any] | Events:  # fmt: skip
     """Answer prompts, with a reply of this shape, which makes a `Run`.
 
     The fields have the names of a chat's or of a completion's. Where neither the request nor the model says how many
     tokens of output there may be, `default_max_tokens` does, or else the context; with `clamp` that bounds what the
-    request says, too.
+    request says, too. Whoever `waits` for a stream learns what the engine refuses before it begins.
     """
     if fields["stream_options"] is not None and not fields["stream"]:
         raise ApiError(400, "stream_options is only for stream: true", "stream_options")
@@ -46,12 +40,12 @@ def generate(
         run = caller.job = shape(caller, fields, prompts, params, api.tokenizer, reading)
         news = run.news(api.client, api.config.request_timeout)
         stack.callback(news.close)
-        first = next(news)  # what the engine refuses is a 400 in a stream, too
+        first = [next(news)] if waits else []  # what the engine refuses is a 400 in a stream, too
         if not fields["stream"]:
             for _ in news:
                 pass
             return run.whole()
-        return Events(run.events(itertools.chain([first], news)), stack.pop_all().close)
+        return Events(run.events(itertools.chain(first, news)), stack.pop_all().close)
 
 
 def params_of(

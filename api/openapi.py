@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from flask import Response
@@ -40,41 +40,24 @@ class Path(NamedTuple):
     control: bool = False  # whether it changes the server for everybody; see `Keys`
 
 
-class Mistake(msgspec.Struct):
-    """What was wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
+def object_of(**keys: Any) -> dict[str, Any]:
+    """The schema of an object that has all these keys, each of this schema."""
+    return {"type": "object", "properties": keys, "required": [*keys]}
 
 
-class ErrorReply(msgspec.Struct):
-    """The body of a reply other than 200."""
-
-    error: Mistake
-
-
-class MessageMistake(msgspec.Struct):
-    """What was wrong, as Anthropic spells it."""
-
-    type: str
-    message: str
+STRING, MAYBE = {"type": "string"}, {"type": ["string", "null"]}
+ERRORS = {  # by name, the body of a reply other than 200; Anthropic's routes have the second one
+    "ErrorReply": object_of(error=object_of(message=STRING, type=STRING, param=MAYBE, code=MAYBE)),
+    "MessageErrorReply": object_of(type={"const": "error"}, error=object_of(type=STRING, message=STRING)),
+}
 
 
-class MessageErrorReply(msgspec.Struct):
-    """The body of a reply other than 200 on Anthropic's routes."""
-
-    type: Literal["error"]
-    error: MessageMistake
-
-
-def replies(error: dict[str, Any], *kinds: str) -> dict[str, Any]:
-    """What a route may answer: 200 with one of these content types, else with the schema of an error."""
+def replies(error: str, *kinds: str) -> dict[str, Any]:
+    """What a route may answer: 200 with one of these content types, else with one of ERRORS."""
     # Of an event OpenAPI 3.1 has no schema.
     schemas: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
-    content = {kind: schemas.get(kind, {"schema": {"type": "string"}}) for kind in kinds}
-    wrong = {"content": {"application/json": {"schema": error}}}
+    content = {kind: schemas.get(kind, {"schema": STRING}) for kind in kinds}
+    wrong = {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}}
     return {
         "200": {"description": "The answer.", "content": content},
         **{str(status): {"description": text, **wrong} for status, text in STATUSES.items()},
@@ -83,14 +66,13 @@ def replies(error: dict[str, Any], *kinds: str) -> dict[str, Any]:
 
 def openapi(root_path: str, others: Sequence[Path]) -> dict[str, Any]:
     """The schema of the faces and of `others`, whose paths come after `root_path`, in OpenAPI 3.1."""
-    types = [*(face.request for face in FACES), ErrorReply, MessageErrorReply]
+    types = [face.request for face in FACES]
     refs, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
-    error, message_error = refs[-2:]
     paths: dict[str, Any] = {}
-    for face, ref in zip(FACES, refs, strict=False):
+    for face, ref in zip(FACES, refs, strict=True):
         body = {"required": True, "content": {"application/json": {"schema": ref}}}
         kinds = ("application/json", "text/event-stream") if "stream" in face.fields else ("application/json",)
-        responses = replies(error if face.error_body is ApiError.body else message_error, *kinds)
+        responses = replies("ErrorReply" if face.error_body is ApiError.body else "MessageErrorReply", *kinds)
         paths[face.paths[0]] = {"post": {"operationId": face.name, "requestBody": body, "responses": responses}}
         fields = components[face.request.__name__]
         fields["required"] = list(face.needed)
@@ -99,16 +81,16 @@ def openapi(root_path: str, others: Sequence[Path]) -> dict[str, Any]:
             del fields["properties"][name]["default"]
     for row in others:
         path = re.sub(r"<(?:path:)?(\w+)>", r"{\1}", row.rule)
-        text = {"in": "path", "required": True, "schema": {"type": "string"}}
+        text = {"in": "path", "required": True, "schema": STRING}
         places = [{"name": name, **text} for name in re.findall(r"{(\w+)}", path)]
         places += [{"name": name, "in": "query", "schema": schema} for name, schema in row.query.items()]
-        operation = {"summary": row.about, "parameters": places, "responses": replies(error, row.kind)}
+        operation = {"summary": row.about, "parameters": places, "responses": replies("ErrorReply", row.kind)}
         if row.body:
-            fields = {"type": "object", "properties": row.body, "required": [next(iter(row.body))]}
-            content = {"application/json": {"schema": fields | {"additionalProperties": False}}}
+            fields = object_of(**row.body) | {"required": [next(iter(row.body))], "additionalProperties": False}
+            content = {"application/json": {"schema": fields}}
             operation["requestBody"] = {"required": True, "content": content}
         paths.setdefault(path, {})[row.method.lower()] = operation
     return {
         "openapi": "3.1.0", "info": {"title": "Manta", "version": VERSION}, "servers": [{"url": root_path or "/"}],
-        "paths": paths, "components": {"schemas": components},
+        "paths": paths, "components": {"schemas": components | ERRORS},
     }  # fmt: skip

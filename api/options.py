@@ -31,7 +31,8 @@ class ServerConfig:
             "host", "port", "api_key", "api_key_file", "admin_key", "metrics_key", "metrics_prefix",
             "served_model_name", "share_prefix_cache", "allowed_origins", "allowed_hosts", "root_path",
             "api_server_count", "max_live_viewers", "max_stored_responses", "max_stored_response_bytes", "files_dir",
-            "max_file_bytes", "max_files_bytes", "drain_timeout", "enable_control_routes"),
+            "max_file_bytes", "max_files_bytes", "drain_timeout", "enable_control_routes",
+            "enable_tokenizer_info_endpoint"),
         "adapters": ("lora_modules", "lora_dir"),
         "tools and reasoning": ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"),
         "limits of a request": (
@@ -56,9 +57,7 @@ class ServerConfig:
         False, "let API keys reuse each other's prefixes; by the time it takes, one can tell what another has asked"
     )
     allow_unknown_fields: bool = option(False, "ignore fields of a request that are unknown, instead of a 400")
-    served_model_name: tuple[str, ...] = option(
-        (), "name in the API, or several (default: the model's id, or its folder's name)"
-    )
+    served_model_name: tuple[str, ...] = option((), "name in the API, or several (default: the model's id or folder)")
     lora_modules: tuple[str, ...] = option(
         (), "NAME=PATH of an adapter that requests name as their model, or vLLM's JSON object; or several"
     )
@@ -72,26 +71,18 @@ class ServerConfig:
     max_prompts: int = option(1024, "prompts in one request", 1)
     max_choices: int = option(1024, "prompts times n, best_of or beam_width of one request", 1)
     trust_request_chat_template: bool = option(False, "let a request bring the chat template that renders it")
-    allowed_origins: tuple[str, ...] = option(
-        (), "origin of web pages that may call this server (CORS), or several, or *"
-    )
+    allowed_origins: tuple[str, ...] = option((), "origin of web pages that may call this (CORS), or several, or *")
     allowed_hosts: tuple[str, ...] = option(
         (), "name beside localhost, or several, by which a server without keys on a loopback address is called; *: any"
     )
     root_path: str = option(
-        "",
-        "path, like /llm, that a proxy in front of this server puts before all routes; they answer with it and without "
-        "it, so the proxy may cut it off or not",
+        "", "path, like /llm, that a proxy in front of this server puts before all routes, and may cut off again"
     )
     otlp_traces_endpoint: str | None = option(
         None, "URL, like http://localhost:4318/v1/traces, to which a span of each request is sent (OpenTelemetry)"
     )
-    max_stored_responses: int = option(
-        1024, "responses of /v1/responses that are kept; each API key has an equal share", 0
-    )
-    max_stored_response_bytes: int = option(
-        2**28, "size of these, with their conversations, shared in the same way", 1024
-    )
+    max_stored_responses: int = option(1024, "responses that are kept; each API key has an equal share", 0)
+    max_stored_response_bytes: int = option(2**28, "size of these, with conversations and events, shared alike", 1024)
     files_dir: str | None = option(
         None, "folder of this server alone where /v1/files and /v1/batches keep what they need (default: they are off)"
     )
@@ -118,8 +109,9 @@ class ServerConfig:
     enable_control_routes: bool = option(
         False,
         "have routes that change the server: /sleep, /wake_up, /update_weights, /collective_rpc, /start_profile, "
-        "/v1/load_lora_adapter",
+        "/v1/load_lora_adapter, /reset_prefix_cache, /abort_requests",
     )
+    enable_tokenizer_info_endpoint: bool = option(False, "have /tokenizer_info, which shows the chat template")
     api_server_count: int = option(1, "processes that speak HTTP and make text, all for one engine", 1, 64)
 
     def __post_init__(self) -> None:

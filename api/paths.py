@@ -9,11 +9,21 @@ from api.control import CONTROL_PATHS, scale, scaling
 from api.http import PAGE, page, reply, stream
 from api.openapi import Path, openapi
 from api.response_store import PAGE_OF_ITEMS
-from api.routes import Api
+from api.routes import Api, Events
+from api.tokenize import tokenizer_info
 from config import VERSION
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+READ_AGAIN = {"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}}
 ENGINES = {"data_parallel_size": {"type": "integer", "minimum": 1}}
+
+
+def stored(api: Api, id: str) -> Response:
+    """A stored response, or the events of one."""
+    found = api.store.response(g.client, id, request.args)
+    return reply(found) if isinstance(found, dict) else stream(Events(found, lambda: None), api.config)
+
+
 PATHS = (
     *(Path("GET", path, "page", "The page: a chat, and the engine at work.", lambda api: page(), kind)
       for path, (kind, _) in PAGE.items()),
@@ -31,20 +41,26 @@ PATHS = (
     Path("GET", "/openapi.json", "openapi", "This document.",
          lambda api: reply(openapi(api.config.root_path, paths_of(api)))),
     Path("GET", "/scale", "scaling", "How many engines there are, come and go.", lambda api: reply(scaling(api))),
-    Path("GET", "/v1/responses/<id>", "response", "A stored response.",
-         lambda api, id: reply(api.store.response(g.client, id, request.args))),
+    Path("GET", "/v1/responses/<id>", "response", "A stored response, or the events of one made in the background.",
+         stored, query=READ_AGAIN),
     Path("GET", "/v1/responses/<id>/input_items", "input_items", "What it was made from, by pages.",
          lambda api, id: reply(api.store.page(g.client, id, request.args)), query=PAGE_OF_ITEMS),
     Path("POST", "/scale", "scale", "Have so many engines.", lambda api: reply(scale(api)), body=ENGINES, control=True),
     Path("DELETE", "/v1/responses/<id>", "delete_response", "Forget a stored response.",
          lambda api, id: reply(api.store.delete(g.client, id))),
-    Path("POST", "/v1/responses/<id>/cancel", "cancel_response",
-         "Is refused, because no response is made in the background.",
+    Path("POST", "/v1/responses/<id>/cancel", "cancel_response", "End a response that runs in the background.",
          lambda api, id: reply(api.store.cancel(g.client, id))),
     *BATCH_PATHS,
 )  # fmt: skip
 
 
+INFO_PATHS = (
+    Path("GET", "/tokenizer_info", "tokenizer_info", "The model's tokenizer_config.json and its chat template.",
+         lambda api: reply(tokenizer_info(api))),
+)  # fmt: skip
+
+
 def paths_of(api: Api) -> tuple[Path, ...]:
     """Those that this server has."""
-    return PATHS + (CONTROL_PATHS if api.config.enable_control_routes else ())
+    info = INFO_PATHS if api.config.enable_tokenizer_info_endpoint else ()
+    return PATHS + info + (CONTROL_PATHS if api.config.enable_control_routes else ())

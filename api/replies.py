@@ -211,14 +211,9 @@ class Run(Job):
     prefix: ClassVar[str]  # of the reply's id
 
     def __init__(
-        self,
-        caller: Caller,
-        fields: dict[str, Any],
-        prompts: Sequence[Prompt],
-        params: list[SamplingParams],
-        tokenizer: Tokenizer,
-        reading: Reading | None,
-    ):
+        self, caller: Caller, fields: dict[str, Any], prompts: Sequence[Prompt], params: list[SamplingParams],
+        tokenizer: Tokenizer, reading: Reading | None,
+    ):  # fmt: skip
         id = self.prefix + caller.name
         self.created = int(time.time())
         self.reading, self.tokenizer = reading, tokenizer

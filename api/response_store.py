@@ -1,89 +1,152 @@
-"""Responses that are kept, for clients that go on from one."""
+"""Responses that are kept, for clients that go on from one; and those that run in the background."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Set
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
+import gevent
 import msgspec
+from gevent.event import Event
 
 from api.fields import ApiError
 from api.options import ServerConfig
+from api.replies import ClientGone
 
 MOST_ITEMS, USUAL_ITEMS = 100, 20  # of a page
+EVENTS_AT_ONCE = 64  # of a response in the background, that are kept before room is made for them
 PAGE_OF_ITEMS = {
     "limit": {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS}, "order": {"enum": ["asc", "desc"]},
     "after": {"type": "string"},
 }  # fmt: skip
 
-Keep = Callable[[dict[str, Any]], None]
+
+class Kept:
+    """A response that the store keeps, or will: JSON, and the items of the conversation before it.
+
+    One that runs in the background has its events, too; where these alone are too large, the latest of them.
+    """
+
+    def __init__(self, store: Store, owner: str, items: list[dict[str, Any]]):
+        self.store, self.owner, self.id = store, owner, ""
+        self.conversation, self.response = msgspec.json.encode(items), b""
+        self.events: list[bytes] = []
+        self.first = self.length = 0  # the number of the first event that is left, and the bytes of all that are
+        self.counted = 0  # bytes, by the store
+        self.runner: gevent.Greenlet | None = None  # makes it in the background
+        self.news = Event()
+
+    def keep(self, response: dict[str, Any]) -> None:
+        """Keep a response, whose status is new. One that was deleted meanwhile stays so."""
+        is_new, self.id, self.response = not self.id, response["id"], msgspec.json.encode(response)
+        self.store.put(self, is_new)
+
+    def run(self, events: Iterator[bytes], *close: Callable[[], None]) -> None:
+        """Let a stream of this response run in the background, and then `close` it; returns once it has begun."""
+        self.runner = gevent.spawn(self._run, events, *close)
+        self.runner.link(lambda runner: self.news.set())
+        next(self.follow(0))
+
+    def _run(self, events: Iterator[bytes], *close: Callable[[], None]) -> None:
+        try:
+            for event in events:
+                self.events.append(event)
+                self.length += len(event)
+                self.news.set()
+                if len(self.events) % EVENTS_AT_ONCE == 0:
+                    self.store.put(self)
+        finally:
+            for each in close:
+                each()
+
+    def follow(self, number: int) -> Iterator[bytes]:
+        """The events from this number on, and those to come."""
+        while number >= self.first:
+            if number < self.first + len(self.events):
+                yield self.events[number - self.first]
+                number += 1
+            elif self.runner is None or self.runner.ready():
+                return
+            else:
+                self.news.clear()
+                self.news.wait()
 
 
 class Store:
     """The latest responses of one API process, each known to its owner only: an API key, else an address.
 
-    It holds JSON, whose size is known: of each the response object, and the items of the conversation before it.
-
     Each API key has an equal share of the room, and beyond it loses the response that it has not used for longest.
     Addresses share all of it: where they have too much together, the one with the most loses such a response. The
-    latest is kept, however large.
+    latest is kept, however large, but for its events.
     """
 
     def __init__(self, config: ServerConfig):
-        self.most, self.most_bytes = config.max_stored_responses, config.max_stored_response_bytes
+        self.limits = config.max_stored_responses, config.max_stored_response_bytes
         self.closed = ""  # or why nothing is kept
-        if not self.most:
+        if not config.max_stored_responses:
             self.closed = "this server keeps no responses (max_stored_responses is 0)"
         elif (count := config.api_server_count) > 1:
             self.closed = f"this server keeps no responses, because api_server_count is {count}; with 1 it does"
-        self.entries: OrderedDict[tuple[str, str], tuple[bytes, bytes]] = OrderedDict()
-        self.held: dict[str, tuple[int, int]] = {}  # how many of these each owner has, and how large they are
+        self.entries: OrderedDict[tuple[str, str], Kept] = OrderedDict()
+        self.held = Counter[str](), Counter[str]()  # how many of these each owner has, and how large they are
         self.shares = len({*config.api_key, *config.admin_key}) if config.api_key else 0
+        if self.shares:
+            self.limits = self.limits[0] // self.shares, self.limits[1] // self.shares
 
-    def keeper(self, owner: str, items: list[dict[str, Any]]) -> Keep:
-        """What keeps a response to these items, whenever its status is new. One that is deleted meanwhile stays so."""
-        conversation, begun = msgspec.json.encode(items), False
+    def put(self, kept: Kept, is_new: bool = False) -> None:
+        """Keep a response as it is now, as the latest, and drop what is too much then. One that is gone stays so."""
+        if not self._take_out(key := (kept.owner, kept.id)) and not is_new:
+            return
+        if kept.length > self.limits[1]:  # the older half is forgotten, which readers that keep up have had
+            half = len(kept.events) // 2
+            kept.first, kept.events = kept.first + half, kept.events[half:]
+            kept.length = sum(map(len, kept.events))
+        self.entries[key] = kept
+        kept.counted = len(kept.conversation) + len(kept.response) + kept.length
+        self._count(kept.owner, 1, kept.counted)
+        self._make_room(kept.owner)
 
-        def keep(response: dict[str, Any]) -> None:
-            nonlocal begun
-            key = (owner, response["id"])
-            if key in self.entries or not begun:
-                begun = True
-                self._drop(key)
-                self.entries[key] = entry = msgspec.json.encode(response), conversation
-                count, size = self.held.get(owner, (0, 0))
-                self.held[owner] = count + 1, size + sum(map(len, entry))
-                self._make_room(owner)
+    def response(self, owner: str, id: str, query: Mapping[str, str]) -> dict[str, Any] | Iterator[bytes]:
+        """The response object; or, as `stream` of the query asks, the events of one made in the background.
 
-        return keep
-
-    def response(self, owner: str, id: str, query: Mapping[str, str]) -> dict[str, Any]:
-        """The response object; an `ApiError` if there is none of that id, it is another's, or there is a query."""
-        refuse_query(query)
-        return msgspec.json.decode(self._find(owner, id)[0])
+        They follow the one whose number is `starting_after`. An `ApiError` if there is no such response or event.
+        """
+        refuse_query(query, "stream", "starting_after")
+        kept, stream, after = self._find(owner, id), query.get("stream", "false"), query.get("starting_after", "-1")
+        if stream not in ("true", "false"):
+            raise ApiError(400, f"stream is {stream[:64]!r}; it must be true or false", "stream")
+        if stream == "false" and "starting_after" not in query:
+            return msgspec.json.decode(kept.response)
+        if kept.runner is None and stream == "true":
+            raise ApiError(400, "stream is true; only of a response made in the background are events kept", "stream")
+        if stream == "false" or not re.fullmatch(r"-1|[0-9]{1,9}", after) or int(after) + 1 < kept.first:
+            must = f"it must be a number from {max(0, kept.first - 1)} on, beside stream=true"
+            raise ApiError(400, f"starting_after is {after[:64]!r}; {must}", "starting_after")
+        return kept.follow(int(after) + 1)
 
     def conversation(self, owner: str, id: str) -> list[dict[str, Any]]:
         """The items up to the end of a response that has ended by itself; an `ApiError` if there is none."""
         name = "previous_response_id"
         try:
-            response, items = map(msgspec.json.decode, self._find(owner, id))
+            kept = self._find(owner, id)
         except ApiError as error:
             if error.status != 404:
                 raise ApiError(400, f"{name} is given; {error}", name) from None
             raise ApiError(400, str(error), name, "previous_response_not_found") from None  # 400, as at OpenAI
+        response = msgspec.json.decode(kept.response)
         if (status := response["status"]) not in ("completed", "incomplete"):
             raise ApiError(400, f"{name} is of a response that is {status}; it must be completed or incomplete", name)
-        return items + response["output"]
+        return msgspec.json.decode(kept.conversation) + response["output"]
 
     def items(self, owner: str, ids: Set[str]) -> dict[str, dict[str, Any]]:
         """Items of responses, or of conversations before them, by id; an `ApiError` if the owner lacks one of them."""
         found: dict[str, dict[str, Any]] = {}
-        for (name, _), entry in reversed([*self.entries.items()]):
-            if name == owner and (missing := ids - found.keys()):
-                response, items = map(msgspec.json.decode, entry)
+        for kept in reversed([*self.entries.values()]):
+            if kept.owner == owner and (missing := ids - found.keys()):
+                response, items = map(msgspec.json.decode, (kept.response, kept.conversation))
                 found |= {item["id"]: item for item in (*items, *response["output"]) if item["id"] in missing}
                 time.sleep(0)  # there may be many megabytes, and others wait
         if missing := ids - found.keys():
@@ -93,21 +156,27 @@ class Store:
 
     def page(self, owner: str, id: str, query: Mapping[str, str]) -> dict[str, Any]:
         """Some of the items that a response was made from; see `page_of`. An `ApiError` if there is none."""
-        return page_of(msgspec.json.decode(self._find(owner, id)[1]), query)
+        return page_of(msgspec.json.decode(self._find(owner, id).conversation), query)
 
     def delete(self, owner: str, id: str) -> dict[str, Any]:
-        """Forget a response. One in progress goes on, but is not kept. An `ApiError` if `owner` has none of that id."""
+        """Forget a response. An `ApiError` if `owner` has none of that id.
+
+        One in progress goes on, but is not kept; if nobody waits for it, because it is in the background, it ends.
+        """
         self._find(owner, id)
         self._drop((owner, id))
         return {"id": id, "object": "response", "deleted": True}
 
     def cancel(self, owner: str, id: str) -> dict[str, Any]:
-        """Refuses, as no response is made in the background, and only such can be cancelled."""
-        status = msgspec.json.decode(self._find(owner, id)[0])["status"]
-        message = f"the response is {status}, but not in the background; to cancel it, close the connection"
-        raise ApiError(400, message, "response_id")
+        """End a response that runs in the background, and return it; an `ApiError` if there is none of that id."""
+        kept = self._find(owner, id)
+        if kept.runner is None:
+            message = "the response is not in the background; to cancel it, close the connection"
+            raise ApiError(400, message, "response_id")
+        kept.runner.kill(ClientGone)
+        return msgspec.json.decode(kept.response)
 
-    def _find(self, owner: str, id: str) -> tuple[bytes, bytes]:
+    def _find(self, owner: str, id: str) -> Kept:
         if self.closed:
             raise ApiError(400, self.closed)
         if (owner, id) not in self.entries:
@@ -117,21 +186,29 @@ class Store:
 
     def _make_room(self, newest: str) -> None:
         """Drop what is too much, now that an owner has got another response."""
-        for measure, most in enumerate((self.most, self.most_bytes)):
-            limit = most // self.shares if self.shares else most
-            while True:
-                held = {newest: self.held[newest]} if self.shares else self.held
-                several = [owner for owner, (count, _) in held.items() if count > 1 or owner != newest]
-                if not several or sum(each[measure] for each in held.values()) <= limit:
+        for held, limit in zip(self.held, self.limits, strict=True):
+            owners = [newest] if self.shares else self.held[0].keys()
+            while sum(held[owner] for owner in owners) > limit:
+                if not (several := [owner for owner in owners if self.held[0][owner] > 1 or owner != newest]):
                     break
-                largest = max(several, key=lambda owner: (self.held[owner][measure], owner == newest))
+                largest = max(several, key=lambda owner: (held[owner], owner == newest))
                 self._drop(next(key for key in self.entries if key[0] == largest))
 
     def _drop(self, key: tuple[str, str]) -> None:
-        if entry := self.entries.pop(key, None):
-            count, size = self.held.pop(key[0])
-            if count > 1:
-                self.held[key[0]] = count - 1, size - sum(map(len, entry))
+        if (kept := self._take_out(key)) and kept.runner:
+            kept.runner.kill(ClientGone, block=False)
+
+    def _take_out(self, key: tuple[str, str]) -> Kept | None:
+        if kept := self.entries.pop(key, None):
+            self._count(kept.owner, -1, -kept.counted)
+        return kept
+
+    def _count(self, owner: str, number: int, size: int) -> None:
+        """Note that an owner has so many responses more, or less, and bytes of them."""
+        for held, more in zip(self.held, (number, size), strict=True):
+            held[owner] += more
+            if not held[owner]:
+                del held[owner]
 
 
 def page_of(items: list[dict[str, Any]], query: Mapping[str, str], *filters: str) -> dict[str, Any]:

@@ -5,11 +5,17 @@ Its types are in OpenAI's SDK, `openai.types.responses`. `api/response_store.py`
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import logging
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal
+
+import msgspec
 
 from api import checks
 from api import fields as shared
@@ -17,9 +23,10 @@ from api.chat import as_chat, conversation, renamed
 from api.checks import Asked
 from api.fields import ApiError, Face, Field
 from api.generation import generate
+from api.logprobs import Token, Tokens, chat_logprobs
 from api.reading import CALL, CONTENT, REASONING, Piece
-from api.replies import AnswerRun, Caller, ClientGone, as_api_error, typed_event
-from api.response_store import Keep
+from api.replies import AnswerRun, Caller, ClientGone, as_api_error, json_of, log_request, typed_event
+from api.response_store import Kept
 from api.response_tools import Tools, response_tools
 from api.routes import Api, Events
 from api.structure import flat_format
@@ -41,12 +48,13 @@ ITEM_KEYS = (  # that count, in items that are not of OpenAI's own tools
 )  # fmt: skip
 NO_IMAGE = "The image data you provided does not represent a valid image"  # the words by which Codex knows it
 ITEM_PART = ("type", "text", "refusal", "annotations", "logprobs", "prompt_cache_breakpoint")
-# What `include` of a response may ask for although no answer has it: it is about tools, pictures and hidden thoughts.
-NeverThere = Literal[
-    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
-    "web_search_call.action.sources", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
-    "message.input_image.image_url",
+LOGPROBS = "message.output_text.logprobs"
+Includable = Literal[  # but for LOGPROBS, no answer has them: they are about tools, pictures and hidden thoughts
+    "message.output_text.logprobs", "reasoning.encrypted_content", "file_search_call.results",
+    "web_search_call.results", "web_search_call.action.sources", "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url", "message.input_image.image_url",
 ]  # fmt: skip
+IN_CHAT = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 
 
 def respond(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
@@ -55,6 +63,34 @@ def respond(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] 
         fields["store"] = not api.store.closed
     elif fields["store"] and api.store.closed:
         raise ApiError(400, f"store is true; {api.store.closed}", "store")
+    if (background := fields["background"]) and not fields["store"]:
+        raise ApiError(400, f"background is true; {api.store.closed or 'it needs store: true'}", "background")
+    items, chat = as_asked(api, fields, caller)
+    kept = Kept(api.store, caller.client, items) if fields["store"] else None
+    caller.remote = None if background else caller.remote
+    with renamed(**IN_CHAT):
+        prompt, reading = conversation(api, chat, caller)
+        shape = partial(Responses, fields, kept)
+        answer = generate(api, chat, caller, [prompt], shape, None, reading, waits=not background)
+    if not background:
+        return answer
+    assert kept and isinstance(answer, Events)
+    runs, caller.job = dataclasses.replace(caller), None  # which the log tells when it has ended
+    log = partial(log_request, caller.name, caller.client, "", 200, time.monotonic(), runs, "", logging.INFO)
+    kept.run(answer.events, answer.close, log)
+    return Events(kept.follow(0), lambda: None) if fields["stream"] else msgspec.json.decode(kept.response)
+
+
+def count_input(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
+    """How many tokens the prompt of such a request has."""
+    with renamed(**IN_CHAT):
+        _, chat = as_asked(api, fields, caller)
+        ids = api.prompts.encode(chat, api.prompts.render(chat), False)[1]
+        return {"object": "response.input_tokens", "input_tokens": caller.virtual + len(ids)}
+
+
+def as_asked(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The items of the conversation that a request goes on with, and the request as one for chat completions."""
     owner, previous, items = caller.client, fields["previous_response_id"], fields.pop("input")
     if not items and previous is None:
         raise ApiError(400, "input is []; without a previous response it must have at least one item", "input")
@@ -68,20 +104,15 @@ def respond(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any] 
     for item in items:
         if item["type"] in ITEM_TOOLS:
             tools.add(item["tools"], Asked(api.config))
-    keep = api.store.keeper(owner, items) if fields["store"] else lambda response: None
     messages = item_messages(items)
     if fields["instructions"] is not None:
         messages = [{"role": "system", "content": fields["instructions"]}, *messages]
-    chat = as_chat(
+    return items, as_chat(
         fields, messages, max_tokens=fields["max_output_tokens"] if fields["generate"] else 1,
         reasoning_effort=fields["reasoning"].get("effort"), response_format=fields["text"].get("structure"),
-        tools=tools.functions, stream_options=None,
+        tools=tools.functions, stream_options=None, stream=fields["stream"] or fields["background"],
+        logprobs=LOGPROBS in fields["include"] or bool(fields["top_logprobs"]),
     )  # fmt: skip
-    names = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
-    with renamed(**names, response_format="text.format"):
-        prompt, reading = conversation(api, chat, caller)
-        shape = partial(Responses, fields, keep)
-        return generate(api, chat, caller, [prompt], shape, None, reading)
 
 
 class Responses(AnswerRun):
@@ -89,12 +120,18 @@ class Responses(AnswerRun):
 
     prefix = "resp_"
 
-    def __init__(self, asked: dict[str, Any], keep: Keep, *run: Any):
+    def __init__(self, asked: dict[str, Any], kept: Kept | None, *run: Any):
         super().__init__(*run)
-        self.asked, self.keep = asked, keep
+        self.asked, self.keep = asked, kept.keep if kept else lambda response: None
         self.tools: Tools = asked["tools"]
         self.sent: dict[int, int] = {}  # by place, up to where the arguments of a custom tool's call are sent
         self.numbers = itertools.count()
+        prompt, scored = self.requests[0].prompt_token_ids, self.top is not None
+        self.tokens = Tokens(self.generation, prompt, self.tokenizer) if scored else None
+        self.taken: list[Token] = []  # of these, so far,
+        self.told = 0  # and how many of them precede the next delta
+        self.places: dict[int, int] = {}  # where in the answer's text the blocks begin
+        self.located = 0  # how far into it the last of these reaches
 
     @property
     def ended(self) -> str:
@@ -110,15 +147,15 @@ class Responses(AnswerRun):
         failure = {"code": RESPONSE_ERRORS.get(error.status, "server_error"), "message": str(error)} if error else None
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": status,
-            "completed_at": int(time.time()) if status == "completed" else None, "background": False,
-            "error": failure,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "background": asked["background"], "error": failure,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             **{name: asked[name] for name in (*REPEATED, "instructions", "max_output_tokens", "previous_response_id")},
             "model": asked["model"], "output": output,
             "reasoning": {"effort": asked["reasoning"].get("effort"), "summary": None}, "service_tier": "default",
             "temperature": params.temperature, "text": {"format": asked["text"].get("format") or {"type": "text"}},
             "tool_choice": self.tools.choice(asked["tool_choice"]), "tools": self.tools.repeated,
-            "top_logprobs": 0, "top_p": params.top_p, "truncation": "disabled",
+            "top_logprobs": asked["top_logprobs"] or 0, "top_p": params.top_p, "truncation": "disabled",
             "usage": None if begun else self._counts(),
         }  # fmt: skip
 
@@ -156,14 +193,14 @@ class Responses(AnswerRun):
         item = self._item(at, "in_progress") | empty
         yield self._numbered("response.output_item.added", output_index=at, item=item)
         if not is_call:
-            yield self._numbered("response.content_part.added", **self._where(at), part=part_of(kind, ""))
+            yield self._numbered("response.content_part.added", **self._where(at), part=part_of(kind, "", []))
 
     def _grow(self, piece: Piece, whole: bool = False) -> bytes:
         """The event of more text; nothing if that of a custom tool's call, of which this is JSON, has not grown."""
         (at, text, _), (_, _, name, key) = piece, self._row(piece.at)
         if key == "input":
             text, self.sent[at] = custom_input(self._block(at).text, self.sent.get(at, 0), whole)
-        more: dict[str, Any] = {"logprobs": []} if self._block(at).kind == CONTENT else {}
+        more = {"logprobs": self._logprobs(at, new=True)} if self._block(at).kind == CONTENT else {}
         return self._numbered(f"response.{name}.delta", **self._where(at), delta=text, **more) if text else b""
 
     def _end(self, at: int, last: bool = False) -> Iterator[bytes]:
@@ -174,9 +211,10 @@ class Responses(AnswerRun):
             yield self._grow(Piece(at, "", False), whole=True)
             yield self._numbered(kind, **where, name=item["name"], **{key: item[key]})
         else:
-            more: dict[str, Any] = {"logprobs": []} if block.kind == CONTENT else {}
+            part = item["content"][0]
+            more = {"logprobs": part["logprobs"]} if block.kind == CONTENT else {}
             yield self._numbered(kind, **where, text=block.text, **more)
-            yield self._numbered("response.content_part.done", **where, part=part_of(block.kind, block.text))
+            yield self._numbered("response.content_part.done", **where, part=part)
         yield self._numbered("response.output_item.done", output_index=at, item=item)
 
     def _numbered(self, kind: str, **content: Any) -> bytes:
@@ -207,7 +245,31 @@ class Responses(AnswerRun):
             text = custom_input(block.text)[0] if key == "input" and not broken else block.text
             return self.tools.called[block.name] | item | {"call_id": block.id, key: text}
         own: dict[str, Any] = {"summary": []} if block.kind == REASONING else {"role": "assistant"}
-        return item | own | {"content": [part_of(block.kind, block.text)]}
+        return item | own | {"content": [part_of(block.kind, block.text, self._logprobs(at))]}
+
+    def _logprobs(self, at: int, new: bool = False) -> Any:
+        """Log-probabilities of the tokens of a text, if they were asked for: of all, or of those that no delta told.
+
+        They are JSON, which is made in parts.
+        """
+        if self.tokens is None:
+            return []
+        self.taken += self.tokens.take()
+        begin, end = self._place(at), self._place(at) + len(self._block(at).text)
+        first, last = (bisect_left(self.taken, place, key=attrgetter("offset")) for place in (begin, end))
+        if new:
+            first, self.told = max(first, self.told), last
+        name, bytes_of = self.tokenizer.token_text, self.tokenizer.bytes_of
+        return msgspec.Raw(json_of(chat_logprobs(self.taken[first:last], self.top or 0, name, bytes_of)["content"]))
+
+    def _place(self, at: int) -> int:
+        """Where in the answer's text, which has marks as well, the text of a block begins."""
+        text, block = self.generation.text, self._block(at).text
+        if at not in self.places:
+            found = text.find(block, self.located) if at < len(self.answer.blocks) - 1 else text.rfind(block)
+            self.places[at] = max(found, self.located)
+        self.located = max(self.located, self.places[at] + len(block))
+        return self.places[at]
 
     def _counts(self) -> dict[str, Any]:
         usage = self._usage()
@@ -220,11 +282,11 @@ class Responses(AnswerRun):
         }  # fmt: skip
 
 
-def part_of(kind: str, text: str) -> dict[str, Any]:
-    """The one part of a message or of reasoning."""
+def part_of(kind: str, text: str, logprobs: Any) -> dict[str, Any]:
+    """The one part of a message, which may have log-probabilities, or of reasoning."""
     if kind == REASONING:
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 # --- what it takes ---------------------------------------------------------------------------------------------------
@@ -257,6 +319,13 @@ def labels(value: Any, asked: Asked) -> dict[str, str]:
     return value
 
 
+def included(value: list[str], asked: Asked) -> list[str]:
+    for name in value:
+        if name != LOGPROBS:
+            asked.ignore(name)
+    return value
+
+
 def response_text(value: dict[str, Any], asked: Asked) -> dict[str, Any]:
     """What OpenAI's Responses API has as `text`, and as its `structure` what that comes to."""
     found: dict[str, Any] = checks.settings("verbosity", format=dict, verbosity=str)(value, asked)
@@ -271,7 +340,7 @@ reasoning = checks.settings(
 ITEM = {"type": "object", "properties": {"type": {"enum": [*ITEM_FORMS]}}}
 INPUT = shared.shown(anyOf=[{"type": "string"}, {"type": "array", "items": ITEM}])
 NOT_YET_HERE: dict[str, tuple[Any, ...]] = {
-    "background": (False,), "conversation": (), "context_management": ([],), "prompt": (), "image": (),
+    "conversation": (), "context_management": ([],), "prompt": (), "image": (),
     "access_programs": (), "truncation": ("disabled", "auto"),  # nothing is dropped from what fits
 }  # fmt: skip
 ELSEWHERE_HERE = {
@@ -295,9 +364,11 @@ FIELDS = (
     *shared.ANSWERED,
     *shared.sampling(*shared.SEVERAL, "masked_logprobs"),
     Field("text", dict[str, Any], {}, response_text),
-    Field("include", list[NeverThere], [], ignored=True),
+    Field("include", list[Includable], [], included, "Of these, message.output_text.logprobs alone is there."),
+    Field("top_logprobs", shared.Count, about="How many likeliest tokens each has with its log-probability."),
     Field("max_tool_calls", shared.Count, about="Of tools that the server runs; it has none.", ignored=True),
     Field("generate", bool, True, about="False only reads the prompt, so that the next one is answered sooner."),
+    Field("background", bool, False, about="Run on while nobody waits, to be read later; needs store."),
     Field("store", bool, about="Keep the response, to be read or to go on from."),
     Field("metadata", dict[str, Any], {}, labels, "Is a part of the reply."),
     *(Field(name, shared.Name, about="Is a part of the reply.") for name in NAMES),
@@ -307,3 +378,6 @@ RESPONSES = Face(
     not_yet=shared.NOT_YET | NOT_YET_HERE | shared.NOT_IN_ANSWERS,
     elsewhere=shared.ELSEWHERE | ELSEWHERE_HERE,
 )  # fmt: skip
+INPUT_TOKENS = dataclasses.replace(
+    RESPONSES, name="input_tokens", paths=("/v1/responses/input_tokens",), answer=count_input
+)

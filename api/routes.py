@@ -44,15 +44,9 @@ class Api:
     """
 
     def __init__(
-        self,
-        client: EngineClient,
-        tokenizer: Tokenizer,
-        facts: dict[str, Any],
-        config: ServerConfig,
-        names: Sequence[str],
-        board: Board,
-        adapters: Adapters | None = None,
-    ):
+        self, client: EngineClient, tokenizer: Tokenizer, facts: dict[str, Any], config: ServerConfig,
+        names: Sequence[str], board: Board, adapters: Adapters | None = None,
+    ):  # fmt: skip
         self.client, self.tokenizer = client, tokenizer
         self.facts, self.config = facts, config
         self.names, self.board = names, board

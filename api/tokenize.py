@@ -37,6 +37,13 @@ def detokenize(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, An
     return {"prompt": api.tokenizer.decode(ids, skip_special_tokens=False)}
 
 
+def tokenizer_info(api: Api) -> dict[str, Any]:
+    """The model's tokenizer_config.json without the paths of files, with the chat template: vLLM's answer."""
+    config = {name: value for name, value in api.tokenizer.config.items() if not name.endswith(("_file", "_path"))}
+    template = {"chat_template": api.tokenizer.template().source} if api.tokenizer.has_chat_template else {}
+    return {"tokenizer_class": "PreTrainedTokenizerFast"} | config | template
+
+
 TEXT = shared.shown(**shared.STRING)
 FIELDS = (
     shared.MODEL,

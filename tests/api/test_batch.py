@@ -187,6 +187,7 @@ def test_a_refused_request_is_an_answer(files, engine):
     bodies = {
         "field": {"prompt": "x", "temperature": -1},
         "stream": {"prompt": "x", "stream": True},
+        "background": {"input": "x", "background": True},
         "list": [1],
         "empty": {},
         "model": {"prompt": "x", "model": "other"},
@@ -199,14 +200,14 @@ def test_a_refused_request_is_an_answer(files, engine):
     found = files.by_id()
     status = {name: each["response"]["status_code"] for name, each in found.items()}
     assert status == {name: 400 for name in bodies} | {"model": 404, "off": 200}
-    assert found["stream"]["error"]["param"] == "stream"
+    assert [found[name]["error"]["param"] for name in ("stream", "background")] == ["stream", "background"]
     assert found["model"]["error"]["code"] == "model_not_found"
     error = found["field"]["response"]["body"]["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["param"] == "temperature"
     assert "line" not in found["field"]["error"]
-    assert batch.counts["refused"] == 6 and batch.counts["failed"] == 0
-    assert "7 lines answered, of them 6 refused" in batch.summary()
-    assert files.run(engine).counts["skipped"] == 7
+    assert batch.counts["refused"] == len(bodies) and batch.counts["failed"] == 0
+    assert "8 lines answered, of them 7 refused" in batch.summary()
+    assert files.run(engine).counts["skipped"] == len(found)
 
 
 def test_an_engines_fault_is_the_lines_alone(files, engine):

@@ -20,11 +20,12 @@ from api.options import ServerConfig
 from api.paths import PATHS
 from config import DEMO
 from processes.client import EngineDeadError
-from scripted import BODIES, CHAT, COMPLETIONS, FACTS, ScriptedClient, client_of, post, refusal, told
+from scripted import BODIES, CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, post, refusal, told
 from served import Server, serving
 
 POSTS = (
     "/sleep", "/wake_up", "/update_weights", "/collective_rpc", "/start_profile", "/stop_profile",
+    "/reset_prefix_cache", "/abort_requests",
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
 )  # fmt: skip
 GETS = ("/is_sleeping", "/profiles/a.pt.trace.json.gz")
@@ -49,7 +50,7 @@ class Engines(ScriptedClient):
         self.asleep = method == "sleep" or (self.asleep and method != "wake_up")
         answers: dict[str, Any] = {
             "is_sleeping": self.asleep, "update_weights": 3, "stop_profile": ["a.pt.trace.json.gz"],
-            "collective_rpc": [{"b": [1]}, None],
+            "collective_rpc": [{"b": [1]}, None], "abort_requests": 2,
         }  # fmt: skip
         if method == "check_update":  # engine 1 has missed an update
             return {0: [3, "stamp"], 1: [2, "stamp"]}
@@ -73,6 +74,14 @@ def test_they_are_off_unless_an_option_allows_them(http_client: FlaskClient) -> 
     for path in GETS:
         refusal(http_client.get(path), 404)
     assert "/sleep" not in http_client.get("/openapi.json").json["paths"]
+
+
+def test_what_the_tokenizer_is_can_be_asked_where_an_option_allows_it(http_client: FlaskClient) -> None:
+    refusal(http_client.get("/tokenizer_info"), 404)
+    told = client_of(ScriptedClient(), enable_tokenizer_info_endpoint=True).get("/tokenizer_info").json
+    config = json.loads((Path(DEMO) / "tokenizer_config.json").read_text())
+    assert config.items() <= told.items() and "tokenizer_class" in told
+    assert told["chat_template"] == TOKENIZER.template().source
 
 
 # What a control route answers a client without a key, with an API key, and with an admin key, where there are any.
@@ -147,6 +156,8 @@ def test_what_is_asked_of_the_engines(engines: Engines, controls: FlaskClient) -
     call = {"method": "block_bytes", "timeout": 2.5, "args": [1], "kwargs": {"a": "b"}}
     assert post(controls, "/collective_rpc", **call).json == {"results": 2 * [{"b": [1]}, None]}
     post(controls, "/collective_rpc", method="facts", timeout=None)
+    assert controls.post("/reset_prefix_cache").json == {"success": True}
+    assert post(controls, "/abort_requests", request_ids=["cmpl-5"]).json == {"num_aborted": 4}
     assert controls.post("/start_profile").json == {"profiling": True}
     assert controls.post("/stop_profile").json == {"profiling": False, "files": 2 * ["a.pt.trace.json.gz"]}
     assert [call for call in engines.asked if call != ("is_sleeping",)] == [
@@ -154,7 +165,7 @@ def test_what_is_asked_of_the_engines(engines: Engines, controls: FlaskClient) -
         ("wake_up", ["weights", "kv_cache"]), ("wake_up", None),
         ("check_update", "/models/a"), ("update_weights", "/models/a", True, 3),
         ("collective_rpc", "block_bytes", 2.5, [1], {"a": "b"}), ("collective_rpc", "facts", None, [], {}),
-        ("start_profile",), ("stop_profile",),
+        ("reset_prefix_cache",), ("abort_requests", ["cmpl-5"]), ("start_profile",), ("stop_profile",),
     ]  # fmt: skip
 
 
@@ -169,6 +180,7 @@ def test_what_is_asked_of_the_engines(engines: Engines, controls: FlaskClient) -
         ("/update_weights", {}, "model_path is None"), ("/update_weights", {"model_path": "a"}, "from the root"),
         ("/update_weights", {"model_path": "/a", "more": 1}, "no field 'more'; known: model_path"),
         ("/update_weights", {"model_path": 5}, "model_path is 5; it must be a path"),
+        ("/abort_requests", {}, "request_ids is None; it must be"), ("/abort_requests", {"request_ids": [5]}, "is [5]"),
         ("/collective_rpc", {}, "method is None; it must be str"),
         ("/collective_rpc", {"method": "a", "args": 5}, "args is 5; it must be list"),
         ("/collective_rpc", {"method": "a", "timeout": True}, "timeout is True; it must be int"),
@@ -291,6 +303,22 @@ def test_a_server_sleeps_and_takes_other_weights(server: Server, tmp_path: Path)
     status, text = server.post("/update_weights", {"model_path": str(tmp_path)})
     assert status == 400 and "no safetensors" in text
     assert complete(server)["choices"] == after["choices"]
+
+
+def test_a_server_aborts_requests(server: Server) -> None:
+    streams = [
+        server.client().completions.create(
+            model="demo", prompt="ROMEO:\n", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+        )
+        for _ in range(3)
+    ]
+    first = next(streams[0]).id
+    for ids, number in (["cmpl-none"], 0), ([first], 1), ([], 2):
+        assert json.loads(server.post("/abort_requests", {"request_ids": ids})[1]) == {"num_aborted": number}
+    for stream in streams:
+        with pytest.raises(Exception, match="was aborted"):
+            list(stream)
+    assert server.running() == 0 and server.post("/reset_prefix_cache", {})[0] == 200
 
 
 @pytest.mark.full

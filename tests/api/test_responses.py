@@ -14,7 +14,7 @@ from werkzeug.test import TestResponse
 from api.anthropic import MESSAGES
 from api.options import ServerConfig
 from api.replies import ClientGone
-from api.response_store import Store
+from api.response_store import Kept, Store
 from api.responses import RESPONSES
 from scripted import BROKEN, CHAT, FACTS, MISSING, TEXT, TOKENIZER, ScriptedClient, client_of, refusal, told
 from test_protocol import BAD, BAD_MESSAGES, IMAGE
@@ -287,21 +287,24 @@ def test_a_response_whose_client_has_gone_is_cancelled(
 
 
 def size_of(store: Store) -> int:
-    """Bytes that a store counts."""
-    return sum(size for _, size in store.held.values())
+    """Bytes that a store counts, after a look at whether it counts right."""
+    size = sum(store.held[1].values())
+    parts = [(kept.conversation, kept.response, *kept.events) for kept in store.entries.values()]
+    assert size == sum(map(len, (each for kept in parts for each in kept)))
+    assert sum(store.held[0].values()) == len(store.entries)
+    return size
 
 
 def test_the_store_is_bounded() -> None:
     def fill(store: Store, *ids: str, size: int = 10) -> list[str]:
         for id in ids:
-            store.keeper("me", ["x" * size])({"id": id, "status": "completed", "output": []})
+            Kept(store, "me", ["x" * size]).keep({"id": id, "status": "completed", "output": []})
         return [id for _, id in store.entries]
 
     store = Store(ServerConfig(max_stored_responses=3))
     assert fill(store, "a", "b", "c", "d") == ["b", "c", "d"]
     assert store.conversation("me", "b") == ["x" * 10]  # which makes it the latest
-    assert fill(store, "e") == ["d", "b", "e"]
-    assert size_of(store) == sum(len(part) for entry in store.entries.values() for part in entry)
+    assert fill(store, "e") == ["d", "b", "e"] and size_of(store)
     store = Store(ServerConfig(max_stored_response_bytes=2000))
     assert fill(store, *"abcde", size=600) == ["c", "d", "e"]
     assert fill(store, "large", size=5000) == ["large"] and size_of(store) > 5000
@@ -313,7 +316,7 @@ def test_the_store_is_bounded() -> None:
 def test_nobody_evicts_what_a_quieter_client_has_stored() -> None:
     def put(store: Store, owner: str, *ids: Any, size: int = 10) -> None:
         for id in ids:
-            store.keeper(owner, ["x" * size])({"id": str(id), "status": "completed", "output": []})
+            Kept(store, owner, ["x" * size]).keep({"id": str(id), "status": "completed", "output": []})
 
     def owned(store: Store, owner: str) -> list[str]:
         return [id for each, id in store.entries if each == owner]
@@ -333,7 +336,6 @@ def test_nobody_evicts_what_a_quieter_client_has_stored() -> None:
     assert owned(open_, "a") == list("012") and len(open_.entries) == 8
     put(open_, "b", *range(9), size=6000)
     assert owned(open_, "a") == list("012") and size_of(open_) <= 2**14
-    assert size_of(open_) == sum(len(part) for entry in open_.entries.values() for part in entry)
 
 
 def test_without_keys_an_id_alone_shows_nothing(engine: ScriptedClient) -> None:
@@ -391,6 +393,8 @@ def test_a_message(http_client: FlaskClient, engine: ScriptedClient) -> None:
         },
     }  # fmt: skip
     assert post(http_client, COUNT).json == {"input_tokens": len(ids)} and len(engine.added) == 1
+    counted = http_client.post(f"{ASK}/input_tokens", json={"input": "Hi", "temperature": 0.5}).json
+    assert counted == {"object": "response.input_tokens", "input_tokens": len(ids)} and len(engine.added) == 1
     found = post(http_client, TALK, stop_sequences=["rld", "z"], max_tokens=30).json
     assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "rld")
     assert found["content"][0]["text"] == TEXT.partition("rld")[0]
@@ -548,7 +552,7 @@ BAD_HERE: dict[str, dict[str, list[Any]]] = {
         "max_output_tokens": [0, -1, 1.5, "9", True, 2**31], "store": [1, "true"], "parallel_tool_calls": [0],
         "metadata": [5, "x", [], {"a": 1}, {"a" * 65: "x"}, {"a": "x" * 513}, {str(i): "x" for i in range(17)}],
         "user": [5], "prompt_cache_key": [5, "x" * 1025], "safety_identifier": [{}],
-        "include": ["x", [5], ["x"], ["message.output_text.logprobs"]],
+        "include": ["x", [5], ["x"]], "top_logprobs": [-1, 1.5, "2", 21], "background": [1, "true"],
         "text": ["x", {"format": {"type": "json"}}, {"format": "text"}, {"verbosity": 5}, {"x": 1},
                  {"format": {"type": "json_schema"}}, {"format": {"type": "json_schema", "schema": {}, "x": 1}}],
         "reasoning": ["low", {"effort": 5}, {"effort": True}, {"summary": "long"}, {"context": 5}, {"mode": "pro"},
@@ -575,9 +579,9 @@ BAD_HERE: dict[str, dict[str, list[Any]]] = {
 }  # fmt: skip
 BOTH = {"chat_template_kwargs": [5, {"messages": 1}, {"a b": 1}]}
 NOT_YET_HERE = [
-    (ASK, "background", True), (ASK, "conversation", "conv_5"), (ASK, "prompt", {"id": "x"}), (ASK, "n", 2),
+    (ASK, "conversation", "conv_5"), (ASK, "prompt", {"id": "x"}), (ASK, "n", 2),
     *((ASK, "tools", [{"type": kind}]) for kind in ("mcp", "file_search", "code_interpreter", "computer_use_preview")),
-    (ASK, "top_logprobs", 1), (ASK, "truncation", "start"), (ASK, "context_management", [{}]), (ASK, "best_of", 2),
+    (ASK, "truncation", "start"), (ASK, "context_management", [{}]), (ASK, "best_of", 2),
     (TALK, "tools", [{"type": "computer_20250124", "name": "x"}]), (TALK, "container", "x"),
     (TALK, "mcp_servers", [{}]), (TALK, "n", 2), (TALK, "use_beam_search", True), (COUNT, "mcp_servers", [{}]),
 ]  # fmt: skip
