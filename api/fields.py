@@ -302,7 +302,7 @@ def read_fields(face: Face, body: dict[str, Any], asked: Asked) -> dict[str, Any
         if name in given:
             raise ApiError(400, f"{alias} is given beside another name of {name}; one is enough", alias)
         if name in known:
-            given[name] = value
+            given[name] = checks.whole(value)
             if known[name].ignored:
                 asked.ignore(name)
         elif name in face.elsewhere:

@@ -310,7 +310,8 @@ def test_what_the_model_is_told_of_tools(served: Any, engine: ScriptedClient) ->
     ids, params, _ = engine.added.pop()
     told = [tool["function"] for tool in json.loads(TOKENIZER.decode(ids).removesuffix("<tool_call>"))]
     assert [tool["name"] for tool in told] == ["mcp__a__read", "b__read", "read", "patch"]
-    assert told[0] == {"name": "mcp__a__read", "parameters": READ["parameters"]} and params.structured_outputs is None
+    shown = {"name": "mcp__a__read", "description": "", "parameters": READ["parameters"]}
+    assert told[0] == shown and params.structured_outputs is None
     assert told[3]["parameters"]["required"] == ["input"] and "start: /.+/" in told[3]["description"]
     reply = post(http_client, ASK, tools=[regex])
     assert r'"pattern": "^(?:a|b)$"' in engine.added.pop()[1].structured_outputs.grammar
