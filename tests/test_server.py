@@ -55,6 +55,7 @@ def test_explain(http_client: FlaskClient, engine: ScriptedClient) -> None:
 def test_models(http_client: FlaskClient, engine: ScriptedClient) -> None:
     listed = http_client.get("/v1/models").json
     assert listed["object"] == "list" and [model["id"] for model in listed["data"]] == ["manta", "org/other"]
+    assert {(model["root"], model["max_model_len"]) for model in listed["data"]} == {("manta", 64)}
     for path in ("org/other", "org%2Fother", "org%2fother"):
         assert http_client.get("/v1/models/" + path).json == listed["data"][1]
     assert post(http_client, COMPLETIONS).json["model"] == "manta"

@@ -55,7 +55,7 @@ BAD = {  # field: values that are refused on both generating routes
     "include_stop_str_in_output": [1],
     "add_special_tokens": [1],
     "stream": [1, "true"],
-    "stream_options": [{"include_usage": True}, [], {"include_usage": 1}],
+    "stream_options": [{"include_usage": True}, {"continuous_usage_stats": None}, [], {"include_usage": 1}],
     "cache_salt": [1, "x" * 1025],
     "n": [0, -1, 1.5, 2.0, "1", True, 65537, 10**400, [1]],
     "best_of": [0, 2.0, "2", True, 65537],
