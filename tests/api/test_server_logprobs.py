@@ -543,10 +543,3 @@ def test_a_prompts_logprobs_are_those_that_it_would_be_drawn_with(client: openai
         model="demo", messages=[{"role": "user", "content": "Hi"}], max_tokens=0, n=2, extra_body={"prompt_logprobs": 1}
     )
     assert no_tokens.usage.completion_tokens == 0 and len(no_tokens.prompt_logprobs) == no_tokens.usage.prompt_tokens
-
-
-def test_beams_with_logprobs_are_refused(client: openai.OpenAI) -> None:
-    import openai
-
-    with pytest.raises(openai.BadRequestError, match="logprobs is 1; with use_beam_search"):
-        client.completions.create(model="demo", prompt="a", logprobs=1, extra_body={"use_beam_search": True})
