@@ -21,7 +21,7 @@ import tokenizers
 
 from config import read_json
 from sampling_params import SamplingParams
-from text.messages import CONTINUE_TAG, expected, show_messages, tag_final_message
+from text.messages import CONTINUE_TAG, described, show_messages, show_open
 from text.templates import ChatTemplate, TemplateEnvironment, read_template
 from text.vocabularies import BYTE_OF_CHAR, READERS, SPACE, convert, special_tokens
 
@@ -208,19 +208,14 @@ class Tokenizer:
             ValueError: there is no template, it failed or refused the conversation, or it wrote or took too much.
         """
         template = self.template(chat_template, "tool_use" if tools else "default")
-        variables = {**self.special_tokens, **chat_template_kwargs, "documents": documents, "tools": tools}
+        variables = {**self.special_tokens, **chat_template_kwargs, "documents": documents}
+        variables["tools"] = [*map(described, tools)] if tools else tools
         variables["add_generation_prompt"] = add_generation_prompt
         if not continue_final_message:
             return show_messages(template, messages, variables)
         if add_generation_prompt:
             raise ValueError("add_generation_prompt and continue_final_message exclude each other")
-        messages, text = tag_final_message([expected(message, template) for message in messages])
-        prompt = show_messages(template, messages, variables)
-        place = prompt.rfind(CONTINUE_TAG.strip())
-        if place < 0 or text.strip() not in prompt:
-            raise ValueError("continue_final_message: the chat template does not show the final message as it is")
-        trimmed = not prompt.startswith(CONTINUE_TAG, place)
-        return prompt[:place].rstrip() if trimmed else prompt[:place]
+        return show_open(template, messages, variables)
 
     def _turn_end(self, chat_template: str | None = None) -> int | None:
         """The special token that a chat template writes after an answer; None if it writes none there."""

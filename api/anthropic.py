@@ -24,7 +24,6 @@ from api.replies import AnswerRun, Caller, ClientGone, as_api_error, typed_event
 from api.routes import Api, Events
 from api.structure import flat_format
 from text.messages import BLOCKS, joined_turns
-from text.tools import is_object
 
 BILLING = "x-anthropic-billing-header"
 MESSAGE_ERRORS = {  # Anthropic's words for the statuses
@@ -96,10 +95,7 @@ class MessageRun(AnswerRun):
 
     def whole(self) -> dict[str, Any]:
         self.answer.read()
-        blocks = self.answer.blocks or [Block(CONTENT)]
-        if blocks[-1].kind == CALL and not is_object(blocks[-1].text):  # it was cut: its input would mean less
-            blocks[-1].kind = CONTENT
-        content = list(map(content_block, blocks))
+        content = list(map(content_block, self.answer.blocks or [Block(CONTENT)]))
         return self._message(content, self._counts() | self._output()) | self._stop()
 
     def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:

@@ -18,7 +18,7 @@ from api.reading import CONTENT, REASONING, Answer, Block, Piece, Reading
 from api.replies import Caller
 from api.routes import Api, Events
 from outputs import Generation
-from text.messages import text_of
+from text.messages import begun_reasoning, text_of
 
 
 class ChatRun(ChoiceRun):
@@ -141,7 +141,8 @@ def conversation(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[Prom
     end = api.tokenizer.turn_end(fields["chat_template"])
     if end is not None and end not in api.facts["eos_token_ids"] and not fields["ignore_eos"]:
         fields["stop_token_ids"] = [*(fields["stop_token_ids"] or ()), end]  # trainers often name it nowhere else
-    return prompt, api.parsers.reading(fields, text)
+    begun = begun_reasoning(fields["messages"][-1]) if fields["continue_final_message"] else ""
+    return prompt, api.parsers.reading(fields, text.rstrip().removesuffix(begun.strip()))  # how the answer begins
 
 
 def as_chat(fields: dict[str, Any], messages: list[dict[str, Any]], **own: Any) -> dict[str, Any]:

@@ -17,13 +17,11 @@ from typing import Any, NamedTuple
 
 from api.options import ServerConfig
 from sampling_params import MAX_BAD_WORDS
-from text.messages import TYPE_NAMES, call_name, chat_messages
+from text.messages import THOUGHT_FIELDS, TYPE_NAMES, call_name, chat_messages
 
 MAX_TOOL_NAME = 256  # characters
 LIST_PART = 2**14  # items of a list between which others are served
-TEXT_PART = ("type", "text", "refusal", "cache_control", "prompt_cache_breakpoint")  # the last two: caches elsewhere
-STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
-
+TEXT_PART = ("type", "text", "refusal", "thinking", "cache_control", "prompt_cache_breakpoint")  # the last two: caches
 MAX_IGNORED = 32  # names that a reply tells
 PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
@@ -115,10 +113,19 @@ def known_keys(value: dict[str, Any], known: Collection[str], asked: Asked, exte
 
 def messages(value: Any, asked: Asked) -> list[dict[str, Any]]:
     found = chat_messages(value)  # a template may know any key of a message, but of a part only the text is left
-    for message in value:
+    for message, shown in zip(value, found, strict=True):
         for part in message["content"] if isinstance(message.get("content"), list) else ():
-            known_keys(part, TEXT_PART, asked)
+            own = part if isinstance(part, dict) else {}
+            known_keys(own, TEXT_PART, asked, extended=own.get("type") not in ("text", "refusal"))
+        for key in THOUGHT_FIELDS:
+            if message.get(key) and isinstance(message[key], list) and not shown.get("reasoning_content"):
+                asked.ignore(key)
     return found
+
+
+def whole(value: Any) -> Any:
+    """A value; if it is a whole number that is written with a point, as some clients do, without that."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**64 else value
 
 
 def settings(*ignored: str, **known: Any) -> Check:
@@ -129,8 +136,9 @@ def settings(*ignored: str, **known: Any) -> Check:
 
     def check(value: Any, asked: Asked) -> dict[str, Any]:
         known_keys(value, tuple(known), asked)
+        found = {name: whole(value.get(name)) for name in known}
         for name, allowed in known.items():
-            if (given := value.get(name)) is None:
+            if (given := found[name]) is None:
                 continue
             if isinstance(allowed, type):
                 if type(given) is not allowed:  # a truth is no number
@@ -140,7 +148,7 @@ def settings(*ignored: str, **known: Any) -> Check:
                 raise Refusal(f"this server cannot do that yet; {name} must be {words}", "unsupported_parameter")
             if name in ignored:
                 asked.ignore(name)
-        return {name: value.get(name) for name in known}
+        return found
 
     return check
 
@@ -224,11 +232,4 @@ def metadata(value: dict[str, str], asked: Asked) -> dict[str, str]:
     return value
 
 
-def stream_options(value: Any, asked: Asked) -> dict[str, bool]:
-    known_keys(value, STREAM_OPTIONS, asked)
-    options = {key: value.get(key) or False for key in STREAM_OPTIONS}
-    if not all(isinstance(option, bool) for option in options.values()):
-        raise ValueError("each must be true or false")
-    if options["include_obfuscation"]:
-        raise Refusal("this server cannot do include_obfuscation yet", "unsupported_parameter")
-    return options
+stream_options = settings(include_usage=bool, continuous_usage_stats=bool, include_obfuscation=[False])

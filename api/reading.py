@@ -25,6 +25,7 @@ from text.tools import (
     TOOL_PARSERS,
     Reader,
     call_grammar,
+    is_object,
     new_reader,
     read_whole,
     reasoning_parser_of,
@@ -226,6 +227,7 @@ class Answer:
         self._searched = 0  # tokens before which reasoning does not end
         self._has_reasoned = False
         self._calls: list[int] = []  # which of the blocks they are
+        self._is_half = False  # whether what seemed to be the last one is content
 
     def read(self) -> list[Piece]:
         """What is new since the last time; once the answer is complete, all that is left."""
@@ -236,8 +238,7 @@ class Answer:
             return [self._add(CONTENT, text)] if text else []
         if is_whole:
             assert self.reading is not None
-            parser, is_cut = self.reading.reasoning_parser, self.generation.finish_reason == "length"
-            parts = read_whole(self.reading.reader, parser, text, is_cut)
+            parts, self._is_half = read_whole(self.reading.reader, self.reading.reasoning_parser, text)
         else:
             parts = reader.feed(text) + (reader.end() if self.generation.finished else [])
         if self.generation.finished:
@@ -283,8 +284,10 @@ class Answer:
 
     @property
     def finish_reason(self) -> str | None:
+        """`tool_calls` where it has ended by itself, and its last call is whole."""
         reason = self.generation.finish_reason
-        return "tool_calls" if reason == "stop" and self._calls else reason
+        is_call = reason == "stop" and self._calls and not self._is_half and is_object(self.calls[-1].text)
+        return "tool_calls" if is_call else reason
 
     @property
     def reasoning_tokens(self) -> int:

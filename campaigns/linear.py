@@ -147,7 +147,7 @@ def as_a_whole(parser: str | None, thinking: str | None, prompt: str) -> Callabl
             def reader(**more: Any) -> Any:
                 return new_reader(parser, thinking, TOOLS, prompt, ("<|special|>",), **more)
 
-            read_whole(reader, thinking, text, False)
+            read_whole(reader, thinking, text)
             clock.tick()
             return clock.longest
 

@@ -563,37 +563,6 @@ def test_a_template_that_takes_system_messages_nowhere_says_so(tmp_path: Path) -
         tokenizer.render([{"role": role, "content": "a"} for role in ("system", "user", "system")])
 
 
-@pytest.mark.parametrize(
-    ("template", "final", "end"),
-    [
-        (PLAIN, "Well ", "<|assistant|>Well "),
-        (TRIMMED, "Well ", "<|assistant|>Well"),
-        (PARTS, [{"type": "text", "text": "Well"}], "assistant:Well"),
-    ],
-)
-def test_continue_final_message(tmp_path: Path, template: str, final: Any, end: str) -> None:
-    messages = [{"role": "user", "content": []}, {"role": "assistant", "content": final}]
-    before = json.dumps(messages)
-    rendered = templated(tmp_path, template).render(messages, add_generation_prompt=False, continue_final_message=True)
-    assert rendered.endswith(end) and json.dumps(messages) == before
-
-
-@pytest.mark.parametrize(
-    ("template", "messages", "generation", "message"),
-    [
-        (PLAIN, MESSAGES, True, "exclude each other"),
-        ("nothing", MESSAGES, False, "does not show the final message"),
-        (PLAIN, [{"role": "assistant", "content": None}], False, "no text"),
-        (PLAIN, [], False, "no text"),
-    ],
-)
-def test_continue_final_message_is_refused(
-    tmp_path: Path, template: str, messages: list[dict[str, Any]], generation: bool, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        templated(tmp_path, template).render(messages, generation, continue_final_message=True)
-
-
 TEXT_OR_PARTS = (
     "{% macro show(c) %}{% if c is string %}s{{ c }}{% else %}{% for p in c %}p{{ p.text }}{% endfor %}{% endif %}"
 )
@@ -616,6 +585,8 @@ TWO_PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
         ("{% for m in messages %}{% if m.content is string %}s{{ m.content }}{% else %}{% for p in m.content %}"
          "{{ p.text }}{% endfor %}{% endif %};{% endfor %}", "ab;", "sc;"),
         (TEXT_OR_PARTS, "papb;", "sc;"),
+        ("{% for m in messages %}{% set c = m.calls or m.content %}{% if m.calls %}{% for x in c %}{{ x }}{% endfor %}"
+         "{% else %}{{ '' + m.content }}{% endif %};{% endfor %}", "a\nb;", "c;"),
     ],
 )  # fmt: skip
 def test_a_content_is_in_the_form_that_the_template_goes_through(
@@ -679,13 +650,14 @@ def test_messages_as_clients_send_them_back() -> None:
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "'image_url'; this server"),
-        ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "'input_audio'; this server"),
-        ({"role": "user", "content": [{"type": "file", "file": {}}]}, "'file'; this server"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "'image_url'.*a part must"),
+        ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "'input_audio'.*a part must"),
+        ({"role": "user", "content": [{"type": "file", "file": {}}]}, "'file'.*a part must"),
         ({"role": "assistant", "content": "a", "audio": {"id": "x"}}, "has audio"),
-        ({"role": "user", "content": [{"type": "text"}]}, "a part must be"),
-        ({"role": "user", "content": [{"type": []}]}, "a part must be"),
-        ({"role": "user", "content": [{"text": "a"}]}, "a part must be"),
+        ({"role": "user", "content": [{"type": "text"}]}, "a part must"),
+        ({"role": "user", "content": [{"type": []}]}, "a part must"),
+        ({"role": "user", "content": [{"text": "a"}]}, "a part must"),
+        ({"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}, "a part must"),
         ({"role": "system"}, "must have a content"),
     ],
 )

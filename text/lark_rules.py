@@ -18,7 +18,7 @@ from text.json_mending import mend
 
 # JSON as templates write it, with or without one space. Any white space would let a model go on with it for ever.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-MAY_BE_SPECIAL = re.compile(r"(<[^<>\s]+>|\[[A-Z_/]+\])")
+MAY_BE_SPECIAL = re.compile(r"(\]<\]\w+\[>\[|<[^<>\s]+>|\[[A-Z_/]+\])")
 JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 Schema = Mapping[str, Any]
 SHARED = ("$defs", "definitions")
@@ -143,6 +143,23 @@ def is_text(schema: Schema) -> bool:
     return "string" in (types := types_of(schema)) and types <= {"string", "null"}
 
 
+class Held:
+    """What a schema says of a value that is written as tags, each of which is looked up once."""
+
+    def __init__(self, schema: Schema, root: Schema):
+        steps = [(each, is_leaf) for each, is_leaf in followed(schema, root) if isinstance(each, dict)]
+        leaves: list[Schema] = [each for each, is_leaf in steps if is_leaf] or [{}]
+        self.types = types_of(schema) if "type" in schema else set[str]().union(*map(types_of, leaves))
+        self.root, self._steps, self._tags = root, [each for each, _ in steps], dict[str, Held]()
+
+    def by_tag(self, tag: str, listed: bool) -> Held:
+        """The same of one of its items or values."""
+        if tag not in self._tags:
+            inner = [each.get("items") if listed else (each.get("properties") or {}).get(tag) for each in self._steps]
+            self._tags[tag] = Held(next((each for each in inner if isinstance(each, dict)), {}), self.root)
+        return self._tags[tag]
+
+
 def schema_value(text: str, schema: Schema) -> str:
     """JSON of an argument's text: the value that it spells if the schema allows that type, else the text itself.
 
@@ -245,8 +262,8 @@ class Lark:
 
     def until(self, end: str) -> str:
         """Any text, and its end."""
-        if self.token_ids(end) is not None:
-            return self.rule(f"TEXT? {self.syntax(end)}")
+        if (syntax := self.syntax(end)).startswith("<["):
+            return self.rule(f"TEXT? {syntax}")
         return self.rule(f"TEXT? {self.text(end)}", "[lazy]")
 
     def unquoted(self, schema: Schema, ends: Sequence[str], end: str) -> str:

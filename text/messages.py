@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import itertools
 import json
 import re
@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 
 from text.json_mending import mend
 from text.templates import ChatTemplate, run_template
+from text.tools import REASONING_PARSERS
 
+REASONING_STARTS = tuple(start for parser in REASONING_PARSERS.values() for start in parser.starts)
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
-PART_TYPES = ("text", "refusal")  # each is the key of its words, too
+PART_TEXTS = dict.fromkeys(("text", "input_text", "output_text"), "text") | {"refusal": "refusal"}
 SYSTEM_ROLES = ("system", "developer")
 ITEM_ROLES = ("user", "assistant", "system", "developer")
-ITEM_TEXTS = dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), "text") | {
-    "refusal": "refusal"
-}  # by the kind of a part, the key of its words
+ITEM_TEXTS = PART_TEXTS | dict.fromkeys(("reasoning_text", "summary_text"), "text")  # by a part's type: its words' key
+THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking", "reasoning_details", "thinking_blocks")  # of a message
+THOUGHT_TEXTS = {"thinking": "thinking", "reasoning.text": "text", "reasoning.summary": "summary", "text": "text"}
 ITEM_CALLS = {  # items that are calls, and the key of what each holds; likewise of outputs
     "function_call": "arguments", "custom_tool_call": "input", "local_shell_call": "action",
     "tool_search_call": "arguments",
@@ -28,9 +30,8 @@ ITEM_OUTPUTS = {
     "function_call_output": "output", "custom_tool_call_output": "output", "local_shell_call_output": "output",
     "tool_search_output": "tools",
 }  # fmt: skip
-ITEM_NOTES = (  # what OpenAI's own tools did, which is shown as text
-    "compaction", "context_compaction", "image_generation_call", "web_search_call",
-)  # fmt: skip
+# What OpenAI's own tools did, which is shown as text.
+ITEM_NOTES = ("compaction", "context_compaction", "image_generation_call", "web_search_call")
 ITEM_TOOLS = ("additional_tools", "tool_search_output")  # have more tools
 UNREADABLE = ("encrypted_content", "result")  # what only OpenAI can read, and a picture
 TYPE_NAMES = {str: "a string", int: "a whole number", dict: "an object", list: "a list", bool: "true or false"}
@@ -55,38 +56,51 @@ def chat_messages(value: Any) -> list[dict[str, Any]]:
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"message {i} must be an object with a role, which is a string")
-        content = _content(message, i)
+        content, thoughts = _content(message, i)
         message = {key: item for key, item in message.items() if item is not None} | {"content": content}
-        if isinstance(message.get("reasoning"), str):  # vLLM's newer name; templates know the older one
-            message.setdefault("reasoning_content", message["reasoning"])
+        spellings = [*map(message.get, THOUGHT_FIELDS), thoughts]
+        if reasoning := next(filter(None, map(reasoning_text, spellings)), ""):  # templates know the first name
+            message["reasoning_content"] = reasoning
         if "audio" in message:
             raise ValueError(f"message {i} has audio; this server takes text alone")
-        if "tool_calls" in message:
-            message["tool_calls"] = _tool_calls(message["tool_calls"], i)
-            if not message["tool_calls"]:
-                del message["tool_calls"]
+        if calls := message.pop("tool_calls", None):
+            message["tool_calls"] = _tool_calls(calls, i)
         messages.append(message)
     return messages
 
 
-def _content(message: dict[str, Any], i: int) -> str | list[dict[str, str]]:
-    """A message's text, or its parts, in which a refusal is a text, too."""
-    content = message.get("content")
-    if content is None and message["role"] in ("assistant", "tool"):
-        return ""
-    if isinstance(content, str):
-        return content
+def _content(message: dict[str, Any], i: int) -> tuple[str | list[dict[str, str]], list[Any]]:
+    """A message's text, or its parts, in which a refusal is a text, too; and those parts that are its reasoning."""
+    content, is_answer = message.get("content"), message["role"] == "assistant"
+    if isinstance(content, str) or (content is None and message["role"] in ("assistant", "tool")):
+        return content or "", []
     if not isinstance(content, list):
         raise ValueError(f"message {i} must have a content, which is a string or a list of text parts")
-    texts = []
+    texts, thoughts = [], []
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind not in PART_TYPES:
-            raise ValueError(f"message {i} has a part of the type {reprlib.repr(kind)}; this server takes text alone")
-        if not isinstance(kind, str) or not isinstance(part.get(kind), str):
-            raise ValueError(f'message {i} has {reprlib.repr(part)}; a part must be {{"type": "text", "text": "..."}}')
-        texts.append({"type": "text", "text": part[kind]})
-    return texts
+        if is_answer and isinstance(part, dict) and part.get("type") == "thinking":
+            thoughts.append(part)
+        else:
+            texts.append(part if isinstance(part, str) else _text(part, PART_TEXTS, f"message {i}"))
+    return [{"type": "text", "text": text} for text in texts], thoughts
+
+
+def _text(part: Any, keys: Mapping[str, str], place: str) -> str:
+    """The text of a part, under the key of its type."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in keys or not isinstance(part.get(keys[kind]), str):
+        known = ", ".join(keys)
+        raise ValueError(f"{place} has {reprlib.repr(part)}; a part must have a text and one of the types {known}")
+    return part[keys[kind]]
+
+
+def reasoning_text(given: Any) -> str:
+    """The text of reasoning in the spelling of any client: a string, a part that holds one, or a list of these."""
+    if isinstance(given, list):
+        return "".join(map(reasoning_text, given))
+    if isinstance(given, dict):
+        return reasoning_text(given.get(THOUGHT_TEXTS.get(str(given.get("type")))))
+    return given if isinstance(given, str) else ""
 
 
 def text_of(message: dict[str, Any]) -> str:
@@ -140,14 +154,16 @@ def with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[
 def show_messages(template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
     """The text that a template writes of messages, in the first form that it shows in full; a ValueError if in none."""
     trouble = None
+    only_text = template._replace(takes_parts=False, takes_text=True)  # it may go through other things than it seems
     for form in forms(messages, template):
-        given = {"messages": [expected(message, template) for message in form]}
-        try:
-            text = run_template(template.template, variables | given)
-            if shows(text, form):
-                return text
-        except ValueError as error:
-            trouble = trouble or error
+        for taken in dict.fromkeys((template, only_text)):
+            given = {"messages": [expected(message, taken) for message in form]}
+            try:
+                text = run_template(template.template, variables | given)
+                if shows(text, form):
+                    return text
+            except ValueError as error:
+                trouble = trouble or error
     raise trouble or ValueError("chat template: it leaves out a system message")
 
 
@@ -210,31 +226,71 @@ def expected(message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:
     """A message in the form that a template expects.
 
     Several parts of text are joined by newlines where it takes none (as in vLLM); and `developer`, which is OpenAI's
-    newer name for it, is `system` where the template does not know that name (as in llama.cpp).
+    newer name for it, is `system` where the template does not know that name (as in llama.cpp). gpt-oss's template has
+    a name of its own for reasoning, and beside calls takes either that or a content.
     """
     content, role = message.get("content"), message.get("role")
     if isinstance(content, str) and not template.takes_text:
         message = message | {"content": [{"type": "text", "text": content}] if content else []}
-    elif isinstance(content, list) and not template.takes_parts:
+    elif isinstance(content, list) and (not template.takes_parts or (template.takes_text and role != "user")):
         message = message | {"content": text_of(message)}
     if role == "developer" and not template.knows_developer:
         message = message | {"role": "system"}
+    if "reasoning_content" in message and not (content and message.get("tool_calls")):
+        message = message | {"thinking": message["reasoning_content"]}
     return message
 
 
-def tag_final_message(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """The messages with a tag after the final one's text, which will show where to cut; and that text."""
-    messages = copy.deepcopy(messages)
-    final = messages[-1] if messages else {}
+def described(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool with a description and a schema that has properties, for templates that take them for granted."""
+    function = tool.get("function")
+    if not isinstance(function, dict) or not isinstance(parameters := function.get("parameters") or {}, dict):
+        return tool
+    schema = {"type": parameters.get("type") or "object", "properties": parameters.get("properties") or {}}
+    told = {"description": function.get("description") or "", "parameters": parameters | schema}
+    return tool | {"function": function | told}
+
+
+def begun_reasoning(message: dict[str, Any]) -> str:
+    """The reasoning that a message ends in; empty if it has none, or has come to its content."""
+    return "" if message.get("content") and text_of(message) else reasoning_text(message.get("reasoning_content"))
+
+
+def show_open(template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+    """The text of messages up to the end of the last one's text, or of its reasoning where it has no text yet.
+
+    Some templates leave out the reasoning of messages, but begin that of a new one. Others know none: there the text
+    ends where a content would begin.
+    """
+    final, before = (messages[-1], messages[:-1]) if messages else ({}, [])
     if final.get("tool_calls"):  # which templates write behind its text
         raise ValueError("continue_final_message: the final message calls tools; their results must come next")
+    if begun := begun_reasoning(final):
+        tagged = final | {"reasoning_content": begun + CONTINUE_TAG}
+        if shown := up_to_tag(show_messages(template, [*before, tagged], variables), begun):
+            return shown
+        with contextlib.suppress(ValueError):
+            opened = show_messages(template, before, variables | {"add_generation_prompt": True})
+            if opened.rstrip().endswith(REASONING_STARTS):
+                return opened + begun
     content = final.get("content")
-    places = [(part, "text") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    for place, key in [(final, "content"), *reversed(places)]:
-        if isinstance(text := place.get(key), str):
-            place[key] = text + CONTINUE_TAG
-            return messages, text
-    raise ValueError("continue_final_message: the final message has no text to go on with")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not parts:
+        raise ValueError("continue_final_message: the final message has no text to go on with")
+    *others, last = parts
+    tagged = final | {"content": [*others, {"type": "text", "text": last["text"] + CONTINUE_TAG}]}
+    if shown := up_to_tag(show_messages(template, [*before, tagged], variables), last["text"]):
+        return shown
+    raise ValueError("continue_final_message: the chat template does not show the final message as it is")
+
+
+def up_to_tag(prompt: str, text: str) -> str:
+    """A prompt up to the tag behind a text; empty if it does not show both."""
+    place = prompt.rfind(CONTINUE_TAG.strip())
+    if place < 0 or text.strip() not in prompt:
+        return ""
+    trimmed = not prompt.startswith(CONTINUE_TAG, place)
+    return prompt[:place].rstrip() if trimmed else prompt[:place]
 
 
 def response_items(value: Any) -> list[dict[str, Any]]:
@@ -271,15 +327,9 @@ def _message(item: dict[str, Any], i: int) -> dict[str, Any]:
 def _texts(item: dict[str, Any], key: str, i: int) -> list[str]:
     """The texts of an item's parts."""
     parts = item.get(key)
-    parts = [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
-    if not isinstance(parts, list):
+    if not isinstance(parts, str | list):
         raise ValueError(f"item {i} must have {'an' if key == 'output' else 'a'} {key}, a string or a list of parts")
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str) or kind not in ITEM_TEXTS or not isinstance(part.get(ITEM_TEXTS[kind]), str):
-            kinds = ", ".join(ITEM_TEXTS)
-            raise ValueError(f"item {i} has {reprlib.repr(part)}; a part must have a text and one of the types {kinds}")
-    return [part[ITEM_TEXTS[part["type"]]] for part in parts]
+    return [parts] if isinstance(parts, str) else [_text(part, ITEM_TEXTS, f"item {i}") for part in parts]
 
 
 def _strings(item: dict[str, Any], i: int, *keys: str) -> dict[str, str]:
@@ -292,11 +342,9 @@ def _strings(item: dict[str, Any], i: int, *keys: str) -> dict[str, str]:
 
 def _call(item: dict[str, Any], i: int) -> dict[str, Any]:
     space = () if item.get("namespace") is None else ("namespace",)
-    if item["type"] == "custom_tool_call":
-        return {**_strings(item, i, "call_id", "name", *space, "input"), "status": "completed"}
-    given = item.get("arguments")
-    text = given if isinstance(given, str) else json.dumps(given or {})
-    return {**_strings(item, i, "call_id", "name", *space), "arguments": text, "status": "completed"}
+    if (key := ITEM_CALLS[item["type"]]) == "arguments" and not isinstance(given := item.get(key), str):
+        item = item | {key: json.dumps(given or {})}
+    return {**_strings(item, i, "call_id", "name", *space, key), "status": "completed"}
 
 
 def _call_output(item: dict[str, Any], i: int) -> dict[str, Any]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from text.json_mending import in_string
-from text.lark_rules import Lark, brief, is_text, property_schema, repeated, schema_value, then, types_of
+from text.lark_rules import Held, Lark, Schema, brief, is_text, property_schema, repeated, schema_value, then, types_of
 from text.scanning import NoCall, Part, Source, Steps, Waiting, markers
-from text.tool_formats import Calls, Tool, ToolParser
+from text.tool_formats import Calls, Tool, ToolParser, filled
 
 PLAUSIBLE = re.compile(r"[\w.$-]{1,64}")  # a name of an argument that no schema has
 # What a mark within a value means: the end of the value, a part of it, the beginning of an argument of a call that it
@@ -27,12 +28,16 @@ class TagFormat(ToolParser):
     name: str  # before the function's name; one of `begins` where models leave out the tags around it
     other_names: tuple[str, ...] = ()  # what models write in its place
     name_end: str  # behind it
+    written_end: str = ""  # the same as the model writes it, if that is more; see `filled`
     key: str  # before an argument's name
     key_end: str  # behind it, up to the value
-    other_key_end: str = ""  # the same before a value that is no string, in formats that say so
+    other_key_end: str = ""  # the same before a value that is no string, in formats that say so; `{}` is its type
+    tag_end: str = ""  # ends a tag that says more than a name
     value_end: str  # behind the value
     padding: str = ""  # on both sides of a value
-    newline: str = "\n"  # between tags
+    quotes: tuple[str, ...] = ()  # may stand around a value, in which no mark has a meaning then
+    between: str = "\n"  # between calls
+    newline: str = "\n"  # between the tags of a call
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -43,18 +48,24 @@ class TagFormat(ToolParser):
         """Any of these ends a value; models leave out the right one at times."""
         return (self.value_end, self.key, *self.ends)
 
+    @property
+    def alone(self) -> str:
+        """Behind a name that is all of a call."""
+        return self.name_end[:-1] + "/>"
+
     def read(self, calls: Calls, begin: str) -> Steps[None]:
         source, before = calls.source, calls.count
         if begin != self.name:
             yield from source.follows(begin)
             yield from source.space()
-        alone = self.name_end[:-1] + "/>"  # such a name is all of a call
         while (yield from source.follows(*self.names)) in self.names:
-            name = yield from source.short(*{alone, self.name_end, "\n", self.key, *self.ends})
-            yield calls.begin(name.strip())
-            if (yield from source.follows(self.name_end, alone)) == alone:
+            calls.expect((yield from self._name(source)))
+            if (yield from source.follows(self.name_end, self.alone)) == self.alone:
                 yield calls.arguments("{}")
             else:
+                if self.tag_end:
+                    yield from source.short(self.tag_end)
+                    yield from source.follows(self.tag_end)
                 yield from self._arguments(calls)
                 yield from source.closes(self.call_end)
             source.mark = source.at
@@ -66,6 +77,10 @@ class TagFormat(ToolParser):
         source.back()
         if begin != self.name:
             yield from source.closes(self.end)
+
+    def _name(self, source: Source) -> Waiting[str]:
+        """Read the name of a function, up to what ends it; NoCall if nothing does."""
+        return (yield from source.short(*{self.alone, self.name_end, "\n", self.key, *self.ends})).strip()
 
     def _arguments(self, calls: Calls) -> Steps[None]:
         source, ends = calls.source, self.key_end.split()
@@ -80,18 +95,19 @@ class TagFormat(ToolParser):
             for texts in zip(ends, others or ends, strict=True):
                 found = yield from source.closes(*texts)
             if others and not found:  # what says of which type the value is
-                yield from source.follows(self.name_end[-1])
+                end = self.tag_end or self.name_end[-1]
+                yield from source.short(end)
+                yield from source.follows(end)
             opening = "{" if calls.bare else ", "
             yield calls.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
             yield from self._value(calls, key, given, bool(others) and found == ends[-1])
-        if not (yield from source.char()):
-            return
         if calls.bare:
             found = yield from source.follows(*self.ends, *self.begins, *self.names, "</")
             source.at -= len(found)
             if not found:  # arguments in a form that is not this one
                 raise NoCall
-        yield calls.arguments("{}" if calls.bare else "}")
+        if calls.bare or (yield from source.char()):
+            yield calls.arguments("{}" if calls.bare else "}")
 
     def _value(self, calls: Calls, key: str, given: Collection[str], is_string: bool) -> Steps[None]:
         """Read the value of the latest key given. Strings become arguments as they come, others when they are whole.
@@ -114,7 +130,12 @@ class TagFormat(ToolParser):
         if streams:
             yield calls.arguments('"')
         inner = 0  # arguments of calls that the value tells of, which have yet to end
-        while found := (yield from source.until(stops, make, is_cut=True)):
+        quoted = (yield from source.follows(*self.quotes[:1])) != ""
+        if quoted:
+            stops = markers(frozenset((self.quotes[1] + self.value_end,)))
+        elif source.is_cut(self.quotes[:1]):
+            source.at = len(source.text)
+        while (found := (yield from source.until(stops, make, is_cut=True))) and not quoted:
             if found == self.value_end and inner:
                 inner -= 1
             else:
@@ -131,6 +152,7 @@ class TagFormat(ToolParser):
         if found:
             yield make(source.take(source.after_space()).removesuffix(self.padding))
             yield calls.arguments('"' if streams else schema_value("".join(kept), schema))
+            yield from source.follows(*self.quotes[1:])
             yield from source.follows(self.value_end)
 
     def _meaning(self, calls: Calls, given: Collection[str]) -> Waiting[str]:
@@ -158,6 +180,9 @@ class TagFormat(ToolParser):
             balance = yield from self._balance(calls, place)
             return balance if balance != END or (known and key not in given) else TEXT
         if (yield from self._call_ends(source)):
+            yield from source.space()
+            if ended and (yield from self._begins_call(calls, any_name=True)):  # models make functions up
+                return END
             return TEXT if (yield from self._later_end(calls)) else END
         if source.is_cut((self.key, *self.ends)):
             return CUT
@@ -230,40 +255,125 @@ class TagFormat(ToolParser):
             yield from source.follows(self.end)
         return found != ""
 
-    def _begins_call(self, calls: Calls) -> Waiting[bool]:
-        """Whether a call of one of the tools comes next; it stays unread."""
+    def _begins_call(self, calls: Calls, any_name: bool = False) -> Waiting[bool]:
+        """Whether a call comes next, of one of the tools or of `any_name`; it stays unread."""
         source = calls.source
         place = source.place
         found = yield from source.follows(*self.begins, *self.names)
         if found and found not in self.names:
             yield from source.space()
             yield from source.follows(*self.names)
-        name = found and (yield from source.follows(*calls.names))
-        char = yield from source.char()
+        name = ""
+        if found:
+            with contextlib.suppress(NoCall):
+                name = yield from self._name(source)
         source.go(place)
-        return name != "" and not (char.isalnum() or char in tuple("_-."))
+        return name in calls.names or (any_name and PLAUSIBLE.fullmatch(name) is not None)
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
-        before, after = ("\n", "\n" + self.end) if self.name else ("", self.end)
-        before, after, call = lark.text(before), lark.syntax(after), lark.one_of(self._call(lark, t) for t in tools)
+        call, between = lark.one_of(self._call(lark, tool) for tool in tools), lark.text(self.between)
+        around = between if self.name not in ("", self.begins[0]) else ""
         if self.name and self.name not in self.begins:  # all calls stand between one pair of tags
-            return then(before, repeated(call, before, several), after)
-        return repeated(then(before, call, after), then(lark.text(self.newline), lark.syntax(self.begins[0])), several)
+            return then(around, repeated(call, between, several), around, lark.syntax(self.end))
+        each = then(around, call, around, lark.syntax(self.end))
+        return repeated(each, then(between, lark.syntax(self.begins[0])), several)
 
     def _call(self, lark: Lark, tool: Tool) -> str:
-        name = brief(tool.name, "the tool", "\n", self.name_end, self.key, *self.ends)
-        fields = []
+        name = lark.text(brief(tool.name, "the tool", "\n", self.name_end, self.key, *self.ends))
+        begin = then("" if self.name == self.begins[0] else lark.syntax(self.name), name)
+        end = filled(lark, (self.written_end or self.name_end).strip(), "")
+        fields = self._fields(lark, tool.schema, tool.strict)
+        return then(begin, end, lark.text(self.newline), *fields, lark.syntax(self.call_end))
+
+    def _fields(self, lark: Lark, schema: Schema, strict: bool) -> Iterator[str]:
+        """The arguments, each of which may be left out where the schema does not require it."""
+        for key, inner, required in lark.properties(schema):
+            field = then(self._field(lark, key, inner, strict), lark.text(self.newline))
+            yield field if required else f"({field})?"
+
+    def _field(self, lark: Lark, key: str, schema: Schema, strict: bool) -> str:
+        brief(key, "the parameter", self.key_end.split()[0])
         end = self.padding + self.value_end
-        for key, schema, required in lark.properties(tool.schema):
-            key = lark.text(brief(key, "the parameter", self.key_end.split()[0]))
-            key_end = self.key_end if is_text(schema) else self.other_key_end or self.key_end
-            key_end = key_end.replace("\n", self.newline)
-            before = then(lark.syntax(self.key), key, lark.syntax(key_end + self.padding))
-            if is_text(schema):
-                value = lark.unquoted(schema, self.value_ends, end)
-            else:
-                value = then(lark.json(schema, tool.strict), lark.syntax(end))
-            field = then(before, value, lark.text(self.newline))
-            fields.append(field if required else f"({field})?")
-        begin = then(lark.syntax(self.name), lark.text(name), lark.syntax(self.name_end.strip()))
-        return then(begin, lark.text(self.newline), *fields, lark.syntax(self.call_end))
+        if is_text(schema):
+            key_end, value = self.key_end, lark.unquoted(schema, (*self.value_ends, *self.quotes[:1]), end)
+        else:
+            key_end = self.other_key_end or self.key_end
+            value = then(lark.json(schema, strict), lark.syntax(end))
+        if is_text(schema) and self.quotes:
+            quoted = lark.unquoted(schema, self.quotes[1:], self.quotes[1] + end)
+            value = lark.one_of((value, then(lark.syntax(self.quotes[0]), quoted)))
+        types = {"number" if each == "integer" else each for each in types_of(schema) - {"string"}}
+        said = f"({' | '.join(map(lark.text, sorted(types)))})"
+        before = (key_end + self.padding).replace("\n", self.newline)
+        return then(lark.syntax(self.key), lark.text(key), filled(lark, before, said), value)
+
+
+DEEPEST = 64  # tags within each other
+PLAIN_KEYS = frozenset(("type", "properties", "required", "additionalProperties", "items", "title", "description"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NestedFormat(TagFormat):
+    """Calls whose tags are the names of arguments; within them stand tags for a list's items, or an object's values."""
+
+    def _arguments(self, calls: Calls) -> Steps[None]:
+        root = calls.schemas[calls.name]
+        yield from self._tags(calls, Held(root, root), self.call_end, {"object"})
+
+    def _tags(self, calls: Calls, held: Held, end: str, types: set[str], depth: int = 1) -> Steps[None]:
+        """Read tags, and the end of the one that they stand in, and make an object or a list of them."""
+        source, before, listed = calls.source, "", "object" not in types
+        while not (yield from source.closes(end)):
+            if depth > DEEPEST or not (yield from source.follows(self.key)):
+                raise NoCall
+            tag = yield from source.short(self.key_end)
+            yield from source.follows(self.key_end)
+            if tag.startswith("/"):
+                raise NoCall
+            if not before:
+                listed = "array" in types and (listed or tag == "item")
+            name = "" if listed else json.dumps(tag, ensure_ascii=False) + ": "
+            yield calls.arguments((before or "{["[listed]) + name)
+            yield from self._held(calls, held.by_tag(tag, listed), f"{self.key}/{tag}{self.key_end}", depth)
+            before = ", "
+        yield calls.arguments(("" if before else "{["[listed]) + "}]"[listed])
+
+    def _held(self, calls: Calls, held: Held, end: str, depth: int) -> Steps[None]:
+        """Read what a tag holds, and its end. Strings become arguments as they come."""
+        source, types, kept = calls.source, held.types, list[str]()
+        source.mark = source.at
+        yield from source.space()
+        found = yield from source.follows(self.key + "/", self.key)
+        source.back()
+        if types & {"array", "object"} and (found == self.key or (found and "string" not in types)):
+            yield from self._tags(calls, held, end, types, depth + 1)
+            return
+
+        def make(text: str) -> Part:
+            if types == {"string"}:
+                return calls.arguments(in_string(text))
+            kept.append(text)
+            return Part()
+
+        if types == {"string"}:
+            yield calls.arguments('"')
+        if not (yield from source.until(markers(frozenset((end,))), make, is_cut=True)):
+            raise NoCall
+        yield make(source.take(source.after_space()))
+        yield from source.follows(end)
+        yield calls.arguments('"' if types == {"string"} else schema_value("".join(kept), {"type": [*types]}))
+
+    def _field(self, lark: Lark, key: str, schema: Schema, strict: bool) -> str:
+        """An argument, or what a list or an object holds; as JSON where its schema says more than what it holds."""
+        tag, end = brief(key, "the parameter", self.key_end), f"{self.key}/{key}{self.key_end}"
+        types, items = types_of(schema) if set(schema) <= PLAIN_KEYS else set[str](), schema.get("items")
+        value = lark.syntax(end)
+        if is_text(schema):
+            value = lark.unquoted(schema, (end,), end)
+        elif types == {"object"} and schema.get("properties"):
+            value = then(*self._fields(lark, schema, strict), value)
+        elif types == {"array"} and isinstance(items, dict):
+            value = then(f"({self._field(lark, 'item', items, strict)})*", value)
+        else:
+            value = then(lark.json(schema, strict), value)
+        return then(lark.syntax(self.key + tag + self.key_end), value)

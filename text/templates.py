@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateError, nodes
@@ -122,6 +122,7 @@ def _raise_exception(message: str) -> None:
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
             sort_keys: bool = False) -> str:  # fmt: skip
+    value = [*value] if isinstance(value, Iterator) else value  # as `map` and `select` make one
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -3,6 +3,7 @@
     JsonFormat      {"name": ..., "arguments": {...}}, by itself, in a list, or between tags
     HeaderFormat    the name in a line of its own, then its arguments as JSON
     TagFormat       a tag for each argument, whose text is its value (in tag_format.py)
+    NestedFormat    the same, with tags in it for the parts of a list or an object (in tag_format.py)
     PythonFormat    name(key=value), and what resembles it
     HarmonyFormat   messages with channels and recipients
 
@@ -65,10 +66,10 @@ class Calls:
         self.source = source
         self.schemas = {tool.name: tool.schema for tool in tools}
         self.names = sorted(self.schemas, key=len, reverse=True)
-        self.refused, self._seen = refused, 0
+        self.refused, self._left_out = refused, 0
         self.count = 0  # calls that have begun
-        self.name = ""  # the tool of the latest
-        self.bare = False  # whether that has no arguments yet
+        self.name = self._id = ""  # of the latest
+        self.bare = False  # whether that has no arguments yet, and so has not begun
         self.again = 0  # characters that have been read again
         self.ahead = Ahead()
 
@@ -81,22 +82,27 @@ class Calls:
                 return names[0]
         raise NoCall
 
-    def begin(self, name: str, id: str = "") -> Part:
-        """A call begins, and what is read is no content any more; NoCall if no tool has the name, or it is refused."""
+    def expect(self, name: str, id: str = "") -> None:
+        """A call of this tool comes next; NoCall if there is no such tool, or the call is refused."""
         if name not in self.schemas:
             raise NoCall
-        self._seen += 1
-        if self._seen - 1 in self.refused:
+        if self.count + self._left_out in self.refused:
+            self._left_out += 1
             raise NoCall
-        self.source.mark = None
-        self.name, self.bare = name, True
-        self.count += 1
-        return Part(call=self.count - 1, name=name, id=id)
+        self.name, self._id, self.bare = name, id, True
 
     def arguments(self, text: str) -> Part:
-        """More of the arguments of the latest call."""
-        self.bare = False
-        return Part(call=self.count - 1, arguments=text)
+        """More of the latest call's arguments. The first begin it, and what is read is no content any more.
+
+        NoCall if they are not those of an object.
+        """
+        if not self.bare:
+            return Part(call=self.count - 1, arguments=text)
+        if not text.startswith("{"):
+            raise NoCall
+        self.bare, self.source.mark = False, None
+        self.count += 1
+        return Part(call=self.count - 1, name=self.name, arguments=text, id=self._id)
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,7 @@ class ToolParser:
     begins: tuple[str, ...]  # what one or more calls begin with; brackets are a part of the calls
     end: str = ""  # comes after them, mostly; empty if nothing does
     call_end: str = ""  # comes after each of them, in some formats
+    response: tuple[str, ...] = ()  # what stands around text, which comes before calls, in some formats
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -118,8 +125,9 @@ class ToolParser:
 
     @property
     def syntax(self) -> tuple[str, ...]:
-        """All texts of the format, in which special tokens may stand."""
-        values = [value if isinstance(value, tuple) else (value,) for value in vars(self).values()]
+        """All texts of the calls, in which special tokens may stand."""
+        texts = {name: value for name, value in vars(self).items() if name != "response"}
+        values = [value if isinstance(value, tuple) else (value,) for value in texts.values()]
         return tuple(text for text in chain.from_iterable(values) if isinstance(text, str))
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
@@ -184,10 +192,10 @@ class JsonFormat(ToolParser):
                 raise NoCall
             first = yield from source.space()
             if not self.name:
-                yield calls.begin(key)
+                calls.expect(key)
                 named, key = True, self.arguments[0]
             if key == self.name and not named:
-                yield calls.begin((yield from source.string()))
+                calls.expect((yield from source.string()))
                 named = True
                 if held:
                     yield calls.arguments(held)
@@ -205,10 +213,10 @@ class JsonFormat(ToolParser):
             if (yield from source.space()) != "}" and not (yield from source.follows(",")):
                 raise NoCall
             yield from source.space()
-        if not named:
+        if not named or (calls.bare and unread):  # arguments by another name, and nobody knows whether they are these
             raise NoCall
-        if calls.bare:  # of arguments by another name nobody knows whether they are these: the call is none
-            yield calls.arguments("{" if unread else "{}")
+        if calls.bare:
+            yield calls.arguments("{}")
 
     def _arguments(self, source: Source, first: str) -> Waiting[str]:
         """Read whole arguments, which some models write as JSON in a string."""
@@ -269,7 +277,7 @@ class HeaderFormat(ToolParser):
                 raise NoCall
             arguments = "" if found["name"] else (yield from source.collect(lambda make: source.value(make, *stops)))
             name, id = found["name"] or calls.tool_with(arguments), found.groupdict().get("id") or ""
-            yield calls.begin(name, f"functions.{name}:{id}" if arguments else id)  # as the template shows it later
+            calls.expect(name, f"functions.{name}:{id}" if arguments else id)  # as the template shows it later
             if not arguments and (yield from source.char()) == "{":
                 yield from source.value(calls.arguments, *stops)
             else:
@@ -330,7 +338,7 @@ class PythonFormat(ToolParser):
                 if not key.strip().isidentifier() and key not in (calls.schemas[name].get("properties") or {}):
                     raise NoCall
                 source.at -= len(key)
-            yield calls.begin(name)
+            calls.expect(name)
             yield from self._arguments(calls)
             source.mark = source.at
             char = yield from source.space()
@@ -451,30 +459,31 @@ class HarmonyFormat:
         """Read a message's text and end."""
         source = calls.source
         recipient = re.search(r"to=(?:functions\.)?([^\s<]+)", header)
-        name = ""
-        if recipient:
-            with contextlib.suppress(NoCall):
-                yield calls.begin(recipient[1])
-                name = recipient[1]
+        name = recipient[1] if recipient and recipient[1] in calls.schemas else ""
         # The model may also write what a tool would answer: a message from it, to the assistant.
         hidden = not name and re.search(r"<\|channel\|>analysis|to=assistant", header) is not None
         source.in_reasoning, marked = hidden and not is_kept, hidden and is_kept
         yield content("<|channel|>analysis<|message|>" * marked)
         if header:
             yield from source.space()
-        if name and (yield from source.char()) == "{":  # in JSON, markers are text
+        if name:
+            source.mark = source.at
             with contextlib.suppress(NoCall):
-                yield from source.value(calls.arguments, *self.ends)
-        stops = markers(frozenset((*self.begins, *self.ends)))
-        kind = calls.arguments if name and calls.bare else reasoning if source.in_reasoning else content
-        found = yield from source.until(stops, kind, is_cut=bool(name))
+                calls.expect(name)
+                if (yield from source.char()) == "{":  # in JSON, markers are text
+                    yield from source.value(calls.arguments, *self.ends)
+                elif found := (yield from source.follows(*self.begins, *self.ends)):
+                    source.at -= len(found)
+                    yield calls.arguments("{}")
+            if source.mark is not None:
+                source.back()
+        stops, make = markers(frozenset((*self.begins, *self.ends))), reasoning if source.in_reasoning else content
+        found = yield from source.until(stops, make, is_cut=bool(name))
         source.in_reasoning = False
         if found:
             yield from source.space()
         end = yield from source.follows(*self.ends)
         yield content(end * marked)
-        if name and found and calls.bare:
-            yield calls.arguments("{}")
 
     def write_answer(self, lark: Lark, tools: Sequence[Tool], required: bool) -> str:
         """The grammar of an answer: after messages of reasoning, and where no call is required others, one call."""

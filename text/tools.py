@@ -13,7 +13,7 @@ from typing import Any
 from text.lark_rules import Lark, then
 from text.scanning import Make, NoCall, Part, Source, Steps, Waiting, content, markers, reasoning
 from text.schemas import plain
-from text.tag_format import TagFormat
+from text.tag_format import NestedFormat, TagFormat
 from text.tool_formats import Calls, HarmonyFormat, HeaderFormat, JsonFormat, PythonFormat, Tool, ToolParser
 
 # --- how reasoning is marked ------------------------------------------------------------------------------------------
@@ -39,15 +39,16 @@ class ReasoningParser:
         return not self.starts or prompt.rstrip().endswith(self.starts)
 
 
-def closes(source: Source, closer: str, begins: Collection[str]) -> Waiting[bool]:
-    """Read a text, after white space, if the answer ends behind it, or calls come, which one of `begins` begins.
+def closes(source: Source, closers: Collection[str], begins: Collection[str]) -> Waiting[bool]:
+    """Read these texts, each once at most, if the answer ends behind them, or calls come, which one of `begins` begins.
 
-    Returns whether it has been read.
+    Returns whether they have been read.
     """
     source.mark = source.at
-    yield from source.space()
-    yield from source.follows(closer)
-    char = yield from source.space()
+    char, left = (yield from source.space()), {*closers}
+    while found := (yield from source.follows(*left)):
+        left.remove(found)
+        char = yield from source.space()
     behind = source.at - source.mark
     is_last = not char or (yield from source.follows(*begins)) != ""
     source.at, source.mark = source.mark + behind * is_last, None
@@ -57,6 +58,10 @@ def closes(source: Source, closer: str, begins: Collection[str]) -> Waiting[bool
 COHERE = ReasoningParser(
     ("<|START_THINKING|>",), ("<|END_THINKING|>",), lacks_start=True,
     openers=("<|START_RESPONSE|>", "<|START_TEXT|>"), closers=("<|END_RESPONSE|>", "<|END_TEXT|>"),
+)  # fmt: skip
+KIMI_K3 = ReasoningParser(
+    ("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",), lacks_start=True,
+    openers=("<|open|>response<|sep|>",), closers=("<|close|>response<|sep|>", "<|close|>message<|sep|>"),
 )  # fmt: skip
 THINK = ReasoningParser(("<think>",), ("</think>",), lacks_start=True)
 # By vLLM's names, where it has one.
@@ -70,13 +75,19 @@ REASONING_PARSERS = {
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
     "hunyuan_a13b": replace(THINK, openers=("<answer>", "助手："), closers=("</answer>",)),
+    "hy_v3": ReasoningParser(("<think:opensource>",), ("</think:opensource>",), lacks_start=True),
+    "kimi_k3": KIMI_K3,
     "longcat": ReasoningParser(("<longcat_think>",), ("</longcat_think>",), lacks_start=True),
+    "minimax_m3": ReasoningParser(("<mm:think>",), ("</mm:think>",), lacks_start=True),
     "mistral": ReasoningParser(("[THINK]",), ("[/THINK]",)),
     "openai_gptoss": ReasoningParser((), ("<|channel|>final<|message|>",)),
+    "plamo3": ReasoningParser(("<|plamo:begin_think:plamo|>",), ("<|plamo:end_think:plamo|>",), lacks_start=True),
     "seed_oss": ReasoningParser(("<seed:think>",), ("</seed:think>",)),
 } | dict.fromkeys(
-    ("deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "kimi_k2", "ling3", "mimo", "minimax_m2",
-     "nemotron_v3", "olmo3", "qwen3", "step3", "step3p5"), THINK,
+    (
+        "deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "kimi_k2", "ling3", "mimo",
+        "minimax_m2", "nemotron_v3", "olmo3", "poolside_v1", "qwen3", "step3", "step3p5",
+    ), THINK,
 )  # fmt: skip
 # Texts in the chat template of a kind of model, and its parser; the first row that fits counts.
 REASONING_SIGNS = (
@@ -88,13 +99,14 @@ REASONING_SIGNS = (
     (("<|START_THINKING|>", "<|START_TEXT|>"), "cohere_command4"),
     (("<|START_THINKING|>",), "cohere_command3"),
     (("<longcat_think>",), "longcat"),
+    (("<mm:think>",), "minimax_m3"),
+    (("<|open|>", "<|sep|>"), "kimi_k3"),
+    (("<think{}>", ":opensource"), "hy_v3"),
+    (("<|plamo:begin_think:plamo|>",), "plamo3"),
+    (("</think>", "<minimax:tool_call>"), "minimax_m2"),
     (("</think>", "<response>"), "ernie45"),
     (("</think>", "<answer>"), "hunyuan_a13b"),
     (("</think>", "助手："), "hunyuan_a13b"),
-    (("<think>", "<｜tool_calls_begin｜>"), "step3"),
-    (("</think>", "<|tool_calls_section_begin|>"), "kimi_k2"),
-    (("</think>", "<arg_key>"), "glm45"),
-    (("</think>", "<｜Assistant｜>"), "deepseek_r1"),
     (("</think>",), "qwen3"),
     (("Here is my thought process:",), "granite"),
 )
@@ -117,16 +129,11 @@ DEEPSEEK_V31 = HeaderFormat(
     end="<｜tool▁calls▁end｜>", call_end="<｜tool▁call▁end｜>",
     header=re.compile(r"(?P<name>.*\S)\s*<｜tool▁sep｜>\s*", re.DOTALL), written="{}<｜tool▁sep｜>",
 )  # fmt: skip
-DEEPSEEK_V32 = TagFormat(
-    begins=("<｜DSML｜function_calls>",), name='<｜DSML｜invoke name="', name_end='">',
-    key='<｜DSML｜parameter name="', key_end='" string="true">', other_key_end='" string="false">',
-    value_end="</｜DSML｜parameter>", call_end="</｜DSML｜invoke>", end="</｜DSML｜function_calls>",
-)  # fmt: skip
 GLM45 = TagFormat(
     begins=("<tool_call>",), name="", name_end="\n", key="<arg_key>", key_end="</arg_key>\n<arg_value>",
     value_end="</arg_value>", end="</tool_call>",
 )  # fmt: skip
-GLM47 = replace(GLM45, newline="")
+GLM47 = replace(GLM45, between="", newline="")
 COMMAND = JsonFormat(
     ("<|START_ACTION|>",), "<|END_ACTION|>", listed=True, inset="\n    ", name="tool_name",
     others=("tool_call_id",), written='{"tool_call_id": "{#}", "tool_name": {}, "parameters": ',
@@ -137,6 +144,33 @@ LLAMA_JSON = JsonFormat(("{", "<|python_tag|>"), arguments=("parameters", "argum
 GEMMA4 = PythonFormat(
     ("<|tool_call>",), "<tool_call|>", listed=False, prefix="call:", brackets=("{", "}"), between=":", raw='<|"|>'
 )
+MINIMAX_M2 = TagFormat(
+    begins=("<minimax:tool_call>",), name='<invoke name="', name_end='">', key='<parameter name="', key_end='">',
+    value_end="</parameter>", call_end="</invoke>", end="</minimax:tool_call>",
+)  # fmt: skip
+GIGACHAT3 = JsonFormat(
+    ("<|message_sep|>\n\nfunction call<|role_sep|>\n", "function call<|role_sep|>\n", "<|function_call|>"), between=""
+)
+
+
+def dsml(mark: str, calls: str) -> TagFormat:
+    """DeepSeek's format since V3.2: all of its tags begin with a mark."""
+    return TagFormat(
+        begins=(f"<{mark}{calls}>",), end=f"</{mark}{calls}>", name=f'<{mark}invoke name="', name_end='">',
+        key=f'<{mark}parameter name="', key_end='" string="true">', other_key_end='" string="false">',
+        value_end=f"</{mark}parameter>", call_end=f"</{mark}invoke>",
+    )  # fmt: skip
+
+
+def hy_v3(suffix: str) -> TagFormat:
+    """The format of Hunyuan 3, whose tokens all end with a suffix."""
+    return TagFormat(
+        begins=(f"<tool_calls{suffix}>",), end=f"</tool_calls{suffix}>",
+        name=f"<tool_call{suffix}>", name_end=f"<tool_sep{suffix}>", call_end=f"</tool_call{suffix}>",
+        key=f"<arg_key{suffix}>", key_end=f"</arg_key{suffix}>\n<arg_value{suffix}>", value_end=f"</arg_value{suffix}>",
+    )  # fmt: skip
+
+
 # By vLLM's names, where it has one.
 TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "apertus": JsonFormat(("<|tools_prefix|>",), "<|tools_suffix|>", listed=True, name="", written="{{}: "),
@@ -145,12 +179,19 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         DEEPSEEK_V31, written="function<｜tool▁sep｜>{}\n```json\n", after="\n```",
         header=re.compile(r"function<｜tool▁sep｜>(?P<name>[^\n]*\S)\s*\n```json\s*"),
     ),
-    "deepseek_v31": DEEPSEEK_V31, "deepseek_v32": DEEPSEEK_V32,
-    "deepseek_v4": replace(DEEPSEEK_V32, begins=("<｜DSML｜tool_calls>",), end="</｜DSML｜tool_calls>"),
+    "deepseek_v31": DEEPSEEK_V31,
+    "deepseek_v32": dsml("｜DSML｜", "function_calls"),
+    "deepseek_v4": dsml("｜DSML｜", "tool_calls"),
+    "deepseek_v41": dsml("｜DSML｜ ", "calls"),
+    "dots": replace(MINIMAX_M2, begins=("<dots_function_call>",), end="</dots_function_call>"),
     "hermes": HERMES, "ernie45": HERMES, "granite4": HERMES,
     "functiongemma": replace(GEMMA4, begins=("<start_function_call>",), end="<end_function_call>", raw="<escape>"),
+    "functools": JsonFormat(("functools",), listed=True),
     "gemma3": PythonFormat(("```tool_code",), "```", listed=False, around="\n"),
-    "gemma4": GEMMA4, "glm45": GLM45, "glm47": GLM47, "ling3": GLM47,
+    "gigachat3": GIGACHAT3,
+    "gigachat31": replace(GIGACHAT3, begins=("<|function_call|>",)),
+    "gigachat35": dsml("｜GCML｜", "tool_calls"),
+    "gemma4": GEMMA4, "glm45": GLM45, "glm47": GLM47, "ling3": GLM47, "poolside_v1": GLM47,
     "granite": JsonFormat(("<|tool_call|>", "<tool_call>"), listed=True),
     "granite-20b-fc": JsonFormat(("<function_call>",), around=" "),
     "hunyuan_a13b": JAMBA, "jamba": JAMBA, "json": PLAIN_JSON, "xlam": PLAIN_JSON,
@@ -158,6 +199,8 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         begins=("<tool_calls>", "<tool_call>"), end="</tool_calls>", call_end="</tool_call>", between="\n",
         header=re.compile(r"(?P<name>[^\n]*\S)\s*\n```json\s*"), written="{}\n```json\n", after="\n```",
     ),
+    "hy_v3": hy_v3(":opensource"),
+    "hy_v3_preview": hy_v3(""),
     "internlm": JsonFormat(
         ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), "<|action_end|>", around="\n",
         arguments=("parameters", "arguments"),
@@ -168,6 +211,13 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         header=re.compile(r"(?s)(?P<id>((functions\.)?(?P<name>.+?):)?\d+)\s*<\|tool_call_argument_begin\|>\s*"),
         written="functions.{}:{#}<|tool_call_argument_begin|>",
     ),
+    "kimi_k3": TagFormat(
+        begins=("<|open|>tools<|sep|>",), name='<|open|>call tool="', name_end='"', tag_end="<|sep|>",
+        written_end='" index="{#}"<|sep|>', key='<|open|>argument key="', key_end='" type="string"<|sep|>',
+        other_key_end='" type="{}"<|sep|>', value_end="<|close|>argument<|sep|>", call_end="<|close|>call<|sep|>",
+        end="<|close|>tools<|sep|>", between="", newline="",
+        response=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+    ),
     "lfm2": PythonFormat(("<|tool_call_start|>",), "<|tool_call_end|>"),
     "llama3_json": LLAMA_JSON, "llama4_json": LLAMA_JSON,
     "llama4_pythonic": PythonFormat(("<|python_start|>", "["), "<|python_end|>"),
@@ -177,9 +227,15 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         key_end="</longcat_arg_key>\n<longcat_arg_value>", end="</longcat_tool_call>",
     ),
     "minimax": JsonFormat(("<tool_calls>",), "</tool_calls>", around="\n", separator="\n"),
-    "minimax_m2": TagFormat(
-        begins=("<minimax:tool_call>",), name='<invoke name="', name_end='">', key='<parameter name="', key_end='">',
-        value_end="</parameter>", call_end="</invoke>", end="</minimax:tool_call>",
+    "minicpm5": TagFormat(
+        begins=('<function name="',), name='<function name="', name_end='">', key='<param name="', key_end='">',
+        quotes=("<![CDATA[", "]]>"), value_end="</param>", call_end="</function>", newline="",
+    ),
+    "minimax_m2": MINIMAX_M2,
+    "minimax_m3": NestedFormat(
+        begins=("]<]minimax[>[<tool_call>",), name=']<]minimax[>[<invoke name="', name_end='">', newline="",
+        key="]<]minimax[>[<", key_end=">", value_end="", call_end="]<]minimax[>[</invoke>",
+        end="]<]minimax[>[</tool_call>",
     ),
     "mistral": HeaderFormat(
         begins=("[TOOL_CALLS]",), written="{}[ARGS]", others=("[CALL_ID]",),
@@ -189,6 +245,17 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "olmo3": PythonFormat(("<function_calls>",), "</function_calls>", listed=False),
     "openai": HarmonyFormat(),
     "phi4_mini_json": JsonFormat(("<|tool_call|>", "functools"), "<|/tool_call|>", listed=True),
+    "plamo3": HeaderFormat(
+        begins=("<|plamo:begin_tool_requests:plamo|>", "<|plamo:begin_tool_request:plamo|>"),
+        end="<|plamo:end_tool_requests:plamo|>", call_end="<|plamo:end_tool_request:plamo|>",
+        header=re.compile(
+            r"<\|plamo:begin_tool_name:plamo\|>(?P<name>[^<]*)<\|plamo:end_tool_name:plamo\|>\s*"
+            r"<\|plamo:begin_tool_arguments:plamo\|>(<\|plamo:constrain\|>json<\|plamo:msg\|>)?\s*"
+        ),
+        written="<|plamo:begin_tool_name:plamo|>{}<|plamo:end_tool_name:plamo|>"
+        "<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>",
+        after="<|plamo:end_tool_arguments:plamo|>",
+    ),
     "pythonic": PythonFormat(("[",)),
     "qwen3_coder": QWEN3, "qwen3_xml": QWEN3, "mimo": QWEN3, "step3p5": QWEN3,
     "seed_oss": replace(QWEN3, begins=("<seed:tool_call>", "<function="), end="</seed:tool_call>", padding=""),
@@ -207,15 +274,27 @@ SIGNS = (
     (("<|channel|>", "<|call|>"), "openai"),
     (("<seed:tool_call>",), "seed_oss"),
     (("<minimax:tool_call>",), "minimax_m2"),
+    (("]<]minimax[>[",), "minimax_m3"),
+    (("<|open|>", "<|sep|>"), "kimi_k3"),
     (("<|tools_prefix|>",), "apertus"),
     (("<|START_ACTION|>", "<|START_TEXT|>"), "cohere_command4"),
     (("<|START_ACTION|>",), "cohere_command3"),
     (("｜DSML｜", "function_calls>"), "deepseek_v32"),
     (("｜DSML｜", "tool_calls>"), "deepseek_v4"),
+    (("｜DSML｜", " calls>"), "deepseek_v41"),
+    (("｜GCML｜",), "gigachat35"),
+    (("<|role_sep|>", "<|function_call|>"), "gigachat31"),
+    (("<|role_sep|>", "'function call'"), "gigachat3"),
+    (('<function name="', '<param name="'), "minicpm5"),
+    (("<tool_sep{}>", ":opensource"), "hy_v3"),
+    (("<tool_sep>", "<arg_key>"), "hy_v3_preview"),
+    (("<dots_function_call>",), "dots"),
+    (("<|plamo:begin_tool_requests:plamo|>",), "plamo3"),
     (("<｜tool_calls_begin｜>",), "step3"),
     (("<longcat_arg_key>",), "longcat_xml"),
     (("<longcat_tool_call>",), "longcat"),
     (("<function=", "<parameter="), "qwen3_coder"),
+    (("〈|EOS|〉", '"<arg_value>" -}}'), "poolside_v1"),
     (("</arg_key><arg_value>",), "glm47"),
     (("<arg_key>",), "glm45"),
     (("<|tool_call>call:",), "gemma4"),
@@ -231,14 +310,17 @@ SIGNS = (
     (("<tool_calls>", "```json"), "hunyuan_dense"),
     (("<tool_calls>", "助手："), "hunyuan_a13b"),
     (("<tool_calls>", "<beginning_of_sentence>"), "minimax"),
-    (("<tool_calls>",), "jamba"),
-    (("<tool_call>", "<response>"), "ernie45"),
-    (("<tool_call>",), "hermes"),
+    (("<tool_calls>", '"name'), "jamba"),
+    (("<tool_call>", '"name', "<response>"), "ernie45"),
+    (("<tool_call>", '"name'), "hermes"),
+    (("<tool_call>", "'name':"), "hermes"),
     (("<function_call>",), "granite-20b-fc"),
     (("<|tool|>",), "phi4_mini_json"),
+    (("functools[",), "functools"),
+    (("List of tools: [",), "lfm2"),
     (("<|tool_call|>",), "granite"),
     (("```tool_code",), "gemma3"),
-    (("<|python_start|>", "[func_name1("), "llama4_pythonic"),
+    (("<|header_start|>", "[func_name1("), "llama4_pythonic"),
     (("[func_name1(",), "pythonic"),
     (('[{"name": "tool_call_name", "arguments": ',), "xlam"),
     (('{"name": function name, "parameters": ',), "llama3_json"),
@@ -310,7 +392,7 @@ def read_answer(calls: Calls, format: ToolParser, thinking: ReasoningParser, mar
     begins, marks, starts, ends = map(frozenset, (format.begins, format.marks, thinking.starts, thinking.ends))
     call_ends = frozenset(filter(TOKEN.fullmatch, format.ends))
     strays = call_ends | {*filter(TOKEN.fullmatch, ends)}
-    openers, closers = thinking.openers, frozenset[str]()
+    openers, closers = thinking.openers, frozenset(() if thinking.openers else thinking.closers)
     begun, has_ended = 0, False  # where the content began, and whether the end of reasoning has come
     if source.in_reasoning:
         yield from source.space()
@@ -340,7 +422,7 @@ def read_answer(calls: Calls, format: ToolParser, thinking: ReasoningParser, mar
             yield from source.follows(found)
             if found in openers:
                 openers, closers = openers[openers.index(found) + 1 :], frozenset(thinking.closers)
-        elif found not in closers or not (yield from closes(source, found, begins)):
+        elif found not in closers or not (yield from closes(source, closers, begins)):
             yield content(source.take(source.text.index(found, source.at) + len(found)))
             if found in starts:  # the answer tells of reasoning
                 strays -= ends
@@ -362,8 +444,6 @@ def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Step
         yield from format.read(calls, begin)
     except NoCall:
         if source.mark is None:
-            if calls.bare and not source.ended:  # or it would seem to be a call without arguments
-                yield calls.arguments("{")
             yield from source.closes(*format.ends)
         else:
             end = source.at
@@ -426,6 +506,8 @@ def new_reader(
         steps = format.read_answer(calls, prompt, is_kept)
     else:
         source.in_reasoning = thinking is not None and (reasoned or thinking.opened_by(prompt))
+        if thinking and prompt.rstrip().endswith(thinking.openers):
+            thinking = replace(thinking, openers=())
         calling = format if tools and format else ToolParser(())
         steps = read_answer(calls, calling, thinking or ReasoningParser((), ()), reasoned)
     return Reader(source, steps, other_tokens(frozenset(special_tokens), frozenset(syntax)))
@@ -435,24 +517,22 @@ MOST_AGAIN = 2**15  # characters of an answer that are read again, because a cal
 MOST_READINGS = 16  # of one answer, for each call that turns out to be none; then all that follow are left out
 
 
-def read_whole(make_reader: Callable[..., Reader], reasoning_parser: str | None, text: str, is_cut: bool) -> list[Part]:
-    """Read an answer that is all there.
+def read_whole(make_reader: Callable[..., Reader], reasoning_parser: str | None, text: str) -> tuple[list[Part], bool]:
+    """Read an answer that is all there; returns its parts, and whether what seemed to be its last call is none.
 
-    A call whose arguments are no JSON object is left in its content. What stands before the end of reasoning is
-    reasoning, even where nothing has begun it, and calls in it are none.
-
-    Args:
-        make_reader: `new_reader` with all of its arguments but the last two.
-        is_cut: the answer was cut, as the last of its calls may be.
+    A call whose arguments are no JSON object, as those of one that is cut, is left in its content. What stands before
+    the end of reasoning is reasoning, even where nothing has begun it, and calls in it are none. `make_reader` is
+    `new_reader` with all of its arguments but the last two.
     """
     lacks_start = reasoning_parser is not None and REASONING_PARSERS[reasoning_parser].lacks_start
     refused: set[int] = set()
     reasoned = False
+    before = -1  # calls before the last that is refused
     while True:
         reader = make_reader(refused=refused, reasoned=reasoned)
         parts = reader.feed(text) + reader.end()
         if not reasoned and reader.source.ended_late and (lacks_start or any(part.reasoning for part in parts)):
-            reasoned = True
+            reasoned, before = True, -1
             refused.clear()
             continue
         arguments: dict[int, str] = {}
@@ -460,10 +540,9 @@ def read_whole(make_reader: Callable[..., Reader], reasoning_parser: str | None,
             if part.call is not None:
                 arguments[part.call] = arguments.get(part.call, "") + part.arguments
         broken = [call for call, each in arguments.items() if not is_object(each)]
-        if is_cut and broken and broken[-1] == max(arguments):
-            broken.pop()
         if not broken:
-            return parts
+            return parts, len(arguments) == before
+        before = broken[0]
         # The first of them is none, and may have hidden others, so all behind it is read again. But not for ever: then
         # all calls from it on are refused.
         kept = [number for number in range(max(arguments) + len(refused) + 1) if number not in refused]
@@ -519,6 +598,10 @@ def call_grammar(
         return lark.grammar(format.write_answer(lark, known, required))
     written, begin = format.write(lark, known, parallel), format.begins[0]
     bracket = begin in ("[", "{")
+    if format.response:
+        opening, closing = (f"({lark.syntax(text)})?" for text in format.response)
+        called = then(lark.syntax(begin), written)
+        return lark.grammar(then(opening, closing, called) if required else f"{opening} TEXT? {closing} ({called})?")
     if required:
         return lark.grammar(then(SPACE, "" if bracket else lark.syntax(begin), written))
     if bracket:

@@ -255,7 +255,7 @@ async function writeRounds({ chat: mine, turn, controller: { signal } }, leaf, b
     const options = { include_usage: true, continuous_usage_stats: true };
     const request = { messages, stream: true, stream_options: options, ...body };
     await writeRound(request, signal, turn, round, view.begin(), facts);
-    if (!round.calls.length || facts.reason === "length") return;
+    if (facts.reason !== "tool_calls") return;
     if (count === MOST_ROUNDS) throw new Error(`the model called tools ${MOST_ROUNDS} times on end`);
     for (const call of round.calls) call.result = run(call);
     view.draw(view.rounds.at(-1), round);

@@ -165,7 +165,7 @@ CODEX = Agent(
         ('{"command": "ls -', "EOF while parsing a value", "+hello", "Updated new.txt", "caches", "Now go on."),
     ),
     (
-        "client_metadata", "include", "reasoning.summary", "reasoning.context",
+        "client_metadata", "include.reasoning.encrypted_content", "reasoning.summary", "reasoning.context",
         "text.verbosity", "tools.tool_search", "tools.web_search", "tools.format", "input.defer_loading",
     ),
     codex_blocks, codex_joined,

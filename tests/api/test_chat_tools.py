@@ -22,7 +22,7 @@ SHOWN = (
     "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content or '' }}{{ m.content }}{{ m.tool_calls or '' }};"
     "{% endfor %}"
 )
-HERMES = SHOWN + "{{ tools | tojson if tools }}<tool_call>"
+HERMES = SHOWN + "{{ tools | tojson if tools }}<tool_call>" + '{# {"name": #}'
 THINKS = HERMES + "</think>"  # tells of reasoning that a model may begin with
 OPEN = HERMES + "</think><think>\n"  # has begun it
 PLAIN = SHOWN + "{{ tools | tojson if tools }}"
@@ -144,17 +144,6 @@ def test_a_reply_is_content_reasoning_and_calls_and_its_stream_is_the_same(
     assert len(first["logprobs"]["content"]) == len(first["token_ids"]) == len(TOKENIZER.encode(text)) + 1
     joined = streamed(http_client, template, **fields, stream_options={"include_usage": True})
     assert list(map(without_ids, joined["choices"])) == [first, second] and joined["usage"] == whole["usage"]
-
-
-def test_an_answer_that_is_cut_says_length(http_client: FlaskClient, engine: ScriptedClient) -> None:
-    engine.says = ADD
-    ids = TOKENIZER.encode(ADD)
-    cut = len(TOKENIZER.encode(ADD[: ADD.index("1}}")]))
-    whole = talk(http_client, max_tokens=cut)["choices"][0]
-    (call,) = whole["message"]["tool_calls"]
-    assert cut < len(ids) and whole["finish_reason"] == "length"
-    assert call["function"]["name"] == "add" and '{"x": 1}'.startswith(call["function"]["arguments"])
-    assert streamed(http_client, max_tokens=cut)["choices"][0]["finish_reason"] == "length"
 
 
 def test_reasoning_tokens_are_those_between_the_markers(http_client: FlaskClient, engine: ScriptedClient) -> None:
@@ -351,7 +340,7 @@ def test_other_servers_names_for_thinking_are_the_templates_variables(
 
 def test_other_servers_names_for_budgets_and_hidden_reasoning(http_client: FlaskClient, engine: ScriptedClient) -> None:
     engine.says = "<think>hm</think>Hello"
-    for fields in ({"reasoning": {"max_tokens": 7}}, {"thinking": {"type": "enabled", "budget_tokens": 7}}):
+    for fields in ({"reasoning": {"max_tokens": 7.0}}, {"thinking": {"type": "enabled", "budget_tokens": 7}}):
         talk(http_client, THINKS, **fields)
         assert asked(engine).thinking_token_budget == 7
         talk(http_client, HERMES, **fields)  # which does not think at all
@@ -410,10 +399,10 @@ def test_bad_input_is_400_and_names_the_value(http_client: FlaskClient, engine: 
 
 def test_calls_their_results_and_reasoning_reach_the_template(http_client: FlaskClient, engine: ScriptedClient) -> None:
     call = {"id": "call_5", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
-    for key in ("reasoning_content", "reasoning"):
+    for key, thought in (("reasoning", "hm"), ("thinking_blocks", [{"type": "thinking", "thinking": "hm"}])):
         messages = [
             {"role": "user", "content": "Hi"},
-            {"role": "assistant", "content": None, "tool_calls": [call], key: "hm"},
+            {"role": "assistant", "content": None, "tool_calls": [call], key: thought},
             {"role": "tool", "tool_call_id": "call_5", "content": "2"},
             {"role": "tool", "tool_call_id": "call_6", "content": None},
         ]
@@ -422,6 +411,39 @@ def test_calls_their_results_and_reasoning_reach_the_template(http_client: Flask
         text = TOKENIZER.render([{"role": "user", "content": "x"}], chat_template="{{ x }}", x=[shown])
         prompt = f"user:Hi;assistant:hm{text};tool:2;tool:;"
         assert sorted(TOKENIZER.decode(engine.added.pop()[0])) == sorted(prompt)
+
+
+def test_what_nobody_here_can_read_of_a_message_is_named(http_client: FlaskClient) -> None:
+    hidden, seal = (
+        [{"type": "reasoning.encrypted", "data": "x"}],
+        {"type": "thinking", "thinking": "", "signature": "x"},
+    )
+    for told in (
+        {"reasoning_details": hidden},
+        {"content": [{"type": "output_text", "text": "a", "annotations": []}, seal]},
+    ):
+        reply = post(http_client, CHAT, messages=[{"role": "assistant", "content": "a", **told}])
+        named = (
+            "messages.reasoning_details" if "reasoning_details" in told else "messages.annotations, messages.signature"
+        )
+        assert (reply.status_code, reply.headers["X-Manta-Ignored"]) == (200, named)
+
+
+def test_an_answer_goes_on_within_the_reasoning_of_the_last_message(
+    http_client: FlaskClient, engine: ScriptedClient
+) -> None:
+    template = (
+        "{% for m in messages %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{{ m.content }}<|end|>{% endfor %}"
+    )
+    for content, prompt, engine.says, read in (
+        ("", "<think>\nI p", "lan.\n</think>\n\nYes", ("Yes", "lan.")),
+        ("So", "<think>\nI p\n</think>\n\nSo", " be it.", (" be it.", None)),
+    ):
+        final = {"role": "assistant", "reasoning_content": "I p", "content": content}
+        fields = {"messages": [final], "continue_final_message": True, "tools": None}
+        message = talk(http_client, template, **fields)["choices"][0]["message"]
+        assert (message["content"], message["reasoning_content"]) == read
+        assert TOKENIZER.decode(engine.added.pop()[0]) == prompt
 
 
 def test_arguments_that_are_no_json_stay_what_the_model_has_written(

@@ -42,7 +42,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "tokenize": {"prompt": "a"}, "detokenize": {"tokens": [5]}, "responses": {"input": "a", "max_output_tokens": 1},
     "messages": {"messages": TALK, "max_tokens": 1}, "count_tokens": {"messages": TALK}, "embeddings": {"input": "a"},
     "pooling": {"input": "a"}, "classify": {"input": "a"}, "score": {"text_1": "a", "text_2": "b"},
-    "rerank": {"query": "a", "documents": ["b"]},
+    "rerank": {"query": "a", "documents": ["b"]}, "input_tokens": {"input": "a"},
 }  # fmt: skip
 HASTY = Tokenizer(DEMO, max_template_seconds=0.2)
 TASK_OF = {"embeddings": "embed", "pooling": "embed", "score": "embed", "rerank": "embed", "classify": "classify"}
@@ -198,7 +198,7 @@ NO_REQUESTS = {
     "a string NaN": b'{"prompt": "a", "temperature": "NaN"}',
     "-1e999": b'{"prompt": "a", "min_p": -1e999}',
     "a long number": b'{"prompt": "a", "seed": ' + b"9" * 100_000 + b"}",
-    "a long fraction": b'{"prompt": "a", "seed": 0.' + b"9" * 100_000 + b"}",
+    "a long fraction": b'{"prompt": "a", "seed": 0.' + b"5" * 100_000 + b"}",
     "hexadecimal": b'{"prompt": "a", "seed": 0x1}',
     "a leading zero": b'{"prompt": "a", "seed": 01}',
     "a plus": b'{"prompt": "a", "seed": +1}',
@@ -300,7 +300,7 @@ MESSAGES_OF: dict[str, Any] = {
     "no content": [{"role": "user"}],
     "a content of 5": [{"role": "user", "content": 5}],
     "a content of an object": [{"role": "user", "content": {"text": "a"}}],
-    "a part of text": [{"role": "user", "content": ["a"]}],
+    "a part of a number": [{"role": "user", "content": [5]}],
     "a part of null": [{"role": "user", "content": [None]}],
     "no type": [{"role": "user", "content": [{"text": "a"}]}],
     "an image": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],

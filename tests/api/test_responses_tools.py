@@ -12,8 +12,8 @@ from api.checks import Asked
 from api.options import ServerConfig
 from api.responses import input_items
 from counting import Compared
-from scripted import FACTS, TOKENIZER, ScriptedClient, client_of, refusal
-from test_chat_tools import ADD, HERMES, OPEN, PLAIN, SUB, THINKS, TOOLS
+from scripted import CHAT, FACTS, TOKENIZER, ScriptedClient, client_of, refusal
+from test_chat_tools import ADD, HERMES, OPEN, PLAIN, SUB, THINKS, TOOLS, streamed, talk
 from test_responses import ASK, COUNT, TALK, ask, check, error_of, post, typed_events
 from text.tools import call_grammar
 
@@ -111,7 +111,7 @@ def test_a_response_counts_its_reasoning_and_says_where_it_was_cut(served: Any, 
     usage = ask(http_client, tools=FLAT, max_output_tokens=200)["usage"]
     assert usage["output_tokens_details"] == {"reasoning_tokens": len(tokens("hm"))}
     cut = len(tokens(engine.says)) - len(tokens("}}\n</tool_call>")) - 1
-    response = ask(http_client, tools=FLAT, max_output_tokens=cut)
+    response = typed_events(post(http_client, ASK, tools=FLAT, max_output_tokens=cut, stream=True))[-1]["response"]
     assert response["status"] == "incomplete"
     assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
     arguments = response["output"][1]["arguments"]
@@ -279,11 +279,9 @@ def test_a_custom_tools_call_that_is_cut_has_what_came(served: Any, engine: Scri
     lengths = set()
     for cut in range(20, len(tokens(engine.says)), 7):
         fields = {"tools": [PATCH], "max_output_tokens": cut}
-        whole = ask(http_client, **fields)
         found = typed_events(post(http_client, ASK, stream=True, **fields))
-        assert without_ids(found[-1]["response"]["output"]) == without_ids(whole["output"])
         said = "".join(e["delta"] for e in found if e["type"] == "response.custom_tool_call_input.delta")
-        assert said == whole["output"][0].get("input", "")
+        assert said == found[-1]["response"]["output"][0].get("input", "")
         assert SAID.startswith(said) or '{"input": "'.startswith(said)
         lengths.add(len(said))
     assert len(lengths) > 3
@@ -300,7 +298,7 @@ def test_a_custom_tools_call_that_breaks_in_a_stream_is_no_shorter_one(served: A
 
 
 def test_what_the_model_is_told_of_tools(served: Any, engine: ScriptedClient) -> None:
-    http_client = served("{{ tools | tojson }}<tool_call>")
+    http_client = served("{{ tools | tojson }}<tool_call>" + '{# {"name": #}')
     lark, regex = PATCH | {"format": LARK}, PATCH | {"format": LARK | {"syntax": "regex", "definition": "a|b"}}
     functions = {"type": "namespace", "name": "functions", "tools": [READ]}
     left_out = ["image_generation", "local_shell", "tool_search", "web_search"]
@@ -312,7 +310,8 @@ def test_what_the_model_is_told_of_tools(served: Any, engine: ScriptedClient) ->
     ids, params, _ = engine.added.pop()
     told = [tool["function"] for tool in json.loads(TOKENIZER.decode(ids).removesuffix("<tool_call>"))]
     assert [tool["name"] for tool in told] == ["mcp__a__read", "b__read", "read", "patch"]
-    assert told[0] == {"name": "mcp__a__read", "parameters": READ["parameters"]} and params.structured_outputs is None
+    shown = {"name": "mcp__a__read", "description": "", "parameters": READ["parameters"]}
+    assert told[0] == shown and params.structured_outputs is None
     assert told[3]["parameters"]["required"] == ["input"] and "start: /.+/" in told[3]["description"]
     reply = post(http_client, ASK, tools=[regex])
     assert r'"pattern": "^(?:a|b)$"' in engine.added.pop()[1].structured_outputs.grammar
@@ -618,12 +617,58 @@ def test_thinking_has_a_budget_and_may_be_left_out(served: Any, engine: Scripted
     )
 
 
-def test_a_call_that_is_cut_is_text_but_its_stream_has_what_came(served: Any, engine: ScriptedClient) -> None:
-    http_client, engine.says = served(HERMES), ADD
-    cut = len(tokens(ADD)) - len(tokens("}}\n</tool_call>")) - 1
-    whole = post(http_client, TALK, tools=THEIRS, max_tokens=cut).json
-    (block,) = whole["content"]  # an input of {} would pass for a whole one
-    assert whole["stop_reason"] == "max_tokens" and block["type"] == "text" and '{"x": 1}'.startswith(block["text"])
-    found = typed_events(post(http_client, TALK, tools=THEIRS, max_tokens=cut, stream=True))
-    said = "".join(e["delta"]["partial_json"] for e in found if e["type"] == "content_block_delta")
-    assert said and '{"x": 1}'.startswith(said) and found[-2]["delta"]["stop_reason"] == "max_tokens"
+def told(http_client: FlaskClient, path: str, stream: bool, limit: int) -> tuple[str, str, list[str]]:
+    """How an answer has ended that stops at STOP or at the limit, its content, and the arguments of its calls."""
+    if path == CHAT:
+        reply = (streamed if stream else talk)(http_client, PLAIN, max_tokens=limit, stop=["STOP"])["choices"][0]
+        calls = [call["function"]["arguments"] for call in reply["message"].get("tool_calls", ())]
+        return reply["finish_reason"], reply["message"]["content"] or "", calls
+    if path == ASK:
+        fields: dict[str, Any] = {"tools": FLAT, "max_output_tokens": limit, "stop": ["STOP"], "stream": stream}
+        response = post(http_client, ASK, **fields)
+        reply = typed_events(response)[-1]["response"] if stream else response.json
+        texts = [item["content"][0]["text"] for item in reply["output"] if item["type"] == "message"]
+        calls = [item["arguments"] for item in reply["output"] if item["type"] == "function_call"]
+        return reply["status"], "".join(texts), calls
+    response = post(http_client, TALK, tools=THEIRS, max_tokens=limit, stop_sequences=["STOP"], stream=stream)
+    if not stream:
+        calls = [json.dumps(block["input"]) for block in response.json["content"] if block["type"] == "tool_use"]
+        return response.json["stop_reason"], "".join(b.get("text", "") for b in response.json["content"]), calls
+    found = typed_events(response)
+    deltas = [(event["index"], event["delta"]) for event in found if event["type"] == "content_block_delta"]
+    begun = [e["index"] for e in found if e["type"] == "content_block_start" and e["content_block"]["type"] != "text"]
+    calls = ["".join(delta.get("partial_json", "") for at, delta in deltas if at == index) for index in begun]
+    return found[-2]["delta"]["stop_reason"], "".join(delta.get("text", "") for _, delta in deltas), calls
+
+
+CALLS = {  # a call up to its arguments, a part of these, and the rest
+    "hermes": ('<tool_call>\n{"name": "add", "arguments": ', '{"x": ', "1}}\n</tool_call>"),
+    "qwen3_coder": ("<tool_call>\n<function=add>\n", "<parameter=x>\n", "1\n</parameter>\n</function>\n</tool_call>"),
+    "pythonic": ("[add(", "x=", "1)]"),
+    "mistral": ("[TOOL_CALLS]add[ARGS]", '{"x": ', "1}"),
+    "openai": ("<|channel|>commentary to=functions.add <|constrain|>json<|message|>", '{"x": ', "1}<|call|>"),
+}
+
+
+@pytest.mark.parametrize("parser", CALLS)
+@pytest.mark.parametrize(
+    ("path", "reasons"),
+    [
+        (CHAT, ("stop", "stop", "length")), (ASK, ("completed", "completed", "incomplete")),
+        (TALK, ("end_turn", "stop_sequence", "max_tokens")),
+    ],
+)  # fmt: skip
+def test_half_a_call_is_content(
+    served: Any, engine: ScriptedClient, parser: str, path: str, reasons: tuple[str, ...]
+) -> None:
+    """Whatever cuts it. A stream has sent its first arguments by then, and its reason says that they are not whole."""
+    http_client = served(PLAIN, tool_call_parser=parser, trust_request_chat_template=True)
+    before, begun, rest = CALLS[parser]
+    for earlier, half, sent in (("", before, []), ("", before + begun, ['{"x": ']),
+                                (before + begun + rest + "\n", before + begun, ['{"x": 1}', '{"x": '])):  # fmt: skip
+        content = half.removeprefix(before).strip() if parser == "openai" else half  # a header is only syntax
+        for end, limit, reason in zip(("", "STOP", ""), (500, 500, len(tokens(earlier + half))), reasons, strict=True):
+            engine.says = earlier + half + end
+            whole = (reason, content, sent[: earlier != ""])
+            assert told(http_client, path, False, limit) == whole
+            assert told(http_client, path, True, limit) == ((reason, "", sent) if sent else whole)

@@ -73,6 +73,12 @@ ANSWERS = [
     ("apertus", "", "This is the rest", "", "This is the rest"),
     ("longcat", "<longcat_think>\n", "This is reasoning\n</longcat_think>\nThis is the rest", "This is reasoning",
      "This is the rest"),
+    # ggml-org/llama.cpp tests/test-chat.cpp, and the models' templates
+    ("minimax_m3", "", "<mm:think>I'm\nthinking</mm:think>Hello", "I'm\nthinking", "Hello"),
+    ("minimax_m3", "", "</mm:think>Hello", "", "Hello"),
+    ("kimi_k3", "<|open|>think<|sep|>", "A<|close|>think<|sep|><|open|>response<|sep|>B<|close|>response<|sep|>"
+     "<|close|>message<|sep|>", "A", "B"),
+    ("kimi_k3", "<|open|>response<|sep|>", "B<|close|>response<|sep|><|close|>message<|sep|>", "", "B"),
     # .../test_gptoss_reasoning_parser.py
     ("openai_gptoss", "<|start|>assistant",
      "<|channel|>analysis<|message|>Reasons<|end|><|start|>assistant<|channel|>final<|message|>This is the rest",
@@ -121,7 +127,7 @@ def both(answer, tool_parser, parser):
     make = functools.partial(new_reader, tool_parser, parser, WRITTEN_TOOLS, "", ())
     reader = make()
     stream = [part for char in answer for part in reader.feed(char)] + reader.end()
-    for parts in (read_whole(make, parser, answer, False), stream):
+    for parts in (read_whole(make, parser, answer)[0], stream):
         content, reasoning = "".join(part.content for part in parts), "".join(part.reasoning for part in parts)
         yield content, reasoning, [part.name for part in parts if part.name]
 
@@ -164,6 +170,10 @@ def test_an_end_that_closes_nothing_is_no_content(format):
 ACTION = (
     '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "search", "parameters": {"q": "x"}}\n]<|END_ACTION|>'
 )
+XTML = (
+    '<|open|>tools<|sep|><|open|>call tool="search" index="1"<|sep|><|open|>argument key="q" type="string"<|sep|>x'
+    "<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>"
+)
 LISTED = '<tool_calls>[{"name": "search", "arguments": {"q": "x"}}]</tool_calls>'
 
 
@@ -179,9 +189,11 @@ LISTED = '<tool_calls>[{"name": "search", "arguments": {"q": "x"}}]</tool_calls>
         ("hunyuan_a13b", "hunyuan_a13b", f"<think>I look.</think><answer>I do.</answer>\n{LISTED}", "I do."),
         ("ernie45", "ernie45", f"<think>\nI look.\n</think>\n\n\n{CALL}\n", ""),
         ("ernie45", "ernie45", f"<think>I look.\n</think>\n<response>\nI do.\n</response>\n\n\n{CALL}\n", "I do."),
+        ("kimi_k3", "kimi_k3", "<|open|>think<|sep|>I look.<|close|>think<|sep|><|open|>response<|sep|>I do."
+         f"<|close|>response<|sep|>{XTML}", "I do."),
         ("apertus", "apertus", '<|inner_prefix|>I look.<|tools_prefix|>[{"search": {"q": "x"}}]<|tools_suffix|>', ""),
     ],
-)
+)  # fmt: skip
 def test_what_stands_around_an_answer_is_left_out(format, parser, answer, content, special):
     """Whether its marks are special tokens of the model or not, and beside calls, too."""
     for pieces in cuts(answer):
@@ -221,9 +233,7 @@ def test_the_reader_knows_when_it_is_in_reasoning():
     ("template", "parser"),
     [
         ("{%- set content = content.split('</think>')[-1].lstrip('\\n') %}", "qwen3"),
-        ("{{'<｜Assistant｜><think>\\n'}} content.split('</think>')[-1]", "deepseek_r1"),
-        ("'<think></think>' <tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>", "glm45"),
-        ("<think></think> <|tool_calls_section_begin|>", "kimi_k2"),
+        ("{{'<｜Assistant｜><think>\\n'}} content.split('</think>')[-1]", "qwen3"),
         ("[THINK]Your thoughts[/THINK]", "mistral"),
         ('"<|channel|>analysis<|message|>"', "openai_gptoss"),
         ("{{- '<|channel>thought\\n<channel|>' -}}", "gemma4"),
@@ -236,7 +246,11 @@ def test_the_reader_knows_when_it_is_in_reasoning():
         ("'助手：开头。' '<think>\n\n</think>\n'", "hunyuan_a13b"),
         ("content.split('<answer>')[-1].strip('</answer>') '<think>\n\n</think>\n'", "hunyuan_a13b"),
         ("<longcat_assistant><longcat_think>\n", "longcat"),
-        ("<think>\n <｜tool_calls_begin｜>", "step3"),
+        ("'<think>\n' '</think>\n\n' '<minimax:tool_call>' '\n<response>' '</response>'", "minimax_m2"),
+        ("{%- set think_end_token = '</mm:think>' -%} ~ '<mm:think>' '\n<response>'", "minimax_m3"),
+        ("{{- '<|open|>' + tag }}{{- '<|sep|>' }}{{ open_tag('think') }}", "kimi_k3"),
+        ("{%- set HYTK = ':opensource' %}'<think{}>'.format(HYTK)", "hy_v3"),
+        ("<|plamo:begin_think:plamo|>", "plamo3"),
         ("<|im_start|>assistant", None),
     ],
 )

@@ -1,13 +1,17 @@
-"""Chat templates that want too much: they are refused soon, and with a reason."""
+"""What chat templates get, and those that want too much: they are refused soon, and with a reason."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from typing import Any
 
 import pytest
 
+from scripted import TOKENIZER
+from test_tokenizer import MESSAGES, PARTS, PLAIN, TRIMMED
+from text.messages import chat_messages
 from text.templates import MAX_SOURCE, TemplateEnvironment, compile_template, run_template
 
 CHARS = 100_000
@@ -111,6 +115,7 @@ def test_ordinary_operations_are_as_ever() -> None:
     assert run("{{ 'a\nb' | indent(2) }}{{ 'ab'.center(4) }}{{ x[1:] }}{{ x[0] == 1 < 2 }}", x=[1, 2]) == (
         "a\n  b ab [2]True"
     )
+    assert run("{{ [1] | map('string') | tojson }}") == '["1"]'
     assert run("{{ {'a': [1]} | tojson(indent=2) }}{{ [3, 1] | sort | first }}{{ [1, 2] | sum }}") == (
         '{\n  "a": [\n    1\n  ]\n}13'
     )
@@ -119,3 +124,89 @@ def test_ordinary_operations_are_as_ever() -> None:
     )
     assert run("{{ (x is defined and x > 1) or 'no' }}{{ 1 if x is none else x in [2] }}", x=2) == "TrueTrue"
     assert run("{% autoescape true %}{{ '<' ~ x }}{{ x }}{% endautoescape %}", x="<b>") == "&lt;&lt;b&gt;&lt;b&gt;"
+
+
+# --- what they get ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"reasoning_content": "ab"}, {"reasoning": "ab", "reasoning_content": ""},
+        {"reasoning_details": [
+            {"type": "reasoning.text", "text": "a"}, {"type": "reasoning.encrypted", "data": "x"},
+            {"type": "reasoning.summary", "summary": "b"},
+        ]},
+        {"thinking_blocks": [{"type": "redacted_thinking", "data": "x"}, {"type": "thinking", "thinking": "ab"}]},
+        {"content": [{"type": "thinking", "thinking": "ab", "signature": ""}, "c"]},
+        {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "ab"}]},
+                     {"type": "input_text", "text": "c"}]},
+    ],
+)  # fmt: skip
+def test_reasoning_comes_back_in_several_spellings(told: dict[str, Any]) -> None:
+    template = "{% for m in messages %}{{ m.reasoning_content }}{{ m.thinking }}{{ m.content }}{% endfor %}"
+    (message,) = chat_messages([{"role": "assistant", "content": "c", **told}])
+    calls = message | {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    shown = [TOKENIZER.render([each], chat_template=template) for each in (message, calls, calls | {"content": ""})]
+    assert shown == ["ababc", "abc", "abab"]  # gpt-oss's template refuses `thinking` beside a content and calls
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        *(({"name": "f", **empty},
+           '[]{"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}')
+          for empty in ({}, {"description": None, "parameters": None}, {"description": "", "parameters": {}})),
+        ({"parameters": {"properties": {}, "x": 1}, "description": "d", "name": "f"},
+         'd[]{"parameters": {"properties": {}, "x": 1, "type": "object"}, "description": "d", "name": "f"}'),
+    ],
+)  # fmt: skip
+def test_tools_have_what_templates_take_for_granted(given: dict[str, Any], shown: str) -> None:
+    template = "{% set f = tools[0].function %}{{ '' + f.description }}{{ f.parameters.properties | list }}"
+    template, tools = template + "{{ f | tojson }}", [{"type": "function", "function": given}]
+    before = json.dumps(tools)
+    assert TOKENIZER.render(MESSAGES, chat_template=template, tools=tools) == shown and json.dumps(tools) == before
+    assert TOKENIZER.render(MESSAGES, chat_template="{{ tools }}", tools=[{"type": "x"}]) == "[{'type': 'x'}]"
+
+
+QWEN = PLAIN.replace("{{ m.c", "{{ '<think>\n' + (m.reasoning_content or '').strip('\n') + '\n</think>\n\n' }}{{ m.c")
+DEEPSEEK = PLAIN.replace("{{ m.c", "<think>{{ m.reasoning_content }}</think>{{ m.c")
+THOUGHT = {"content": "", "reasoning_content": "I p "}
+
+
+@pytest.mark.parametrize(
+    ("template", "final", "end"),
+    [
+        (PLAIN, {"content": "Well "}, "<|assistant|>Well "),
+        (TRIMMED, {"content": "Well "}, "<|assistant|>Well"),
+        (PARTS, {"content": [{"type": "text", "text": "Well"}]}, "assistant:Well"),
+        (PARTS, {"content": ""}, "assistant:"),
+        *((template, THOUGHT | {"content": said}, f"<think>{n}I p {rest}")
+          for template, n in ((QWEN, "\n"), (DEEPSEEK, ""))
+          for said, rest in ((None, ""), ("", ""), ([], ""), ("So", f"{n}</think>{n}{n}So"))),
+        (TRIMMED.replace("content", "thinking"), THOUGHT, "<|assistant|>I p"),
+        (PLAIN + "{{ '<think>\n' if add_generation_prompt }}", THOUGHT, "<|user|><|end|><think>\nI p "),
+        (PLAIN, THOUGHT, "<|assistant|>"),
+    ],
+)  # fmt: skip
+def test_continue_final_message(template: str, final: dict[str, Any], end: str) -> None:
+    messages = [{"role": "user", "content": []}, {"role": "assistant", **final}]
+    before = json.dumps(messages)
+    assert TOKENIZER.render(messages, False, True, chat_template=template).endswith(end)
+    assert json.dumps(messages) == before
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "generation", "message"),
+    [
+        (PLAIN, MESSAGES, True, "exclude each other"),
+        ("nothing", MESSAGES, False, "does not show the final message"),
+        (PLAIN, [{"role": "assistant", "content": None}], False, "no text"),
+        (PLAIN, [], False, "no text"),
+    ],
+)
+def test_continue_final_message_is_refused(
+    template: str, messages: list[dict[str, Any]], generation: bool, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        TOKENIZER.render(messages, generation, continue_final_message=True, chat_template=template)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from counting import Compared
-from text.lark_rules import types_of
+from text.lark_rules import MAY_BE_SPECIAL, types_of
 from text.scanning import LONGEST_NAME
 from text.tools import REASONING_PARSERS, TOKEN, TOOL_PARSERS, call_grammar, new_reader, tool_parser_of
 
@@ -37,9 +37,9 @@ def read(pieces, tool_parser=None, reasoning_parser=None, tools=TOOLS, prompt=""
     calls = []
     for part in parts:
         if part.name:
-            assert part.call == len(calls) and not part.arguments
+            assert part.call == len(calls) and part.arguments
             calls.append([part.name, "", part.id])
-        elif part.call is not None:
+        if part.call is not None:
             calls[part.call][1] += part.arguments
     return "".join(part.content for part in parts), "".join(part.reasoning for part in parts), calls
 
@@ -73,39 +73,20 @@ def test_every_format_has_an_answer():
     assert {answer["parser"] for answer in DATA["answers"] if answer["calls"]} >= set(FORMATS)
 
 
-def calling() -> list:
-    """The answers with calls; all but the first of each format are `full`."""
-    found = [answer for answer in DATA["answers"] if answer["calls"]]
-    first = [next(each for each in found if each["parser"] == parser) for parser in FORMATS]
-    return [pytest.param(each, marks=() if each in first else pytest.mark.full) for each in found]
-
-
-@pytest.mark.parametrize("answer", calling(), ids=lambda answer: answer["parser"])
-def test_an_answer_that_is_cut_gives_a_beginning_of_its_calls(answer):
-    text, whole = answer["text"], read([answer["text"]], answer["parser"])
-    for end in range(len(text)):
-        _, _, calls = read([text[:end]], answer["parser"])
-        for (name, arguments, id), (all_name, all_arguments, all_id) in zip(calls, whole[2], strict=False):
-            assert (name, id) == (all_name, all_id) and all_arguments.startswith(arguments)
-
-
 @pytest.mark.parametrize(
-    ("parser", "text", "parts"),
+    ("parser", "before", "text", "arguments"),
     [
-        ("hermes", '<tool_call>\n{"name": "search", "arguments": {"q": "a', [("search", ""), ("", '{"q": "a')]),
-        ("qwen3_coder", "<tool_call>\n<function=search>\n<parameter=q>\na b", [("search", ""), ("", '{"q": "a b')]),
-        ("pythonic", "[search(q='a b", [("search", ""), ("", '{"q": "a b')]),
-        (
-            "kimi_k2",
-            '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": "',
-            [("add", ""), ("", '{"a": "')],
-        ),
-        ("openai", '<|channel|>commentary to=functions.add<|message|>{"a": "', [("add", ""), ("", '{"a": "')]),
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": ', '{"a": "a', '{"a": "a'),
+        ("qwen3_coder", "<tool_call>\n<function=search>\n", "<parameter=q>\na b", '{"q": "a b'),
+        ("pythonic", "[search(", "q='a b", '{"q": "a b'),
+        ("kimi_k2", "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>", '{"a": "', '{"a": "'),
+        ("openai", "<|channel|>commentary to=functions.add<|message|>", '{"a": "', '{"a": "'),
     ],
 )
-def test_a_name_comes_first_and_arguments_as_they_are_written(parser, text, parts):
+def test_a_call_begins_with_its_arguments_and_they_come_as_they_are_written(parser, before, text, arguments):
     reader = new_reader(parser, None, TOOLS, "", SPECIAL)
-    assert [(part.name, part.arguments) for part in reader.feed(text)] == parts
+    assert reader.feed(before) == []
+    assert [(part.name in before, part.arguments) for part in reader.feed(text)] == [(True, arguments)]
     assert [part.arguments for piece in "xyz" for part in reader.feed(piece)] == list("xyz")
 
 
@@ -225,9 +206,34 @@ def test_the_reader_is_quick_with_long_texts():
         ("'<beginning_of_sentence>ai name=MiniMax AI\n<tool_calls>\n'", "minimax"),
         ('<tool_calls>[\n    {"name": "', "jamba"),
         ('[{"name": "tool_call_name", "arguments": {"arg1": "value1", "arg2": "value2"}}, ...', "xlam"),
+        # Each has a text that another format's sign would match.
+        ("{%- set ns_token = ']<]minimax[>[' -%}{{ ns_token ~ '<tool_call>' }}{{- '\\n<response>' }}", "minimax_m3"),
+        ("set toolcall_begin_token = '<minimax:tool_call>' <invoke name= {{- '\\n<response>' }}", "minimax_m2"),
+        ("""{{- '<|open|>' + tag }}{{- '<|sep|>' }}{{ open_tag('tools') }} <|tool_call""", "kimi_k3"),
+        ("{%- set dsml_token = '｜DSML｜' -%}<' + dsml_token + 'tool_calls>\\n<' + dsml_token", "deepseek_v4"),
+        ("<｜DSML｜ calls>\n<｜DSML｜ invoke", "deepseek_v41"),
+        ("{{- '<｜GCML｜tool_calls>\\n' -}} '\"<|role_sep|>\\n\" \"arguments\":'", "gigachat35"),
+        ("role_sep=\"<|role_sep|>\\n\" {'role': 'function call', 'content': '{\"name\": ' ~ name", "gigachat3"),
+        ("role_sep=\"<|role_sep|>\\n\", function_call=\"<|function_call|>\" `function call`", "gigachat31"),
+        ("{%- set HYTK = ':opensource' %}'<tool_sep{}>'.format(HYTK)'<arg_key{}>'.format(HYTK)", "hy_v3"),
+        ("'<tool_calls>\\n<tool_call>' + name + '<tool_sep>\\n<arg_key>'", "hy_v3_preview"),
+        ("'<function name=\"' ~ name ~ '\"><param name=\"' split('<tool_sep>') <tool_response>", "minicpm5"),
+        ("<dots_function_call>\n<invoke name=", "dots"),
+        ("<|plamo:begin_tool_requests:plamo|>", "plamo3"),
+        ('{{- "List of tools: <|tool_list_start|>[" -}}', "lfm2"),
+        ('ns.system_prompt + "List of tools: [" {{- "<think>" }}', "lfm2"),
+        ('formatted as functools[{"name": [function name], "arguments": ', "functools"),
+        ("<|header_start|>ipython<|header_end|> Use exact format: [func_name1(param1=value1), func_name2(...)]",
+         "llama4_pythonic"),
+        ("<|start_header_id|> [func_name1(param1=value1), func_name2(...)]", "pythonic"),
+        # These are unknown.
+        ("```json\n[{\"tool_name\": title of the tool in the specification, \"parameters\": ", None),
+        ("<TOOLCALL>[{{ tool_calls }}]</TOOLCALL>", None),
+        ("<|tool_calls|><|tool_call:begin|>{{ id }}<|tool_call:name|>", None),
+        ("<function={{ name }}>{\"example_name\": \"example_value\"}</function>", None),
         ("<|im_start|>assistant", None),
     ],
-)
+)  # fmt: skip
 def test_a_template_says_its_format(template, parser):
     assert tool_parser_of(template) == parser
 
@@ -331,7 +337,7 @@ def random_walk(parser, required, parallel, special, rng):
 
 def special_of(parser):
     """The markers of a format, which its models have as special tokens."""
-    return sorted(set(re.findall(r"<[^<>\s]*>|\[[A-Z_]+\]", " ".join(TOOL_PARSERS[parser].syntax))))
+    return sorted(set(MAY_BE_SPECIAL.findall(" ".join(TOOL_PARSERS[parser].syntax))))
 
 
 @pytest.mark.parametrize(
@@ -353,6 +359,8 @@ def test_what_a_grammar_allows_is_read_as_calls_that_follow_the_schemas(parser, 
         if text is None:
             continue
         content, _, calls = read([text], parser, tools=WRITTEN_TOOLS, special=frozenset(tokens))
+        for mark in getattr(TOOL_PARSERS[parser], "response", ()):  # which reasoning's parser leaves out
+            content = content.replace(mark, "")
         assert calls or not required, text
         assert not (required and content), text
         assert parallel or len(calls) <= 1, text
@@ -482,6 +490,49 @@ def test_the_pattern_of_a_text_is_kept(pattern, right, wrong):
     text = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
     assert all(allows(grammar, text.format(value)) for value in right)
     assert not any(allows(grammar, text.format(value)) for value in wrong)
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ("<o>]<n>1]</n>]</o>", {"o": {"n": 1}}),
+        ("<o>]<t>a\nb]</t>]<n>1]</n>]</o>]<l>]<item>c]</item>]<item>]</item>]</l>",
+         {"o": {"t": "a\nb", "n": 1}, "l": ["c", ""]}),
+        ("<l>]</l>", {"l": []}),
+        ('<free>{"a": [1]}]</free>', {"free": {"a": [1]}}),
+        ("<refers>[true]]</refers>", {"refers": [True]}),
+        ("<o>]<t>a]</t>]</o>", None),
+        ("<o>1]</o>", None),
+        ("<l>]<n>c]</n>]</l>", None),
+    ],
+)  # fmt: skip
+def test_what_a_list_or_an_object_holds_is_written_as_tags(body, arguments):
+    """In `body`, the mark before a tag is but its first bracket."""
+    written = {"type": "object", "properties": {"t": {"type": "string"}, "n": {"type": "integer"}}, "required": ["n"]}
+    tools = a_tool(
+        {"o": written, "l": {"type": "array", "items": {"type": "string"}}, "free": {"type": "object"},
+         "refers": {"$ref": "#/$defs/flags"}},
+        **{"$defs": {"flags": {"type": "array", "items": {"type": "boolean"}}}},
+    )  # fmt: skip
+    text = f']<tool_call>\n]<invoke name="f">]{body}]</invoke>\n]</tool_call>'.replace("]<", "]<]minimax[>[<")
+    assert allows(call_grammar("minimax_m3", tools, True, False, lambda text: None), text) == (arguments is not None)
+    for pieces in cuts(text) if arguments else ():
+        (call,) = read(pieces, "minimax_m3", tools=tools)[2]
+        assert json.loads(call[1]) == arguments
+
+
+@pytest.mark.parametrize("special", [(), ("<|open|>", "<|close|>", "<|sep|>")])
+def test_calls_come_after_marks_around_text(special):
+    ids = Bytes(special).ids.get
+    auto, required = (call_grammar("kimi_k3", WRITTEN_TOOLS, is_required, False, ids) for is_required in (False, True))
+    call = '<|open|>tools<|sep|><|open|>call tool="now" index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+    opening, closing = "<|open|>response<|sep|>", "<|close|>response<|sep|>"
+    for before, text in (("", ""), (opening, ""), (opening, "Hi"), ("", "Hi")):
+        for behind in ("", closing):
+            assert allows(auto, before + text + behind + call, special)
+            assert allows(auto, before + text + behind, special)
+            assert allows(required, before + behind + call, special)
+            assert not allows(required, before + "Hi" + behind + call, special)
 
 
 def test_calls_after_a_broken_one_are_content():
