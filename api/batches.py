@@ -59,15 +59,16 @@ def upload_file(api: Api) -> dict[str, Any]:
         api.files.writing(g.client, "batch") as (file, record),
         contextlib.closing(arriving(api.config, most, "max_file_bytes")) as parts,  # it has a timer
     ):
-        file.truncate(size)  # so that other uploads count it,
-        api.files.need_room(g.client, 0)  # and it those that have come meanwhile
+        file.truncate(size)  # so that other uploads count it
+        api.files.need_room(g.client, 0)  # beside those that have begun meanwhile
         new_target: Any = partial(SimpleNamespace, write=file.write, seek=lambda at: None)
         source: Any = SimpleNamespace(read=lambda size: next(parts, b""))
         try:
             parser = MultiPartParser(new_target, MOST_HELD, max_form_parts=MOST_PARTS)
             texts, files = parser.parse(source, boundary.encode(), None)
         except RequestEntityTooLarge:
-            raise ApiError(413, f"the form has more than {MOST_PARTS} parts, or a text of {MOST_HELD} bytes") from None
+            may = f"{MOST_PARTS} parts, and {MOST_HELD} bytes for the head of each and for a text"
+            raise ApiError(413, f"the form is too large: it may have {may}") from None
         except ValueError as error:
             raise ApiError(400, f"the form cannot be read: {error}") from None
         if (names := sorted(str(name) for name, _ in (*texts.items(True), *files.items(True)))) != ["file", "purpose"]:

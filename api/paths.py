@@ -20,8 +20,8 @@ ENGINES = {"data_parallel_size": {"type": "integer", "minimum": 1}}
 
 def stored(api: Api, id: str) -> Response:
     """A stored response, or the events of one."""
-    found = api.store.response(g.client, id, request.args)
-    return reply(found) if isinstance(found, dict) else stream(Events(found, lambda: None), api.config)
+    answer = api.store.response(g.client, id, request.args)
+    return reply(answer) if isinstance(answer, dict) else stream(Events(answer, lambda: None), api.config)
 
 
 PATHS = (

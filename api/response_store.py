@@ -143,16 +143,16 @@ class Store:
 
     def items(self, owner: str, ids: Set[str]) -> dict[str, dict[str, Any]]:
         """Items of responses, or of conversations before them, by id; an `ApiError` if the owner lacks one of them."""
-        found: dict[str, dict[str, Any]] = {}
+        by_id: dict[str, dict[str, Any]] = {}
         for kept in reversed([*self.entries.values()]):
-            if kept.owner == owner and (missing := ids - found.keys()):
+            if kept.owner == owner and (missing := ids - by_id.keys()):
                 response, items = map(msgspec.json.decode, (kept.response, kept.conversation))
-                found |= {item["id"]: item for item in (*items, *response["output"]) if item["id"] in missing}
+                by_id |= {item["id"]: item for item in (*items, *response["output"]) if item["id"] in missing}
                 time.sleep(0)  # there may be many megabytes, and others wait
-        if missing := ids - found.keys():
+        if missing := ids - by_id.keys():
             name = min(missing)[:100]
             raise ApiError(400, f"input refers to {name!r}; of such items this server keeps the latest", "input")
-        return found
+        return by_id
 
     def page(self, owner: str, id: str, query: Mapping[str, str]) -> dict[str, Any]:
         """Some of the items that a response was made from; see `page_of`. An `ApiError` if there is none."""

@@ -266,8 +266,8 @@ class Responses(AnswerRun):
         """Where in the answer's text, which has marks as well, the text of a block begins."""
         text, block = self.generation.text, self._block(at).text
         if at not in self.places:
-            found = text.find(block, self.located) if at < len(self.answer.blocks) - 1 else text.rfind(block)
-            self.places[at] = max(found, self.located)
+            place = text.find(block, self.located) if at < len(self.answer.blocks) - 1 else text.rfind(block)
+            self.places[at] = max(place, self.located)
         self.located = max(self.located, self.places[at] + len(block))
         return self.places[at]
 
@@ -303,13 +303,13 @@ def input_items(value: Any, asked: Asked) -> list[dict[str, Any]]:
                     raise ApiError(400, message, f"{place}.image_url", "invalid_value")
                 if isinstance(part, dict):
                     checks.known_keys(part, ITEM_PART, asked, extended=True)
-    found = response_items(value)
+    conversation_items = response_items(value)
     for item in items:
         is_own = ITEM_FORMS[item.get("type") or "message"] is own_item
         checks.known_keys(item, item.keys() - {*UNREADABLE} if is_own else ITEM_KEYS, asked, extended=True)
         if item.get("type") in ITEM_TOOLS:
             Tools().add(item.get("tools"), asked)
-    return found
+    return conversation_items
 
 
 def included(value: list[str], asked: Asked) -> list[str]:

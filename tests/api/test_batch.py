@@ -578,11 +578,11 @@ PURPOSE, FILE, END = PART % (b"purpose", b"batch"), PART % (b'file"; filename="i
         (FILE + PART % (b'purpose"; filename="x', b"batch") + END, "", 400, "purpose is None"),
         (PURPOSE + PART % (b"expires_after[seconds]", b"1") + FILE + END, "", 400, "expires_after"),
         (PURPOSE + FILE * 2 + END, "", 400, "'file, file, purpose'"),
-        (PURPOSE + FILE * 8 + END, "", 413, "more than 8 parts"),
+        (PURPOSE + FILE * 8 + END, "", 413, "may have 8 parts"),
         (PURPOSE + FILE[:-6], "", 400, "cannot be read"),
         (PURPOSE + PART % (b"file", b"{}") + END, "", 400, "no filename"),
         (PURPOSE + b"--b\r\n\r\nx" + END, "", 400, "cannot be read"),
-        (b"x" * 100_000, "", 413, "a text of 65536"),
+        (b"x" * 100_000, "", 413, "65536 bytes"),
         (PURPOSE + PART % (b'file"; filename="in', b"x" * 200_000) + END, "", 413, "max_file_bytes"),
     ],
 )  # fmt: skip
