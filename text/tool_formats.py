@@ -112,7 +112,8 @@ class ToolParser:
     begins: tuple[str, ...]  # what one or more calls begin with; brackets are a part of the calls
     end: str = ""  # comes after them, mostly; empty if nothing does
     call_end: str = ""  # comes after each of them, in some formats
-    response: tuple[str, ...] = ()  # what stands around text, which comes before calls, in some formats
+    named: str = ""  # what a call begins with, in formats where that names the function; see `filled`
+    response: tuple[str, ...] = ()  # stands before a message (any number), and before and after its text
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -140,9 +141,9 @@ class ToolParser:
 
 
 def filled(lark: Lark, written: str, name: str) -> str:
-    """A text of a format, in which `{}` stands for a function's name, and `{#}` for a number."""
-    places = {"{}": name, "{#}": "/[0-9]{1,3}/"}
-    return then(*(places.get(piece) or lark.syntax(piece) for piece in re.split(r"(\{#?\})", written)))
+    """A text of a format, in which `{}` is a function's name, `{#}` a number, and `{@}` an identifier."""
+    places = {"{}": name, "{#}": "/[0-9]{1,3}/", "{@}": "/[a-z0-9]{10}/"}
+    return then(*(places.get(piece) or lark.syntax(piece) for piece in re.split(r"(\{[#@]?\})", written)))
 
 
 @dataclass(frozen=True)

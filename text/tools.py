@@ -10,11 +10,11 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from text.lark_rules import Lark, then
+from text.lark_rules import Lark, repeated, then
 from text.scanning import Make, NoCall, Part, Source, Steps, Waiting, content, markers, reasoning
 from text.schemas import plain
 from text.tag_format import NestedFormat, TagFormat
-from text.tool_formats import Calls, HarmonyFormat, HeaderFormat, JsonFormat, PythonFormat, Tool, ToolParser
+from text.tool_formats import Calls, HarmonyFormat, HeaderFormat, JsonFormat, PythonFormat, Tool, ToolParser, filled
 
 # --- how reasoning is marked ------------------------------------------------------------------------------------------
 
@@ -67,6 +67,10 @@ THINK = ReasoningParser(("<think>",), ("</think>",), lacks_start=True)
 # By vLLM's names, where it has one.
 REASONING_PARSERS = {
     "apertus": ReasoningParser(("<|inner_prefix|>",), ("<|inner_suffix|>",), lacks_start=True),
+    "apriel": ReasoningParser(
+        ("Here are my reasoning steps:",), ("[BEGIN FINAL RESPONSE]",), lacks_start=True,
+        closers=("[END FINAL RESPONSE]",),
+    ),
     "cohere_command3": COHERE,
     "cohere_command4": COHERE,
     "ernie45": replace(THINK, openers=("<response>",), closers=("</response>",)),
@@ -76,13 +80,20 @@ REASONING_PARSERS = {
     ),
     "hunyuan_a13b": replace(THINK, openers=("<answer>", "助手："), closers=("</answer>",)),
     "hy_v3": ReasoningParser(("<think:opensource>",), ("</think:opensource>",), lacks_start=True),
+    "inkling": ReasoningParser(("<|content_thinking|>",), ("<|end_message|>",), again=True),
+    "kimi": ReasoningParser(("◁think▷",), ("◁/think▷",), lacks_start=True),
     "kimi_k3": KIMI_K3,
     "longcat": ReasoningParser(("<longcat_think>",), ("</longcat_think>",), lacks_start=True),
     "minimax_m3": ReasoningParser(("<mm:think>",), ("</mm:think>",), lacks_start=True),
     "mistral": ReasoningParser(("[THINK]",), ("[/THINK]",)),
+    "muse_glimmer": ReasoningParser(
+        ("to=self<|message|>", "<|start|>assistant to=self<|message|>"), ("<|eom|>",), again=True,
+        openers=("<|start|>assistant to=user<|message|>", "to=user<|message|>"),
+    ),
     "openai_gptoss": ReasoningParser((), ("<|channel|>final<|message|>",)),
     "plamo3": ReasoningParser(("<|plamo:begin_think:plamo|>",), ("<|plamo:end_think:plamo|>",), lacks_start=True),
     "seed_oss": ReasoningParser(("<seed:think>",), ("</seed:think>",)),
+    "solar_open": ReasoningParser(("<|think|>",), ("<|end|>", "<|end|><|begin|>assistant")),
 } | dict.fromkeys(
     (
         "deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "kimi_k2", "ling3", "mimo",
@@ -94,6 +105,10 @@ REASONING_SIGNS = (
     (("<|channel|>analysis",), "openai_gptoss"),
     (("<|channel>thought",), "gemma4"),
     (("[THINK]",), "mistral"),
+    (("[BEGIN FINAL RESPONSE]",), "apriel"),
+    (("<|content_thinking|>",), "inkling"),
+    (("to=self<|message|>",), "muse_glimmer"),
+    (("<|think|>", "<|tool_calls|>"), "solar_open"),
     (("</seed:think>",), "seed_oss"),
     (("<|inner_prefix|>",), "apertus"),
     (("<|START_THINKING|>", "<|START_TEXT|>"), "cohere_command4"),
@@ -201,6 +216,10 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     ),
     "hy_v3": hy_v3(":opensource"),
     "hy_v3_preview": hy_v3(""),
+    "inkling": JsonFormat(
+        ("<|content_invoke_tool_json|>",), named="{}<|content_invoke_tool_json|>", arguments=("args", "arguments"),
+        written='{"name":{},"args":', response=("<|message_model|>", "<|content_text|>", "<|end_message|>"),
+    ),
     "internlm": JsonFormat(
         ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), "<|action_end|>", around="\n",
         arguments=("parameters", "arguments"),
@@ -242,6 +261,13 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         header=re.compile(r"(?P<name>[^\[\]{]*[^\[\]{\s])\s*(\[CALL_ID\](?P<id>[^\[]*))?(\[ARGS\]\s*)?"),
         older=JsonFormat(("[TOOL_CALLS]",), listed=True),
     ),
+    "muse_glimmer": replace(
+        MINIMAX_M2, begins=("<atem:function_calls>",), end="</atem:function_calls>", name='<atem:invoke name="',
+        key='<atem:parameter name="', value_end="</atem:parameter>", call_end="</atem:invoke>",
+        named="to={}<|message|><atem:function_calls>",
+        response=("<|start|>assistant", " ", "to=user<|message|>", "<|eom|>"),
+    ),
+    "nemotron_json": JsonFormat(("<TOOLCALL>",), "</TOOLCALL>", listed=True),
     "olmo3": PythonFormat(("<function_calls>",), "</function_calls>", listed=False),
     "openai": HarmonyFormat(),
     "phi4_mini_json": JsonFormat(("<|tool_call|>", "functools"), "<|/tool_call|>", listed=True),
@@ -259,6 +285,11 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "pythonic": PythonFormat(("[",)),
     "qwen3_coder": QWEN3, "qwen3_xml": QWEN3, "mimo": QWEN3, "step3p5": QWEN3,
     "seed_oss": replace(QWEN3, begins=("<seed:tool_call>", "<function="), end="</seed:tool_call>", padding=""),
+    "solar_open": HeaderFormat(
+        begins=("<|tool_calls|>", "<|tool_call:begin|>"), end="<|calls|>", call_end="<|tool_call:end|>",
+        header=re.compile(r"(?P<id>[^<]*)<\|tool_call:name\|>(?P<name>[^<]*)<\|tool_call:args\|>\s*"),
+        written="{@}<|tool_call:name|>{}<|tool_call:args|>", response=("<|begin|>assistant", "<|content|>", "<|end|>"),
+    ),
     "step3": TagFormat(
         begins=("<｜tool_calls_begin｜>",), end="<｜tool_calls_end｜>",
         name='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="', name_end='">',
@@ -273,6 +304,10 @@ PLAIN = r"/[^\s\[{](?s:.*)/"  # text that no bracket begins
 SIGNS = (
     (("<|channel|>", "<|call|>"), "openai"),
     (("<seed:tool_call>",), "seed_oss"),
+    (("<|content_invoke_tool_json|>",), "inkling"),
+    (("<atem:function_calls>",), "muse_glimmer"),
+    (("<TOOLCALL>",), "nemotron_json"),
+    (("<|tool_call:begin|>",), "solar_open"),
     (("<minimax:tool_call>",), "minimax_m2"),
     (("]<]minimax[>[",), "minimax_m3"),
     (("<|open|>", "<|sep|>"), "kimi_k3"),
@@ -509,6 +544,10 @@ def new_reader(
         if thinking and prompt.rstrip().endswith(thinking.openers):
             thinking = replace(thinking, openers=())
         calling = format if tools and format else ToolParser(())
+        if calling.named:
+            named = [calling.named.format(name) for name in calls.schemas]
+            turn = "".join(calling.response[:-2])
+            calling = replace(calling, begins=(*calling.begins, *named, *map(turn.__add__, named)))
         steps = read_answer(calls, calling, thinking or ReasoningParser((), ()), reasoned)
     return Reader(source, steps, other_tokens(frozenset(special_tokens), frozenset(syntax)))
 
@@ -599,9 +638,14 @@ def call_grammar(
     written, begin = format.write(lark, known, parallel), format.begins[0]
     bracket = begin in ("[", "{")
     if format.response:
-        opening, closing = (f"({lark.syntax(text)})?" for text in format.response)
-        called = then(lark.syntax(begin), written)
-        return lark.grammar(then(opening, closing, called) if required else f"{opening} TEXT? {closing} ({called})?")
+        *turn, opening, closing = (f"({lark.syntax(text)})?" for text in format.response)
+        called = then(*turn, lark.syntax(begin), written)
+        if format.named:
+            begins = (filled(lark, format.named, lark.text(tool.name)) for tool in known)
+            each = [then(begin, format.write(lark, [tool], False)) for begin, tool in zip(begins, known, strict=True)]
+            called = repeated(then(*turn, lark.one_of(each), closing), "", parallel)
+        text = "" if required else "TEXT?"
+        return lark.grammar(then(*turn, opening, text, closing, called if required else f"({called})?"))
     if required:
         return lark.grammar(then(SPACE, "" if bracket else lark.syntax(begin), written))
     if bracket:

@@ -79,6 +79,13 @@ ANSWERS = [
     ("kimi_k3", "<|open|>think<|sep|>", "A<|close|>think<|sep|><|open|>response<|sep|>B<|close|>response<|sep|>"
      "<|close|>message<|sep|>", "A", "B"),
     ("kimi_k3", "<|open|>response<|sep|>", "B<|close|>response<|sep|><|close|>message<|sep|>", "", "B"),
+    ("apriel", "Here are my reasoning steps:\n", "A\n[BEGIN FINAL RESPONSE]\nB\n[END FINAL RESPONSE]\n", "A", "B"),
+    ("apriel", "", "Here are my reasoning steps:\nA\n[BEGIN FINAL RESPONSE]\nB", "A", "B"),
+    ("inkling", "", "<|content_thinking|>A<|end_message|>B<|end_message|>", "A", "B"),
+    ("kimi", "", "◁think▷A◁/think▷B", "A", "B"),
+    ("muse_glimmer", "", " to=self<|message|>A<|eom|><|start|>assistant to=user<|message|>B", "A", "B"),
+    ("muse_glimmer", "<|start|>assistant", " to=user<|message|>B", "", "B"),
+    ("solar_open", "<|begin|>assistant", "<|think|>A<|end|><|begin|>assistantB<|end|>", "A", "B"),
     # .../test_gptoss_reasoning_parser.py
     ("openai_gptoss", "<|start|>assistant",
      "<|channel|>analysis<|message|>Reasons<|end|><|start|>assistant<|channel|>final<|message|>This is the rest",
@@ -251,6 +258,10 @@ def test_the_reader_knows_when_it_is_in_reasoning():
         ("{{- '<|open|>' + tag }}{{- '<|sep|>' }}{{ open_tag('think') }}", "kimi_k3"),
         ("{%- set HYTK = ':opensource' %}'<think{}>'.format(HYTK)", "hy_v3"),
         ("<|plamo:begin_think:plamo|>", "plamo3"),
+        ("after the marker [BEGIN FINAL RESPONSE]. <tool_calls>", "apriel"),
+        ("'<|message_model|><|content_thinking|>' + message.reasoning_content", "inkling"),
+        ("'<|start|>assistant to=self<|message|>' + message['reasoning_content'] + '<|eom|>'", "muse_glimmer"),
+        ("'<|think|>' + message.reasoning + '<|end|>' '<|tool_calls|>'", "solar_open"),
         ("<|im_start|>assistant", None),
     ],
 )

@@ -98,7 +98,7 @@ def write_json(format: JsonFormat, name: str, arguments: dict[str, Any], i: int)
 
 
 def write_header(format: HeaderFormat, name: str, arguments: dict[str, Any], i: int) -> str:
-    header = format.written.replace("{}", name).replace("{#}", str(i))
+    header = format.written.replace("{}", name).replace("{#}", str(i)).replace("{@}", str(i))
     return header + json.dumps(arguments, ensure_ascii=False) + format.after + format.call_end
 
 
@@ -400,7 +400,7 @@ def test_arguments_by_another_name_are_not_none_at_all(parser: str, key: str) ->
     """The tool would run without arguments. Where the name of the function is the key itself, there is no other."""
     format = TOOL_PARSERS[parser]
     assert isinstance(format, JsonFormat)
-    answer = re.sub('"(arguments|parameters)"', f'"{key}"', written(parser, [("write", SAID)]))
+    answer = re.sub('"(args|arguments|parameters)"', f'"{key}"', written(parser, [("write", SAID)]))
     if format.name:
         assert not any(part.name for part in whole(answer, parser))
         assert not any(is_json(arguments) for _, arguments in read([answer], parser)[1])
