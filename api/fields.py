@@ -127,7 +127,7 @@ def sampling_type(name: str, hint: Any) -> Any:
     """The type of a field of `SamplingParams`, with the range that it checks itself."""
     bias = {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
     own = {
-        "logit_bias": shown(type="object", additionalProperties=bias),
+        "logit_bias": Annotated[dict[str, Any], Meta(extra_json_schema={"additionalProperties": bias})],
         "allowed_token_ids": shown(**IDS, minItems=1), "stop_token_ids": shown(**IDS), "stop": str | list[str],
         "bad_words": list[str],
     }  # fmt: skip
@@ -149,7 +149,10 @@ OTHERS = (  # that have rows of their own, or none
     "thinking_token_budget", "reasoning_start_ids", "reasoning_end_ids", "reasoning_last_ids",
 )  # fmt: skip
 PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in OTHERS)
-CHECKS = {"stop": checks.stop_strings, "stop_token_ids": checks.token_ids, "bad_words": checks.bad_words}
+CHECKS = {
+    "stop": checks.stop_strings, "stop_token_ids": checks.token_ids, "allowed_token_ids": checks.token_ids,
+    "bad_words": checks.bad_words,
+}  # fmt: skip
 SEVERAL = ("n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping")  # answers
 
 

@@ -55,6 +55,7 @@ def test_explain(http_client: FlaskClient, engine: ScriptedClient) -> None:
 def test_models(http_client: FlaskClient, engine: ScriptedClient) -> None:
     listed = http_client.get("/v1/models").json
     assert listed["object"] == "list" and [model["id"] for model in listed["data"]] == ["manta", "org/other"]
+    assert {(model["root"], model["max_model_len"]) for model in listed["data"]} == {("manta", 64)}
     for path in ("org/other", "org%2Fother", "org%2fother"):
         assert http_client.get("/v1/models/" + path).json == listed["data"][1]
     assert post(http_client, COMPLETIONS).json["model"] == "manta"
@@ -269,22 +270,6 @@ def test_n_through_the_sdk(server: Server, llm: Any) -> None:
     assert counts[0] == sum(len(llm.tokenizer.encode(prompt)) for prompt in prompts)
 
 
-@pytest.mark.full
-def test_n_in_a_chat_through_the_sdk(server: Server) -> None:
-    client, messages = server.client(), [{"role": "user", "content": "Spell apology backwards."}]
-    wild = SAMPLED | {"temperature": 3}
-    whole = client.chat.completions.create(messages=messages, n=4, **wild)
-    assert len({choice.message.content for choice in whole.choices}) == 4
-    chunks = list(client.chat.completions.create(messages=messages, n=4, stream=True, **wild))
-    choices = [choice for chunk in chunks for choice in chunk.choices]
-    for i, answer in enumerate(whole.choices):
-        mine = [choice for choice in choices if choice.index == i]
-        assert [choice.delta.role for choice in mine] == ["assistant"] + [None] * (len(mine) - 1)
-        assert "".join(choice.delta.content or "" for choice in mine) == answer.message.content
-        assert [c.finish_reason for c in mine] == [None] * (len(mine) - 1) + [answer.finish_reason]
-    assert [choice.index for choice in choices] != sorted(choice.index for choice in choices)
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -314,21 +299,6 @@ def test_best_of_and_beam_search_through_the_sdk(server: Server, llm: Any, field
             stream.create(n=2, extra_body=extra, stream=True, **asked, **sampled)
     with pytest.raises(openai.BadRequestError, match=r"beam_width is 257; .* 256.* max_num_seqs"):
         client.completions.create(prompt="a", extra_body={"use_beam_search": True, "beam_width": 257}, model="demo")
-
-
-@pytest.mark.full
-def test_a_stop_string_in_one_of_several_samples(server: Server, llm: Any) -> None:
-    client = server.client()
-    free = [choice.text for choice in client.completions.create(prompt="Enter", n=3, **SAMPLED).choices]
-    stop = next(p for i in range(3, 99) if sum((p := free[1][i : i + 5]) in text for text in free) == 1)
-    wanted = [free[0], free[1][: free[1].index(stop)], free[2]]
-    whole = client.completions.create(prompt="Enter", n=3, stop=stop, **SAMPLED)
-    assert [choice.text for choice in whole.choices] == wanted
-    texts = [""] * 3
-    for chunk in client.completions.create(prompt="Enter", n=3, stop=stop, stream=True, **SAMPLED):
-        texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == wanted
-    eventually(lambda: server.running() == 0)
 
 
 def test_explain_tells_of_running_and_finished_requests(server: Server) -> None:
@@ -387,33 +357,6 @@ def test_the_sdk_sees_errors_as_its_own(server: Server) -> None:
     assert usage.prompt_tokens_details.cached_tokens >= 0 and usage.completion_tokens <= 6
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"nonsense\r\n\r\n",
-        b"GET / HTTP/1.1\r\nContent-Length: x\r\n\r\n",
-        POST + b"Content-Length: 10\r\n\r\n{",
-        POST + b"Content-Length: 1\r\n\r\n{",
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-    ],
-)
-def test_after_malformed_requests_it_answers_normal_ones(server: Server, raw: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
-        sock.sendall(raw)
-        sock.shutdown(socket.SHUT_WR)
-        sock.recv(65536)
-    answer = server.client().completions.create(model="demo", prompt="To be", max_tokens=2)
-    assert answer.choices[0].finish_reason
-
-
-@pytest.mark.full
-def test_a_body_that_does_not_come_is_400(server: Server) -> None:
-    head = POST + b"Content-Length: 9\r\n\r\n{"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
-        sock.sendall(head)
-        assert b" 400 " in sock.recv(1000).partition(b"\r\n")[0]
-
-
 def test_a_chunked_body_is_measured(server: Server) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
@@ -426,8 +369,6 @@ def test_a_chunked_body_is_measured(server: Server) -> None:
 
 
 # --- what gunicorn refuses -------------------------------------------------------------------------------------------
-
-CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 def exchange(server: Server, raw: bytes) -> tuple[int, dict[str, str], bytes]:
@@ -479,19 +420,11 @@ def test_large_heads_are_read_up_to_a_limit_that_is_named(server: Server, what: 
     ("raw", "status"),
     [
         (b"nonsense\r\n\r\n", 400),
-        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: x\r\n\r\n", 400),
-        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nbad header\r\n\r\n", 400),
         (b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 414),
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000 + b"\r\n\r\n", 431),
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\nExpect: tea\r\n\r\n", 417),
         (POST + b"Transfer-Encoding: gzip\r\n\r\n", 400),
-        (POST + b"Transfer-Encoding: tea\r\n\r\n", 400),
-        (CHUNKED + b"zz\r\n{}\r\n", 400),
-        (CHUNKED + b"-5\r\n{}\r\n", 400),
-        (CHUNKED + b"2\r\n{}junk\r\n", 400),
-        (CHUNKED + b"\r\n\r\n", 400),
-        (CHUNKED + b"5\r\n{}", 400),
-        (POST + b"Content-Length: 9\r\n\r\n{", 400),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n", 400),
     ],
 )
 def test_what_is_no_http_gets_an_error_like_any_other(server: Server, raw: bytes, status: int) -> None:

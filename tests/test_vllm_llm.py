@@ -1,4 +1,6 @@
-"""What users of vLLM's `LLM` rely on, as its own tests under tests/entrypoints/llm and pooling say, on the demo.
+"""What vLLM's own tests under tests/entrypoints/llm and pooling ask of `LLM` and no other file here does, on the demo.
+
+The rest is asked in test_engine.py and test_llm.py.
 
 Left out, as features of later work:
     structured output, reasoning, LoRA, multimodal input, sleep mode, prompt embeds   see test_vllm_openai.py
@@ -30,7 +32,6 @@ from config import DEMO
 from engine import LLM, PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
 
 PROMPTS = ["Hello, my name is", "The president of the United States is", "The capital of France is", "The future is"]
-TOKEN_IDS = [[20], [20, 21], [20, 22, 21], [20, 23, 21, 22]]
 SHORT = SamplingParams(temperature=0, max_tokens=4)
 SYSTEM = {"role": "system", "content": "You are a helpful assistant"}
 TALKS = [[SYSTEM, {"role": "user", "content": text}] for text in ("Explain entropy.", "What is 23 + 58?")]
@@ -90,32 +91,11 @@ def test_priorities(make_llm, llm):
     by_rank.close()
 
 
-@pytest.mark.parametrize("ids", [*TOKEN_IDS, TOKEN_IDS])
-def test_prompts_of_token_ids(llm, ids):
-    one = isinstance(ids[0], int)
-    bare = llm.generate(ids, SHORT, use_tqdm=False)
-    dicts = {"prompt_token_ids": ids} if one else [{"prompt_token_ids": each} for each in ids]
-    named = llm.generate(dicts, SHORT, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in bare] == [output.outputs[0].token_ids for output in named]
-    assert [output.prompt_token_ids for output in named] == ([ids] if one else ids)
-
-
 def test_an_answer_ends_with_the_context(make_llm):
     with make_llm(max_model_len=20) as small:
         for output in small.generate(PROMPTS, SamplingParams(max_tokens=30, ignore_eos=True), use_tqdm=False):
             assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 20
             assert output.outputs[0].finish_reason == "length"
-
-
-@pytest.mark.parametrize(
-    ("prompt", "words"),
-    [("", "empty"), ([""], "empty"), ({"prompt_token_ids": [999_999]}, "999999"), ([[-1]], "-1"), ({}, "prompt"),
-     ([5] * 2000, "2000")],
-)  # fmt: skip
-def test_what_is_no_prompt_is_refused(llm, prompt, words):
-    with pytest.raises(ValueError, match=words):
-        llm.generate(prompt, SHORT, use_tqdm=False)
-    assert not llm.core.has_work()
 
 
 def test_logprobs_of_a_long_prompt(llm):
@@ -138,15 +118,6 @@ def test_chats(llm):
     assert second.outputs[0].token_ids == one.outputs[0].token_ids and first.prompt_token_ids != one.prompt_token_ids
     rendered = llm.get_tokenizer().render(TALKS[1])  # and no special token comes before it
     assert one.prompt_token_ids == llm.get_tokenizer().encode(rendered, add_special_tokens=False)
-
-
-@pytest.mark.parametrize("thinking", [True, False])
-def test_variables_of_a_chat_template(llm, thinking):
-    template = "{{ messages[-1].content }}{% if not enable_thinking %}<think>{% endif %}"
-    (output,) = llm.chat(
-        TALKS[0], SHORT, use_tqdm=False, chat_template=template, chat_template_kwargs={"enable_thinking": thinking}
-    )
-    assert llm.get_tokenizer().decode(output.prompt_token_ids).endswith("<think>") != thinking
 
 
 # --- what samples nothing ---------------------------------------------------------------------------------------------

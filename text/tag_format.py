@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from bisect import bisect_left
@@ -47,16 +48,19 @@ class TagFormat(ToolParser):
         """Any of these ends a value; models leave out the right one at times."""
         return (self.value_end, self.key, *self.ends)
 
+    @property
+    def alone(self) -> str:
+        """Behind a name that is all of a call."""
+        return self.name_end[:-1] + "/>"
+
     def read(self, calls: Calls, begin: str) -> Steps[None]:
         source, before = calls.source, calls.count
         if begin != self.name:
             yield from source.follows(begin)
             yield from source.space()
-        alone = self.name_end[:-1] + "/>"  # such a name is all of a call
         while (yield from source.follows(*self.names)) in self.names:
-            name = yield from source.short(*{alone, self.name_end, "\n", self.key, *self.ends})
-            calls.expect(name.strip())
-            if (yield from source.follows(self.name_end, alone)) == alone:
+            calls.expect((yield from self._name(source)))
+            if (yield from source.follows(self.name_end, self.alone)) == self.alone:
                 yield calls.arguments("{}")
             else:
                 if self.tag_end:
@@ -73,6 +77,10 @@ class TagFormat(ToolParser):
         source.back()
         if begin != self.name:
             yield from source.closes(self.end)
+
+    def _name(self, source: Source) -> Waiting[str]:
+        """Read the name of a function, up to what ends it; NoCall if nothing does."""
+        return (yield from source.short(*{self.alone, self.name_end, "\n", self.key, *self.ends})).strip()
 
     def _arguments(self, calls: Calls) -> Steps[None]:
         source, ends = calls.source, self.key_end.split()
@@ -172,6 +180,9 @@ class TagFormat(ToolParser):
             balance = yield from self._balance(calls, place)
             return balance if balance != END or (known and key not in given) else TEXT
         if (yield from self._call_ends(source)):
+            yield from source.space()
+            if ended and (yield from self._begins_call(calls, any_name=True)):  # models make functions up
+                return END
             return TEXT if (yield from self._later_end(calls)) else END
         if source.is_cut((self.key, *self.ends)):
             return CUT
@@ -244,18 +255,20 @@ class TagFormat(ToolParser):
             yield from source.follows(self.end)
         return found != ""
 
-    def _begins_call(self, calls: Calls) -> Waiting[bool]:
-        """Whether a call of one of the tools comes next; it stays unread."""
+    def _begins_call(self, calls: Calls, any_name: bool = False) -> Waiting[bool]:
+        """Whether a call comes next, of one of the tools or of `any_name`; it stays unread."""
         source = calls.source
         place = source.place
         found = yield from source.follows(*self.begins, *self.names)
         if found and found not in self.names:
             yield from source.space()
             yield from source.follows(*self.names)
-        name = found and (yield from source.follows(*calls.names))
-        char = yield from source.char()
+        name = ""
+        if found:
+            with contextlib.suppress(NoCall):
+                name = yield from self._name(source)
         source.go(place)
-        return name != "" and not (char.isalnum() or char in tuple("_-."))
+        return name in calls.names or (any_name and PLAUSIBLE.fullmatch(name) is not None)
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
         call, between = lark.one_of(self._call(lark, tool) for tool in tools), lark.text(self.between)

@@ -313,7 +313,7 @@ SIGNS = (
     (("<tool_calls>", '"name'), "jamba"),
     (("<tool_call>", '"name', "<response>"), "ernie45"),
     (("<tool_call>", '"name'), "hermes"),
-    (("<tool_call>", "'name': <function-name>"), "hermes"),
+    (("<tool_call>", "'name':"), "hermes"),
     (("<function_call>",), "granite-20b-fc"),
     (("<|tool|>",), "phi4_mini_json"),
     (("functools[",), "functools"),

@@ -42,7 +42,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "tokenize": {"prompt": "a"}, "detokenize": {"tokens": [5]}, "responses": {"input": "a", "max_output_tokens": 1},
     "messages": {"messages": TALK, "max_tokens": 1}, "count_tokens": {"messages": TALK}, "embeddings": {"input": "a"},
     "pooling": {"input": "a"}, "classify": {"input": "a"}, "score": {"text_1": "a", "text_2": "b"},
-    "rerank": {"query": "a", "documents": ["b"]},
+    "rerank": {"query": "a", "documents": ["b"]}, "input_tokens": {"input": "a"},
 }  # fmt: skip
 HASTY = Tokenizer(DEMO, max_template_seconds=0.2)
 TASK_OF = {"embeddings": "embed", "pooling": "embed", "score": "embed", "rerank": "embed", "classify": "classify"}

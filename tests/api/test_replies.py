@@ -68,6 +68,7 @@ def test_chat(http_client: FlaskClient, engine: ScriptedClient) -> None:
     [
         ([{"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]}], {}, "<|user|>a\nb"),
         ([{"role": "user", "content": "a", "name": None, "x": 1}], {}, "<|user|>a"),
+        ([{"role": "my-own", "content": [{"type": "text", "text": "a"}]}], {}, "<|my-own|>a"),
         ([{"role": "assistant", "content": None}], {}, "<|assistant|>"),
         ([{"role": "user", "content": "a"}], {"add_generation_prompt": False}, "<|user|>a"),
         ([{"role": "assistant", "content": "a "}], {"continue_final_message": True}, "<|assistant|>a "),
@@ -135,7 +136,8 @@ def test_usage_in_streams(http_client: FlaskClient, route: str) -> None:
         for event in events(post(http_client, route, max_tokens=5, stream=True, stream_options=options))
     ]
     assert counts == sorted(counts) and counts[-1] == 5
-    for options in ({}, {"include_usage": False}, {"include_usage": None, "include_obfuscation": False}):
+    nothing = {"include_usage": None, "include_obfuscation": False}
+    for options in ({}, {"include_usage": False, "continuous_usage_stats": True}, nothing):
         sent = events(post(http_client, route, max_tokens=5, stream=True, stream_options=options))
         assert not any("usage" in event for event in sent)
 

@@ -656,14 +656,6 @@ def test_an_answer_is_bounded_by_the_context(http_client: FlaskClient, engine: S
     assert engine.added[0][1].max_tokens == FACTS["max_model_len"] - len(prompt_of(("user", "Hi")))
 
 
-@pytest.mark.parametrize("depth", [5, 100_000])
-def test_deep_bodies_are_refused(http_client: FlaskClient, depth: int) -> None:
-    for route, name in ((ASK, "input"), (TALK, "messages")):
-        body = b'{"%b": %b%b}' % (name.encode(), b"[" * depth, b"]" * depth)
-        assert http_client.post(route, data=body, content_type="application/json").status_code == 400
-        assert post(http_client, route).status_code == 200
-
-
 def test_other_routes_do_not_know_these_fields(http_client: FlaskClient) -> None:
     for name in ("input", "instructions", "system", "previous_response_id", "text", "include"):
         error = refusal(http_client.post(CHAT, json={"messages": HI, name: "x"}))

@@ -105,6 +105,9 @@ def test_an_echo_with_logprobs(http_client: FlaskClient, engine: ScriptedClient,
     for place, token in zip(found["text_offset"], found["tokens"], strict=True):
         assert token == "\ufffd" or choice["text"][place:].startswith(token)
     assert engine.added[0][1].prompt_logprobs == engine.added[0][1].logprobs == 1
+    by_ids = {"logprobs": 1, "return_tokens_as_token_ids": True}
+    named = choice_of(http_client, COMPLETIONS, prompt=prompt, echo=True, max_tokens=3, **by_ids)["logprobs"]
+    assert named["tokens"] == [f"token_id:{id}" for id in [*ids, *IDS[:3]]]
 
 
 def test_a_prompt_of_ids_that_ends_within_a_character(http_client: FlaskClient, engine: ScriptedClient) -> None:
@@ -294,6 +297,7 @@ def scripted() -> tuple[ScriptedClient, FlaskClient]:
     stop=st.lists(st.sampled_from(["wör", "lo", "ö", "日本", "ell", "H\ufffd", "! ", "lo, wö", "\ufffd"]), max_size=2),
     fields=st.fixed_dictionaries({
         "logprobs": st.sampled_from([None, 0, 2]), "echo": st.booleans(), "return_token_ids": st.booleans(),
+        "return_tokens_as_token_ids": st.booleans(),
         "include_stop_str_in_output": st.booleans(), "skip_special_tokens": st.booleans(),
         "prompt": st.sampled_from(["To be", ["日本", "a"], [[5, 167, 250]]]),
     }),
@@ -397,6 +401,7 @@ def test_a_token_that_ends_an_answer_is_told_with_the_last_event(
         (CHAT, {"max_tokens": 0, "echo": True}, "max_tokens", ["max_tokens is 0"]),
         (COMPLETIONS, {"use_beam_search": True, "logprobs": 1}, "logprobs", ["logprobs is 1", "use_beam_search"]),
         (CHAT, {"use_beam_search": True, "logprobs": True}, "logprobs", ["logprobs is 0", "use_beam_search"]),
+        (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "messages", ["continue_final_message"]),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_400(
@@ -538,10 +543,3 @@ def test_a_prompts_logprobs_are_those_that_it_would_be_drawn_with(client: openai
         model="demo", messages=[{"role": "user", "content": "Hi"}], max_tokens=0, n=2, extra_body={"prompt_logprobs": 1}
     )
     assert no_tokens.usage.completion_tokens == 0 and len(no_tokens.prompt_logprobs) == no_tokens.usage.prompt_tokens
-
-
-def test_beams_with_logprobs_are_refused(client: openai.OpenAI) -> None:
-    import openai
-
-    with pytest.raises(openai.BadRequestError, match="logprobs is 1; with use_beam_search"):
-        client.completions.create(model="demo", prompt="a", logprobs=1, extra_body={"use_beam_search": True})

@@ -7,50 +7,10 @@ import threading
 import time
 from concurrent.futures import wait
 
-import numpy as np
 import pytest
 
-from conftest import DEMO
-from engine import SamplingParams, StructuredOutputsParams
-from plan import bit_words
-from scheduling.grammar import THREADS, Constraint, Grammars
-from tokenizer import Tokenizer
-
-PERSON = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["name", "age"],
-}
-EOS = 1
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return Tokenizer(DEMO)
-
-
-@pytest.fixture(scope="module")
-def grammars():
-    made = Grammars(str(DEMO), 1024, [EOS])
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def constraint(grammars):
-    """Makes the constraint of a sequence whose answer is asked for."""
-
-    def make(asked, **params) -> Constraint:
-        wanted = asked and StructuredOutputsParams(**asked)
-        found = SamplingParams(structured_outputs=wanted, **{"max_tokens": None} | params)
-        compiled = wanted and grammars.compile(wanted).result()
-        return Constraint(found, compiled, bit_words([EOS]), grammars.words)
-
-    return make
-
-
-def allowed(constraint: Constraint) -> set[int]:
-    return set(np.unpackbits(constraint.mask.view(np.uint8), bitorder="little").nonzero()[0].tolist())
+from scheduling.grammar import THREADS, Constraint
+from test_grammar import EOS, PERSON, allowed, constraint, grammars, tokenizer  # noqa: F401
 
 
 class Stub:

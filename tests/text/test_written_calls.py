@@ -318,6 +318,16 @@ def test_arguments_in_another_form_are_not_none_at_all(parser: str, other: str) 
     assert read([begin + rest.partition(format.value_end)[2]], parser) == ("", [["write", "{}"]])
 
 
+@pytest.mark.parametrize("parser", TAGGED)
+def test_a_call_of_an_unknown_function_is_no_part_of_the_call_before_it(parser: str) -> None:
+    answer = written(parser, [("write", {"path": "a", "text": "b"}), ("nobody", {"text": "c"})])
+    whole = read([answer], parser)
+    assert [(name, json.loads(arguments)) for name, arguments in whole[1]] == [("write", {"path": "a", "text": "b"})]
+    assert "nobody" in whole[0]
+    for pieces in ([*answer], *in_pieces(answer, random.Random(0))):
+        assert read(pieces, parser) == whole
+
+
 def test_a_value_whose_type_is_left_out_is_as_its_schema_says() -> None:
     answer = written("deepseek_v32", [("write", SAID)]).replace(' string="true"', "").replace(' string="false"', "")
     for pieces in ([answer], [*answer]):
