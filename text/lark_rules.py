@@ -230,10 +230,7 @@ class Lark:
         return self.names[text]
 
     def properties(self, schema: Schema) -> Iterator[tuple[str, Schema, bool]]:
-        """An object's keys, each value's schema with its definitions, and whether the key is required.
-
-        A ValueError if the definitions are too long together.
-        """
+        """(key, schema with its definitions, whether it is required) of an object; a ValueError: these are too long."""
         required = {*texts_of(schema, "required")}
         for key in schema.get("properties") or {}:
             time.sleep(0)  # as in `parts_of`

@@ -30,8 +30,7 @@ ITEM_OUTPUTS = {
     "function_call_output": "output", "custom_tool_call_output": "output", "local_shell_call_output": "output",
     "tool_search_output": "tools",
 }  # fmt: skip
-# What OpenAI's own tools did, which is shown as text.
-ITEM_NOTES = ("compaction", "context_compaction", "image_generation_call", "web_search_call")
+ITEM_NOTES = ("compaction", "context_compaction", "image_generation_call", "web_search_call")  # are shown as text
 ITEM_TOOLS = ("additional_tools", "tool_search_output")  # have more tools
 UNREADABLE = ("encrypted_content", "result")  # what only OpenAI can read, and a picture
 TYPE_NAMES = {str: "a string", int: "a whole number", dict: "an object", list: "a list", bool: "true or false"}
@@ -224,9 +223,8 @@ def shows(text: str, messages: list[dict[str, Any]]) -> bool:
 def expected(message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:
     """A message in the form that a template expects.
 
-    Several parts of text are joined by newlines where it takes none (as in vLLM); and `developer`, which is OpenAI's
-    newer name for it, is `system` where the template does not know that name (as in llama.cpp). gpt-oss's template has
-    a name of its own for reasoning, and beside calls takes either that or a content.
+    Where it takes no parts, newlines join their texts, as in vLLM. Where it does not know `developer`, that becomes
+    `system`, as in llama.cpp. gpt-oss's calls reasoning `thinking`, and beside calls takes either that or a content.
     """
     content, role = message.get("content"), message.get("role")
     if isinstance(content, str) and not template.takes_text:
@@ -306,8 +304,7 @@ def _item(item: Any, i: int) -> dict[str, Any]:
         raise ValueError(f"item {i} has the id {reprlib.repr(id)}; it must be a string")
     kind = item.get("type") or "message"
     if not isinstance(kind, str) or kind not in ITEM_FORMS:
-        known = ", ".join(ITEM_FORMS)
-        raise ValueError(f"item {i} is of the type {reprlib.repr(kind)}; this server takes {known}")
+        raise ValueError(f"item {i} is of the type {reprlib.repr(kind)}; this server takes {', '.join(ITEM_FORMS)}")
     return {"id": id, "type": kind, **ITEM_FORMS[kind](item, i)}
 
 

@@ -90,10 +90,7 @@ class InputProcessor:
         priority: int = 0,
         lora: LoRARequest | None = None,
     ) -> tuple[EngineCoreRequest, Choices]:
-        """A request for the engine, and the record that follows its answers.
-
-        A ValueError: an argument is of the wrong type or out of range, as far as that shows outside of the engine.
-        """
+        """A request for the engine, and the record that follows its answers; a ValueError names a wrong argument."""
         if not isinstance(request_id, str):
             raise ValueError(f"request_id is {request_id!r:.80}; it must be a string")
         if not isinstance(params, SamplingParams):

@@ -51,9 +51,8 @@ OPPOSITES = {
 def grammar_text(wanted: StructuredOutputsParams) -> str:
     """The grammar for llguidance; a ValueError if what is asked for is malformed.
 
-    Where only one text can follow, llguidance would allow only that text's usual tokens. To find them it reads the
-    whole text before each token, which takes 0.2 s for 250,000 characters. So it is told not to, and any tokens that
-    spell the text are allowed.
+    Where only one text can follow, llguidance would allow only its usual tokens. To find them, it would read the whole
+    text before each token: 0.2 s for 250,000 characters. With `no_forcing`, any tokens that spell it are allowed.
     """
     first, *others = grammars_of(wanted)
     top = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @asked'}
@@ -135,10 +134,7 @@ def read_json(text: str | dict[str, Any] | None) -> Any:
 
 
 def read_tags(text: str | dict[str, Any]) -> Iterator[tuple[str, str, Any, str]]:
-    """(trigger, begin, schema, end) of each of vLLM's structural tags; the trigger is one that it begins with.
-
-    A ValueError: it has another form, or a tag that no trigger begins.
-    """
+    """(trigger, begin, schema, end) of each structural tag; a ValueError: one is malformed, or no trigger begins it."""
     tags = read_json(text)
     try:
         structures = [(tag["begin"], tag.get("schema", {}), tag["end"]) for tag in tags["structures"]]

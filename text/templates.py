@@ -168,11 +168,10 @@ def is_value(node: nodes.Node | None, key: Any, names: set[str]) -> bool:
 
 
 def read_template(environment: TemplateEnvironment, source: str) -> ChatTemplate:
-    """Compile a chat template and find out what it expects.
+    """Compile a chat template and find out what it expects; a ValueError if it is none, or too large.
 
     It takes parts if it goes through the content of messages, as vLLM's `--chat-template-content-format auto` has it.
-    vLLM then makes parts of every text; here a template that looks which of them it was given is given either. A
-    ValueError: it is no template, or too large.
+    vLLM then makes parts of every text; here a template that looks which of them it was given is given either.
     """
     if len(source) > MAX_SOURCE:
         raise ValueError(f"it has {len(source)} characters; at most {MAX_SOURCE} are allowed")
