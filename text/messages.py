@@ -224,7 +224,7 @@ def expected(message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:
     """A message in the form that a template expects.
 
     Where it takes no parts, newlines join their texts, as in vLLM. Where it does not know `developer`, that becomes
-    `system`, as in llama.cpp. gpt-oss's calls reasoning `thinking`, and beside calls takes either that or a content.
+    `system`, as in llama.cpp. gpt-oss's names reasoning `thinking`, and beside calls takes either that or a content.
     """
     content, role = message.get("content"), message.get("role")
     if isinstance(content, str) and not template.takes_text:
