@@ -13,6 +13,7 @@ Values of Python may also have sets, which become lists, and more quotes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -42,7 +43,7 @@ CUT_ESCAPE = re.compile(
 CLOSERS = {"{": "}}", "[": "]]", "(": ")]"}  # as they are read, and as they are made
 DEEPEST = 256  # lists and objects within each other
 PART = 2**11  # tokens, or pieces of a string, between which an API process serves its other clients
-KEY, COLON, VALUE, COMMA = "a key", "a colon", "a value", "a comma"  # what comes next
+KEY, COLON, VALUE, COMMA = "key", ":", "value", ","  # what comes next
 
 
 def in_string(text: str) -> str:
@@ -66,17 +67,14 @@ def escaped(text: str, at: int) -> tuple[str, int]:
 def as_json(text: str) -> str:
     """A JSON value, or a word or number of Python's, as JSON; empty if it is none of these."""
     text = WORDS.get(text, text)
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         json.loads(text, parse_constant=int)  # a ValueError: NaN and Infinity are not in JSON
-    except (ValueError, RecursionError):
-        for read in (lambda text: int(text, 0), int, float):
-            try:
-                number = read(text)
-                return json.dumps(number) if math.isfinite(number) else ""
-            except (ValueError, OverflowError):  # the latter of a number that no float can be
-                continue
-        return ""
-    return text
+        return text
+    for read in (lambda text: int(text, 0), int, float):
+        with contextlib.suppress(ValueError, OverflowError):  # the latter of a number that no float can be
+            number = read(text)
+            return json.dumps(number) if math.isfinite(number) else ""
+    return ""
 
 
 def mend(text: str) -> str:
@@ -137,8 +135,8 @@ class Mender:
 
     def _in_string(self, text: str, at: int, ended: bool) -> tuple[str, int] | None:
         """Read some of a string, as `read` does; None if more text must come first."""
-        found = SPECIAL[self._quote[0]].search(text, at)
-        end = found.start() if found else len(text)
+        special = SPECIAL[self._quote[0]].search(text, at)
+        end = special.start() if special else len(text)
         if end > at:
             return text[at:end], end
         char, end = text[at], at + len(self._quote)
@@ -186,14 +184,12 @@ class Mender:
             if token not in closers:
                 raise Broken
             return self._close(closers.index(token) + 1), end
-        if token == ",":
-            if self._next != COMMA:
-                raise Broken
+        if token in (COMMA, COLON) and token != self._next:
+            raise Broken
+        if token == COMMA:
             self._comma = self._comma or [","]
             return "", end
-        if token == ":":
-            if self._next != COLON:
-                raise Broken
+        if token == COLON:
             self._next = VALUE
             return ":", end
         return self._begin(token), end
@@ -201,8 +197,8 @@ class Mender:
     def _word(self, text: str, at: int, ended: bool) -> tuple[str, int] | None:
         """Read a word or a number, as `read` does; None if it may not be all there."""
         end = at + self._searched
-        if found := (RAW_KEY if self.raw and self._next == KEY else WORD).match(text, end):
-            end = found.end()
+        if word := (RAW_KEY if self.raw and self._next == KEY else WORD).match(text, end):
+            end = word.end()
         self._searched = end - at
         if end == len(text) and not ended:
             return None

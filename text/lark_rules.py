@@ -37,9 +37,9 @@ OTHER_TYPES = {  # as BFCL and Python have them
 
 def property_schema(schema: Schema, key: str) -> Schema:
     """The schema of one of an object's values, with the definitions that it may refer to."""
-    found = (schema.get("properties") or {}).get(key)
+    inner = (schema.get("properties") or {}).get(key)
     shared = {name: schema[name] for name in SHARED if name in schema}
-    return shared | found if isinstance(found, dict) else {}
+    return shared | inner if isinstance(inner, dict) else {}
 
 
 def referred(schema: Schema) -> Schema:
@@ -69,13 +69,12 @@ def pointer(reference: str) -> list[str]:
 def at(root: Any, reference: str) -> Any:
     """What a reference within a schema points to; None if that is nothing, or elsewhere."""
     names = pointer(reference)
-    found: Any = root if names or reference == "#" else None
-    for name in names:
-        try:
-            found = found[int(name) if isinstance(found, list) else name]
-        except (LookupError, TypeError, ValueError):
-            return None
-    return found
+    target: Any = root if names or reference == "#" else None
+    with contextlib.suppress(LookupError, TypeError, ValueError):
+        for name in names:
+            target = target[int(name) if isinstance(target, list) else name]
+        return target
+    return None
 
 
 def list_of(schema: Schema, key: str) -> list[Any]:
@@ -174,16 +173,16 @@ def schema_value(text: str, schema: Schema) -> str:
         return json.dumps(text, ensure_ascii=False)
     for spelled in dict.fromkeys((text, text.replace('\\"', '"'))):
         with contextlib.suppress(ValueError):
-            found = mend(spelled)
-            value = json.loads(found)
-            is_loose = spelled != text or word[0] == "(" or (type(value) in (int, float) and found != text.strip())
+            mended = mend(spelled)
+            value = json.loads(mended)
+            is_loose = spelled != text or word[0] == "(" or (type(value) in (int, float) and mended != text.strip())
             if is_loose and "string" in allowed:  # 007 or +49 is no number where a text may stand, and (0) no tuple
                 break
             is_whole = isinstance(value, float) and value.is_integer()
             if is_whole and "integer" in allowed and not {"number", "string"} & allowed:
                 return str(int(value))
             if type_of(value) in allowed or (type_of(value) == "integer" and "number" in allowed):
-                return found
+                return mended
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -192,8 +191,8 @@ def schema_value(text: str, schema: Schema) -> str:
 
 def brief(text: str, what: str, *barred: str) -> str:
     """A name, a key or a value that a format can write; a ValueError if it has a text that would end it."""
-    if found := next((each for each in barred if each and each in text), None):
-        raise ValueError(f"{what} {text!r} has {found!r}, which this model's format of calls cannot write")
+    if wrong := next((each for each in barred if each and each in text), None):
+        raise ValueError(f"{what} {text!r} has {wrong!r}, which this model's format of calls cannot write")
     return text
 
 
@@ -231,19 +230,16 @@ class Lark:
         return self.names[text]
 
     def properties(self, schema: Schema) -> Iterator[tuple[str, Schema, bool]]:
-        """The keys of an object, and of each value the schema with what it refers to, and whether it must be there.
-
-        A ValueError if all of them refer to too much.
-        """
+        """(key, schema with its definitions, whether it is required) of an object; a ValueError: these are too long."""
         required = {*texts_of(schema, "required")}
         for key in schema.get("properties") or {}:
             time.sleep(0)  # as in `parts_of`
-            found = referred(property_schema(schema, key))
-            self.repeated += sum(len(json.dumps(found[name])) for name in SHARED if name in found)
+            inner = referred(property_schema(schema, key))
+            self.repeated += sum(len(json.dumps(inner[name])) for name in SHARED if name in inner)
             if self.repeated > MOST_REPEATED:
                 words = "as this model's format writes what each parameter refers to, its definitions have"
                 raise ValueError(f"{words} {self.repeated} characters or more; at most {MOST_REPEATED} are allowed")
-            yield key, found, key in required
+            yield key, inner, key in required
 
     def text(self, text: str) -> str:
         """A text of the request; nothing if it is empty."""

@@ -30,8 +30,7 @@ ITEM_OUTPUTS = {
     "function_call_output": "output", "custom_tool_call_output": "output", "local_shell_call_output": "output",
     "tool_search_output": "tools",
 }  # fmt: skip
-# What OpenAI's own tools did, which is shown as text.
-ITEM_NOTES = ("compaction", "context_compaction", "image_generation_call", "web_search_call")
+ITEM_NOTES = ("compaction", "context_compaction", "image_generation_call", "web_search_call")  # are shown as text
 ITEM_TOOLS = ("additional_tools", "tool_search_output")  # have more tools
 UNREADABLE = ("encrypted_content", "result")  # what only OpenAI can read, and a picture
 TYPE_NAMES = {str: "a string", int: "a whole number", dict: "an object", list: "a list", bool: "true or false"}
@@ -64,21 +63,21 @@ def chat_messages(value: Any) -> list[dict[str, Any]]:
         if "audio" in message:
             raise ValueError(f"message {i} has audio; this server takes text alone")
         if calls := message.pop("tool_calls", None):
-            message["tool_calls"] = _tool_calls(calls, i)
+            message = with_arguments(message | {"tool_calls": _tool_calls(calls, i)}, arguments_of)
         messages.append(message)
     return messages
 
 
 def _content(message: dict[str, Any], i: int) -> tuple[str | list[dict[str, str]], list[Any]]:
     """A message's text, or its parts, in which a refusal is a text, too; and those parts that are its reasoning."""
-    content, is_answer = message.get("content"), message["role"] == "assistant"
-    if isinstance(content, str) or (content is None and message["role"] in ("assistant", "tool")):
+    content, role = message.get("content"), message["role"]
+    if isinstance(content, str) or (content is None and role in ("assistant", "tool")):
         return content or "", []
     if not isinstance(content, list):
         raise ValueError(f"message {i} must have a content, which is a string or a list of text parts")
     texts, thoughts = [], []
     for part in content:
-        if is_answer and isinstance(part, dict) and part.get("type") == "thinking":
+        if role == "assistant" and isinstance(part, dict) and part.get("type") == "thinking":
             thoughts.append(part)
         else:
             texts.append(part if isinstance(part, str) else _text(part, PART_TEXTS, f"message {i}"))
@@ -89,18 +88,18 @@ def _text(part: Any, keys: Mapping[str, str], place: str) -> str:
     """The text of a part, under the key of its type."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in keys or not isinstance(part.get(keys[kind]), str):
-        known = ", ".join(keys)
-        raise ValueError(f"{place} has {reprlib.repr(part)}; a part must have a text and one of the types {known}")
+        types = ", ".join(keys)
+        raise ValueError(f"{place} has {reprlib.repr(part)}; a part must have a text and one of the types {types}")
     return part[keys[kind]]
 
 
-def reasoning_text(given: Any) -> str:
+def reasoning_text(value: Any) -> str:
     """The text of reasoning in the spelling of any client: a string, a part that holds one, or a list of these."""
-    if isinstance(given, list):
-        return "".join(map(reasoning_text, given))
-    if isinstance(given, dict):
-        return reasoning_text(given.get(THOUGHT_TEXTS.get(str(given.get("type")))))
-    return given if isinstance(given, str) else ""
+    if isinstance(value, list):
+        return "".join(map(reasoning_text, value))
+    if isinstance(value, dict):
+        return reasoning_text(value.get(THOUGHT_TEXTS.get(str(value.get("type")))))
+    return value if isinstance(value, str) else ""
 
 
 def text_of(message: dict[str, Any]) -> str:
@@ -109,33 +108,32 @@ def text_of(message: dict[str, Any]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def _tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
-    parsed = []
-    for call in calls if isinstance(calls, list) else [calls]:
+def _tool_calls(value: Any, i: int) -> list[dict[str, Any]]:
+    calls = value if isinstance(value, list) else [value]
+    for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError(f"message {i} must have tool_calls that are objects with a function, which has a name")
-        parsed.append(call | {"function": function | {"arguments": arguments_of(function.get("arguments"))}})
-    return parsed
+    return calls
 
 
-def arguments_of(given: Any) -> dict[str, Any] | str:
+def arguments_of(written: Any) -> dict[str, Any] | str:
     """A call's arguments, parsed; nothing is an empty object. What is no object stays text, as a model wrote it."""
-    if isinstance(given, dict):
-        return given
-    text = given if isinstance(given, str) else json.dumps(given)
+    if isinstance(written, dict):
+        return written
+    text = written if isinstance(written, str) else json.dumps(written)
     try:
-        found = json.loads(text)
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # a ValueError: NaN, or half of a character
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # a ValueError: NaN, or half of a character
     except (ValueError, RecursionError):
         try:
-            found = json.loads(mend(text))
+            value = json.loads(mend(text))
         except ValueError:
             return text if text.strip() else {}
-    return found if isinstance(found, dict) else text if found is not None else {}
+    return value if isinstance(value, dict) else text if value is not None else {}
 
 
-# Arguments as a template may need them that fails with others: it goes through them, or joins them to text.
+# For templates that fail with other arguments: some go through them as an object, others join them to text.
 ARGUMENT_FORMS: tuple[Callable[[Any], Any], ...] = (
     lambda arguments: {} if isinstance(arguments, str) else arguments,
     lambda arguments: arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False),
@@ -157,9 +155,9 @@ def show_messages(template: ChatTemplate, messages: list[dict[str, Any]], variab
     only_text = template._replace(takes_parts=False, takes_text=True)  # it may go through other things than it seems
     for form in forms(messages, template):
         for taken in dict.fromkeys((template, only_text)):
-            given = {"messages": [expected(message, taken) for message in form]}
+            shown = [expected(message, taken) for message in form]
             try:
-                text = run_template(template.template, variables | given)
+                text = run_template(template.template, variables | {"messages": shown})
                 if shows(text, form):
                     return text
             except ValueError as error:
@@ -189,24 +187,24 @@ def in_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same with one call in a message at most, and after each its result."""
-    found: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
     waiting: dict[str | int, dict[str, Any]] = {}  # by call, messages whose results have not come yet
     for message in messages:
         if message["role"] == "tool":
             id = message.get("tool_call_id")
             if (call := id if isinstance(id, str) else next(iter(waiting), "")) in waiting:
-                found.append(waiting.pop(call))
-            found.append(message)
+                turns.append(waiting.pop(call))
+            turns.append(message)
             continue
-        found += waiting.values()
+        turns += waiting.values()
         waiting.clear()
         for i, call in enumerate(message.get("tool_calls") or ()):
-            known = isinstance(id := call.get("id"), str) and id not in waiting
-            begun = {"role": "assistant", "content": ""} if i else message
-            waiting[id if known else i] = begun | {"tool_calls": [call]}
+            is_new = isinstance(id := call.get("id"), str) and id not in waiting
+            turn = {"role": "assistant", "content": ""} if i else message
+            waiting[id if is_new else i] = turn | {"tool_calls": [call]}
         if not waiting:
-            found.append(message)
-    return [*found, *waiting.values()]
+            turns.append(message)
+    return [*turns, *waiting.values()]
 
 
 def shows(text: str, messages: list[dict[str, Any]]) -> bool:
@@ -225,9 +223,8 @@ def shows(text: str, messages: list[dict[str, Any]]) -> bool:
 def expected(message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:
     """A message in the form that a template expects.
 
-    Several parts of text are joined by newlines where it takes none (as in vLLM); and `developer`, which is OpenAI's
-    newer name for it, is `system` where the template does not know that name (as in llama.cpp). gpt-oss's template has
-    a name of its own for reasoning, and beside calls takes either that or a content.
+    Where it takes no parts, newlines join their texts, as in vLLM. Where it does not know `developer`, that becomes
+    `system`, as in llama.cpp. gpt-oss's names reasoning `thinking`, and beside calls takes either that or a content.
     """
     content, role = message.get("content"), message.get("role")
     if isinstance(content, str) and not template.takes_text:
@@ -247,8 +244,8 @@ def described(tool: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(parameters := function.get("parameters") or {}, dict):
         return tool
     schema = {"type": parameters.get("type") or "object", "properties": parameters.get("properties") or {}}
-    told = {"description": function.get("description") or "", "parameters": parameters | schema}
-    return tool | {"function": function | told}
+    description = function.get("description") or ""
+    return tool | {"function": function | {"description": description, "parameters": parameters | schema}}
 
 
 def begun_reasoning(message: dict[str, Any]) -> str:
@@ -286,18 +283,14 @@ def show_open(template: ChatTemplate, messages: list[dict[str, Any]], variables:
 
 def up_to_tag(prompt: str, text: str) -> str:
     """A prompt up to the tag behind a text; empty if it does not show both."""
-    place = prompt.rfind(CONTINUE_TAG.strip())
-    if place < 0 or text.strip() not in prompt:
+    before, tag, behind = prompt.rpartition(CONTINUE_TAG.strip())
+    if not tag or text.strip() not in prompt:
         return ""
-    trimmed = not prompt.startswith(CONTINUE_TAG, place)
-    return prompt[:place].rstrip() if trimmed else prompt[:place]
+    return before if behind.startswith(" ") else before.rstrip()
 
 
 def response_items(value: Any) -> list[dict[str, Any]]:
-    """The items of a request as OpenAI's Responses API stores them: messages with a content of parts.
-
-    A ValueError says which item is wrong, and how.
-    """
+    """A request's items as the Responses API stores them, texts as parts; a ValueError says which is wrong, and how."""
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(items, list):
         raise ValueError("it must be a string or a list of items")
@@ -311,16 +304,15 @@ def _item(item: Any, i: int) -> dict[str, Any]:
         raise ValueError(f"item {i} has the id {reprlib.repr(id)}; it must be a string")
     kind = item.get("type") or "message"
     if not isinstance(kind, str) or kind not in ITEM_FORMS:
-        known = ", ".join(ITEM_FORMS)
-        raise ValueError(f"item {i} is of the type {reprlib.repr(kind)}; this server takes {known}")
+        raise ValueError(f"item {i} is of the type {reprlib.repr(kind)}; this server takes {', '.join(ITEM_FORMS)}")
     return {"id": id, "type": kind, **ITEM_FORMS[kind](item, i)}
 
 
 def _message(item: dict[str, Any], i: int) -> dict[str, Any]:
     if (role := item.get("role")) not in ITEM_ROLES:
         raise ValueError(f"item {i} has the role {reprlib.repr(role)}; it must be one of {', '.join(ITEM_ROLES)}")
-    own = {"type": "output_text", "annotations": []} if role == "assistant" else {"type": "input_text"}
-    content = [own | {"text": text} for text in _texts(item, "content", i)]
+    part = {"type": "output_text", "annotations": []} if role == "assistant" else {"type": "input_text"}
+    content = [part | {"text": text} for text in _texts(item, "content", i)]
     return {"role": role, "status": "completed", "content": content}
 
 
@@ -342,15 +334,15 @@ def _strings(item: dict[str, Any], i: int, *keys: str) -> dict[str, str]:
 
 def _call(item: dict[str, Any], i: int) -> dict[str, Any]:
     space = () if item.get("namespace") is None else ("namespace",)
-    if (key := ITEM_CALLS[item["type"]]) == "arguments" and not isinstance(given := item.get(key), str):
-        item = item | {key: json.dumps(given or {})}
+    if (key := ITEM_CALLS[item["type"]]) == "arguments" and not isinstance(arguments := item.get(key), str):
+        item = item | {key: json.dumps(arguments or {})}
     return {**_strings(item, i, "call_id", "name", *space, key), "status": "completed"}
 
 
 def _call_output(item: dict[str, Any], i: int) -> dict[str, Any]:
     """What came of a call: a text, parts of text, or an object, which becomes its JSON."""
-    given = item.get("output")
-    text = json.dumps(given, ensure_ascii=False) if isinstance(given, dict) else "\n".join(_texts(item, "output", i))
+    output = item.get("output")
+    text = json.dumps(output, ensure_ascii=False) if isinstance(output, dict) else "\n".join(_texts(item, "output", i))
     return {**_strings(item, i, "call_id"), "output": text, "status": "completed"}
 
 
@@ -360,9 +352,9 @@ def own_item(item: dict[str, Any], i: int) -> dict[str, Any]:
 
 
 def _reasoning(item: dict[str, Any], i: int) -> dict[str, Any]:
-    found = {key: _texts({key: item.get(key) or []}, key, i) for key in ("content", "summary")}
-    content = [{"type": "reasoning_text", "text": text} for text in found["content"] or found["summary"]]
-    return {"summary": [], "content": content, "status": "completed"}
+    content, summary = (_texts({key: item.get(key) or []}, key, i) for key in ("content", "summary"))
+    thoughts = [{"type": "reasoning_text", "text": text} for text in content or summary]
+    return {"summary": [], "content": thoughts, "status": "completed"}
 
 
 ITEM_FORMS: dict[str, Callable[[dict[str, Any], int], dict[str, Any]]] = {  # by type: keeps the known keys of an item
@@ -415,10 +407,10 @@ def item_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _called(item: dict[str, Any]) -> dict[str, Any]:
     """The function of an item that is a call, and its arguments."""
-    given = item.get(ITEM_CALLS[kind := item["type"]])
+    written = item.get(ITEM_CALLS[kind := item["type"]])
     is_own = ITEM_FORMS[kind] is own_item
     name = kind.removesuffix("_call") if is_own else call_name(item.get("namespace"), item["name"])
-    return {"name": name, "arguments": {"input": given} if kind == "custom_tool_call" else arguments_of(given)}
+    return {"name": name, "arguments": {"input": written} if kind == "custom_tool_call" else arguments_of(written)}
 
 
 def custom_input(arguments: str, at: int = 0, whole: bool = True) -> tuple[str, int]:
@@ -426,9 +418,9 @@ def custom_input(arguments: str, at: int = 0, whole: bool = True) -> tuple[str, 
     opening = None if at else CUSTOM_INPUT.match(arguments)
     if not (at := opening.end() if opening else at):
         return (arguments if whole else ""), 0
-    found = CHARACTERS.match(arguments, at)
-    assert found
-    return json.loads(f'"{found[0]}"', strict=False), found.end()
+    inside = CHARACTERS.match(arguments, at)
+    assert inside
+    return json.loads(f'"{inside[0]}"', strict=False), inside.end()
 
 
 class BlockKind(NamedTuple):
@@ -493,22 +485,19 @@ def joined_turns(value: Any) -> list[dict[str, Any]]:
 
 
 def _joined(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The turns, in which neighbours of one role become one, but for the results of tools.
-
-    There may be tens of thousands, so their texts are joined once.
-    """
-    found: list[dict[str, Any]] = []
+    """The turns, in which neighbours of one role become one, but for the results of tools."""
+    joined: list[dict[str, Any]] = []
     for role, neighbours in itertools.groupby(turns, key=lambda turn: turn["role"]):
         first, *rest = run = [*neighbours]
         if role == "tool" or not rest:
-            found += run
+            joined += run
             continue
-        found.append(first | {"content": "\n".join(filter(None, map(text_of, run)))})
+        joined.append(first | {"content": "\n".join(filter(None, map(text_of, run)))})  # once: there may be very many
         if calls := [call for turn in run for call in turn.get("tool_calls", ())]:
-            found[-1]["tool_calls"] = calls
+            joined[-1]["tool_calls"] = calls
         if thoughts := [turn["reasoning_content"] for turn in run if isinstance(turn.get("reasoning_content"), str)]:
-            found[-1]["reasoning_content"] = "".join(thoughts)
-    return found
+            joined[-1]["reasoning_content"] = "".join(thoughts)
+    return joined
 
 
 def _turns(blocks: list[Any], role: str, i: int) -> list[dict[str, Any]]:
@@ -556,18 +545,18 @@ def _shown(value: Any, place: str) -> str:
     if isinstance(value, list):
         return "\n".join(filter(None, [_shown(part, f"{place}[{i}]") for i, part in enumerate(value)]))
     kind = str(value.get("type")) if isinstance(value, dict) else ""
-    known: Sequence[str] = TEXT_KEYS
+    keys: Sequence[str] = TEXT_KEYS
     if kind in BLOCKS or not kind.endswith(("_result", "_output", "_error")):  # as what a server's tool wrote does
         row = SHOWN_BLOCKS[_kind(value, SHOWN_BLOCKS, place)]
-        known = (*row.needed, *row.others)
+        keys = (*row.needed, *row.others)
     if kind == "document":
         if not (key := SOURCES.get(str(value["source"].get("type")))):
             raise ValueError(f"could not process pdf: {place}.source must be of the type {' or '.join(SOURCES)}")
         value = value | {"source": _shown(value["source"].get(key), f"{place}.source.{key}")}
-    given = {key: value[key] for key in TEXT_KEYS if key in known and value.get(key) is not None}
-    if "input" in given:
-        given["input"] = json.dumps(given["input"], ensure_ascii=False)
-    return "\n".join(filter(None, [_shown(item, f"{place}.{key}") for key, item in given.items()]))
+    items = {key: value[key] for key in TEXT_KEYS if key in keys and value.get(key) is not None}
+    if "input" in items:
+        items["input"] = json.dumps(items["input"], ensure_ascii=False)
+    return "\n".join(filter(None, [_shown(item, f"{place}.{key}") for key, item in items.items()]))
 
 
 def template_variables(value: Any) -> dict[str, Any]:

@@ -48,10 +48,10 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int], str]:
     """A prompt's text, if it has one, its token ids and its cache salt; a ValueError says why it is no prompt."""
     kind = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-    given: Mapping[str, Any] = prompt if isinstance(prompt, dict) else {kind: prompt}
-    if unknown := [key for key in given if key not in KNOWN_KEYS]:
+    fields: Mapping[str, Any] = prompt if isinstance(prompt, dict) else {kind: prompt}
+    if unknown := [key for key in fields if key not in KNOWN_KEYS]:
         raise ValueError(f"a prompt has the key {unknown[0]!r:.80}; known: {', '.join(KNOWN_KEYS)}")
-    text, ids, salt = (given.get(key) for key in KNOWN_KEYS)
+    text, ids, salt = (fields.get(key) for key in KNOWN_KEYS)
     for name, value in (("text", text), ("cache_salt", salt)):
         if not isinstance(value, str | None):
             raise ValueError(f"a prompt's {name} is {reprlib.repr(value)}; it must be a string")
@@ -90,11 +90,7 @@ class InputProcessor:
         priority: int = 0,
         lora: LoRARequest | None = None,
     ) -> tuple[EngineCoreRequest, Choices]:
-        """A request for the engine, and the record that follows its answers.
-
-        Raises:
-            ValueError: an argument is of the wrong type or out of range, as far as that shows outside of the engine.
-        """
+        """A request for the engine, and the record that follows its answers; a ValueError names a wrong argument."""
         if not isinstance(request_id, str):
             raise ValueError(f"request_id is {request_id!r:.80}; it must be a string")
         if not isinstance(params, SamplingParams):
@@ -106,9 +102,8 @@ class InputProcessor:
         if isinstance(self.tokenizer, NoTokenizer):
             for name in ("stop", "bad_words"):
                 if value := getattr(params, name):
-                    raise ValueError(
-                        f"{name} is {reprlib.repr(value)}; without a tokenizer (skip_tokenizer_init) it must be empty"
-                    )
+                    must = "without a tokenizer (skip_tokenizer_init) it must be empty"
+                    raise ValueError(f"{name} is {reprlib.repr(value)}; {must}")
         text, ids, salt = read_prompt(prompt, self.tokenizer)
         if params.bad_words:
             params = dataclasses.replace(params, bad_word_ids=self.tokenizer.bad_word_ids(params.bad_words))

@@ -70,9 +70,9 @@ class Markers:
     def split(self, text: str, start: int = 0, grows: bool = False) -> tuple[int, int]:
         """Where the first of them begins and ends in `text` from `start`; where none is, both are the place from which
         the text may be the beginning of one. One that may still become a longer one, if the text `grows`, is none."""
-        found = self.pattern.search(text, start)
-        if found and not (grows and text[found.start() : found.start() + self.longest] in self.beginnings):
-            return found.span()
+        first = self.pattern.search(text, start)
+        if first and not (grows and text[first.start() : first.start() + self.longest] in self.beginnings):
+            return first.span()
         for at in range(max(start, len(text) - self.longest + 1), len(text)):
             if text[at:] in self.beginnings:
                 return at, at
@@ -152,12 +152,11 @@ class Source:
         self.work(1)
         while True:
             rest = self.text[self.at : self.at + max(map(len, texts), default=0)]
-            if not self.ended and any(len(rest) < len(text) and text.startswith(rest) for text in texts):
-                yield
-                continue
-            found = next((text for text in texts if text and rest.startswith(text)), "")
-            self.at += len(found)
-            return found
+            if self.ended or not any(len(rest) < len(text) and text.startswith(rest) for text in texts):
+                first = next((text for text in texts if text and rest.startswith(text)), "")
+                self.at += len(first)
+                return first
+            yield
 
     def until(self, stops: Markers, make: Make, is_cut: bool = False) -> Steps[str]:
         """Read up to one of the markers, which is returned but stays unread, as does the white space before it.
@@ -186,10 +185,10 @@ class Source:
     def closes(self, *texts: str) -> Waiting[str]:
         """Read one of the texts after white space, if it comes next. At the end, a part of one is read as well."""
         yield from self.space()
-        found = yield from self.follows(*texts)
+        closer = yield from self.follows(*texts)
         if self.is_cut(texts):
             self.at = len(self.text)
-        return found
+        return closer
 
     def is_cut(self, texts: Iterable[str]) -> bool:
         """Whether no more text will come, and what is left is the beginning of one of these."""
@@ -209,14 +208,11 @@ class Source:
     def collect(self, read: Callable[[Make], Steps[Any]]) -> Waiting[str]:
         """Read all of something; returns its text."""
         pieces: list[str] = []
-
-        def keep(text: str) -> Part:
-            pieces.append(text)
-            return Part()
-
-        for part in read(keep):
+        for part in read(content):
             if part is None:
                 yield
+            else:
+                pieces.append(part.content)
         return "".join(pieces)
 
     def string(self, raw: str | None = None) -> Waiting[str]:

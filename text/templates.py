@@ -148,13 +148,13 @@ TEXT_TESTS = ("iterable", "mapping", "sequence", "string")  # a template with on
 def names_of(tree: nodes.Template, key: str) -> set[str]:
     """The variables that hold what a message has under a key: set to it, or parameters that get it."""
     macros = {macro.name: [arg.name for arg in macro.args] for macro in tree.find_all(nodes.Macro)}
-    given = [(a.target.name, a.node) for a in tree.find_all(nodes.Assign) if isinstance(a.target, nodes.Name)]
+    pairs = [(a.target.name, a.node) for a in tree.find_all(nodes.Assign) if isinstance(a.target, nodes.Name)]
     for call in tree.find_all(nodes.Call):
         if isinstance(call.node, nodes.Name) and (parameters := macros.get(call.node.name)):
-            given += [*zip(parameters, call.args, strict=False), *((arg.key, arg.value) for arg in call.kwargs)]
+            pairs += [*zip(parameters, call.args, strict=False), *((arg.key, arg.value) for arg in call.kwargs)]
     names: set[str] = set()
     for _ in range(ALIASES):
-        names |= {name for name, value in given if is_value(value, key, names)}
+        names |= {name for name, value in pairs if is_value(value, key, names)}
     return names
 
 
@@ -168,16 +168,17 @@ def is_value(node: nodes.Node | None, key: Any, names: set[str]) -> bool:
 
 
 def read_template(environment: TemplateEnvironment, source: str) -> ChatTemplate:
-    """Compile a chat template and find out what it expects.
+    """Compile a chat template and find out what it expects; a ValueError if it is none, or too large.
 
     It takes parts if it goes through the content of messages, as vLLM's `--chat-template-content-format auto` has it.
     vLLM then makes parts of every text; here a template that looks which of them it was given is given either.
-
-    Raises:
-        ValueError: it is no template, or too large.
     """
-    template = compile_template(environment, source)
-    tree = environment.parse(source)  # cannot fail any more
+    if len(source) > MAX_SOURCE:
+        raise ValueError(f"it has {len(source)} characters; at most {MAX_SOURCE} are allowed")
+    try:
+        template, tree = environment.from_string(source), environment.parse(source)
+    except Exception as error:  # deep nesting ends in a RecursionError, a SyntaxError or a MemoryError
+        raise ValueError(str(error) or type(error).__name__) from None
     contents, calls = names_of(tree, "content"), names_of(tree, "tool_calls")
     walked: list[nodes.Node] = [loop.iter for loop in tree.find_all(nodes.For)]
     walked += [used for used in tree.find_all(nodes.Filter) if used.name in PART_FILTERS]
@@ -186,7 +187,7 @@ def read_template(environment: TemplateEnvironment, source: str) -> ChatTemplate
     developer = any(constant.value == "developer" for constant in tree.find_all(nodes.Const))
     firsts: list[nodes.Node | None] = [item.node for item in tree.find_all(nodes.Getitem) if is_value(item, 0, set())]
     firsts += [used.node for used in tree.find_all(nodes.Filter) if used.name == "first"]
-    one, all_ = (any(is_value(unfiltered(n), "tool_calls", calls) for n in found) for found in (firsts, walked))
+    one, all_ = (any(is_value(unfiltered(n), "tool_calls", calls) for n in group) for group in (firsts, walked))
     return ChatTemplate(template, source, takes_parts, not takes_parts or asked, developer, one and not all_)
 
 
@@ -195,19 +196,6 @@ def unfiltered(node: nodes.Node | None) -> nodes.Node | None:
     while isinstance(node, nodes.Filter):
         node = node.node
     return node
-
-
-# --- a template's life -----------------------------------------------------------------------------------------------
-
-
-def compile_template(environment: TemplateEnvironment, source: str) -> Template:
-    """A template that `run_template` takes; a ValueError if it is none, or too large."""
-    if len(source) > MAX_SOURCE:
-        raise ValueError(f"it has {len(source)} characters; at most {MAX_SOURCE} are allowed")
-    try:
-        return environment.from_string(source)
-    except Exception as error:  # deep nesting ends in a RecursionError, a SyntaxError or a MemoryError
-        raise ValueError(str(error) or type(error).__name__) from None
 
 
 def run_template(template: Template, variables: dict[str, Any]) -> str:

@@ -79,8 +79,7 @@ class Settings:
 def convert(path: Path) -> tuple[Tokenizer, dict[str, str]]:
     """The tokenizer of a file with one of the names in `READERS`, and its tokens by name ("bos_token" and the like).
 
-    Raises:
-        Exception: of any type, also the library's own: the file is broken, or it asks for what cannot be converted.
+    An exception of any type, also the library's own: the file is broken, or it asks for what cannot be converted.
     """
     settings = read_settings(path.parent)
     tokenizer, names = READERS[path.name](path, settings)
@@ -129,8 +128,7 @@ def read_plain(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str
     known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     new = {id: token.content for id, token in settings.added.items() if tokenizer.token_to_id(token.content) is None}
     # What added_tokens.json says of a token that is there counts less.
-    told = {id: token for id, token in settings.added.items() if id in new or str(id) in listed}
-    added = {token.content: token for _, token in sorted(told.items())}
+    added = {token.content: token for id, token in sorted(settings.added.items()) if id in new or str(id) in listed}
     for text in sorted(settings.special):
         if text in added or tokenizer.token_to_id(text) is not None:
             added.setdefault(text, known.get(text) or AddedToken(text, normalized=False)).special = True
@@ -141,8 +139,7 @@ def read_plain(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str
 
 
 def set_prefix(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
-    """Put a space in front of each text, or none, if the class of a tokenizer has `add_prefix_space`; others leave that
-    to tokenizer.json."""
+    """Put a space in front of each text, or none, as `add_prefix_space` says; other classes leave it to the file."""
     kind, prefix = str(config.get("tokenizer_class") or "").removesuffix("Fast"), config.get("add_prefix_space")
     if prefix is None or kind in WITHOUT_PREFIX:
         return
@@ -188,10 +185,9 @@ def read_sentencepiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[
         scores = [(piece.text, log_probability(piece)) for piece in pieces]
         inner = models.Unigram(scores, unk_id=unknown, byte_fallback=byte_fallback)
     else:
-        ranks = {piece.text: -piece.score for piece in pieces if piece.kind == NORMAL}
-        inner = models.BPE(
-            vocab, merges_of(ranks), unk_token=pieces[unknown].text, fuse_unk=True, byte_fallback=byte_fallback
-        )
+        merges = merges_of({piece.text: -piece.score for piece in pieces if piece.kind == NORMAL})
+        spelled = pieces[unknown].text
+        inner = models.BPE(vocab, merges, unk_token=spelled, fuse_unk=True, byte_fallback=byte_fallback)
     tokenizer = Tokenizer(inner)
 
     charsmap, squeeze = rule.get(2, b""), bool(rule.get(4, 1))
@@ -205,17 +201,12 @@ def read_sentencepiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[
         legacy = settings.config.get("legacy", "auto_map" in settings.config)  # as classes of models' own code are
         scheme = "always" if legacy else "first"
         steps = [(SPACE, scheme)] if squeeze else [(" ", scheme), (SPACE, "never")]
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Metaspace(char, where, split=False) for char, where in steps]
-        )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace(SPACE, " "),
-            *([decoders.ByteFallback()] if byte_fallback else []),
-            decoders.Fuse(),
-            *([decoders.Strip(" ", 2**31 if squeeze else 1, 0)] if prefix or squeeze else []),
-        ]
-    )
+        spaces = [pre_tokenizers.Metaspace(char, scheme, split=False) for char, scheme in steps]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(spaces)
+    reverse = [decoders.Replace(SPACE, " "), *([decoders.ByteFallback()] if byte_fallback else []), decoders.Fuse()]
+    if prefix or squeeze:
+        reverse.append(decoders.Strip(" ", 2**31 if squeeze else 1, 0))
+    tokenizer.decoder = decoders.Sequence(reverse)
 
     added = {}
     for id, (text, _, kind) in enumerate(pieces):
@@ -227,9 +218,8 @@ def read_sentencepiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[
             added[id] = AddedToken(text, normalized=spelled_alike, **flags)
     names = {}
     for name, number, default in (("unk", 40, 0), ("bos", 41, 1), ("eos", 42, 2)):
-        id = trainer.get(number, default)
-        id -= 2**64 if id >= 2**63 else 0  # -1 says that there is none
-        if 0 <= id < len(pieces) and pieces[id].kind in (UNKNOWN, CONTROL):
+        id = trainer.get(number, default)  # -1, which reads as 2**64 - 1, if there is none
+        if id < len(pieces) and pieces[id].kind in (UNKNOWN, CONTROL):
             names[f"{name}_token"] = pieces[id].text
     return finish(tokenizer, settings, added, names, adds_bos=True)
 
@@ -264,8 +254,8 @@ def normalizer(charsmap: bytes, squeeze: bool, prefix: bool) -> normalizers.Norm
 
 
 def read_piece(message: Any) -> Piece:
-    found = dict(fields(message))
-    return Piece(found[1].decode(), struct.unpack("<f", found.get(2, bytes(4)))[0], found.get(3, NORMAL))
+    values = dict(fields(message))
+    return Piece(values[1].decode(), struct.unpack("<f", values.get(2, bytes(4)))[0], values.get(3, NORMAL))
 
 
 def log_probability(piece: Piece) -> float:
@@ -346,8 +336,7 @@ def read_merges(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, st
     if wrong := next((merge for merge in merges if len(merge) != 2), None):
         raise ValueError(f"merges.txt has the line {' '.join(wrong)!r:.80}; a line must have two tokens")
     vocab = read_json(str(path.parent), path.name)
-    prefix = bool(settings.config.get("add_prefix_space"))
-    tokenizer = byte_level(vocab, merges, SPLITS[kind], prefix)
+    tokenizer = byte_level(vocab, merges, SPLITS[kind], bool(settings.config.get("add_prefix_space")))
     names, added = {}, {}
     if kind != "Qwen2Tokenizer" and not settings.names and "<|endoftext|>" in vocab:  # GPT-2 has no file that says so
         names = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
@@ -415,13 +404,12 @@ def finish(
 ) -> tuple[Tokenizer, dict[str, str]]:
     """Add the tokens that the vocabulary and the files beside it name, and the tokens around each text.
 
+    A ValueError: a token has another id in the vocabulary, or its id leaves a gap after the vocabulary.
+
     Args:
         added: of the vocabulary itself, by id.
         names: of the vocabulary itself; the files' names count more.
         adds_bos: whether a text gets a BOS where the files do not say so.
-
-    Raises:
-        ValueError: a token has another id in the vocabulary, or its id leaves a gap after the vocabulary.
     """
     kind = str(settings.config.get("tokenizer_class"))
     after = {  # letters in a word are no token
@@ -433,8 +421,7 @@ def finish(
         id = tokenizer.token_to_id(text)
         if id is not None and id not in added:
             added[id] = AddedToken(text, special=True, normalized=False)
-    tokens = [added[id] for id in sorted(added)]
-    tokenizer.add_tokens(tokens)
+    tokenizer.add_tokens([added[id] for id in sorted(added)])
     check_ids(tokenizer, {id: token.content for id, token in added.items()})
     adds = {"bos_token": settings.config.get("add_bos_token"), "eos_token": settings.config.get("add_eos_token")}
     adds["bos_token"] = adds_bos if adds["bos_token"] is None else adds["bos_token"]
@@ -445,10 +432,8 @@ def finish(
         raise ValueError(f"token {missing[0]!r:.80} goes around each text and is not in the vocabulary")
     if around:
         single = [*bos, "$A", *eos]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=single, pair=single + [part.replace("$A", "$B") + ":1" for part in single],
-            special_tokens=list(around.items()),
-        )  # fmt: skip
+        pair = single + [part.replace("$A", "$B") + ":1" for part in single]
+        tokenizer.post_processor = processors.TemplateProcessing(single, pair, list(around.items()))
     return tokenizer, names
 
 

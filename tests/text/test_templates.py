@@ -12,14 +12,14 @@ import pytest
 from scripted import TOKENIZER
 from test_tokenizer import MESSAGES, PARTS, PLAIN, TRIMMED
 from text.messages import chat_messages
-from text.templates import MAX_SOURCE, TemplateEnvironment, compile_template, run_template
+from text.templates import MAX_SOURCE, TemplateEnvironment, read_template, run_template
 
 CHARS = 100_000
 
 
 def run(source: str, seconds: float = 10.0, chars: int = CHARS, **variables: Any) -> str:
     environment = TemplateEnvironment(chars, seconds)
-    return run_template(compile_template(environment, source), variables)
+    return run_template(read_template(environment, source).template, variables)
 
 
 LOOP = "{% for i in range(100000) %}{% for j in range(100000) %}BODY{% endfor %}{% endfor %}"
@@ -71,7 +71,7 @@ def test_what_a_template_writes_is_limited(expression: str) -> None:
 def test_compiling_computes_nothing_that_can_grow() -> None:
     environment = TemplateEnvironment(CHARS, 1.0)
     for source in ("{{ 'a' * 10**10 }}", "{{ 'a' | center(10**10) }}", "{% set x = 10**10**10 %}"):
-        compile_template(environment, source)
+        read_template(environment, source)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_compiling_computes_nothing_that_can_grow() -> None:
 )
 def test_what_is_too_large_or_too_deep_does_not_compile(source: str) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
-        compile_template(TemplateEnvironment(CHARS, 1.0), source)
+        read_template(TemplateEnvironment(CHARS, 1.0), source)
     assert "\n" not in str(caught.value)
 
 
