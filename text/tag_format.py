@@ -25,8 +25,7 @@ END, TEXT, INNER, CUT = "end", "text", "inner", "cut"
 class TagFormat(ToolParser):
     """Calls with a tag for each argument. What it holds is text or JSON, as the tool's schema says."""
 
-    name: str  # before the function's name; one of `begins` where models leave out the tags around it
-    other_names: tuple[str, ...] = ()  # what models write in its place
+    names: tuple[str, ...]  # before the function's name; one of `begins` where models leave out the tags around it
     name_end: str  # behind it
     written_end: str = ""  # the same as the model writes it, if that is more; see `filled`
     key: str  # before an argument's name
@@ -40,27 +39,18 @@ class TagFormat(ToolParser):
     newline: str = "\n"  # between the tags of a call
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name, *self.other_names)
-
-    @property
     def value_ends(self) -> tuple[str, ...]:
         """Any of these ends a value; models leave out the right one at times."""
         return (self.value_end, self.key, *self.ends)
 
-    @property
-    def alone(self) -> str:
-        """Behind a name that is all of a call."""
-        return self.name_end[:-1] + "/>"
-
     def read(self, calls: Calls, begin: str) -> Steps[None]:
         source, before = calls.source, calls.count
-        if begin != self.name:
+        if begin not in self.names:
             yield from source.follows(begin)
             yield from source.space()
         while (yield from source.follows(*self.names)) in self.names:
             calls.expect((yield from self._name(source)))
-            if (yield from source.follows(self.name_end, self.alone)) == self.alone:
+            if (yield from source.follows(self.name_end, self.name_end[:-1] + "/>")).endswith("/>"):
                 yield calls.arguments("{}")
             else:
                 if self.tag_end:
@@ -69,22 +59,21 @@ class TagFormat(ToolParser):
                 yield from self._arguments(calls)
                 yield from source.closes(self.call_end)
             source.mark = source.at
-            if not self.name:
+            if not self.names[0]:
                 break
             yield from source.space()
         if calls.count == before:
             raise NoCall
         source.back()
-        if begin != self.name:
-            yield from source.closes(self.end)
+        yield from source.closes(self.end)
 
     def _name(self, source: Source) -> Waiting[str]:
         """Read the name of a function, up to what ends it; NoCall if nothing does."""
-        return (yield from source.short(*{self.alone, self.name_end, "\n", self.key, *self.ends})).strip()
+        ends = {self.name_end, self.name_end[:-1] + "/>", "\n", self.key, *self.ends}
+        return (yield from source.short(*ends)).strip()
 
     def _arguments(self, calls: Calls) -> Steps[None]:
-        source, ends = calls.source, self.key_end.split()
-        others = self.other_key_end.split()
+        source, ends, others = calls.source, self.key_end.split(), self.other_key_end.split()
         given: set[str] = set()
         if (yield from source.space()) == "{":  # they are JSON after all
             yield from source.value(calls.arguments, *self.ends)
@@ -98,8 +87,12 @@ class TagFormat(ToolParser):
                 end = self.tag_end or self.name_end[-1]
                 yield from source.short(end)
                 yield from source.follows(end)
-            opening = "{" if calls.bare else ", "
-            yield calls.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
+            is_all = key == "arguments" and key not in (calls.schemas[calls.name].get("properties") or {})
+            if is_all and calls.bare and (yield from source.space()) == "{":  # it is the object of all of them
+                yield from source.value(calls.arguments, *self.value_ends)
+                yield from source.closes(self.value_end)
+                return
+            yield calls.arguments(("{" if calls.bare else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
             yield from self._value(calls, key, given, bool(others) and found == ends[-1])
         if calls.bare:
             found = yield from source.follows(*self.ends, *self.begins, *self.names, "</")
@@ -257,30 +250,27 @@ class TagFormat(ToolParser):
 
     def _begins_call(self, calls: Calls, any_name: bool = False) -> Waiting[bool]:
         """Whether a call comes next, of one of the tools or of `any_name`; it stays unread."""
-        source = calls.source
-        place = source.place
+        source, place, name = calls.source, calls.source.place, ""
         found = yield from source.follows(*self.begins, *self.names)
         if found and found not in self.names:
             yield from source.space()
             yield from source.follows(*self.names)
-        name = ""
-        if found:
-            with contextlib.suppress(NoCall):
-                name = yield from self._name(source)
+        with contextlib.suppress(NoCall):
+            name = found and (yield from self._name(source))
         source.go(place)
         return name in calls.names or (any_name and PLAUSIBLE.fullmatch(name) is not None)
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
         call, between = lark.one_of(self._call(lark, tool) for tool in tools), lark.text(self.between)
-        around = between if self.name not in ("", self.begins[0]) else ""
-        if self.name and self.name not in self.begins:  # all calls stand between one pair of tags
+        around = between if self.names[0] not in ("", self.begins[0]) else ""
+        if self.names[0] and self.names[0] not in self.begins:  # all calls stand between one pair of tags
             return then(around, repeated(call, between, several), around, lark.syntax(self.end))
         each = then(around, call, around, lark.syntax(self.end))
         return repeated(each, then(between, lark.syntax(self.begins[0])), several)
 
     def _call(self, lark: Lark, tool: Tool) -> str:
         name = lark.text(brief(tool.name, "the tool", "\n", self.name_end, self.key, *self.ends))
-        begin = then("" if self.name == self.begins[0] else lark.syntax(self.name), name)
+        begin = then("" if self.names[0] == self.begins[0] else lark.syntax(self.names[0]), name)
         end = filled(lark, (self.written_end or self.name_end).strip(), "")
         fields = self._fields(lark, tool.schema, tool.strict)
         return then(begin, end, lark.text(self.newline), *fields, lark.syntax(self.call_end))

@@ -68,6 +68,7 @@ class Calls:
         self.names = sorted(self.schemas, key=len, reverse=True)
         self.refused, self._left_out = refused, 0
         self.count = 0  # calls that have begun
+        self.unknown = False  # whether what came last is a call of no tool, or a refused one
         self.name = self._id = ""  # of the latest
         self.bare = False  # whether that has no arguments yet, and so has not begun
         self.again = 0  # characters that have been read again
@@ -84,12 +85,13 @@ class Calls:
 
     def expect(self, name: str, id: str = "") -> None:
         """A call of this tool comes next; NoCall if there is no such tool, or the call is refused."""
+        self.unknown = True
         if name not in self.schemas:
             raise NoCall
         if self.count + self._left_out in self.refused:
             self._left_out += 1
             raise NoCall
-        self.name, self._id, self.bare = name, id, True
+        self.name, self._id, self.bare, self.unknown = name, id, True, False
 
     def arguments(self, text: str) -> Part:
         """More of the latest call's arguments. The first begin it, and what is read is no content any more.
@@ -114,6 +116,7 @@ class ToolParser:
     call_end: str = ""  # comes after each of them, in some formats
     named: str = ""  # what a call begins with, in formats where that names the function; see `filled`
     response: tuple[str, ...] = ()  # stands before a message (any number), and before and after its text
+    names: tuple[str, ...] = ()  # what may begin each call within `begins`; the model writes the first
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -159,13 +162,14 @@ class JsonFormat(ToolParser):
     written: str = ""  # all of an object before the arguments, if not only the name; see `filled`
     separator: str = ""  # between two calls where they are not listed, but within one pair of tags
     between: str = "\n"  # between two pairs of tags
+    names: tuple[str, ...] = ("{",)  # of a list
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
         source = calls.source
         if begin not in "{[":
             yield from source.follows(begin)
         yield from source.space()
-        listed = yield from source.follows("[")
+        listed = begin == "{" not in self.begins or (yield from source.follows("["))
         yield from source.space()
         before = calls.count
         while (yield from source.follows("{")):
@@ -363,6 +367,8 @@ class PythonFormat(ToolParser):
             is_quoted = (yield from source.space()) in ("<", '"', "'")
             if is_quoted and "string" not in types_of(schema):
                 yield calls.arguments(schema_value((yield from source.string(self.raw)), schema))
+            elif self.raw and not is_quoted and types_of(schema) == {"string"}:
+                yield calls.arguments(schema_value((yield from source.short(",", closing)).strip(), schema))
             else:
                 yield from source.value(calls.arguments, raw=self.raw)
             comma = ", "

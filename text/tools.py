@@ -59,10 +59,6 @@ COHERE = ReasoningParser(
     ("<|START_THINKING|>",), ("<|END_THINKING|>",), lacks_start=True,
     openers=("<|START_RESPONSE|>", "<|START_TEXT|>"), closers=("<|END_RESPONSE|>", "<|END_TEXT|>"),
 )  # fmt: skip
-KIMI_K3 = ReasoningParser(
-    ("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",), lacks_start=True,
-    openers=("<|open|>response<|sep|>",), closers=("<|close|>response<|sep|>", "<|close|>message<|sep|>"),
-)  # fmt: skip
 THINK = ReasoningParser(("<think>",), ("</think>",), lacks_start=True)
 # By vLLM's names, where it has one.
 REASONING_PARSERS = {
@@ -71,8 +67,7 @@ REASONING_PARSERS = {
         ("Here are my reasoning steps:",), ("[BEGIN FINAL RESPONSE]",), lacks_start=True,
         closers=("[END FINAL RESPONSE]",),
     ),
-    "cohere_command3": COHERE,
-    "cohere_command4": COHERE,
+    "cohere_command3": COHERE, "cohere_command4": COHERE,
     "ernie45": replace(THINK, openers=("<response>",), closers=("</response>",)),
     "gemma4": ReasoningParser(("<|channel>thought",), ("<channel|>",), again=True),
     "granite": ReasoningParser(
@@ -82,7 +77,10 @@ REASONING_PARSERS = {
     "hy_v3": ReasoningParser(("<think:opensource>",), ("</think:opensource>",), lacks_start=True),
     "inkling": ReasoningParser(("<|content_thinking|>",), ("<|end_message|>",), again=True),
     "kimi": ReasoningParser(("◁think▷",), ("◁/think▷",), lacks_start=True),
-    "kimi_k3": KIMI_K3,
+    "kimi_k3": ReasoningParser(
+        ("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",), lacks_start=True,
+        openers=("<|open|>response<|sep|>",), closers=("<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    ),
     "longcat": ReasoningParser(("<longcat_think>",), ("</longcat_think>",), lacks_start=True),
     "minimax_m3": ReasoningParser(("<mm:think>",), ("</mm:think>",), lacks_start=True),
     "mistral": ReasoningParser(("[THINK]",), ("[/THINK]",)),
@@ -136,7 +134,7 @@ def reasoning_parser_of(chat_template: str) -> str | None:
 
 HERMES = JsonFormat(("<tool_call>",), "</tool_call>", around="\n")
 QWEN3 = TagFormat(
-    begins=("<tool_call>", "<function="), name="<function=", name_end=">", key="<parameter=", key_end=">",
+    begins=("<tool_call>", "<function="), names=("<function=",), name_end=">", key="<parameter=", key_end=">",
     value_end="</parameter>", call_end="</function>", end="</tool_call>", padding="\n",
 )  # fmt: skip
 DEEPSEEK_V31 = HeaderFormat(
@@ -145,7 +143,7 @@ DEEPSEEK_V31 = HeaderFormat(
     header=re.compile(r"(?P<name>.*\S)\s*<｜tool▁sep｜>\s*", re.DOTALL), written="{}<｜tool▁sep｜>",
 )  # fmt: skip
 GLM45 = TagFormat(
-    begins=("<tool_call>",), name="", name_end="\n", key="<arg_key>", key_end="</arg_key>\n<arg_value>",
+    begins=("<tool_call>",), names=("",), name_end="\n", key="<arg_key>", key_end="</arg_key>\n<arg_value>",
     value_end="</arg_value>", end="</tool_call>",
 )  # fmt: skip
 GLM47 = replace(GLM45, between="", newline="")
@@ -160,7 +158,7 @@ GEMMA4 = PythonFormat(
     ("<|tool_call>",), "<tool_call|>", listed=False, prefix="call:", brackets=("{", "}"), between=":", raw='<|"|>'
 )
 MINIMAX_M2 = TagFormat(
-    begins=("<minimax:tool_call>",), name='<invoke name="', name_end='">', key='<parameter name="', key_end='">',
+    begins=("<minimax:tool_call>",), names=('<invoke name="',), name_end='">', key='<parameter name="', key_end='">',
     value_end="</parameter>", call_end="</invoke>", end="</minimax:tool_call>",
 )  # fmt: skip
 GIGACHAT3 = JsonFormat(
@@ -171,7 +169,7 @@ GIGACHAT3 = JsonFormat(
 def dsml(mark: str, calls: str) -> TagFormat:
     """DeepSeek's format since V3.2: all of its tags begin with a mark."""
     return TagFormat(
-        begins=(f"<{mark}{calls}>",), end=f"</{mark}{calls}>", name=f'<{mark}invoke name="', name_end='">',
+        begins=(f"<{mark}{calls}>",), end=f"</{mark}{calls}>", names=(f'<{mark}invoke name="',), name_end='">',
         key=f'<{mark}parameter name="', key_end='" string="true">', other_key_end='" string="false">',
         value_end=f"</{mark}parameter>", call_end=f"</{mark}invoke>",
     )  # fmt: skip
@@ -181,7 +179,7 @@ def hy_v3(suffix: str) -> TagFormat:
     """The format of Hunyuan 3, whose tokens all end with a suffix."""
     return TagFormat(
         begins=(f"<tool_calls{suffix}>",), end=f"</tool_calls{suffix}>",
-        name=f"<tool_call{suffix}>", name_end=f"<tool_sep{suffix}>", call_end=f"</tool_call{suffix}>",
+        names=(f"<tool_call{suffix}>",), name_end=f"<tool_sep{suffix}>", call_end=f"</tool_call{suffix}>",
         key=f"<arg_key{suffix}>", key_end=f"</arg_key{suffix}>\n<arg_value{suffix}>", value_end=f"</arg_value{suffix}>",
     )  # fmt: skip
 
@@ -195,27 +193,25 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         header=re.compile(r"function<｜tool▁sep｜>(?P<name>[^\n]*\S)\s*\n```json\s*"),
     ),
     "deepseek_v31": DEEPSEEK_V31,
-    "deepseek_v32": dsml("｜DSML｜", "function_calls"),
-    "deepseek_v4": dsml("｜DSML｜", "tool_calls"),
+    "deepseek_v32": dsml("｜DSML｜", "function_calls"), "deepseek_v4": dsml("｜DSML｜", "tool_calls"),
     "deepseek_v41": dsml("｜DSML｜ ", "calls"),
     "dots": replace(MINIMAX_M2, begins=("<dots_function_call>",), end="</dots_function_call>"),
     "hermes": HERMES, "ernie45": HERMES, "granite4": HERMES,
     "functiongemma": replace(GEMMA4, begins=("<start_function_call>",), end="<end_function_call>", raw="<escape>"),
     "functools": JsonFormat(("functools",), listed=True),
     "gemma3": PythonFormat(("```tool_code",), "```", listed=False, around="\n"),
-    "gigachat3": GIGACHAT3,
-    "gigachat31": replace(GIGACHAT3, begins=("<|function_call|>",)),
+    "gigachat3": GIGACHAT3, "gigachat31": replace(GIGACHAT3, begins=("<|function_call|>",)),
     "gigachat35": dsml("｜GCML｜", "tool_calls"),
     "gemma4": GEMMA4, "glm45": GLM45, "glm47": GLM47, "ling3": GLM47, "poolside_v1": GLM47,
     "granite": JsonFormat(("<|tool_call|>", "<tool_call>"), listed=True),
     "granite-20b-fc": JsonFormat(("<function_call>",), around=" "),
-    "hunyuan_a13b": JAMBA, "jamba": JAMBA, "json": PLAIN_JSON, "xlam": PLAIN_JSON,
+    "hunyuan_a13b": JAMBA, "jamba": JAMBA, "json": PLAIN_JSON,
+    "xlam": replace(PLAIN_JSON, begins=("[", "{", "<tool_call>"), call_end="</tool_call>"),
     "hunyuan_dense": HeaderFormat(
         begins=("<tool_calls>", "<tool_call>"), end="</tool_calls>", call_end="</tool_call>", between="\n",
         header=re.compile(r"(?P<name>[^\n]*\S)\s*\n```json\s*"), written="{}\n```json\n", after="\n```",
     ),
-    "hy_v3": hy_v3(":opensource"),
-    "hy_v3_preview": hy_v3(""),
+    "hy_v3": hy_v3(":opensource"), "hy_v3_preview": hy_v3(""),
     "inkling": JsonFormat(
         ("<|content_invoke_tool_json|>",), named="{}<|content_invoke_tool_json|>", arguments=("args", "arguments"),
         written='{"name":{},"args":', response=("<|message_model|>", "<|content_text|>", "<|end_message|>"),
@@ -231,7 +227,7 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         written="functions.{}:{#}<|tool_call_argument_begin|>",
     ),
     "kimi_k3": TagFormat(
-        begins=("<|open|>tools<|sep|>",), name='<|open|>call tool="', name_end='"', tag_end="<|sep|>",
+        begins=("<|open|>tools<|sep|>",), names=('<|open|>call tool="',), name_end='"', tag_end="<|sep|>",
         written_end='" index="{#}"<|sep|>', key='<|open|>argument key="', key_end='" type="string"<|sep|>',
         other_key_end='" type="{}"<|sep|>', value_end="<|close|>argument<|sep|>", call_end="<|close|>call<|sep|>",
         end="<|close|>tools<|sep|>", between="", newline="",
@@ -247,12 +243,12 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     ),
     "minimax": JsonFormat(("<tool_calls>",), "</tool_calls>", around="\n", separator="\n"),
     "minicpm5": TagFormat(
-        begins=('<function name="',), name='<function name="', name_end='">', key='<param name="', key_end='">',
+        begins=('<function name="',), names=('<function name="',), name_end='">', key='<param name="', key_end='">',
         quotes=("<![CDATA[", "]]>"), value_end="</param>", call_end="</function>", newline="",
     ),
     "minimax_m2": MINIMAX_M2,
     "minimax_m3": NestedFormat(
-        begins=("]<]minimax[>[<tool_call>",), name=']<]minimax[>[<invoke name="', name_end='">', newline="",
+        begins=("]<]minimax[>[<tool_call>",), names=(']<]minimax[>[<invoke name="',), name_end='">', newline="",
         key="]<]minimax[>[<", key_end=">", value_end="", call_end="]<]minimax[>[</invoke>",
         end="]<]minimax[>[</tool_call>",
     ),
@@ -262,14 +258,14 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         older=JsonFormat(("[TOOL_CALLS]",), listed=True),
     ),
     "muse_glimmer": replace(
-        MINIMAX_M2, begins=("<atem:function_calls>",), end="</atem:function_calls>", name='<atem:invoke name="',
+        MINIMAX_M2, begins=("<atem:function_calls>",), end="</atem:function_calls>", names=('<atem:invoke name="',),
         key='<atem:parameter name="', value_end="</atem:parameter>", call_end="</atem:invoke>",
         named="to={}<|message|><atem:function_calls>",
         response=("<|start|>assistant", " ", "to=user<|message|>", "<|eom|>"),
     ),
     "nemotron_json": JsonFormat(("<TOOLCALL>",), "</TOOLCALL>", listed=True),
     "olmo3": PythonFormat(("<function_calls>",), "</function_calls>", listed=False),
-    "openai": HarmonyFormat(),
+    "openai": HarmonyFormat(), "pythonic": PythonFormat(("[",)),
     "phi4_mini_json": JsonFormat(("<|tool_call|>", "functools"), "<|/tool_call|>", listed=True),
     "plamo3": HeaderFormat(
         begins=("<|plamo:begin_tool_requests:plamo|>", "<|plamo:begin_tool_request:plamo|>"),
@@ -282,7 +278,6 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         "<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>",
         after="<|plamo:end_tool_arguments:plamo|>",
     ),
-    "pythonic": PythonFormat(("[",)),
     "qwen3_coder": QWEN3, "qwen3_xml": QWEN3, "mimo": QWEN3, "step3p5": QWEN3,
     "seed_oss": replace(QWEN3, begins=("<seed:tool_call>", "<function="), end="</seed:tool_call>", padding=""),
     "solar_open": HeaderFormat(
@@ -291,9 +286,11 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         written="{@}<|tool_call:name|>{}<|tool_call:args|>", response=("<|begin|>assistant", "<|content|>", "<|end|>"),
     ),
     "step3": TagFormat(
-        begins=("<｜tool_calls_begin｜>",), end="<｜tool_calls_end｜>",
-        name='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="', name_end='">',
-        other_names=('<｜tool_call_begin｜><steptml:invoke name="',),
+        begins=("<｜tool_calls_begin｜>",), end="<｜tool_calls_end｜>", name_end='">',
+        names=(
+            '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
+            '<｜tool_call_begin｜><steptml:invoke name="',
+        ),
         key='<steptml:parameter name="', key_end='">', value_end="</steptml:parameter>",
         call_end="</steptml:invoke><｜tool_call_end｜>",
     ),
@@ -424,7 +421,7 @@ TOKEN = re.compile(r"</think>|\[/THINK\]|<.*[_:|｜].*>")
 def read_answer(calls: Calls, format: ToolParser, thinking: ReasoningParser, marked: bool) -> Steps[None]:
     """Read an answer to its end. Its mark or a call ends reasoning; with `marked` its mark alone does."""
     source = calls.source
-    begins, marks, starts, ends = map(frozenset, (format.begins, format.marks, thinking.starts, thinking.ends))
+    starts, ends = map(frozenset, (thinking.starts, thinking.ends))
     call_ends = frozenset(filter(TOKEN.fullmatch, format.ends))
     strays = call_ends | {*filter(TOKEN.fullmatch, ends)}
     openers, closers = thinking.openers, frozenset(() if thinking.openers else thinking.closers)
@@ -434,7 +431,8 @@ def read_answer(calls: Calls, format: ToolParser, thinking: ReasoningParser, mar
         yield from source.follows(*starts)
         yield from source.space()
     while True:
-        make, stops = reasoning, ends if marked else ends | marks
+        begins = frozenset(filter(None, (*format.begins, *format.names * calls.unknown)))
+        make, stops = reasoning, ends if marked else ends.union(format.marks)
         if not source.in_reasoning:
             quoted = {quote + stray for quote in "`'\"" for stray in strays}
             make, stops = content, begins | starts | strays | quoted | closers | {*openers}
@@ -447,6 +445,7 @@ def read_answer(calls: Calls, format: ToolParser, thinking: ReasoningParser, mar
                     strays -= call_ends
                 continue
             strays |= ends if make is reasoning else set()
+            closers = frozenset(thinking.closers)
         elif source.in_reasoning or found in strays or (found in (*starts, *openers) and (is_first or thinking.again)):
             if source.in_reasoning or is_first:
                 yield from source.space()
@@ -455,6 +454,7 @@ def read_answer(calls: Calls, format: ToolParser, thinking: ReasoningParser, mar
             source.ended_late |= found in ends and make is content and not has_ended
             has_ended |= found in ends
             yield from source.follows(found)
+            calls.unknown = False
             if found in openers:
                 openers, closers = openers[openers.index(found) + 1 :], frozenset(thinking.closers)
         elif found not in closers or not (yield from closes(source, closers, begins)):
@@ -468,9 +468,9 @@ def read_answer(calls: Calls, format: ToolParser, thinking: ReasoningParser, mar
 
 
 def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Steps[bool]:
-    """Read calls that `begin` seems to begin, after white space; returns whether there were any.
+    """Read calls that `begin` seems to begin, after white space; returns whether there were any, or an empty block.
 
-    If there were none, `make` makes a part of the first character, and the rest is read again; but not for ever.
+    Otherwise, `make` makes a part of the first character, and the rest is read again; but not for ever.
     """
     source, before = calls.source, calls.count
     source.mark = source.at
@@ -481,16 +481,19 @@ def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Step
         if source.mark is None:
             yield from source.closes(*format.ends)
         else:
-            end = source.at
-            calls.again += end - source.mark
+            size, source.at = source.at - source.mark, source.mark
+            calls.again += size
+            for text in (begin, "[]", format.end):
+                yield from source.space()
+                found = yield from source.follows(text)
+            if found and make is content and (yield from source.char()) not in ("`", "'", '"'):  # else it is told of
+                source.mark = None
+                return True
             source.back()
-            if calls.again > MOST_AGAIN and calls.count == before:
+            if calls.count == before:
+                end = source.at + size if calls.again > MOST_AGAIN else source.after_space() + 1
                 yield make(source.take(end))
-                return False
-    if calls.count > before:
-        return True
-    yield make(source.take(source.after_space() + 1))
-    return False
+    return calls.count > before
 
 
 def functions(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
@@ -584,8 +587,7 @@ def read_whole(make_reader: Callable[..., Reader], reasoning_parser: str | None,
         before = broken[0]
         # The first of them is none, and may have hidden others, so all behind it is read again. But not for ever: then
         # all calls from it on are refused.
-        kept = [number for number in range(max(arguments) + len(refused) + 1) if number not in refused]
-        first = kept[broken[0]]
+        first = [number for number in range(max(arguments) + len(refused) + 1) if number not in refused][broken[0]]
         refused |= {first} if len(refused) < MOST_READINGS else {*range(first, len(text))}
 
 

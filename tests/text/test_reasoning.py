@@ -194,6 +194,7 @@ LISTED = '<tool_calls>[{"name": "search", "arguments": {"q": "x"}}]</tool_calls>
         ("hunyuan_a13b", "hunyuan_a13b", f"<think>\nI look.\n</think>\n<answer>\n{LISTED}\n</answer>", ""),
         ("hunyuan_a13b", "hunyuan_a13b", f"<think>\nI look.\n</think>\n<answer>\nI do.{LISTED}</answer>\n", "I do."),
         ("hunyuan_a13b", "hunyuan_a13b", f"<think>I look.</think><answer>I do.</answer>\n{LISTED}", "I do."),
+        ("hunyuan_a13b", "hunyuan_a13b", f"<think>I look.</think>{LISTED}\n</answer>", ""),
         ("ernie45", "ernie45", f"<think>\nI look.\n</think>\n\n\n{CALL}\n", ""),
         ("ernie45", "ernie45", f"<think>I look.\n</think>\n<response>\nI do.\n</response>\n\n\n{CALL}\n", "I do."),
         ("kimi_k3", "kimi_k3", "<|open|>think<|sep|>I look.<|close|>think<|sep|><|open|>response<|sep|>I do."

@@ -77,9 +77,9 @@ def written(parser: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
         begin, *more = reversed(format.begins)
         return "".join(more) + format.between.join(begin + text for text in texts) + format.end
     if isinstance(format, TagFormat):
-        begin = "" if format.name == format.begins[0] else format.begins[0]
-        space = format.between if format.name and begin else ""
-        if format.name and format.name not in format.begins:
+        begin = "" if format.names[0] == format.begins[0] else format.begins[0]
+        space = format.between if format.names[0] and begin else ""
+        if format.names[0] and format.names[0] not in format.begins:
             texts = [format.between.join(texts)]
         return format.between.join(f"{begin}{space}{text}{space}{format.end}" for text in texts)
     if isinstance(format, PythonFormat):
@@ -114,7 +114,7 @@ def write_tags(format: TagFormat, name: str, arguments: dict[str, Any], i: int) 
 
     end = (format.written_end or format.name_end).replace("{#}", str(i)).strip() + format.newline
     fields = "".join(field(*each) for each in arguments.items())
-    return format.name + name + end + fields + format.call_end
+    return format.names[0] + name + end + fields + format.call_end
 
 
 def write_python(format: PythonFormat, name: str, arguments: dict[str, Any], i: int) -> str:
