@@ -24,10 +24,6 @@ MAX_BITS = 2**14  # of a whole number; more than Python would print
 SLICE = 0.01  # seconds that a template runs before others may
 
 
-class LimitError(TemplateError):
-    """A template wants more than it may have."""
-
-
 class TimedContext(Context):
     """The variables of one run of a template, and the time that it has left."""
 
@@ -42,7 +38,7 @@ class TimedContext(Context):
         """Look at the clock, and let other greenlets run now and then; their time does not count."""
         if (now := time.monotonic()) > self.wake:
             if now > self.deadline:
-                raise LimitError(f"it took more than {self.environment.max_seconds} seconds")
+                raise TemplateError(f"it took more than {self.environment.max_seconds} seconds")
             time.sleep(0)
             rested = time.monotonic()
             self.deadline += rested - now
@@ -97,7 +93,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             if bits > MAX_BITS:
-                raise LimitError(f"it made a number of more than {MAX_BITS} bits")
+                raise TemplateError(f"it made a number of more than {MAX_BITS} bits")
         elif operator == "*":
             for sequence, times in ((left, right), (right, left)):
                 if isinstance(sequence, str | bytes | list | tuple) and isinstance(times, int):
@@ -107,7 +103,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def allow(self, chars: int) -> None:
         """Refuse to make so many characters."""
         if chars > self.max_chars:
-            raise LimitError(f"it wrote more than max_template_chars, {self.max_chars} characters")
+            raise TemplateError(f"it wrote more than max_template_chars, {self.max_chars} characters")
 
     def concat(self, pieces: Iterable[str]) -> str:
         """The text of a macro, or of a block that is captured."""

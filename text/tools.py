@@ -89,7 +89,6 @@ REASONING_PARSERS = {
         openers=("<|start|>assistant to=user<|message|>", "to=user<|message|>"),
     ),
     "openai_gptoss": ReasoningParser((), ("<|channel|>final<|message|>",)),
-    "plamo3": ReasoningParser(("<|plamo:begin_think:plamo|>",), ("<|plamo:end_think:plamo|>",), lacks_start=True),
     "seed_oss": ReasoningParser(("<seed:think>",), ("</seed:think>",)),
     "solar_open": ReasoningParser(("<|think|>",), ("<|end|>", "<|end|><|begin|>assistant")),
 } | dict.fromkeys(
@@ -115,7 +114,6 @@ REASONING_SIGNS = (
     (("<mm:think>",), "minimax_m3"),
     (("<|open|>", "<|sep|>"), "kimi_k3"),
     (("<think{}>", ":opensource"), "hy_v3"),
-    (("<|plamo:begin_think:plamo|>",), "plamo3"),
     (("</think>", "<minimax:tool_call>"), "minimax_m2"),
     (("</think>", "<response>"), "ernie45"),
     (("</think>", "<answer>"), "hunyuan_a13b"),
@@ -184,7 +182,6 @@ def hy_v3(suffix: str) -> TagFormat:
     )  # fmt: skip
 
 
-# By vLLM's names, where it has one.
 TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "apertus": JsonFormat(("<|tools_prefix|>",), "<|tools_suffix|>", listed=True, name="", written="{{}: "),
     "cohere_command3": COMMAND, "cohere_command4": COMMAND,
@@ -267,17 +264,6 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     "olmo3": PythonFormat(("<function_calls>",), "</function_calls>", listed=False),
     "openai": HarmonyFormat(), "pythonic": PythonFormat(("[",)),
     "phi4_mini_json": JsonFormat(("<|tool_call|>", "functools"), "<|/tool_call|>", listed=True),
-    "plamo3": HeaderFormat(
-        begins=("<|plamo:begin_tool_requests:plamo|>", "<|plamo:begin_tool_request:plamo|>"),
-        end="<|plamo:end_tool_requests:plamo|>", call_end="<|plamo:end_tool_request:plamo|>",
-        header=re.compile(
-            r"<\|plamo:begin_tool_name:plamo\|>(?P<name>[^<]*)<\|plamo:end_tool_name:plamo\|>\s*"
-            r"<\|plamo:begin_tool_arguments:plamo\|>(<\|plamo:constrain\|>json<\|plamo:msg\|>)?\s*"
-        ),
-        written="<|plamo:begin_tool_name:plamo|>{}<|plamo:end_tool_name:plamo|>"
-        "<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>",
-        after="<|plamo:end_tool_arguments:plamo|>",
-    ),
     "qwen3_coder": QWEN3, "qwen3_xml": QWEN3, "mimo": QWEN3, "step3p5": QWEN3,
     "seed_oss": replace(QWEN3, begins=("<seed:tool_call>", "<function="), end="</seed:tool_call>", padding=""),
     "solar_open": HeaderFormat(
@@ -321,7 +307,6 @@ SIGNS = (
     (("<tool_sep{}>", ":opensource"), "hy_v3"),
     (("<tool_sep>", "<arg_key>"), "hy_v3_preview"),
     (("<dots_function_call>",), "dots"),
-    (("<|plamo:begin_tool_requests:plamo|>",), "plamo3"),
     (("<｜tool_calls_begin｜>",), "step3"),
     (("<longcat_arg_key>",), "longcat_xml"),
     (("<longcat_tool_call>",), "longcat"),
@@ -568,8 +553,7 @@ def read_whole(make_reader: Callable[..., Reader], reasoning_parser: str | None,
     """
     lacks_start = reasoning_parser is not None and REASONING_PARSERS[reasoning_parser].lacks_start
     refused: set[int] = set()
-    reasoned = False
-    before = -1  # calls before the last that is refused
+    reasoned, before = False, -1  # the latter: calls before the last that is refused
     while True:
         reader = make_reader(refused=refused, reasoned=reasoned)
         parts = reader.feed(text) + reader.end()

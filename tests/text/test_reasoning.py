@@ -258,7 +258,6 @@ def test_the_reader_knows_when_it_is_in_reasoning():
         ("{%- set think_end_token = '</mm:think>' -%} ~ '<mm:think>' '\n<response>'", "minimax_m3"),
         ("{{- '<|open|>' + tag }}{{- '<|sep|>' }}{{ open_tag('think') }}", "kimi_k3"),
         ("{%- set HYTK = ':opensource' %}'<think{}>'.format(HYTK)", "hy_v3"),
-        ("<|plamo:begin_think:plamo|>", "plamo3"),
         ("after the marker [BEGIN FINAL RESPONSE]. <tool_calls>", "apriel"),
         ("'<|message_model|><|content_thinking|>' + message.reasoning_content", "inkling"),
         ("'<|start|>assistant to=self<|message|>' + message['reasoning_content'] + '<|eom|>'", "muse_glimmer"),

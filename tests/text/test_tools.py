@@ -219,7 +219,6 @@ def test_the_reader_is_quick_with_long_texts():
         ("'<tool_calls>\\n<tool_call>' + name + '<tool_sep>\\n<arg_key>'", "hy_v3_preview"),
         ("'<function name=\"' ~ name ~ '\"><param name=\"' split('<tool_sep>') <tool_response>", "minicpm5"),
         ("<dots_function_call>\n<invoke name=", "dots"),
-        ("<|plamo:begin_tool_requests:plamo|>", "plamo3"),
         ('{{- "List of tools: <|tool_list_start|>[" -}}', "lfm2"),
         ('ns.system_prompt + "List of tools: [" {{- "<think>" }}', "lfm2"),
         ('formatted as functools[{"name": [function name], "arguments": ', "functools"),
@@ -362,7 +361,7 @@ def test_what_a_grammar_allows_is_read_as_calls_that_follow_the_schemas(parser, 
             continue
         content, _, calls = read([text], parser, tools=WRITTEN_TOOLS, special=frozenset(tokens))
         for mark in getattr(TOOL_PARSERS[parser], "response", ()):  # which reasoning's parser leaves out
-            content = content.replace(mark, "")
+            content = content.replace(mark, "").strip()
         assert calls or not required, text
         assert not (required and content), text
         assert parallel or len(calls) <= 1, text
