@@ -221,7 +221,7 @@ def units_of(parser: str) -> list[str]:
         texts += [written(parser, [("write", {"n": 1})]), written(parser, [("write", {"n": 1})])[:-3]]
     if isinstance(format, TagFormat):
         key, end, ends = f"\n{format.key}a{format.key_end}", format.value_end, "\n".join(format.ends)
-        begin = f"{format.begins[0]}\n{format.name} write{format.name_end}\n"
+        begin = f"{format.begins[0]}\n{format.names[0]} write{format.name_end}\n"
         argument = f"{format.key}text{format.key_end}"
         texts += [
             key,
