@@ -169,7 +169,7 @@ class JsonFormat(ToolParser):
         if begin not in "{[":
             yield from source.follows(begin)
         yield from source.space()
-        listed = begin == "{" not in self.begins or (yield from source.follows("["))
+        listed = (begin == "{" and begin not in self.begins) or (yield from source.follows("["))
         yield from source.space()
         before = calls.count
         while (yield from source.follows("{")):

@@ -471,7 +471,7 @@ def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Step
             for text in (begin, "[]", format.end):
                 yield from source.space()
                 found = yield from source.follows(text)
-            if found and make is content and (yield from source.char()) not in ("`", "'", '"'):  # else it is told of
+            if TOKEN.fullmatch(found) and make is content and (yield from source.char()) not in tuple("`'\""):  # or told of
                 source.mark = None
                 return True
             source.back()
