@@ -453,7 +453,7 @@ def read_answer(calls: Calls, format: ToolParser, thinking: ReasoningParser, mar
 
 
 def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Steps[bool]:
-    """Read calls that `begin` seems to begin, after white space; returns whether there were any, or an empty block.
+    """Read calls that `begin` seems to begin, after white space; returns if there were any, or an empty, unquoted block.
 
     Otherwise, `make` makes a part of the first character, and the rest is read again; but not for ever.
     """
@@ -471,7 +471,7 @@ def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Step
             for text in (begin, "[]", format.end):
                 yield from source.space()
                 found = yield from source.follows(text)
-            if TOKEN.fullmatch(found) and make is content and (yield from source.char()) not in tuple("`'\""):  # or told of
+            if TOKEN.fullmatch(found) and make is content and (yield from source.char()) not in tuple("`'\""):
                 source.mark = None
                 return True
             source.back()
