@@ -38,8 +38,7 @@ class Files:
         self.root = Path(config.files_dir or "").resolve()
         self.width = max(1, num_seqs // 2)  # the engines' other sequences are for requests that somebody waits for
         self.running = Shares(min(MOST_RUNNING, self.width), board, [0] * board.PLACES)  # batches of this process
-        keys = len({*config.api_key, *config.admin_key}) if config.api_key else 0
-        self.limit, self.sharing = config.max_files_bytes // max(1, keys), "" if keys else "*"
+        self.limit, self.sharing = config.max_files_bytes // max(1, config.shares), "" if config.shares else "*"
         if not self.closed:
             if not (secret := self.root / "secret").exists():
                 with tempfile.NamedTemporaryFile(dir=self.root) as draft, contextlib.suppress(FileExistsError):

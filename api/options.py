@@ -114,6 +114,11 @@ class ServerConfig:
     enable_tokenizer_info_endpoint: bool = option(False, "have /tokenizer_info, which shows the chat template")
     api_server_count: int = option(1, "processes that speak HTTP and make text, all for one engine", 1, 64)
 
+    @property
+    def shares(self) -> int:
+        """How many API keys share what the server keeps for its clients; 0 without keys."""
+        return len({*self.api_key, *self.admin_key}) if self.api_key else 0
+
     def __post_init__(self) -> None:
         check_fields(self)
         if self.max_body_bytes_in_flight < self.max_body_bytes:

@@ -84,7 +84,8 @@ class Store:
     """
 
     def __init__(self, config: ServerConfig):
-        self.limits = config.max_stored_responses, config.max_stored_response_bytes
+        self.shares, total = config.shares, (config.max_stored_responses, config.max_stored_response_bytes)
+        self.limits = [most // max(1, self.shares) for most in total]
         self.closed = ""  # or why nothing is kept
         if not config.max_stored_responses:
             self.closed = "this server keeps no responses (max_stored_responses is 0)"
@@ -92,9 +93,6 @@ class Store:
             self.closed = f"this server keeps no responses, because api_server_count is {count}; with 1 it does"
         self.entries: OrderedDict[tuple[str, str], Kept] = OrderedDict()
         self.held = Counter[str](), Counter[str]()  # how many of these each owner has, and how large they are
-        self.shares = len({*config.api_key, *config.admin_key}) if config.api_key else 0
-        if self.shares:
-            self.limits = self.limits[0] // self.shares, self.limits[1] // self.shares
 
     def put(self, kept: Kept, is_new: bool = False) -> None:
         """Keep a response as it is now, as the latest, and drop what is too much then. One that is gone stays so."""
