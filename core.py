@@ -240,9 +240,9 @@ class EngineCore:
     @undisturbed()
     def abort_requests(self, names: list[str]) -> int:
         """End requests with an error, by their ids or those of their replies, or all of them; returns how many."""
-        asked = {*names}
+        chosen = {*names}
         places = self.paused, self.adapters.waiting, self.grammars.waiting, self.scheduler.requests
-        ids = [id for id in chain(*places) if not asked or asked & {id, id.rpartition("-")[0]}]
+        ids = [id for id in chain(*places) if not chosen or chosen & {id, id.rpartition("-")[0]}]
         for id in ids:
             self.abort(id)
             self.news.outputs.append(error_output(id, "the request was aborted (/abort_requests)"))

@@ -65,7 +65,7 @@ class Line:
     body: bytes = b""
 
     def read(self, config: ServerConfig, faces: Mapping[str, Face]) -> None:
-        """Find out which face the line asks for what; an `ApiError` if it is no request, with any `custom_id` set."""
+        """Find the face and the body of a line; an `ApiError` if it is no request, with any `custom_id` set."""
         self.id = "batch_req_" + digest(b"%d %b" % (self.number, self.text)).hex()
         if len(self.text.rstrip(b"\r\n")) > config.max_body_bytes:
             raise ApiError(413, f"the line is larger than {config.max_body_bytes} bytes (max_body_bytes)")

@@ -197,10 +197,10 @@ def answer_lines(api: Api, owner: str, batch: dict[str, Any], answers: Answers) 
     def look() -> None:
         if api.board.draining:
             raise gevent.GreenletExit  # it goes on when the server starts again
-        asked = files.find(owner, batch["id"], BATCH)
-        batch["cancelling_at"] = asked["cancelling_at"]
-        if asked["status"] == "cancelling" or time.time() > batch["expires_at"]:
-            raise Ended("cancelled" if asked["status"] == "cancelling" else "expired")
+        latest = files.find(owner, batch["id"], BATCH)
+        batch["cancelling_at"] = latest["cancelling_at"]
+        if latest["status"] == "cancelling" or time.time() > batch["expires_at"]:
+            raise Ended("cancelled" if latest["status"] == "cancelling" else "expired")
         files.need_room(owner, 0)
         batch["request_counts"] |= answers.counts
         files.save(owner, batch)

@@ -142,7 +142,7 @@ def conversation(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[Prom
     if end is not None and end not in api.facts["eos_token_ids"] and not fields["ignore_eos"]:
         fields["stop_token_ids"] = [*(fields["stop_token_ids"] or ()), end]  # trainers often name it nowhere else
     begun = begun_reasoning(fields["messages"][-1]) if fields["continue_final_message"] else ""
-    return prompt, api.parsers.reading(fields, text.rstrip().removesuffix(begun.strip()))  # how the answer begins
+    return prompt, api.parsers.reading(fields, text.rstrip().removesuffix(begun.strip()))  # up to where that begins
 
 
 def as_chat(fields: dict[str, Any], messages: list[dict[str, Any]], **own: Any) -> dict[str, Any]:

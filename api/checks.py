@@ -115,8 +115,8 @@ def messages(value: Any, asked: Asked) -> list[dict[str, Any]]:
     found = chat_messages(value)  # a template may know any key of a message, but of a part only the text is left
     for message, shown in zip(value, found, strict=True):
         for part in message["content"] if isinstance(message.get("content"), list) else ():
-            own = part if isinstance(part, dict) else {}
-            known_keys(own, TEXT_PART, asked, extended=own.get("type") not in ("text", "refusal"))
+            keys = part if isinstance(part, dict) else {}  # a plain string has none
+            known_keys(keys, TEXT_PART, asked, extended=keys.get("type") not in ("text", "refusal"))
         for key in THOUGHT_FIELDS:
             if message.get(key) and isinstance(message[key], list) and not shown.get("reasoning_content"):
                 asked.ignore(key)
@@ -136,9 +136,9 @@ def settings(*ignored: str, **known: Any) -> Check:
 
     def check(value: Any, asked: Asked) -> dict[str, Any]:
         known_keys(value, tuple(known), asked)
-        found = {name: whole(value.get(name)) for name in known}
+        values = {name: whole(value.get(name)) for name in known}
         for name, allowed in known.items():
-            if (given := found[name]) is None:
+            if (given := values[name]) is None:
                 continue
             if isinstance(allowed, type):
                 if type(given) is not allowed:  # a truth is no number
@@ -148,7 +148,7 @@ def settings(*ignored: str, **known: Any) -> Check:
                 raise Refusal(f"this server cannot do that yet; {name} must be {words}", "unsupported_parameter")
             if name in ignored:
                 asked.ignore(name)
-        return found
+        return values
 
     return check
 

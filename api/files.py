@@ -64,8 +64,8 @@ class Files:
             raise ApiError(404, f"you have no {kind[:-1]} {id[:100]!r} here", "id") from None
         if kind == BATCH and record["status"] not in ENDED:
             with contextlib.suppress(FileNotFoundError):
-                asked = path.with_suffix(".cancel").stat().st_mtime
-                record |= {"status": "cancelling", "cancelling_at": int(asked)}
+                cancelled_at = path.with_suffix(".cancel").stat().st_mtime
+                record |= {"status": "cancelling", "cancelling_at": int(cancelled_at)}
         return record
 
     def all(self, owner: str, kind: str) -> list[dict[str, Any]]:

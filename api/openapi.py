@@ -57,10 +57,10 @@ def replies(error: str, *kinds: str) -> dict[str, Any]:
     # Of an event OpenAPI 3.1 has no schema.
     schemas: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
     content = {kind: schemas.get(kind, {"schema": STRING}) for kind in kinds}
-    wrong = {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}}
+    refusal = {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{error}"}}}}
     return {
         "200": {"description": "The answer.", "content": content},
-        **{str(status): {"description": text, **wrong} for status, text in STATUSES.items()},
+        **{str(status): {"description": text, **refusal} for status, text in STATUSES.items()},
     }
 
 

@@ -200,8 +200,8 @@ class Responses(AnswerRun):
         (at, text, _), (_, _, name, key) = piece, self._row(piece.at)
         if key == "input":
             text, self.sent[at] = custom_input(self._block(at).text, self.sent.get(at, 0), whole)
-        more = {"logprobs": self._logprobs(at, new=True)} if self._block(at).kind == CONTENT else {}
-        return self._numbered(f"response.{name}.delta", **self._where(at), delta=text, **more) if text else b""
+        scores = {"logprobs": self._logprobs(at, new=True)} if self._block(at).kind == CONTENT else {}
+        return self._numbered(f"response.{name}.delta", **self._where(at), delta=text, **scores) if text else b""
 
     def _end(self, at: int, last: bool = False) -> Iterator[bytes]:
         block, where = self._block(at), self._where(at)
@@ -212,8 +212,8 @@ class Responses(AnswerRun):
             yield self._numbered(kind, **where, name=item["name"], **{key: item[key]})
         else:
             part = item["content"][0]
-            more = {"logprobs": part["logprobs"]} if block.kind == CONTENT else {}
-            yield self._numbered(kind, **where, text=block.text, **more)
+            scores = {"logprobs": part["logprobs"]} if block.kind == CONTENT else {}
+            yield self._numbered(kind, **where, text=block.text, **scores)
             yield self._numbered("response.content_part.done", **where, part=part)
         yield self._numbered("response.output_item.done", output_index=at, item=item)
 

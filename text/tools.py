@@ -453,7 +453,7 @@ def read_answer(calls: Calls, format: ToolParser, thinking: ReasoningParser, mar
 
 
 def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Steps[bool]:
-    """Read calls that `begin` seems to begin, after white space; returns if there are any, or an empty, unquoted block.
+    """Read calls that `begin` seems to begin, after white space; returns whether there are any or an empty block.
 
     Otherwise, `make` makes a part of the first character, and the rest is read again; but not for ever.
     """
