@@ -285,9 +285,13 @@ class Choices:
     pooling: PoolingParams | None = None  # its tokens are sampled
 
     def __init__(
-        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams,
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
         tokenizer: Tokenizer,
-    ):  # fmt: skip
+    ):
         self.request_id, self.params = request_id, params
         self.prompt, self.prompt_token_ids = prompt, prompt_token_ids
         # Of the prompt's tokens from the second on, where asked for. They come before the first token of any answer.
