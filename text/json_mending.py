@@ -4,11 +4,9 @@ What is JSON stays as it is, character by character. What models often write ins
 thing only:
 
     in strings    control characters, escapes that JSON does not have, halves of surrogate pairs (they become U+FFFD)
-    around them   single quotes, keys without quotes, words, numbers and tuples of Python, a comma too many, or too few
-                  before a key
+    around them   single quotes, keys without quotes, words, numbers, tuples and sets of Python, a comma too many, or
+                  too few before a key
     at the end    brackets that are missing before another one, or before a mark that ends the call
-
-Values of Python may also have sets, which become lists, and more quotes.
 """
 
 from __future__ import annotations

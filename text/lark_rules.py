@@ -233,7 +233,7 @@ class Lark:
         """(key, schema with its definitions, whether it is required) of an object; a ValueError: these are too long."""
         required = {*texts_of(schema, "required")}
         for key in schema.get("properties") or {}:
-            time.sleep(0)  # as in `parts_of`
+            time.sleep(0)  # there may be many, and an API process serves others as well
             inner = referred(property_schema(schema, key))
             self.repeated += sum(len(json.dumps(inner[name])) for name in SHARED if name in inner)
             if self.repeated > MOST_REPEATED:

@@ -153,7 +153,6 @@ def read_tags(text: str | dict[str, Any]) -> Iterator[tuple[str, str, Any, str]]
 
 def parts_of(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
     """The same schema with each schema directly in it changed."""
-    time.sleep(0)  # there may be many, and an API process serves others as well
     changed = {}
     for key, value in schema.items():
         if key in NAMED and isinstance(value, dict):
@@ -233,14 +232,21 @@ class Rewriting:
     """
 
     def __init__(self, root: Any, strict: bool = False):
-        self.strict, self.root, self.room, self.patterns = strict, root, MOST_STEPS, MOST_OF_PATTERNS
+        self.strict, self.root, self.steps, self.room, self.patterns = strict, root, 0, MOST_STEPS, MOST_OF_PATTERNS
         self.left: dict[str, None] = {}
         self.kinds: dict[int, list[Kind]] = {}
+
+    def _step(self) -> None:
+        """Look at another part of the schema. There may be many, and an API process serves others as well."""
+        self.steps += 1
+        if self.steps % 64 == 0:
+            time.sleep(0)
 
     def change(self, schema: Any) -> Any:
         """The same schema in other words."""
         if not isinstance(schema, dict):
             return schema
+        self._step()
         found, rules = {**schema}, [*list_of(schema, "allOf")]
         if "not" in found and (other := negated(found["not"])) is not None:
             del found["not"]
@@ -332,7 +338,7 @@ class Rewriting:
         """What the values of a schema may be; nothing, where `room` ends."""
         if schema is False or self.room < 0:
             return []
-        time.sleep(0)  # as in `parts_of`
+        self._step()
         if not isinstance(schema, dict):
             self.room -= 1
             return [Kind({}, ALL_TYPES)]
@@ -361,7 +367,7 @@ class Rewriting:
 
     def is_endless(self, schema: Any, path: frozenset[str] = frozenset()) -> bool:
         """Whether each value must hold another one. `path` are the references that have led here."""
-        time.sleep(0)  # as in `parts_of`
+        self._step()
         self.room -= 1
         if not isinstance(schema, dict) or choices(schema) or self.room < 0:
             return False

@@ -603,20 +603,16 @@ def call_grammar(
 ) -> str:
     """A grammar in llguidance's Lark that holds a model's calls to a parser's format and to the schemas of the tools.
 
-    That of `openai` begins before the hidden reasoning, all others after it.
+    That of `openai` begins before the hidden reasoning, all others after it. A ValueError: a schema is malformed, or a
+    name has a text to which the format gives another meaning.
 
     Args:
         tool_parser: one of `TOOL_PARSERS`.
-        tools: that may be called, at least one, in OpenAI's shape. Where one is not `strict`, its schema loses what no
-            grammar can hold a model to.
+        tools: at least one, in OpenAI's shape. If one is not `strict`, its schema loses what no grammar can hold.
         required: there is at least one call, and nothing beside; otherwise text, or calls, or calls after text. In a
             format whose calls begin with a bracket, text does not begin with it, and no calls come after it.
         parallel: there may be several calls. Models of `openai` write one at a time.
         token_ids: the id of a text that is one special token of the model; None if it is none.
-
-    Raises:
-        ValueError: the format gives another meaning to a text in the name of a tool or of a parameter, or a schema is
-            malformed.
     """
     lark, format, known = Lark(token_ids), TOOL_PARSERS[tool_parser], [*map(held, functions(tools))]
     if isinstance(format, HarmonyFormat):
