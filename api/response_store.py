@@ -62,13 +62,18 @@ class Kept:
             for each in close:
                 each()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it is still made, in the background."""
+        return bool(self.runner) and not self.runner.ready()
+
     def follow(self, number: int) -> Iterator[bytes]:
         """The events from this number on, and those to come."""
         while number >= self.first:
             if number < self.first + len(self.events):
                 yield self.events[number - self.first]
                 number += 1
-            elif self.runner is None or self.runner.ready():
+            elif not self.is_running:
                 return
             else:
                 self.news.clear()
@@ -78,9 +83,9 @@ class Kept:
 class Store:
     """The latest responses of one API process, each known to its owner only: an API key, else an address.
 
-    Each API key has an equal share of the room, and beyond it loses the response that it has not used for longest.
-    Addresses share all of it: where they have too much together, the one with the most loses such a response. The
-    latest is kept, however large, but for its events.
+    Each API key has an equal share of the room. Beyond it, it loses the response that it has not used for longest, and
+    one that runs in the background only after all others. Addresses share all of the room: where they have too much
+    together, the one with the most loses such a response. The latest is kept, however large, but for its events.
     """
 
     def __init__(self, config: ServerConfig):
@@ -190,7 +195,8 @@ class Store:
                 if not (several := [owner for owner in owners if self.held[0][owner] > 1 or owner != newest]):
                     break
                 largest = max(several, key=lambda owner: (held[owner], owner == newest))
-                self._drop(next(key for key in self.entries if key[0] == largest))
+                oldest_first = [key for key in self.entries if key[0] == largest]
+                self._drop(min(oldest_first, key=lambda key: self.entries[key].is_running))
 
     def _drop(self, key: tuple[str, str]) -> None:
         if (kept := self._take_out(key)) and kept.runner:

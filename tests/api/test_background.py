@@ -100,7 +100,14 @@ def test_what_is_kept_of_it_is_bounded() -> None:
     *_, last = found = typed_events(http_client.get(f"{url}?stream=true&starting_after={first}"))
     assert found[0]["sequence_number"] == first + 1 > 100 and last["type"] == "response.incomplete"
     several = client_of(engine := Gated(), max_stored_responses=2)
-    urls = [run(several) for _ in range(3)]
+    urls = [run(several)]
+    engine.tell(9)
+    urls.append(run(several))
+    assert several.get(urls[0]).json["status"] == "incomplete"  # it has ended, and is the latest used
+    urls.append(run(several))
     gevent.sleep(0)
-    assert len(engine.open) == 2  # the first has ended, as nobody could read it
-    assert [several.get(url).status_code for url in urls] == [404, 200, 200]
+    assert len(engine.open) == 3 and [several.get(url).status_code for url in urls] == [404, 200, 200]
+    urls.append(run(several))
+    gevent.sleep(0)
+    assert len(engine.open) == 3  # the first of those that run has ended, as nobody could read it
+    assert [several.get(url).status_code for url in urls] == [404, 404, 200, 200]
