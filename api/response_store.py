@@ -65,7 +65,7 @@ class Kept:
     @property
     def is_running(self) -> bool:
         """Whether it is still made, in the background."""
-        return bool(self.runner) and not self.runner.ready()
+        return self.runner is not None and not self.runner.ready()
 
     def follow(self, number: int) -> Iterator[bytes]:
         """The events from this number on, and those to come."""

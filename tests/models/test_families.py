@@ -349,5 +349,5 @@ def test_two_stages_give_the_same(checkpoints: Checkpoints, found_by: Found, siz
 
 def test_the_table_of_families_is_up_to_date() -> None:
     page = family_campaign.PAGE.read_text()
-    assert page == family_campaign.with_table(page), "run python tests/family_campaign.py --table"
+    assert page == family_campaign.with_table(page), "run python campaigns/family_campaign.py --table"
     assert f"[{len(FAMILIES)} families](docs/families.md)" in (family_campaign.ROOT / "README.md").read_text()

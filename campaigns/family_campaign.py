@@ -1,7 +1,7 @@
 """A campaign by hand: each family in many drawn shapes, each against transformers.
 
-    python tests/family_campaign.py [--count 200] [--seed 0] [--families LlamaConfig ...]
-    python tests/family_campaign.py --table              writes docs/families.md's table anew
+    python campaigns/family_campaign.py [--count 200] [--seed 0] [--families LlamaConfig ...]
+    python campaigns/family_campaign.py --table              writes docs/families.md's table anew
 
 A drawn shape is a tiny random checkpoint of transformers': sizes, heads, biases, norms, activations, windows, kinds of
 RoPE, experts and all else that its config class has a field for. Two prompts, one of them in two parts, must give
@@ -25,8 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent / "models"))
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the engine's files lie one folder up
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from safetensors.torch import load_file
@@ -357,7 +357,7 @@ class Oracle:
     """A process of transformers that answers as long as it is asked."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-I", str(Path(__file__).with_name("oracle.py"))]
+        command = [sys.executable, "-I", str(ROOT / "tests" / "oracle.py")]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd="/"
         )
@@ -502,7 +502,7 @@ KNOWN = {  # what people know a family by, where its name does not say it
     "MiniCPMForCausalLM": "MiniCPM 1, 2, 4", "MiniCPM3ForCausalLM": "MiniCPM 3", "QWenLMHeadModel": "Qwen (1)",
     "YiForCausalLM": "Yi (its first files)",
 }  # fmt: skip
-BEGIN, END = "<!-- the table: python tests/family_campaign.py --table -->", "<!-- its end -->"
+BEGIN, END = "<!-- the table: python campaigns/family_campaign.py --table -->", "<!-- its end -->"
 TRAITS = {  # what a row's field says, in words
     "norm": {"layer": "LayerNorm", "either": "RMSNorm or LayerNorm"}, "unit_offset": {True: "norms stored minus 1"},
     "norm_weight": {False: "norms without weights"}, "gated": {False: "MLP without gate"},

@@ -1,6 +1,6 @@
 """A soak by hand: mixed requests for an hour, and whether the memory of every process stays as it is.
 
-    python tests/soak.py [--minutes 60] [--seed 0] [--clients 12] [--json FILE] [flags of server.py ...]
+    python campaigns/soak.py [--minutes 60] [--seed 0] [--clients 12] [--json FILE] [flags of server.py ...]
 
 Clients send what users send: prompts of 1 token up to the whole context, several answers, stop strings, penalties and
 biases, streams and plain replies, streams that are left, and mistakes. The resident memory of each process is read
@@ -23,6 +23,8 @@ from collections.abc import Callable
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from served import Server, serving
 

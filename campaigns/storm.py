@@ -1,7 +1,7 @@
 """A storm: seeded streams run while random things happen to the server, and each stream must keep its word.
 
-    python tests/storm.py --events 200 --streams 200 --seed 1       prints what happened, in JSON
-    python -m pytest tests/storm.py -m long                         the same as a test
+    python campaigns/storm.py --events 200 --streams 200 --seed 1       prints what happened, in JSON
+    python -m pytest campaigns/storm.py -m long                         the same as a test
 
 Each stream is asked for again and again until the events are over. Its text must be the one that a quiet server gave,
 or the beginning of that with a documented error after it: its engine process or its API process has ended, or the
@@ -44,7 +44,8 @@ from unittest import mock
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the engine's files lie one folder up
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import hostile
 from config import DEMO

@@ -1,7 +1,7 @@
 """A campaign by hand: Schemathesis sends what /openapi.json allows, and what it does not, to servers on the demo.
 
     python -m venv VENV && VENV/bin/pip install schemathesis
-    python tests/schema_campaign.py --schemathesis VENV/bin/schemathesis [--cases 5000] [--seed 0] [--workers 2]
+    python campaigns/schema_campaign.py --schemathesis VENV/bin/schemathesis [--cases 5000] [--seed 0] [--workers 2]
 
 Schemathesis has requirements of its own, so it gets a virtual environment of its own. First come the ends of all ranges
 and other values that a schema suggests, in as many cases as that takes, then so many random ones, shared evenly by all
@@ -21,6 +21,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from served import Server, eventually, serving
 

@@ -1,7 +1,7 @@
 """A campaign by hand: what the demo writes under real schemas, and structured streams while their worker is killed.
 
-    python tests/structured_campaign.py schemas FILE [--limit N]
-    python tests/structured_campaign.py kills [--streams 64] [--kills 3]
+    python campaigns/structured_campaign.py schemas FILE [--limit N]
+    python campaigns/structured_campaign.py kills [--streams 64] [--kills 3]
 
 FILE has JSON lines with a `schema` each, as MaskBench has them. The demo answers under each at temperature 1, and each
 answer that has come to its end must be valid, says the package jsonschema. The second command has as many free streams
@@ -24,6 +24,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jsonschema
