@@ -60,7 +60,7 @@ class AsyncStream(Stream):
         self.loop, self.arrived = asyncio.get_running_loop(), asyncio.Event()
 
     def put(self, item: EngineOutput | Exception) -> None:
-        """See `Stream`; any thread may call this."""
+        """Put an output into the stream (`Stream`); any thread may call this."""
         super().put(item)
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits any more
             self.loop.call_soon_threadsafe(self.arrived.set)
@@ -103,12 +103,12 @@ class AsyncMPClient:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """See `core.client_facts`."""
+        """What the engine tells its clients (`core.client_facts`)."""
         return self.process.facts
 
     @property
     def trouble(self) -> str | None:
-        """See `MPClient.trouble`."""
+        """Why the engine cannot run requests now; None: it can."""
         return self.engine.trouble
 
     def _submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -252,14 +252,14 @@ class AsyncLLM:
                 stream.put(EngineOutput(name, [], "abort", finished=True))
 
     def get_tokenizer(self) -> Tokenizer:
-        """See `LLMEngine.get_tokenizer`."""
+        """The model's tokenizer; raises a ValueError if there is none, or this is closed."""
         self._check_open()
         if isinstance(self.tokenizer, NoTokenizer):
             raise ValueError("this engine has no tokenizer (skip_tokenizer_init)")
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """See `LLM.get_default_sampling_params`."""
+        """The default of `generate`: the model's own, from its generation_config.json."""
         self._check_open()
         return SamplingParams(**self.client.facts["default_sampling"])
 
@@ -269,52 +269,52 @@ class AsyncLLM:
         return value
 
     async def get_metrics(self) -> dict[str, Any]:
-        """See `LLM.get_metrics`."""
+        """The engine's metrics, by vLLM's names without the prefix (`LLM.get_metrics`)."""
         return await self._utility("metrics")
 
     async def do_log_stats(self) -> None:
-        """See `LLMEngine.do_log_stats`."""
+        """Log the engine's throughput since the last time, at the level info."""
         await self._utility("do_log_stats")
 
     async def reset_prefix_cache(self) -> bool:
-        """See `LLM.reset_prefix_cache`."""
+        """Forget all cached prefixes; returns True, as vLLM does if nothing runs."""
         await self._utility("reset_prefix_cache")
         return True
 
     async def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """See `LLM.collective_rpc`. The engine does nothing else meanwhile."""
+        """Call a method or a function on all workers (`LLM.collective_rpc`). The engine does nothing else meanwhile."""
         self._check_open()
         return await self.client.collective_rpc(method, timeout, args, kwargs)
 
     async def sleep(self, level: int = 1) -> None:
-        """See `Workers.sleep`. Requests wait until `wake_up`."""
+        """Give memory back to the system (`Workers.sleep`). Requests wait until `wake_up`."""
         await self._utility("sleep", level, timeout=None)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """See `LLM.wake_up`."""
+        """Take the memory of what sleeps again (`LLM.wake_up`)."""
         await self._utility("wake_up", tags, timeout=None)
 
     async def is_sleeping(self) -> bool:
-        """See `LLM.is_sleeping`."""
+        """Whether weights or KV cache sleep."""
         return await self._utility("is_sleeping")
 
     async def update_weights(self, folder: str | None = None, tensors: Mapping[str, Any] | None = None) -> int:
-        """See `LLM.update_weights`. Requests that have come run to their end first, and new ones wait."""
+        """Load other weights (`LLM.update_weights`). Requests that run end first, and new ones wait."""
         with source_of(folder, tensors) as source:
             return await self._utility("update_weights", *source, timeout=None)
 
     async def get_weights_version(self) -> int:
-        """See `LLM.weights_version`."""
+        """How often weights were updated; 0: they are those of the start."""
         return await self._utility("get_weights_version")
 
     async def start_profile(self) -> None:
-        """See `Profiles.start_profile`."""
+        """Record what the workers do (`Profiles.start_profile`)."""
         await self._utility("start_profile", timeout=None)
 
     async def stop_profile(self) -> list[str]:
-        """See `LLM.stop_profile`."""
+        """End `start_profile`; returns the names of its files in `torch_profiler_dir`."""
         return await self._utility("stop_profile", timeout=None)
 
     @property

@@ -110,7 +110,7 @@ class UniExecutor:
         return [value]
 
     def check(self) -> None:
-        """See whether all workers live; this one does."""
+        """Raise what `result` does if a worker has ended; this one lives."""
 
     def note(self) -> str:
         """What the start log adds about the workers."""
@@ -284,7 +284,7 @@ class MpExecutor:
             self.owing -= {rank for rank in self.owing if self.plans.nap(rank) not in (0, naps[rank])}
 
     def check(self) -> None:
-        """See whether all workers live, also idle ones; raises what `result` does."""
+        """Raise what `result` does if a worker, idle or not, has ended."""
         self._attend(idle=not self.unanswered)
 
     def note(self) -> str:

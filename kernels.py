@@ -85,14 +85,14 @@ def norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """See `reference.rms_norm`."""
+    """RMSNorm, of x or of the residual plus x (`reference.rms_norm`)."""
     return _norm(x, weight, None, eps, residual, centered=False)
 
 
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """See `reference.layer_norm`."""
+    """LayerNorm, of x or of the residual plus x (`reference.layer_norm`)."""
     return _norm(x, weight, bias, eps, residual, centered=True)
 
 
@@ -104,7 +104,7 @@ def _norm(
     residual: torch.Tensor | None,
     centered: bool,
 ) -> torch.Tensor:
-    """See `layer_norm`, and `rms_norm` for one that is not centered."""
+    """LayerNorm, or RMSNorm where it is not centered."""
     tokens, size = x.shape
     assert x.is_contiguous() and weight.shape == (size,) and (bias is None or bias.shape == (size,))
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
@@ -213,7 +213,7 @@ def qk_norm_rope_store_kernel(
 
 
 def keys_of(kv: torch.Tensor) -> torch.Tensor:
-    """See `reference.keys_of`. Here a tile of keys is loaded 128 bits at a time along D."""
+    """The keys of a layer's pages (`reference.keys_of`). Here a tile of keys is loaded 128 bits at a time along D."""
     return kv[:, 0]
 
 
@@ -222,7 +222,7 @@ def qk_norm_rope_store(
     slot_mapping: torch.Tensor, kv: torch.Tensor, interleaved: bool = False, norm: str = "rms", norm_last: bool = False,
     scales: torch.Tensor | None = None, v_norm: bool = False, kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """See `reference.qk_norm_rope_store`."""
+    """Norm and rotate q and k, and store k and v in their pages (`reference.qk_norm_rope_store`)."""
     _, _, kv_heads, block_size, head_dim = kv.shape
     tokens, rotary = len(qkv), rotation.shape[2]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
@@ -269,7 +269,7 @@ def square_sums_kernel(qkv, y, Q: tl.constexpr, K: tl.constexpr, STRIDE: tl.cons
 
 
 def square_sums(qkv: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Tensor:
-    """See `reference.square_sums`."""
+    """Sum the squares of each token's q, and of its k (`reference.square_sums`)."""
     (tokens, width), keys = qkv.shape, kv_heads * head_dim
     assert qkv.is_contiguous() and width > 2 * keys
 
@@ -328,7 +328,7 @@ def act_kernel(
 
 
 def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """See `reference.act_mul`."""
+    """Multiply the activated gate by up (`reference.act_mul`)."""
     tokens, size = x.shape[0], x.shape[1] // 2
     assert x.is_contiguous() and x.shape[1] % 2 == 0 and activation in ACTIVATIONS
 
@@ -340,7 +340,7 @@ def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None) -> torch.Tensor:
-    """See `reference.act`."""
+    """Apply an activation function (`reference.act`)."""
     tokens, size = x.shape
     assert x.is_contiguous() and activation in (*ACTIVATIONS, "xielu")
     assert (params is not None) == (activation == "xielu") and (params is None or params.dtype == torch.float32)
@@ -575,7 +575,7 @@ def plan_decode(
     chunked: bool = False,
     dtype: torch.dtype | None = None,
 ) -> DecodePlan:
-    """See `reference.plan_decode`. This plan cuts the work into shares for the programs of `attention_decode`."""
+    """Cut the work of `attention_decode` into equal shares for its programs (`reference.plan_decode`)."""
     batch, (kv_heads, block_size, head_dim) = len(slots), kv.shape[2:]
     assert num_heads % kv_heads == 0 and block_tables.stride(1) == 1 and len(seq_lens) == batch
     assert window >= int(chunked)
@@ -606,7 +606,7 @@ def attention_decode(
     slopes: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `reference.attention_decode`."""
+    """Attend from few tokens of each row (`reference.attention_decode`)."""
     block_tables, slots, seq_lens, window, tokens, chunked, items, arrived = plan
     batch, (_, heads, head_dim), (kv_heads, block_size) = len(slots), q.shape, kv.shape[2:4]
     assert q.is_contiguous() and kv[0].is_contiguous() and _holds(kv, q) and kv.shape[4] == head_dim
@@ -746,7 +746,7 @@ def attention_prefill(
     chunked: bool = False,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `reference.attention_prefill`."""
+    """Attend from many tokens of each sequence (`reference.attention_prefill`)."""
     block_tables, slots, seq_lens, query_starts, max_query_len = rows
     _, heads, head_dim = q.shape
     kv_heads, block_size = kv.shape[2:4]
@@ -803,7 +803,7 @@ def pool_kernel(
 
 
 def pool(hidden: torch.Tensor, starts: torch.Tensor, kind: str) -> torch.Tensor:
-    """See `reference.pool`."""
+    """Pool the hidden states of each row (`reference.pool`)."""
     size, rows = hidden.shape[1], len(starts) - 1
     assert hidden.is_contiguous() and starts.dtype == torch.int32
 
@@ -828,7 +828,7 @@ def apply_writes_kernel(state, writes, values, BLOCK: tl.constexpr):
 
 
 def apply_writes(state: torch.Tensor, staged: torch.Tensor, count: int) -> None:
-    """See `reference.apply_writes`."""
+    """Write a plan's changes into the batch state (`reference.apply_writes`)."""
     assert state.dtype == staged.dtype == torch.int32 and staged.is_contiguous()
 
     writes, values = staged[: 6 * count].view(torch.int64), staged[6 * count :]
@@ -883,7 +883,7 @@ def prepare_inputs(
     num_tokens: int,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `reference.prepare_inputs`."""
+    """Make a step's ids, positions and places from the batch state (`reference.prepare_inputs`)."""
     rows = len(slots)
     assert len(query_starts) == rows + 1 and token_ids.stride(1) == 1 and block_tables.stride(2) == 1
 
@@ -971,7 +971,7 @@ def post_update(
     num_drafts: torch.Tensor | None = None,
     most_drafts: int = 0,
 ) -> torch.Tensor:
-    """See `reference.post_update`."""
+    """Write a step's new tokens back into the batch state (`reference.post_update`)."""
     rows = len(slots)
     assert len(query_starts) == len(sample_starts) == rows + 1 and token_ids.stride(1) == 1
     assert stop_bits.stride(1) == 1
@@ -1003,7 +1003,7 @@ def move_blocks_kernel(source, target, pairs, num_pairs, SIZE: tl.constexpr, BLO
 
 
 def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
-    """See `reference.copy_blocks`."""
+    """Copy blocks within a pool (`reference.copy_blocks`)."""
     assert pool.is_contiguous() and pairs.is_contiguous() and pairs.dtype == torch.int64
 
     size, block = pool[0].numel(), MOVE_BYTES // pool.element_size()
@@ -1011,7 +1011,7 @@ def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
 
 
 def swap_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
-    """See `reference.swap_blocks`.
+    """Copy blocks between two pools (`reference.swap_blocks`).
 
     The device reads and writes the pinned host memory in place. So all layers of all blocks move in one launch, without
     a copy call for each. Few programs do it, so that the next step finds room beside them.

@@ -354,7 +354,7 @@ class BlockSpaceManager:
         return not self.states.keeps or self._find(seq, last)[0] == last // self.block_size * self.block_size
 
     def cut(self, seq: Sequence, count: int) -> int:
-        """See `StateManager.cut`."""
+        """Cut a row where a state has to be kept (`StateManager.cut`)."""
         return self.states.cut(seq, count) if self.states else count
 
     def can_branch(self, prompt_tables: list[list[int]], length: int) -> bool:

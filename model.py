@@ -352,7 +352,7 @@ class Transformer(Owner):
         return self.counted or sum(math.prod(part.shape) for part in parts.values() if part.needed)
 
     def finish(self) -> None:
-        """See `Owner.finish`."""
+        """Finish all parts, once their weights are there."""
         for owner in self.owners():
             if owner is not self:
                 owner.finish()

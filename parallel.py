@@ -117,7 +117,7 @@ class Group:
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[None]:
-        """See `told`: raise a ConnectionError of one line if a rank is gone or late."""
+        """Raise a ConnectionError of one line if a rank is gone or late."""
         with told(f"rank {self.pipeline.stage * self.size + self.rank} has lost the other ranks"):
             yield
 

@@ -20,7 +20,7 @@ CHUNK = 64  # tokens of a row that are taken at a time
 def conv_silu(
     x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, rows: DeltaRows, taken: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """See `reference.conv_silu`."""
+    """Convolve each channel over its last K inputs, and activate (`reference.conv_silu`)."""
     y, taps = x.new_empty(x.shape), weight.float().T.contiguous()
     owners, tokens, longer = _split(state, rows, taken)
     if len(tokens):
@@ -79,7 +79,7 @@ def delta_rule(
     state: torch.Tensor, rows: DeltaRows, key_heads: int, batch_invariant: bool = False,
     taken: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """See `reference.delta_rule`. Here drafts do not go together with `batch_invariant`."""
+    """Run the gated delta rule (`reference.delta_rule`). Here drafts do not go together with `batch_invariant`."""
     assert taken is None or not batch_invariant
     _, heads, dk, dv = state.shape
     rate = decay.exp()
@@ -147,12 +147,12 @@ def _chunk(state: torch.Tensor, x: Inputs, kept: int) -> torch.Tensor:
 
 
 def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `reference.gated_norm`."""
+    """RMSNorm of each head, times the activated gate (`reference.gated_norm`)."""
     x = o.float()
     x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt_()
     return x.mul_(weight.float()).mul_(F.silu(z.float()).view_as(x)).flatten(1).to(o.dtype)
 
 
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """See `reference.sigmoid_mul`."""
+    """Multiply by the sigmoid of a gate (`reference.sigmoid_mul`)."""
     return gate.float().sigmoid().mul(x).to(x.dtype)

@@ -35,7 +35,7 @@ def plan_experts(
     weights: torch.Tensor, ids: torch.Tensor, num_experts: int, first: int = 0, weigh_inputs: bool = False,
     batch_invariant: bool = False,
 ) -> ExpertPlan:  # fmt: skip
-    """See `reference.plan_experts`."""
+    """Sort the choices of experts by expert, for both products (`reference.plan_experts`)."""
     listed = ids.flatten().tolist()  # plain Python is as fast as torch for thousands of pairs, and faster for few
     here = [pair for pair, expert in enumerate(listed) if first <= expert < first + num_experts]
     here.sort(key=listed.__getitem__)
@@ -50,7 +50,7 @@ def expert_gate_up(
     x: torch.Tensor, weight: torch.Tensor | PackedExperts | CodedExperts, bias: torch.Tensor | None, plan: ExpertPlan,
     activation: str,
 ) -> torch.Tensor:  # fmt: skip
-    """See `reference.expert_gate_up`."""
+    """Multiply each choice by its expert's gate and up, and activate (`reference.expert_gate_up`)."""
     numbers, scales = _rounded(x, weight)
     rows = numbers.index_select(0, plan.tokens)
     scales = None if scales is None else scales.index_select(0, plan.tokens)
@@ -73,7 +73,7 @@ def expert_gate_up(
 def expert_down(
     h: torch.Tensor, weight: torch.Tensor | PackedExperts | CodedExperts, bias: torch.Tensor | None, plan: ExpertPlan
 ) -> torch.Tensor:
-    """See `reference.expert_down`."""
+    """Multiply each choice by its expert's down, and add up each token's (`reference.expert_down`)."""
     tokens, k = plan.weights.shape
     y = _products(*_rounded(h.index_select(0, plan.pairs), weight), weight, bias, plan)
     if y.shape[0] < h.shape[0]:

@@ -47,7 +47,7 @@ class LoraPlan(NamedTuple):
 
 
 def plan_lora(adapters: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, tokens: int, count: int) -> LoraPlan:
-    """See `reference.plan_lora`."""
+    """Sort a step's tokens by adapter (`reference.plan_lora`)."""
     begins, of_slot = starts.tolist(), adapters.tolist()
     of_row = [of_slot[slot] if slot >= 0 else 0 for slot in slots.tolist()]  # counted from 1
     runs: list[Run] = []
@@ -92,7 +92,7 @@ def _neighbours(counts: dict[int, int]) -> list[list[int]]:
 
 
 def lora_shrink(x: torch.Tensor, a: torch.Tensor, plan: LoraPlan) -> torch.Tensor:
-    """See `reference.lora_shrink`."""
+    """Multiply each token by its adapter's A (`reference.lora_shrink`)."""
     h = torch.empty(x.shape[0], a.shape[1])
     for adapter, begin, end in plan.runs:
         h[begin:end] = torch.mm(x[begin:end], a[adapter].T)
@@ -107,7 +107,7 @@ def lora_shrink(x: torch.Tensor, a: torch.Tensor, plan: LoraPlan) -> torch.Tenso
 
 
 def lora_expand(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, bounds: tuple[int, ...], plan: LoraPlan) -> None:
-    """See `reference.lora_expand`."""
+    """Add each token's product with its adapter's B (`reference.lora_expand`)."""
     _, outputs, rank = b.shape
     slices = [(g, slice(*bound)) for g, bound in enumerate(pairwise(bounds))]
     for adapter, begin, end in plan.runs:

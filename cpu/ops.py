@@ -67,7 +67,7 @@ def prepare_inputs(
     num_tokens: int,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `reference.prepare_inputs`."""
+    """Make a step's ids, positions and places from the batch state (`reference.prepare_inputs`)."""
     owners, starts = slots.numpy(), query_starts.numpy()
     computed = num_computed.numpy()[owners]  # of some slot for padding rows, which are not live
     seq_lens = np.where(owners >= 0, computed + np.diff(starts), 0).astype(np.int32)
@@ -98,7 +98,7 @@ def post_update(
     num_drafts: torch.Tensor | None = None,
     most_drafts: int = 0,
 ) -> torch.Tensor:
-    """See `reference.post_update`. Each turn of its loop takes the next token of all rows that go on."""
+    """Write a step's new tokens back (`reference.post_update`). A turn of the loop takes the next one of all rows."""
     owners, sources, known, ids = slots.numpy(), sample_starts.numpy(), num_known.numpy(), token_ids.numpy()
     live = owners >= 0
     num_computed.numpy()[owners[live]] += np.diff(query_starts.numpy())[live]
@@ -147,7 +147,7 @@ def look_up(
     longest: int,
     most: int,
 ) -> torch.Tensor:
-    """See `reference.look_up`. The last token has few ends, and each token before it leaves fewer."""
+    """Find drafts (`reference.look_up`). The last token has few ends, and each token before it leaves fewer."""
     tokens, known, counts = token_ids.numpy(), num_known.numpy(), num_drafts.numpy()
     drafts = np.full((len(slots), most), -1, dtype=np.int32)
     for row, slot in enumerate(slots.tolist()):
@@ -169,7 +169,7 @@ def look_up(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """See `reference.rms_norm`."""
+    """RMSNorm, of x or of the residual plus x (`reference.rms_norm`)."""
     h = (x if residual is None else residual.add_(x)).float()
     return (h * _rms_scale(h, eps)).mul_(weight.float()).to(x)
 
@@ -181,13 +181,13 @@ def layer_norm(
     eps: float,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `reference.layer_norm`."""
+    """LayerNorm, of x or of the residual plus x (`reference.layer_norm`)."""
     h = (x if residual is None else residual.add_(x)).float()
     return F.layer_norm(h, weight.shape, weight.float(), None if bias is None else bias.float(), eps).to(x)
 
 
 def keys_of(kv: torch.Tensor) -> torch.Tensor:
-    """See `reference.keys_of`. Here the keys of a head are stored transposed, [D, block_size].
+    """The keys of a layer's pages (`reference.keys_of`). Here a head's keys are stored transposed, [D, block_size].
 
     So a query's scores are a weighted sum of the keys' rows, just as its output is one of the values' rows, and
     `attention_decode` copies neither keys nor values.
@@ -201,7 +201,7 @@ def qk_norm_rope_store(
     slot_mapping: torch.Tensor, kv: torch.Tensor, interleaved: bool = False, norm: str = "rms", norm_last: bool = False,
     scales: torch.Tensor | None = None, v_norm: bool = False, kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """See `reference.qk_norm_rope_store`. q is a part of `qkv`."""
+    """Norm and rotate q and k, store k and v in their pages (`reference.qk_norm_rope_store`). q is a part of `qkv`."""
     _, _, kv_heads, _, head_dim = kv.shape
     x = qkv.view(qkv.shape[0], -1, head_dim)
     heads = x.shape[1] - 2 * kv_heads
@@ -244,7 +244,7 @@ def _rotate(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> None:
 
 
 def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """See `reference.act_mul`."""
+    """Multiply the activated gate by up (`reference.act_mul`)."""
     half = x.shape[1] // 2
     gate, up = x.float().split_with_sizes((half, half), 1)
     return act(gate, activation).mul_(up).to(x)
@@ -290,7 +290,7 @@ def plan_decode(
     chunked: bool = False,
     dtype: torch.dtype | None = None,
 ) -> DecodePlan | LatentPlan:
-    """See `reference.plan_decode`. A row of several tokens becomes as many rows of one token."""
+    """Plan `attention_decode` (`reference.plan_decode`). A row of several tokens becomes as many rows of one token."""
     if kv.shape[1] == 1:  # of latents, where there is nothing to derive
         return LatentPlan(block_tables, slots, seq_lens, window, chunked)
     kv_heads, size, dim = kv.shape[2:]
@@ -367,7 +367,7 @@ def attention_decode(
     slopes: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `reference.attention_decode`."""
+    """Attend from few tokens of each row (`reference.attention_decode`)."""
     _, heads, dim = q.shape
     size, (q, v_scale) = kv.shape[3], _scaled(q, kv_scales)
     queries, parts = q.flatten(0, 1), []
@@ -407,7 +407,7 @@ def attention_prefill(
     chunked: bool = False,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `reference.attention_prefill`. torch's fused attention takes a whole prompt at once. Other rows go in parts.
+    """Attend from many tokens (`reference.attention_prefill`): whole prompts by torch's fused one, others in parts.
 
     A part is some queries of a row with the keys up to them, so that later keys are not looked at.
     """
@@ -447,19 +447,19 @@ def attention_prefill(
 
 
 def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """See `reference.head_linear`."""
+    """Multiply each head by a matrix of its own (`reference.head_linear`)."""
     return torch.bmm(x.transpose(0, 1), weight.mT).transpose(0, 1).contiguous()
 
 
 def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: LatentPlan, scale: float, rank: int) -> torch.Tensor:
-    """See `reference.latent_decode`."""
+    """Attend to latents from few tokens of each row (`reference.latent_decode`)."""
     tokens = q.shape[0] // len(plan.slots)
     starts = torch.arange(0, q.shape[0] + 1, tokens)
     return latent_prefill(q, kv, (plan.block_tables, plan.slots, plan.seq_lens, starts, tokens), scale, rank)
 
 
 def latent_prefill(q: torch.Tensor, kv: torch.Tensor, rows: PrefillRows, scale: float, rank: int) -> torch.Tensor:
-    """See `reference.latent_prefill`. It takes some tokens of a row at a time, with the latents up to them."""
+    """Attend to latents from many tokens (`reference.latent_prefill`): some of a row at a time, with those before."""
     block_tables, slots, seq_lens, query_starts, _ = rows
     (_, heads, width), size = q.shape, kv.shape[3]
     out, starts = q.new_zeros(q.shape[0], heads, rank), query_starts.tolist()

@@ -437,7 +437,7 @@ def pack_quantized(
 
 
 def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """See `reference.quantized_linear`. The outputs come in parts, whose numbers the cache holds."""
+    """Multiply by a weight in codes (`reference.quantized_linear`), in parts whose numbers the cache holds."""
     some, done = max(1, SLAB // (4 * x.shape[1])), []
     for begin in range(0, len(weight.codes), some):
         part = slice(begin, begin + some)

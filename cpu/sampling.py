@@ -18,7 +18,7 @@ BOUNDS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, math.nan, -math.i
 
 
 class Adjust(SpecifiedAdjust):
-    """See `reference.Adjust`. Structured outputs have a mask in every step, so its time is felt."""
+    """What `sample` changes in the logits. A grammar's mask comes in every step, so its time is felt."""
 
     __slots__ = ()
 
@@ -40,7 +40,7 @@ def sample(
     adjust: Adjust | None = None,
     drafts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `reference.sample`."""
+    """Draw a token for each row (`reference.sample`)."""
     slot = slots.long().clamp(min=0)
     after = 0 if drafts is None else (drafts >= 0).sum(-1, dtype=torch.int32)
     if adjust is not None:
@@ -70,7 +70,7 @@ def sample(
 
 
 def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
-    """See `reference.logprobs`. Parts of the rows take a third of the time, and no more memory than was planned."""
+    """Log-probabilities (`reference.logprobs`), some rows at a time: a third of the time, and little memory."""
     size = max(1, LOGPROB_LOGITS // logits.shape[1])
     parts = [_logprobs(*part, k) for part in zip(logits.split(size), ids.split(size), strict=True)]
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))

@@ -161,7 +161,7 @@ class KernelThreads(ThreadPoolExecutor):
 
 
 def check_compiler() -> None:
-    """See that Triton can compile the C with which it loads and launches kernels.
+    """Compile a little of the C with which Triton loads and launches kernels.
 
     Raises:
         ValueError: there is no C compiler, or it does not find Python's headers.

@@ -368,7 +368,7 @@ def fill_dummy(model: Transformer, seed: int, wanted: dict[str, Part] | None = N
 
 
 def settle_dummy(model: Transformer, wanted: dict[str, Part]) -> dict[str, list[torch.Tensor | Rows]]:
-    """See `settle`, for weights that are made up."""
+    """Do what `settle` does, for weights that are made up."""
     sources, rounding = {}, keys_to_round(model)
     for name, part in wanted.items():
         if not part.instead_of:

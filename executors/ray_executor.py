@@ -253,7 +253,7 @@ class RayExecutor(MpExecutor):
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """See `MpExecutor`; a ValueError for a function, which would be pickled."""
+        """Call all ranks; a ValueError for a function, which would be pickled."""
         if not isinstance(method, str):
             raise ValueError(
                 f"method is {method!r}; with Ray it must be a name, because nothing pickled goes to a host"
@@ -337,7 +337,7 @@ class RayExecutor(MpExecutor):
         return group
 
     def _room(self, config: EngineConfig, deadline: float) -> tuple[list[int], str]:
-        """See `room_for`. If there was room once, wait, because another node may come."""
+        """Find room for all ranks (`room_for`). If there was room once, wait, because another node may come."""
         while True:
             rooms = [*self._rooms().values()]
             try:
@@ -349,7 +349,7 @@ class RayExecutor(MpExecutor):
             self._wait(said)
 
     def _rooms(self) -> dict[str, int]:
-        """See `room_of_nodes`; a RuntimeError if this machine's own node has ended."""
+        """The room of each node; a RuntimeError if this machine's own has ended."""
         rooms = room_of_nodes(self.kind)
         if self.here not in rooms:
             raise RuntimeError("this machine's node of the Ray cluster has ended")

@@ -84,7 +84,7 @@ class ExternalExecutor(UniExecutor):
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """See `UniExecutor`; a ValueError for a function, or a timeout, after which ranks would be out of step."""
+        """Call all ranks; a ValueError for a function, or a timeout, after which they would be out of step."""
         if not isinstance(method, str) or timeout is not None:
             raise ValueError(
                 f"method is {method!r} and timeout {timeout}; with distributed_executor_backend 'external_launcher' "
@@ -100,7 +100,7 @@ class ExternalExecutor(UniExecutor):
         return [reply.value for reply in decoded]
 
     def check(self) -> None:
-        """See whether all ranks live, by asking them something."""
+        """Ask all ranks something, which fails if one has ended."""
         self.collective_rpc("block_bytes")
 
     def note(self) -> str:

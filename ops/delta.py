@@ -107,7 +107,7 @@ def conv_state_kernel(
 def conv_silu(
     x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, rows: DeltaRows, taken: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """See `reference.conv_silu`. Here rows with drafts have at most CONV_TOKENS tokens."""
+    """Convolve and activate (`reference.conv_silu`). Here rows with drafts have at most CONV_TOKENS tokens."""
     slots, starts, seq_lens, num_decodes, longest = rows
     (tokens, channels), taps, count = x.shape, weight.shape[1], len(slots)
     assert x.stride(1) == 1 and weight.is_contiguous() and len(starts) == count + 1 and len(seq_lens) == count
@@ -333,7 +333,7 @@ def delta_rule(
     state: torch.Tensor, rows: DeltaRows, key_heads: int, batch_invariant: bool = False,
     taken: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """See `reference.delta_rule`. Here dk is at most 256.
+    """Run the gated delta rule over the tokens of each row (`reference.delta_rule`). Here dk is at most 256.
 
     Rows of one token or with drafts, and with `batch_invariant` all rows, go token by token. The others multiply
     matrices of qkv's dtype, and sum in float32. For them there are T Hv times two rows of 64 numbers in qkv's dtype,
@@ -393,7 +393,7 @@ def gated_norm_kernel(
 
 
 def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `reference.gated_norm`."""
+    """RMSNorm of each head, times the activated gate (`reference.gated_norm`)."""
     tokens, heads, size = o.shape
     assert o.is_contiguous() and z.shape == (tokens, heads * size) and z.stride(1) == 1 and len(weight) == size
 
@@ -418,7 +418,7 @@ def sigmoid_mul_kernel(x, gate, y, x_stride, gate_stride, SIZE: tl.constexpr, BL
 
 
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """See `reference.sigmoid_mul`."""
+    """Multiply by the sigmoid of a gate (`reference.sigmoid_mul`)."""
     tokens, size = x.shape
     assert gate.shape == x.shape and x.stride(1) == gate.stride(1) == 1
 

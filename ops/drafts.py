@@ -57,7 +57,7 @@ def look_up(
     longest: int,
     most: int,
 ) -> torch.Tensor:
-    """See `reference.look_up`."""
+    """Find drafts: what followed the last tokens where they came before (`reference.look_up`)."""
     assert 1 <= shortest <= longest and most >= 1 and token_ids.stride(1) == 1
 
     drafts = torch.empty(len(slots), most, dtype=torch.int32, device=slots.device)
@@ -92,7 +92,7 @@ def put_drafts(
     token_ids: torch.Tensor, num_known: torch.Tensor, num_drafts: torch.Tensor, slots: torch.Tensor,
     drafts: torch.Tensor,
 ) -> None:  # fmt: skip
-    """See `reference.put_drafts`."""
+    """Put drafts behind the known tokens (`reference.put_drafts`)."""
     assert drafts.is_contiguous() and drafts.dtype == torch.int32 and token_ids.stride(1) == 1
 
     rows, most = drafts.shape

@@ -87,7 +87,7 @@ def route(
     logits: torch.Tensor, k: int, scoring: str, bias: torch.Tensor | None = None, groups: int = 1, top_groups: int = 1,
     renormalize: bool = True, scale: float = 1.0, slots: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """See `reference.route`."""
+    """Choose the k experts of each token, with their weights (`reference.route`)."""
     tokens, experts = logits.shape
     assert logits.is_contiguous() and scoring in ("softmax", "sigmoid") and 1 <= k <= experts
     assert bias is None or (bias.shape == (experts,) and bias.dtype == torch.float32)
@@ -155,7 +155,7 @@ def plan_experts(
     weights: torch.Tensor, ids: torch.Tensor, num_experts: int, first: int = 0, weigh_inputs: bool = False,
     batch_invariant: bool = False,
 ) -> ExpertPlan:  # fmt: skip
-    """See `reference.plan_experts`. With `batch_invariant` the tiles have one size."""
+    """Sort choices by expert, into tiles (`reference.plan_experts`); of one size if `batch_invariant`."""
     pairs = ids.numel()
     assert weights.shape == ids.shape and weights.is_contiguous() and ids.is_contiguous() and ids.dtype == torch.int32
 
@@ -285,7 +285,7 @@ def _tile(rows: int, dtype: torch.dtype, products: int) -> tuple[int, int, int, 
 def expert_gate_up(
     x: torch.Tensor, weight: torch.Tensor | Quantized, bias: torch.Tensor | None, plan: ExpertPlan, activation: str
 ) -> torch.Tensor:
-    """See `reference.expert_gate_up`. Of weights in codes `quantized_linear` tells what is rounded."""
+    """Multiply each choice by its expert's gate and up, and activate (`reference.expert_gate_up`)."""
     (tokens, k), inputs = plan.ids.shape, x.shape[1]
     rows, matrix, layout, (*block, warps, stages) = _prepare(weight, x, plan.rows, 2)
     experts, double = matrix.shape[:2]
@@ -368,7 +368,7 @@ def expert_sum_kernel(
 def expert_down(
     h: torch.Tensor, weight: torch.Tensor | Quantized, bias: torch.Tensor | None, plan: ExpertPlan
 ) -> torch.Tensor:
-    """See `reference.expert_down`. The choices' results are added in their order, none of them atomically."""
+    """Multiply choices by their experts' down; add up each token's in their order (`reference.expert_down`)."""
     (tokens, k), size = plan.ids.shape, h.shape[1]
     rows, matrix, layout, (*block, warps, stages) = _prepare(weight, h, plan.rows, 1)
     experts, hidden = matrix.shape[:2]

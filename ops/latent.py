@@ -85,7 +85,7 @@ def latent_store(
     kv: torch.Tensor,
     interleaved: bool = False,
 ) -> None:
-    """See `reference.latent_store`."""
+    """Norm and rotate latents, and store them in their pages (`reference.latent_store`)."""
     (tokens, width), rank, rope = latent.shape, len(weight), rotation.shape[2]
     assert latent.is_contiguous() and rotation.is_contiguous() and width == rank + rope == kv.shape[4]
     assert kv.shape[1:3] == (1, 1) and kv[0].is_contiguous() and _holds(kv, latent) and rope % 2 == 0
@@ -117,7 +117,7 @@ def rope_last_kernel(
 def rope_last(
     x: torch.Tensor, rotation: torch.Tensor, interleaved: bool = False, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """See `reference.rope_last`."""
+    """Rotate the last P numbers of each head (`reference.rope_last`)."""
     out, (tokens, heads, size), rope = x if out is None else out, x.shape, rotation.shape[2]
     assert x.is_contiguous() and out.is_contiguous() and rotation.is_contiguous() and out.dtype == x.dtype
     assert out.shape[:2] == x.shape[:2] and rope % 2 == 0 and rope <= min(size, out.shape[2])
@@ -163,7 +163,7 @@ def head_linear_kernel(
 
 
 def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """See `reference.head_linear`. A token's result depends on nothing but the token: not on T, nor on its place."""
+    """Multiply each head by its matrix (`reference.head_linear`). A token's result depends on nothing but the token."""
     (tokens, heads, inputs), outputs = x.shape, weight.shape[1]
     assert x.is_contiguous() and weight.shape == (heads, outputs, inputs) and weight.dtype == x.dtype
 
@@ -305,7 +305,7 @@ def _decode_tile(
 
 
 def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: float, rank: int) -> torch.Tensor:
-    """See `reference.latent_decode`."""
+    """Attend to latents from few tokens of each row (`reference.latent_decode`)."""
     batch, (count, heads, width), block_size = len(plan.slots), q.shape, kv.shape[3]
     assert q.is_contiguous() and kv[0].is_contiguous() and _holds(kv, q) and kv.shape[4] == width > rank
     assert kv.shape[1:3] == (1, 1) and count == batch * plan.tokens and scale > 0
@@ -380,7 +380,7 @@ def latent_prefill_kernel(
 
 
 def latent_prefill(q: torch.Tensor, kv: torch.Tensor, rows: PrefillRows, scale: float, rank: int) -> torch.Tensor:
-    """See `reference.latent_prefill`."""
+    """Attend to latents from many tokens of each sequence (`reference.latent_prefill`)."""
     block_tables, slots, seq_lens, query_starts, max_query_len = rows
     (tokens, heads, width), block_size = q.shape, kv.shape[3]
     assert q.is_contiguous() and kv[0].is_contiguous() and _holds(kv, q) and block_tables.stride(1) == 1

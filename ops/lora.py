@@ -52,7 +52,7 @@ def lora_ids_kernel(adapters, slots, starts, ids, rows, T, BLOCK: tl.constexpr):
 
 
 def plan_lora(adapters: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, tokens: int, count: int) -> LoraPlan:
-    """See `reference.plan_lora`."""
+    """Sort a step's tokens by adapter (`reference.plan_lora`)."""
     rows, device = len(slots), slots.device
     assert starts.shape == (rows + 1,) and adapters.dtype == slots.dtype == starts.dtype == torch.int32
 
@@ -113,7 +113,7 @@ def _shrink_tile(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[int, in
 
 
 def lora_shrink(x: torch.Tensor, a: torch.Tensor, plan: LoraPlan) -> torch.Tensor:
-    """See `reference.lora_shrink`. A token's sum is added in one order, none of it atomically."""
+    """Multiply each token by its adapter's A, in one order of sums (`reference.lora_shrink`)."""
     (tokens, inputs), (count, outputs, _) = x.shape, a.shape
     assert x.is_contiguous() and a[0].is_contiguous() and a.shape[2] == inputs and a.dtype == x.dtype
     assert plan.starts.shape == (count + 1,) and plan.order.shape == (tokens,)
@@ -175,7 +175,7 @@ def lora_expand_kernel(
 
 
 def lora_expand(y: torch.Tensor, h: torch.Tensor, b: torch.Tensor, bounds: tuple[int, ...], plan: LoraPlan) -> None:
-    """See `reference.lora_expand`."""
+    """Add each token's product with its adapter's B (`reference.lora_expand`)."""
     count, outputs, rank = b.shape
     tokens = len(y)
     assert y.shape == (tokens, outputs) and y.is_contiguous() and b.dtype == y.dtype
@@ -212,7 +212,7 @@ def put_prompts_kernel(x, ids, prompts, M: tl.constexpr, H: tl.constexpr, STRIDE
 
 
 def put_prompts(x: torch.Tensor, ids: torch.Tensor, prompts: torch.Tensor) -> None:
-    """See `reference.put_prompts`."""
+    """Put rows of prompt adapters in the places of virtual tokens (`reference.put_prompts`)."""
     (tokens, size), (_, count, _) = x.shape, prompts.shape
     assert x.is_contiguous() and prompts[0].is_contiguous() and prompts.dtype == x.dtype
     assert ids.shape == (tokens,) and ids.dtype == torch.int64 and prompts.shape[2] == size

@@ -167,7 +167,7 @@ def _counters(device: torch.device) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """See `reference.linear`. A row's result depends on nothing but the row: not on T, nor on its place."""
+    """Multiply by a weight (`reference.linear`). A row's result depends on nothing but the row."""
     (tokens, inputs), outputs = x.shape, len(weight)
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == inputs and weight.dtype == x.dtype
     assert bias is None or bias.shape == (outputs,)

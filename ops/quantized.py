@@ -378,7 +378,7 @@ def _operands(x: torch.Tensor, weight: Quantized, rows: int) -> Operands:
 
 
 def quantized_linear(x: torch.Tensor, weight: Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """See `reference.quantized_linear`.
+    """Multiply by a weight in codes (`reference.quantized_linear`).
 
     With x in 16 bits, numbers of nf4, zeros, and the products of numbers and scales of groups that are no multiple of
     64 are rounded to x's dtype. A NaN among codes of fp8 counts as 480.
@@ -444,7 +444,7 @@ def quantized_rows_kernel(
 
 
 def quantized_rows(weight: Quantized, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """See `reference.quantized_rows`."""
+    """Look rows up in a table in codes (`reference.quantized_rows`)."""
     inputs = weight.codes.shape[1] * 8 // BITS[weight.kind]
     width = inputs if BITS[weight.kind] == 8 else inputs // 2
     assert weight.codes.ndim == 2 and ids.ndim == 1 and ids.is_contiguous()

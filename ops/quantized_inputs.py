@@ -63,7 +63,7 @@ def _larger(a, b):
 
 
 def round_inputs(x: torch.Tensor, weight: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.round_inputs`."""
+    """Round the inputs of a product to codes (`reference.round_inputs`)."""
     (tokens, inputs), scale = x.shape, weight.input_scale
     group = min(weight.group, inputs)
     assert x.is_contiguous() and weight.input_kind in ("int8", "fp8") and group > 0

@@ -384,7 +384,7 @@ def sample_pick_kernel(
 
 
 class Adjust(NamedTuple):
-    """See `reference.Adjust`."""
+    """What `sample` changes in the logits (`reference.Adjust`)."""
 
     adjustments: torch.Tensor
     penalties: torch.Tensor
@@ -440,7 +440,7 @@ def mask_words(
     adjust: Adjust,
     drafts: torch.Tensor | None = None,
 ) -> None:
-    """See `reference.mask_words`."""
+    """Clear the mask bits of tokens that would complete a bad word (`reference.mask_words`)."""
     rows, (_, words, length), (_, masks, bits) = len(slots), bad_words.shape, adjust.bitmask.shape
     width = 0 if drafts is None else drafts.shape[1]
     assert bad_words.is_contiguous() and token_ids.stride(1) == 1 and adjust.bitmask.is_contiguous()
@@ -465,7 +465,7 @@ def sample(
     adjust: Adjust | None = None,
     drafts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `reference.sample`."""
+    """Draw a token for each row (`reference.sample`)."""
     rows, vocab = logits.shape
     assert logits.is_contiguous() and vocab < NO_ID.value and seeds.dtype == torch.int64
     assert adjust is None or (all(x.is_contiguous() for x in adjust) and adjust.token_counts.shape[1] == vocab)
@@ -543,7 +543,7 @@ def logprobs_kernel(
 
 
 def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
-    """See `reference.logprobs`."""
+    """Log-probabilities of each row's token, and of the k likeliest (`reference.logprobs`)."""
     rows, vocab = logits.shape
     assert logits.is_contiguous() and vocab < NO_ID.value and ids.dtype == torch.int64 and 0 <= k <= vocab
 

@@ -178,7 +178,7 @@ class Fleet:
         return Router(len(self.ranks), self.facts["block_size"], self.facts["num_blocks"], routers)
 
     def check(self) -> None:
-        """See `Child.check`; this also starts and ends engines, so that there are as many as wanted."""
+        """Check all children, and start and end engines, so that there are as many as wanted."""
         unwatched = (STARTING,) if self.config.lockstep else (STARTING, DRAINING)
         for child in self.children:
             if not (isinstance(child, EngineProcess) and self._state(child) in unwatched):

@@ -105,7 +105,7 @@ class Places:
 
 
 class Gate:
-    """See above.
+    """Lets other hosts in, and joins the server's processes to their engines.
 
     Args:
         settings: the server's, which hosts must share; see `settings_of`.
@@ -269,7 +269,7 @@ class GateProcess(Child):
         self.facts |= options
 
     def stop(self) -> None:
-        """See `Child.stop`; the port is free then."""
+        """Stop it as any child, and free the port."""
         super().stop()
         self.port.close()
 

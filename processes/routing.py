@@ -215,7 +215,7 @@ class DPClient(EngineCoreClient):
         return found
 
     def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        """See `EngineCoreClient`; engines that become ready meanwhile are called, too (`Fleet._admit`)."""
+        """Call a utility of all engines, also of those that become ready meanwhile (`Fleet._admit`)."""
         self.resources.check()
         found: dict[int, Any] = {}
         called: set[int] = set()
@@ -230,7 +230,7 @@ class DPClient(EngineCoreClient):
         return found
 
     def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
-        """See `EngineCoreClient`; `Fleet` starts and ends engines in the main process."""
+        """Change the number of engines; `Fleet` starts and ends them in the main process."""
         self.resources.check()
         if not self.sizes:
             raise fixed_size(new_data_parallel_size, len(self.addresses))

@@ -96,7 +96,7 @@ class Fair(Policy):
         client.num_requests += 1
 
     def advance(self, tokens: int, output: int) -> None:
-        """See `Policy`; time moves on."""
+        """Let virtual time move on by what a step has computed."""
         served = tokens + (OUTPUT_WEIGHT - 1) * output
         passed, self.rest = divmod(self.rest + served, max(1, self.num_active))
         self.virtual_time += passed
@@ -122,7 +122,7 @@ class Fair(Policy):
         self._place(client)
 
     def pop(self, group: SequenceGroup, status: Status) -> SequenceGroup:
-        """See `GroupQueue`; the next one of its client comes to stand in line."""
+        """Take a group out of the queue; the next one of its client comes to stand in line."""
         client = self.clients[group.request.client]
         backlog = client.backlogs.get(group.request.adapter, [])
         at = bisect_left(backlog, arrival(group), key=arrival)
@@ -148,7 +148,7 @@ class Fair(Policy):
         super().push(group)
 
     def admitted(self, group: SequenceGroup, prompt: int, output: int) -> None:
-        """See `Policy`; when it is let in first, its client is charged with all that it may come to have."""
+        """Charge a group's client, when it is first let in, with all that it may come to have."""
         if group.charged_prompt:
             return
         client = self.clients[group.request.client]
@@ -159,7 +159,7 @@ class Fair(Policy):
         client.outstanding += cost
 
     def ended(self, group: SequenceGroup) -> None:
-        """See `Policy`; its client gets back what it has not had."""
+        """Give a group's client back what the group has not had."""
         request, client = group.request, self.clients[group.request.client]
         if group.charged_prompt:
             seq = group.seqs[0]
@@ -179,7 +179,7 @@ class Fair(Policy):
     def shares(
         self, flight: Flight, to_come: int, entrant: Callable[[], tuple[SequenceGroup, int] | None]
     ) -> dict[str, int]:
-        """See `Policy`. All clients with prompts get the same, but for those who want less (max-min fairness).
+        """Share a step among all clients with prompts, equally but for those who want less (max-min fairness).
 
         Else a long prompt would take whole steps, and others would wait for all of them. The first in line counts, too,
         if there is room for it.
@@ -201,7 +201,7 @@ class Fair(Policy):
         return shares
 
     def passed_over(self, group: SequenceGroup, running: Items[SequenceGroup]) -> None:
-        """See `Policy`; `/explain` tells who was served instead."""
+        """Note for `/explain` who was served instead."""
         if "served_instead" not in group.timeline.stays[-1]:
             group.timeline.note(**self.instead(group.request, running))
 
@@ -215,7 +215,7 @@ class Fair(Policy):
         return {"served_instead": {"client": self.clients[name].number, "sequences": count} if count else None}
 
     def account(self, request: Request) -> dict[str, Any]:
-        """See `Policy`: the number and counter of its client."""
+        """The number and counter of a request's client."""
         client = self.clients[request.client]
         facts = {"number": client.number, "counter": client.counter, "virtual_time": self.virtual_time}
         return {"fairness": facts}
