@@ -67,7 +67,7 @@ class KeptWorker(Worker):
         self.emptied: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []  # each one's size, and copy
         self.profiler: Any = None
         self.readers = ThreadPoolExecutor(READERS)
-        self.loads: dict[int, Future[str]] = {}  # by the rows of the host's memory for adapters
+        self.loads: dict[int, Future[int | str]] = {}  # by the rows of the host's memory for adapters
 
     # --- sleep --------------------------------------------------------------------------------------------------------
 
@@ -214,34 +214,34 @@ class KeptWorker(Worker):
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
-    def load_adapter(self, row: int, folder: str) -> str:
-        """Read an adapter into a row of the host's memory; returns what is wrong with it, as `Adapters.load` says."""
+    def load_adapter(self, row: int, state: str) -> int | str:
+        """Read an adapter into a row of the host's memory; returns what `Adapters.load` does, or what went wrong."""
         assert self.adapters
         try:
-            self.adapters.load(row, folder)
+            return self.adapters.load(row, state)
         except ValueError as error:  # a client's mistake, and no failure of a call, which is logged with its traceback
             return str(error)
         except Exception as error:  # of the disk, or of memory
+            folder = state.partition("\0")[0]
             logger.warning(f"{folder} could not be read", exc_info=True)
             return f"{folder} could not be read: {error!r:.200}"
-        return ""
 
-    def begin_load(self, row: int, folder: str) -> None:
+    def begin_load(self, row: int, state: str) -> None:
         """Have a thread do what `load_adapter` does, beside the steps; no step uses the row meanwhile."""
         moved = None
         if self.device == "cuda":  # steps that were launched may have yet to copy what the row has held
             moved = torch.cuda.Event()
             moved.record()
 
-        def load() -> str:
+        def load() -> int | str:
             if moved:
                 moved.synchronize()
-            return self.load_adapter(row, folder)
+            return self.load_adapter(row, state)
 
         self.loads[row] = self.readers.submit(load)
 
-    def finished_loads(self) -> dict[int, str]:
-        """What `load_adapter` has said of each row that `begin_load` has filled, if it is done."""
+    def finished_loads(self) -> dict[int, int | str]:
+        """What `load_adapter` has returned for each row that `begin_load` has filled, if it is done."""
         return {row: load.result() for row, load in self.loads.items() if load.done()}
 
     # --- profiles -----------------------------------------------------------------------------------------------------

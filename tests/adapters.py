@@ -127,10 +127,11 @@ def reads_of(core: EngineCore, wait: Callable[[str], None] = lambda folder: None
     adapters, read = core.executor.worker.adapters, []
     load = adapters.load
 
-    def noted(row: int, folder: str) -> None:
+    def noted(row: int, state: str) -> int:
+        folder = state.partition("\0")[0]
         read.append(Path(folder).name)
         wait(folder)
-        load(row, folder)
+        return load(row, state)
 
     adapters.load = noted
     return read

@@ -44,10 +44,10 @@ def hold_loads(worker: Any, opened: str, rank: int = 0) -> None:
     """What reads adapters on one rank waits until there is a file of this name."""
     load = worker.load_adapter
 
-    def held(row: int, folder: str) -> str:
+    def held(row: int, state: str) -> int | str:
         while not os.path.exists(opened):
             time.sleep(0.005)
-        return load(row, folder)
+        return load(row, state)
 
     if worker.group.rank == rank:
         worker.load_adapter = held
@@ -55,7 +55,7 @@ def hold_loads(worker: Any, opened: str, rank: int = 0) -> None:
 
 def die_in_loads(worker: Any) -> None:
     """Whoever reads an adapter ends the worker."""
-    worker.load_adapter = lambda row, folder: os._exit(7)
+    worker.load_adapter = lambda row, state: os._exit(7)
 
 
 def lose_peers(worker: Any) -> None:
