@@ -72,7 +72,7 @@ class BlockManager:
         self.enable_prefix_caching, self.num_lookahead_slots = enable_prefix_caching, num_lookahead_slots
         self.keep_evicted = keep_evicted
         self.evicted: list[tuple[int, bytes]] = []  # (block, hash of what it held); the reader empties the list
-        self.freed: list[tuple[int, bool]] = []  # (block, whether it can be found): for `WatchedBlockManager`
+        self.freed: list[int] = []  # for `WatchedBlockManager`
         self.watermark_blocks = int(WATERMARK * num_blocks)
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks  # of each block that can be found
