@@ -42,7 +42,6 @@ UTILITIES = {  # the methods that clients may call by name, and the path from th
     "live": "recorder.live",
     "reset_prefix_cache": "reset_prefix_cache",
     "abort_requests": "abort_requests",
-    "check_integrity": "scheduler.check_integrity",
     "collective_rpc": "workers.collective_rpc",
     "do_log_stats": "stat_logger.log",
     "sleep": "sleep",

@@ -46,7 +46,6 @@ from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResul
 from scheduling.beam import Beams
 from scheduling.classic import ClassicOrder
 from scheduling.drafts import AcceptanceStats, Drafting
-from scheduling.integrity import check_integrity
 from scheduling.lanes import Lane, Lanes
 from scheduling.limits import RequestLimits
 from scheduling.reports import Reports
@@ -522,7 +521,3 @@ class Scheduler:
         for group in running:
             group.timeline.note(started_over=True)
             self.admission.recompute(group, now)
-
-    def check_integrity(self) -> None:
-        """Assert that queues, slots and blocks agree with each other."""
-        check_integrity(self)

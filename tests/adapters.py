@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from config import DEMO
 from core import EngineCore
 from engine import LLM, SamplingParams
+from integrity import check_integrity
 from lora.adapter import CONFIG, WEIGHTS, LoRARequest, read_adapter
 from plan import EngineCoreRequest
 
@@ -118,7 +119,7 @@ def run(core: EngineCore) -> tuple[dict[str, list[int]], dict[str, str], list[st
                 ended.append(output.request_id)
             if output.error:
                 errors[output.request_id] = output.error
-    core.scheduler.check_integrity()
+    check_integrity(core.scheduler)
     return found, errors, ended
 
 

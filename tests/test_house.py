@@ -66,7 +66,7 @@ STDLIB_ONLY = {
     "models.pooling", "models.read_config", "models.read_rope", "models.text_halves", "observe.freed_blocks",
     "observe.live", "observe.logs", "observe.metrics", "plan", "processes.options", "sampling_params", "scheduler",
     "scheduling.adapters", "scheduling.beam", "scheduling.classic", "scheduling.decodes", "scheduling.drafts",
-    "scheduling.fair", "scheduling.integrity", "scheduling.lanes", "scheduling.limits", "scheduling.policy",
+    "scheduling.fair", "scheduling.lanes", "scheduling.limits", "scheduling.policy",
     "scheduling.reports", "scheduling.reserve", "scheduling.samples", "scheduling.states",
     "scheduling.swap", "scheduling.timeline", "scheduling.trial", "sequence", "speculation.options",
 }  # fmt: skip

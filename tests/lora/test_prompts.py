@@ -17,6 +17,7 @@ from config import DEMO, EngineConfig
 from device.dry_run import dry_model
 from engine import LLM, SamplingParams
 from forked import forked_workers
+from integrity import check_integrity
 from lora.adapter import WEIGHTS
 from lora.loads import load_adapter
 from lora.stacks import adapter_bytes
@@ -103,7 +104,7 @@ def test_as_if_the_words_stood_in_the_prompt(
         got = answers(llm, adapters, GREEDY)
         assert_equal(got, want)
         assert [output.prompt_token_ids for output in got] == PROMPTS * 4
-    llm.core.scheduler.check_integrity()
+    check_integrity(llm.core.scheduler)
     metrics = llm.core.metrics()
     if fields["num_gpu_blocks_override"] == 400:
         assert (metrics["prefix_cache_hits_total"] > 0) == llm.core.config.enable_prefix_caching

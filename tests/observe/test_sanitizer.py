@@ -21,6 +21,7 @@ from config import EngineConfig
 from cpu import ops as cpu_ops
 from engine import EngineCore, SamplingParams
 from fake_worker import VOCAB, FakeWorker, prompt
+from integrity import check_integrity
 from kv_cache import BlockManager, BlockSpaceManager
 from observe.sanitizer import KVSanitizer, SanitizerError
 from plan import EngineCoreRequest, StateRoom, StepPlan, StepResult
@@ -411,7 +412,7 @@ def test_no_false_alarm_on_a_random_model(make_core, mode, shape):
         while core.has_work():
             for output in core.step():
                 got.setdefault((output.request_id, output.index), []).extend(output.token_ids)
-        core.scheduler.check_integrity()
+        check_integrity(core.scheduler)
         metrics = core.metrics()
         assert metrics["num_preemptions_total"] > 4 and (metrics["num_swapped_blocks_total"] > 0) == (mode == "swap")
         answers.append(got)
@@ -442,7 +443,7 @@ def test_no_false_alarm_on_the_demo(llm, make_llm, conversations, fields):
     wanted = tokens(llm.generate(*work, use_tqdm=False))
     for _ in range(2):
         assert tokens(checked.generate(*work, use_tqdm=False)) == wanted
-    checked.core.scheduler.check_integrity()
+    check_integrity(checked.core.scheduler)
 
 
 def test_nothing_is_told_when_it_is_off(make_core):
