@@ -48,7 +48,7 @@ from scheduling.classic import ClassicOrder
 from scheduling.drafts import AcceptanceStats, Drafting
 from scheduling.lanes import Lane, Lanes
 from scheduling.limits import RequestLimits
-from scheduling.reports import Reports
+from scheduling.reports import Reports, report_of
 from scheduling.states import StateManager
 from scheduling.timeline import Timeline, WaitClock
 from sequence import Flight, Request, SchedulingBudget, Sequence, SequenceGroup, Status
@@ -173,7 +173,7 @@ class Scheduler:
         if group.seqs[0].slot >= 0:
             self.admission.release(group)
         group.timeline.leave(now)
-        request.finished_reports.append(group.report())
+        request.finished_reports.append(report_of(group))
         request.groups.remove(group)
         self.stats.finished(group, now)
         self.admission.samples.ended(group, now)
