@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 
 import reference
-from config import run_file
+from config import EngineConfig, run_file
 from cpu import ops as cpu_ops
 from cpu import quantized as cpu_quantized
 from cpu import weights as cpu_weights
@@ -48,15 +48,10 @@ from cpu.weights import multiply
 from observe.logs import logger
 from reference import Quantized
 
-MODULES = (
-    sys.modules[__name__],
-    cpu_weights,
-    cpu_quantized,
-    cpu_ops,
-    reference,
-)  # the code of what is compiled is in these
+MODULES = sys.modules[__name__], cpu_weights, cpu_quantized, cpu_ops, reference  # they have what is compiled
 INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # the variable that says where Inductor keeps what it makes
 WORKPLACE = "tmp"  # the name of a folder in which something is compiled begins so
+SETTLED = 600  # seconds after which a server with a small model is one that stays
 MANY = 64  # tokens of a step; with so many or more, compiled code uses several threads
 
 # These keep a product in one loop. By default a sum of so many terms is written to memory in between.
@@ -193,6 +188,30 @@ class Builder:
         except (OSError, ValueError) as error:
             self.usable = False
             self._give_up(str(error))
+
+    @classmethod
+    def of(cls, config: EngineConfig, backend: str) -> Builder | None:
+        """One for `compile`, before the model serves, or for the backend `cpu`, beside that; None: nothing is compiled.
+
+        A small model has answered before its C++ would be there, but beside a server that runs on. With
+        `batch_invariant` the ops must not change between two steps, because C++ may round otherwise.
+
+        Raises:
+            ValueError: with `compile`, another backend was chosen, `enforce_eager` too, or there is no compiler.
+        """
+        if config.compile:
+            if backend != "cpu":
+                raise ValueError(f"compile is True; it is for the backend 'cpu', not for {backend!r}")
+            if config.enforce_eager:
+                raise ValueError("compile is True and enforce_eager is True; one of them must be False")
+            if not has_compiler():
+                raise ValueError("compile is True; it needs a C++ compiler (g++ or clang++), and there is none")
+            return cls(jobs=os.cpu_count() or 1)
+        if backend != "cpu" or config.enforce_eager or config.batch_invariant or config.load_format == "dummy":
+            return None
+        small = cpu_weights.is_small(config)
+        stays = config.beside_server and config.world_size == 1  # torchrun's other ranks do not know of the server
+        return None if small and not stays else cls(jobs=1, idle=True, delay=SETTLED if small else 0)
 
     def ask(self, job: Job) -> Late:
         """The C++ of a job, which may have to be made first."""
