@@ -26,12 +26,8 @@ from scheduling.swap import Swap
 from scheduling.trial import Trial
 from sequence import Request, SchedulingBudget, Sequence, SequenceGroup, Status, by_column
 
-POLICIES: dict[str, type[Policy]] = {  # by the names of `EngineConfig.scheduling_policy`
-    "auto": Policy,
-    "fcfs": Policy,
-    "priority": Priority,
-    "fair": Fair,
-}
+# By the names of `EngineConfig.scheduling_policy`.
+POLICIES: dict[str, type[Policy]] = {"auto": Policy, "fcfs": Policy, "priority": Priority, "fair": Fair}
 
 
 def policy_of(name: str) -> type[Policy]:

@@ -25,6 +25,7 @@ from model_config import ModelConfig
 from models.pooling import check_pooling, settle_task, task_facts
 from models.read_rope import notes_on
 from observe.logs import StatLogger, logger, warn_once
+from observe.metrics import engine_metrics
 from observe.observers import observers_of
 from observe.profiles import Profiles
 from plan import PLACEHOLDER, EngineCoreRequest, Outputs, StateRoom, StepPlan, error_output
@@ -42,7 +43,6 @@ UTILITIES = {  # the methods that clients may call by name, and the path from th
     "live": "recorder.live",
     "reset_prefix_cache": "reset_prefix_cache",
     "abort_requests": "abort_requests",
-    "check_integrity": "scheduler.check_integrity",
     "collective_rpc": "workers.collective_rpc",
     "do_log_stats": "stat_logger.log",
     "sleep": "sleep",
@@ -432,19 +432,8 @@ class EngineCore:
         self._observe("close")
 
     def metrics(self) -> dict[str, Any]:
-        """The engine's metrics, by their names in `observe.metrics.SERIES`."""
-        options = ("block_size", "enable_prefix_caching", "gpu_memory_utilization")
-        facts = {"cache_dtype": "cache_dtype", "num_cpu_blocks": "num_host_blocks", "num_gpu_blocks": "num_blocks"}
-        cache = {name: getattr(self.config, name) for name in options}
-        cache |= {name: self.facts[fact] for name, fact in facts.items()}
-        told = self.scheduler.reports.metrics() | {
-            "num_worker_restarts_total": self.workers.num_restarts,
-            "cache_config_info": {name: str(value) for name, value in cache.items()},
-        }
-        if self.config.enable_lora:
-            paused = [request.lora.lora_name for request in self.adapters.waiting.values() if request.lora]
-            told["lora_requests_info"] = self.scheduler.reports.adapters(paused)
-        return told
+        """See `engine_metrics`."""
+        return engine_metrics(self)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from itertools import islice
@@ -72,7 +72,7 @@ class BlockManager:
         self.enable_prefix_caching, self.num_lookahead_slots = enable_prefix_caching, num_lookahead_slots
         self.keep_evicted = keep_evicted
         self.evicted: list[tuple[int, bytes]] = []  # (block, hash of what it held); the reader empties the list
-        self.freed: list[tuple[int, bool]] = []  # (block, whether it can be found): for `WatchedBlockManager`
+        self.freed: list[int] = []  # for `WatchedBlockManager`
         self.watermark_blocks = int(WATERMARK * num_blocks)
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks  # of each block that can be found
@@ -149,18 +149,6 @@ class BlockManager:
         """Forget every hash; blocks in use stay where they are."""
         self.block_of.clear()
         self.hashes, self.findable = [None] * self.num_blocks, bytearray(self.num_blocks)
-
-    def check_integrity(self, tables: Iterable[Items[int]]) -> None:
-        """Assert that the books agree with `tables`, the block tables of all that own blocks."""
-        owners = Counter(block for table in tables for block in table if block >= 0)
-        for block, count in enumerate(self.ref_counts):
-            assert count == owners[block], f"block {block} has {count} references but stands in {owners[block]} tables"
-            assert (count == 0) == (block in self.idle), f"block {block} has {count} references and the wrong state"
-        assert len(self.idle) + sum(count > 0 for count in self.ref_counts) == self.num_blocks
-        for digest, block in self.block_of.items():
-            assert self.hashes[block] == digest, f"block {block} is found by a hash that is not its own"
-        assert len(self.block_of) == sum(digest is not None for digest in self.hashes)
-        assert self.findable == bytes(digest is not None for digest in self.hashes)
 
 
 class Entry(NamedTuple):

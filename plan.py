@@ -95,8 +95,7 @@ class StepPlan:
     # For each constrained row that samples: its slot, and the tokens that may be drawn, as a row of `Adjust.bitmask`.
     # A row with drafts has one mask more after each of them that its grammar takes; others are no drafts any more.
     masks: list[tuple[int, bytes]] = field(default_factory=list)
-    # For the KV sanitizer: (block that has lost its last reference or its content, whether the cache keeps the content)
-    freed: list[tuple[int, bool]] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)  # for the KV sanitizer: blocks that hold nothing any more
 
 
 class StateRoom(NamedTuple):

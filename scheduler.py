@@ -46,10 +46,9 @@ from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResul
 from scheduling.beam import Beams
 from scheduling.classic import ClassicOrder
 from scheduling.drafts import AcceptanceStats, Drafting
-from scheduling.integrity import check_integrity
 from scheduling.lanes import Lane, Lanes
 from scheduling.limits import RequestLimits
-from scheduling.reports import Reports
+from scheduling.reports import Reports, report_of
 from scheduling.states import StateManager
 from scheduling.timeline import Timeline, WaitClock
 from sequence import Flight, Request, SchedulingBudget, Sequence, SequenceGroup, Status
@@ -174,7 +173,7 @@ class Scheduler:
         if group.seqs[0].slot >= 0:
             self.admission.release(group)
         group.timeline.leave(now)
-        request.finished_reports.append(group.report())
+        request.finished_reports.append(report_of(group))
         request.groups.remove(group)
         self.stats.finished(group, now)
         self.admission.samples.ended(group, now)
@@ -522,7 +521,3 @@ class Scheduler:
         for group in running:
             group.timeline.note(started_over=True)
             self.admission.recompute(group, now)
-
-    def check_integrity(self) -> None:
-        """Assert that queues, slots and blocks agree with each other."""
-        check_integrity(self)

@@ -184,22 +184,6 @@ class SequenceGroup:
             shared = next(i for i, (a, b) in enumerate(zip(first.tokens, seq.tokens, strict=True)) if a != b)
             self.births.append((seq, first, shared))
 
-    def report(self) -> dict[str, Any]:
-        """What became of it, for `/explain`."""
-        count = self.seqs[0].num_tokens - self.request.num_prompt
-        if self.beams and self.beams.answers and self.status is Status.FINISHED:
-            count = len(self.beams.answers[0].tokens)
-        return {
-            "index": self.index,
-            "state": self.status.name.lower(),
-            "finish_reason": self.finish_reason,
-            "output_tokens": count,
-            "draft_tokens": sum(seq.num_drafts for seq in self.seqs),
-            "accepted_tokens": sum(seq.num_taken for seq in self.seqs),
-            "preemptions": self.num_preemptions,
-            "stays": [dict(stay) for stay in self.timeline.stays],
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
@@ -277,24 +261,6 @@ class Request:
         assert end - len(scores) <= self.num_scored, "tokens between have not been scored"
         begin, self.num_scored = self.num_scored, max(end, self.num_scored)
         return scores[len(scores) - (end - begin) :] if begin < end else []
-
-    def report(self, now: float) -> dict[str, Any]:
-        """Where its time went until `now`, for `/explain`."""
-        for group in self.groups:
-            group.timeline.leave(now)
-        answers = [*self.finished_reports, *(group.report() for group in self.groups)]
-        return {
-            "request_id": self.request_id,
-            "client": self.client,
-            "adapter": self.adapter and self.adapter.name,
-            "priority": self.priority,
-            "prompt_tokens": self.num_prompt,
-            "cached_tokens": self.num_cached,
-            "finished": not self.groups,
-            "seconds": now - self.arrival,
-            "first_token_seconds": None if self.first_token_at is None else self.first_token_at - self.arrival,
-            "answers": sorted(answers, key=lambda answer: answer["index"]),
-        }
 
 
 @dataclass(slots=True)

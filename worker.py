@@ -19,19 +19,19 @@ import torch
 
 from batch_state import BatchState, Rows, StepShape, to_device, to_host
 from config import MOST_DRAFTING, EngineConfig
-from device.launched import Launched
+from device.exchanges import agree, make_up, may_refuse
+from device.launched import Launched, run_one_by_one
 from layers import Batch
 from model import Transformer
 from observe.phases import DeviceClock, Phases
 from observe.sanitizer import KVSanitizer
 from parallel import Sampled
-from plan import Logprobs, StepPlan, StepResult
+from plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from cpu.weights import GreedyHead
     from device.piecewise import PiecewiseGraphs
     from lora.stacks import Adapters
-    from models.expert_ranks import ExpertGroup
     from models.logprobs import LogprobGatherer, Scoring
     from models.pooled import Pooler
     from speculation.proposer import Proposer
@@ -135,12 +135,12 @@ class Worker:
             with torch.inference_mode(), self.watch():
                 launched = self.execute(plan)
         except (torch.OutOfMemoryError, LateCompile) as failure:
-            if not self.may_refuse():
+            if not may_refuse(self):
                 raise
             error = str(failure).partition("\n")[0] or type(failure).__name__
         if error:  # outside of the except block, so that the failed step's tensors are freed
             if self.running and self.group.size > 1:
-                self.make_up(self.running)
+                make_up(self, self.running)
             else:
                 self.state.forget()
             return Launched(StepResult(plan.step, [], error=error))
@@ -184,48 +184,13 @@ class Worker:
             self.sanitizer.follow(plan, self.adapters.held if self.adapters else ())
         if plan.drafts and self.device == "cpu":
             plan = self.state.with_drafts(plan)
-        if peers := self.group.peers:
-            self.agree(peers, plan)
+        if (peers := self.group.peers) and agree(peers, plan, self.graph_sizes):
+            self.rows = None  # they may have been padded to another number
         if not plan.rows:
             if peers and peers.bound:
                 self.model.serve()
             return Launched(StepResult(plan.step, []))
-        return self.run_one_by_one(plan) if self.one_by_one else self.run_rows(plan)
-
-    def agree(self, peers: ExpertGroup, plan: StepPlan) -> None:
-        """Agree with the engines that share the experts on the tokens of this step's messages: the most that one has.
-
-        An engine that only decodes counts its rows as its graph pads them: if all do, each has a graph of that size.
-        """
-        sizes, tokens = self.graph_sizes, sum(count for _, count in plan.rows)
-        if sizes and tokens and tokens == len(plan.rows):
-            tokens = sizes[bisect_left(sizes, tokens)]
-        most = peers.agree(tokens)
-        if most != peers.bound:
-            self.rows = None  # they may have been padded to another number
-        peers.bound = most
-
-    def run_one_by_one(self, plan: StepPlan) -> Launched:
-        """Run the plan's rows one after the other, and prompts token by token unless they are pooled.
-
-        torch's operators round differently for other numbers of rows.
-        """
-        result = StepResult(plan.step, [])
-        for i, (slot, count) in enumerate(plan.rows):
-            scores: list[Logprobs] = []
-            for tokens in [count] if self.pooler else [1] * count:
-                part = self.run_rows(StepPlan(plan.step, rows=[(slot, tokens)], new=plan.new)).result()
-                scores += part.scores.get(0, [])
-            result.token_ids += part.token_ids
-            result.stopped += [i] * len(part.stopped)
-            result.not_finite += [i] * len(part.not_finite)
-            if part.logprobs:
-                result.logprobs[i] = part.logprobs[0]
-            if part.pooled:
-                result.pooled[i] = part.pooled[0]
-            if scores:
-                result.scores[i] = scores
-        return Launched(result)
+        return run_one_by_one(self.run_rows, plan, bool(self.pooler)) if self.one_by_one else self.run_rows(plan)
 
     def run_rows(self, plan: StepPlan) -> Launched:
         """Bring to the device what the batch state has noted, and run the plan's rows, by a graph or by `forward`."""
@@ -263,34 +228,6 @@ class Worker:
             masked = to_device(np.array(launched.masked), self.device)
             launched.drafts = to_host(self.state.drafts_of(masked, self.state.num_drafts[masked]))
         return self.done(launched)
-
-    def may_refuse(self) -> bool:
-        """Whether a step that has failed on this rank may be refused, and the worker goes on.
-
-        Engines that share the experts, other stages, and ranks that make drafts wait for the step's messages. So do
-        other ranks of a stage, but this one can make up for its messages, if `forward` has begun. And the engine must
-        learn of the failure: under an external launcher it hears rank 0 alone.
-        """
-        group = self.group
-        if group.peers or self.pipeline.stages > 1 or (self.model.draft and group.size > 1):
-            return False
-        heard = group.rank == 0 or self.config.distributed_executor_backend != "external_launcher"
-        return group.size == 1 or (self.running is not None and heard and not self.one_by_one)
-
-    def make_up(self, rows: Rows) -> None:
-        """Exchange zeros in what is left of a step that has failed on this rank, because the other ranks wait for it.
-
-        All ranks' results of the step are dropped, and all sequences enter anew.
-        """
-        group, shape, vocab = self.group, rows.shape, self.model.config.vocab_size
-        done, width = len(group.exchanged), -(-vocab // group.size)
-        tokens = self.pieces.padded(shape.tokens) if self.pieces else shape.tokens  # as the other ranks pad them
-        for size, dtype in self.exchanges[done:]:
-            group.all_reduce(torch.zeros(tokens, *size, dtype=dtype, device=self.device))
-        logits = [part.shape[1] for part in self.gatherer.parts(rows.scoring)[1]] if rows.scoring else []
-        logits += [shape.samples] if shape.samples else []
-        for count in logits[max(0, done - len(self.exchanges)) :]:
-            group.all_gather(torch.zeros(count, width, dtype=self.model.dtype, device=self.device), vocab)
 
     def done(self, launched: Launched) -> Launched:
         """Mark the end of a step whose last work has been launched."""

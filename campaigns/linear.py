@@ -40,8 +40,7 @@ from checkpoints.gguf_file import read_headers  # noqa: E402
 from checkpoints.gguf_tokenizer import Vocabulary  # noqa: E402
 from counting import lines_run  # noqa: E402
 from gguf_files import of_bytes  # noqa: E402
-from lora.adapter import CONFIG, WEIGHTS, read_adapter  # noqa: E402
-from lora.patterns import MOST_KEYS  # noqa: E402
+from lora.adapter import CONFIG, MOST_KEYS, WEIGHTS, read_adapter  # noqa: E402
 from sampling_params import SamplingParams  # noqa: E402
 from test_written_calls import TOOLS, written  # noqa: E402
 from text.tag_format import TagFormat  # noqa: E402

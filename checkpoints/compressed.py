@@ -7,7 +7,6 @@ other, and never holds more than a file of them. `new_folder` makes a folder tha
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import json
 import os
@@ -25,7 +24,6 @@ from checkpoints.hub import FILES, INDEX
 
 SHARD_BYTES = 4 * 2**30  # of tensors in one file, at most, unless a single one is larger
 WHOLE = "model.safetensors"
-UNFINISHED = ".unfinished"  # how the name of a folder ends that is being written
 LEFT, INDEXES = ("config.json", "adapter_config.json"), ".index."  # are not copied, as they are of other weights
 BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt", "LICENSE")  # how the names of files end that are copied
 
@@ -173,11 +171,10 @@ def check_target(target: Path, source: Path | None, overwrite: bool) -> None:
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder beside `target`, which takes its place at the end of the `with` block, and is gone if that raises.
 
-    A killed run leaves it behind, and the next with this target removes it. A ValueError says what cannot be written.
+    A killed run leaves it behind, with a name that ends in `.unfinished`. A ValueError says what cannot be written.
     """
-    remove_left(target)
     try:
-        with tempfile.TemporaryDirectory(UNFINISHED, f".{target.name}-", target.parent) as work, locked(Path(work)):
+        with tempfile.TemporaryDirectory(".unfinished", f".{target.name}-", target.parent) as work:
             made = Path(work) / "new"
             made.mkdir()
             yield made
@@ -186,29 +183,6 @@ def new_folder(target: Path) -> Iterator[Path]:
             made.rename(target)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"OUT is {target}, which cannot be written: {error}") from None
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder, until the `with` block or this process ends; says whether no other process has locked it."""
-    descriptor, ours = os.open(folder, os.O_RDONLY), False
-    try:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = True
-        yield ours
-    finally:
-        os.close(descriptor)
-
-
-def remove_left(target: Path) -> None:
-    """Remove what dead runs have left beside a target; but not the model that one was to replace, if that is all."""
-    for left in target.parent.iterdir():
-        name = left.name.removesuffix(UNFINISHED)[:-8]  # without the characters that tempfile has drawn
-        if name == f".{target.name}-" and left.name.endswith(UNFINISHED) and left.is_dir():
-            with locked(left) as gone:
-                if gone and (target.exists() or not (left / "old").exists()):
-                    shutil.rmtree(left)
 
 
 def write_config(source: Path, target: Path, quantization: dict[str, Any]) -> None:

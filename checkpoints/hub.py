@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import json
 import os
 import re
@@ -298,7 +297,7 @@ def download(config: EngineConfig, cache: str, weights: bool) -> str:
     except (OSError, HTTPError, UnicodeEncodeError) as error:
         raise ValueError(explain(trouble or error, config, cache)) from None
     if trouble and not isinstance(trouble, OfflineModeIsEnabled):
-        console.info(f"{name} is taken from {cache}, because the hub could not be asked: {first_line(trouble)}")
+        console.info(f"{name} is taken from {cache}, because the hub could not be asked: {in_a_line(trouble)}")
     return folder
 
 
@@ -338,44 +337,28 @@ def announce(name: str, cache: str, files: list[str], size: int) -> None:
 
 
 def explain(error: Exception, config: EngineConfig, cache: str) -> str:
-    """One line that says why a model cannot be downloaded, and what to do."""
+    """One line that says why a model cannot be downloaded: mostly in the library's words."""
     from huggingface_hub import errors
     from huggingface_hub.constants import ENDPOINT
 
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
-    name, why = config.model, first_line(error)
+    name = config.model
     if isinstance(error, errors.GatedRepoError):
         return f"{name} is gated: ask for access at {ENDPOINT}/{name}, and set HF_TOKEN to a token of that account"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            f"there is no folder {name}, and {ENDPOINT} has no model of that name, or a private one: check the name, "
-            "or set HF_TOKEN to a token that may read it"
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"revision is {config.revision!r}, which {name} has not; it must be a branch, a tag or a commit of it"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return (
             f"there is no folder {name}, nor a whole copy in {cache}, and HF_HUB_OFFLINE is set: start once without it"
         )
-    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else 0
-    if status in (401, 403) or isinstance(error, UnicodeEncodeError):
-        return f"the token is not one that {ENDPOINT} takes for {name}: set HF_TOKEN to another, or unset it"
-    if status:
-        return f"{ENDPOINT} does not give {name}: {why}; try again later"
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"{cache} is full: make room for {name}, or name another place by --download-dir or HF_HOME"
-    if isinstance(error, OSError) and error.errno:
-        return f"{name} cannot be downloaded to {cache}: {why}; --download-dir or HF_HOME names another place"
-    return (
-        f"there is no folder {name}, and it cannot be downloaded from {ENDPOINT}: {why}; check the network, "
-        "HF_ENDPOINT and the proxy"
-    )
+    missing = isinstance(error, errors.RepositoryNotFoundError)
+    why = "it has none of that name, or a private one that HF_TOKEN does not open" if missing else in_a_line(error)
+    return f"there is no folder {name}, and it cannot be downloaded from {ENDPOINT} to {cache}: {why}"
 
 
-def first_line(error: Exception) -> str:
-    """What an error of the library says, without its further lines; the error's name if it says nothing."""
-    return next((line.strip(" .") for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def in_a_line(error: Exception) -> str:
+    """What an error of the library says in its first line and its last; the error's name if it says nothing."""
+    lines = [line.strip(" .") for line in str(error).splitlines() if line.strip()]
+    return "; ".join(dict.fromkeys(lines[:1] + lines[-1:])) or type(error).__name__
 
 
 # --- new weights, instead of a model's own ---------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 
 import reference
-from config import run_file
+from config import EngineConfig, run_file
 from cpu import ops as cpu_ops
 from cpu import quantized as cpu_quantized
 from cpu import weights as cpu_weights
@@ -48,17 +48,11 @@ from cpu.weights import multiply
 from observe.logs import logger
 from reference import Quantized
 
-MODULES = (
-    sys.modules[__name__],
-    cpu_weights,
-    cpu_quantized,
-    cpu_ops,
-    reference,
-)  # the code of what is compiled is in these
+MODULES = sys.modules[__name__], cpu_weights, cpu_quantized, cpu_ops, reference  # they have what is compiled
 INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR"  # the variable that says where Inductor keeps what it makes
 WORKPLACE = "tmp"  # the name of a folder in which something is compiled begins so
+SETTLED = 600  # seconds after which a server with a small model is one that stays
 MANY = 64  # tokens of a step; with so many or more, compiled code uses several threads
-TURN, PAUSE = 0.05, 0.95  # seconds for which C++ is made, and then not, while steps run
 
 # These keep a product in one loop. By default a sum of so many terms is written to memory in between.
 LIMITS = "realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold"
@@ -176,8 +170,7 @@ class Builder:
 
     Args:
         jobs: how many processes at a time.
-        idle: these take only what other processes leave of the cores, and while steps run, hardly any of that: steps
-            also share the cores' caches and bandwidth with them.
+        idle: these take only what other processes leave of the cores.
         delay: seconds before the first of them begins.
     """
 
@@ -188,7 +181,6 @@ class Builder:
         self.begins = time.monotonic() + delay
         self.failed = ""  # why something could not be compiled
         self.usable = True  # whether the folders are; if not, nothing is compiled or opened
-        self.calls = 0  # of functions that are or will be compiled; it grows while steps run
         self.threads: list[threading.Thread] = []
         try:
             open_folders()
@@ -196,6 +188,30 @@ class Builder:
         except (OSError, ValueError) as error:
             self.usable = False
             self._give_up(str(error))
+
+    @classmethod
+    def of(cls, config: EngineConfig, backend: str) -> Builder | None:
+        """One for `compile`, before the model serves, or for the backend `cpu`, beside that; None: nothing is compiled.
+
+        A small model has answered before its C++ would be there, but beside a server that runs on. With
+        `batch_invariant` the ops must not change between two steps, because C++ may round otherwise.
+
+        Raises:
+            ValueError: with `compile`, another backend was chosen, `enforce_eager` too, or there is no compiler.
+        """
+        if config.compile:
+            if backend != "cpu":
+                raise ValueError(f"compile is True; it is for the backend 'cpu', not for {backend!r}")
+            if config.enforce_eager:
+                raise ValueError("compile is True and enforce_eager is True; one of them must be False")
+            if not has_compiler():
+                raise ValueError("compile is True; it needs a C++ compiler (g++ or clang++), and there is none")
+            return cls(jobs=os.cpu_count() or 1)
+        if backend != "cpu" or config.enforce_eager or config.batch_invariant or config.load_format == "dummy":
+            return None
+        small = cpu_weights.is_small(config)
+        stays = config.beside_server and config.world_size == 1  # torchrun's other ranks do not know of the server
+        return None if small and not stays else cls(jobs=1, idle=True, delay=SETTLED if small else 0)
 
     def ask(self, job: Job) -> Late:
         """The C++ of a job, which may have to be made first."""
@@ -242,27 +258,9 @@ class Builder:
                 assert process.stdin and process.stdout
                 pickle.dump((job, self.idle, path), process.stdin)
                 process.stdin.flush()  # it stays open, which tells the process that this one lives
-                if self.idle:
-                    threading.Thread(target=self._pace, args=(process,), daemon=True).start()
                 said = process.stdout.read().decode(errors="replace").strip()
             if process.returncode:
                 raise RuntimeError(said.rpartition("\n")[2] or f"status {process.returncode}")
-
-    def _pace(self, process: subprocess.Popen[bytes]) -> None:
-        """While steps run, let a process and its compilers run for a small share of the time.
-
-        If this process dies during a pause, the system wakes the others by SIGHUP, which ends them: POSIX does so to
-        the stopped processes of a group that has lost its last parent outside of it.
-        """
-        calls = self.calls
-        while process.poll() is None:
-            time.sleep(TURN)
-            if self.calls != calls:
-                with contextlib.suppress(ProcessLookupError):  # it has ended, or is not a group yet
-                    os.killpg(process.pid, signal.SIGSTOP)
-                    time.sleep(PAUSE)
-                    os.killpg(process.pid, signal.SIGCONT)
-                calls = self.calls
 
     def wait(self) -> None:
         """Wait for all that was asked for.
@@ -459,7 +457,6 @@ class Compiled:
     def __call__(self, settings: tuple, *tensors: torch.Tensor) -> list[torch.Tensor] | None:
         """What the function returns; None as long as there is no C++ for it."""
         assert all(tensor.is_contiguous() for tensor in tensors)
-        self.builder.calls += 1
         many = len(tensors[0]) >= MANY
         key = (many, settings, *[(tensor.dtype, tensor.shape[1:]) for tensor in tensors])
         if (late := self.made.get(key)) is None:

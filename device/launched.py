@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from batch_state import Rows
-from plan import StepResult
+from plan import Logprobs, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from models.logprobs import Gathered
@@ -81,3 +81,26 @@ class Launched:
         if self.phases:
             result.phases += self.phases.spans()
         return result
+
+
+def run_one_by_one(run: Callable[[StepPlan], Launched], plan: StepPlan, pooled: bool) -> Launched:
+    """Run the plan's rows one after the other, and prompts token by token unless they are pooled.
+
+    torch's operators round differently for other numbers of rows.
+    """
+    result = StepResult(plan.step, [])
+    for i, (slot, count) in enumerate(plan.rows):
+        scores: list[Logprobs] = []
+        for tokens in [count] if pooled else [1] * count:
+            part = run(StepPlan(plan.step, rows=[(slot, tokens)], new=plan.new)).result()
+            scores += part.scores.get(0, [])
+        result.token_ids += part.token_ids
+        result.stopped += [i] * len(part.stopped)
+        result.not_finite += [i] * len(part.not_finite)
+        if part.logprobs:
+            result.logprobs[i] = part.logprobs[0]
+        if part.pooled:
+            result.pooled[i] = part.pooled[0]
+        if scores:
+            result.scores[i] = scores
+    return Launched(result)

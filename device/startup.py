@@ -25,7 +25,7 @@ from checkpoints.tied_head import settle_head
 from config import EngineConfig
 from cpu import machine
 from cpu import weights as cpu_weights
-from cpu.compiled import Builder, coded_forms, compile_ops, has_compiler, multiply_job
+from cpu.compiled import Builder, coded_forms, compile_ops, multiply_job
 from cpu.quantized import pack_quantized
 from device.coded import FP8_CAPABILITY, coded_as, kinds_of
 from device.compile_guard import CompileGuard, check_compiler
@@ -61,7 +61,6 @@ from speculation.proposer import add_draft
 from worker import Worker
 
 CUDA_BLOCK_SIZES = (16, 32, 64, 128)
-SETTLED = 600  # seconds after which a server with a small model is one that stays
 
 
 def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, rendezvous: str = "") -> KeptWorker:
@@ -116,7 +115,7 @@ def prepare(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvo
     ops = pick_ops(config.backend, device)
     if device == "cuda" and ops.BACKEND == "triton":
         check_compiler()
-    builder = new_builder(config, ops.BACKEND)
+    builder = Builder.of(config, ops.BACKEND)
     if builder:
         ops = compile_ops(builder)
     dtype = pick_dtype(config.dtype, model_config.dtype, device, cpu_weights.is_small(config))
@@ -395,30 +394,6 @@ def pick_ops(backend: str, device: str) -> ModuleType:
     import reference
 
     return reference
-
-
-def new_builder(config: EngineConfig, backend: str) -> Builder | None:
-    """What makes C++ of ops: with `compile`, and else on the backend `cpu` while the model serves.
-
-    A small model has answered before its C++ would be there, but beside a server that runs on. With `batch_invariant`
-    the ops must not change between two steps, because C++ may round otherwise.
-
-    Raises:
-        ValueError: with `compile`, another backend was chosen, `enforce_eager` too, or there is no compiler.
-    """
-    if config.compile:
-        if backend != "cpu":
-            raise ValueError(f"compile is True; it is for the backend 'cpu', not for {backend!r}")
-        if config.enforce_eager:
-            raise ValueError("compile is True and enforce_eager is True; one of them must be False")
-        if not has_compiler():
-            raise ValueError("compile is True; it needs a C++ compiler (g++ or clang++), and there is none")
-        return Builder(jobs=os.cpu_count() or 1)
-    if backend != "cpu" or config.enforce_eager or config.batch_invariant or config.load_format == "dummy":
-        return None
-    small = cpu_weights.is_small(config)
-    stays = config.beside_server and config.world_size == 1  # torchrun's other ranks do not know of the server
-    return None if small and not stays else Builder(jobs=1, idle=True, delay=SETTLED if small else 0)
 
 
 def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What is done to a worker between its steps: it sleeps, gets other weights or adapters, or is profiled.
+"""What is done to a worker between its steps: it sleeps, or gets other weights.
 
 Of the KV cache nothing outlasts a sleep, so its pools are dropped and made anew. How weights go depends on the backend:
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,6 @@ from lora.stacks import Adapters
 from model import Transformer
 from models.logprobs import LogprobGatherer
 from models.pooled import Pooler
-from observe.logs import logger
 from parallel import Sampled
 from plan import KV_CACHE, WEIGHTS
 from speculation.proposer import add_draft, new_proposer, wanted_of
@@ -65,9 +63,9 @@ class KeptWorker(Worker):
         self.packed = self.ops.BACKEND == "cpu" or bool(model.coded)  # whether weights are not plain tensors
         self.dropped = False  # whether there are no weights
         self.emptied: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []  # each one's size, and copy
-        self.profiler: Any = None
+        self.profiler: Any = None  # torch's, see `observe.profiles`
         self.readers = ThreadPoolExecutor(READERS)
-        self.loads: dict[int, Future[str]] = {}  # by the rows of the host's memory for adapters
+        self.loads: dict[int, Future[int | str]] = {}  # by the rows of the host's memory for adapters
 
     # --- sleep --------------------------------------------------------------------------------------------------------
 
@@ -211,61 +209,3 @@ class KeptWorker(Worker):
         self.dropped = False
         self.asleep.discard(WEIGHTS)
         self.give_back()
-
-    # --- adapters -----------------------------------------------------------------------------------------------------
-
-    def load_adapter(self, row: int, folder: str) -> str:
-        """Read an adapter into a row of the host's memory; returns what is wrong with it, as `Adapters.load` says."""
-        assert self.adapters
-        try:
-            self.adapters.load(row, folder)
-        except ValueError as error:  # a client's mistake, and no failure of a call, which is logged with its traceback
-            return str(error)
-        except Exception as error:  # of the disk, or of memory
-            logger.warning(f"{folder} could not be read", exc_info=True)
-            return f"{folder} could not be read: {error!r:.200}"
-        return ""
-
-    def begin_load(self, row: int, folder: str) -> None:
-        """Have a thread do what `load_adapter` does, beside the steps; no step uses the row meanwhile."""
-        moved = None
-        if self.device == "cuda":  # steps that were launched may have yet to copy what the row has held
-            moved = torch.cuda.Event()
-            moved.record()
-
-        def load() -> str:
-            if moved:
-                moved.synchronize()
-            return self.load_adapter(row, folder)
-
-        self.loads[row] = self.readers.submit(load)
-
-    def finished_loads(self) -> dict[int, str]:
-        """What `load_adapter` has said of each row that `begin_load` has filled, if it is done."""
-        return {row: load.result() for row, load in self.loads.items() if load.done()}
-
-    # --- profiles -----------------------------------------------------------------------------------------------------
-
-    def start_profile(self) -> None:
-        """Begin to record what torch's operators and the device do, and the phases of each step."""
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self.device == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        profiler = torch.profiler.profile(activities=activities)
-        profiler.start()
-        self.profiler = profiler
-        self.trace(True)
-
-    def stop_profile(self, name: str) -> str:
-        """End the record, and write it for Perfetto; returns the name of its file in `torch_profiler_dir`.
-
-        It is empty where nothing was recorded, because this worker has come in the place of another one.
-        """
-        if not self.profiler:
-            return ""
-        profiler, self.profiler = self.profiler, None
-        self.trace(bool(self.config.trace))
-        profiler.stop()
-        file = f"{name}-rank{self.pipeline.stage * self.group.size + self.group.rank}.pt.trace.json.gz"
-        profiler.export_chrome_trace(os.path.join(str(self.config.torch_profiler_dir), file))
-        return file

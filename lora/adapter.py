@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 from config import read_json
-from lora.patterns import Patterns
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_RANK, MOST_VIRTUAL_TOKENS = 256, 65536
+MOST_KEYS, MOST_CHARS = 10_000, 300  # patterns of a config, and characters of one
+SLOW = re.compile(r"\)[*+{]|([*+{].*){5}", re.DOTALL)  # a group that is repeated, or five repeats
+Patterns = list[tuple[re.Pattern[str], Any]]  # each with its value, for the modules whose names it matches
 # Ways to initialize A and B that leave the model's own weights as they are. Others (PiSSA, OLoRA, CorDA) change them.
 INITIALIZED = (True, False, None, "gaussian", "eva", "orthogonal")
 REFUSED: dict[str, tuple[Any, ...]] = {  # fields of the config that change the formula, and where they do not
@@ -66,7 +69,7 @@ class AdapterConfig:
     Attributes:
         rank, alpha: r and the scale's numerator, of modules that no pattern matches.
         rooted: the scale is alpha / sqrt(r), not alpha / r (rsLoRA, Kalajdzievski, 2023).
-        ranks, alphas: other values for the modules whose names end with what a pattern matches.
+        ranks, alphas: other values for the modules that a pattern matches, the first one that does, as in PEFT.
         num_virtual_tokens: N of a prompt adapter, which has no matrices; else 0.
     """
 
@@ -78,11 +81,12 @@ class AdapterConfig:
     num_virtual_tokens: int = 0
 
     def rank_of(self, module: str) -> int:
-        return self.ranks.find(module, self.rank)
+        return next((rank for pattern, rank in self.ranks if pattern.match(module)), self.rank)
 
     def scale_of(self, module: str) -> float:
         rank = self.rank_of(module)
-        return self.alphas.find(module, self.alpha) / (math.sqrt(rank) if self.rooted else rank)
+        alpha = next((alpha for pattern, alpha in self.alphas if pattern.match(module)), self.alpha)
+        return alpha / (math.sqrt(rank) if self.rooted else rank)
 
 
 def read_adapter(folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIRTUAL_TOKENS) -> AdapterConfig:
@@ -110,15 +114,31 @@ def read_adapter(folder: str, most: int = MOST_RANK, most_tokens: int = MOST_VIR
     if kind == "PROMPT_TUNING":
         count: Any = fields.get("num_virtual_tokens")
         check_count(f"{place}: num_virtual_tokens", count, "max_prompt_adapter_token", most_tokens, MOST_VIRTUAL_TOKENS)
-        return AdapterConfig(0, 0.0, False, Patterns("", {}), Patterns("", {}), count)
-    ranks, alphas = (Patterns(f"{place}: {name}", fields.get(name) or {}) for name in ("rank_pattern", "alpha_pattern"))
+        return AdapterConfig(0, 0.0, False, [], [], count)
+    ranks, alphas = (compiled(f"{place}: {name}", fields.get(name) or {}) for name in ("rank_pattern", "alpha_pattern"))
     rank, alpha = fields.get("r", 8), fields.get("lora_alpha", 8)
-    for name, value in [("r", rank), *(("rank_pattern", value) for value in ranks.values)]:
+    for name, value in [("r", rank), *(("rank_pattern", value) for _, value in ranks)]:
         check_count(f"{place}: {name}", value, "max_lora_rank", most, MOST_RANK)
-    for name, value in [("lora_alpha", alpha), *(("alpha_pattern", value) for value in alphas.values)]:
+    for name, value in [("lora_alpha", alpha), *(("alpha_pattern", value) for _, value in alphas)]:
         if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
             raise ValueError(f"{place}: {name} is {value!r:.200}; it must be a number")
     return AdapterConfig(rank, alpha, bool(fields.get("use_rslora")), ranks, alphas)
+
+
+def compiled(where: str, patterns: Any) -> Patterns:
+    """The patterns of a config, which match the ends of modules' names; a ValueError about them begins with `where`."""
+    if not isinstance(patterns, dict) or len(patterns) > MOST_KEYS:
+        raise ValueError(f"{where} is {patterns!r:.200}; it must be an object of at most {MOST_KEYS} keys")
+    found = []
+    for key, value in patterns.items():
+        if len(key) > MOST_CHARS or SLOW.search(key):
+            limits = f"at most {MOST_CHARS} characters and 4 repeats, and no repeated group"
+            raise ValueError(f"{where} has the key {key!r:.200}; it may have {limits}")
+        try:
+            found.append((re.compile(rf"(.*\.)?({key})$"), value))
+        except (OverflowError, re.error) as error:
+            raise ValueError(f"{where} has the key {key!r:.200}, which is no regular expression: {error}") from None
+    return found
 
 
 def check_count(what: str, value: Any, option: str, most: int, possible: int) -> None:
@@ -135,14 +155,12 @@ def state_of(folder: str) -> str:
     Raises:
         ValueError: there are no such files.
     """
-    folder, found = os.path.realpath(folder), list[str]()
+    parts = [folder := os.path.realpath(folder)]
     for name in (CONFIG, WEIGHTS):
         try:
             file = os.stat(os.path.join(folder, name))
         except OSError as error:
-            if found:  # a config: there may be weights of another kind, for which this has better words
-                read_adapter(folder)
             raise ValueError(f"lora_path is {folder!r:.300}; its {name} cannot be read: {error.strerror}") from None
         # tar and rsync can keep the time of writing (mtime), but nothing can keep ctime.
-        found.append(f"{file.st_ctime_ns}-{file.st_mtime_ns}-{file.st_size}")
-    return "\0".join((folder, *found))
+        parts.append(f"{file.st_ctime_ns}-{file.st_mtime_ns}-{file.st_size}")
+    return "\0".join(parts)

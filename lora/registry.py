@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from config import EngineConfig
-from lora.adapter import LoRARequest, read_adapter, state_of
+from lora.adapter import LoRARequest, state_of
+from lora.loads import begin_load, finished_loads, load_adapter
 from observe.logs import logger
 from plan import EngineCoreRequest
 from sequence import Adapter
@@ -32,14 +33,13 @@ class HostAdapters:
 
     Args:
         config: the engine's options.
-        call: has all workers call a method, by its name and with its arguments; returns what each returns. A ValueError
-            says that the workers were started anew; then `reload` was called.
+        call: calls a function of all workers, with its arguments; returns what each returns. A ValueError says that the
+            workers were started anew; then `reload` was called.
         in_use: returns whether a request has an adapter.
     """
 
     def __init__(self, config: EngineConfig, call: Callable[..., list[Any]], in_use: Callable[[Adapter], bool]):
         self.enabled, self.call, self.in_use = config.enable_lora, call, in_use
-        self.limits = config.max_lora_rank, config.max_prompt_adapter_token
         self.free = list(range(config.host_loras))[::-1]
         self.known: dict[Adapter, str] = {}  # and their folders; the least recently used first
         self.reading: dict[Adapter, str] = {}  # those that workers read now, and their folders
@@ -119,13 +119,12 @@ class HostAdapters:
         wrong, found = self.failed.get(wanted, ("", 0.0))
         if time.monotonic() < found + MEMORY:
             raise ValueError(wrong)
-        virtual = read_adapter(asked.lora_path, *self.limits).num_virtual_tokens if self.limits[1] else 0
         if not (has_turn and self._make_room()):
             return None
-        adapter = Adapter(wanted.key, self.free.pop(), asked.lora_name, virtual)
+        adapter = Adapter(wanted.key, self.free.pop(), asked.lora_name)
         self.reading[adapter] = asked.lora_path
         with contextlib.suppress(ValueError):  # new workers read nothing yet, and the caller sees that in `reading`
-            self.call("begin_load", adapter.row, asked.lora_path)
+            self.call(begin_load, adapter.row, adapter.key)
         if not at_once:
             return None
         self._read_to_end(asked.lora_path)
@@ -166,7 +165,7 @@ class HostAdapters:
     def _ask(self) -> None:
         """Ask the workers which adapters they have read."""
         try:
-            told = self.call("finished_loads")
+            told = self.call(finished_loads)
         except ValueError:  # the workers were started anew
             assert not self.reading
             return
@@ -178,10 +177,10 @@ class HostAdapters:
             del self.reading[adapter]
             self.answered += [folder] if folder in self.lines else []
             self.interrupted.discard(adapter)
-            if wrong := next(filter(None, said), ""):
+            if wrong := next((what for what in said if isinstance(what, str)), None):
                 self._refuse(adapter, wrong)
             else:
-                self.known[adapter] = folder
+                self.known[dataclasses.replace(adapter, num_virtual_tokens=said[0])] = folder
 
     def _refuse(self, adapter: Adapter, wrong: str) -> None:
         """An adapter could not be read; all requests that wait for it are told why."""
@@ -212,8 +211,9 @@ class HostAdapters:
             try:
                 if state_of(folder) != adapter.key:
                     raise ValueError(f"the adapter in {folder} was changed")
-                if wrong := next(filter(None, rpc("load_adapter", args=[adapter.row, folder])), ""):
-                    raise ValueError(wrong)
+                for said in rpc(load_adapter, args=[adapter.row, adapter.key]):
+                    if isinstance(said, str):
+                        raise ValueError(said)
             except ValueError as error:
                 logger.warning(f"new workers have not got an adapter: {error}")
                 lost[adapter] = str(error)

@@ -40,7 +40,7 @@ from checkpoints.tied_head import find_tables, nearly_equal
 from config import EngineConfig
 from cpu import machine
 from layers import Owner, Weight, linear
-from lora.adapter import WEIGHTS, AdapterConfig, read_adapter, state_of
+from lora.adapter import WEIGHTS, AdapterConfig, read_adapter
 from model import Transformer
 from models.families import our_name
 from models.quantized import QuantizedWeight
@@ -306,28 +306,33 @@ class Adapters:
         numbers = [number * has for number, has in enumerate((False, *self.held_heads))]
         self.headed.copy_(to_device(np.array(numbers, dtype=np.int32), str(self.pool.device)))
 
-    def load(self, row: int, folder: str) -> None:
-        """Read an adapter's folder into a row of the host's memory.
+    def load(self, row: int, state: str) -> int:
+        """Read an adapter into a row of the host's memory; returns how many virtual tokens it has.
+
+        Args:
+            state: of the folder, by `state_of`.
 
         Raises:
             ValueError: it is damaged, or not for this model; the message names the tensor. The row then has no adapter.
         """
+        folder = state.partition("\0")[0]
         config, path = read_adapter(folder, self.rank, self.virtual), os.path.join(folder, WEIGHTS)
         line = self.host[row].zero_()
-        digest = hashlib.blake2b(state_of(folder).encode(), digest_size=7).digest()
+        digest = hashlib.blake2b(state.encode(), digest_size=7).digest()
         self.read_from[row] = int.from_bytes(digest, "little")
         filled: set[tuple[Product, int]] = set()  # slices
         try:
             with opened(path) as file:
                 if config.num_virtual_tokens:
                     self.fill_prompt(row, file, path, config.num_virtual_tokens)
-                    return
+                    return config.num_virtual_tokens
                 for module, (a, b) in self.read(file, path, config).items():
                     self.fill(line, module, a, b, filled)
         except ValueError:
             line.zero_()
             raise
         self.host_heads[row] = any(product is self.head for product, _ in filled)
+        return 0
 
     def read(self, file: Any, path: str, config: AdapterConfig) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """A and scale B of each module, by the name of its weight; checked."""

@@ -1,4 +1,4 @@
-"""Which blocks of the KV cache lose their last reference or their content, for the KV sanitizer."""
+"""Which blocks of the KV cache lose their content, for the KV sanitizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kv_cache import BlockManager
 
 
 class WatchedBlockManager(BlockManager):
-    """Notes in `freed`, for the KV sanitizer, which blocks lose their last reference or what they hold."""
+    """Notes in `freed`, for the KV sanitizer, which blocks hold nothing any more that somebody may read."""
 
     def allocate(self, num_blocks: int) -> list[int]:
         self._drop(islice(self.idle, num_blocks))
@@ -18,11 +18,11 @@ class WatchedBlockManager(BlockManager):
     def free(self, blocks: Sequence[int]) -> None:
         super().free(blocks)
         idle = (block for block in blocks if block >= 0 and self.ref_counts[block] == 0)
-        self.freed += [(block, self.hashes[block] is not None) for block in idle]
+        self.freed += [block for block in idle if self.hashes[block] is None]
 
     def reset_prefix_cache(self) -> None:
         self._drop(self.idle)
         super().reset_prefix_cache()
 
     def _drop(self, blocks: Iterable[int]) -> None:
-        self.freed += [(block, False) for block in blocks if self.hashes[block] is not None]
+        self.freed += [block for block in blocks if self.hashes[block] is not None]

@@ -1,15 +1,10 @@
 """A sanitizer for the paged KV cache: what attention is about to read must be the sequence's own, and nobody else's.
 
 The idea is AddressSanitizer's (Serebryany et al., 2012): memory has a shadow that tells what each place holds, and what
-is freed is poisoned. Every step is checked in two ways before the model runs:
-
-    books   on the host. A block's generation goes up when its last reference goes, and an entry of a block table keeps
-            the generation that it was made with (as a pointer keeps its tag in Arm's memory tagging). An entry of an
-            old generation is a block that was freed too early.
-    shadow  on the device. Each KV slot has a hash of the tokens up to and including the one whose key it holds, and of
-            the kind of layers that it is for. A context that does not hash to the sequence's own tokens is a stale
-            prefix, a wrong slot, another kind's block, or another sequence's overwrite. Each row of recurrent states
-            has the hash of the tokens that it has seen.
+is freed is poisoned. Each KV slot has a hash of the tokens up to and including the one whose key it holds, and of the
+kind of layers that it is for. Before the model runs a step, the context of each of its rows must hash to the sequence's
+own tokens. Else it is a block that was freed too early, a stale prefix, a wrong slot, another kind's block, or another
+sequence's overwrite. Each row of recurrent states has the hash of the tokens that it has seen.
 
 The hash of t_0 .. t_i is sum_j mix(t_j, j) mod 2^64, so each token just adds to it (AdHash: Bellare and Micciancio,
 "Incrementality at reduced cost", 1997). Freed blocks are also filled with NaN, and so are the states of slots that a
@@ -89,18 +84,13 @@ class KVSanitizer:
         states: torch.Tensor | None = None,
         num_host_states: int = 0,
     ):
-        (kinds, slots, columns), device = block_tables.shape, str(pool.device)
+        (_, slots, columns), device = block_tables.shape, str(pool.device)
         self.pool, self.token_ids, self.block_tables = pool, token_ids, block_tables
         self.block_size, self.windows = block_size, tuple(windows)
         self.shadow = Shadow(len(pool), block_size, device)
         self.host_shadow = Shadow(num_host_blocks, block_size, device)
-        self.generations = np.zeros(len(pool) + 1, dtype=np.int64)
         self.step = -1  # of the latest plan
-        self.freed_in = np.full(len(pool) + 1, -1)  # the step whose plan freed the block
         self.names = np.full(slots, "", dtype=object)
-        self.computed = np.zeros(slots, dtype=np.int64)
-        self.lengths = np.zeros((kinds, slots), dtype=np.int64)  # blocks in each slot's tables
-        self.tables, self.tags = (np.full((kinds, slots, columns), -1, dtype=np.int64) for _ in range(2))
         # [slot, i] is the hash of the sequence's first i tokens. The last row is for padding.
         self.hashes = torch.zeros(slots + 1, columns * block_size + 1, dtype=torch.int64, device=device)
         # A state is like a block of one place, which holds the hash of all tokens so far.
@@ -118,15 +108,10 @@ class KVSanitizer:
 
         `adapters` has a number for the adapter in each slot; with another one, the same tokens have other keys.
         """
-        if plan.step > self.step + 1:  # steps that never began would have told who left; now all sequences enter anew
-            self.tables[:] = self.tags[:] = -1
         self.step = plan.step
-        freed = [block for block, _ in plan.freed]
-        self.generations[freed] += 1
-        self.freed_in[freed] = plan.step
         self.shadow.move(plan.swap_out, self.host_shadow)
         # A freed block may have been moved to the host just now, and another move may have filled it again already.
-        if dropped := {block for block, kept in plan.freed if not kept}:
+        if dropped := set(plan.freed):
             self.shadow.hashes[list(dropped)] = POISON
             if empty := dropped.difference(block for _, block in (*plan.swap_in, *plan.copies)):
                 self.pool[list(empty)] = torch.nan
@@ -135,34 +120,16 @@ class KVSanitizer:
         self.state_shadow.move(plan.state_out, self.host_state_shadow)
         self.host_state_shadow.move(plan.state_in, self.state_shadow)
         self.state_shadow.move(plan.state_copies, self.state_shadow)
-        for slot in plan.released:
-            self._clear(slot)
         if self.states.numel():  # a beam may go on in the slot that it, or its parent, has just left
             left = [*set(plan.released).difference(row.slot for row in plan.new)]
             self.states[left], self.state_shadow.hashes[left] = torch.nan, POISON
         for row in plan.new:
-            self._clear(row.slot)
-            self.names[row.slot], self.computed[row.slot] = row.name, row.num_computed
-            self.hashes[row.slot] = 0
-            first = adapters[row.adapter - 1] if row.adapter else 0
-            self._grow(row.slot, row.blocks)
+            self.names[row.slot] = row.name
             known = self.token_ids[row.slot, : len(row.token_ids)]
             mixed = mix(known, torch.arange(len(known), device=known.device))
-            self.hashes[row.slot, 0] = first
+            self.hashes[row.slot] = 0
+            self.hashes[row.slot, 0] = first = adapters[row.adapter - 1] if row.adapter else 0
             self.hashes[row.slot, 1 : len(known) + 1] = first + mixed.cumsum(0)
-        for slot, blocks in plan.new_blocks:
-            self._grow(slot, blocks)
-
-    def _clear(self, slot: int) -> None:
-        self.tables[:, slot] = self.tags[:, slot] = -1
-        self.lengths[:, slot] = 0
-
-    def _grow(self, slot: int, tables: list[list[int]]) -> None:
-        for kind, blocks in enumerate(tables):
-            begin, end = self.lengths[kind, slot], self.lengths[kind, slot] + len(blocks)
-            self.tables[kind, slot, begin:end] = blocks
-            self.tags[kind, slot, begin:end] = self.generations[blocks]
-            self.lengths[kind, slot] = end
 
     # --- what a step reads and writes -------------------------------------------------------------------------------
 
@@ -192,35 +159,17 @@ class KVSanitizer:
         sums = mixed.cumsum(0)
         before = self.hashes[rows, places[firsts]] - (sums - mixed)[firsts]
         self.hashes[owners, places + 1] = sums + before.repeat_interleave(torch.from_numpy(counts).to(device))
-        self.computed[slots] = places[firsts].cpu().numpy()
         if self.states.numel():
             self._check_states(slots, seq_lens.long(), torch.from_numpy(counts).to(device))
         hashes = self.hashes[owners, places] + mix(input_ids, positions)
-        for kind in range(len(self.windows)):
-            self._check_books(kind, slots, counts, (owners, positions, slot_mapping[kind], hashes))
-        self.computed[slots] += counts
+        names = self.names[np.repeat(slots, counts)]
+        for kind, written in enumerate(slot_mapping):  # a slot of -1 stores nothing; here it is where nobody reads
+            self.shadow.hashes.view(-1)[written] = hashes + kind * FACTORS[2]
+            blocks = (written // self.block_size).cpu().numpy()
+            self.shadow.writers[blocks], self.shadow.steps[blocks] = names, self.step
         for kind, window in enumerate(self.windows):
             first = seq_lens - torch.from_numpy(counts).to(device) - window + 1 if window else 0 * seq_lens
             self._check_reads(kind, slots, first, seq_lens, (owners, positions, slot_mapping[kind]))
-
-    def _check_books(self, kind: int, slots: np.ndarray, counts: np.ndarray, tokens: tuple[torch.Tensor, ...]) -> None:
-        """Check the blocks of one kind that a step's rows [B] read and write, and note what its `tokens` write."""
-        window = self.windows[kind]
-        begins, ends = self.computed[slots], self.computed[slots] + counts
-        seen = np.maximum(begins - window + 1, 0) if window else np.zeros_like(begins)
-        columns = np.arange(-(-int(ends.max()) // self.block_size))
-        reached = columns < -(-ends // self.block_size)[:, None]
-        self._check_generations(kind, slots, reached & (columns >= seen[:, None] // self.block_size))
-        written = reached & (columns >= begins[:, None] // self.block_size)
-        rows, at = written.nonzero()
-        blocks = self.tables[kind, slots[rows], at]
-        owners, positions, slot_mapping, hashes = tokens
-        hashes = hashes + kind * FACTORS[2]
-        if len(shared := self._shared(blocks)):
-            self._check_writes((owners, positions, slot_mapping, hashes), shared)
-        # A slot of -1 stores nothing; here it is in the block that nobody reads.
-        self.shadow.hashes.view(-1)[slot_mapping] = hashes
-        self.shadow.writers[blocks], self.shadow.steps[blocks] = self.names[slots[rows]], self.step
 
     def _check_reads(
         self,
@@ -282,55 +231,6 @@ class KVSanitizer:
                 "unwritten slot, or the model itself makes NaN",
             )
 
-    def _check_generations(self, kind: int, slots: np.ndarray, read: np.ndarray) -> None:
-        """Check that no block of a kind that is read, [B, columns] bool, has been freed since it came into the table.
-
-        An entry of -1 has no generation, so it is wrong wherever it is read.
-        """
-        tables, tags = (entries[kind, slots, : read.shape[1]] for entries in (self.tables, self.tags))
-        wrong = read & ((tags != self.generations[tables]) | (tables < 0))
-        if not wrong.any():
-            return
-        row, column = np.argwhere(wrong)[0]
-        block, tag = int(tables[row, column]), int(tags[row, column])
-        first = column * self.block_size
-        after = ""
-        others = np.argwhere((self.tables == block) & (self.tags == self.generations[block]))
-        if block >= 0 and len(others):
-            after = f", and request {self.names[others[0, 1]]!r} has it now"
-        raise self._error(
-            slots[row],
-            f"block {block} (positions {first} to {first + self.block_size - 1}) is in its table with generation "
-            f"{tag}, but was freed in step {self.freed_in[block]}{after} (generation {self.generations[block]})",
-        )
-
-    def _shared(self, blocks: np.ndarray) -> np.ndarray:
-        """Those of `blocks` that stand in several tables, in places that the tables' sequences can still read."""
-        windows = np.array(self.windows)[:, None]
-        seen = np.where(windows > 0, np.maximum(self.computed - windows + 1, 0), 0) // self.block_size
-        valid = (self.tags == self.generations[self.tables]) & (np.arange(self.tables.shape[2]) >= seen[:, :, None])
-        references = np.bincount(self.tables[valid & (self.tables >= 0)], minlength=len(self.generations))
-        return blocks[references[blocks] > 1]
-
-    def _check_writes(self, tokens: tuple[torch.Tensor, ...], shared: np.ndarray) -> None:
-        """Check that those of a step's `tokens` which go into `shared` blocks change nothing there.
-
-        A cached prompt's last token is computed again, which changes nothing, and others may share its block meanwhile.
-        """
-        owners, positions, slot_mapping, hashes = tokens
-        inside = torch.isin(slot_mapping // self.block_size, torch.from_numpy(shared).to(slot_mapping.device))
-        wrong = inside & (self.shadow.hashes.view(-1)[slot_mapping] != hashes)
-        if wrong.any():
-            token = int(wrong.nonzero()[0])
-            slot, place = int(owners[token]), int(slot_mapping[token])
-            block, offset = divmod(place, self.block_size)
-            others = [self.names[other] for other in np.argwhere(self.tables == block)[:, 1] if other != slot]
-            raise self._error(
-                slot,
-                f"block {block}, offset {offset} (position {int(positions[token])}) is written, but request "
-                f"{others[0]!r} shares the block (generation {self.generations[block]}), and it was not copied first",
-            )
-
     def _wrong_read(self, slot: int, block: int, place: int, held: int, mapped: list[int]) -> SanitizerError:
         """What a sequence would have read as its token at position `place`."""
         found = (self.hashes == held).nonzero().tolist()
@@ -342,14 +242,13 @@ class KVSanitizer:
             what = f"holds position {found[0][1] - 1} of request {whose!r}, written in step {written}"
         else:
             what = f"holds what request {writer!r} wrote in step {written}"
-        offset, generation = place % self.block_size, self.generations[block]
+        offset = place % self.block_size
         where = ""
         if mapped and mapped != [block * self.block_size + offset]:
             where = "; slot_mapping has the token at block {}, offset {}".format(*divmod(mapped[0], self.block_size))
         return self._error(
             slot,
-            f"block {block}, offset {offset} (position {place}) {what} (generation {generation}), not this sequence's "
-            f"token{where}",
+            f"block {block}, offset {offset} (position {place}) {what}, not this sequence's token{where}",
         )
 
     def _error(self, slot: int, what: str) -> SanitizerError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -219,13 +219,3 @@ class Fair(Policy):
         client = self.clients[request.client]
         facts = {"number": client.number, "counter": client.counter, "virtual_time": self.virtual_time}
         return {"fairness": facts}
-
-    def check_integrity(self, requests: Collection[Request]) -> None:
-        assert self.num_active == len({request.client for request in requests})
-        for name, client in self.clients.items():
-            groups = [group for request in requests if request.client == name for group in request.groups]
-            charged = sum(group.charged_prompt + OUTPUT_WEIGHT * group.charged_output for group in groups)
-            assert client.outstanding == charged and client.settled >= 0
-            for backlog in client.backlogs.values():
-                assert {group.status for group in backlog} == {self.status}
-                assert [group.key[0] < UNPLACED for group in backlog] == [True] + [False] * (len(backlog) - 1)

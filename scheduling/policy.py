@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from itertools import chain
 from operator import attrgetter
@@ -104,9 +104,6 @@ class Policy(GroupQueue):
     def instead(self, request: Request, running: Items[SequenceGroup]) -> dict[str, Any]:
         """The policy's own part of what `/explain` says of an answer that waits while `running` run."""
         return {}
-
-    def check_integrity(self, requests: Collection[Request]) -> None:
-        """Assert that what the policy keeps agrees with `requests`, all that have yet to finish."""
 
 
 class Priority(Policy):

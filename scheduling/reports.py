@@ -77,4 +77,36 @@ class Reports:
             self.finished.popitem(last=False)
 
     def _report(self, request: Request, now: float) -> dict[str, Any]:
-        return request.report(now) | self.scheduler.policy.account(request)
+        for group in request.groups:
+            group.timeline.leave(now)
+        answers = [*request.finished_reports, *map(report_of, request.groups)]
+        first = request.first_token_at
+        return {
+            "request_id": request.request_id,
+            "client": request.client,
+            "adapter": request.adapter and request.adapter.name,
+            "priority": request.priority,
+            "prompt_tokens": request.num_prompt,
+            "cached_tokens": request.num_cached,
+            "finished": not request.groups,
+            "seconds": now - request.arrival,
+            "first_token_seconds": None if first is None else first - request.arrival,
+            "answers": sorted(answers, key=lambda answer: answer["index"]),
+        } | self.scheduler.policy.account(request)
+
+
+def report_of(group: SequenceGroup) -> dict[str, Any]:
+    """What became of a group."""
+    count = group.seqs[0].num_tokens - group.request.num_prompt
+    if group.beams and group.beams.answers and group.status is Status.FINISHED:
+        count = len(group.beams.answers[0].tokens)
+    return {
+        "index": group.index,
+        "state": group.status.name.lower(),
+        "finish_reason": group.finish_reason,
+        "output_tokens": count,
+        "draft_tokens": sum(seq.num_drafts for seq in group.seqs),
+        "accepted_tokens": sum(seq.num_taken for seq in group.seqs),
+        "preemptions": group.num_preemptions,
+        "stays": [dict(stay) for stay in group.timeline.stays],
+    }

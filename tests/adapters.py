@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from config import DEMO
 from core import EngineCore
 from engine import LLM, SamplingParams
+from integrity import check_integrity
 from lora.adapter import CONFIG, WEIGHTS, LoRARequest, read_adapter
 from plan import EngineCoreRequest
 
@@ -118,7 +119,7 @@ def run(core: EngineCore) -> tuple[dict[str, list[int]], dict[str, str], list[st
                 ended.append(output.request_id)
             if output.error:
                 errors[output.request_id] = output.error
-    core.scheduler.check_integrity()
+    check_integrity(core.scheduler)
     return found, errors, ended
 
 
@@ -127,10 +128,11 @@ def reads_of(core: EngineCore, wait: Callable[[str], None] = lambda folder: None
     adapters, read = core.executor.worker.adapters, []
     load = adapters.load
 
-    def noted(row: int, folder: str) -> None:
+    def noted(row: int, state: str) -> int:
+        folder = state.partition("\0")[0]
         read.append(Path(folder).name)
         wait(folder)
-        load(row, folder)
+        return load(row, state)
 
     adapters.load = noted
     return read

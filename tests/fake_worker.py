@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 
 from config import EngineConfig
+from integrity import check_integrity
 from plan import Logprobs, StateRoom, StepPlan, StepResult, Verified
 from sampling_params import SamplingParams
 from scheduler import Scheduler
@@ -302,7 +303,7 @@ class Engine:
         assert plan.rows or plan.new or self.flying or self.scheduler.late, "a step with work to do runs something"
         assert sum(count for _, count in plan.rows) <= self.config.max_num_batched_tokens
         assert len(plan.rows) <= self.config.max_num_seqs
-        self.scheduler.check_integrity()
+        check_integrity(self.scheduler)
         ran = {seq.group.request.request_id for seq in self.scheduler.in_flight[-1].seqs}
         if self.kills(ran):
             self.deaths += 1
@@ -331,7 +332,7 @@ class Engine:
                 self.reasons[output.request_id] = output.finish_reason
             if output.finished:
                 self.finished.append(output.request_id)
-        self.scheduler.check_integrity()
+        check_integrity(self.scheduler)
 
     def lose(self, lost: bool, cause: str | None = None, whole: int = 9, moves: int = NUM_MOVES) -> None:
         """The steps in flight bring no results, because the worker dies in one, or because one fails or is interrupted.
@@ -369,7 +370,7 @@ class Engine:
             assert output.request_id not in self.finished
             self.reasons[output.request_id], self.errors[output.request_id] = "error", output.error
             self.finished.append(output.request_id)
-        self.scheduler.check_integrity()
+        check_integrity(self.scheduler)
 
     @property
     def outputs(self) -> dict[str, list[int]]:

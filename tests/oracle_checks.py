@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from config import EngineConfig
 from core import EngineCore
 from device.startup import start_worker
+from integrity import check_integrity
 from model_config import ModelConfig
 from plan import EngineCoreRequest, NewRow, StepPlan
 from random_checkpoints import FAMILIES, NEW, Checkpoints
@@ -77,5 +78,5 @@ def ask(core: EngineCore, *asked: tuple[list[int], list[int]]) -> None:
     while core.has_work():
         for output in core.step():
             got[output.request_id] += output.token_ids
-    core.scheduler.check_integrity()
+    check_integrity(core.scheduler)
     assert got == {str(i): answer for i, (_, answer) in enumerate(asked)}

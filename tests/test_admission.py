@@ -10,6 +10,7 @@ import pytest
 
 from config import EngineConfig
 from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
+from integrity import check_integrity
 from scheduling.fair import step_tokens
 from sequence import SequenceGroup, Status
 
@@ -670,7 +671,7 @@ def test_what_is_given_up_while_it_waits_does_not_stay_in_memory(policy):
     for i in range(500):
         engine.add(f"goes {i}", prompt(4), client=str(i % 3), max_tokens=1)
         engine.scheduler.abort(f"goes {i}")
-    engine.scheduler.check_integrity()
+    check_integrity(engine.scheduler)
     gc.collect()
     alive = [thing for thing in gc.get_objects() if type(thing) is SequenceGroup]
     assert sum(group.request.request_id.startswith("goes") for group in alive) < 80

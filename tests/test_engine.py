@@ -20,6 +20,7 @@ from config import DEMO, EngineConfig
 from device.startup import start_worker
 from engine import LLM, EngineCore, SamplingParams
 from executor import WorkerError
+from integrity import check_integrity
 from observe.logs import start_log
 from outputs import Choices, Generation
 from plan import EngineCoreRequest, EngineOutput, NewRow, StepPlan
@@ -61,7 +62,7 @@ FEW = {"num_gpu_blocks_override": 256, "block_size": 4, "schedule_conservativene
 def test_same_answers_however_they_are_computed(make_llm, work, answers, fields):
     llm = make_llm(**fields)
     assert tokens(llm.generate(*work, use_tqdm=False)) == answers
-    llm.core.scheduler.check_integrity()
+    check_integrity(llm.core.scheduler)
     if "num_gpu_blocks_override" in fields:
         metrics = llm.core.metrics()
         assert metrics["num_preemptions_total"] > 5
@@ -76,7 +77,7 @@ def test_same_answers_as_one_of_four(make_llm, work, answers, caching):
     outputs = llm.generate(prompts, [replace(p, n=4) for p in params], use_tqdm=False)
     for output, answer in zip(outputs, answers[::4] + answers[1::12], strict=True):
         assert [completion.token_ids for completion in output.outputs] == [answer] * 4
-    llm.core.scheduler.check_integrity()
+    check_integrity(llm.core.scheduler)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +274,7 @@ def test_a_bad_prompt_is_refused_and_nothing_is_left(llm, bad):
     with pytest.raises(ValueError, match="prompt"):
         llm.generate(bad, use_tqdm=False)
     assert not llm.core.has_work()
-    llm.core.scheduler.check_integrity()
+    check_integrity(llm.core.scheduler)
 
 
 @pytest.mark.parametrize(
@@ -490,7 +491,7 @@ def test_a_beam_search_is_as_wide_as_n_and_may_be_too_wide(llm, make_llm):
     with pytest.raises(ValueError, match=r"beam_width is 3; it must be at most 2.*max_num_seqs"):
         narrow.generate(["Exit", "Enter"], [GREEDY, params], use_tqdm=False)
     assert not narrow.core.has_work()
-    narrow.core.scheduler.check_integrity()
+    check_integrity(narrow.core.scheduler)
     assert len(narrow.generate("Enter", replace(SAMPLED, n=5), use_tqdm=False)[0].outputs) == 5  # these take turns
 
 
@@ -549,7 +550,7 @@ def test_the_client_in_process_has_the_methods_of_the_one_across_processes(llm):
     assert told == [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     with pytest.raises(queue.Empty):
         client.get_output(streams[1])
-    assert client.utility("metrics")[0]["num_requests_running"] == 0 and client.utility("check_integrity") == {0: None}
+    assert client.utility("metrics")[0]["num_requests_running"] == 0
     with pytest.raises(ValueError, match="no utility 'close'"):
         client.utility("close")
     with pytest.raises(ValueError, match="prompt"):
@@ -599,7 +600,7 @@ def test_ctrl_c_anywhere_in_a_step_leaves_books_that_are_right(make_llm, monkeyp
         monkeypatch.setattr(owner, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([first], params, use_tqdm=False)
-        core.scheduler.check_integrity()
+        check_integrity(core.scheduler)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert not core.has_work() and core.scheduler.blocks.num_free == 24
         assert llm.generate([first], params, use_tqdm=False)[0].outputs[0].token_ids == answer

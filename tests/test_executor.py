@@ -33,6 +33,7 @@ from executor import (
     step_timeout,
 )
 from forked import forked_workers
+from integrity import check_integrity
 from observe.journal import replay
 from plan import EngineCoreRequest, Met, StepPlan
 from ring import Watchdog
@@ -125,7 +126,7 @@ def test_a_workers_death_is_noticed_by_the_clock_alone(mp_llm, answers, undistur
     blame = trial.blame
     monkeypatch.setattr(trial, "blame", lambda *of: suspects.extend(of[2]) or blame(*of))
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
-    mp_llm.core.scheduler.check_integrity()
+    check_integrity(mp_llm.core.scheduler)
     assert mp_llm.core.metrics()["num_worker_restarts_total"] == before + 2 and not alive(first)
     what = "has died (SIGKILL)" if with_signal == signal.SIGKILL else "is stopped"
     assert [bool(text) for text in said] == [True, False] * 2 and f"rank 0 {what} in step " in str(said[0])
@@ -150,7 +151,7 @@ def test_the_same_tokens_whether_a_step_is_planned_ahead_or_not(mp_llm, make_llm
         llm.core.executor.overlaps = overlaps  # a step is launched before the result of the last is read, as on a GPU
         for _ in range(2):  # the second time with a warm cache
             assert tokens(llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
-        llm.core.scheduler.check_integrity()
+        check_integrity(llm.core.scheduler)
         assert not llm.core.plans
 
 
@@ -374,7 +375,7 @@ def test_out_of_memory_costs_the_latest_request_alone(make_llm, answers, monkeyp
     assert tokens(outputs)[:3] == answers[:3] and outputs[3].outputs[0].finish_reason == "error"
     assert outputs[3].error == "CUDA out of memory. Tried to allocate 2 GiB."
     assert tokens(llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
-    llm.core.scheduler.check_integrity()
+    check_integrity(llm.core.scheduler)
 
 
 @pytest.mark.full

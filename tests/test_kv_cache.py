@@ -8,6 +8,7 @@ from itertools import takewhile
 import pytest
 
 from fake_worker import VOCAB, Engine, expected, expected_beams, prompt, sample_seed
+from integrity import check_pool
 from kv_cache import COPIES, AllocStatus, BlockManager
 from sequence import Status, chain
 
@@ -60,7 +61,7 @@ def test_freed_blocks_are_found_until_they_are_reused():
     taken = manager.allocate(2)  # the unhashed block first, then the tail of the prefix
     assert blocks[0] not in taken and blocks[1] in taken
     assert lookup(manager, hashes) == blocks[:1]
-    manager.check_integrity([taken])
+    check_pool(manager, [taken])
 
 
 def test_least_recently_freed_is_reused_first():
@@ -82,7 +83,7 @@ def test_an_equal_block_is_published_once():
     manager.publish(second, b"same")
     manager.free([second])
     assert lookup(manager, [b"same"]) == [first]
-    manager.check_integrity([[first]])
+    check_pool(manager, [[first]])
 
 
 def test_without_prefix_caching_nothing_is_found():
@@ -97,7 +98,7 @@ def test_reset_prefix_cache_keeps_blocks_in_use():
     manager.publish(blocks[0], b"x")
     manager.reset_prefix_cache()
     assert lookup(manager, [b"x"]) == []
-    manager.check_integrity([blocks])
+    check_pool(manager, [blocks])
 
 
 @pytest.mark.parametrize("damage", ["lost reference", "wrong state", "wrong hash"])
@@ -112,7 +113,7 @@ def test_check_integrity_can_fail(damage):
     else:
         manager.block_of[b"x"] = blocks[1]
     with pytest.raises(AssertionError):
-        manager.check_integrity([blocks])
+        check_pool(manager, [blocks])
 
 
 def test_random_traffic_keeps_the_books():
@@ -134,7 +135,7 @@ def test_random_traffic_keeps_the_books():
                 manager.publish(fresh[0], digests[-1])
                 table = table + fresh
             tables.append(table)
-        manager.check_integrity(tables)
+        check_pool(manager, tables)
 
 
 # --- the tables of sequences, by way of the scheduler -----------------------------------------------------------------

@@ -24,6 +24,7 @@ from device.memory import split_layers, stage_layers
 from engine import LLM, SamplingParams
 from fake_worker import Engine, expected
 from forked import forked_workers
+from integrity import check_integrity
 from model import Batch, Transformer
 from model_config import ModelConfig
 from models.kv_layout import layout_of, part_of
@@ -250,7 +251,7 @@ def forked() -> Iterator[None]:
 
 def tokens(llm: LLM, count: int = len(PROMPTS)) -> list[list[list[int]]]:
     outputs = llm.generate(PROMPTS[:count], MIXED[:count], use_tqdm=False)
-    llm.core.scheduler.check_integrity()
+    check_integrity(llm.core.scheduler)
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 

@@ -21,6 +21,7 @@ from fake_worker import (
     salt_of,
     sample_seed,
 )
+from integrity import check_integrity
 from models.kv_layout import most_blocks
 from plan import StepPlan
 from scheduler import Scheduler
@@ -187,7 +188,7 @@ class Scenario:
         scheduler = self.engine.scheduler
         name = sorted(scheduler.requests)[place % len(scheduler.requests)]
         scheduler.abort(name, index)
-        scheduler.check_integrity()
+        check_integrity(scheduler)
         if name not in scheduler.requests:
             del self.asked[name]
         elif index is not None and not self.asked[name][2].get("use_beam_search"):
@@ -384,7 +385,7 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def books_agree(self):
         if hasattr(self, "scenario"):
-            self.scenario.engine.scheduler.check_integrity()
+            check_integrity(self.scenario.engine.scheduler)
 
     def teardown(self):
         if hasattr(self, "scenario"):

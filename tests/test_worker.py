@@ -23,6 +23,7 @@ from batch_state import Writes
 from config import EngineConfig
 from device import memory, pools, startup, warmup
 from device.compile_guard import CompileGuard
+from device.exchanges import make_up
 from device.piecewise import PiecewiseGraphs
 from device.pools import pinned
 from device.startup import Start
@@ -609,7 +610,7 @@ def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_pr
     assert torch.allclose(*pools, atol=1e-5) and torch.equal(pools[0] == 0, pools[1] == 0) and pools[0].any()
     group.exchanged, sent = [], []
     group.all_reduce = group.all_gather = lambda x, *_: sent.append(len(x))
-    worker.make_up(worker.rows)  # of the last step, which has 7 tokens
+    make_up(worker, worker.rows)  # of the last step, which has 7 tokens
     assert sent == [8] * 2 * model.config.num_layers + [worker.rows.shape.samples]
 
 

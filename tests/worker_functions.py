@@ -42,20 +42,20 @@ def end_late(worker: Any, rank: int, method: str, seconds: float) -> None:
 
 def hold_loads(worker: Any, opened: str, rank: int = 0) -> None:
     """What reads adapters on one rank waits until there is a file of this name."""
-    load = worker.load_adapter
+    load = worker.adapters.load
 
-    def held(row: int, folder: str) -> str:
+    def held(row: int, state: str) -> int:
         while not os.path.exists(opened):
             time.sleep(0.005)
-        return load(row, folder)
+        return load(row, state)
 
     if worker.group.rank == rank:
-        worker.load_adapter = held
+        worker.adapters.load = held
 
 
 def die_in_loads(worker: Any) -> None:
     """Whoever reads an adapter ends the worker."""
-    worker.load_adapter = lambda row, folder: os._exit(7)
+    worker.adapters.load = lambda row, state: os._exit(7)
 
 
 def lose_peers(worker: Any) -> None:

@@ -15,6 +15,7 @@ import pytest
 from config import DEMO
 from engine import LLM, SamplingParams
 from fake_worker import EOS, VOCAB, Engine, expected, known_logprobs, prompt, sample_seed
+from integrity import check_integrity
 from observe.journal import Journal, replay
 from outputs import Choices, Generation, RequestOutput
 from plan import EngineOutput, Logprobs, NewRow, StepPlan
@@ -60,7 +61,7 @@ def test_each_token_is_scored_once_however_it_is_scheduled(fields):
             assert found == (scores_of(ids + answer, i % 4, len(ids)) if i > 3 else [])
     if "num_blocks" in fields and fields.get("scheduling_policy") != "fair":
         assert engine.scheduler.reports.metrics()["num_preemptions_total"] > 0
-    engine.scheduler.check_integrity()
+    check_integrity(engine.scheduler)
 
 
 def test_the_cache_is_not_read_for_what_must_be_scored_but_is_written():

@@ -138,9 +138,7 @@ def test_a_copy_in_the_cache_serves_without_the_hub(
     assert find_model(EngineConfig("manta/demo")) == found
     (said,) = capfd.readouterr().err.splitlines()
     assert said.startswith("manta/demo is taken from ") and said.endswith("Connection refused")
-    with pytest.raises(
-        ValueError, match=r"^there is no folder manta/sharded, and it cannot .* refused; check the network"
-    ):
+    with pytest.raises(ValueError, match=r"^there is no folder manta/sharded, and it cannot be downloaded .* refused"):
         find_model(EngineConfig("manta/sharded"))
 
 
@@ -153,19 +151,17 @@ def full(*row: Any) -> Any:
     ("model", "options", "says"),
     [
         ("manta/gated", {}, "manta/gated is gated: ask for access at http.*/manta/gated, and set HF_TOKEN"),
+        full("manta/private", {}, "there is no folder manta/private, and it cannot .*: it has none of that name, or a"),
+        full("manta/demo", {"revision": "v2"}, "manta/demo.* cannot be downloaded from http.*: 404 .*v2"),
         full(
-            "manta/private", {}, "there is no folder manta/private, and http.* no model of that name, or a private one"
+            "manta/demo",
+            {"HF_TOKEN": "wrong"},
+            "manta/demo.* cannot be downloaded from http.*401 .*Invalid credentials",
         ),
-        full("manta/none", {}, "there is no folder manta/none, and http.* no model of that name"),
-        full("manta/demo", {"revision": "v2"}, "revision is 'v2', which manta/demo has not"),
-        full(
-            "manta/demo", {"HF_TOKEN": "wrong"}, "the token is not one that http.* takes for manta/demo: set HF_TOKEN"
-        ),
-        full("manta/demo", {"HF_TOKEN": "”quoted”"}, "the token is not one that http"),
         (
             "manta/demo",
             {"HF_ENDPOINT": "http://127.0.0.1:9"},
-            "cannot be downloaded from http://127.0.0.1:9: .*refused",
+            "cannot be downloaded from http://127.0.0.1:9 .*refused",
         ),
         (
             "manta/demo",
@@ -175,7 +171,7 @@ def full(*row: Any) -> Any:
         full(
             "manta/demo",
             {"download_dir": f"{DEMO}/config.json"},
-            "cannot be downloaded to .*; --download-dir or HF_HOME",
+            "cannot be downloaded from http.* to .*config.json",
         ),
         full(
             "manta/huge",
@@ -244,7 +240,7 @@ pathlib.Path.open = full
 """)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
-        ValueError, match=r"^/[^\n]* is full: make room for manta/demo, or name another place by [^\n]*$"
+        ValueError, match=r"^[^\n]*manta/demo[^\n]* cannot be downloaded from [^\n]*No space left on device[^\n]*$"
     ):
         find_model(EngineConfig("manta/demo"))
     assert not list(tmp_path.rglob("*.incomplete"))
@@ -315,7 +311,7 @@ def test_a_script_takes_an_id(hub: Hub) -> None:
     with LLM("manta/demo", dtype="float32", device="cpu") as llm:
         (output,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     assert output.outputs[0].text == "81" and llm.config.model == "manta/demo"
-    with pytest.raises(ValueError, match="no model of that name"):
+    with pytest.raises(ValueError, match="it has none of that name"):
         AsyncLLM(EngineConfig("manta/none"))
 
 

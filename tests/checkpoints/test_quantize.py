@@ -6,8 +6,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 import reference
 from checkpoints import compressed
-from checkpoints.compressed import RECIPES, UNFINISHED, check_target, new_folder
+from checkpoints.compressed import RECIPES, check_target, new_folder
 from checkpoints.dequantize import Packed
 from checkpoints.gptq import DAMPING, gptq
 from checkpoints.hub import checkpoint_files, find_model
@@ -199,29 +197,6 @@ def test_a_folder_that_nobody_may_write_to_is_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(ValueError, match=r"there is no folder .*, or nothing can be written to it"):
         check_target(tmp_path / "out", None, False)
-
-
-def test_what_a_killed_run_has_left_is_removed(tmp_path: Path) -> None:
-    """But not what a living one writes, or what a user calls alike, or the old model where no other is there yet, or
-    the old one of another target, whose name begins alike."""
-    target, backup, old = tmp_path / "out", tmp_path / ".out-backup", tmp_path / f".out-a1b2c_3d{UNFINISHED}"
-    another = tmp_path / f".out-v2-a1b2c_3d{UNFINISHED}"
-    for path in (backup, old / "old", another / "old"):
-        path.mkdir(parents=True)
-    code = (
-        "from pathlib import Path; from checkpoints.compressed import new_folder\n"
-        f"with new_folder(Path({str(target)!r})) as folder: print(folder.parent.name, flush=True); input()"
-    )
-    command, here, pipe = [sys.executable, "-c", code], Path(DEMO).parent, subprocess.PIPE
-    with subprocess.Popen(command, cwd=here, stdin=pipe, stdout=pipe, text=True) as other:
-        assert other.stdout
-        beside = tmp_path / other.stdout.readline().strip()
-        with new_folder(target):
-            assert beside.is_dir() and backup.is_dir() and old.is_dir()
-        other.kill()
-    assert beside.is_dir() and target.is_dir()
-    with new_folder(target):
-        assert backup.is_dir() and another.is_dir() and not beside.exists() and not old.exists()
 
 
 # --- GPTQ -------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from config import DEMO, TENSORS
 from device.upkeep import KeptWorker
 from engine import LLM, LLMEngine, SamplingParams
 from executor import WorkerError
+from integrity import check_integrity
 from worker_functions import end_late
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -109,7 +110,7 @@ def test_an_engine_that_slept_says_what_it_said_before(fresh, wanted):
         fresh.wake_up()
         fresh.wake_up()  # has nothing to do
     assert tokens(fresh) == wanted
-    fresh.core.scheduler.check_integrity()
+    check_integrity(fresh.core.scheduler)
 
 
 @in_process_first
@@ -174,7 +175,7 @@ def test_requests_that_ran_go_on_after_the_sleep(llm, wanted):
             engine.client.utility_on_all("sleep", 1 + i % 2)
             assert engine.step() == [] and engine.has_unfinished_requests()
             engine.client.utility_on_all("wake_up")
-        engine.client.core.scheduler.check_integrity()
+        check_integrity(engine.client.core.scheduler)
     assert [found[str(i)] for i in range(len(PROMPTS))] == wanted
     engine.close()
 
@@ -204,7 +205,7 @@ def test_a_sleep_waits_for_requests_or_ends_them(llm, wanted):
     client.utility_on_all("sleep", 1, "abort", 0)
     for i in range(2):
         assert "the engine was put to sleep (mode=abort)" in finish()[str(i)].error
-    client.core.scheduler.check_integrity()
+    check_integrity(client.core.scheduler)
     client.utility_on_all("sleep", 2, "wait", 0)  # nothing runs
     engine.close()
 

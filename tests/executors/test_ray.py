@@ -31,6 +31,7 @@ from executors.ray_executor import (
     room_for,
     variables,
 )
+from integrity import check_integrity
 from model_config import ModelConfig
 from random_checkpoints import Checkpoints
 from ray_cluster import free_cpus, make_up_for, needs_ray, three_nodes
@@ -319,7 +320,7 @@ def test_ranks_and_stages_give_the_tokens_of_one(make_llm, answers, cluster, fie
     llm = make_llm(**{"distributed_executor_backend": "ray", "threads": 1} | fields)
     for _ in range(2):  # the second time prefixes are cached
         assert tokens(llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
-        llm.core.scheduler.check_integrity()
+        check_integrity(llm.core.scheduler)
     metrics, processes = llm.core.metrics(), llm.core.executor.processes
     assert (metrics["num_preemptions_total"] > 0) == ("num_gpu_blocks_override" in fields)
     nodes = [process.place.node for process in processes]
@@ -405,7 +406,7 @@ def test_an_actor_that_is_lost_is_replaced(ray_llm, answers, caplog, monkeypatch
     when(ray_llm, [20], lambda: os.kill(lost, with_signal))
     assert tokens(ray_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     vars(core.executor).pop("submit")
-    core.scheduler.check_integrity()
+    check_integrity(core.scheduler)
     assert core.metrics()["num_worker_restarts_total"] == before + 1
     eventually(lambda: not alive(lost), 20)
     assert "rank " in said[0] and " in step " in said[0] and said[-1] is None

@@ -6,15 +6,13 @@ import json
 import math
 import os
 import pickle
-import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lora.adapter import CONFIG, WEIGHTS, LoRARequest, read_adapter
-from lora.patterns import MOST_CHARS, MOST_KEYS, Patterns
+from lora.adapter import CONFIG, MOST_CHARS, MOST_KEYS, WEIGHTS, LoRARequest, read_adapter
 from lora.registry import state_of
 
 PROMPTS: dict[str, Any] = {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 8}
@@ -102,20 +100,11 @@ def test_all_that_peft_writes_for_prompt_tuning_is_read(tmp_path: Path) -> None:
         ({"rank_pattern": {"q_proj": 32}}, "rank_pattern is 32; max_lora_rank is 16"),
         ({"rank_pattern": {"q_proj": None}}, "rank_pattern is None; it must be a whole number"),
         ({"rank_pattern": ["q_proj"]}, r"rank_pattern is \['q_proj'\]; it must be an object"),
-        ({"rank_pattern": {"(": 4}}, r"rank_pattern has the key '\(', which is not taken: missing \)"),
-        ({"alpha_pattern": {"[": 4}}, r"alpha_pattern has the key '\[', which is not taken: unterminated character"),
-        ({"rank_pattern": {"a)": 4}}, r"which is not taken: unbalanced parenthesis"),
-        ({"rank_pattern": {"(*a)": 4}}, r"which is not taken: nothing to repeat"),
-        ({"rank_pattern": {"[z-a]b": 4}}, "which is not taken: bad character range z-a"),
-        ({"rank_pattern": {"(a|b)*": 4}}, "which is not taken: a group in it is repeated"),
-        ({"rank_pattern": {".*a.*b.*c.*d": 4}}, "not taken: all of them up to here have too many repeats and groups"),
-        ({"rank_pattern": {f".*.*.*{i}": 4 for i in range(90)}}, r"key '(\.\*){3}16', which is not taken: all of them"),
-        ({"alpha_pattern": {f"a[{i}]": 4 for i in range(300)}}, r"key 'a\[256\]', .* there are more than 256 patterns"),
-        ({"alpha_pattern": {"x" * i + ".a": 4 for i in range(300)}}, "there are more than 256 patterns up to here"),
-        ({"rank_pattern": {"*" * MOST_CHARS: 4}}, "not taken: all of them"),
-        ({"rank_pattern": {"a{99999999999}": 4}}, "not taken: the repetition number is too large"),
-        ({"rank_pattern": {"a" * (MOST_CHARS + 1): 4}}, f"it has 301 characters; it may have {MOST_CHARS}"),
-        ({"rank_pattern": {f"a{i}": 4 for i in range(MOST_KEYS + 1)}}, f"10001 keys; at most {MOST_KEYS}"),
+        ({"rank_pattern": {"(": 4}}, r"rank_pattern has the key '\(', which is no regular expression: missing \)"),
+        ({"alpha_pattern": {"[": 4}}, r"alpha_pattern has the key '\[', which is no .*: unterminated character"),
+        ({"rank_pattern": {"a{99999999999}": 4}}, "which is no regular expression: the repetition number is too large"),
+        ({"rank_pattern": {"a" * (MOST_CHARS + 1): 4}}, f"at most {MOST_CHARS} characters and 4 repeats, and no"),
+        ({"rank_pattern": {f"a{i}": 4 for i in range(MOST_KEYS + 1)}}, f"an object of at most {MOST_KEYS} keys"),
         ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern is '8'; it must be a number"),
         ({"lora_alpha": math.nan}, "lora_alpha is nan; it must be a number"),
         ({"lora_alpha": False}, "lora_alpha is False; it must be a number"),
@@ -129,18 +118,6 @@ def test_a_config_that_is_refused(tmp_path: Path, fields: dict[str, Any], messag
     with pytest.raises(ValueError, match=message) as refused:
         read_adapter(folder, 16, 8)
     assert "\n" not in str(refused.value) and str(tmp_path) in str(refused.value) and len(str(refused.value)) < 700
-
-
-def test_names_are_no_expressions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 10,000 names in a config none is compiled."""
-    names = {rf"^model\.layers.{i}.{part}": 4 for i in range(MOST_KEYS // 2) for part in ("q_proj", "up_proj")}
-    compiled: list[str] = []
-    compile = re.compile
-    monkeypatch.setattr("lora.patterns.re.compile", lambda text: compiled.append(text) or compile(text))
-    config = read_adapter(write(tmp_path, rank_pattern=names, alpha_pattern=names))
-    assert compiled == [] and config.rank_of("model.layers.4999.up_proj") == 4 and config.rank_of("up_proj") == 8
-    read_adapter(write(tmp_path, rank_pattern={"a.*": 4}))
-    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"LORA"', "null", '{"r": 1' + "}" * 9, "[" * 100_000, "\xff\x00"])
@@ -166,10 +143,10 @@ def test_what_is_no_folder_of_an_adapter(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.bin").write_bytes(pickle.dumps({}))
     with pytest.raises(ValueError, match=r"but adapter_model\.bin, which may run any code when it is read"):
         read_adapter(folder)
-    with pytest.raises(ValueError, match=r"but adapter_model\.bin, which may run any code when it is read"):
+    with pytest.raises(ValueError, match=rf"its {WEIGHTS} cannot be read: No such file"):
         state_of(folder)
     (tmp_path / WEIGHTS).symlink_to(tmp_path / WEIGHTS)  # is there, but leads nowhere
-    with pytest.raises(ValueError, match=f"has no {WEIGHTS}"):
+    with pytest.raises(ValueError, match="cannot be read"):
         state_of(folder)
 
 
@@ -216,27 +193,20 @@ def test_a_path_that_no_system_takes(path: str) -> None:
         ({r".*layers\.(\d|1\d)\..*(q|k|v)_proj": 4}, "model.layers.11.self_attn.k_proj", 4),
     ],
 )
-def test_a_pattern_matches_the_end_of_a_modules_name(patterns: dict[str, int], module: str, found: int) -> None:
-    assert Patterns("", patterns).find(module, 8) == found
+def test_a_pattern_matches_the_end_of_a_modules_name(
+    tmp_path: Path, patterns: dict[str, int], module: str, found: int
+) -> None:
+    assert read_adapter(write(tmp_path, rank_pattern=patterns)).rank_of(module) == found
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "(a|a)*b", "((a+)+)+b", "(((((a*)*)*)*)*)*b", ".*" * 100 + "b", "(a|a)" * 50 + "b", "(a?)" * 70 + "a" * 20,
-        "a?" * 70 + "a" * 70, "(a|a){9}b", "(.|.|.|.)" * 12 + "b", r"\((a|a)*b",
-        "(?#[)(.|.)*!(?#])", "(?x:(a|a) *)b", "a(?=b)", "[(](a|a)*b", "[]a](a|a)*b",
-    ],
-)  # fmt: skip
-def test_a_hostile_pattern_is_refused(tmp_path: Path, text: str) -> None:
-    """Python's `re` would not come back from most of these."""
-    with pytest.raises(ValueError, match=r"taken: (a group in it is|all of them up|\(\? is followed|it has 301)"):
+@pytest.mark.parametrize("text", ["(a|a)*b", "((a+)+)+b", ".*" * 5 + "b", "(a|a){9}b", r"[(](a|a)+", "a+b*.*.*c{2}"])
+def test_a_pattern_that_may_take_exponentially_long_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match=r"rank_pattern has the key .* 4 repeats, and no repeated group"):
         read_adapter(write(tmp_path, rank_pattern={text: 4}))
 
 
-@pytest.mark.parametrize("text", [".*.*b", "(a|a|a|a|a|a)(a|a|a)a*b", "a?a?a?a?a?a?a?a?a?a?b", "(.|.|.|.|.).*b"])
-def test_the_slowest_patterns_that_are_taken(tmp_path: Path, text: str) -> None:
-    config = read_adapter(write(tmp_path, rank_pattern={text: 4}))
+def test_the_slowest_repeats_that_are_taken(tmp_path: Path) -> None:
+    config = read_adapter(write(tmp_path, rank_pattern={".*.*.*.*b": 4}))
     assert config.rank_of("model." + "a" * 44) == 8
     assert config.rank_of("model." + "a" * 10 + "b") == 4
 

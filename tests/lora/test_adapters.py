@@ -22,6 +22,7 @@ from core import EngineCore
 from engine import LLM, SamplingParams
 from executor import MpExecutor
 from forked import forked_workers
+from integrity import check_integrity
 from lora.adapter import WEIGHTS, LoRARequest
 from lora.registry import state_of
 from oracle_checks import make_core as small_core
@@ -135,7 +136,7 @@ def test_all_in_one_batch_as_the_merged_checkpoints(
     llm = make_llm(enable_lora=True, **fields)
     for _ in range(2):  # the second round finds prefixes, each of its own adapter
         assert_equal(llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=adapters), answers)
-    llm.core.scheduler.check_integrity()
+    check_integrity(llm.core.scheduler)
     metrics = llm.core.metrics()
     if fields["num_gpu_blocks_override"] == 400:
         assert (metrics["prefix_cache_hits_total"] > 0) == llm.core.config.enable_prefix_caching
@@ -375,7 +376,7 @@ def test_an_adapter_whose_products_overflow_is_named_and_others_go_on(
             core.add(request(key, tmp_path / name, **more), at_once=True)
         core.add(request("drawn", None, **neighbours[2][2]))
         found, errors, _ = run(core)
-        core.scheduler.check_integrity()
+        check_integrity(core.scheduler)
         assert errors.keys() == {key for key, _ in bad}
         assert all(f"adapter '{name}' has made numbers that are not finite" in error for error in errors.values())
         assert {key: found[key] for key in alone} == alone and not any(found[key] for key, _ in bad)
@@ -543,7 +544,7 @@ def test_new_workers_have_the_adapters(make_llm: Callable[..., LLM], mixed: Any,
         kill_after(llm.core, [3, 30])
         assert_equal(llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=adapters), answers)
         assert llm.core.metrics()["num_worker_restarts_total"] == 2
-        llm.core.scheduler.check_integrity()
+        check_integrity(llm.core.scheduler)
     finally:
         llm.core.close()
 

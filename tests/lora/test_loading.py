@@ -17,6 +17,7 @@ from adapters import make_adapter, make_core, reads_of, request, run
 from config import DEMO
 from core import EngineCore
 from forked import forked_workers
+from integrity import check_integrity
 from lora.adapter import CONFIG, WEIGHTS, LoRARequest
 
 
@@ -63,7 +64,7 @@ def some_steps(core: EngineCore, count: int = 30) -> dict[str, int]:
     for _ in range(count):
         for output in core.step():
             found[output.request_id] = found.get(output.request_id, 0) + len(output.token_ids)
-    core.scheduler.check_integrity()
+    check_integrity(core.scheduler)
     return found
 
 

@@ -17,7 +17,9 @@ from config import DEMO, EngineConfig
 from device.dry_run import dry_model
 from engine import LLM, SamplingParams
 from forked import forked_workers
+from integrity import check_integrity
 from lora.adapter import WEIGHTS
+from lora.loads import load_adapter
 from lora.stacks import adapter_bytes
 from oracle_checks import make_worker
 from outputs import RequestOutput
@@ -102,7 +104,7 @@ def test_as_if_the_words_stood_in_the_prompt(
         got = answers(llm, adapters, GREEDY)
         assert_equal(got, want)
         assert [output.prompt_token_ids for output in got] == PROMPTS * 4
-    llm.core.scheduler.check_integrity()
+    check_integrity(llm.core.scheduler)
     metrics = llm.core.metrics()
     if fields["num_gpu_blocks_override"] == 400:
         assert (metrics["prefix_cache_hits_total"] > 0) == llm.core.config.enable_prefix_caching
@@ -266,4 +268,4 @@ def test_models_with_inputs_for_each_layer_are_refused(tmp_path: Path, name: str
     """PEFT gives embeddings to such a model, which finds no ids to look its layers' inputs up for."""
     worker = make_worker(DATA / "families" / name, enable_lora=True, max_prompt_adapter_token=4)
     make_prompt(tmp_path, torch.randn(3, worker.model.config.hidden_size))
-    assert "has inputs for each layer, so no prompt adapters" in worker.load_adapter(0, str(tmp_path))
+    assert "has inputs for each layer, so no prompt adapters" in load_adapter(worker, 0, str(tmp_path))

@@ -15,6 +15,7 @@ from core import EngineCore
 from device.memory import blocks_per_seq, fit_pool
 from device.startup import print_plan
 from fake_worker import EOS, VOCAB, Engine, expected, prompt, sample_seed
+from integrity import check_integrity
 from model_config import ModelConfig
 from models.kv_layout import layout_of, most_blocks
 from observe.sanitizer import SanitizerError
@@ -122,7 +123,7 @@ def test_gemma_3_holds_a_fifth_of_what_full_attention_takes(layers, window):
         held = 8192 - scheduler.blocks.num_free
         peak = max(peak, held)
         scheduler.update(plan, StepResult(plan.step, [1 if done else -1]))
-        scheduler.check_integrity()
+        check_integrity(scheduler)
     assert held * layout.size <= layers * (length // 16) / 5
     assert held < peak <= blocks_per_seq(config, layout.windows, length - 1)
     assert sum(most_blocks(layout.windows, length, 1, 16)) >= held
@@ -241,7 +242,7 @@ def run(core: EngineCore, tag: str = "", deaths: int = 0) -> dict[tuple[str, int
             core.executor.steps.clear()
         for output in outputs:
             got.setdefault((output.request_id.removeprefix(tag), output.index), []).extend(output.token_ids)
-    core.scheduler.check_integrity()
+    check_integrity(core.scheduler)
     return got
 
 

@@ -24,6 +24,7 @@ from device.launched import Launched
 from device.memory import fit_pool, largest_step
 from device.startup import print_plan, start_worker
 from engine import LLM, PoolingParams, SamplingParams
+from integrity import check_integrity
 from model_config import ModelConfig
 from models.pooling import settle_task, task_facts
 from observe.journal import Journal, replay
@@ -114,7 +115,7 @@ def test_embeddings_equal_transformers(checkpoints, name, backend, kind):
             want = wanted(oracle[f"hidden{i}"], kind, params.use_activation is not False, params.dimensions)
             assert one.finished and one.prompt_token_ids == prompts[i] and one.outputs.hidden_size == len(want)
             assert (torch.tensor(one.outputs.embedding) - want).abs().max() <= 1e-4
-    llm.core.scheduler.check_integrity()
+    check_integrity(llm.core.scheduler)
     assert llm.core.metrics()["kv_cache_usage_perc"] == 0 == llm.core.metrics()["generation_tokens_total"]
 
 
@@ -292,7 +293,7 @@ class Pooler:
     def land(self) -> dict[str, bytes | None]:
         plan, pooled = self.flying.popleft()
         news = self.scheduler.update(plan, StepResult(plan.step, [-1] * len(plan.rows), pooled=pooled))
-        self.scheduler.check_integrity()
+        check_integrity(self.scheduler)
         assert all(one.finished and one.finish_reason == "stop" and not one.token_ids for one in news)
         return {one.request_id: one.pooled for one in news}
 
@@ -350,7 +351,7 @@ def test_aborts_and_lost_workers():
     pooler.plan()
     pooler.flying.clear()
     assert not pooler.scheduler.start_over(lost=True, cause="worker 0 has died")
-    pooler.scheduler.check_integrity()
+    check_integrity(pooler.scheduler)
     assert pooler.run() == {"c": bytes([1] * 4)}
     story = pooler.scheduler.reports.explain("c")
     assert story["finished"] and [stay["state"] for stay in story["answers"][0]["stays"]].count("running") == 2

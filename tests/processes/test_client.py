@@ -102,7 +102,6 @@ def test_clients_get_their_own_outputs(served, llm):
     ]
     assert [collect(stream) for stream in streams] == answers
     assert clients[0].utility("metrics")[0]["num_requests_running"] == 0
-    clients[1].utility("check_integrity")[0]
     for client in clients:
         client.shutdown()
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from fake_worker import Engine, adapted_seed, expected, prompt
+from integrity import check_integrity
 from plan import PLACEHOLDER, StepPlan
 from sampling_params import SamplingParams
 from scheduling.adapters import AdapterSlots
@@ -244,7 +245,7 @@ def test_an_abort_lets_others_have_what_it_waited_for(who):
         engine.add(name, prompt(3), adapter=adapter, max_tokens=9, ignore_eos=True)
     engine.step()
     engine.scheduler.abort(who)
-    engine.scheduler.check_integrity()
+    check_integrity(engine.scheduler)
     engine.step()
     running = {group.name for group in engine.scheduler.running}
     assert running == {"running": {"first aside"}, "first aside": {"running", "second aside"}}.get(who, {"running"})

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from config import EngineConfig
 from engine import EngineCore
+from integrity import check_integrity
 from plan import EngineCoreRequest, EngineOutput
 from random_checkpoints import BEAMS, Checkpoints
 from random_checkpoints import NEW_OF_BEAMS as NEW
@@ -307,7 +308,7 @@ def finish(core: EngineCore) -> dict[str, list[EngineOutput]]:
         if not core.has_work():
             return outputs
         news = core.step()
-        core.scheduler.check_integrity()
+        check_integrity(core.scheduler)
         for output in news:
             before = outputs.setdefault(output.request_id, [])
             assert not any(earlier.finished for earlier in before), "an output after the last one"
@@ -495,7 +496,7 @@ def test_abort_leaves_nothing_behind(checkpoints, steps):
         outputs += core.step()
     dropped = places[steps % 3]
     core.abort(f"{dropped[1]}.{dropped[0]}")
-    core.scheduler.check_integrity()
+    check_integrity(core.scheduler)
     for news in finish(core).values():
         outputs += news
     for i, j in places:

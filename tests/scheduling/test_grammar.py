@@ -17,6 +17,7 @@ import pytest
 
 from conftest import DEMO
 from engine import SamplingParams, StructuredOutputsParams
+from integrity import check_integrity
 from plan import EngineCoreRequest, bit_words
 from scheduling.grammar import MAX_CHARS, Constraint, Grammars
 from text.schemas import FORMATS, NAMED, grammar_text, negated, plain
@@ -469,7 +470,7 @@ def test_a_search_that_finds_too_few_answers_says_so(llm, choice, max_tokens):
     most = int(re.search(said, str(error.value))[1])
     found = llm.generate("To be", ask(n=most, structured_outputs=asked), use_tqdm=False)[0]
     assert len(found.outputs) == most and found.error is None
-    llm.core.scheduler.check_integrity()
+    check_integrity(llm.core.scheduler)
 
 
 def test_logprobs_are_the_models_own_unless_asked(llm):

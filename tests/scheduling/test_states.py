@@ -6,6 +6,7 @@ import pytest
 
 from config import EngineConfig
 from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
+from integrity import check_integrity, check_pool
 from plan import StateRoom, StepPlan
 from sampling_params import SamplingParams
 from scheduling.states import StateManager
@@ -170,7 +171,7 @@ def test_host_rows_are_free_again_however_a_swapped_request_goes_on(end):
     else:
         engine.scheduler.admission.drop_swapped(0.0)
     assert pool.num_free == 1 and low.seqs[0].host_state == -1
-    engine.scheduler.check_integrity()
+    check_integrity(engine.scheduler)
     engine.run()
     assert engine.outputs["urgent"] == expected(prompt(20, 9), 2, 32, ignore_eos=True)
 
@@ -184,7 +185,7 @@ def test_copies_of_the_cache_that_were_lost_cost_a_swapped_sequence_nothing():
     assert low.status is Status.SWAPPED
     admission.forget_moves([StepPlan(9, swap_out=[(0, other), (1, own)])], 0.0)
     assert low.status is Status.WAITING
-    engine.scheduler.check_integrity()
+    check_integrity(engine.scheduler)
 
 
 def test_without_room_for_its_state_a_sequence_computes_its_tokens_again():
@@ -345,7 +346,7 @@ def test_a_snapshot_is_found_once_its_plan_is_made():
     for computed in (0, 3, 9):  # no border
         states.keep(sequence(prompt(9), computed, slot=3), again)
     assert not again.state_copies
-    states.snapshots.check_integrity([])
+    check_pool(states.snapshots, [])
 
 
 def test_a_snapshot_that_a_plan_reads_is_not_overwritten_by_it():

@@ -20,6 +20,7 @@ from config import DEMO, EngineConfig
 from device.startup import print_plan
 from engine import LLM, SamplingParams
 from forked import forked_workers
+from integrity import check_integrity
 from model_config import ModelConfig
 from outputs import RequestOutput
 from random_checkpoints import Checkpoints
@@ -292,7 +293,7 @@ def test_tokens_are_those_without_drafts(
     assert drafted > taken > 20
     if options.get("schedule_conservativeness") == 0:
         assert llm.client.core.scheduler.counters["num_preemptions_total"] > 0
-    llm.client.core.scheduler.check_integrity()
+    check_integrity(llm.client.core.scheduler)
     llm.close()
 
 
@@ -311,7 +312,7 @@ def test_workers_die_with_drafts_in_flight(
     assert_equal(every_way(llm), plain(name))
     drafted, taken = counted(llm)
     assert drafted > taken > 20 and llm.core.metrics()["num_worker_restarts_total"] == len(killed) == 2
-    llm.core.scheduler.check_integrity()
+    check_integrity(llm.core.scheduler)
     llm.close()
 
 

@@ -21,6 +21,7 @@ from core import EngineCore
 from engine import LLM, SamplingParams
 from fake_worker import Engine, prompt
 from forked import forked_workers
+from integrity import check_integrity
 from layers import Batch
 from observe.journal import replay
 from outputs import RequestOutput
@@ -185,7 +186,7 @@ def test_tokens_are_those_without_drafts(
     counters = core.scheduler.counters
     assert counters[DRAFTED] > counters[TAKEN] > 300
     assert "num_gpu_blocks_override" not in options or counters["num_preemptions_total"] > 0
-    core.scheduler.check_integrity()
+    check_integrity(core.scheduler)
     # What drafts have left in full blocks is found again, and is right.
     assert_equal(llm.generate(*many(), use_tqdm=False), plain)
     core.close()
@@ -320,7 +321,7 @@ def test_a_worker_dies_with_drafts_in_flight(
     found = drafting.chat([REPEAT_TASK] * 2, params, use_tqdm=False)
     assert_equal(found, llm.chat([REPEAT_TASK] * 2, params, use_tqdm=False))
     assert core.metrics()["num_worker_restarts_total"] == len(killed) == 2
-    core.scheduler.check_integrity()
+    check_integrity(core.scheduler)
     core.close()
 
 

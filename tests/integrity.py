@@ -1,16 +1,15 @@
-"""Checks that the scheduler's books agree with each other: queues, slots and blocks."""
+"""Checks for tests that the scheduler's books agree with each other: queues, slots and blocks."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
+from admission import Admission
+from kv_cache import BlockManager, BlockSpaceManager
+from scheduler import Scheduler
+from scheduling.fair import OUTPUT_WEIGHT, UNPLACED, Fair
 from sequence import SequenceGroup, Status
-
-if TYPE_CHECKING:
-    from admission import Admission
-    from kv_cache import BlockSpaceManager
-    from scheduler import Scheduler
 
 
 def check_integrity(scheduler: Scheduler) -> None:
@@ -18,7 +17,8 @@ def check_integrity(scheduler: Scheduler) -> None:
     groups = [group for request in scheduler.requests.values() for group in request.groups]
     check_space(scheduler.space, scheduler.admission, groups)
     check_admission(scheduler.admission, scheduler, groups)
-    scheduler.policy.check_integrity(scheduler.requests.values())
+    if isinstance(scheduler.policy, Fair):
+        check_fair(scheduler.policy, scheduler)
     check_running(scheduler)
     check_lanes(scheduler)
 
@@ -27,11 +27,37 @@ def check_space(space: BlockSpaceManager, admission: Admission, groups: list[Seq
     """The books of all pools agree with the block tables, and with the host rows of states."""
     seqs = [seq for group in groups for seq in group.seqs]
     kept = [table for request in admission.samples.holders for table in request.prompt_tables]
-    space.device.check_integrity([*kept, *(table for seq in seqs for table in seq.tables)])
-    space.host.check_integrity(table for seq in seqs for table in seq.host_tables)
+    check_pool(space.device, [*kept, *(table for seq in seqs for table in seq.tables)])
+    check_pool(space.host, (table for seq in seqs for table in seq.host_tables))
     if space.states:
-        space.states.snapshots.check_integrity([])
-        space.states.host.check_integrity([[seq.host_state for seq in seqs]])
+        check_pool(space.states.snapshots, [])
+        check_pool(space.states.host, [[seq.host_state for seq in seqs]])
+
+
+def check_pool(manager: BlockManager, tables: Iterable[Sequence[int]]) -> None:
+    """The books of a pool agree with `tables`, the block tables of all that own blocks."""
+    owners = Counter(block for table in tables for block in table if block >= 0)
+    for block, count in enumerate(manager.ref_counts):
+        assert count == owners[block], f"block {block} has {count} references but stands in {owners[block]} tables"
+        assert (count == 0) == (block in manager.idle), f"block {block} has {count} references and the wrong state"
+    assert len(manager.idle) + sum(count > 0 for count in manager.ref_counts) == manager.num_blocks
+    for digest, block in manager.block_of.items():
+        assert manager.hashes[block] == digest, f"block {block} is found by a hash that is not its own"
+    assert len(manager.block_of) == sum(digest is not None for digest in manager.hashes)
+    assert manager.findable == bytes(digest is not None for digest in manager.hashes)
+
+
+def check_fair(policy: Fair, scheduler: Scheduler) -> None:
+    """What the policy keeps of clients agrees with the requests that have yet to finish."""
+    requests = scheduler.requests.values()
+    assert policy.num_active == len({request.client for request in requests})
+    for name, client in policy.clients.items():
+        groups = [group for request in requests if request.client == name for group in request.groups]
+        charged = sum(group.charged_prompt + OUTPUT_WEIGHT * group.charged_output for group in groups)
+        assert client.outstanding == charged and client.settled >= 0
+        for backlog in client.backlogs.values():
+            assert {group.status for group in backlog} == {policy.status}
+            assert [group.key[0] < UNPLACED for group in backlog] == [True] + [False] * (len(backlog) - 1)
 
 
 def check_admission(admission: Admission, scheduler: Scheduler, groups: list[SequenceGroup]) -> None:
