@@ -12,6 +12,7 @@ mistake before the first byte of the reply, and answer it with 400. The routes a
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import re
@@ -37,6 +38,7 @@ from api.fields import ApiError, Face
 from api.flags import OptionParser, split_command
 from api.gunicorn_loop import Gunicorn
 from api.http import (
+    NO_ROUTE,
     Keys,
     Refusals,
     allow_origin,
@@ -107,8 +109,8 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
     batches.go_on(api)
     guard(app, api, address or config.host)
     answer_errors(app, config)
-    log_requests(app, config, spans)
-    app.extensions["spans"] = spans
+    log_requests(app, api, spans)
+    app.extensions |= {"spans": spans, "client": api.client}
     if config.root_path:
         app.wsgi_app = under_root(app.wsgi_app, config.root_path)  # type: ignore[method-assign]
     return app
@@ -169,8 +171,8 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
         return response
 
 
-def log_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> None:
-    """Give each reply an X-Request-Id, name what was ignored, and log the request once its reply has been sent."""
+def log_requests(app: Flask, api: Api, spans: Spans | None) -> None:
+    """Give each reply an X-Request-Id, name what was ignored, count it, and log the request once it has been sent."""
 
     @app.after_request
     def name_request(response: Response) -> Response:
@@ -179,6 +181,7 @@ def log_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> None:
             response.headers["Request-Id"] = name
         target = f"{request.method} {request.root_path}{request.path}"
         headers, status = request.headers, response.status_code
+        api.board.count(f"{status} {request.url_rule or NO_ROUTE}")
         client, begun = g.client, g.begun
         caller, error = g.get("caller"), g.get("error", "")
         if caller and caller.ignored:
@@ -192,7 +195,7 @@ def log_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> None:
                 spans.add(job, headers, status, begun)
 
         response.call_on_close(log)  # not now, because a stream has only begun
-        return allow_origin(response, config)
+        return allow_origin(response, api.config)
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
@@ -239,7 +242,8 @@ def serve(argv: list[str]) -> None:
             endpoint = config.otlp_traces_endpoint
             spans = Spans(endpoint) if endpoint else None  # here, because gevent must have patched the sockets before
             client = fleet.new_client(config.api_server_count, Suspects())
-            return create_app(Api(client, tokenizer, fleet.facts, config, names, board, adapters), spans, address)
+            facts = fleet.facts | {"options": dataclasses.asdict(engine_config)}
+            return create_app(Api(client, tokenizer, facts, config, names, board, adapters), spans, address)
 
         Gunicorn(make_app, listener, fleet, config).run()
 

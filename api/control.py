@@ -7,6 +7,7 @@ wrong with a call is an `ApiError` with the value and what is allowed.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import reprlib
@@ -149,6 +150,13 @@ def unload_lora_adapter(api: Api) -> Response:
     return Response(f"Success: LoRA adapter '{name}' removed successfully.", content_type=PLAIN)
 
 
+def server_info(api: Api) -> dict[str, Any]:
+    """All options but keys, as one text or by name, as in vLLM."""
+    options = api.facts["options"] | dataclasses.asdict(api.config)
+    options = {name: value for name, value in options.items() if not name.endswith("_key")}
+    return {"vllm_config": options if request.args.get("config_format") == "json" else str(options)}
+
+
 def start_profile(api: Api) -> dict[str, Any]:
     ask(api, "start_profile")
     return {"profiling": True}
@@ -215,6 +223,9 @@ LOADED: dict[str, Any] = {
     "lora_name": {"type": "string"}, "lora_path": {"type": "string"}, "load_inplace": {"type": ["boolean", "null"]},
 }  # fmt: skip
 UNLOADED: dict[str, Any] = {"lora_name": {"type": "string"}, "lora_int_id": {"type": ["integer", "null"]}}
+SERVER_INFO = guarded(
+    "GET", server_info, "The server's options, but no keys.", query={"config_format": {"enum": ["text", "json"]}}
+)
 CONTROL_PATHS = (  # with `enable_control_routes`
     guarded("POST", sleep, "Give memory back; level 1 keeps the weights in host memory, level 2 drops them.",
             query=SLEEP),

@@ -31,6 +31,7 @@ from processes.child import Shares
 BODY_PART = 2**14  # bytes of a body to read at a time
 PACKED = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # content codings, and zlib's `wbits` for each
 HOST_PORT = re.compile(r":\d*\Z", re.ASCII)
+NO_ROUTE = "none"  # stands for the route of a request that is for none of ours
 HEADER_NAMES = re.compile(r"[\w-]+(, *[\w-]+)*", re.ASCII)
 WEB = Path(__file__).parents[1] / "web"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -291,7 +292,7 @@ class Keys:
         """The key that opens the route of this request; None: it needs none. An `ApiError` if it may not be called."""
         control, key = request.endpoint in self.control, None
         needed = self.metrics if request.endpoint == "metrics" else (control and self.admin) or self.keys
-        if needed and request.endpoint not in ("health", "page") and not is_preflight():
+        if needed and request.endpoint not in ("health", "page", None) and not is_preflight():  # None: it has no route
             scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
             sent = [request.headers.get("X-Api-Key", "").encode()]
             sent += [bearer.encode()] if scheme.lower() == "bearer" else []

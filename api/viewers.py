@@ -11,7 +11,6 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator, Mapping
-from functools import partial
 from itertools import accumulate, chain, groupby, repeat
 from operator import neg
 from types import SimpleNamespace
@@ -180,9 +179,21 @@ def buckets(told: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
     return list(zip(bounds, accumulate(told["counts"]), strict=True)), told["sum"]
 
 
-def exposition(engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str) -> bytes:
-    """The series of `families` in Prometheus' text format.
+def requests_family(replies: Mapping[str, int], prefix: str) -> Metric:
+    """How many HTTP requests were answered, from what `Board.counts` returned: by status and route."""
+    help = "HTTP requests that were answered, refused ones as well."
+    family = CounterMetricFamily(prefix + "http_requests", help, labels=["status", "route"])
+    for name, count in replies.items():
+        family.add_metric(name.split(" "), count)
+    return family
+
+
+def exposition(
+    engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str, replies: Mapping[str, int]
+) -> bytes:
+    """The series of `families` and of `requests_family` in Prometheus' text format.
 
     In OpenMetrics, prometheus_client (0.26) writes an underscore for the colon of vLLM's names.
     """
-    return generate_latest(SimpleNamespace(collect=partial(families, engines, prefix, model_name)))
+    told = [*families(engines, prefix, model_name), requests_family(replies, prefix)]
+    return generate_latest(SimpleNamespace(collect=lambda: told))

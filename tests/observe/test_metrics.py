@@ -77,7 +77,7 @@ def families(text: str) -> dict[str, Any]:
 
 
 def test_vllms_series_have_its_names_types_labels_and_buckets(llm: LLM) -> None:
-    found = families(exposition({0: llm.get_metrics()}, "vllm:", "demo").decode())
+    found = families(exposition({0: llm.get_metrics()}, "vllm:", "demo", {}).decode())
     for name, (kind, label, bounds) in VLLM.items():
         family = found["vllm:" + name]
         assert family.type == kind and family.documentation, name
@@ -98,7 +98,7 @@ def test_the_adapters_of_requests_are_told_with_the_time() -> None:
     """As in vLLM, where of several lines the latest one counts."""
     labels = {"max_lora": "1", "waiting_lora_adapters": "", "running_lora_adapters": "sing,whisper"}
     before = time.time()
-    text = exposition({0: {"lora_requests_info": labels}}, "vllm:", "demo").decode()
+    text = exposition({0: {"lora_requests_info": labels}}, "vllm:", "demo", {}).decode()
     (sample,) = families(text)["vllm:lora_requests_info"].samples
     assert sample.labels == labels | {"engine": "0"} and before <= sample.value <= time.time()
 
@@ -106,9 +106,9 @@ def test_the_adapters_of_requests_are_told_with_the_time() -> None:
 def test_each_engine_has_its_values_under_one_head() -> None:
     histogram = {"bounds": [0.1, 2.5], "counts": [3, 0, 4], "sum": 41.5}
     engines = {rank: {"prompt_tokens_total": rank + 5, "e2e_request_latency_seconds": histogram} for rank in (0, 2)}
-    text = exposition(engines, "", 'a "b"').decode()
+    text = exposition(engines, "", 'a "b"', {}).decode()
     lines = text.splitlines()
-    assert sum(line.startswith("# TYPE") for line in lines) == sum(line.startswith("# HELP") for line in lines) == 2
+    assert sum(line.startswith("# TYPE") for line in lines) == sum(line.startswith("# HELP") for line in lines) == 3
     assert lines[2:4] == [
         'prompt_tokens_total{engine="0",model_name="a \\"b\\""} 5.0',
         'prompt_tokens_total{engine="2",model_name="a \\"b\\""} 7.0',
