@@ -302,7 +302,7 @@ class Keys:
                 raise ApiError(401, f"the {kind} key is missing or wrong: send Authorization: Bearer KEY, or X-Api-Key")
             key = found[0].decode()
         if control and not (self.admin or self.loopback):
-            raise ApiError(403, "this route changes the server; on an address that is no loopback it needs --admin-key")
+            raise ApiError(403, "this route is the operator's; on an address that is no loopback it needs --admin-key")
         return key
 
 
