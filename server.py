@@ -121,7 +121,6 @@ def guard(app: Flask, api: Api, address: str) -> None:
     config, board = api.config, api.board  # the board tells all API processes whether the server drains
     keys = Keys(config, address, {row.name for row in paths_of(api) if row.control})
     local = keys.loopback and not config.api_key  # no key is needed there, so keep foreign web pages out
-    hosts = (*config.allowed_hosts, config.host.lower())
 
     @app.before_request
     def begin_request() -> Response | None:
@@ -130,7 +129,7 @@ def guard(app: Flask, api: Api, address: str) -> None:
         g.request_id = given if REQUEST_ID.fullmatch(given) else g.name
         g.client = board.tag("address", request.remote_addr or "")
         if local:
-            check_host(hosts)
+            check_host((*config.allowed_hosts, config.host.lower()))
         return Response(status=204) if config.allowed_origins and is_preflight() else None
 
     @app.before_request
@@ -143,7 +142,6 @@ def guard(app: Flask, api: Api, address: str) -> None:
 
 def answer_errors(app: Flask, config: ServerConfig) -> None:
     """Turn errors into replies, and free the request's body."""
-    several_keys = len(set(config.api_key)) > 1
     refusals = Refusals()
 
     @app.teardown_request
@@ -162,7 +160,7 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
                 error = NotFound()
         headers = {"Allow": ", ".join(sorted(error.valid_methods or ()))} if isinstance(error, MethodNotAllowed) else {}
         answer = api_error(error)
-        if several_keys and answer.status < 500:
+        if len(set(config.api_key)) > 1 and answer.status < 500:
             release_body(None)
             gevent.sleep(refusals.wait(g.client, time.monotonic() - g.begun))  # for clients that send many bad requests
         g.error = str(answer)
@@ -189,10 +187,9 @@ def log_requests(app: Flask, api: Api, spans: Spans | None) -> None:
         level = logging.DEBUG if request.endpoint in QUIET else logging.INFO
 
         def log() -> None:
-            job = caller.job if caller else None
             log_request(name, client, target, status, begun, caller, error, level)
-            if spans and job:
-                spans.add(job, headers, status, begun)
+            if spans and caller and caller.job:
+                spans.add(caller.job, headers, status, begun)
 
         response.call_on_close(log)  # not now, because a stream has only begun
         return allow_origin(response, api.config)

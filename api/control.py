@@ -223,9 +223,6 @@ LOADED: dict[str, Any] = {
     "lora_name": {"type": "string"}, "lora_path": {"type": "string"}, "load_inplace": {"type": ["boolean", "null"]},
 }  # fmt: skip
 UNLOADED: dict[str, Any] = {"lora_name": {"type": "string"}, "lora_int_id": {"type": ["integer", "null"]}}
-SERVER_INFO = guarded(
-    "GET", server_info, "The server's options, but no keys.", query={"config_format": {"enum": ["text", "json"]}}
-)
 CONTROL_PATHS = (  # with `enable_control_routes`
     guarded("POST", sleep, "Give memory back; level 1 keeps the weights in host memory, level 2 drops them.",
             query=SLEEP),

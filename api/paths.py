@@ -5,7 +5,7 @@ from __future__ import annotations
 from flask import Response, g, request
 
 from api.batches import BATCH_PATHS
-from api.control import CONTROL_PATHS, SERVER_INFO, scale, scaling
+from api.control import CONTROL_PATHS, guarded, scale, scaling, server_info
 from api.http import PAGE, page, reply, stream
 from api.openapi import Path, openapi
 from api.response_store import PAGE_OF_ITEMS
@@ -34,7 +34,8 @@ PATHS = (
       for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping"))),  # the latter are SageMaker's
     Path("GET", "/load", "load", "How many answers are in flight.",
          lambda api: reply({"server_load": api.board.in_flight})),
-    SERVER_INFO,
+    guarded("GET", server_info, "The server's options, but no keys.",
+            query={"config_format": {"enum": ["text", "json"]}}),
     Path("GET", "/version", "version", "Of Manta.", lambda api: reply({"version": VERSION})),
     Path("GET", "/metrics", "metrics", "Gauges and counters, as Prometheus reads them.",
          lambda api: Response(api.metrics(), content_type=PROMETHEUS), "text/plain"),

@@ -117,8 +117,8 @@ class Api:
         return {"status": "ok"}
 
     def metrics(self) -> bytes:
-        engines, replies = self.client.utility("metrics"), self.board.counts()
-        return exposition(engines, self.config.metrics_prefix, self.names[0], replies)
+        engines, replies = self.client.utility("metrics"), self.board.counted()
+        return exposition(engines, replies, self.config.metrics_prefix, self.names[0])
 
     def live(self, client: str) -> Events:
         viewer = self.viewers.enter(client)

@@ -11,6 +11,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import accumulate, chain, groupby, repeat
 from operator import neg
 from types import SimpleNamespace
@@ -153,8 +154,11 @@ def named(engine: dict[str, Any], client: str) -> dict[str, Any]:
 # --- for Prometheus ---------------------------------------------------------------------------------------------------
 
 
-def families(engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str) -> Iterator[Metric]:
-    """The series that engines have counted, from what `EngineCore.metrics` returned by rank."""
+def families(
+    engines: Mapping[int, dict[str, Any]], replies: Mapping[str, int], prefix: str, model_name: str
+) -> Iterator[Metric]:
+    """The series that engines have counted, from what `EngineCore.metrics` returned by rank; and replies, by status and
+    route."""
     for name in next(iter(engines.values())):
         series, values = SERIES[name], {str(rank): told[name] for rank, told in engines.items()}
         if series.kind in ("info", "moment"):
@@ -171,6 +175,11 @@ def families(engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str
                 mine = [model_name, engine, *([label] if series.label else [])]
                 family.add_metric(mine, *(buckets(one) if series.kind == "histogram" else (one,)))
         yield family
+    about = "HTTP requests that were answered, refused ones as well."
+    requests = CounterMetricFamily(prefix + "http_requests", about, labels=["status", "route"])
+    for name, count in replies.items():
+        requests.add_metric(name.split(" "), count)
+    yield requests
 
 
 def buckets(told: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
@@ -179,21 +188,11 @@ def buckets(told: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
     return list(zip(bounds, accumulate(told["counts"]), strict=True)), told["sum"]
 
 
-def requests_family(replies: Mapping[str, int], prefix: str) -> Metric:
-    """How many HTTP requests were answered, from what `Board.counts` returned: by status and route."""
-    help = "HTTP requests that were answered, refused ones as well."
-    family = CounterMetricFamily(prefix + "http_requests", help, labels=["status", "route"])
-    for name, count in replies.items():
-        family.add_metric(name.split(" "), count)
-    return family
-
-
 def exposition(
-    engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str, replies: Mapping[str, int]
+    engines: Mapping[int, dict[str, Any]], replies: Mapping[str, int], prefix: str, model_name: str
 ) -> bytes:
-    """The series of `families` and of `requests_family` in Prometheus' text format.
+    """The series of `families` in Prometheus' text format.
 
     In OpenMetrics, prometheus_client (0.26) writes an underscore for the colon of vLLM's names.
     """
-    told = [*families(engines, prefix, model_name), requests_family(replies, prefix)]
-    return generate_latest(SimpleNamespace(collect=lambda: told))
+    return generate_latest(SimpleNamespace(collect=partial(families, engines, replies, prefix, model_name)))

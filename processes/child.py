@@ -396,14 +396,6 @@ class FrameServer:
 ABSENT, STARTING, READY, DRAINING = range(4)  # states of an engine
 
 
-class Tally(ctypes.Structure):
-    """How often something has happened, by its name."""
-
-    name: bytes
-    count: int
-    _fields_ = (("name", ctypes.c_char * 56), ("count", ctypes.c_int64))
-
-
 class Board(ctypes.Structure):
     """What the API processes and their parent all see, in memory that was mapped before the fork.
 
@@ -414,21 +406,23 @@ class Board(ctypes.Structure):
         wanted: how many engines there are to be; 0: nobody has said.
         engines: the state of each engine, by its rank: ABSENT, STARTING, READY or DRAINING.
         answers, bytes: how many answers are in flight, and bytes of bodies that are being read or parsed.
-        tallies: what each process has counted by `count`, the first of them with a name.
+        names, counts: what each process has counted by `count`, in the order in which it came first.
     """
 
-    PLACES, MOST_TASKS, MOST_TOLD, MOST_NAMES = 256, 16, 2**13, 2**10
+    PLACES, MOST_TASKS, MOST_TOLD, MOST_NAMES, MOST_NAME = 256, 16, 2**13, 2**10, 64
     draining: bool
     wanted: int
     engines: Any
     answers: Any
     bytes: Any
     told: Any
-    tallies: Any
+    names: Any
+    counts: Any
     _fields_ = (
         ("draining", ctypes.c_bool), ("wanted", ctypes.c_int64), ("engines", ctypes.c_int64 * PLACES),
         ("answers", ctypes.c_int64 * PLACES), ("bytes", ctypes.c_int64 * PLACES),
-        ("told", ctypes.c_char * MOST_TOLD * PLACES), ("tallies", Tally * MOST_NAMES * PLACES),
+        ("told", ctypes.c_char * MOST_TOLD * PLACES), ("counts", ctypes.c_int64 * MOST_NAMES * PLACES),
+        ("names", ctypes.c_char * MOST_NAME * MOST_NAMES * PLACES),
     )  # fmt: skip
 
     def __new__(cls) -> Board:
@@ -437,7 +431,6 @@ class Board(ctypes.Structure):
     def __init__(self) -> None:
         self.mine, self.tasks = 0, tuple[str, ...]()
         self.secret = os.urandom(16)
-        self.named: dict[str, Tally] = {}  # those of this process
 
     def tag(self, *parts: str) -> str:
         """A hash of `parts` that only the API processes can make, all of them the same."""
@@ -451,7 +444,6 @@ class Board(ctypes.Structure):
     def claim(self, age: int) -> None:
         """Count in the place of the API process that was started as number `age`."""
         self.mine = age % self.PLACES
-        self.named = {tally.name.decode(): tally for tally in self._counted(self.mine)}
 
     def clear(self, age: int) -> None:
         """The API process number `age` is gone, with all it had in flight."""
@@ -460,20 +452,18 @@ class Board(ctypes.Structure):
 
     def count(self, name: str) -> None:
         """Count one more of this name, of which there may be few."""
-        if name not in self.named:
-            self.named[name] = self.tallies[self.mine][len(self.named)]
-            self.named[name].name = name.encode()
-        self.named[name].count += 1
+        names, word = self.names[self.mine], name.encode()
+        at = next(i for i, there in enumerate(names) if there.value in (word, b""))
+        names[at].value = word
+        self.counts[self.mine][at] += 1
 
-    def counts(self) -> Counter[str]:
+    def counted(self) -> Counter[str]:
         """How often each name was counted since the start, by all processes."""
         total = Counter[str]()
-        for tally in itertools.chain.from_iterable(map(self._counted, range(self.PLACES))):
-            total[tally.name.decode()] += tally.count
+        for names, counts in zip(self.names, self.counts, strict=True):
+            for name, count in zip(names, itertools.takewhile(bool, counts), strict=False):
+                total[name.value.decode()] += count
         return total
-
-    def _counted(self, place: int) -> Iterator[Tally]:
-        return itertools.takewhile(lambda tally: tally.count, self.tallies[place])
 
     def tasks_of(self, age: int) -> str:
         """What the API process number `age` computes, or the latest of it; one that stands still cannot tell itself."""

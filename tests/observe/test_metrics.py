@@ -29,7 +29,7 @@ from api.viewers import exposition
 from engine import LLM
 from fake_worker import Engine, prompt
 from observe.metrics import SERIES, Histogram, token_bounds
-from processes.child import Board, Tally
+from processes.child import Board
 from sampling_params import SamplingParams
 from scripted import ScriptedClient, client_of
 from served import ROOT, Server, eventually, serving
@@ -79,7 +79,7 @@ def families(text: str) -> dict[str, Any]:
 
 
 def test_vllms_series_have_its_names_types_labels_and_buckets(llm: LLM) -> None:
-    found = families(exposition({0: llm.get_metrics()}, "vllm:", "demo", {}).decode())
+    found = families(exposition({0: llm.get_metrics()}, {}, "vllm:", "demo").decode())
     for name, (kind, label, bounds) in VLLM.items():
         family = found["vllm:" + name]
         assert family.type == kind and family.documentation, name
@@ -100,7 +100,7 @@ def test_the_adapters_of_requests_are_told_with_the_time() -> None:
     """As in vLLM, where of several lines the latest one counts."""
     labels = {"max_lora": "1", "waiting_lora_adapters": "", "running_lora_adapters": "sing,whisper"}
     before = time.time()
-    text = exposition({0: {"lora_requests_info": labels}}, "vllm:", "demo", {}).decode()
+    text = exposition({0: {"lora_requests_info": labels}}, {}, "vllm:", "demo").decode()
     (sample,) = families(text)["vllm:lora_requests_info"].samples
     assert sample.labels == labels | {"engine": "0"} and before <= sample.value <= time.time()
 
@@ -108,7 +108,7 @@ def test_the_adapters_of_requests_are_told_with_the_time() -> None:
 def test_each_engine_has_its_values_under_one_head() -> None:
     histogram = {"bounds": [0.1, 2.5], "counts": [3, 0, 4], "sum": 41.5}
     engines = {rank: {"prompt_tokens_total": rank + 5, "e2e_request_latency_seconds": histogram} for rank in (0, 2)}
-    text = exposition(engines, "", 'a "b"', {}).decode()
+    text = exposition(engines, {}, "", 'a "b"').decode()
     lines = text.splitlines()
     assert sum(line.startswith("# TYPE") for line in lines) == sum(line.startswith("# HELP") for line in lines) == 3
     assert lines[2:4] == [
@@ -133,7 +133,7 @@ def test_all_http_requests_are_counted_by_route_and_status(engine: ScriptedClien
         {"X-Api-Key": "key"},
         max((rule.rule for rule in http_client.application.url_map.iter_rules()), key=len),
     )
-    assert len(f"404 {longest}") < Tally.name.size
+    assert len(f"404 {longest}") < Board.MOST_NAME
     for body in ({"prompt": "a"}, {"prompt": ["a", "b"]}, {"prompt": 1}, {"prompt": "a" * 2000}):
         http_client.post("/v1/completions", json=body, headers=key)
     http_client.post("/v1/completions", json={"prompt": "a"})
@@ -157,7 +157,7 @@ def test_api_processes_count_together_and_for_those_that_are_gone() -> None:
         for name in names:
             board.count(name)
         board.clear(age)
-    assert board.counts() == {"a": 4, "b": 2, "c": 1}
+    assert board.counted() == {"a": 4, "b": 2, "c": 1}
 
 
 @pytest.mark.parametrize("prefix", ["2x_", "a-b", "a b", "ä_", "a\n"])
