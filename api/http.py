@@ -278,8 +278,9 @@ def under_root(app: Callable[..., Any], root: str) -> Callable[..., Any]:
 class Keys:
     """The keys that the routes of a server at an address need.
 
-    The endpoints `control` change the server for everybody, and need an admin key. If there is none, they answer at a
-    loopback address alone, and need what others need. An admin key opens all that an API key opens.
+    The endpoints `control` change the server for everybody or show its options, and need an admin key. If there is
+    none, they answer at a loopback address alone, and need what others need. An admin key opens all that an API key
+    opens, and what is no route needs none.
     """
 
     def __init__(self, config: ServerConfig, address: str, control: Collection[str]):
@@ -292,7 +293,7 @@ class Keys:
         """The key that opens the route of this request; None: it needs none. An `ApiError` if it may not be called."""
         control, key = request.endpoint in self.control, None
         needed = self.metrics if request.endpoint == "metrics" else (control and self.admin) or self.keys
-        if needed and request.endpoint not in ("health", "page", None) and not is_preflight():  # None: it has no route
+        if needed and request.endpoint not in ("health", "page", None) and not is_preflight():
             scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
             sent = [request.headers.get("X-Api-Key", "").encode()]
             sent += [bearer.encode()] if scheme.lower() == "bearer" else []
