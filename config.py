@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, NoReturn
 from processes.options import ClusterOptions, check_fields, option
 from speculation.options import SpeculativeConfig
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 PROG = "manta" if __package__ else "server.py"  # the command: installed, this file is in a package
 DEMO = str(Path(__file__).parent / "demo")
 MAX_CONTEXT = 2**24  # tokens

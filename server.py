@@ -12,6 +12,7 @@ mistake before the first byte of the reply, and answer it with 400. The routes a
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import re
@@ -37,6 +38,7 @@ from api.fields import ApiError, Face
 from api.flags import OptionParser, split_command
 from api.gunicorn_loop import Gunicorn
 from api.http import (
+    NO_ROUTE,
     Keys,
     Refusals,
     allow_origin,
@@ -107,8 +109,8 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
     batches.go_on(api)
     guard(app, api, address or config.host)
     answer_errors(app, config)
-    log_requests(app, config, spans)
-    app.extensions["spans"] = spans
+    log_requests(app, api, spans)
+    app.extensions |= {"spans": spans, "client": api.client}
     if config.root_path:
         app.wsgi_app = under_root(app.wsgi_app, config.root_path)  # type: ignore[method-assign]
     return app
@@ -119,7 +121,6 @@ def guard(app: Flask, api: Api, address: str) -> None:
     config, board = api.config, api.board  # the board tells all API processes whether the server drains
     keys = Keys(config, address, {row.name for row in paths_of(api) if row.control})
     local = keys.loopback and not config.api_key  # no key is needed there, so keep foreign web pages out
-    hosts = (*config.allowed_hosts, config.host.lower())
 
     @app.before_request
     def begin_request() -> Response | None:
@@ -128,7 +129,7 @@ def guard(app: Flask, api: Api, address: str) -> None:
         g.request_id = given if REQUEST_ID.fullmatch(given) else g.name
         g.client = board.tag("address", request.remote_addr or "")
         if local:
-            check_host(hosts)
+            check_host((*config.allowed_hosts, config.host.lower()))
         return Response(status=204) if config.allowed_origins and is_preflight() else None
 
     @app.before_request
@@ -141,7 +142,6 @@ def guard(app: Flask, api: Api, address: str) -> None:
 
 def answer_errors(app: Flask, config: ServerConfig) -> None:
     """Turn errors into replies, and free the request's body."""
-    several_keys = len(set(config.api_key)) > 1
     refusals = Refusals()
 
     @app.teardown_request
@@ -160,7 +160,7 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
                 error = NotFound()
         headers = {"Allow": ", ".join(sorted(error.valid_methods or ()))} if isinstance(error, MethodNotAllowed) else {}
         answer = api_error(error)
-        if several_keys and answer.status < 500:
+        if len(set(config.api_key)) > 1 and answer.status < 500:
             release_body(None)
             gevent.sleep(refusals.wait(g.client, time.monotonic() - g.begun))  # for clients that send many bad requests
         g.error = str(answer)
@@ -169,8 +169,8 @@ def answer_errors(app: Flask, config: ServerConfig) -> None:
         return response
 
 
-def log_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> None:
-    """Give each reply an X-Request-Id, name what was ignored, and log the request once its reply has been sent."""
+def log_requests(app: Flask, api: Api, spans: Spans | None) -> None:
+    """Give each reply an X-Request-Id, name what was ignored, count it, and log the request once it has been sent."""
 
     @app.after_request
     def name_request(response: Response) -> Response:
@@ -179,6 +179,7 @@ def log_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> None:
             response.headers["Request-Id"] = name
         target = f"{request.method} {request.root_path}{request.path}"
         headers, status = request.headers, response.status_code
+        api.board.count(f"{status} {request.url_rule or NO_ROUTE}")
         client, begun = g.client, g.begun
         caller, error = g.get("caller"), g.get("error", "")
         if caller and caller.ignored:
@@ -186,13 +187,12 @@ def log_requests(app: Flask, config: ServerConfig, spans: Spans | None) -> None:
         level = logging.DEBUG if request.endpoint in QUIET else logging.INFO
 
         def log() -> None:
-            job = caller.job if caller else None
             log_request(name, client, target, status, begun, caller, error, level)
-            if spans and job:
-                spans.add(job, headers, status, begun)
+            if spans and caller and caller.job:
+                spans.add(caller.job, headers, status, begun)
 
         response.call_on_close(log)  # not now, because a stream has only begun
-        return allow_origin(response, config)
+        return allow_origin(response, api.config)
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
@@ -239,7 +239,8 @@ def serve(argv: list[str]) -> None:
             endpoint = config.otlp_traces_endpoint
             spans = Spans(endpoint) if endpoint else None  # here, because gevent must have patched the sockets before
             client = fleet.new_client(config.api_server_count, Suspects())
-            return create_app(Api(client, tokenizer, fleet.facts, config, names, board, adapters), spans, address)
+            facts = fleet.facts | {"options": dataclasses.asdict(engine_config)}
+            return create_app(Api(client, tokenizer, facts, config, names, board, adapters), spans, address)
 
         Gunicorn(make_app, listener, fleet, config).run()
 

@@ -78,7 +78,7 @@ class BuildPackage(build_py):
 setup(
     packages=list(FOLDERS),
     package_dir=FOLDERS,
-    package_data={"manta": ["demo/*.json", "demo/*.txt", "demo/*.safetensors", "web/*.html", "web/*.css", "web/*.js"]},
+    package_data={"manta": ["demo/**/*.json*", "demo/**/*.safetensors", "demo/*.txt", "web/*"]},
     include_package_data=False,
     cmdclass={"build_py": BuildPackage},
 )

@@ -7,6 +7,7 @@ wrong with a call is an `ApiError` with the value and what is allowed.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import reprlib
@@ -147,6 +148,13 @@ def unload_lora_adapter(api: Api) -> Response:
         why = "is a folder of --lora-dir, and goes when that does" if api.adapters.find(name) else "cannot be found"
         raise ApiError(404, f"the lora adapter {reprlib.repr(name)} {why}", "lora_name")
     return Response(f"Success: LoRA adapter '{name}' removed successfully.", content_type=PLAIN)
+
+
+def server_info(api: Api) -> dict[str, Any]:
+    """All options but keys, as one text or by name, as in vLLM."""
+    options = api.facts["options"] | dataclasses.asdict(api.config)
+    options = {name: value for name, value in options.items() if not name.endswith("_key")}
+    return {"vllm_config": options if request.args.get("config_format") == "json" else str(options)}
 
 
 def start_profile(api: Api) -> dict[str, Any]:

@@ -34,11 +34,12 @@ from gunicorn.http.parser import RequestParser
 from gunicorn.workers import ggevent
 
 from api.faces import error_body_of
-from api.http import MOST_FIELD, MOST_FIELDS, MOST_HEAD, api_error
+from api.http import MOST_FIELD, MOST_FIELDS, MOST_HEAD, NO_ROUTE, api_error
 from api.options import ServerConfig
 from api.replies import log_request
 from executor import end_with_parent, name_process
 from observe.logs import Repeated, console, counted, logger
+from processes.client import EngineDeadError
 from processes.fleet import Fleet
 from ring import nameless_file
 
@@ -63,7 +64,7 @@ class DrainingArbiter(Arbiter):
 
     After SIGTERM or Ctrl-C the server drains: it still listens, and answers new requests with 503, until those that run
     have ended (gunicorn by itself would refuse connections). A second signal cuts them off, and so does the end of
-    `drain_timeout`.
+    `drain_timeout`: each gets an error, in a stream as its last event.
     """
 
     deadline, first_signal = math.inf, 0.0
@@ -82,8 +83,9 @@ class DrainingArbiter(Arbiter):
     handle_int = handle_term
 
     def _cut(self) -> None:
-        self.stop(False)
-        raise StopIteration
+        cut = counted(self.app.fleet.board.in_flight, "answer")
+        logger.warning(f"{cut} cut off, {time.monotonic() - self.first_signal:.1f} s after the server began to drain")
+        raise StopIteration  # the API processes then get SIGTERM; see `HttpWorker.handle_exit`
 
     def reap_workers(self) -> None:
         self.app.fleet.reap()
@@ -234,13 +236,16 @@ class HttpWorker(ggevent.GeventWorker):
             client.sendall(head.encode() + b"\r\n\r\n" + content)
             util.close_graceful(client)  # unread input would reset the connection before the client gets its reply
         tag = self.app.fleet.board.tag("address", addr[0] if addr else "")
+        self.app.fleet.board.count(f"{answer.status} {NO_ROUTE}")
         log_request(name, tag, "", answer.status, begun, None, str(answer), logging.INFO)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """On SIGTERM, send the spans that are left while the connections are closed."""
+        """On SIGTERM, send the spans that are left while the connections are closed, and end what still runs."""
         super().handle_exit(sig, frame)
         if spans := self.wsgi.extensions["spans"]:
             gevent.spawn(spans.provider.force_flush)
+        if self.app.fleet.board.draining:
+            gevent.spawn(self.wsgi.extensions["client"].fail, EngineDeadError("the server is shutting down"))
 
 
 class Gunicorn(BaseApplication):

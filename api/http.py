@@ -31,6 +31,7 @@ from processes.child import Shares
 BODY_PART = 2**14  # bytes of a body to read at a time
 PACKED = {"gzip": 31, "x-gzip": 31, "deflate": 15}  # content codings, and zlib's `wbits` for each
 HOST_PORT = re.compile(r":\d*\Z", re.ASCII)
+NO_ROUTE = "none"  # stands for the route of a request that is for none of ours
 HEADER_NAMES = re.compile(r"[\w-]+(, *[\w-]+)*", re.ASCII)
 WEB = Path(__file__).parents[1] / "web"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -277,8 +278,9 @@ def under_root(app: Callable[..., Any], root: str) -> Callable[..., Any]:
 class Keys:
     """The keys that the routes of a server at an address need.
 
-    The endpoints `control` change the server for everybody, and need an admin key. If there is none, they answer at a
-    loopback address alone, and need what others need. An admin key opens all that an API key opens.
+    The endpoints `control` change the server for everybody or show its options, and need an admin key. If there is
+    none, they answer at a loopback address alone, and need what others need. An admin key opens all that an API key
+    opens, and what is no route needs none.
     """
 
     def __init__(self, config: ServerConfig, address: str, control: Collection[str]):
@@ -291,7 +293,7 @@ class Keys:
         """The key that opens the route of this request; None: it needs none. An `ApiError` if it may not be called."""
         control, key = request.endpoint in self.control, None
         needed = self.metrics if request.endpoint == "metrics" else (control and self.admin) or self.keys
-        if needed and request.endpoint not in ("health", "page") and not is_preflight():
+        if needed and request.endpoint not in ("health", "page", None) and not is_preflight():
             scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
             sent = [request.headers.get("X-Api-Key", "").encode()]
             sent += [bearer.encode()] if scheme.lower() == "bearer" else []
@@ -301,7 +303,7 @@ class Keys:
                 raise ApiError(401, f"the {kind} key is missing or wrong: send Authorization: Bearer KEY, or X-Api-Key")
             key = found[0].decode()
         if control and not (self.admin or self.loopback):
-            raise ApiError(403, "this route changes the server; on an address that is no loopback it needs --admin-key")
+            raise ApiError(403, "this route is the operator's; on an address that is no loopback it needs --admin-key")
         return key
 
 

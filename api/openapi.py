@@ -37,7 +37,7 @@ class Path(NamedTuple):
     kind: str = "application/json"  # of the response
     query: Mapping[str, Any] = {}  # the schemas of parameters
     body: Mapping[str, Any] = {}  # the schemas of fields; the first is required
-    control: bool = False  # whether it changes the server for everybody; see `Keys`
+    control: bool = False  # whether it is the operator's; see `Keys`
 
 
 def object_of(**keys: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flask import Response, g, request
 
 from api.batches import BATCH_PATHS
-from api.control import CONTROL_PATHS, scale, scaling
+from api.control import CONTROL_PATHS, guarded, scale, scaling, server_info
 from api.http import PAGE, page, reply, stream
 from api.openapi import Path, openapi
 from api.response_store import PAGE_OF_ITEMS
@@ -30,7 +30,12 @@ PATHS = (
     Path("GET", "/v1/models", "models", "The model's names.", lambda api: reply(api.models())),
     Path("GET", "/v1/models/<path:name>", "model", "One of them.",
          lambda api, name: reply(api.model(name.rstrip("/")))),
-    Path("GET", "/health", "health", "Whether the engine runs.", lambda api: reply(api.health())),
+    *(Path(method, path, "health", "Whether the engine runs.", lambda api: reply(api.health()))
+      for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping"))),  # the latter are SageMaker's
+    Path("GET", "/load", "load", "How many answers are in flight.",
+         lambda api: reply({"server_load": api.board.in_flight})),
+    guarded("GET", server_info, "The server's options, but no keys.",
+            query={"config_format": {"enum": ["text", "json"]}}),
     Path("GET", "/version", "version", "Of Manta.", lambda api: reply({"version": VERSION})),
     Path("GET", "/metrics", "metrics", "Gauges and counters, as Prometheus reads them.",
          lambda api: Response(api.metrics(), content_type=PROMETHEUS), "text/plain"),

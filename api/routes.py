@@ -117,7 +117,8 @@ class Api:
         return {"status": "ok"}
 
     def metrics(self) -> bytes:
-        return exposition(self.client.utility("metrics"), self.config.metrics_prefix, self.names[0])
+        engines, replies = self.client.utility("metrics"), self.board.counted()
+        return exposition(engines, replies, self.config.metrics_prefix, self.names[0])
 
     def live(self, client: str) -> Events:
         viewer = self.viewers.enter(client)

@@ -154,8 +154,11 @@ def named(engine: dict[str, Any], client: str) -> dict[str, Any]:
 # --- for Prometheus ---------------------------------------------------------------------------------------------------
 
 
-def families(engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str) -> Iterator[Metric]:
-    """The series that engines have counted, from what `EngineCore.metrics` returned by rank."""
+def families(
+    engines: Mapping[int, dict[str, Any]], replies: Mapping[str, int], prefix: str, model_name: str
+) -> Iterator[Metric]:
+    """The series that engines have counted, from what `EngineCore.metrics` returned by rank; and replies, by status and
+    route."""
     for name in next(iter(engines.values())):
         series, values = SERIES[name], {str(rank): told[name] for rank, told in engines.items()}
         if series.kind in ("info", "moment"):
@@ -172,6 +175,11 @@ def families(engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str
                 mine = [model_name, engine, *([label] if series.label else [])]
                 family.add_metric(mine, *(buckets(one) if series.kind == "histogram" else (one,)))
         yield family
+    about = "HTTP requests that were answered, refused ones as well."
+    requests = CounterMetricFamily(prefix + "http_requests", about, labels=["status", "route"])
+    for name, count in replies.items():
+        requests.add_metric(name.split(" "), count)
+    yield requests
 
 
 def buckets(told: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
@@ -180,9 +188,11 @@ def buckets(told: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
     return list(zip(bounds, accumulate(told["counts"]), strict=True)), told["sum"]
 
 
-def exposition(engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str) -> bytes:
+def exposition(
+    engines: Mapping[int, dict[str, Any]], replies: Mapping[str, int], prefix: str, model_name: str
+) -> bytes:
     """The series of `families` in Prometheus' text format.
 
     In OpenMetrics, prometheus_client (0.26) writes an underscore for the colon of vLLM's names.
     """
-    return generate_latest(SimpleNamespace(collect=partial(families, engines, prefix, model_name)))
+    return generate_latest(SimpleNamespace(collect=partial(families, engines, replies, prefix, model_name)))

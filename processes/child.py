@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import json
 import mmap
 import multiprocessing
@@ -398,26 +399,30 @@ ABSENT, STARTING, READY, DRAINING = range(4)  # states of an engine
 class Board(ctypes.Structure):
     """What the API processes and their parent all see, in memory that was mapped before the fork.
 
-    Each process counts in a place of its own, which the parent clears when that process is gone.
+    Each process counts in a place of its own. The parent clears what is in flight there when that process is gone.
 
     Attributes:
         draining: whether the server is about to end, and takes no new requests.
         wanted: how many engines there are to be; 0: nobody has said.
         engines: the state of each engine, by its rank: ABSENT, STARTING, READY or DRAINING.
         answers, bytes: how many answers are in flight, and bytes of bodies that are being read or parsed.
+        names, counts: what each process has counted by `count`, in the order in which it came first.
     """
 
-    PLACES, MOST_TASKS, MOST_TOLD = 256, 16, 2**13
+    PLACES, MOST_TASKS, MOST_TOLD, MOST_NAMES, MOST_NAME = 256, 16, 2**13, 2**10, 64
     draining: bool
     wanted: int
     engines: Any
     answers: Any
     bytes: Any
     told: Any
+    names: Any
+    counts: Any
     _fields_ = (
         ("draining", ctypes.c_bool), ("wanted", ctypes.c_int64), ("engines", ctypes.c_int64 * PLACES),
         ("answers", ctypes.c_int64 * PLACES), ("bytes", ctypes.c_int64 * PLACES),
-        ("told", ctypes.c_char * MOST_TOLD * PLACES),
+        ("told", ctypes.c_char * MOST_TOLD * PLACES), ("counts", ctypes.c_int64 * MOST_NAMES * PLACES),
+        ("names", ctypes.c_char * MOST_NAME * MOST_NAMES * PLACES),
     )  # fmt: skip
 
     def __new__(cls) -> Board:
@@ -444,6 +449,21 @@ class Board(ctypes.Structure):
         """The API process number `age` is gone, with all it had in flight."""
         self.answers[age % self.PLACES] = self.bytes[age % self.PLACES] = 0
         self.told[age % self.PLACES].value = b""
+
+    def count(self, name: str) -> None:
+        """Count one more of this name, of which there may be few."""
+        names, word = self.names[self.mine], name.encode()
+        at = next(i for i, there in enumerate(names) if there.value in (word, b""))
+        names[at].value = word
+        self.counts[self.mine][at] += 1
+
+    def counted(self) -> Counter[str]:
+        """How often each name was counted since the start, by all processes."""
+        total = Counter[str]()
+        for names, counts in zip(self.names, self.counts, strict=True):
+            for name, count in zip(names, itertools.takewhile(bool, counts), strict=False):
+                total[name.value.decode()] += count
+        return total
 
     def tasks_of(self, age: int) -> str:
         """What the API process number `age` computes, or the latest of it; one that stands still cannot tell itself."""

@@ -298,6 +298,11 @@ class MPClient(EngineCoreClient):
         if not self.connection.send(message, register):
             raise EngineDeadError(self.said or GONE)
 
+    def fail(self, error: Exception) -> None:
+        """Raise this error for all who wait for an output."""
+        for stream in {*self.streams.values()}:
+            stream.put(error)
+
     def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
         target = stream or Stream()
         target.clients.add(self)

@@ -194,6 +194,10 @@ class DPClient(EngineCoreClient):
                     self.adding[rank] -= 1
         raise EngineDeadError(self.trouble or GONE)
 
+    def fail(self, error: Exception) -> None:
+        for client in list(self.clients.values()):
+            client.fail(error)
+
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         for client in list(self.clients.values()):
             client.abort(request_id, index, reason)

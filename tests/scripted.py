@@ -18,7 +18,7 @@ from api.routes import Api
 from config import DEMO
 from plan import EngineCoreRequest, EngineOutput, Logprobs
 from processes.child import Board
-from processes.client import EngineDeadError, Stream
+from processes.client import EngineDeadError, MPClient, Stream
 from sampling_params import PoolingParams, SamplingParams
 from server import create_app
 from tokenizer import Tokenizer
@@ -27,6 +27,7 @@ FACTS = {
     "max_model_len": 64, "vocab_size": 1024, "scheduling_policy": "fcfs", "data_parallel_size": 1,
     "max_num_seqs": 4, "eos_token_ids": (0, 1), "max_logprobs": 20, "max_prompt_adapter_token": 0,
     "default_sampling": {}, "task": "generate", "prompts": {}, "default_prompt_name": None, "cuts_texts": False,
+    "options": {"model": DEMO},
 }  # fmt: skip
 TEXT = "Hello, wörld 日本! "  # what the scripted engine answers, again and again
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -50,6 +51,7 @@ class ScriptedClient:
         self.clients: list[str] = []  # of those
         self.pooled: list[tuple[list[int], PoolingParams]] = []
         self.open: set[str] = set()
+        self.streams: dict[str, Stream] = {}
         self.aborted: list[tuple[str, int | None, str]] = []
         self.stories: dict[str, dict[str, Any]] = {}
         self.script: list[EngineOutput | Exception] | None = None
@@ -70,6 +72,7 @@ class ScriptedClient:
         self.added.append((request.prompt_token_ids, params, request.salt))
         self.clients.append(request.client)
         self.open.add(id)
+        self.streams[id] = stream
         for item in self.score(request.prompt_token_ids, params) if self.script is None else self.script:
             stream.put(dataclasses.replace(item, request_id=id) if isinstance(item, EngineOutput) else item)
         return stream
@@ -114,6 +117,8 @@ class ScriptedClient:
 
     def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
         return stream.get(timeout)
+
+    fail = MPClient.fail
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         if index is None:

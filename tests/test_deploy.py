@@ -1,7 +1,10 @@
-"""The manifests for Kubernetes, against what the server knows: its options, its routes, and how it ends."""
+"""The image and the manifests, against what the server knows: its commands, options, routes, and how it ends."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,14 @@ import yaml
 from api.flags import OptionParser, from_flags
 from api.gunicorn_loop import KEEP_ALIVE
 from api.options import ServerConfig
-from config import DEMO, EngineConfig
+from config import DEMO, VERSION, EngineConfig
 from processes.child import STOP_TIMEOUT
 from scripted import ScriptedClient, client_of
+from server import COMMANDS
 
-FOLDER = Path(__file__).parent.parent / "docs" / "deploy" / "kubernetes"
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "deploy" / "kubernetes"
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
 FILES = {path.stem: list(yaml.safe_load_all(path.read_text())) for path in FOLDER.glob("*.yaml")}
 SERVERS = ("gpu", "cpu", "engines")
 KEYS = {"api-key", "metrics-key"}  # of the Secret that README.md makes
@@ -139,3 +145,37 @@ def test_they_differ_only_where_they_must(name):
     first, other = pod(SERVERS[0]), pod(name)
     differing = {key for key in first | other if first.get(key) != other.get(key)}
     assert differing <= {"containers", "volumes", "terminationGracePeriodSeconds"}
+
+
+def test_they_are_of_this_version():
+    texts = (path.read_text() for path in (FOLDER.parent / "README.md", *FOLDER.glob("*.yaml")))
+    found = re.findall(r"(?:image\.version=|/manta:)([\w.]+)", "".join([DOCKERFILE, *texts]))
+    assert len(found) == 3 + len(SERVERS) and set(found) == {VERSION}
+
+
+@pytest.mark.parametrize("words", [*COMMANDS, "", "--model", "Qwen/Qwen3-0.6B"])
+def test_the_image_takes_every_command_and_serves_without_one(tmp_path: Path, words: str):
+    (script,) = re.findall(r"<<'EOF' \S+/manta-container\n(.*?)^EOF$", DOCKERFILE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "manta").write_text('#!/bin/sh\necho "$@"')
+    (tmp_path / "manta").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["sh", "-c", script, "manta-container", *words.split(), "--port", "1"]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+    serves = "serve --host 0.0.0.0"
+    wanted = words if COMMANDS.keys() - {"serve"} & {words} else serves if words == "serve" else f"{serves} {words}"
+    assert said.split() == [*wanted.split(), "--port", "1"]
+
+
+def test_what_ends_a_server_waits_until_it_has_drained():
+    needed = ServerConfig.drain_timeout + KEEP_ALIVE + STOP_TIMEOUT
+    compose = yaml.safe_load((FOLDER.parent / "compose.yaml").read_text())["services"]["manta"]
+    (unit,) = re.findall(r"^TimeoutStopSec=(\d+)$", (FOLDER.parent / "manta.service").read_text(), re.MULTILINE)
+    assert min(int(compose["stop_grace_period"].removesuffix("s")), int(unit)) > needed
+
+
+def test_proxies_hold_connections_and_bodies_as_the_server_does():
+    for name in ("nginx.conf", "Caddyfile"):
+        text = (FOLDER.parent / name).read_text()
+        (idle,), (size,) = re.findall(r"keepalive(?:_timeout)? (\d+)s", text), re.findall(r"(\d+)(?:m|MB)\b", text)
+        assert int(idle) < KEEP_ALIVE and int(size) * 2**20 == ServerConfig.max_body_bytes
+        assert ServerConfig.request_timeout == 3600 and re.search(r"(read|header)_timeout 1h", text)

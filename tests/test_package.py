@@ -58,7 +58,7 @@ def test_the_wheel_holds_everything_under_one_name(installed: Path) -> None:
     assert {path.name for path in installed.iterdir()} == {"manta", facts.name}
     wanted = {path.name for path in ROOT.glob("*.py")} - {"setup.py"} | {"__init__.py", "py.typed"}
     for folder in ("bench", "demo", "web", *ROOMS):
-        wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("*.*")}
+        wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.*") if path.suffix != ".pyc"}
     assert {str(path.relative_to(installed / "manta")) for path in installed.glob("manta/**/*.*")} == wanted
 
 

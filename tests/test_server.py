@@ -17,7 +17,7 @@ from flask.testing import FlaskClient
 
 from api.options import ServerConfig
 from api.start import with_policy
-from config import EngineConfig
+from config import VERSION, EngineConfig
 from sampling_params import SamplingParams
 from scripted import (
     BODIES,
@@ -65,8 +65,10 @@ def test_models(http_client: FlaskClient, engine: ScriptedClient) -> None:
 
 
 def test_small_routes(http_client: FlaskClient, engine: ScriptedClient) -> None:
-    assert http_client.get("/health").json == {"status": "ok"}
-    assert http_client.get("/version").json["version"]
+    for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        assert http_client.open(path, method=method).json == {"status": "ok"}
+    assert http_client.get("/version").json == {"version": VERSION}
+    assert http_client.get("/load").json == {"server_load": 0}
     assert 'manta_num_requests_running{engine="0",model_name="manta"} 3.0\n' in http_client.get("/metrics").text
     assert "# TYPE manta_prompt_tokens_total counter\n" in http_client.get("/metrics").text
     ids = TOKENIZER.encode("To be")
@@ -103,7 +105,7 @@ def test_api_keys(engine: ScriptedClient) -> None:
         error = refusal(response, 401)
         assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
         assert response.headers["WWW-Authenticate"] == "Bearer"
-        refusal(http_client.get("/nope", headers=headers), 401)
+        refusal(http_client.get("/ready", headers=headers), 404)
     assert http_client.get("/health").status_code == 200
     preflight = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
     assert http_client.options(CHAT, headers=preflight).status_code == 200

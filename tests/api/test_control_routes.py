@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import json
 import os
@@ -101,7 +102,7 @@ def test_what_the_tokenizer_is_can_be_asked_where_an_option_allows_it(http_clien
 def test_who_may_call_them(engines: Engines, host: str, keys: dict[str, tuple[str, ...]], answers: Any) -> None:
     facts = FACTS | {"torch_profiler_dir": None}
     http_client = client_of(engines, facts, enable_control_routes=True, host=host, **keys)
-    routes = [("POST", path) for path in (*POSTS, "/scale")] + [("GET", path) for path in GETS]
+    routes = [("POST", path) for path in (*POSTS, "/scale")] + [("GET", path) for path in (*GETS, "/server_info")]
     for key, status in zip((None, "api", "admin"), answers, strict=True):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         for method, path in routes:
@@ -122,8 +123,17 @@ def test_who_may_call_them(engines: Engines, host: str, keys: dict[str, tuple[st
 
 
 def test_which_routes_change_the_server() -> None:
-    wanted = {*POSTS, "/scale", "/is_sleeping", "/profiles/<name>"}
+    wanted = {*POSTS, "/scale", "/server_info", "/is_sleeping", "/profiles/<name>"}
     assert {row.rule for row in (*PATHS, *CONTROL_PATHS) if row.control} == wanted
+
+
+def test_all_options_can_be_asked_but_no_keys() -> None:
+    http_client = client_of(ScriptedClient(), admin_key=("secret",), metrics_key="secret", max_queue=7)
+    for query in ("?config_format=json", ""):
+        told = http_client.get("/server_info" + query, headers={"X-Api-Key": "secret"}).json["vllm_config"]
+        if not query:  # a text, as in vLLM
+            told = ast.literal_eval(told)
+        assert (told["model"], told["max_queue"]) == (DEMO, 7) and "secret" not in str(told)
 
 
 def test_a_server_that_others_reach_says_who_may_use_and_change_it(caplog: pytest.LogCaptureFixture) -> None:

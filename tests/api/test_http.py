@@ -189,7 +189,7 @@ def test_the_page_needs_no_key_and_runs_nothing_but_its_own_script(engine: Scrip
         again = http_client.get(path, headers={"If-None-Match": page.headers["ETag"]})
         assert again.status_code == 304 and not again.data
         assert "Content-Security-Policy" in again.headers
-    refusal(http_client.get("/page.html"), 401)
+    refusal(http_client.get("/page.html"), 404)
 
 
 def test_the_page_asks_for_nothing_outside_its_folder(engine: ScriptedClient) -> None:

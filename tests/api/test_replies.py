@@ -381,6 +381,28 @@ def test_an_error_after_the_first_byte_is_an_event(
     refusal(post(http_client, COMPLETIONS), 503)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "last"),
+    [
+        (CHAT, BODIES[CHAT], b'data: {"error":'),
+        ("/v1/messages", BODIES[CHAT] | {"max_tokens": 9}, b'event: error\ndata: {"type":"error"'),
+        ("/v1/responses", {"input": "Hi"}, b"event: response.failed\n"),
+    ],
+)
+def test_a_stream_that_a_drain_cuts_says_so_at_its_end(
+    http_client: FlaskClient, engine: ScriptedClient, path: str, body: dict[str, Any], last: bytes
+) -> None:
+    engine.script = [told(TOKENIZER.encode("Hi"))]
+    sent = http_client.post(path, json=body | {"stream": True}).iter_encoded()
+    begun = next(sent)
+    engine.fail(EngineDeadError("the server is shutting down"))
+    rest = [*sent]
+    if path == CHAT:
+        assert rest.pop() == b"data: [DONE]\n\n"
+    assert rest[-1].startswith(last) and b"the server is shutting down" in rest[-1]
+    assert not any(last in event for event in (begun, *rest[:-1])) and not engine.open
+
+
 def test_a_dead_engine_is_503(http_client: FlaskClient, engine: ScriptedClient) -> None:
     engine.trouble = "the engine process has ended, says /home/me/manta/engine.py"
     for response in (post(http_client, COMPLETIONS), post(http_client, CHAT, stream=True), http_client.get("/health")):

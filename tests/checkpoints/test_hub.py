@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from checkpoints.hub import INDEX, check_id, find_model
-from config import DEMO, EngineConfig
+from config import DEMO, VERSION, EngineConfig
 from engine import LLM, SamplingParams
 from gguf_files import write_gguf
 from hub_server import TOKEN, Hub, Repo
@@ -324,7 +324,7 @@ def test_the_server_and_a_batch_take_an_id(hub: Hub, tmp_path: Path) -> None:
         log = at.log.read_text()
     assert status == 200 and json.loads(text)["choices"][0]["message"]["content"] == "81"
     assert [model["id"] for model in models] == ["manta/demo"]
-    assert "Manta 0.1.0: manta/demo\n" in log and "Warning" not in log
+    assert f"Manta {VERSION}: manta/demo\n" in log and "Warning" not in log
     line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": fields | {"model": "manta/demo"}}
     (tmp_path / "in").write_text(json.dumps(line) + "\n")
     command = [sys.executable, "server.py", "batch", "-i", f"{tmp_path}/in", "-o", f"{tmp_path}/out"]

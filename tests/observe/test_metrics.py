@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -27,7 +28,8 @@ from api.options import ServerConfig
 from api.viewers import exposition
 from engine import LLM
 from fake_worker import Engine, prompt
-from observe.metrics import Histogram, token_bounds
+from observe.metrics import SERIES, Histogram, token_bounds
+from processes.child import Board
 from sampling_params import SamplingParams
 from scripted import ScriptedClient, client_of
 from served import ROOT, Server, eventually, serving
@@ -77,7 +79,7 @@ def families(text: str) -> dict[str, Any]:
 
 
 def test_vllms_series_have_its_names_types_labels_and_buckets(llm: LLM) -> None:
-    found = families(exposition({0: llm.get_metrics()}, "vllm:", "demo").decode())
+    found = families(exposition({0: llm.get_metrics()}, {}, "vllm:", "demo").decode())
     for name, (kind, label, bounds) in VLLM.items():
         family = found["vllm:" + name]
         assert family.type == kind and family.documentation, name
@@ -98,7 +100,7 @@ def test_the_adapters_of_requests_are_told_with_the_time() -> None:
     """As in vLLM, where of several lines the latest one counts."""
     labels = {"max_lora": "1", "waiting_lora_adapters": "", "running_lora_adapters": "sing,whisper"}
     before = time.time()
-    text = exposition({0: {"lora_requests_info": labels}}, "vllm:", "demo").decode()
+    text = exposition({0: {"lora_requests_info": labels}}, {}, "vllm:", "demo").decode()
     (sample,) = families(text)["vllm:lora_requests_info"].samples
     assert sample.labels == labels | {"engine": "0"} and before <= sample.value <= time.time()
 
@@ -106,9 +108,9 @@ def test_the_adapters_of_requests_are_told_with_the_time() -> None:
 def test_each_engine_has_its_values_under_one_head() -> None:
     histogram = {"bounds": [0.1, 2.5], "counts": [3, 0, 4], "sum": 41.5}
     engines = {rank: {"prompt_tokens_total": rank + 5, "e2e_request_latency_seconds": histogram} for rank in (0, 2)}
-    text = exposition(engines, "", 'a "b"').decode()
+    text = exposition(engines, {}, "", 'a "b"').decode()
     lines = text.splitlines()
-    assert sum(line.startswith("# TYPE") for line in lines) == sum(line.startswith("# HELP") for line in lines) == 2
+    assert sum(line.startswith("# TYPE") for line in lines) == sum(line.startswith("# HELP") for line in lines) == 3
     assert lines[2:4] == [
         'prompt_tokens_total{engine="0",model_name="a \\"b\\""} 5.0',
         'prompt_tokens_total{engine="2",model_name="a \\"b\\""} 7.0',
@@ -123,6 +125,39 @@ def test_the_names_keep_their_colon_whatever_format_the_reader_likes_best(engine
     assert response.content_type == "text/plain; version=0.0.4; charset=utf-8"
     samples = [sample.name for family in families(response.text).values() for sample in family.samples]
     assert samples == ["vllm:num_requests_running", "vllm:prompt_tokens_total"]
+
+
+def test_all_http_requests_are_counted_by_route_and_status(engine: ScriptedClient) -> None:
+    http_client = client_of(engine, api_key=("key",), max_queue=1, max_body_bytes=1024)
+    key, longest = (
+        {"X-Api-Key": "key"},
+        max((rule.rule for rule in http_client.application.url_map.iter_rules()), key=len),
+    )
+    assert len(f"404 {longest}") < Board.MOST_NAME
+    for body in ({"prompt": "a"}, {"prompt": ["a", "b"]}, {"prompt": 1}, {"prompt": "a" * 2000}):
+        http_client.post("/v1/completions", json=body, headers=key)
+    http_client.post("/v1/completions", json={"prompt": "a"})
+    for path in ("/ready", "/a", "/b", "/v1/models/nope", "/v1/models/manta", "/health"):
+        http_client.get(path, headers=key)
+    engine.trouble = "the engine process has ended"
+    http_client.get("/health")
+    samples = families(http_client.get("/metrics", headers=key).text)["manta_http_requests"].samples
+    assert {(sample.labels.pop("route"), sample.labels.pop("status")): sample.value for sample in samples} == {
+        **{("/v1/completions", status): 1 for status in ("200", "400", "401", "413", "429")},
+        ("none", "404"): 3, ("/v1/models/<path:name>", "404"): 1, ("/v1/models/<path:name>", "200"): 1,
+        ("/health", "200"): 1, ("/health", "503"): 1,
+    }  # fmt: skip
+    assert not any(sample.labels for sample in samples)
+
+
+def test_api_processes_count_together_and_for_those_that_are_gone() -> None:
+    board = Board()
+    for age, names in ((1, "aab"), (2, "ba"), (1 + board.PLACES, "ac")):  # the last one gets the place of the first
+        board.claim(age)
+        for name in names:
+            board.count(name)
+        board.clear(age)
+    assert board.counted() == {"a": 4, "b": 2, "c": 1}
 
 
 @pytest.mark.parametrize("prefix", ["2x_", "a-b", "a b", "ä_", "a\n"])
@@ -311,11 +346,16 @@ def test_a_server_counts_how_its_requests_ended(tmp_path: Path) -> None:
         eventually(lambda: server.metric("num_requests_running") == 1)
         sock.close()
         eventually(lambda: server.running() == 0)
+        for _ in range(4):
+            with socket.create_connection(("127.0.0.1", server.port)) as sock:
+                sock.sendall(b"GET / HTTP/1.1\r\nX-Long: " + b"x" * 2**17 + b"\r\n\r\n")
+                assert b" 431 " in sock.recv(99)
         assert ended(server) == {"length": 4, "stop": 5, "abort": 1, "error": 1}
         for _ in range(8):  # some of them at each process
             assert server.metric("e2e_request_latency_seconds_count") == 9
             assert server.metric("request_params_n_count") == 6 and server.metric("request_params_n_sum") == 9
             assert server.metric("time_to_first_token_seconds_count") == 10
+            assert server.metric('http_requests_total{route="none",status="431"}') == 4
         parts = [server.metric(f"request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode")]
         assert min(parts) > 0 and sum(parts) == pytest.approx(server.metric("e2e_request_latency_seconds_sum"))
         lived = server.metric("time_to_first_token_seconds_count")
@@ -335,6 +375,7 @@ def prometheus(folder: Path, target: int) -> Iterator[str]:
     assert "manta:8000" in text and "scrape_interval: 5s" in text
     text = text.replace("manta:8000", f"127.0.0.1:{target}").replace("scrape_interval: 5s", "scrape_interval: 250ms")
     (folder / "prometheus.yml").write_text(text)
+    shutil.copy(DEPLOY / "alerts.yml", folder)
     files = f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"
     with open(folder / "prometheus.log", "w") as log:
         command = ["prometheus", *files, f"--web.listen-address=127.0.0.1:{port}"]
@@ -365,8 +406,14 @@ def ask(address: str, query: str) -> list[Any]:
 @pytest.mark.skipif(not shutil.which("prometheus"), reason="there is no Prometheus here")
 def test_every_panel_of_the_dashboard_shows_something(tmp_path: Path) -> None:
     dashboard = json.loads((DEPLOY / "grafana.json").read_text())
-    (prefixes,) = [entry["query"].split(",") for entry in dashboard["templating"]["list"] if entry["name"] == "prefix"]
+    variables = {entry["name"]: entry["query"] for entry in dashboard["templating"]["list"]}
+    prefixes = variables["prefix"].split(",")
     assert prefixes[0] == ServerConfig.metrics_prefix and "vllm:" in prefixes
+    assert all(
+        variables[name].endswith(f", {label})") for name, label in (("model", "model_name"), ("engine", "engine"))
+    )
+    # As Grafana writes two models and engines that are chosen.
+    filled = {"${prefix}": "vllm:", "$__rate_interval": "3s", "$model": "demo|other", "$engine": "0|1"}
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     assert len(queries) == len(set(queries)) >= 20 and all(panel["targets"] for panel in dashboard["panels"])
     done = threading.Event()
@@ -377,6 +424,8 @@ def test_every_panel_of_the_dashboard_shows_something(tmp_path: Path) -> None:
         while not done.is_set():
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
             assert connection.getresponse().read()
+            connection.request("GET", "/nope")
+            assert connection.getresponse().read()
         connection.close()
 
     with serving(tmp_path, "--metrics-prefix", "vllm:") as server, prometheus(tmp_path, server.port) as address:
@@ -384,8 +433,55 @@ def test_every_panel_of_the_dashboard_shows_something(tmp_path: Path) -> None:
         thread.start()
         try:
             for query in queries:
-                query = query.replace("${prefix}", "vllm:").replace("$__rate_interval", "3s")
+                for variable, value in filled.items():
+                    query = query.replace(variable, value)
                 eventually(lambda query=query: ask(address, query), 20)
         finally:
             done.set()
             thread.join()
+
+
+WELL = {  # series of a server that no alert is about: its value at the start, and what is added every 15 s
+    'up{job="manta"}': "1+0", 'http_requests_total{route="/v1/completions",status="200"}': "0+100",
+    'num_requests_running{engine="0"}': "1+0", 'num_requests_waiting{engine="0"}': "1+0",
+    'num_computed_tokens_total{engine="0"}': "0+9", 'num_worker_restarts_total{engine="0"}': "2+0",
+    'time_to_first_token_seconds_bucket{engine="0",le="10.0"}': "0+9",
+    'time_to_first_token_seconds_bucket{engine="0",le="20.0"}': "0+9",
+    'time_to_first_token_seconds_bucket{engine="0",le="+Inf"}': "0+9",
+    'time_to_first_token_seconds_count{engine="0"}': "0+9",
+}  # fmt: skip
+ILL = {  # by alert, what is otherwise with a server that it is about
+    "MantaDown": {'up{job="manta"}': "0+0"},
+    "MantaErrors": {'http_requests_total{route="/v1/completions",status="503"}': "0+2"},
+    "MantaRefusesForLoad": {'http_requests_total{route="/v1/completions",status="429"}': "0+6"},
+    "MantaStalled": {'num_computed_tokens_total{engine="0"}': "9+0"},
+    "MantaRestarted": {'num_worker_restarts_total{engine="0"}': "0+1"},
+    "MantaFirstTokenLate": {'time_to_first_token_seconds_bucket{engine="0",le="10.0"}': "0+8"},
+    "MantaNoFirstToken": {'time_to_first_token_seconds_count{engine="0"}': "9+0"},
+}
+
+
+def test_alerts_are_about_series_that_there_are() -> None:
+    names = re.findall(r"manta_(\w+?)(?:_bucket|_count)?\b[{)\[]", (DEPLOY / "alerts.yml").read_text())
+    assert len(names) >= 10 and set(names) <= {*SERIES, "http_requests_total"}
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="there is no Prometheus here")
+def test_each_alert_is_raised_by_what_it_is_about_and_by_nothing_else(tmp_path: Path) -> None:
+    shutil.copy(DEPLOY / "alerts.yml", tmp_path)
+    series = [
+        {
+            "series": ("" if name.startswith("up") else "manta_") + name[:-1] + f',instance="{ill}"}}',
+            "values": f"{value}x80",
+        }
+        for ill in ("", *ILL)
+        for name, value in (WELL | ILL.get(ill, {})).items()
+    ]
+    firing = 'count by (alertname, instance) (ALERTS{alertstate="firing"})'
+    told = [{"labels": f'{{alertname="{ill}", instance="{ill}"}}', "value": 1} for ill in ILL]
+    checks = [{"expr": firing, "eval_time": "20m", "exp_samples": told}]
+    tests = [{"interval": "15s", "input_series": series, "promql_expr_test": checks}]
+    rules = {"rule_files": ["alerts.yml"], "evaluation_interval": "15s", "tests": tests}
+    (tmp_path / "test.yml").write_text(json.dumps(rules))
+    done = subprocess.run(["promtool", "test", "rules", tmp_path / "test.yml"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

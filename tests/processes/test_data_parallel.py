@@ -357,6 +357,8 @@ class ClientStandIn:
             raise EngineDeadError("gone")
         return Stream()
 
+    fail = MPClient.fail
+
     def shutdown(self) -> None:
         pass
 
@@ -417,6 +419,20 @@ def test_an_engine_in_trouble_gets_a_request_only_if_all_are(monkeypatch):
         for _ in range(2):
             client.add_request(EngineCoreRequest("x", [1], GREEDY))
         assert client.router.loads == loads
+
+
+def test_each_stream_fails_once_however_many_requests_it_has(monkeypatch):
+    board = Board()
+    board.engines[0] = board.engines[1] = READY
+    stand_ins(monkeypatch)
+    client, streams = DPClient([None] * 2, None, Router(2, 16), board), [Stream(), Stream()]
+    for rank, stream in enumerate(streams):
+        client.clients[rank].streams = {"x-0": stream, "x-1": stream}
+    client.fail(EngineDeadError("the server is shutting down"))
+    for stream in streams:
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            stream.get(0)
+        assert stream.empty()
 
 
 def test_an_engine_gets_one_connection_however_many_look_for_it(monkeypatch):
