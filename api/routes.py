@@ -22,7 +22,8 @@ from api.prompts import Prompts
 from api.reading import Parsers
 from api.replies import Caller, EngineClient
 from api.response_store import Store
-from api.viewers import Viewers, exposition
+from api.viewers import Viewers
+from observe.prometheus import exposition
 from processes.child import Board, Shares
 from tokenizer import Tokenizer
 

@@ -1,4 +1,4 @@
-"""Who watches the engine: what `GET /live` sends, a few times a second, and what `GET /metrics` tells Prometheus.
+"""Who watches the engine: what `GET /live` sends, a few times a second.
 
 Each API process asks the engine once for all who watch, and only while somebody does. The engine answers with what it
 has at hand (`observe/live.py`); the block map and the JSON are made here, off its loop.
@@ -10,27 +10,20 @@ import queue
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Mapping
-from functools import partial
-from itertools import accumulate, chain, groupby, repeat
+from collections.abc import Iterator
+from itertools import chain, groupby, repeat
 from operator import neg
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.utils import floatToGoString
 
 from api.checks import in_parts
 from api.fields import ApiError, without_folders
 from api.options import ServerConfig
 from api.replies import EngineClient, sse
-from observe.metrics import SERIES
 from processes.child import Board, Shares
 from processes.client import EngineDeadError
 
-FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 PERIOD = 0.2  # seconds between two events
 REST = 100  # times as long as it took to answer, the engine is left alone; so it gives up less than 1% of its time
 MOST_UNREAD = 50  # events that a viewer may leave unread before it is cut off
@@ -149,50 +142,3 @@ def named(engine: dict[str, Any], client: str) -> dict[str, Any]:
         return told | {"id": row["id"].rpartition("-")[0] if client == whose else None}
 
     return engine | {part: [name(row) for row in engine[part]] for part in ("requests", "finished")}
-
-
-# --- for Prometheus ---------------------------------------------------------------------------------------------------
-
-
-def families(
-    engines: Mapping[int, dict[str, Any]], replies: Mapping[str, int], prefix: str, model_name: str
-) -> Iterator[Metric]:
-    """The series that engines have counted, from what `EngineCore.metrics` returned by rank; and replies, by status and
-    route."""
-    for name in next(iter(engines.values())):
-        series, values = SERIES[name], {str(rank): told[name] for rank, told in engines.items()}
-        if series.kind in ("info", "moment"):
-            first = next(iter(values.values()))
-            info = GaugeMetricFamily(prefix + name, series.help, labels=["engine", *first])
-            for engine, labels in values.items():
-                info.add_metric([engine, *labels.values()], time.time() if series.kind == "moment" else 1)
-            yield info
-            continue
-        labels = ["model_name", "engine", *([series.label] if series.label else [])]
-        family = FAMILIES[series.kind](prefix + name, series.help, labels=labels)
-        for engine, value in values.items():
-            for label, one in value.items() if series.label else [(None, value)]:
-                mine = [model_name, engine, *([label] if series.label else [])]
-                family.add_metric(mine, *(buckets(one) if series.kind == "histogram" else (one,)))
-        yield family
-    about = "HTTP requests that were answered, refused ones as well."
-    requests = CounterMetricFamily(prefix + "http_requests", about, labels=["status", "route"])
-    for name, count in replies.items():
-        requests.add_metric(name.split(" "), count)
-    yield requests
-
-
-def buckets(told: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
-    """A histogram's buckets as Prometheus has them, each with all values below its bound, and its sum."""
-    bounds = [*map(floatToGoString, told["bounds"]), "+Inf"]
-    return list(zip(bounds, accumulate(told["counts"]), strict=True)), told["sum"]
-
-
-def exposition(
-    engines: Mapping[int, dict[str, Any]], replies: Mapping[str, int], prefix: str, model_name: str
-) -> bytes:
-    """The series of `families` in Prometheus' text format.
-
-    In OpenMetrics, prometheus_client (0.26) writes an underscore for the colon of vLLM's names.
-    """
-    return generate_latest(SimpleNamespace(collect=partial(families, engines, replies, prefix, model_name)))

@@ -1,4 +1,4 @@
-"""What the engine counts, by vLLM's names: gauges, counters and histograms. `api/viewers.py` tells Prometheus of them.
+"""What the engine counts, by vLLM's names: gauges, counters and histograms. `observe/prometheus.py` shows them.
 
 A histogram's count is raised when the thing happens, in the engine process, so all API processes tell the same. Most
 steps cost one count: as long as nobody joins or leaves the decodes, all of them have waited equally long for a token.

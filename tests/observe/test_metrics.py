@@ -25,10 +25,10 @@ import pytest
 from prometheus_client import parser
 
 from api.options import ServerConfig
-from api.viewers import exposition
 from engine import LLM
 from fake_worker import Engine, prompt
 from observe.metrics import SERIES, Histogram, token_bounds
+from observe.prometheus import exposition
 from processes.child import Board
 from sampling_params import SamplingParams
 from scripted import ScriptedClient, client_of
