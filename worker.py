@@ -120,11 +120,7 @@ class Worker:
         With pipeline stages only the first one checks: the others have the same tables, but not all token ids.
         """
         if self.config.sanitize_kv and self.pipeline.first:
-            state, windows = self.state, self.model.layout.windows
-            self.sanitizer = KVSanitizer(
-                self.pool, len(self.host_pool), state.token_ids, state.block_tables, state.block_size, windows,
-                self.states, len(self.host_states),
-            )  # fmt: skip
+            self.sanitizer = KVSanitizer.of(self)
 
     def launch(self, plan: StepPlan) -> Launched:
         """Do the host's part of `step`. The device may still be running it afterwards."""
