@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -32,9 +33,10 @@ from plan import PLACEHOLDER, EngineCoreRequest, Outputs, StateRoom, StepPlan, e
 from ring import undisturbed
 from sampling_params import default_sampling
 from scheduler import Scheduler
+from scheduling.adapters import is_used
 from scheduling.fair import step_tokens
 from scheduling.grammar import COMPILE_TIMEOUT, Grammars, awaits_token
-from sequence import Adapter, Flight, Request
+from sequence import Flight, Request
 
 UTILITIES = {  # the methods that clients may call by name, and the path from the core to each
     "metrics": "metrics",
@@ -81,11 +83,9 @@ def client_facts(config: EngineConfig, model_config: ModelConfig, of_workers: di
 def scheduler_sizes(config: EngineConfig, model_config: ModelConfig, known: dict[str, Any]) -> dict[str, Any]:
     """The scheduler's arguments that follow from the model and from its workers' facts."""
     names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "windows", "swap_cost", "row_seconds")
-    sizes = {name: known[name] for name in names}
-    sizes["eos_token_ids"] = () if config.makes_vectors else model_config.eos_token_ids
-    states = known.get("states")
-    sizes["states"] = StateRoom(**states) if states else None
-    return sizes
+    ends, states = () if config.makes_vectors else model_config.eos_token_ids, known.get("states")
+    room = StateRoom(**states) if states else None
+    return {name: known[name] for name in names} | {"eos_token_ids": ends, "states": room}
 
 
 def may_plan_ahead(scheduler: Scheduler, ahead: int) -> bool:
@@ -131,7 +131,7 @@ class EngineCore:
         self.ahead = 2 if overlap else 1
         self.depth = config.pipeline_parallel_size - 1 + self.ahead
         self.paused: dict[str, EngineCoreRequest] = {}  # requests that wait for new weights
-        self.adapters = HostAdapters(config, self.workers.call, lambda adapter: is_used(self, adapter))
+        self.adapters = HostAdapters(config, self.workers.call, partial(is_used, self))
         self.workers.on_restart = self._reload_adapters
         self.pausing = False  # whether new requests must wait, because an update of weights is about to begin
         self.news = Outputs()  # what `tell` has not returned yet
@@ -439,13 +439,6 @@ class EngineCore:
         """Forget all cached prefixes."""
         self.scheduler.space.reset_prefix_cache()
         self._observe("reset_prefix_cache")
-
-
-def is_used(core: EngineCore, adapter: Adapter) -> bool:
-    """Whether a request that has yet to finish has this adapter."""
-    admission, compiling = core.scheduler.admission, core.grammars.waiting.values()
-    lines = (queue.lines for queue in (admission.waiting, admission.swapped, admission.aside))
-    return adapter in chain(admission.adapters.users, *lines) or any(r.adapter == adapter for r in compiling)
 
 
 def not_finite(flight: Flight, rows: list[int]) -> dict[Request, str]:

@@ -498,11 +498,8 @@ def meeting_place() -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="manta-") as folder:
             yield f"file://{folder}/ranks"
         return
-    fd = os.memfd_create("manta-ranks")
-    try:
-        yield f"file:///proc/{os.getpid()}/fd/{fd}"
-    finally:
-        os.close(fd)
+    with open(os.memfd_create("manta-ranks"), "rb") as file:
+        yield f"file:///proc/{os.getpid()}/fd/{file.fileno()}"
 
 
 # --- in a worker's process ------------------------------------------------------------------------------------------

@@ -118,10 +118,9 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            ValueError: its id is in use; or it can never run, see `RequestLimits.settle`.
+            ValueError: it can never run, see `RequestLimits.settle`.
         """
-        if request.request_id in self.requests:
-            raise ValueError(f"request id {request.request_id!r} is in use by a request in flight")
+        assert request.request_id not in self.requests, f"request id {request.request_id!r} is in use"
         params = request.params
         limit, width = self.limits.settle(request)
         self.arrivals += 1

@@ -24,6 +24,7 @@ from device.launched import Launched, run_one_by_one
 from layers import Batch
 from model import Transformer
 from observe.phases import DeviceClock, Phases
+from observe.profiled import Profiled
 from observe.sanitizer import KVSanitizer
 from parallel import Sampled
 from plan import StepPlan, StepResult
@@ -41,7 +42,7 @@ class LateCompile(RuntimeError):
     """A step needs a specialization of a kernel that warm-up has not compiled; the message says which."""
 
 
-class Worker:
+class Worker(Profiled):
     """Runs the model, or this rank's share, on one device. All ranks get the same plans; a stage's have equal results.
 
     Args:
@@ -120,11 +121,7 @@ class Worker:
         With pipeline stages only the first one checks: the others have the same tables, but not all token ids.
         """
         if self.config.sanitize_kv and self.pipeline.first:
-            state, windows = self.state, self.model.layout.windows
-            self.sanitizer = KVSanitizer(
-                self.pool, len(self.host_pool), state.token_ids, state.block_tables, state.block_size, windows,
-                self.states, len(self.host_states),
-            )  # fmt: skip
+            self.sanitizer = KVSanitizer.of(self)
 
     def launch(self, plan: StepPlan) -> Launched:
         """Do the host's part of `step`. The device may still be running it afterwards."""

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +28,7 @@ from cpu import machine
 from device.coded import coded_tensors
 from device.loader import find_weights
 from device.warmup import capture
+from lora.loads import AdapterReader
 from lora.stacks import Adapters
 from model import Transformer
 from models.logprobs import LogprobGatherer
@@ -44,7 +45,7 @@ READERS = 4  # threads that read adapters
 Pools = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class KeptWorker(Worker):
+class KeptWorker(AdapterReader, Worker):
     """A worker, with what has made it ready, which is needed again where memory or weights change.
 
     Args:
@@ -63,9 +64,7 @@ class KeptWorker(Worker):
         self.packed = self.ops.BACKEND == "cpu" or bool(model.coded)  # whether weights are not plain tensors
         self.dropped = False  # whether there are no weights
         self.emptied: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []  # each one's size, and copy
-        self.profiler: Any = None  # torch's, see `observe.profiles`
-        self.readers = ThreadPoolExecutor(READERS)
-        self.loads: dict[int, Future[int | str]] = {}  # by the rows of the host's memory for adapters
+        self.readers, self.loads = ThreadPoolExecutor(READERS), {}
 
     # --- sleep --------------------------------------------------------------------------------------------------------
 

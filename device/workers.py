@@ -148,8 +148,8 @@ class Workers:
                 raise ValueError(f"{error}; the workers were started anew, as they were before") from error
             raise
 
-    def call(self, method: Method, *args: Any) -> list[Any]:
-        """What a method of `KeptWorker`, or a function of it, returns on each rank; it may take as long as a start.
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """What a method of `KeptWorker` returns on each rank, which may take as long as a start.
 
         Raises:
             ValueError: it failed; or a worker did, and all were started anew as they were.
@@ -161,9 +161,8 @@ class Workers:
                 self.executor.catch_up()  # a call that was given up may take its time
             return self.executor.collective_rpc(method, timeout, args)
         except (WorkerError, TimeoutError) as error:
-            name = method if isinstance(method, str) else method.__name__
-            self.replace(WorkerError(f"{name}: {error}"))
-            raise ValueError(f"{name}: {error}; the workers were started anew, as they were before") from error
+            self.replace(WorkerError(f"{method}: {error}"))
+            raise ValueError(f"{method}: {error}; the workers were started anew, as they were before") from error
 
     def is_sleeping(self) -> bool:
         """Whether weights or the KV cache sleep, and so no request runs."""

@@ -11,7 +11,6 @@ from typing import Any
 
 from config import EngineConfig
 from lora.adapter import LoRARequest, state_of
-from lora.loads import begin_load, finished_loads, load_adapter
 from observe.logs import logger
 from plan import EngineCoreRequest
 from sequence import Adapter
@@ -33,8 +32,8 @@ class HostAdapters:
 
     Args:
         config: the engine's options.
-        call: calls a function of all workers, with its arguments; returns what each returns. A ValueError says that the
-            workers were started anew; then `reload` was called.
+        call: has all workers call a method of `AdapterReader`, by its name and with its arguments; returns what each
+            returns. A ValueError says that the workers were started anew; then `reload` was called.
         in_use: returns whether a request has an adapter.
     """
 
@@ -124,7 +123,7 @@ class HostAdapters:
         adapter = Adapter(wanted.key, self.free.pop(), asked.lora_name)
         self.reading[adapter] = asked.lora_path
         with contextlib.suppress(ValueError):  # new workers read nothing yet, and the caller sees that in `reading`
-            self.call(begin_load, adapter.row, adapter.key)
+            self.call("begin_load", adapter.row, adapter.key)
         if not at_once:
             return None
         self._read_to_end(asked.lora_path)
@@ -165,7 +164,7 @@ class HostAdapters:
     def _ask(self) -> None:
         """Ask the workers which adapters they have read."""
         try:
-            told = self.call(finished_loads)
+            told = self.call("finished_loads")
         except ValueError:  # the workers were started anew
             assert not self.reading
             return
@@ -211,7 +210,7 @@ class HostAdapters:
             try:
                 if state_of(folder) != adapter.key:
                     raise ValueError(f"the adapter in {folder} was changed")
-                for said in rpc(load_adapter, args=[adapter.row, adapter.key]):
+                for said in rpc("load_adapter", args=[adapter.row, adapter.key]):
                     if isinstance(said, str):
                         raise ValueError(said)
             except ValueError as error:

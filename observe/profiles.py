@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from config import EngineConfig
 from observe.observer import Observer
 from observe.tracing import Trace
-
-if TYPE_CHECKING:
-    from device.upkeep import KeptWorker
 
 STEPS = ".steps.json"  # how the names of files of steps end
 
@@ -22,7 +19,7 @@ class Profiles:
 
     Args:
         config: the engine's options.
-        call: calls a function of all workers, and returns what it returns on each rank.
+        call: calls a method of all workers by its name, and returns what it returns on each rank; see `Profiled`.
         observers: of the engine; a trace is one of them while a profile is recorded.
     """
 
@@ -50,7 +47,7 @@ class Profiles:
             if not self.config.trace:
                 self.trace = Trace(os.path.join(folder, self.name + STEPS), self.config.pipeline_parallel_size)
                 self.observers.append(self.trace)
-            self.call(start_torch_profile)
+            self.call("start_profile")
         except ValueError:  # some ranks may have begun
             self.stop_profile()
             raise
@@ -72,36 +69,4 @@ class Profiles:
             self.observers.remove(self.trace)
             self.trace.close()
             self.trace, files = None, [name + STEPS]
-        return [*filter(None, self.call(stop_torch_profile, name)), *files]
-
-
-def start_torch_profile(worker: KeptWorker) -> None:
-    """On a rank: begin to record what torch's operators and the device do, and the phases of each step.
-
-    Raises:
-        ValueError: the profiler does not begin.
-    """
-    from torch.profiler import ProfilerActivity, profile  # here, because engines do not load torch
-
-    profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (worker.device == "cuda")])
-    try:
-        profiler.start()
-    except RuntimeError as error:
-        raise ValueError(f"torch's profiler does not begin: {error}") from error
-    worker.profiler = profiler
-    worker.trace(True)
-
-
-def stop_torch_profile(worker: KeptWorker, name: str) -> str:
-    """End that, and write it for Perfetto; returns the name of its file in `torch_profiler_dir`.
-
-    It is empty where nothing was recorded, because this worker has come in the place of another one.
-    """
-    if not worker.profiler:
-        return ""
-    profiler, worker.profiler = worker.profiler, None
-    worker.trace(bool(worker.config.trace))
-    profiler.stop()
-    file = f"{name}-rank{worker.pipeline.stage * worker.group.size + worker.group.rank}.pt.trace.json.gz"
-    profiler.export_chrome_trace(os.path.join(str(worker.config.torch_profiler_dir), file))
-    return file
+        return [*filter(None, self.call("stop_profile", name)), *files]

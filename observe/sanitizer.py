@@ -14,11 +14,15 @@ sequence has left. If a kernel reads where no table points, the NaN shows in the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from plan import StepPlan
+
+if TYPE_CHECKING:
+    from worker import Worker
 
 POISON = -0x5A5A5A5A5A5A5A5B  # a sequence hashes to it with a chance of one in 2^64
 FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # splitmix64's, odd, without the sign bit
@@ -100,6 +104,15 @@ class KVSanitizer:
         )
         for poisoned in (pool, self.states):
             poisoned.fill_(torch.nan)
+
+    @classmethod
+    def of(cls, worker: Worker) -> KVSanitizer:
+        """That of a worker."""
+        state, windows = worker.state, worker.model.layout.windows
+        return cls(
+            worker.pool, len(worker.host_pool), state.token_ids, state.block_tables, state.block_size, windows,
+            worker.states, len(worker.host_states),
+        )  # fmt: skip
 
     # --- what a plan changes ----------------------------------------------------------------------------------------
 

@@ -41,6 +41,8 @@ PARTS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {  # its files, 
             "scheduler.py": {"from observe.freed_blocks import WatchedBlockManager\n": ""},
             "worker.py": {
                 "from observe.phases import DeviceClock, Phases\n": "",
+                "from observe.profiled import Profiled\n": "",
+                "class Worker(Profiled):\n": "class Worker:\n",
                 "from observe.sanitizer import KVSanitizer\n": "",
             },
         },

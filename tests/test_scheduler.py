@@ -102,13 +102,6 @@ def test_prompt_exactly_at_the_limit():
     assert len(engine.outputs["a"]) == 1
 
 
-def test_the_same_id_twice_is_refused():
-    engine = Engine()
-    engine.add("a", [1])
-    with pytest.raises(ValueError, match="'a' is in use"):
-        engine.add("a", [2])
-
-
 @pytest.mark.parametrize("state", ["waiting", "held", "running", "in flight", "preempted", "swapped", "finished"])
 def test_abort_in_each_state(state):
     swap = {"num_host_blocks": 8, "preemption_mode": "swap"} if state == "swapped" else {}

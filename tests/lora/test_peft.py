@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from adapters import asked
 from lora.adapter import CONFIG
-from lora.loads import load_adapter
 from model_config import ModelConfig
 from oracle_checks import make_core, make_worker
 from plan import EngineCoreRequest, NewRow, StepPlan
@@ -114,7 +113,7 @@ def test_logits_equal_pefts(checkpoints: Checkpoints, made: Path, name: str, ran
     folder, prompts = made / f"{name}-{rank}-{what}", FAMILIES[name]["prompts"] * 2
     oracle = load_file(folder / "oracle.safetensors")
     worker = make_worker(checkpoints / name, enable_lora=True, max_loras=2, max_cpu_loras=2, max_lora_rank=64)
-    assert not load_adapter(worker, 1, str(folder))
+    assert not worker.load_adapter(1, str(folder))
     seen, forward = [], worker.model.forward
     worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     kinds, _, per_seq = worker.state.block_tables.shape

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from adapters import asked
-from lora.loads import load_adapter
 from oracle_checks import make_core, make_worker
 from plan import EngineCoreRequest, NewRow, StepPlan
 from random_checkpoints import FAMILIES, TESTS, Checkpoints, once
@@ -62,7 +61,7 @@ def test_logits_and_tokens_equal_pefts(checkpoints: Checkpoints, made: Path, nam
     oracle = load_file(folder / "oracle.safetensors")
     room = {"max_loras": 2, "max_cpu_loras": 2, "max_prompt_adapter_token": VIRTUAL + 2}
     worker = make_worker(checkpoints / name, enable_lora=True, **room)
-    assert not load_adapter(worker, 1, str(folder))
+    assert not worker.load_adapter(1, str(folder))
     seen, forward = [], worker.model.forward
     worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     virtual = [-1 - (VIRTUAL + 2) - j for j in range(VIRTUAL)]
