@@ -3,6 +3,8 @@
 Each line below goes after `python bench/bench.py`:
 
     scheduler --peer COMMIT                      the scheduler's CPU time in steady steps, another commit beside it
+    policies --trace TRACE --policy fcfs --policy shortest:Shortest --rate 8 12 16 --plot figure.svg
+                                                 scheduling policies on a made-up device: first token, per token
     prefix --trace mooncake_conversation.jsonl   prefix-cache hits against the size of the pool
     routing --trace mooncake_conversation.jsonl  hits of several engines, by how requests are routed
     scale --trace AzureLLMInferenceTrace_conv.csv  2 to 1,000 simulated engines: routing, balance, latencies, hits
@@ -53,13 +55,14 @@ from typing import Any
 if not __package__:  # from a clone: the engine's files lie one folder up
     sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "demo")]
 
-import bench_embed
 import bench_engine
 import bench_lora
+import bench_policies
 import bench_scheduler
 import bench_serve
 import bench_speculation
 import bench_structured
+import simulated
 from config import VERSION, EngineConfig
 from peers import WEIGHTS
 from plan import EngineCoreRequest, StepResult
@@ -213,6 +216,8 @@ def overload_figures(model: str, repeats: int) -> Figures:
 
 def embed_figures(args: argparse.Namespace) -> Figures:
     """The figures of `embed`: of a model with random weights, which is made for it and removed."""
+    import bench_embed  # only here, because it imports torch
+
     pythons, shape = bench_engine.peer_pythons(args), SHAPES[args.shape] | {"dtype": args.dtype}
     options = {name: getattr(args, name) for name in ("dtype", "device", "threads")}
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
@@ -305,6 +310,52 @@ def add_peers(command: argparse.ArgumentParser, names: list[str]) -> None:
     """Add what names the other engines that take turns."""
     command.add_argument("--peer", action="append", default=[], choices=names, help="may be repeated")
     command.add_argument("--peer-python", action="append", default=[], help="each peer's Python")
+
+
+def add_policies(commands: Any) -> None:
+    """Add what compares scheduling policies."""
+    policies = commands.add_parser(
+        "policies", description=bench_policies.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    policies.add_argument("--trace", type=Path, required=True, help="of Azure's or Mooncake's, as published")
+    policies.add_argument(
+        "--policy",
+        action="append",
+        metavar="NAME",
+        help="as --scheduling-policy: a name or MODULE:CLASS; may be repeated",
+    )
+    policies.add_argument("--rate", type=float, nargs="+", default=[4.0, 8.0, 12.0], help="requests a second")
+    policies.add_argument("--requests", type=int, default=2000, help="from the trace's beginning")
+    policies.add_argument("--poisson", action="store_true", help="random arrivals; default: the trace's own, stretched")
+    policies.add_argument("--plot", type=Path, help="also draw the figures to this SVG")
+    steps = policies.add_mutually_exclusive_group()
+    steps.add_argument(
+        "--device",
+        default="",
+        metavar="TERMS",
+        help="seconds of a step: fixed=0.006,prompt_token=3e-5,row=1e-5,kv_token=6e-8",
+    )
+    steps.add_argument(
+        "--fit", type=Path, metavar="FILE", help="a journal (--log-scheduler) or a CSV with prompt,rows,context,seconds"
+    )
+    policies.add_argument("--kv-blocks", type=int, default=simulated.POOL, help="of 64 tokens")
+    policies.add_argument("--buckets", type=int, nargs="+", default=[], help="prompts' lengths; default: quartiles")
+    policies.add_argument("--options", type=json.loads, default={}, help='as of LLM: {"max_num_seqs": 64}')
+
+
+def policy_figures(args: argparse.Namespace) -> Figures:
+    """The figures of `policies`. Raises what `bench_policies.policy_figures` does."""
+    if args.plot and not args.plot.parent.is_dir():
+        raise ValueError(f"plot is {str(args.plot)!r}; there is no folder {args.plot.parent}")
+    device = bench_policies.given_device(args.device)
+    if args.fit:
+        device, error = bench_policies.fit_device(steps := bench_policies.measured_steps(args.fit))
+        terms = ",".join(f"{name}={value:.3g}" for name, value in device._asdict().items())
+        print(f"fitted to {len(steps):,} steps: {terms}; half of them are within {error:.0%}", file=sys.stderr)
+    policies = args.policy or ["fcfs"]
+    return bench_policies.policy_figures(
+        args.trace, policies, args.rate, args.requests, args.poisson, device, args.kv_blocks, args.buckets, args.options
+    )
 
 
 def add_scale(commands: Any) -> None:
@@ -433,6 +484,7 @@ def new_parser() -> argparse.ArgumentParser:
     scheduler = commands.add_parser("scheduler")
     scheduler.add_argument("--peer", default="", metavar="COMMIT", help="that is measured in turns with this one")
     scheduler.add_argument("--rounds", type=int, default=5)
+    add_policies(commands)
     prefix = commands.add_parser("prefix")
     prefix.add_argument("--trace", type=Path, required=True, help="JSON lines with hash_ids, as in Mooncake's traces")
     prefix.add_argument("--pools", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384], help="in pages")
@@ -520,11 +572,19 @@ def served_figures(args: argparse.Namespace) -> Figures:
 
 def main() -> None:
     """Run the benchmark that the command line names."""
-    args = new_parser().parse_args()
+    parser = new_parser()
+    args = parser.parse_args()
     if args.command == "make-model":
         return make_model(args.folder, SHAPES[args.shape])
     if args.command == "scheduler":
         figures = bench_scheduler.scheduler_figures(args.peer, args.rounds)
+    elif args.command == "policies":
+        try:
+            figures = policy_figures(args)
+            if args.plot:
+                bench_policies.plot(figures, args.plot)
+        except ValueError as error:
+            parser.exit(2, f"bench.py: error: {error}\n")
     elif args.command == "prefix":
         figures = prefix_figures(args.trace, args.pools, args.host_factor)
     elif args.command in SERVED:

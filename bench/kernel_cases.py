@@ -242,10 +242,13 @@ def expert_cases(s: Experts, tokens: tuple[int, ...] = (1, 32, 256, 4096)) -> It
         yield Case("expert_down", name, int(2 * read + last_rounded + hit * last), flops, down)
 
 
-def delta_cases(s: Delta) -> Iterator[Case]:
+DELTA_ROWS = ((1, 1), (32, 1), (256, 1), (1, 2048))  # rows, and tokens of each
+
+
+def delta_cases(s: Delta, batches: tuple[tuple[int, int], ...] = DELTA_ROWS) -> Iterator[Case]:
     """The ops of a gated delta-rule layer: for rows of one token, and for a row of many, in chunks of 64 tokens."""
     matrix, values = s.heads * s.size * s.size, s.heads * s.size
-    for rows, count in ((1, 1), (32, 1), (256, 1), (1, 2048)):
+    for rows, count in batches:
         t, decodes = rows * count, rows if count == 1 else 0
 
         def step(device: str, rows: int = rows, count: int = count, decodes: int = decodes) -> tuple[Any, ...]:

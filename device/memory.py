@@ -78,21 +78,23 @@ class MemoryPlan:
         """Bytes of a `budget` that are left for the KV pool beside what is `used` by weights and context, and beside
         the largest step: the larger of the prediction and what was `measured`, if it was run.
 
+        It is negative where these are too large.
+
         Raises:
             ValueError: the recurrent states do not fit.
         """
-        return max(0, self.beside_states(budget - used - max(self.step, measured) - self.state - self.graphs))
+        return self.beside_states(budget - used - max(self.step, measured) - self.state - self.graphs)
 
     def beside_states(self, room: int) -> int:
-        """What the recurrent states leave of `room` bytes.
+        """What the recurrent states leave of `room` bytes, which is negative where even the weights do not fit.
 
         Raises:
-            ValueError: they do not fit.
+            ValueError: they do not fit, and the weights do.
         """
-        if self.states > max(0, room):
+        if self.states > room >= 0:
             raise ValueError(
                 f"the recurrent states of all sequences and of the prefix cache take {self.states} bytes, and "
-                f"{max(0, room)} are free for them: lower max_num_seqs or num_state_snapshots"
+                f"{room} are free for them: lower max_num_seqs or num_state_snapshots"
             )
         return room - self.states
 
@@ -326,11 +328,77 @@ def fit_pool(config: EngineConfig, windows: Sequence[int], fits: int, max_model_
     return count, held
 
 
+def check_pool(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int) -> None:
+    """Check that `room` bytes, what all else leaves, hold a block of the KV pool.
+
+    Raises:
+        ValueError: says by how much the weights are too large, and what would make them fit.
+    """
+    over = plan.block - room
+    if over <= 0 or config.num_gpu_blocks_override:
+        return
+    room = plan.weights - sum(table.nbytes for table in model.rotations) - over
+    remedy = what_fits(config, model, room, plan.step + plan.state, plan.context > 0)
+    raise ValueError(
+        f"the weights take {plan.weights / 2**30:,.2f} GiB{' as plain numbers' * is_counted_plain(model)}, "
+        f"{over / 2**30:,.2f} more than there is room for: {remedy}"
+    )
+
+
+def is_counted_plain(model: Transformer) -> bool:
+    """Whether the weights have few bits, and no file was read that tells which."""
+    return bool(model.config.quantization) and not model.coded
+
+
+def what_fits(config: EngineConfig, model: Transformer, room: int, steps: int, cuda: bool) -> str:
+    """Says with which `--quantization` the weights fit, or else on how many GPUs.
+
+    Args:
+        room: bytes for the weights of a rank without RoPE's tables.
+        steps: bytes of the largest step and of the batch state, of which lower limits leave a quarter.
+    """
+    few_bits = model.config.quantization or coded_as(config, model.config) == "checkpoint"
+    kinds = [config.quantization] if few_bits else [config.quantization, "int8", "fp8", "int4"]
+    ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    ways = [(room, ranks, ""), (room + 3 * steps // 4, ranks, "lower max_num_batched_tokens and max_num_seqs")]
+    for n in (ranks << i for i in range(1, 10 if cuda else 1)):
+        ways.append((room - NCCL, n, f"--tensor-parallel-size {n} on {n * stages} GPUs"))
+    for left, count, also in ways:
+        fitting = [kind for kind in kinds if fits(config, model, left, count, kind)]
+        rounded = "" if config.quantization in fitting else f"--quantization {' or '.join(fitting)}"
+        if fitting:
+            return f"use {' and '.join(filter(None, (rounded, also)))}"
+    if room < 0:
+        return "not even a model without weights would fit"
+    return "no --quantization makes them fit" + (", and no number of GPUs" if cuda else "")
+
+
+def fits(config: EngineConfig, model: Transformer, room: int, ranks: int, kind: str) -> bool:
+    """Whether the weights of one of so many ranks, without RoPE's tables, fit into `room` bytes if rounded so."""
+    shape = model.ops, model.dtype, 1, model.group.pipeline
+    try:
+        config = replace(config, tensor_parallel_size=ranks, quantization=kind)  # type: ignore[arg-type]
+        plain = count_bytes(dry_model(config, model.config, *shape).owners())
+        if least_bytes(config, model.config, plain, model.dtype) > room:  # settling many experts takes seconds
+            return False
+        return count_bytes(settled_model(config, model.config, *shape).owners()) <= room
+    except ValueError:  # the model cannot be divided so
+        return False
+
+
+def least_bytes(config: EngineConfig, model_config: ModelConfig, plain: int, dtype: torch.dtype) -> int:
+    """The least that the weights of a rank take, which take `plain` bytes where nothing is in codes. Reads no file."""
+    coded = coded_as(config, model_config)
+    if coded == "checkpoint":
+        return sum(map(os.path.getsize, files_of(config))) // config.world_size
+    return int(plain * (4.5 if coded == "int4" else 8) / (8 * dtype.itemsize)) if coded else plain
+
+
 def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int, where: str) -> Iterator[str]:
     """The lines that `--plan` prints, with `room` bytes for the KV pool; `where` says what device they are about.
 
     Raises:
-        ValueError: see `fit_pool`; the lines that show why come before.
+        ValueError: see `check_pool` and `fit_pool`; the lines that show why come before.
     """
     parameters = model.num_parameters()
     max_model_len, rows = model.max_model_len, config.max_num_seqs
@@ -345,10 +413,8 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         stages = model.group.pipeline.stages
         of = f" of stage {model.group.pipeline.stage}, which has the least room of {stages}" if stages > 1 else ""
         yield f"for each of {model.group.size} ranks{of}:"
-    plain = bool(model.config.quantization) and not model.coded
-    yield line(
-        "weights", plan.weights, "as plain numbers: no file is read that tells which have few bits" if plain else ""
-    )
+    plain = "as plain numbers: no file is read that tells which have few bits" * is_counted_plain(model)
+    yield line("weights", plan.weights, plain)
     if plan.draft and config.speculation:
         yield line("draft", plan.draft, config.speculation.method)
     if plan.adapters:
@@ -375,6 +441,7 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         yield line("CUDA graphs", plan.graphs, "an allowance")
         yield line("CUDA and libraries", plan.context, "an allowance")
     layout = model.layout
+    check_pool(config, model, plan, room)
     count, length = fit_pool(config, layout.windows, room // plan.block, max_model_len)
     per_seq = blocks_per_seq(config, layout.windows, length)
     held = " or ".join(map(str, sorted(set(layout.layers))))
@@ -394,6 +461,20 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     yield f"tokens that each of {rows:,} requests may have for all to fit: {each:,}"
 
 
+def settled_model(
+    config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype, max_model_len: int,
+    pipeline: Pipeline, fp8: bool = False,
+) -> Transformer:  # fmt: skip
+    """See `dry_model`; its matrices are in codes if the worker's will be. `fp8`: see `plan_stage`."""
+    coded = coded_as(config, model_config)
+    model = dry_model(config, model_config, ops, dtype, max_model_len, pipeline, coded)
+    if coded and files_of(config):
+        settle_headers(model, config.weights or config.folder, model.parameters(), fp8)
+    elif coded:
+        settle_dummy(model, model.parameters())
+    return model
+
+
 def plan_stage(
     config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype, max_model_len: int,
     pipeline: Pipeline, total: int, fp8: bool,
@@ -407,19 +488,14 @@ def plan_stage(
     Raises:
         ValueError: the recurrent states do not fit.
     """
-    coded = coded_as(config, model_config)
-    model = dry_model(config, model_config, ops, dtype, max_model_len, pipeline, coded)
-    if coded and files_of(config):
-        settle_headers(model, config.weights or config.folder, model.parameters(), fp8)
-    elif coded:
-        settle_dummy(model, model.parameters())
+    model = settled_model(config, model_config, ops, dtype, max_model_len, pipeline, fp8)
     plan = plan_memory(config, model, total > 0)
     if total:
         budget = int(total * config.gpu_memory_utilization)
         where = f"in {budget / 2**30:,.1f} of a GPU's {total / 2**30:,.1f} GiB"
         return model, plan, plan.room(budget, plan.weights + plan.draft + plan.adapters + plan.context), where
     free = machine.available_bytes() - (plan.weights + plan.draft + plan.adapters) * config.world_size
-    room = max(0, int(CPU_KV_SHARE * free / (config.world_size * (config.local_engines or 1))))
+    room = int(CPU_KV_SHARE * free / (config.world_size * (config.local_engines or 1))) if free > 0 else free
     count = config.max_num_seqs + count_snapshots(config, model, 2 * room)
     plan = replace(plan, states=4 * model.state_size * count)
     plan.beside_states(2 * room)
@@ -433,24 +509,20 @@ def check_room(
     """Check, before any of them is allocated, that there is room for a rank's weights, a draft's, and RoPE's tables.
 
     Raises:
-        ValueError: names what they take and what is free.
+        ValueError: see `check_pool`.
     """
     model = dry_model(config, model_config, ops, dtype, 1, pipeline)  # tables of one token, because they are made
-    size, coded = count_bytes(model.owners()), coded_as(config, model_config)
+    size = count_bytes(model.owners())
     draft = count_bytes({*model.owners(), *(model.draft or model).owners()}) - size
-    if coded == "checkpoint":
-        size = sum(map(os.path.getsize, files_of(config))) // config.world_size
-    elif coded:
-        size = size * (5 if coded == "int4" else 8) // (8 * dtype.itemsize)  # at least
-    size += draft + (max_model_len - 1) * sum(table.nbytes for table in model.rotations)
+    size = least_bytes(config, model_config, size, dtype) + draft
+    size += (max_model_len - 1) * sum(table.nbytes for table in model.rotations)
     if device == "cuda":
         torch.cuda.empty_cache()  # an engine that was closed in this process has left its memory to torch
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else machine.available_bytes()
     if size > free:
-        raise ValueError(
-            f"config.json asks for {size / 2**30:,.1f} GiB of weights, with RoPE's table of {max_model_len:,} tokens; "
-            f"{device} has {free / 2**30:,.1f} GiB free"
-        )
+        total = free + CONTEXT if device == "cuda" else 0  # the context is there already, and is counted once more
+        stage = plan_stage(config, model_config, ops, dtype, max_model_len, pipeline, total, fp8=False)
+        check_pool(config, *stage[:3])
 
 
 def gpu_bytes() -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cpu import machine
-from device.memory import count_snapshots, fit_pool, largest_step
+from device.memory import check_pool, count_snapshots, fit_pool, largest_step
 from device.upkeep import KeptWorker
 from device.warmup import prompts, some_logits
 from observe.logs import logger
@@ -113,9 +113,11 @@ def new_host(
 
 
 def count_blocks(start: Start) -> int:
-    """How many blocks the KV pool has: as many as fit on every rank, within what `fit_pool` says; raises as that."""
-    asked = start.config.num_gpu_blocks_override
-    fits = asked or start.group.min(free_bytes(start) // start.memory.block)
+    """How many blocks the KV pool has: as many as fit on every rank, within what `fit_pool` says; raises as that, and
+    as `check_pool`."""
+    asked, block = start.config.num_gpu_blocks_override, start.memory.block
+    fits = asked or start.group.min(free_bytes(start) // block)
+    check_pool(start.config, start.model, start.memory, fits * block)
     count, start.max_model_len = fit_pool(start.config, start.model.layout.windows, fits, start.max_model_len)
     return count
 

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from config import EngineConfig
@@ -124,8 +124,9 @@ def decisions(scheduler: Scheduler) -> dict[str, Any]:
     }
 
 
-def replay(lines: Sequence[str]) -> Scheduler:
-    """Make the decisions of a journal again; returns the scheduler as it was after the last of them.
+def replay(lines: Sequence[str], watch: Callable[[Scheduler, dict[str, Any]], None] | None = None) -> Scheduler:
+    """Make the decisions of a journal again; returns the scheduler as it was after the last of them. `watch` is called
+    after each line, with it.
 
     Raises:
         ValueError: a decision differs, or the journal is none.
@@ -159,6 +160,8 @@ def replay(lines: Sequence[str]) -> Scheduler:
             scheduler.update(scheduler.in_flight[0].plan, result)
         else:
             scheduler.start_over(*line["start_over"])
+        if watch:
+            watch(scheduler, line)
     return scheduler
 
 

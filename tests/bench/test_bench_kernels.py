@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,3 +151,25 @@ def test_a_case_that_fails_loses_no_other(tmp_path, capsys, monkeypatch):
     assert [f.get("us") for f in figures] == [7.0, None, 7.0, None]
     assert [f.get("failure") for f in figures] == [None, "RuntimeError: indices should be on the CPU"] * 2
     assert "failed: RuntimeError: indices should be on the CPU\n" in capsys.readouterr().out
+
+
+def test_an_op_is_compared_with_its_twin_by_name(monkeypatch, capsys):
+    """docs/check_kernel.py knows each op of the specification, and says where one is wrong."""
+    monkeypatch.syspath_prepend(Path(bench_kernels.__file__).parent.parent / "docs")
+    import check_kernel
+
+    def said(*names: str) -> tuple[Any, str]:
+        monkeypatch.setattr(sys, "argv", ["check_kernel.py", *names])
+        with pytest.raises(SystemExit) as ended:
+            check_kernel.main()
+        return ended.value.code, capsys.readouterr().out
+
+    assert said("rms_norm") == (0, "rms_norm, 5 x 64: error 0.0e+00\n")
+    message, _ = said("rms_nrm")
+    assert message.startswith("check_kernel.py: NAME is 'rms_nrm'; did you mean rms_norm?\nops: act, act_mul, ")
+    made = {name for name, op in inspect.getmembers(reference, inspect.isfunction) if op.__module__ == "reference"}
+    no_ops = {"keys_of", "uniform", "apart", "dequantize"}
+    assert {n for n in made if n[0] != "_"} - no_ops == set(message.partition("ops: ")[2].split(", "))
+    monkeypatch.setattr(kernels, "act", lambda *args: 1.1 * reference.act(*args))
+    code, told = said("act")
+    assert code == 1 and told.endswith("error 1.00e-01 where 0.01 is allowed: WRONG\n")
