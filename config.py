@@ -6,16 +6,20 @@ Standard library only: every process reads this file, and most of them never imp
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, ClassVar, Literal, NoReturn
 
 from processes.options import ClusterOptions, check_fields, option
@@ -35,6 +39,9 @@ TENSORS = "tensors"  # as the option `weights`: they came as tensors, and cannot
 POLICY_NAMES = ("auto", "fcfs", "priority", "fair")
 MOST_DRAFTING = 32  # sequences; in a step with more of them none has drafts, so that its logits have room
 NAMED = re.compile(r"[\w.]+:\w+")  # MODULE:CLASS, see `load_named`
+# Methods of users' classes whose failure leaves the engine whole.
+REFUSING = "__init__", "__call__", "propose", "arrived", "rank", "account", "instead", "check_integrity"
+Check = Callable[..., str]  # see `load_named`
 MODEL_TAKES = "--model takes a folder in Hugging Face layout, a GGUF file, or an id on the hub, like Qwen/Qwen3-0.6B"
 
 
@@ -383,13 +390,79 @@ class EngineConfig(ClusterOptions):
             )
 
 
-def load_named(option: str, name: str) -> Any:
-    """What an option names as MODULE:CLASS; a ValueError if it is not there."""
-    module, _, cls = name.partition(":")
+class HookError(ValueError):
+    """A user's class has failed, and so a start, a step or a request has; the message is of `blame`."""
+
+
+class FatalHookError(RuntimeError):
+    """A user's class has failed where the engine cannot go on; the message is of `blame`."""
+
+
+def blame(owner: type, method: str, what: str, trace: TracebackType | None = None) -> str:
+    """Name a class's method, what it did, like "returned None", and the last line of its file on the way to an error."""
+    code = getattr(inspect.unwrap(getattr(owner, method)), "__code__", None)
+    file = getattr(sys.modules.get(owner.__module__), "__file__", None) or getattr(code, "co_filename", "no file")
+    lines = [frame.lineno for frame in traceback.extract_tb(trace) if frame.filename == file]
+    line = lines[-1] if lines else getattr(code, "co_firstlineno", 0)
+    return f"{owner.__module__}:{owner.__qualname__}.{method} {what} ({file}, line {line})"
+
+
+def raised(error: Exception) -> str:
+    """The first line of what tells of an error, for `blame`."""
+    return f"raised {type(error).__name__}: {error}".partition("\n")[0]
+
+
+def load_named(option: str, name: str, checks: Mapping[str, Check | None], base: type = object) -> Any:
+    """The class that an option names as MODULE:CLASS, whose methods raise nothing but a `HookError` or its fatal kind.
+
+    Args:
+        option, name: the option and its value.
+        checks: the methods that this is for; and where one must return something, what says whether it is wrong, and
+            then what is right. It is called with what was returned and the method's arguments.
+        base: the class must be this or a subclass; methods that it has from there are left alone.
+
+    Raises:
+        ValueError: the module cannot be imported, or has no such class.
+    """
+    module, _, attribute = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), cls)
+        found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{option} is {name!r:.80}: {error}; the module must be on PYTHONPATH") from None
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{at.filename}, line {at.lineno}"
+        raise ValueError(f"{option} is {name!r:.80}: importing the module {raised(error)} ({where})") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        must = "a class" if base is object else f"a subclass of {base.__module__}.{base.__qualname__}"
+        raise ValueError(f"{option} is {name!r:.80}; it must be {must}")
+    if lacking := [method for method in checks if not hasattr(found, method)]:
+        raise ValueError(f"{option} is {name!r:.80}; it must have a method {lacking[0]}")
+    methods = {method: getattr(found, method) for method in checks}
+    own = {name: each for name, each in methods.items() if each is not getattr(base, name, None)}
+    guards = {name: guarded(found, name, method, checks[name]) for name, method in own.items()}
+    return type(found.__name__, (found,), guards | {"__module__": module, "__qualname__": found.__qualname__})
+
+
+def guarded(owner: type, name: str, method: Callable[..., Any], check: Check | None) -> Callable[..., Any]:
+    """A method of a user's class that tells of it where it raises, or returns what the `check` finds wrong."""
+    kind = HookError if name in REFUSING else FatalHookError
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        try:
+            returned = method(self, *args, **options)
+        except (HookError, FatalHookError):
+            raise
+        except Exception as error:
+            raise kind(blame(owner, name, raised(error), error.__traceback__)) from error
+        if check and (right := check(returned, *args)):
+            shape = getattr(returned, "shape", None)
+            said = repr(returned) if shape is None else f"{[*shape]} {returned.dtype}"
+            raise kind(blame(owner, name, f"returned {said:.80}; it must return {right}"))
+        return returned
+
+    return call
 
 
 def weights_in(options: Mapping[str, Any]) -> dict[str, Any]:

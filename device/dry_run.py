@@ -53,9 +53,18 @@ def new_state(
     """The batch state of `slots` sequences. Nothing is sampled where prompts are pooled."""
     vocab_size, kinds = 0 if config.makes_vectors else model.config.vocab_size, len(model.layout.windows)
     columns = table_columns(config, max_model_len)
-    made = [load_named("logits_processors", name)(model.config) for name in config.logits_processors]
+    checks = {"__init__": None, "__call__": wrong_logits}
+    made = [load_named("logits_processors", name, checks)(model.config) for name in config.logits_processors]
     sizes = slots, max_model_len, columns, config.block_size, vocab_size
     return BatchState(*sizes, device, kinds, writes, made, config.num_drafts)
+
+
+def wrong_logits(returned: Any, logits: torch.Tensor, *args: Any) -> str:
+    """What a processor of these logits must return, if it has not; see `load_named`."""
+    right = isinstance(returned, torch.Tensor) and returned.shape == logits.shape
+    if right and (returned.dtype, returned.device) == (logits.dtype, logits.device):
+        return ""
+    return f"logits {[*logits.shape]} {logits.dtype} on {logits.device}, as it was given"
 
 
 def table_columns(config: EngineConfig, max_model_len: int) -> int:

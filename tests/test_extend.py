@@ -126,7 +126,7 @@ def test_a_logits_processor_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"logits_processors is .*; with task 'embed', which has no logits"):
         EngineConfig(logits_processors=("a:B",), task="embed")
     with pytest.raises(ValueError, match="logits_processors is 'nowhere:B': No module named 'nowhere'"):
-        load_named("logits_processors", "nowhere:B")
+        load_named("logits_processors", "nowhere:B", {})
 
 
 def test_a_kernel_is_stepped_through():
