@@ -177,8 +177,8 @@ class EngineConfig(ClusterOptions):
     speculative_config: str | None = option(
         None,
         'JSON object: {"method": M, "num_speculative_tokens": N} guesses up to N tokens, which one step verifies; M is '
-        'ngram (what followed the latest tokens before), mtp (the model\'s own head), or with "model": FOLDER '
-        "draft_model, eagle, eagle3",
+        'ngram (what followed the latest tokens before), mtp (the model\'s own head), with "model": FOLDER '
+        "draft_model, eagle, eagle3, or MODULE:CLASS of one's own",
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "the least important that is logged to stderr; info has a line for each request, without its text"
@@ -298,7 +298,7 @@ class EngineConfig(ClusterOptions):
     @property
     def lookahead(self) -> int:
         """KV slots that each sequence owns ahead of its tokens."""
-        after = 2 if self.speculation and self.speculation.method != "ngram" else 1  # drafts that follow taken ones
+        after = 2 if self.speculation and self.speculation.by_model else 1  # drafts that follow taken ones
         return max(self.num_lookahead_slots, after * self.num_drafts)
 
     @property
@@ -362,12 +362,14 @@ class EngineConfig(ClusterOptions):
         """Refuse what does not go together with drafts."""
         if self.speculation is None:
             return
-        for name, wanted in (("logits_processors", ()), ("batch_invariant", False)):
-            if getattr(self, name) != wanted:
-                self._refuse(name, f"with speculative_config it must be {wanted!r}")
-        if self.pipeline_parallel_size > 1 and (method := self.speculation.method) != "ngram":
-            why = f"with speculative_config whose method is {method!r}, which needs a model in one place, it must be 1"
-            self._refuse("pipeline_parallel_size", why)
+        if self.logits_processors:
+            why = "the state that they read ends before the drafts that a row comes after"
+            self._refuse("logits_processors", f"with speculative_config it must be empty, because {why}")
+        if self.batch_invariant:
+            self._refuse("batch_invariant", "with speculative_config it must be False")
+        if self.pipeline_parallel_size > 1 and self.speculation.by_model:
+            why = f"whose method is {self.speculation.method!r}, which needs a model in one place, it must be 1"
+            self._refuse("pipeline_parallel_size", f"with speculative_config {why}")
         if self.enable_expert_parallel and self.max_engines > 1:
             self._refuse("speculative_config", "with enable_expert_parallel and several engines it must be left out")
         if self.makes_vectors:
@@ -399,7 +401,7 @@ class FatalHookError(RuntimeError):
 
 
 def blame(owner: type, method: str, what: str, trace: TracebackType | None = None) -> str:
-    """Name a class's method, what it did, like "returned None", and the last line of its file on the way to an error."""
+    """Name a method, what it did, like "returned None", and the last line in its class's file that led to an error."""
     code = getattr(inspect.unwrap(getattr(owner, method)), "__code__", None)
     file = getattr(sys.modules.get(owner.__module__), "__file__", None) or getattr(code, "co_filename", "no file")
     lines = [frame.lineno for frame in traceback.extract_tb(trace) if frame.filename == file]
@@ -442,6 +444,12 @@ def load_named(option: str, name: str, checks: Mapping[str, Check | None], base:
     own = {name: each for name, each in methods.items() if each is not getattr(base, name, None)}
     guards = {name: guarded(found, name, method, checks[name]) for name, method in own.items()}
     return type(found.__name__, (found,), guards | {"__module__": module, "__qualname__": found.__qualname__})
+
+
+def wrong_tensor(returned: Any, like: Any, what: str) -> str:
+    """For `load_named`: `what` of the shape, dtype and device of a tensor, unless `returned` is that."""
+    kinds = [[getattr(each, name, None) for name in ("shape", "dtype", "device")] for each in (returned, like)]
+    return "" if kinds[0] == kinds[1] else f"{what} {[*like.shape]} {like.dtype} on {like.device}"
 
 
 def guarded(owner: type, name: str, method: Callable[..., Any], check: Check | None) -> Callable[..., Any]:

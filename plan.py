@@ -326,7 +326,7 @@ class Reply:
     call_id: int
     value: Any = None
     error: str | None = None
-    raised: Literal["", "TimeoutError", "PeersGone", "CallError", "HookError"] = ""  # the error's class, where it matters
+    raised: Literal["", "TimeoutError", "PeersGone", "CallError", "HookError"] = ""  # its class, if it matters
 
     def refusal(self) -> ValueError:
         """The error, to be raised."""

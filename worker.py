@@ -111,7 +111,7 @@ class Worker:
         return self.pool[0].nbytes
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Apply the plan's differences and run its rows. If memory runs out, or a user's class fails, the result has an `error`."""
+        """Apply the plan's differences and run its rows. If memory or a user's class fails, the result has `error`."""
         return self.launch(plan).result()
 
     def sanitize(self) -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from batch_state import BatchState
-from config import MOST_DRAFTING, EngineConfig, load_named
+from config import MOST_DRAFTING, EngineConfig, load_named, wrong_tensor
 from device.coded import unwrapped
 from device.compile_guard import kernels_of, unlaunched
 from layers import Owner
@@ -53,18 +53,10 @@ def new_state(
     """The batch state of `slots` sequences. Nothing is sampled where prompts are pooled."""
     vocab_size, kinds = 0 if config.makes_vectors else model.config.vocab_size, len(model.layout.windows)
     columns = table_columns(config, max_model_len)
-    checks = {"__init__": None, "__call__": wrong_logits}
+    checks = {"__init__": None, "__call__": lambda returned, logits, *of: wrong_tensor(returned, logits, "logits")}
     made = [load_named("logits_processors", name, checks)(model.config) for name in config.logits_processors]
     sizes = slots, max_model_len, columns, config.block_size, vocab_size
     return BatchState(*sizes, device, kinds, writes, made, config.num_drafts)
-
-
-def wrong_logits(returned: Any, logits: torch.Tensor, *args: Any) -> str:
-    """What a processor of these logits must return, if it has not; see `load_named`."""
-    right = isinstance(returned, torch.Tensor) and returned.shape == logits.shape
-    if right and (returned.dtype, returned.device) == (logits.dtype, logits.device):
-        return ""
-    return f"logits {[*logits.shape]} {logits.dtype} on {logits.device}, as it was given"
 
 
 def table_columns(config: EngineConfig, max_model_len: int) -> int:

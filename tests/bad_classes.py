@@ -44,3 +44,13 @@ class Processor:
         if logits.device.type == "cpu" and (state.num_known[slots.long()] == STEP).any():
             return logits[:, 1:]
         return logits
+
+
+class Proposer:
+    def __init__(self, config: Any, k: int):
+        self.k = k
+
+    def propose(self, state: Any) -> torch.Tensor:
+        if state.num_known.device.type == "cpu" and (state.num_known == STEP).any():
+            raise KeyError("seven")
+        return torch.zeros(len(state.num_known), self.k + ("propose" in fails), dtype=torch.int32)

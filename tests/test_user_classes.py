@@ -90,8 +90,20 @@ def test_a_script_hears_of_it_and_may_go_on(make_llm):
 @pytest.mark.parametrize("wrong", [None, torch.zeros(1, 3), torch.zeros(1, 1024, dtype=torch.float16)])
 def test_a_processor_that_always_fails_ends_the_start(make_llm, fails, wrong):
     fails["__call__"] = wrong
-    with pytest.raises(HookError, match=r"Processor.__call__ returned .*; it must return logits \[\d, 1024\] torch.float"):
+    with pytest.raises(HookError, match=r"__call__ returned .*; it must return logits \[\d, 1024\] torch.float32"):
         make_llm(logits_processors=[PROCESSOR], max_num_seqs=2, max_model_len=64)
+
+
+def test_a_proposer_that_fails(make_llm, fails):
+    drafts = {"method": "bad_classes:Proposer", "num_speculative_tokens": 2}
+    options = {"speculative_config": drafts, "max_num_seqs": 4, "max_model_len": 24}
+    with make_llm(**options) as llm:
+        with pytest.raises(ValueError, match=r"^bad_classes:Proposer.propose raised KeyError: 'seven' \("):
+            llm.generate([[5] * 4, [5] * (STEP - 1)], SHORT, use_tqdm=False)
+        assert len(llm.generate([5] * STEP, SHORT, use_tqdm=False)[0].outputs[0].token_ids) == 2
+    fails["propose"] = True
+    with pytest.raises(HookError, match=r"propose returned \[4, 3\] torch.int32; it must return drafts \[4, 2\]"):
+        make_llm(**options)
 
 
 @pytest.mark.parametrize("event", ["added", "landed"])
