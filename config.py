@@ -52,7 +52,7 @@ class EngineConfig(ClusterOptions):
     GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {  # of the help
         "model": (
             "model", "revision", "download_dir", "hf_overrides", "quantization", "load_format",
-            "skip_tokenizer_init", "task", "pooling_type", "generation_config", "seed"),
+            "model_plugin", "skip_tokenizer_init", "task", "pooling_type", "generation_config", "seed"),
         "device": ("device", "backend", "dtype", "enforce_eager", "compile", "threads", "batch_invariant"),
         "memory and batches": (
             "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_dtype",
@@ -210,6 +210,9 @@ class EngineConfig(ClusterOptions):
         "auto", "which hidden states make an embedding; auto: what the model's folder says, else the last token's"
     )
     logits_processors: tuple[str, ...] = option((), "MODULE:CLASS of one's own that changes logits, or several")
+    model_plugin: tuple[str, ...] = option(
+        (), "module of one's own that adds families of models, parts of layers or schemes of weights, or several"
+    )
     enable_lora: bool = option(False, "serve LoRA adapters of the model beside it")
     max_loras: int = option(4, "adapters that requests of one step may have", 1, 1024)
     max_cpu_loras: int | None = option(
@@ -310,9 +313,12 @@ class EngineConfig(ClusterOptions):
         for name in ("hf_overrides", "speculative_config"):
             if isinstance(getattr(self, name), Mapping):
                 object.__setattr__(self, name, json.dumps(getattr(self, name)))
-        if isinstance(self.logits_processors, list):  # of a script, or as JSON had it
-            object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
+        for name in ("logits_processors", "model_plugin"):
+            if isinstance(getattr(self, name), list):  # of a script, or as JSON had it
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         check_fields(self)
+        for module in self.model_plugin:
+            load_module("model_plugin", module)
         if self.model == "demo" and not os.path.isdir(self.model):  # of any folder
             object.__setattr__(self, "model", DEMO)
         for name, others in OTHER_NAMES.items():
@@ -414,6 +420,20 @@ def raised(error: Exception) -> str:
     return f"raised {type(error).__name__}: {error}".partition("\n")[0]
 
 
+def load_module(option: str, name: str) -> Any:
+    """What an option names as MODULE or MODULE:CLASS, for which the module is imported; a ValueError if that fails."""
+    module, _, attribute = name.partition(":")
+    try:
+        found = importlib.import_module(module)
+        return getattr(found, attribute) if attribute else found
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{option} is {name!r:.80}: {error}; the module must be on PYTHONPATH") from None
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{at.filename}, line {at.lineno}"
+        raise ValueError(f"{option} is {name!r:.80}: importing the module {raised(error)} ({where})") from error
+
+
 def load_named(option: str, name: str, checks: Mapping[str, Check | None], base: type = object) -> Any:
     """The class that an option names as MODULE:CLASS, whose methods raise nothing but a `HookError` or its fatal kind.
 
@@ -426,15 +446,7 @@ def load_named(option: str, name: str, checks: Mapping[str, Check | None], base:
     Raises:
         ValueError: the module cannot be imported, or has no such class.
     """
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{option} is {name!r:.80}: {error}; the module must be on PYTHONPATH") from None
-    except Exception as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{at.filename}, line {at.lineno}"
-        raise ValueError(f"{option} is {name!r:.80}: importing the module {raised(error)} ({where})") from error
+    found = load_module(option, name)
     if not (isinstance(found, type) and issubclass(found, base)):
         must = "a class" if base is object else f"a subclass of {base.__module__}.{base.__qualname__}"
         raise ValueError(f"{option} is {name!r:.80}; it must be {must}")
@@ -443,7 +455,7 @@ def load_named(option: str, name: str, checks: Mapping[str, Check | None], base:
     methods = {method: getattr(found, method) for method in checks}
     own = {name: each for name, each in methods.items() if each is not getattr(base, name, None)}
     guards = {name: guarded(found, name, method, checks[name]) for name, method in own.items()}
-    return type(found.__name__, (found,), guards | {"__module__": module, "__qualname__": found.__qualname__})
+    return type(found.__name__, (found,), guards | {"__module__": found.__module__, "__qualname__": found.__qualname__})
 
 
 def wrong_tensor(returned: Any, like: Any, what: str) -> str:
