@@ -19,7 +19,7 @@ from plan import NewRow, StepPlan
 from scheduling.adapters import AdapterSlots
 from scheduling.beam import blocks_to_fork
 from scheduling.fair import Fair
-from scheduling.policy import GroupQueue, Policy, Priority, place
+from scheduling.policy import CHECKS, GroupQueue, Policy, Priority, place
 from scheduling.reserve import Reserve, allowance
 from scheduling.samples import Samples
 from scheduling.swap import Swap
@@ -34,10 +34,7 @@ def policy_of(name: str) -> type[Policy]:
     """The class of a row of `POLICIES`, or one of somebody else's; a ValueError if MODULE:CLASS is not there."""
     if name in POLICIES:
         return POLICIES[name]
-    found = load_named("scheduling_policy", name)
-    if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise ValueError(f"scheduling_policy is {name!r:.80}; it must be a subclass of scheduling.policy.Policy")
-    return found
+    return load_named("scheduling_policy", name, CHECKS, Policy)
 
 
 class Admission:

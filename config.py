@@ -6,16 +6,20 @@ Standard library only: every process reads this file, and most of them never imp
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any, ClassVar, Literal, NoReturn
 
 from processes.options import ClusterOptions, check_fields, option
@@ -35,6 +39,9 @@ TENSORS = "tensors"  # as the option `weights`: they came as tensors, and cannot
 POLICY_NAMES = ("auto", "fcfs", "priority", "fair")
 MOST_DRAFTING = 32  # sequences; in a step with more of them none has drafts, so that its logits have room
 NAMED = re.compile(r"[\w.]+:\w+")  # MODULE:CLASS, see `load_named`
+# Methods of users' classes whose failure leaves the engine whole.
+REFUSING = "__init__", "__call__", "propose", "arrived", "rank", "account", "instead", "check_integrity"
+Check = Callable[..., str]  # see `load_named`
 MODEL_TAKES = "--model takes a folder in Hugging Face layout, a GGUF file, or an id on the hub, like Qwen/Qwen3-0.6B"
 
 
@@ -45,7 +52,7 @@ class EngineConfig(ClusterOptions):
     GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {  # of the help
         "model": (
             "model", "revision", "download_dir", "hf_overrides", "quantization", "load_format",
-            "skip_tokenizer_init", "task", "pooling_type", "generation_config", "seed"),
+            "model_plugin", "skip_tokenizer_init", "task", "pooling_type", "generation_config", "seed"),
         "device": ("device", "backend", "dtype", "enforce_eager", "compile", "threads", "batch_invariant"),
         "memory and batches": (
             "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_dtype",
@@ -170,8 +177,8 @@ class EngineConfig(ClusterOptions):
     speculative_config: str | None = option(
         None,
         'JSON object: {"method": M, "num_speculative_tokens": N} guesses up to N tokens, which one step verifies; M is '
-        'ngram (what followed the latest tokens before), mtp (the model\'s own head), or with "model": FOLDER '
-        "draft_model, eagle, eagle3",
+        'ngram (what followed the latest tokens before), mtp (the model\'s own head), with "model": FOLDER '
+        "draft_model, eagle, eagle3, or MODULE:CLASS of one's own",
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "the least important that is logged to stderr; info has a line for each request, without its text"
@@ -203,6 +210,9 @@ class EngineConfig(ClusterOptions):
         "auto", "which hidden states make an embedding; auto: what the model's folder says, else the last token's"
     )
     logits_processors: tuple[str, ...] = option((), "MODULE:CLASS of one's own that changes logits, or several")
+    model_plugin: tuple[str, ...] = option(
+        (), "module of one's own that adds families of models, parts of layers or schemes of weights, or several"
+    )
     enable_lora: bool = option(False, "serve LoRA adapters of the model beside it")
     max_loras: int = option(4, "adapters that requests of one step may have", 1, 1024)
     max_cpu_loras: int | None = option(
@@ -291,7 +301,7 @@ class EngineConfig(ClusterOptions):
     @property
     def lookahead(self) -> int:
         """KV slots that each sequence owns ahead of its tokens."""
-        after = 2 if self.speculation and self.speculation.method != "ngram" else 1  # drafts that follow taken ones
+        after = 2 if self.speculation and self.speculation.by_model else 1  # drafts that follow taken ones
         return max(self.num_lookahead_slots, after * self.num_drafts)
 
     @property
@@ -303,9 +313,12 @@ class EngineConfig(ClusterOptions):
         for name in ("hf_overrides", "speculative_config"):
             if isinstance(getattr(self, name), Mapping):
                 object.__setattr__(self, name, json.dumps(getattr(self, name)))
-        if isinstance(self.logits_processors, list):  # of a script, or as JSON had it
-            object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
+        for name in ("logits_processors", "model_plugin"):
+            if isinstance(getattr(self, name), list):  # of a script, or as JSON had it
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         check_fields(self)
+        for module in self.model_plugin:
+            load_module("model_plugin", module)
         if self.model == "demo" and not os.path.isdir(self.model):  # of any folder
             object.__setattr__(self, "model", DEMO)
         for name, others in OTHER_NAMES.items():
@@ -355,12 +368,14 @@ class EngineConfig(ClusterOptions):
         """Refuse what does not go together with drafts."""
         if self.speculation is None:
             return
-        for name, wanted in (("logits_processors", ()), ("batch_invariant", False)):
-            if getattr(self, name) != wanted:
-                self._refuse(name, f"with speculative_config it must be {wanted!r}")
-        if self.pipeline_parallel_size > 1 and (method := self.speculation.method) != "ngram":
-            why = f"with speculative_config whose method is {method!r}, which needs a model in one place, it must be 1"
-            self._refuse("pipeline_parallel_size", why)
+        if self.logits_processors:
+            why = "the state that they read ends before the drafts that a row comes after"
+            self._refuse("logits_processors", f"with speculative_config it must be empty, because {why}")
+        if self.batch_invariant:
+            self._refuse("batch_invariant", "with speculative_config it must be False")
+        if self.pipeline_parallel_size > 1 and self.speculation.by_model:
+            why = f"whose method is {self.speculation.method!r}, which needs a model in one place, it must be 1"
+            self._refuse("pipeline_parallel_size", f"with speculative_config {why}")
         if self.enable_expert_parallel and self.max_engines > 1:
             self._refuse("speculative_config", "with enable_expert_parallel and several engines it must be left out")
         if self.makes_vectors:
@@ -383,13 +398,91 @@ class EngineConfig(ClusterOptions):
             )
 
 
-def load_named(option: str, name: str) -> Any:
-    """What an option names as MODULE:CLASS; a ValueError if it is not there."""
-    module, _, cls = name.partition(":")
+class HookError(ValueError):
+    """A user's class has failed, and so a start, a step or a request has; the message is of `blame`."""
+
+
+class FatalHookError(RuntimeError):
+    """A user's class has failed where the engine cannot go on; the message is of `blame`."""
+
+
+def blame(owner: type, method: str, what: str, trace: TracebackType | None = None) -> str:
+    """Name a method, what it did, like "returned None", and the last line in its class's file that led to an error."""
+    code = getattr(inspect.unwrap(getattr(owner, method)), "__code__", None)
+    file = getattr(sys.modules.get(owner.__module__), "__file__", None) or getattr(code, "co_filename", "no file")
+    lines = [frame.lineno for frame in traceback.extract_tb(trace) if frame.filename == file]
+    line = lines[-1] if lines else getattr(code, "co_firstlineno", 0)
+    return f"{owner.__module__}:{owner.__qualname__}.{method} {what} ({file}, line {line})"
+
+
+def raised(error: Exception) -> str:
+    """The first line of what tells of an error, for `blame`."""
+    return f"raised {type(error).__name__}: {error}".partition("\n")[0]
+
+
+def load_module(option: str, name: str) -> Any:
+    """What an option names as MODULE or MODULE:CLASS, for which the module is imported; a ValueError if that fails."""
+    module, _, attribute = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), cls)
+        found = importlib.import_module(module)
+        return getattr(found, attribute) if attribute else found
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{option} is {name!r:.80}: {error}; the module must be on PYTHONPATH") from None
+    except Exception as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{at.filename}, line {at.lineno}"
+        raise ValueError(f"{option} is {name!r:.80}: importing the module {raised(error)} ({where})") from error
+
+
+def load_named(option: str, name: str, checks: Mapping[str, Check | None], base: type = object) -> Any:
+    """The class that an option names as MODULE:CLASS, whose methods raise nothing but a `HookError` or its fatal kind.
+
+    Args:
+        option, name: the option and its value.
+        checks: the methods that this is for; and where one must return something, what says whether it is wrong, and
+            then what is right. It is called with what was returned and the method's arguments.
+        base: the class must be this or a subclass; methods that it has from there are left alone.
+
+    Raises:
+        ValueError: the module cannot be imported, or has no such class.
+    """
+    found = load_module(option, name)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        must = "a class" if base is object else f"a subclass of {base.__module__}.{base.__qualname__}"
+        raise ValueError(f"{option} is {name!r:.80}; it must be {must}")
+    if lacking := [method for method in checks if not hasattr(found, method)]:
+        raise ValueError(f"{option} is {name!r:.80}; it must have a method {lacking[0]}")
+    methods = {method: getattr(found, method) for method in checks}
+    own = {name: each for name, each in methods.items() if each is not getattr(base, name, None)}
+    guards = {name: guarded(found, name, method, checks[name]) for name, method in own.items()}
+    return type(found.__name__, (found,), guards | {"__module__": found.__module__, "__qualname__": found.__qualname__})
+
+
+def wrong_tensor(returned: Any, like: Any, what: str) -> str:
+    """For `load_named`: `what` of the shape, dtype and device of a tensor, unless `returned` is that."""
+    kinds = [[getattr(each, name, None) for name in ("shape", "dtype", "device")] for each in (returned, like)]
+    return "" if kinds[0] == kinds[1] else f"{what} {[*like.shape]} {like.dtype} on {like.device}"
+
+
+def guarded(owner: type, name: str, method: Callable[..., Any], check: Check | None) -> Callable[..., Any]:
+    """A method of a user's class that tells of it where it raises, or returns what the `check` finds wrong."""
+    kind = HookError if name in REFUSING else FatalHookError
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        try:
+            returned = method(self, *args, **options)
+        except (HookError, FatalHookError):
+            raise
+        except Exception as error:
+            raise kind(blame(owner, name, raised(error), error.__traceback__)) from error
+        if check and (right := check(returned, *args)):
+            shape = getattr(returned, "shape", None)
+            said = repr(returned) if shape is None else f"{[*shape]} {returned.dtype}"
+            raise kind(blame(owner, name, f"returned {said:.80}; it must return {right}"))
+        return returned
+
+    return call
 
 
 def weights_in(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from config import EngineConfig
+from config import EngineConfig, FatalHookError, blame, raised
 from device.workers import Workers, check_reloadable
 from executor import Peers, WorkerError
 from executors.choose import new_executor
@@ -210,14 +210,14 @@ class EngineCore:
             try:
                 self.add(waiting)
             except ValueError as error:
-                self.news.outputs.append(error_output(waiting.request_id, str(error)))
+                self.news.outputs.append(error_output(waiting.request_id, error))
         for request in self.grammars.ready():
             self._observe("tick")
             try:
                 self._queue(request)
             except ValueError as error:
                 self.scheduler.stats.refused()
-                self.news.outputs.append(error_output(request.request_id, str(error)))
+                self.news.outputs.append(error_output(request.request_id, error))
 
     def tell(self) -> Outputs:
         """The news since the last call."""
@@ -338,8 +338,12 @@ class EngineCore:
                 result = self.executor.result()
             with undisturbed():
                 self.workers.in_a_row = 0
+                if result.error and result.lasting:
+                    logger.error(f"step {plan.step} has failed, and its requests with it: {result.error}")
+                    ran = (seq.group.request for seq in self.scheduler.in_flight[0].seqs)
+                    self._give_up({request: result.error for request in ran if request.groups}, lasting=True)
                 if result.error:
-                    self._start_over(False, result.error)
+                    self._start_over(False, None if result.lasting else result.error)
                     return
                 if result.not_finite:
                     wrong = not_finite(self.scheduler.in_flight[0], result.not_finite)
@@ -356,7 +360,10 @@ class EngineCore:
     def _observe(self, event: str, *args: Any) -> None:
         """Tell all observers (journal, live view, trace) what happens: call their method `event`, see `Observer`."""
         for observer in self.observers:
-            getattr(observer, event)(*args)
+            try:
+                getattr(observer, event)(*args)
+            except Exception as error:
+                raise FatalHookError(blame(type(observer), event, raised(error), error.__traceback__)) from error
 
     @contextlib.contextmanager
     def span(self, name: str, plan: StepPlan | None = None) -> Iterator[None]:

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from config import EngineConfig
+from config import EngineConfig, FatalHookError
 from device.serve import NEVER, SCRIPT, new_worker, script_of_caller, work
 from model_config import ModelConfig
 from observe.logs import logger, set_up
@@ -403,6 +403,8 @@ class MpExecutor:
             self.early[rank].append(message)
         # Nobody waits for this error. (call_id 0: the worker itself failed.)
         elif self.ready and (not message.call_id or (message.raised == "CallError" and rank in self.owing)):
+            if message.raised == "HookError":  # new workers would fail again
+                raise FatalHookError(message.error)
             kind = BlamelessError if message.raised in ("PeersGone", "CallError") else WorkerError
             raise self._error(rank, "has failed", message.error, kind)
         elif rank in self.owing:

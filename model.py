@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from config import load_named
 from layers import Attention, Batch, Cut, Mlp, New, Norm, Owner, Step, Weight, linear
 from model_config import ModelConfig
 from models.altup import AltUp, AltUpLayer, SparseMlp
@@ -131,7 +132,7 @@ class Transformer(Owner):
             place = self.layout.places[i][1]
             attention = LatentAttention(config, ops, i, place, heads, self.max_model_len, new)
         elif config.kv_sources[i] >= 0:
-            attention = Attention(config, ops, self.group, i, heads, new)
+            attention = part_class(self.row.attention, Attention)(config, ops, self.group, i, heads, new)
         return Layer(config, ops, self.group, i, attention, new)
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -362,6 +363,12 @@ class Transformer(Owner):
             self.head /= (self.group.all_reduce(squares) if columns else squares).sqrt() + 1e-7
 
 
+@functools.cache  # the layers of a kind are of one class
+def part_class(name: str, own: Any) -> Any:
+    """The class of a part of layers: our `own`, or a subclass of it that a family's row names as MODULE:CLASS."""
+    return load_named("a part in the family's row", name, {}, own) if name else own
+
+
 class Layer(Owner):
     """A decoder layer. Families differ in where its norms stand, and in how attention and MLP are added."""
 
@@ -379,7 +386,7 @@ class Layer(Owner):
         elif c.sparsity and c.sparsity[i]:
             self.mlp = SparseMlp(c, ops, group, i, new)
         else:
-            self.mlp = Mlp(c, ops, c.mlp_sizes[i] // group.size, new)
+            self.mlp = part_class(c.row.mlp, Mlp)(c, ops, c.mlp_sizes[i] // group.size, new)
         if routed and routed.beside:
             self.beside = ExpertsBeside(c, ops, group, new)
         self.gate = LayerGate(c, ops, new) if c.layer_input_size else None

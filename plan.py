@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from config import HookError
 from lora.adapter import LoRARequest
 from sampling_params import PoolingParams, SamplingParams
 
@@ -140,6 +141,7 @@ class StepResult:
     drafts: dict[int, list[int]] = field(default_factory=dict)  # by slot, if the plan has its mask: for a later step
     not_finite: list[int] = field(default_factory=list)  # rows to give up, whose logits or vectors are no numbers
     error: str | None = None  # why the step failed; then there are no tokens
+    lasting: bool = False  # whether that ends all its requests, because a user's class has failed
     phases: list[tuple[str, str, float, float]] = field(default_factory=list)  # for `--trace`: row, name, begin, end
 
 
@@ -168,7 +170,7 @@ class EngineOutput:
     cumulative_logprob: float | None = None  # where answers are ranked: of all its tokens; of a beam its score
     finished: bool = False  # nothing more will come of the request
     engine_fault: bool = False  # the engine is to blame, so the client may try again,
-    lasting: bool = False  # unless that would end in the same way
+    lasting: bool = False  # unless that would end in the same way; alone: a user's class is to blame
     logprobs: list[Logprobs] | None = None  # of each of token_ids, where asked for
     prompt_logprobs: list[Logprobs] | None = None  # of the next tokens of the prompt, which come in parts, in order
     pooled: bytes | None = None  # of a pooling request: the vector, in float32
@@ -176,9 +178,13 @@ class EngineOutput:
     weights_version: int = 0  # how often weights had been updated before its answer was computed
 
 
-def error_output(request_id: str, error: str, engine_fault: bool = False, lasting: bool = False) -> EngineOutput:
+def error_output(
+    request_id: str, error: str | ValueError, engine_fault: bool = False, lasting: bool = False
+) -> EngineOutput:
     """What tells a request's client that it has ended with an error."""
-    return EngineOutput(request_id, [], "error", error=error, finished=True, engine_fault=engine_fault, lasting=lasting)
+    output = EngineOutput(request_id, [], "error", error=str(error), finished=True, engine_fault=engine_fault)
+    output.lasting = lasting or isinstance(error, HookError)
+    return output
 
 
 @dataclass(slots=True)
@@ -319,7 +325,7 @@ class Reply:
     call_id: int
     value: Any = None
     error: str | None = None
-    raised: Literal["", "TimeoutError", "PeersGone", "CallError"] = ""  # the error's class, where it matters
+    raised: Literal["", "TimeoutError", "PeersGone", "CallError", "HookError"] = ""  # its class, if it matters
 
     def refusal(self) -> ValueError:
         """The error, to be raised."""

@@ -125,10 +125,10 @@ class Scheduler:
         limit, width = self.limits.settle(request)
         self.arrivals += 1
         request.arrival = self.clock()
-        self.requests[request.request_id] = request
         self.policy.arrived(request)
+        rank = self.policy.rank(request)
         for index in range(1 if params.use_beam_search else params.num_samples):
-            key = (self.policy.rank(request), self.arrivals, index)
+            key = (rank, self.arrivals, index)
             seed = request.seed_of(index, self.config.seed)
             group = SequenceGroup(request, index, Timeline(self.waits), key, limit, width, seed)
             group.seqs[0].acceptance = AcceptanceStats(self.drafting.likely) if self.drafting.most else None
@@ -140,6 +140,7 @@ class Scheduler:
             else:
                 self.admission.wait(group, request.arrival)
         request.leader = request.groups[0]
+        self.requests[request.request_id] = request  # last, because a user's policy may have raised
         self.counters["prompt_tokens_total"] += request.num_prompt
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from batch_state import BatchState, Rows, StepShape, to_device, to_host
-from config import MOST_DRAFTING, EngineConfig
+from config import MOST_DRAFTING, EngineConfig, HookError
 from device.exchanges import agree, make_up, may_refuse
 from device.launched import Launched, run_one_by_one
 from layers import Batch
@@ -112,7 +112,7 @@ class Worker(Profiled):
         return self.pool[0].nbytes
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Apply the plan's differences and run its rows. If memory runs out, the result has an `error`."""
+        """Apply the plan's differences and run its rows. If memory or a user's class fails, the result has `error`."""
         return self.launch(plan).result()
 
     def sanitize(self) -> None:
@@ -131,16 +131,17 @@ class Worker(Profiled):
         try:
             with torch.inference_mode(), self.watch():
                 launched = self.execute(plan)
-        except (torch.OutOfMemoryError, LateCompile) as failure:
+        except (torch.OutOfMemoryError, LateCompile, HookError) as failure:
             if not may_refuse(self):
                 raise
+            lasting = isinstance(failure, HookError) and not isinstance(failure.__cause__, torch.OutOfMemoryError)
             error = str(failure).partition("\n")[0] or type(failure).__name__
         if error:  # outside of the except block, so that the failed step's tensors are freed
             if self.running and self.group.size > 1:
                 make_up(self, self.running)
             else:
                 self.state.forget()
-            return Launched(StepResult(plan.step, [], error=error))
+            return Launched(StepResult(plan.step, [], error=error, lasting=lasting))
         launched.phases = self.phases
         return launched
 

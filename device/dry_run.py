@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from batch_state import BatchState
-from config import MOST_DRAFTING, EngineConfig, load_named
+from config import MOST_DRAFTING, EngineConfig, load_named, wrong_tensor
 from device.coded import unwrapped
 from device.compile_guard import kernels_of, unlaunched
 from layers import Owner
@@ -53,7 +53,8 @@ def new_state(
     """The batch state of `slots` sequences. Nothing is sampled where prompts are pooled."""
     vocab_size, kinds = 0 if config.makes_vectors else model.config.vocab_size, len(model.layout.windows)
     columns = table_columns(config, max_model_len)
-    made = [load_named("logits_processors", name)(model.config) for name in config.logits_processors]
+    checks = {"__init__": None, "__call__": lambda returned, logits, *of: wrong_tensor(returned, logits, "logits")}
+    made = [load_named("logits_processors", name, checks)(model.config) for name in config.logits_processors]
     sizes = slots, max_model_len, columns, config.block_size, vocab_size
     return BatchState(*sizes, device, kinds, writes, made, config.num_drafts)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from config import EngineConfig
+from config import EngineConfig, HookError
 from model_config import ModelConfig
 from observe.logs import logger
 from plan import Call, CallError, PeersGone, Reply, StepPlan
@@ -76,8 +76,9 @@ def work(
                     launched.append(worker.launch(message))
                 else:
                     send(answer(worker, message, codec, script))
-        except PeersGone as error:
-            return send(codec.encode(Reply(0, error=str(error), raised="PeersGone")))
+        except (PeersGone, HookError) as error:
+            raised = "PeersGone" if isinstance(error, PeersGone) else "HookError"
+            return send(codec.encode(Reply(0, error=str(error), raised=raised)))
         except Exception as error:
             send(codec.encode(Reply(0, error=f"{type(error).__name__}: {error}")))
             raise

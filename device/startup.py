@@ -22,7 +22,7 @@ import torch
 from batch_state import BatchState
 from checkpoints.hub import checkpoint_files
 from checkpoints.tied_head import settle_head
-from config import EngineConfig
+from config import EngineConfig, load_module
 from cpu import machine
 from cpu import weights as cpu_weights
 from cpu.compiled import Builder, coded_forms, compile_ops, multiply_job
@@ -107,6 +107,7 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0,
 
 def prepare(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvous: str) -> Start:
     """Choose device and backend, and meet the other ranks. Arguments and errors are those of `start_worker`."""
+    enter_plugins(config)
     config, model_config = settle_task(config, model_config)
     if config.weights or config.load_format != "dummy":
         model_config = settle_head(config.weights or config.folder, model_config)
@@ -134,6 +135,12 @@ def prepare(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvo
         group.pipeline.layers = stage_layers(config, model_config, ops, dtype)[group.pipeline.stage]
     check_room(config, model_config, ops, dtype, max_model_len, group.pipeline, device)
     return Start(config, model_config, device, dtype, ops, builder, group, max_model_len)
+
+
+def enter_plugins(config: EngineConfig) -> None:
+    """Have the modules of `model_plugin` add what a worker needs of them."""
+    for name in config.model_plugin:
+        getattr(load_module("model_plugin", name), "in_worker", lambda: None)()
 
 
 @dataclass
@@ -404,6 +411,7 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
     Raises:
         ValueError: a worker would not start, or there is no such device.
     """
+    enter_plugins(config)
     if gib is not None and not 0 < gib <= 2**20:
         raise ValueError(f"plan is {gib}; it must be above 0 and at most {2**20} GiB, the memory of a GPU")
     if gib and config.device == "cpu":

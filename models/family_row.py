@@ -147,6 +147,9 @@ class Family:
     # Some layers have the gated delta rule instead of attention (Qwen3-Next). How their tensors lie: `DeltaNet.slots`.
     delta: Literal["", "split", "by_heads"] = ""
 
+    attention: str = ""  # MODULE:CLASS of one's own, of a subclass of `layers.Attention` that takes its place,
+    mlp: str = ""  # and of one of `layers.Mlp`
+
     def name(self, part: str) -> str:
         """Where a part stands in a checkpoint; "" if it is not there."""
         return (self.names[part] if part in self.names else NAMES[part]) or ""

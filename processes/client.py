@@ -151,8 +151,8 @@ def fixed_size(asked: Any, size: int) -> ValueError:
 
 
 def check_accepted(output: EngineOutput, begun: bool) -> None:
-    """Raises ValueError: this output is an engine's refusal of a request, which had not `begun`."""
-    if output.error and not output.engine_fault and not begun:
+    """Raises ValueError: an engine has refused a request, which had not `begun`, or a user's class has failed."""
+    if output.error and not output.engine_fault and (output.lasting or not begun):
         raise ValueError(output.error)
 
 
@@ -279,7 +279,9 @@ class MPClient(EngineCoreClient):
                     stream.put(output)
 
     def _lost(self, connection: Connection) -> None:
-        self.said = OUT_OF_REACH if connection.far else GONE
+        gone = OUT_OF_REACH if connection.far else GONE
+        if not (self.said and self.said.startswith(gone)):
+            self.said = f"{gone}: {self.said}" if self.said else gone
         streams, self.streams = self.streams, {}
         if self.suspects and not (connection.far or connection.closed.is_set()):
             self.suspects.died(streams)
@@ -358,16 +360,31 @@ class InprocClient(EngineCoreClient):
     def __init__(self, core: Any):
         self._core: Any = core
         self.streams: dict[str, Stream] = {}
+        self.failure = ""  # what has left the engine half changed
 
     @property
     def core(self) -> Any:
-        """The engine; a ValueError if this is shut down."""
+        """The engine; a ValueError if this is shut down, and an EngineDeadError if the engine has failed."""
         if self._core is None:
             raise ValueError("this client is shut down; it can do nothing more")
+        if self.failure:
+            raise EngineDeadError(self.failure)
         return self._core
 
+    @contextlib.contextmanager
+    def _changing(self, *harmless: type[Exception]) -> Iterator[Any]:
+        """The engine, which is of no use any more after another error than these."""
+        try:
+            yield self.core
+        except harmless:
+            raise
+        except Exception as error:
+            self.failure = self.failure or f"the engine has failed: {str(error) or repr(error)}"
+            raise
+
     def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
-        self.core.add(request, at_once=True)
+        with self._changing(ValueError) as core:
+            core.add(request, at_once=True)
         return self.streams.setdefault(request.request_id, stream or Stream())
 
     def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
@@ -376,25 +393,28 @@ class InprocClient(EngineCoreClient):
         It runs one step at least, and a step is not cut short by the timeout.
 
         Raises:
-            ValueError, WorkerError, ConnectionError: see `EngineCore.step`.
+            Exception: see `EngineCore.step`, after which the engine is of no use; later calls raise an EngineDeadError.
         """
+        _ = self.core
         deadline = None if timeout is None else time.monotonic() + timeout
         while stream.empty() and self.step() and (deadline is None or time.monotonic() < deadline):
             pass
         return stream.get(0)
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        if self._core is None:
+        if self._core is None or self.failure:
             return
-        self.core.abort(request_id, index, reason)
+        with self._changing() as core:
+            core.abort(request_id, index, reason)
         if index is None:
             self.streams.pop(request_id, None)
 
     def step(self) -> bool:
         """Run a step and hand out its outputs; returns whether there was anything to run."""
-        if not self.core.has_work():
+        if self.failure or not self.core.has_work():
             return False
-        self.core.advance()
+        with self._changing() as core:
+            core.advance()
         with undisturbed():
             for output in self.core.tell():
                 stream = self.streams.get(output.request_id)

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict, deque
 from typing import Any
 
-from config import PROG, TENSORS, VERSION, EngineConfig, weights_in
+from config import PROG, TENSORS, VERSION, EngineConfig, FatalHookError, weights_in
 from core import GLANCE, EngineCore
 from executor import MpExecutor, WorkerError, end_with_parent, name_process, visible_gpus
 from observe.logs import console, logger, set_up, start_log
@@ -182,7 +182,7 @@ class EngineServer:
                 self.core.add(message)
                 self.owners[message.request_id] = client
             except ValueError as error:
-                self.frames.send(client, Outputs([error_output(message.request_id, str(error))]))
+                self.frames.send(client, Outputs([error_output(message.request_id, error)]))
         elif isinstance(message, Abort):
             if message.request_id in self.owners:
                 self.core.abort(message.request_id, message.index, message.reason)
@@ -209,6 +209,8 @@ class EngineServer:
     def _call(self, client: socket.socket, call: Call) -> None:
         try:
             self.frames.send(client, Reply(call.call_id, self.core.utility(call.method, *call.args)))
+        except FatalHookError:
+            raise
         except Exception as error:  # the caller hears of it, and the engine goes on
             late = isinstance(error, TimeoutError)
             said = str(error) if late or isinstance(error, ValueError) else repr(error)
@@ -244,8 +246,9 @@ def engine_main() -> None:
         code = 0
     except ConnectionError as error:  # a rank is gone, and its own log says why
         logger.error(str(error))
-    except BaseException:
+    except BaseException as error:
         logger.exception("the engine has failed")
+        server.frames.publish(Health(str(error) or repr(error)))
     core.close()
     parent.end(code)
 

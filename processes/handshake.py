@@ -36,7 +36,8 @@ SECRET = "MANTA_DATA_PARALLEL_SECRET"
 SHARED = (
     "dtype", "quantization", "kv_cache_dtype", "max_model_len", "block_size", "max_logprobs", "generation_config",
     "task", "pooling_type", "load_format", "skip_tokenizer_init", "seed", "batch_invariant", "scheduling_policy",
-    "data_parallel_size", "hf_overrides", "logits_processors", "enable_lora", "max_lora_rank",
+    "data_parallel_size", "hf_overrides", "logits_processors", "model_plugin", "enable_lora",
+    "max_lora_rank",
 )  # fmt: skip
 
 

@@ -66,7 +66,7 @@ class Drafting:
     def __init__(
         self, config: EngineConfig, counters: dict[str, float], row_seconds: Items[tuple[int, float, float]] = ()
     ):
-        self.by_model = config.speculation is not None and config.speculation.method != "ngram"
+        self.by_model = config.speculation is not None and config.speculation.by_model
         self.likely = LIKELY_BY_MODEL if self.by_model else LIKELY
         self.most, self.row_seconds, self.counters = config.num_drafts, row_seconds, counters
         self.made = config.num_drafts  # drafts that a row has been given for the step that is being planned, at most,

@@ -6,10 +6,11 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from itertools import chain
+from numbers import Real
 from operator import attrgetter
 from typing import Any
 
-from config import EngineConfig
+from config import Check, EngineConfig
 from sequence import Adapter, Flight, Request, SequenceGroup, Status
 
 place = attrgetter("key")  # of a group: what queues are sorted by
@@ -104,6 +105,22 @@ class Policy(GroupQueue):
     def instead(self, request: Request, running: Items[SequenceGroup]) -> dict[str, Any]:
         """The policy's own part of what `/explain` says of an answer that waits while `running` run."""
         return {}
+
+
+def no_dict(returned: Any, *args: Any) -> str:
+    """See `CHECKS`."""
+    return "" if isinstance(returned, dict) else "a dict"
+
+
+CHECKS: dict[str, Check | None] = {  # what of a policy `load_named` guards, and what these must return
+    **dict.fromkeys(name for name in vars(Policy) | vars(GroupQueue) if name[0] != "_"),
+    "__init__": None,
+    "rank": lambda rank, request: "" if isinstance(rank, Real) and rank == rank else "a number",
+    "yields": lambda yields, *groups: "True or False" if yields is None else "",
+    "shares": no_dict,
+    "account": no_dict,
+    "instead": no_dict,
+}
 
 
 class Priority(Policy):

@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any
 
-METHODS = ("ngram", "mtp", "draft_model", "eagle", "eagle3")
+MODELS = {"mtp": False, "draft_model": True, "eagle": True, "eagle3": True}  # whether the option `model` names them
+METHODS = ("ngram", *MODELS)
 MOST_DRAFTS = 8
 MOST_NGRAM = 16  # tokens that a look-up compares
 
@@ -20,8 +21,8 @@ class SpeculativeConfig:
         method: `ngram` proposes what followed the latest tokens when they came before, in the prompt or the output.
             `mtp` asks the head that the model's own checkpoint has, `draft_model` a smaller model with the same
             tokenizer, and `eagle` and `eagle3` a head that was made for the model. Without a method, a `model` is an
-            eagle3 or eagle if its name says so, else a draft_model, as in vLLM.
-        model: folder, or id on the hub, of what makes the drafts; for the last three.
+            eagle3 or eagle if its name says so, else a draft_model, as in vLLM. MODULE:CLASS is a user's own.
+        model: folder, or id on the hub, of what makes the drafts; for the last three of METHODS.
         prompt_lookup_min, prompt_lookup_max: so many of the latest tokens must have come before, and so many are
             compared.
     """
@@ -68,14 +69,19 @@ class SpeculativeConfig:
         made.check()
         return made
 
+    @property
+    def by_model(self) -> bool:
+        """Whether a model makes the drafts, which has keys and values of its own, and takes its time."""
+        return self.method in MODELS
+
     def check(self) -> None:
         """Raises a ValueError if an option is out of range."""
-        if self.method not in METHODS:
-            self._refuse("method", f"it must be one of {METHODS}")
+        if self.method not in METHODS and not (isinstance(self.method, str) and ":" in self.method):
+            self._refuse("method", f"it must be one of {', '.join(METHODS)}, or MODULE:CLASS")
         if not isinstance(self.model, str):
             self._refuse("model", "it must be a folder or an id on the hub")
-        if bool(self.model) != (self.method in METHODS[2:]):
-            needs = "there must be one" if self.method in METHODS[2:] else "it must be left out"
+        if bool(self.model) != (has_folder := MODELS.get(self.method, False)):
+            needs = "there must be one" if has_folder else "it must be left out"
             self._refuse("model", f"with method {self.method!r} {needs}")
         ranges = {
             "num_speculative_tokens": (1, MOST_DRAFTS), "prompt_lookup_min": (1, MOST_NGRAM),

@@ -15,6 +15,7 @@ from models.shares import Part
 from speculation.drafter import Drafter
 from speculation.lookup import PromptLookup
 from speculation.models import new_draft
+from speculation.own import OwnProposer
 
 
 class Proposer(Protocol):
@@ -35,7 +36,9 @@ def new_proposer(config: EngineConfig, model: Transformer) -> Proposer | None:
     options = config.speculation
     if options is None:
         return None
-    return Drafter(model.draft, model.config.vocab_size) if model.draft else PromptLookup(options, model.ops)
+    if model.draft:
+        return Drafter(model.draft, model.config.vocab_size)
+    return OwnProposer(options, model) if ":" in options.method else PromptLookup(options, model.ops)
 
 
 def wanted_of(config: EngineConfig, model: Transformer) -> dict[str, Part]:
@@ -55,7 +58,7 @@ def add_draft(config: EngineConfig, model: Transformer, source: str) -> None:
     Raises:
         ValueError: see `new_draft`.
     """
-    if not config.speculation or config.speculation.method == "ngram":
+    if not config.speculation or not config.speculation.by_model:
         return
     draft = model.draft = new_draft(config.speculation, model, source)
     both = model.layout, draft.layout
