@@ -279,7 +279,8 @@ def test_a_bad_prompt_is_refused_and_nothing_is_left(llm, bad):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"nonsense": 1}, "unknown option nonsense; known: .*block_size"),
+        ({"nonsense": 1}, "EngineConfig has no nonsense; there are .*block_size"),
+        ({"max_num_seq": 1}, "EngineConfig has no max_num_seq; the nearest is max_num_seqs"),
         ({"block_size": 0}, "block_size is 0; it must be at least 1"),
         ({"max_model_len": 4096}, "max_model_len is 4096; .* 1024"),
         ({"num_gpu_blocks_override": 2, "max_model_len": 1000}, "max_model_len is 1000; the KV pool of 2 blocks"),
