@@ -47,7 +47,7 @@ PACKAGES = ("torch", "safetensors", "tokenizers", "jinja2", "numpy", "psutil", "
 def lacking(packages: Iterable[str]) -> str:
     """What to do where some of these packages are not installed; empty if all are."""
     missing = [name for name in packages if not importlib.util.find_spec(name)]
-    named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more packages" if len(missing) > 3 else "")
+    named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     how = "activate the environment that has them, as by `. .venv/bin/activate`, or `pip install -r requirements.txt`"
     return f"{sys.executable} has no {named}: {how}" if missing else ""
 

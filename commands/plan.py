@@ -67,12 +67,12 @@ def show_plan(parser: OptionParser, flags: argparse.Namespace) -> None:
             flags.model, size = size, None
         options = from_flags(EngineConfig, flags)
         with_all_keys(from_flags(ServerConfig, flags), os.environ)
+        set_up(options.log_level, options.log_format)
+        options = find_model(options, weights=False)
         if lack := lacking(OF_PLANS):
             raise ValueError(lack)
         from device.startup import print_plan
 
-        set_up(options.log_level, options.log_format)
-        options = find_model(options, weights=False)
         print_plan(options, ModelConfig.from_folder(options.folder, options.hf_overrides), size)
 
 
