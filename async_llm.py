@@ -23,7 +23,11 @@ from functools import partial, wraps
 from typing import Any
 
 from checkpoints.hub import find_model, source_of
-from config import EngineConfig
+from config import PACKAGES, EngineConfig, lacking
+
+if lack := lacking(PACKAGES):
+    raise ModuleNotFoundError(lack)
+
 from lora.adapter import LoRARequest
 from model_config import ModelConfig
 from observe.logs import logger, set_up

@@ -6,9 +6,10 @@ Standard library only: every process reads this file, and most of them never imp
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -16,15 +17,16 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 from processes.options import ClusterOptions, check_fields, option
 from speculation.options import SpeculativeConfig
 
+T = TypeVar("T")
 VERSION = "0.2.0"
 PROG = "manta" if __package__ else "server.py"  # the command: installed, this file is in a package
 DEMO = str(Path(__file__).parent / "demo")
@@ -43,8 +45,39 @@ NAMED = re.compile(r"[\w.]+:\w+")  # MODULE:CLASS, see `load_named`
 REFUSING = "__init__", "__call__", "propose", "arrived", "rank", "account", "instead", "check_integrity"
 Check = Callable[..., str]  # see `load_named`
 MODEL_TAKES = "--model takes a folder in Hugging Face layout, a GGUF file, or an id on the hub, like Qwen/Qwen3-0.6B"
+PACKAGES = ("torch", "safetensors", "tokenizers", "jinja2", "numpy", "psutil", "tqdm")  # that every engine needs
 
 
+def lacking(packages: Iterable[str]) -> str:
+    """What to do where some of these packages are not installed; empty if all are."""
+    missing = [name for name in packages if not importlib.util.find_spec(name)]
+    named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+    how = "activate the environment that has them, as by `. .venv/bin/activate`, or `pip install -r requirements.txt`"
+    return f"{sys.executable} has no {named}: {how}" if missing else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of the message that refuses an unknown name: the known name that is most like it, if one is."""
+    return "".join(f"; the nearest is {near}" for near in difflib.get_close_matches(name, known, 1))
+
+
+def naming_nearest(cls: type[T]) -> type[T]:
+    """Let a dataclass refuse an unknown field by a ValueError with the one that is most like it, or with all."""
+    init: Callable[..., None] = cls.__init__
+    known = sorted(inspect.signature(cls).parameters)
+
+    @functools.wraps(init)
+    def checked(self: T, *args: Any, **fields: Any) -> None:
+        for name in filter(lambda name: name not in known, fields):
+            names = nearest(name, known) or f"; there are {', '.join(known)}"
+            raise ValueError(f"{cls.__name__} has no {name}{names}")
+        init(self, *args, **fields)
+
+    cls.__init__ = checked  # type: ignore[method-assign]
+    return cls
+
+
+@naming_nearest
 @dataclass(frozen=True)
 class EngineConfig(ClusterOptions):
     """Options of one engine; the names are vLLM's. `LLM(model, **fields)` and the command line take the same ones."""
@@ -252,9 +285,6 @@ class EngineConfig(ClusterOptions):
     @classmethod
     def of(cls, model: str | EngineConfig, **fields: Any) -> EngineConfig:
         """The options of this model, or options that are there, with these fields; a ValueError names unknown ones."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        if unknown := sorted(fields.keys() - known):
-            raise ValueError(f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         return dataclasses.replace(model, **fields) if isinstance(model, EngineConfig) else cls(model, **fields)
 
     @property

@@ -14,13 +14,17 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
+from checkpoints.hub import find_model, source_of
+from config import PACKAGES, EngineConfig, lacking
+
+if lack := lacking(PACKAGES):
+    raise ModuleNotFoundError(lack)
+
 from tqdm import tqdm
 
-from checkpoints.hub import find_model, source_of
-from config import EngineConfig
 from core import EngineCore
 from lora.adapter import LoRARequest
-from observe.logs import logger, set_up
+from observe.logs import logger, set_up, warn_once
 from outputs import BeamSearchOutput, Choices, CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput, beams_of
 from plan import EngineOutput, Kwargs, Method
 from processes.client import EngineDeadError, InprocClient, Stream, check_accepted
@@ -42,6 +46,10 @@ __all__ = [  # for scripts
 
 
 EngineArgs = EngineConfig  # vLLM's name for it
+CUT = (
+    "an answer ended at {} tokens, the default of `SamplingParams.max_tokens`; SamplingParams(max_tokens=None) lets it "
+    "fill the context"
+)
 PATIENCE = 1.0  # seconds that a step waits for news of engines in other processes
 OWN_PROCESS = "MANTA_ENABLE_V1_MULTIPROCESSING"  # vLLM's, by our name
 Options = ParamSpec("Options")
@@ -379,14 +387,19 @@ class LLM(PoolingFaces):
             for request, choices in made:
                 client.add_request(request, stream)
                 live[request.request_id] = choices
-            self._run(live, stream, use_tqdm)
+            self._run(live, stream, use_tqdm and bool(live))
         finally:  # after a bad prompt or Ctrl-C no request is left over
             drop(client, live)
-        return [choices.output() for _, choices in made]
+        outputs = [choices.output() for _, choices in made]
+        for (request, _), output in zip(made, outputs, strict=True):
+            by_default = request.params.max_tokens == SamplingParams.max_tokens
+            if by_default and any(answer.finish_reason == "length" for answer in output.outputs):
+                warn_once(CUT.format(SamplingParams.max_tokens))
+        return outputs
 
     def chat(
         self,
-        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        messages: str | list[dict[str, Any]] | list[list[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
@@ -396,25 +409,28 @@ class LLM(PoolingFaces):
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, each a list of `{"role": ..., "content": ...}`.
+        """Answer one conversation or several, each a list of `{"role": ..., "content": ...}`, or a user's message.
 
         Args:
             messages: the conversations. A content is a text or a list of `{"type": "text", "text": ...}`.
-            sampling_params: see `generate`, as for `use_tqdm` and `lora_request`.
+            sampling_params: see `generate`, as for `use_tqdm` and `lora_request`. None takes the model's own, and then
+                an answer may fill the context.
             chat_template: source of the template that renders them; None takes the model's own.
             chat_template_kwargs: further variables of the template. For the other arguments see `Tokenizer.render`.
 
         Raises:
             ValueError: a message or a variable is wrong, or the template refuses a conversation; see also `generate`.
         """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
         if not isinstance(messages, list):
-            raise ValueError(f"messages is {messages!r:.80}; it must be a conversation or a list of conversations")
+            raise ValueError(f"messages is {messages!r:.80}; it must be a text, a conversation or several of these")
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else messages
         fixed = add_generation_prompt, continue_final_message, tools, chat_template
         variables = template_variables(chat_template_kwargs or {})
         rendered = [self.tokenizer.render(_messages(each), *fixed, **variables) for each in conversations]
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in rendered]
-        params = sampling_params or self.get_default_sampling_params()
+        params = sampling_params or SamplingParams(**{"max_tokens": None} | self.client.facts["default_sampling"])
         end = self.tokenizer.turn_end(chat_template)  # trainers often name it nowhere else
         if end is not None and end not in self.client.facts["eos_token_ids"]:
             if isinstance(params, SamplingParams):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
-from config import EngineConfig, read_json
+from config import EngineConfig, naming_nearest, read_json
 
 MAX_LOGIT_BIAS = 1024  # tokens of a request; OpenAI has 300
 MAX_BIAS = 100  # of one token, upwards and downwards
@@ -66,6 +66,7 @@ def check_flags(params: Any, *names: str) -> None:
             raise ValueError(f"{name} is {value!r}; it must be true or false")
 
 
+@naming_nearest
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """What the text of an answer must be; names and meanings are vLLM's. Exactly one of the first six is given.
@@ -121,6 +122,7 @@ class StructuredOutputsParams:
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")  # of structured outputs
 
 
+@naming_nearest
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends; names and meanings are vLLM's.
@@ -279,11 +281,7 @@ class SamplingParams:
         """Check structured outputs and reasoning, and bring them into the form of the annotations."""
         given = self.structured_outputs
         if isinstance(given, dict):
-            try:
-                given = StructuredOutputsParams(**given)
-            except TypeError:
-                known = ", ".join(field.name for field in dataclasses.fields(StructuredOutputsParams))
-                raise ValueError(f"structured_outputs is {reprlib.repr(given)}; it may have {known}") from None
+            given = StructuredOutputsParams(**given)
             object.__setattr__(self, "structured_outputs", given)
         if not isinstance(given, StructuredOutputsParams | None):
             raise ValueError(f"structured_outputs is {given!r}; it must be StructuredOutputsParams, or a dict of these")
@@ -376,6 +374,7 @@ class SamplingParams:
         return (self.beam_width or self.n) if self.use_beam_search else self.num_samples
 
 
+@naming_nearest
 @dataclass(frozen=True)
 class BeamSearchParams:
     """A beam search, as `LLM.beam_search` takes it; names and meanings are vLLM's.
@@ -411,6 +410,7 @@ class BeamSearchParams:
         return SamplingParams(**dataclasses.asdict(self), n=width, use_beam_search=True)
 
 
+@naming_nearest
 @dataclass(frozen=True)
 class PoolingParams:
     """How a vector is made of a prompt, where nothing is sampled; names and meanings are vLLM's.

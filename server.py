@@ -11,7 +11,6 @@ mistake before the first byte of the reply, and answer it with 400. The routes a
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
 import os
@@ -27,6 +26,12 @@ if sys.platform == "win32":  # gunicorn could not even be imported
     sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: Windows has no fork; use WSL, or LLM of engine.py\n")
     sys.exit(2)
 
+from commands.plan import COMMANDS, PACKAGES, answer_without, serve_parser, show_plan
+from config import PROG, lacking
+
+if __name__ == "__main__" and (lack := lacking(PACKAGES)):
+    answer_without(sys.argv[1:], lack)
+
 import gevent
 from flask import Flask, Response, g, request
 from werkzeug.exceptions import MethodNotAllowed, NotFound
@@ -35,7 +40,7 @@ from api import batches
 from api.adapters import Adapters
 from api.faces import FACES, error_body_of
 from api.fields import ApiError, Face
-from api.flags import OptionParser, split_command
+from api.flags import split_command, told_in_a_line
 from api.gunicorn_loop import Gunicorn
 from api.http import (
     NO_ROUTE,
@@ -55,11 +60,9 @@ from api.options import ServerConfig, with_all_keys
 from api.paths import paths_of
 from api.replies import Caller, ClientGone, Remote, log_request
 from api.routes import Api, Events
-from api.start import engines, read_configs, told_in_a_line, with_policy
+from api.start import engines, read_configs, with_policy
 from api.telemetry import Spans, check_telemetry
 from commands import batch, terminal
-from config import PROG, EngineConfig
-from model_config import ModelConfig
 from observe.logs import console
 from processes.child import Board, listen
 from processes.fleet import prepare
@@ -69,11 +72,6 @@ from tokenizer import Tokenizer
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 415: {"Accept-Encoding": "gzip"}, 429: {"Retry-After": "1"}}
-ABOUT = f"""Run a model.
-
-  {PROG}                       serve the bundled demo at http://127.0.0.1:8000
-  {PROG} Qwen/Qwen3-0.6B       serve a model, downloaded from the hub
-  {PROG} chat Qwen/Qwen3-0.6B  talk with it in the terminal"""
 # Endpoints that programs poll, and the page's own files: requests for them are logged at level DEBUG.
 QUIET = ("health", "metrics", "live", "page", "scaling")
 
@@ -203,24 +201,16 @@ def serve(argv: list[str]) -> None:
 
     If torchrun or `srun` has started this on every rank, rank 0 serves, and the other ranks end when it does.
     """
-    usage, commands = "[COMMAND] [MODEL] [option ...]", {name: does for name, (_, does) in COMMANDS.items()}
-    parser = OptionParser(EngineConfig, ServerConfig, usage=usage, description=ABOUT, commands=commands)
-    parser.add_argument(
-        "--plan", nargs="?", type=float, metavar="GIB", default=argparse.SUPPRESS,
-        help="only print what takes how much memory, on this machine or on a GPU of so many GiB; no GPU is touched",
-    )  # fmt: skip
+    parser = serve_parser()
     flags = parser.read(argv)
+    if "plan" in flags:
+        return show_plan(parser, flags)
     with told_in_a_line(parser):
         engine_config, config = read_configs(flags)
         config = with_all_keys(config, os.environ)
         if config.otlp_traces_endpoint:
             check_telemetry(os.environ)
-        engine_config, secret = prepare(with_policy(engine_config, config), starts="plan" not in flags)
-        if "plan" in flags:
-            from device.startup import print_plan
-
-            model_config = ModelConfig.from_folder(engine_config.folder, engine_config.hf_overrides)
-            return print_plan(engine_config, model_config, flags.plan)
+        engine_config, secret = prepare(with_policy(engine_config, config))
         if engine_config.headless:
             return follow_server(engine_config, secret)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
@@ -261,20 +251,16 @@ def quantize(argv: list[str]) -> None:
     main(argv)
 
 
-COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
-    "serve": (serve, "answer HTTP requests as OpenAI's API does; this is what runs without a command"),
-    "chat": (terminal.chat, "talk with a model in the terminal"),
-    "complete": (terminal.complete, "go on from a text"),
-    "batch": (batch.main, "answer a file of requests"),
-    "quantize": (quantize, "write a model whose weights have few bits"),
-    "bench": (bench, "measure Manta; the rest is for bench/bench.py"),
-}
+RUNS: dict[str, Callable[[list[str]], None]] = {
+    "serve": serve, "chat": terminal.chat, "complete": terminal.complete, "batch": batch.main, "quantize": quantize,
+    "bench": bench,
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command that the command line begins with, or else serve."""
     command, rest = split_command(sys.argv[1:] if argv is None else argv, COMMANDS)
-    COMMANDS[command or "serve"][0](rest)
+    RUNS[command or "serve"](rest)
 
 
 if __name__ == "__main__":

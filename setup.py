@@ -35,6 +35,10 @@ def __getattr__(name: str) -> Any:  # each of our processes imports this file, a
     if module := MODULES.get(name):
         return getattr(importlib.import_module(f"manta.{module}"), name)
     raise AttributeError(f"module 'manta' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:  # what a notebook completes
+    return sorted([*globals(), *MODULES])
 '''
 
 
@@ -65,7 +69,8 @@ class BuildPackage(build_py):
         super().run()
         Path(self.build_lib, "manta", "setup.py").unlink()
         # Without this file Python would look for the package's modules in any folder called manta as well, say a clone.
-        Path(self.build_lib, "manta", "__init__.py").write_text(INIT, encoding="utf-8")
+        version = f'\n\n__version__ = "{self.distribution.get_version()}"\n'
+        Path(self.build_lib, "manta", "__init__.py").write_text(INIT + version, encoding="utf-8")
         Path(self.build_lib, "manta", "py.typed").touch()  # type checkers read the annotations
 
     def build_module(self, module: str, module_file: str, package: str) -> tuple[str, bool]:

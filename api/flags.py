@@ -8,16 +8,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import os
 import re
+import signal
 import sys
 import tomllib
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
-from config import PROG, VERSION
+from config import PROG, VERSION, nearest
 
 T = TypeVar("T")
 OF_REQUESTS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "ignore_eos")  # what `chat` and `complete` take
@@ -34,11 +34,6 @@ class Options(Protocol):
 def flag_fields(cls: type) -> list[dataclasses.Field[Any]]:
     """The fields of a dataclass of `option`s that are flags."""
     return [f for f in dataclasses.fields(cls) if f.metadata["help"]]
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of the message that refuses an unknown name: the known name that is most like it, if one is."""
-    return "".join(f"; the nearest is {near}" for near in difflib.get_close_matches(name, known, 1))
 
 
 def whole(text: str) -> int:
@@ -205,6 +200,17 @@ def from_flags(cls: type[T], flags: argparse.Namespace) -> T:
     except ValueError as error:
         where = f"{flags.config}: " if str(error).partition(" ")[0] in flags.in_file else ""
         raise ValueError(f"{where}{error}") from None
+
+
+@contextlib.contextmanager
+def told_in_a_line(parser: OptionParser) -> Iterator[None]:
+    """End the process where the `with` block raises: with code 2 and a line for a ValueError, with 130 after Ctrl-C."""
+    try:
+        yield
+    except ValueError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:  # models take a while to download
+        sys.exit(128 + signal.SIGINT)
 
 
 def refuse_given(flags: argparse.Namespace, names: Iterable[str], why: str) -> None:

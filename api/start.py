@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from api.flags import OptionParser, from_flags
+from api.flags import from_flags
 from api.options import ServerConfig
 from api.reading import check_parsers
 from config import EngineConfig
@@ -33,17 +33,6 @@ def with_policy(engine_config: EngineConfig, config: ServerConfig) -> EngineConf
     if policy == "auto":
         policy = "fair" if len(set(config.api_key)) > 1 else "fcfs"
     return dataclasses.replace(engine_config, scheduling_policy=policy)
-
-
-@contextlib.contextmanager
-def told_in_a_line(parser: OptionParser) -> Iterator[None]:
-    """End the process where the `with` block raises: with code 2 and a line for a ValueError, with 130 after Ctrl-C."""
-    try:
-        yield
-    except ValueError as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:  # models take a while to download
-        sys.exit(128 + signal.SIGINT)
 
 
 @contextlib.contextmanager

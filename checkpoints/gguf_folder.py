@@ -72,12 +72,13 @@ def choose(model: str, files: Collection[str], quantization: str = "") -> str:
     """The GGUF file among the `files` of a model, or the first of its parts.
 
     Args:
-        quantization: what its name ends with, like Q4_K_M, where there are several.
+        quantization: its name, or what that ends with, like Q4_K_M, where there are several.
 
     Raises:
         ValueError: there is none, or there are several.
     """
-    ending = rf"(.*[-._/])?{re.escape(quantization)}(-00001-of-\d{{5}})?\.gguf" if quantization else r".*"
+    wanted = re.escape(quantization.removesuffix(".gguf"))
+    ending = rf"(.*[-._/])?{wanted}(-00001-of-\d{{5}})?\.gguf" if quantization else r".*"
     known = sorted(file for file in files if is_gguf(file) and parts_of(file)[0] == file and "mmproj" not in file)
     found = [file for file in known if re.fullmatch(ending, file, re.IGNORECASE)]
     if len(found) != 1:

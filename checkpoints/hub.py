@@ -25,7 +25,7 @@ from typing import Any
 
 from checkpoints.gguf_file import parts_of
 from checkpoints.gguf_folder import choose, is_gguf, links_in, made_folder
-from config import MODEL_TAKES, EngineConfig, read_json, run_file
+from config import MODEL_TAKES, EngineConfig, lacking, read_json, run_file
 from model_config import ModelConfig
 from models.pooling import module_files
 from observe.logs import console, set_up
@@ -45,7 +45,7 @@ FOREIGN = {  # weights that Manta does not read
 }  # fmt: skip
 SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 ADDRESS = re.compile(  # of a model's page, or of a file
-    r"(?:https?://[^/]+|(?:www\.)?(?:hf|huggingface)\.co)/([\w.-]+/[\w.-]+?)(?:\.git)?"
+    r"(?:https?://[^/]+|(?:www\.)?(?:hf|huggingface)\.co)/([\w.-]+/[\w.-]+?(?::[\w.-]+)?)(?:\.git)?"
     r"(?:/(?:tree|blob|resolve)/([^/?#]+))?(?:[:/?#].*)?"
 )
 PATIENCE = 10.0  # seconds for the hub to say what it has; a firewall may swallow the question
@@ -69,16 +69,18 @@ def find_model(config: EngineConfig, weights: bool = True) -> EngineConfig:
     if config.snapshot:  # found before
         return config
     name, weights = config.model, weights and config.load_format != "dummy"
-    if not os.path.isdir(name) and not is_gguf(name):
+    place, _, tag = (name, "", "") if os.path.exists(name) else name.partition(":")
+    if not os.path.isdir(place) and not is_gguf(place):
         check_id(name)
         found = download_beside(config, weights)
-        return dataclasses.replace(config, snapshot=made_folder(found) if is_gguf(found) else found)
+        snapshot = made_folder(found) if is_gguf(found) else found
+        return dataclasses.replace(config, model=name.removesuffix(".gguf"), snapshot=snapshot)
     if config.revision is not None:
         raise ValueError(f"revision is {config.revision!r}; {name} is on this machine, so it must be left out")
     try:
-        files = os.listdir(name) if os.path.isdir(name) else []
-        if not has_safetensors(files) and any(map(is_gguf, files)):
-            name = os.path.join(name, choose(name, files))
+        files = os.listdir(place) if os.path.isdir(place) else []
+        if tag or (not has_safetensors(files) and any(map(is_gguf, files))):
+            name = os.path.join(place, choose(place, files, tag))
         if os.path.isdir(name):
             check_files(name, name, files, weights)
             return config
@@ -183,6 +185,8 @@ def check_id(name: str) -> None:
         id, revision = address.groups()
         more = f" --revision {revision}" if revision not in (None, "main") else ""
         raise ValueError(f"{name} is an address; give the id in it: --model {id}{more}")
+    if re.match(r"[./~]|.*(\\|/.*/)", name):
+        raise ValueError(f"there is no folder {name}; {MODEL_TAKES}")
 
 
 # --- the hub ----------------------------------------------------------------------------------------------------------
@@ -194,6 +198,8 @@ def download_beside(config: EngineConfig, weights: bool) -> str:
     Raises:
         ValueError, KeyboardInterrupt: see `find_model`.
     """
+    if lack := lacking(("huggingface_hub", "tokenizers", "jinja2")):
+        raise ValueError(f"there is no folder {config.model}, and for the hub {lack}")
     message = json.dumps({"config": dataclasses.asdict(config), "weights": weights}).encode()
     try:
         with run_file(__file__, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

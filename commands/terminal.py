@@ -373,17 +373,23 @@ def complete(argv: list[str]) -> None:
     run(parser, CompleteOptions, go_on, argv)
 
 
-def go_on(model: Model, options: CompleteOptions) -> int:
-    """Go on from the prompt; returns the exit code. A prompt that is refused is a ValueError."""
-    if (prompt := options.prompt) is None:
+def read_prompt(prompt: str | None) -> str:
+    """The prompt, or else the text on stdin; a ValueError if it is empty."""
+    if prompt is None:
         if sys.stdin.isatty():
             say("The text ends with Ctrl-D at the beginning of a line.")
         prompt = sys.stdin.read().removesuffix("\n")
     if not prompt:
         raise ValueError("the prompt is empty; give -p TEXT, or a text on stdin")
+    return prompt
+
+
+def go_on(model: Model, options: CompleteOptions) -> int:
+    """Go on from the prompt; returns the exit code. A prompt that is refused is a ValueError."""
+    assert options.prompt
     answer, code = Reply(), 0
     try:
-        model.answer(prompt, answer)
+        model.answer(options.prompt, answer)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except RuntimeError as error:
@@ -405,6 +411,8 @@ def run(parser: OptionParser, cls: type[AnswerOptions], act: Callable[[Model, An
             stream.reconfigure(errors="replace")  # what the terminal has no character for must end nothing
     try:
         options = from_flags(cls, flags)
+        if isinstance(options, CompleteOptions):
+            options = dataclasses.replace(options, prompt=read_prompt(options.prompt))  # before the model is loaded
         with contextlib.ExitStack() as stack:
             code = act(open_model(flags, options, stack), options)
     except ValueError as error:

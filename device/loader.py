@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 
 import torch
-from tqdm import tqdm
 
 from checkpoints.dequantize import Packed
 from checkpoints.hub import INDEX, checkpoint_files
@@ -63,6 +62,8 @@ def load_weights(
         ValueError: a file is missing or damaged, or a tensor is missing, surplus, misshapen, of another dtype, or not
             finite; it is named.
     """
+    from tqdm import tqdm  # here, because a plan does without
+
     wanted, device = wanted or model.parameters(), torch.device(model.device)
     paths = checkpoint_files(folder)
     found, files = find_weights(model, folder, paths, wanted)

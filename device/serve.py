@@ -14,8 +14,6 @@ from functools import partial
 from multiprocessing import spawn
 from typing import Any
 
-from tqdm import tqdm
-
 from config import EngineConfig, HookError
 from model_config import ModelConfig
 from observe.logs import logger
@@ -55,6 +53,8 @@ def work(
         plans, results: a reader's and a writer's end of `RingBuffer`s, or what has the same methods.
         script: see `answer`.
     """
+    from tqdm import tqdm  # here, because a plan does without
+
     tqdm.set_lock(threading.RLock())  # the default is a named semaphore, which a kill would leave behind
     codec = Codec()
     threading.Thread(target=keep_beating, args=(results,), daemon=True).start()

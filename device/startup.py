@@ -8,7 +8,6 @@ does the same arithmetic without a device.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ import torch
 from batch_state import BatchState
 from checkpoints.hub import checkpoint_files
 from checkpoints.tied_head import settle_head
-from config import EngineConfig, load_module
+from config import EngineConfig, lacking, load_module
 from cpu import machine
 from cpu import weights as cpu_weights
 from cpu.compiled import Builder, coded_forms, compile_ops, multiply_job
@@ -387,6 +386,8 @@ def pick_ops(backend: str, device: str) -> ModuleType:
     if backend == "auto":
         backend = "triton" if device == "cuda" else "cpu"
     if backend == "triton":
+        if lack := lacking(("triton",)):
+            raise ValueError(f"backend is 'triton'; {lack}")
         if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError("backend is 'triton'; on a CPU it runs in Triton's interpreter: set TRITON_INTERPRET=1")
         import kernels
@@ -426,12 +427,9 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
         model_config = settle_head(config.folder, model_config)
     max_model_len = check_sizes(config, model_config, device)
     dtype = pick_dtype(config.dtype, model_config.dtype, device, cpu_weights.is_small(config))
-    try:
-        ops = importlib.import_module("kernels")
-    except ImportError:
-        if total:
-            raise ValueError("the plan of a GPU is made with its kernels, which need Triton; there is none") from None
-        ops = importlib.import_module("reference")
+    if total and lacking(("triton",)):
+        raise ValueError("the plan of a GPU is made with its kernels, which need Triton: `pip install triton`")
+    ops = pick_ops("reference" if lacking(("triton",)) else "triton", "cuda")
     stages = stage_layers(config, model_config, ops, dtype)
     pipelines = [Pipeline(i, len(stages), layers) for i, layers in enumerate(stages)]
     fp8 = bool(total) and (bool(gib) or gpu_capability() >= FP8_CAPABILITY)

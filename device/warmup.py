@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from config import MOST_DRAFTING
 from cpu import machine
@@ -106,6 +105,8 @@ def warm_up(start: Start, worker: Worker) -> tuple[float, float, float]:
 
 def run_prompts(start: Start, worker: Worker) -> float:
     """Run prompts and decodes, with and without all that a row may ask for; returns seconds per prompt token."""
+    from tqdm import tqdm  # here, because a plan does without
+
     count, length = warm_up_prompts(start)
     if start.config.makes_vectors:
         return run_pooled(start, worker, count, length)
@@ -193,6 +194,8 @@ def capture(start: Start, worker: Worker) -> None:
     tokens, which each graph keeps, or before the last stage the hidden states, for which all have one buffer. A step
     that must tell log-probabilities needs its logits afterwards, so it runs without a graph.
     """
+    from tqdm import tqdm  # here, because a plan does without
+
     rows = start.config.max_num_seqs
     pipeline, experts = start.group.pipeline, start.group.experts
     worker.graph_sizes = graph_sizes(rows)

@@ -309,20 +309,19 @@ class FleetClient(DPClient):
             resources.run(watch_over, fleet.check, resources.ended)
 
 
-def prepare(config: EngineConfig, starts: bool = True) -> tuple[EngineConfig, str]:
+def prepare(config: EngineConfig) -> tuple[EngineConfig, str]:
     """The options with the model that is found, and the secret of the hosts; all is checked before torch is loaded.
 
-    Where a launcher has started this process as a rank other than 0, it follows rank 0 in here, and then ends. Without
-    `starts` no weights are fetched and nothing is followed.
+    Where a launcher has started this process as a rank other than 0, it follows rank 0 in here, and then ends.
 
     Raises:
         ValueError: see `check_engines`, `read_secret`, `find_model`, `ModelConfig.from_folder` and `lead_or_follow`.
     """
     check_engines(config)
     secret = read_secret(config, os.environ)
-    config = find_model(config, weights=starts)
+    config = find_model(config)
     model_config = ModelConfig.from_folder(config.folder, config.hf_overrides)
-    if starts and config.distributed_executor_backend == "external_launcher":
+    if config.distributed_executor_backend == "external_launcher":
         config = lead_or_follow(config, model_config)
     return config, secret
 

@@ -98,6 +98,12 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, p
     return report
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what runs kernels where there is no Triton."""
+    if item.get_closest_marker("interpreted") and not find_spec("triton"):
+        pytest.skip("it runs kernels, and there is no Triton")
+
+
 @pytest.fixture(scope="module", params=[pytest.param("cuda", marks=pytest.mark.gpu) if GPU else "cpu"])
 def kernel_device(request: pytest.FixtureRequest) -> str:
     """The device for kernels: the GPU, or without one the CPU, where they are interpreted."""

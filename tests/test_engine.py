@@ -280,12 +280,13 @@ def test_a_bad_prompt_is_refused_and_nothing_is_left(llm, bad):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"nonsense": 1}, "unknown option nonsense; known: .*block_size"),
+        ({"nonsense": 1}, "EngineConfig has no nonsense; there are .*block_size"),
+        ({"max_num_seq": 1}, "EngineConfig has no max_num_seq; the nearest is max_num_seqs"),
         ({"block_size": 0}, "block_size is 0; it must be at least 1"),
         ({"max_model_len": 4096}, "max_model_len is 4096; .* 1024"),
         ({"num_gpu_blocks_override": 2, "max_model_len": 1000}, "max_model_len is 1000; the KV pool of 2 blocks"),
         ({"max_num_batched_tokens": 8}, "max_num_batched_tokens is 8; .* max_num_seqs, 256"),
-        ({"backend": "triton"}, "TRITON_INTERPRET=1"),
+        ({"backend": "triton"}, "TRITON_INTERPRET=1|has no triton"),
         ({"preemption_mode": "swap", "swap_space": 0.0}, "swap_space is 0.0 GiB; one KV block takes"),
         ({"scheduler_delay_factor": 0.5}, "scheduler_delay_factor is 0.5; it must be 0 with chunked prefill"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 512}, "without chunked prefill .* 1024"),

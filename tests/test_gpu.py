@@ -28,6 +28,7 @@ from model_config import ModelConfig
 from parallel import Group
 from plan import NewRow, StepPlan
 
+pytest.importorskip("triton")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 QWEN3_06B = {

@@ -29,7 +29,7 @@ DOORS = {  # each folder, and the files and folders that may import it
     "ops": {"kernels"},
     "cpu": {"device", "lora"},
     "scheduling": {"scheduler", "admission", "sequence", "core"},
-    "device": {"core", "executor", "executors", "server", "worker"},  # the server for `--plan`
+    "device": {"core", "executor", "executors", "server", "commands", "worker"},  # commands for `--plan`
     "processes": {"engine", "async_llm", "server", "api", "commands", "config"},
     "executors": {"core", "processes"},
     "observe": {"core", "scheduler", "worker", "api"},

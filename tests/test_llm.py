@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import engine
 from config import DEMO, EngineConfig
 from engine import LLM, BeamSearchParams, EngineArgs, LLMEngine, LoRARequest, SamplingParams
 from plan import EngineOutput, StepResult
@@ -139,7 +140,9 @@ def test_chat_takes_another_template(llm):
         (QUESTION, "{% if %}", "chat_template does not compile: "),
         (QUESTION, 5, "chat_template is 5; it must be a template's source"),
         (QUESTION, "{{ raise_exception('no') }}", "chat template: no"),
-        ("hello", None, "messages is 'hello'; it must be a conversation"),
+        (5, None, "messages is 5; it must be a text, a conversation"),
+        ([{"role": "usr", "content": "a"}], None, "message 0 has the role 'usr'; .* user, assistant, tool, function$"),
+        ([{"role": "owl", "content": "a"}], "{{ messages[0].role == 'bat' }}", "it must be one of .*, function, bat$"),
         ([[]], None, "messages: it must be a list of at least one message"),
         (["hello"], None, "messages: it must be a list"),
         ([{"content": "a"}], None, "messages: message 0 must be an object with a role"),
@@ -149,6 +152,28 @@ def test_chat_takes_another_template(llm):
 def test_a_bad_conversation_is_refused_by_name(llm, messages, template, message):
     with pytest.raises(ValueError, match=message):
         llm.chat(messages, GREEDY, use_tqdm=False, chat_template=template)
+
+
+def test_a_text_is_a_conversation_whose_answer_may_fill_the_context(llm, monkeypatch):
+    prompts = [
+        llm.chat(talk, GREEDY, use_tqdm=False)[0].prompt_token_ids for talk in (QUESTION, QUESTION[0]["content"])
+    ]
+    assert prompts[0] == prompts[1]
+    monkeypatch.setattr(llm, "generate", lambda ids, params, *rest: params)
+    assert llm.chat("Hi").max_tokens is None
+    monkeypatch.setitem(llm.client.facts, "default_sampling", {"max_tokens": 5})
+    assert llm.chat("Hi").max_tokens == 5
+
+
+def test_generate_says_once_that_its_default_has_cut_an_answer(llm, monkeypatch, capfd):
+    said: list[str] = []
+    monkeypatch.setattr(engine, "warn_once", said.append)
+    for params in (SamplingParams(ignore_eos=True, max_tokens=17), SamplingParams(ignore_eos=True), GREEDY):
+        llm.generate(["To be", "or"], params, use_tqdm=False)
+    (line,) = {*said}
+    assert line.startswith("an answer ended at 16 tokens, the default of `SamplingParams.max_tokens`")
+    capfd.readouterr()
+    assert llm.generate([]) == [] and capfd.readouterr().err == ""  # not even a bar
 
 
 # --- the face ---------------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from config import VERSION
+
 ROOT = Path(__file__).parent.parent
 ROOMS = [path.parent.name for path in ROOT.glob("*/__init__.py")]
 OURS = {path.stem for folder in (".", "bench", "demo") for path in (ROOT / folder).glob("*.py")} | set(ROOMS)
@@ -121,8 +123,10 @@ def test_a_script_finds_the_library(installed: Path, elsewhere: Path) -> None:
 def test_the_package_names_its_classes(installed: Path, elsewhere: Path) -> None:
     code = "import manta, sys; light = 'manta.engine' not in sys.modules; from manta import AsyncLLM, SamplingParams"
     code += "; from manta import LoRARequest; name = LoRARequest('sql', 1, '/sql').lora_name"
-    done = run(installed, elsewhere, f"{code}\nprint(light, AsyncLLM.__name__, SamplingParams(n=2).n, name)\nmanta.LMM")
-    assert done.stdout == "True AsyncLLM 2 sql\n" and "module 'manta' has no attribute 'LMM'" in done.stderr
+    code += f"; same = manta.__version__ == {VERSION!r} and {{'LLM', 'AsyncLLM', '__version__'}} <= {{*dir(manta)}}"
+    shown = "print(light, AsyncLLM.__name__, SamplingParams(n=2).n, name, same)"
+    done = run(installed, elsewhere, f"{code}\n{shown}\nmanta.LMM")
+    assert done.stdout == "True AsyncLLM 2 sql True\n" and "module 'manta' has no attribute 'LMM'" in done.stderr
 
 
 @pytest.mark.long

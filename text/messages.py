@@ -17,6 +17,7 @@ from text.tools import REASONING_PARSERS
 REASONING_STARTS = tuple(start for parser in REASONING_PARSERS.values() for start in parser.starts)
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
 PART_TEXTS = dict.fromkeys(("text", "input_text", "output_text"), "text") | {"refusal": "refusal"}
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # that every template gets
 SYSTEM_ROLES = ("system", "developer")
 ITEM_ROLES = ("user", "assistant", "system", "developer")
 ITEM_TEXTS = PART_TEXTS | dict.fromkeys(("reasoning_text", "summary_text"), "text")  # by a part's type: its words' key
@@ -151,6 +152,10 @@ def with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[
 
 def show_messages(template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
     """The text that a template writes of messages, in the first form that it shows in full; a ValueError if in none."""
+    known = dict.fromkeys((*ROLES, *sorted(template.roles)))
+    for i, message in enumerate(messages):
+        if message["role"] not in known:
+            raise ValueError(f"message {i} has the role {message['role']!r:.80}; it must be one of {', '.join(known)}")
     trouble = None
     only_text = template._replace(takes_parts=False, takes_text=True)  # it may go through other things than it seems
     for form in forms(messages, template):

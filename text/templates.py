@@ -133,6 +133,7 @@ class ChatTemplate(NamedTuple):
     takes_parts: bool  # a message's content may be a list of parts
     takes_text: bool  # it may be a string
     knows_developer: bool  # the role `developer` has a meaning of its own
+    roles: frozenset[str]  # that it compares a message's with
     shows_one_call: bool  # of those of a message, the first
 
 
@@ -184,7 +185,11 @@ def read_template(environment: TemplateEnvironment, source: str) -> ChatTemplate
     firsts: list[nodes.Node | None] = [item.node for item in tree.find_all(nodes.Getitem) if is_value(item, 0, set())]
     firsts += [used.node for used in tree.find_all(nodes.Filter) if used.name == "first"]
     one, all_ = (any(is_value(unfiltered(n), "tool_calls", calls) for n in group) for group in (firsts, walked))
-    return ChatTemplate(template, source, takes_parts, not takes_parts or asked, developer, one and not all_)
+    names = names_of(tree, "role")
+    compared = [test for test in tree.find_all(nodes.Compare) if is_value(test.expr, "role", names)]
+    constants = (const.value for test in compared for each in test.ops for const in each.find_all(nodes.Const))
+    roles = frozenset(value for value in constants if isinstance(value, str))
+    return ChatTemplate(template, source, takes_parts, not takes_parts or asked, developer, roles, one and not all_)
 
 
 def unfiltered(node: nodes.Node | None) -> nodes.Node | None:

@@ -9,6 +9,7 @@ const KEY = `manta-settings:${location.pathname}`;
 
 const inputs = [...byId("fields").querySelectorAll("input")];
 const texts = [byId("system"), ...inputs];
+const switches = [byId("logprobs"), byId("calculator")];
 const labelOf = (input) => input.labels[0].textContent.trim();
 
 /** The system prompt, or an empty text. */
@@ -55,13 +56,15 @@ function kept() {
 
 function save() {
   const fields = [byId("models"), ...texts].map(({ name, value }) => [name, value]);
-  keep("localStorage", KEY, JSON.stringify(Object.fromEntries(fields)));
+  const positions = switches.map(({ id, checked }) => [id, checked]);
+  keep("localStorage", KEY, JSON.stringify(Object.fromEntries([...fields, ...positions])));
   showWhetherChanged();
 }
 
-/** A system prompt that is out of sight should surprise nobody. */
+/** What is out of sight should surprise nobody. */
 function showWhetherChanged() {
-  put(byId("settings-summary"), texts.some(({ value }) => value.trim()) ? "Settings (changed)" : "Settings");
+  const changed = texts.some(({ value }) => value.trim()) || switches.some(({ checked }) => checked);
+  put(byId("settings-summary"), changed ? "Settings (changed)" : "Settings");
 }
 
 /** Let the user choose, where there are several models. */
@@ -73,6 +76,7 @@ export function offerModels(names) {
 }
 
 for (const field of texts) field.value = kept()[field.name] ?? "";
+for (const each of switches) each.checked = kept()[each.id] ?? false;
 showWhetherChanged();
-for (const field of [byId("models"), ...texts]) field.addEventListener("input", save);
+for (const field of [byId("models"), ...texts, ...switches]) field.addEventListener("input", save);
 byId("fields").oninput = ({ target }) => (target.ariaInvalid = null);

@@ -36,7 +36,7 @@ function showExamples() {
   put(byId("about"), DEMO);
   byId("examples").replaceChildren(...EXAMPLES.map(({ text, note, next, calculator = false }) => {
     const chip = element("button", { type: "button", className: "chip", textContent: text, onclick: () => {
-      byId("calculator").checked = calculator;
+      if (byId("calculator").checked !== calculator) byId("calculator").click(); // so that this is kept, too
       byId("prompt").value = next ?? "";
       send(text);
     } });

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -12,9 +13,10 @@ import pytest
 
 from api.flags import OptionParser, flag_fields, from_flags, refuse_given, split_command
 from api.options import ServerConfig
+from commands.plan import COMMANDS, PACKAGES, size_or_model
 from commands.terminal import ChatOptions
 from config import EngineConfig
-from server import COMMANDS, main
+from server import RUNS, main
 
 ROOT = Path(__file__).parent.parent.parent
 ENGINE_FLAGS, SERVER_FLAGS = flag_fields(EngineConfig), flag_fields(ServerConfig)
@@ -100,6 +102,9 @@ def test_torchrun_is_another_name_of_the_external_launcher(tmp_path):
             ["--top-p=0.5"],
             "--top-p is no option here: a request has 'top_p' in its body, and chat and complete take it",
         ),
+        (["--plan", "80GB"], "argument --plan: '80GB' is neither a number of GiB nor a model"),
+        (["--plan", "nowhere/at/all"], "there is no folder nowhere/at/all"),
+        (["demo", "--plan", "other"], "--plan is followed by 'other', and the model is 'demo'; give one of them"),
         (["nowhere/at/all"], "there is no folder nowhere/at/all"),
         (["--api-key", "a", "m"], "takes all words behind it, and there is no MODEL; put MODEL before --api-key"),
         (["--lora-modules", "a=x", "m"], "--lora-modules takes all words behind it, and there is no MODEL"),
@@ -148,6 +153,41 @@ def test_each_command_says_its_version(capsys, command):
     with pytest.raises(SystemExit) as ended:
         main([*command.split(), "--version"])
     assert ended.value.code == 0 and re.fullmatch(r"Manta \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_a_plan_is_of_a_gpu_or_of_a_model():
+    assert [size_or_model(text) for text in ("80", "0.5", "demo", "01-ai/Yi-6B")] == [80.0, 0.5, "demo", "01-ai/Yi-6B"]
+    assert math.isnan(size_or_model("nan")) and RUNS.keys() == COMMANDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["--version"], 0, "Manta "),
+        (["serve", "--help"], 0, "usage: server.py [COMMAND] [MODEL]"),
+        ([], 2, "has no torch, safetensors, tokenizers and "),
+        (["chat"], 2, "has no torch, safetensors, tokenizers and "),
+        (["--plan", "demo"], 2, "has no torch, safetensors, numpy and 1 more: activate the environment"),
+        (["--plan", "nowhere/at/all"], 2, "there is no folder nowhere/at/all"),
+        (["--prot", "1"], 2, "there is no option --prot; the nearest is --port"),
+    ],
+)
+def test_without_packages_it_says_what_to_do(argv, code, words):
+    command = [sys.executable, "-S", str(ROOT / "server.py"), *argv]  # -S leaves out the environment's packages
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == code and words in (done.stderr if code else done.stdout)
+    assert code == 0 or done.stderr.count("\n") == 1
+
+
+def test_without_packages_the_library_says_what_to_do():
+    done = subprocess.run([sys.executable, "-S", "-c", "import engine"], cwd=ROOT, capture_output=True, text=True)
+    assert "ModuleNotFoundError: " in done.stderr and "has no torch, safetensors, tokenizers and 4 more" in done.stderr
+
+
+def test_the_packages_are_those_of_the_requirements():
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    optional = {"triton", "setproctitle", "argcomplete"}
+    assert {re.match("[a-z_0-9]+", line)[0] for line in lines} == {*PACKAGES} | optional
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -190,15 +190,18 @@ def test_a_reload_keeps_the_settings(open_page: Callable[..., Page]) -> None:
     page.get_by_text("Settings").click()
     page.get_by_label("System prompt").fill("Be brief.")
     page.get_by_label("Temperature").fill("0.5")
+    page.get_by_label("calculator").check()
     page.reload()
     expect(page.get_by_text("Settings (changed)")).to_be_visible()
     with page.expect_request(CHAT) as request:
         ask(page, "Hi")
     body = request.value.post_data_json
+    assert "tools" in body and "logprobs" not in body
     assert body["temperature"] == 0.5 and body["messages"][0] == {"role": "system", "content": "Be brief."}
     page.get_by_text("Settings").click()
     page.get_by_label("System prompt").fill("")
     page.get_by_label("Temperature").fill("")
+    page.get_by_label("calculator").uncheck()
     expect(page.locator("#settings-summary")).to_have_text("Settings")
     page.evaluate("localStorage.setItem(`manta-settings:${location.pathname}`, '{broken')")
     page.reload()

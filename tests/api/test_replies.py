@@ -68,7 +68,7 @@ def test_chat(http_client: FlaskClient, engine: ScriptedClient) -> None:
     [
         ([{"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]}], {}, "<|user|>a\nb"),
         ([{"role": "user", "content": "a", "name": None, "x": 1}], {}, "<|user|>a"),
-        ([{"role": "my-own", "content": [{"type": "text", "text": "a"}]}], {}, "<|my-own|>a"),
+        ([{"role": "function", "content": [{"type": "text", "text": "a"}]}], {}, "<|function|>a"),
         ([{"role": "assistant", "content": None}], {}, "<|assistant|>"),
         ([{"role": "user", "content": "a"}], {"add_generation_prompt": False}, "<|user|>a"),
         ([{"role": "assistant", "content": "a "}], {"continue_final_message": True}, "<|assistant|>a "),

@@ -346,6 +346,7 @@ def test_a_gguf_file_of_the_hub_is_named_by_its_quantization(
     hub.repos["manta/GGUF"] = Repo(dict.fromkeys(files, content))
     found = find_model(EngineConfig("manta/GGUF:bf16"))
     assert hub.downloaded("manta/GGUF") == ["demo-BF16.gguf"]
+    assert find_model(EngineConfig("manta/GGUF:demo-BF16.gguf")).folder == found.folder
     assert found.model_name == "manta/GGUF:bf16" and ModelConfig.from_folder(found.folder).num_layers == 6
     assert "manta/GGUF: downloading demo-BF16.gguf" in capfd.readouterr().err
     for model, says in (
@@ -416,7 +417,10 @@ def test_a_cache_is_no_model(hub: Hub, tmp_path: Path) -> None:
         ("hf.co/Qwen/Qwen3-0.6B/tree/main", "--model Qwen/Qwen3-0.6B$"),
         ("huggingface.co/Qwen/Qwen3-0.6B.git", "--model Qwen/Qwen3-0.6B$"),
         ("https://hf.co/a/b/tree/v1?x=y", "--model a/b --revision v1$"),
-        ("hf.co/a/b-GGUF:Q4_K_M", "--model a/b-GGUF$"),
+        ("./nowhere", "there is no folder ./nowhere; --model takes"),
+        ("/nowhere:Q8_0", "there is no folder /nowhere:Q8_0; "),
+        ("models/org/name", "there is no folder models/org/name; "),
+        ("hf.co/a/b-GGUF:Q4_K_M", "--model a/b-GGUF:Q4_K_M$"),
     ],
 )
 def test_a_file_or_an_address_is_no_model(name: str, says: str) -> None:

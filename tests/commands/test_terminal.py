@@ -257,7 +257,8 @@ def test_an_engine_that_cannot_start_has_said_why():
         (["chat", "--url", "http://127.0.0.1:1"], "http://127.0.0.1:1 does not answer: "),
         (["chat", "--url", "http://127.0.0.1:1", "--max-num-seqs", "3"], "--max-num-seqs is given; with --url"),
         (["chat", "--url", "http://127.0.0.1:1", "--lora-modules", "a=b"], "--lora-modules is given; with --url"),
-        (["complete", "--enable-lora", "--lora-modules", "a"], "lora_modules has 'a'; it must be NAME=PATH"),
+        (["complete"], "complete: error: the prompt is empty; give -p TEXT, or a text on stdin"),
+        (["complete", "-p", "x", "--enable-lora", "--lora-modules", "a"], "lora_modules has 'a'; it must be NAME=PATH"),
     ],
 )
 def test_what_cannot_begin_is_one_line(tmp_path, monkeypatch, capsys, argv, words):
@@ -266,10 +267,9 @@ def test_what_cannot_begin_is_one_line(tmp_path, monkeypatch, capsys, argv, word
     config.pop("chat_template", None)
     (tmp_path / "plain" / "tokenizer_config.json").write_text(json.dumps(config))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(argv)
+    code = ask(monkeypatch, *argv)
     said = capsys.readouterr()
-    assert ended.value.code == 2 and not said.out and said.err.count("\n") == 1 and words in said.err
+    assert code == 2 and not said.out and said.err.count("\n") == 1 and words in said.err
 
 
 # --- a server ---------------------------------------------------------------------------------------------------------

@@ -613,6 +613,7 @@ def plan_lines(capsys, gib: float | None = None, **fields) -> dict[str, str]:
 
 def test_plan_of_a_gpu_adds_up(capsys, folder):
     """The plan is for a Llama 3.1 8B, whose figures are known, on one and on two GPUs of 80 GiB."""
+    pytest.importorskip("triton")
     model = folder(
         architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=128256, hidden_size=4096,
         intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
@@ -674,6 +675,7 @@ def test_the_driver_is_asked_for_the_gpu(monkeypatch):
     ],
 )
 def test_what_cannot_be_is_told_by_value_and_range(monkeypatch, gib, fields, message):
+    pytest.importorskip("triton")
     monkeypatch.setattr(startup, "gpu_bytes", lambda: 0)
     with pytest.raises(ValueError, match=message):
         print_plan(EngineConfig(**fields), ModelConfig.from_folder(DEMO), gib)
