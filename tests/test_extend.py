@@ -33,7 +33,6 @@ while scheduler.has_work():
     for output in scheduler.update(plan, StepResult(plan.step, [5] * len(plan.rows))):
         if output.finished:
             print(output.request_id)
-    check_integrity(scheduler)
 """
 
 
