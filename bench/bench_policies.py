@@ -17,7 +17,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -303,8 +303,8 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def panel(
-    left: int, title: str, labels: Sequence[str], places: Sequence[float], lines: dict[tuple[str, str], Sequence[Any]],
-    colors: dict[str, str], unit: str,
+    left: int, title: str, labels: Sequence[str], places: Sequence[float],
+    lines: Mapping[tuple[str, str], Sequence[Any]], colors: dict[str, str], unit: str,
 ) -> list[str]:  # fmt: skip
     """SVG of lines over `places` (0 to 1), on a logarithmic axis in ms. A line is named by policy and percentile."""
     values = [value for line in lines.values() for value in line if value not in ("", 0)]
