@@ -317,7 +317,7 @@ def panel(
     parts = [f'<text x="{begin}" y="{TOP - 12}" font-weight="bold">{escape(title)}</text>']
     for mark in marks:
         parts.append(f'<path d="M{begin} {y(mark):.1f}h{width}" stroke="#ddd"/>')
-        parts.append(f'<text x="{begin - 6}" y="{y(mark) + 4:.1f}" text-anchor="end">{mark:,g}</text>')
+        parts.append(f'<text x="{begin - 6}" y="{y(mark) + 4:.1f}" text-anchor="end">{mark:,.9g}</text>')
     for label, place in zip(labels, places, strict=True):
         x, end = begin + place * width, HEIGHT - BOTTOM
         parts.append(f'<text x="{x:.1f}" y="{end + 16}" text-anchor="middle">{escape(label)}</text>')
