@@ -56,7 +56,6 @@ if not __package__:  # from a clone: the engine's files lie one folder up
     sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "demo")]
 
 import bench_engine
-import bench_lora
 import bench_policies
 import bench_scheduler
 import bench_serve
@@ -603,6 +602,8 @@ def main() -> None:
     elif args.command == "viewers":
         figures = bench_serve.viewers_figures(args.model, args.streams, args.viewers, args.new_tokens, args.repeats)
     elif args.command == "lora":
+        import bench_lora  # only here, because it imports torch
+
         sizes = args.sequences, args.new_tokens, args.slots, args.together, args.registered, args.rank, args.repeats
         figures = bench_lora.lora_figures(args.model, *sizes)
     elif args.command == "speculation":

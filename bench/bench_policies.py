@@ -17,7 +17,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -303,8 +303,8 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def panel(
-    left: int, title: str, labels: Sequence[str], places: Sequence[float], lines: dict[tuple[str, str], Sequence[Any]],
-    colors: dict[str, str], unit: str,
+    left: int, title: str, labels: Sequence[str], places: Sequence[float],
+    lines: Mapping[tuple[str, str], Sequence[Any]], colors: dict[str, str], unit: str,
 ) -> list[str]:  # fmt: skip
     """SVG of lines over `places` (0 to 1), on a logarithmic axis in ms. A line is named by policy and percentile."""
     values = [value for line in lines.values() for value in line if value not in ("", 0)]
@@ -317,7 +317,7 @@ def panel(
     parts = [f'<text x="{begin}" y="{TOP - 12}" font-weight="bold">{escape(title)}</text>']
     for mark in marks:
         parts.append(f'<path d="M{begin} {y(mark):.1f}h{width}" stroke="#ddd"/>')
-        parts.append(f'<text x="{begin - 6}" y="{y(mark) + 4:.1f}" text-anchor="end">{mark:,g}</text>')
+        parts.append(f'<text x="{begin - 6}" y="{y(mark) + 4:.1f}" text-anchor="end">{mark:,.9g}</text>')
     for label, place in zip(labels, places, strict=True):
         x, end = begin + place * width, HEIGHT - BOTTOM
         parts.append(f'<text x="{x:.1f}" y="{end + 16}" text-anchor="middle">{escape(label)}</text>')

@@ -339,15 +339,9 @@ def check_pool(config: EngineConfig, model: Transformer, plan: MemoryPlan, room:
         return
     room = plan.weights - sum(table.nbytes for table in model.rotations) - over
     remedy = what_fits(config, model, room, plan.step + plan.state, plan.context > 0)
-    raise ValueError(
-        f"the weights take {plan.weights / 2**30:,.2f} GiB{' as plain numbers' * is_counted_plain(model)}, "
-        f"{over / 2**30:,.2f} more than there is room for: {remedy}"
-    )
-
-
-def is_counted_plain(model: Transformer) -> bool:
-    """Whether the weights have few bits, and no file was read that tells which."""
-    return bool(model.config.quantization) and not model.coded
+    size, missing = (f"{count / 2**30:,.2f}" for count in (plan.weights, over))
+    plain = " as plain numbers" if model.config.quantization and not model.coded else ""
+    raise ValueError(f"the weights take {size} GiB{plain}, {missing} more than there is room for: {remedy}")
 
 
 def what_fits(config: EngineConfig, model: Transformer, room: int, steps: int, cuda: bool) -> str:
@@ -413,8 +407,10 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         stages = model.group.pipeline.stages
         of = f" of stage {model.group.pipeline.stage}, which has the least room of {stages}" if stages > 1 else ""
         yield f"for each of {model.group.size} ranks{of}:"
-    plain = "as plain numbers: no file is read that tells which have few bits" * is_counted_plain(model)
-    yield line("weights", plan.weights, plain)
+    plain = bool(model.config.quantization) and not model.coded
+    yield line(
+        "weights", plan.weights, "as plain numbers: no file is read that tells which have few bits" if plain else ""
+    )
     if plan.draft and config.speculation:
         yield line("draft", plan.draft, config.speculation.method)
     if plan.adapters:
