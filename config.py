@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 from processes.options import ClusterOptions, check_fields, option
@@ -344,8 +343,8 @@ class EngineConfig(ClusterOptions):
             if isinstance(getattr(self, name), Mapping):
                 object.__setattr__(self, name, json.dumps(getattr(self, name)))
         for name in ("logits_processors", "model_plugin"):
-            if isinstance(getattr(self, name), list):  # of a script, or as JSON had it
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+            if isinstance(value := getattr(self, name), list):  # of a script, or as JSON had it
+                object.__setattr__(self, name, tuple(value))
         check_fields(self)
         for module in self.model_plugin:
             load_module("model_plugin", module)
@@ -400,7 +399,7 @@ class EngineConfig(ClusterOptions):
             return
         if self.logits_processors:
             why = "the state that they read ends before the drafts that a row comes after"
-            self._refuse("logits_processors", f"with speculative_config it must be empty, because {why}")
+            self._refuse("logits_processors", f"with speculative_config it must be (), because {why}")
         if self.batch_invariant:
             self._refuse("batch_invariant", "with speculative_config it must be False")
         if self.pipeline_parallel_size > 1 and self.speculation.by_model:
@@ -436,18 +435,15 @@ class FatalHookError(RuntimeError):
     """A user's class has failed where the engine cannot go on; the message is of `blame`."""
 
 
-def blame(owner: type, method: str, what: str, trace: TracebackType | None = None) -> str:
-    """Name a method, what it did, like "returned None", and the last line in its class's file that led to an error."""
-    code = getattr(inspect.unwrap(getattr(owner, method)), "__code__", None)
+def blame(owner: type, method: str, what: str | Exception) -> str:
+    """Name a method, what it did ("returned None") or raised, and the last line of the class's file that led there."""
+    code, lines = getattr(inspect.unwrap(getattr(owner, method)), "__code__", None), []
     file = getattr(sys.modules.get(owner.__module__), "__file__", None) or getattr(code, "co_filename", "no file")
-    lines = [frame.lineno for frame in traceback.extract_tb(trace) if frame.filename == file]
+    if isinstance(what, Exception):
+        lines = [frame.lineno for frame in traceback.extract_tb(what.__traceback__) if frame.filename == file]
+        what = f"raised {type(what).__name__}: {what}".partition("\n")[0]
     line = lines[-1] if lines else getattr(code, "co_firstlineno", 0)
     return f"{owner.__module__}:{owner.__qualname__}.{method} {what} ({file}, line {line})"
-
-
-def raised(error: Exception) -> str:
-    """The first line of what tells of an error, for `blame`."""
-    return f"raised {type(error).__name__}: {error}".partition("\n")[0]
 
 
 def load_module(option: str, name: str) -> Any:
@@ -455,13 +451,15 @@ def load_module(option: str, name: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         found = importlib.import_module(module)
-        return getattr(found, attribute) if attribute else found
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{option} is {name!r:.80}: {error}; the module must be on PYTHONPATH") from None
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{at.filename}, line {at.lineno}"
-        raise ValueError(f"{option} is {name!r:.80}: importing the module {raised(error)} ({where})") from error
+        why = f"importing it raised {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            why = f"{error}; the module must be on PYTHONPATH"
+        raise ValueError(f"{option} is {name!r:.80}: {why}") from error
+    if attribute and not hasattr(found, attribute):
+        raise ValueError(f"{option} is {name!r:.80}: module {module!r} has no attribute {attribute!r}")
+    return getattr(found, attribute) if attribute else found
 
 
 def load_named(option: str, name: str, checks: Mapping[str, Check | None], base: type = object) -> Any:
@@ -505,7 +503,7 @@ def guarded(owner: type, name: str, method: Callable[..., Any], check: Check | N
         except (HookError, FatalHookError):
             raise
         except Exception as error:
-            raise kind(blame(owner, name, raised(error), error.__traceback__)) from error
+            raise kind(blame(owner, name, error)) from error
         if check and (right := check(returned, *args)):
             shape = getattr(returned, "shape", None)
             said = repr(returned) if shape is None else f"{[*shape]} {returned.dtype}"

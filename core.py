@@ -17,7 +17,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from config import EngineConfig, FatalHookError, blame, raised
+from config import EngineConfig, FatalHookError, blame
 from device.workers import Workers, check_reloadable
 from executor import Peers, WorkerError
 from executors.choose import new_executor
@@ -363,7 +363,7 @@ class EngineCore:
             try:
                 getattr(observer, event)(*args)
             except Exception as error:
-                raise FatalHookError(blame(type(observer), event, raised(error), error.__traceback__)) from error
+                raise FatalHookError(blame(type(observer), event, error)) from error
 
     @contextlib.contextmanager
     def span(self, name: str, plan: StepPlan | None = None) -> Iterator[None]:

@@ -76,9 +76,10 @@ def work(
                     launched.append(worker.launch(message))
                 else:
                     send(answer(worker, message, codec, script))
-        except (PeersGone, HookError) as error:
-            raised = "PeersGone" if isinstance(error, PeersGone) else "HookError"
-            return send(codec.encode(Reply(0, error=str(error), raised=raised)))
+        except PeersGone as error:
+            return send(codec.encode(Reply(0, error=str(error), raised="PeersGone")))
+        except HookError as error:
+            return send(codec.encode(Reply(0, error=str(error), raised="HookError")))
         except Exception as error:
             send(codec.encode(Reply(0, error=f"{type(error).__name__}: {error}")))
             raise

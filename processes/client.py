@@ -279,9 +279,8 @@ class MPClient(EngineCoreClient):
                     stream.put(output)
 
     def _lost(self, connection: Connection) -> None:
-        gone = OUT_OF_REACH if connection.far else GONE
-        if not (self.said and self.said.startswith(gone)):
-            self.said = f"{gone}: {self.said}" if self.said else gone
+        words = f": {self.said}" if self.said and not self.said.startswith(GONE) else ""  # its last ones
+        self.said = (OUT_OF_REACH if connection.far else GONE) + words
         streams, self.streams = self.streams, {}
         if self.suspects and not (connection.far or connection.closed.is_set()):
             self.suspects.died(streams)

@@ -107,19 +107,12 @@ class Policy(GroupQueue):
         return {}
 
 
-def no_dict(returned: Any, *args: Any) -> str:
-    """See `CHECKS`."""
-    return "" if isinstance(returned, dict) else "a dict"
-
-
 CHECKS: dict[str, Check | None] = {  # what of a policy `load_named` guards, and what these must return
     **dict.fromkeys(name for name in vars(Policy) | vars(GroupQueue) if name[0] != "_"),
-    "__init__": None,
+    **dict.fromkeys(("shares", "account", "instead"), lambda found, *of: "" if isinstance(found, dict) else "a dict"),
     "rank": lambda rank, request: "" if isinstance(rank, Real) and rank == rank else "a number",
     "yields": lambda yields, *groups: "True or False" if yields is None else "",
-    "shares": no_dict,
-    "account": no_dict,
-    "instead": no_dict,
+    "__init__": None,
 }
 
 

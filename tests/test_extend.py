@@ -206,6 +206,13 @@ def test_a_logits_processor_that_is_none_is_refused():
         load_named("logits_processors", "nowhere:B", {})
 
 
+def test_a_module_that_fails_while_it_is_imported_is_told_with_its_line(tmp_path: Path, monkeypatch):
+    (tmp_path / "broken_module.py").write_text("import os\n\nvalue = os.nothing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"importing it raised AttributeError: .*broken_module.py, line 3\)$"):
+        EngineConfig(model_plugin=["broken_module"])
+
+
 def test_a_kernel_is_stepped_through():
     """It stops in our file at the kernel's first line, and goes on to where something is called."""
     pytest.importorskip("triton")

@@ -15,7 +15,7 @@ import pytest
 
 import executor as executor_module
 import ring as ring_module
-from config import EngineConfig
+from config import EngineConfig, FatalHookError
 from device.serve import NEVER
 from executor import BlamelessError, MpExecutor, WorkerError
 from executors.links import RankLink, RankLinks
@@ -206,6 +206,14 @@ def test_a_rank_that_fails_while_a_plan_is_written_says_why(ranks, large):
     with pytest.raises(WorkerError, match="rank 1 has failed in step 1: no room"):
         for step in range(1, 100):
             executor.submit(plan(step, LARGE))
+
+
+def test_a_users_class_that_fails_on_a_rank_ends_the_engine(ranks):
+    """New workers would fail in the same way."""
+    executor = ranks(lambda rank, message: rank.say(Reply(0, error="toy:Toy failed", raised="HookError")), 2)
+    executor.submit(plan(1))
+    with pytest.raises(FatalHookError, match=r"^toy:Toy failed$"):
+        executor.result()
 
 
 @pytest.mark.parametrize("how", ["stuck", *(pytest.param(how, marks=pytest.mark.full) for how in ("stopped", "dead"))])
