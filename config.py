@@ -72,7 +72,7 @@ def naming_nearest(cls: type[T]) -> type[T]:
             raise ValueError(f"{cls.__name__} has no {name}{names}")
         init(self, *args, **fields)
 
-    cls.__init__ = checked  # type: ignore[method-assign]
+    cls.__init__ = checked  # type: ignore[assignment, method-assign]
     return cls
 
 

@@ -93,6 +93,8 @@ def test_tool_calls_reach_the_template_as_objects(engine: ScriptedClient, tmp_pa
     assert TOKENIZER.decode(engine.added[0][0]) == "Bern"
     error = refusal(post(app.test_client(), CHAT, messages=[{"role": "user", "content": "x"}]))
     assert error["param"] == "messages" and "chat template" in error["message"]
+    error = refusal(post(app.test_client(), CHAT, messages=[{"role": "usr", "content": "x"}]))
+    assert error["param"] == "messages" and error["message"].startswith("message 0 has the role 'usr'; it must be one")
 
 
 def test_a_template_may_know_of_effort_none(engine: ScriptedClient, tmp_path: Path) -> None:
