@@ -36,6 +36,7 @@ from forked import forked_workers
 from integrity import check_integrity
 from observe.journal import replay
 from plan import EngineCoreRequest, Met, StepPlan
+from processes.client import EngineDeadError
 from ring import Watchdog
 from served import alive, eventually, tell_time
 from test_ring import SlowRing, TinyRing
@@ -352,8 +353,9 @@ def test_workers_that_never_come_up_end_the_engine_with_what_they_said(make_llm,
     when(llm, [3], lambda: os.kill(worker(llm), signal.SIGKILL))
     with pytest.raises(WorkerError, match=r"no memory for them; no step .* anew 3 times \(max_worker_restarts\)"):
         llm.generate(PROMPTS, MIXED, use_tqdm=False)
-    assert not llm.core.has_work()
-    llm.core.close()
+    with pytest.raises(EngineDeadError, match=r"the engine has failed: .*no memory for them"):
+        llm.generate(PROMPTS, MIXED, use_tqdm=False)
+    llm.close()
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.long), True], ids=["", "as on a GPU"])
