@@ -586,15 +586,21 @@ def kernel_figures(ops: list[str], shapes: list[str]) -> Iterator[dict[str, Any]
 
     On a GPU each case is checked and measured. A case that does not run, or whose result is wrong, says so under
     "failure" in its row, and the next ones go on. Without a GPU a row has what can be counted.
+
+    Raises:
+        ValueError: there is no such shape.
     """
+    known = {shape.name: shape for shape in (*SHAPES, *E4M3, *EXPERTS, *LATENTS, *DELTAS, *LORAS, *CODED)}
+    if unknown := [name for name in shapes if name not in known]:
+        raise ValueError(f"there is no shape {unknown[0]!r}; known: {', '.join(known)}")
     cuda = torch.cuda.is_available()
     limits = measure_limits() if cuda else H200
     rates = f"copy {limits.copy / 1e12:.2f} TB/s, host {limits.host / 1e9:.0f} GB/s, {limits.flops / 1e12:.0f} TFLOP/s"
     print(f"{torch.cuda.get_device_name()}: {rates}" if cuda else f"No CUDA device: floors are an H200's ({rates}).")
-    known = {shape.name: shape for shape in (*SHAPES, *E4M3, *EXPERTS, *LATENTS, *DELTAS, *LORAS, *CODED)}
     pairs = [(name, case) for name in shapes or known for case in cases(known[name]) if not ops or case.op in ops]
     rehearse(case for _, case in pairs)
-    gc.freeze()  # torch collects garbage before each capture, and need not look at all that was imported
+    if cuda:
+        gc.freeze()  # torch collects garbage before each capture, and need not look at all that was imported
     for name, case in pairs:
         floor = limits.floor(case)
         yield {

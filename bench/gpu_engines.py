@@ -239,8 +239,7 @@ def mixed_traffic(core: Any, adapters: list[Any]) -> Iterator[Row]:
     setattr(guard, name, functools.partial(allow_late, getattr(guard, name), late))
     begun, count, steps, errors = time.perf_counter(), 0, 0, list[str]()
     while time.perf_counter() - begun < TRAFFIC_SECONDS if has_gpu() else count < 3:
-        running = core.metrics()["num_requests_running"] + core.metrics()["num_requests_waiting"]
-        if running < most * 3 // 4 and rng.random() < 0.7:
+        if len(core.scheduler.requests) < most * 3 // 4 + 1 and rng.random() < 0.7:
             length = rng.choice((1, 17, 40, 300, longest)) if has_gpu() else rng.choice((1, 5, 17))
             prompt = [rng.randrange(vocab_size) for _ in range(length)]
             params = SamplingParams(**drawn_params(rng, count))
