@@ -14,7 +14,7 @@ import importlib.util
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -84,6 +84,7 @@ SHAPES = (
     Shape("qwen3-32b/4", 5120, 16, 2, 128, 6400, 151936, True),  # one of four ranks
 )
 E4M3 = tuple(shape._replace(name=f"{shape.name}-kv8", cache=torch.float8_e4m3fn) for shape in SHAPES[:2])
+Sizes = Shape | Experts | Latent | Delta | Lora | Coded
 
 
 class Limits(NamedTuple):
@@ -448,7 +449,7 @@ GROUPS = (
 CACHE_GROUPS = (rope_cases, decode_cases, draft_cases, prefill_cases)  # which a cache of another type changes
 
 
-def cases(shape: Shape | Experts | Latent | Delta | Lora | Coded) -> Iterator[Case]:
+def cases(shape: Sizes) -> Iterator[Case]:
     """All cases of a shape."""
     if isinstance(shape, Experts):
         return expert_cases(shape)
@@ -503,7 +504,7 @@ def relative_error(case: Case, got: torch.Tensor, want: torch.Tensor) -> float:
     return error
 
 
-def seconds(runs: list[Run]) -> float:
+def seconds(runs: Sequence[Run]) -> float:
     """Seconds of a call on the GPU, without the host's part: the median of replays of a graph that makes all calls."""
     for run in runs:
         run()
@@ -590,7 +591,8 @@ def kernel_figures(ops: list[str], shapes: list[str]) -> Iterator[dict[str, Any]
     Raises:
         ValueError: there is no such shape.
     """
-    known = {shape.name: shape for shape in (*SHAPES, *E4M3, *EXPERTS, *LATENTS, *DELTAS, *LORAS, *CODED)}
+    every: tuple[Sizes, ...] = (*SHAPES, *E4M3, *EXPERTS, *LATENTS, *DELTAS, *LORAS, *CODED)
+    known = {shape.name: shape for shape in every}
     if unknown := [name for name in shapes if name not in known]:
         raise ValueError(f"there is no shape {unknown[0]!r}; known: {', '.join(known)}")
     cuda = torch.cuda.is_available()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import gpu_check
 import gpu_tests
 
 ROOT = Path(__file__).parent.parent.parent
@@ -71,6 +73,14 @@ def test_a_bad_option_is_named(flag):
         [sys.executable, "bench/gpu_check.py", flag, "nothing"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 2 and flag in done.stderr and "nothing" in done.stderr
+
+
+def test_the_documentation_has_each_part_and_its_seconds():
+    text = (ROOT / "docs/gpu.md").read_text().partition("## What was checked")[0]
+    told = {}
+    for names, seconds in re.findall(r"^\| (`.*?`) \| ([\d, ]+) \|", text, re.MULTILINE):
+        told |= zip(re.findall(r"`(\w+)`", names), map(int, seconds.split(", ")), strict=True)
+    assert told == {name: part.seconds for name, part in gpu_check.PARTS.items() if not part.after_failure_of}
 
 
 TESTS = """
