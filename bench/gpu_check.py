@@ -238,8 +238,8 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "versions": Part(versions, 8),
-    "demo": Part(demo, 40),
+    "versions": Part(versions, 12),
+    "demo": Part(demo, 38),
     "blame": Part(blame, 60, {"CUDA_LAUNCH_BLOCKING": "1"}, "demo"),
     "server": Part(server, 40),
     "small_model": Part(gpu_engines.small_model, 28),
