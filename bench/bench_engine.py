@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from config import VERSION, EngineConfig
 from model_config import ModelConfig
 from sampling_params import SamplingParams
 
-Figures = list[dict[str, Any]]
+Row = dict[str, Any]
+Figures = list[Row]
 Generate = Callable[[list[list[int]], Any], dict[str, Any]]  # the jobs of peers.py, and their answers
 
 PEERS = Path(__file__).parent / "peers.py"
@@ -37,7 +38,7 @@ def engine_figures(args: argparse.Namespace) -> Figures:
     options = {name: getattr(args, name) for name in names}
     pythons = peer_pythons(args)
     if args.command == "latency" and args.breakdown:
-        return breakdown_figures(args.model, args.breakdown, args.new_tokens, options)
+        return [*breakdown_figures(args.model, [args.breakdown], args.new_tokens, options)]
     arguments = [str(Path(args.model).resolve()), "--threads", str(args.threads), "--device", args.device]
     if args.command == "throughput":
         work = throughput_work(args.requests, args.scale, ModelConfig.from_folder(args.model).vocab_size)
@@ -263,35 +264,33 @@ def unmet(config: ModelConfig, batch: int) -> float:
     return sum(config.expert_layers) * e.count * 3 * config.hidden_size * e.size * (1 - e.top_k / e.count) ** batch
 
 
-def breakdown_figures(model: str, sequences: int, new_tokens: int, options: dict[str, Any]) -> Figures:
+def breakdown_figures(model: str, batches: Sequence[int], new_tokens: int, options: dict[str, Any]) -> Iterator[Row]:
     """Median microseconds of each phase of a decode step, from the timeline that `--trace` writes.
 
     "the engine's own" is the host's work for a step. On a GPU it is everything that the engine's thread does except
     waiting. On a CPU it is everything except the model and the copies of KV blocks, which would be a GPU's work.
-    "streams and text" is what the callers do between steps; a server does it in other processes. There are two rows:
-    with prompts of one length, all sequences need another block in the same step and none in the median step; with
-    prompts of different lengths, some sequences do in each step.
+    "streams and text" is what the callers do between steps; a server does it in other processes. Each of the `batches`
+    has two rows: with prompts of one length, all sequences need another block in the same step and none in the median
+    step; with prompts of different lengths, some sequences do in each step. One engine serves all of them.
     """
-    return [breakdown(model, [16 + i % spread for i in range(sequences)], new_tokens, options) for spread in (1, 64)]
-
-
-def breakdown(model: str, lengths: list[int], new_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
-    """One row of `breakdown_figures`, for prompts of `lengths` tokens."""
     from engine import LLM
 
-    sequences = len(lengths)
+    cases = [[16 + i % spread for i in range(sequences)] for sequences in batches for spread in (1, 64)]
+    most: dict[str, Any] = {"max_num_seqs": max(batches), "max_model_len": max(map(max, cases)) + new_tokens}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        sizes: dict[str, Any] = {"max_num_seqs": sequences, "max_model_len": max(lengths) + new_tokens}
-        llm = LLM(model, trace=str(path), distributed_executor_backend="uni", **sizes, **options)
+        path, seen = Path(folder, "trace.json"), 0
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-        for turn in range(2):  # the first warms up
-            prompts = [[5 + turn + i % 500] * length for i, length in enumerate(lengths)]
-            llm.generate(prompts, params, use_tqdm=False)
-        llm.core.close()  # this writes the end of the timeline
-        events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
-    spread = f"{min(lengths)} to {max(lengths)}" if len(set(lengths)) > 1 else str(lengths[0])
-    return {"prompt": spread} | phases_of(events, sequences, llm.core.facts["device"] != "cpu")
+        most |= {"trace": str(path), "distributed_executor_backend": "uni"}
+        with LLM(model, **options | most) as llm:
+            cuda = llm.core.facts["device"] != "cpu"
+            for lengths in cases:
+                for turn in range(2):  # the first warms up
+                    prompts = [[5 + turn + i % 500] * length for i, length in enumerate(lengths)]
+                    llm.generate(prompts, params, use_tqdm=False)
+                events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
+                spread = f"{min(lengths)} to {max(lengths)}" if len(set(lengths)) > 1 else str(lengths[0])
+                yield {"prompt": spread} | phases_of(events[seen:], len(lengths), cuda)
+                seen = len(events)
 
 
 def phases_of(events: Figures, sequences: int, cuda: bool) -> dict[str, Any]:

@@ -9,11 +9,12 @@ the table has the bytes, the operations and the floor on an H200.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import itertools
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -22,15 +23,19 @@ import torch.nn.functional as F
 
 from config import MOST_DRAFTING
 from kernel_cases import (
+    BLOCK,
     CODED,
     DELTAS,
     EXPERTS,
+    LATENTS,
+    LAYERS,
     LORAS,
     Case,
     Coded,
     Delta,
     Experts,
     Inputs,
+    Latent,
     Lora,
     Run,
     coded_cases,
@@ -39,13 +44,14 @@ from kernel_cases import (
     expert_cases,
     guess_cases,
     ints,
+    latent_cases,
     lora_cases,
+    new_pool,
+    paged,
 )
 
 Figures = list[dict[str, Any]]
 
-BLOCK = 64  # tokens
-LAYERS = (2, 28)  # layers of the pool. A block's pages of one layer lie together, and those of all layers far apart
 CHECKED = 256  # queries of prompts that are checked: for all of 16k the twin would hold two times 34 GB of scores
 COUNTED = {"op": 18, "model": 13, "size": 38, "MB": 9, "GFLOP": 9, "floor us": 9}  # the columns and their widths
 MEASURED = {"error": 6, "us": 9, "GB/s": 6, "TFLOP/s": 7, "of limit": 8, "a library takes": 15}  # further ones on a GPU
@@ -64,6 +70,12 @@ class Shape(NamedTuple):
     ffn: int
     vocab: int
     norm: bool
+    cache: torch.dtype = torch.bfloat16  # of keys and values
+
+    @property
+    def page(self) -> tuple[int, ...]:
+        """A block's keys and values in one layer."""
+        return 2, self.kv_heads, BLOCK, self.head_dim
 
 
 SHAPES = (
@@ -71,6 +83,8 @@ SHAPES = (
     Shape("llama3-8b", 4096, 32, 8, 128, 14336, 128256, False),
     Shape("qwen3-32b/4", 5120, 16, 2, 128, 6400, 151936, True),  # one of four ranks
 )
+E4M3 = tuple(shape._replace(name=f"{shape.name}-kv8", cache=torch.float8_e4m3fn) for shape in SHAPES[:2])
+Sizes = Shape | Experts | Latent | Delta | Lora | Coded
 
 
 class Limits(NamedTuple):
@@ -124,7 +138,7 @@ def rope_cases(s: Shape, tokens: tuple[int, ...] = (256, 8192)) -> Iterator[Case
             qkv, weight = draw(device, t, width * s.head_dim), draw(device, s.head_dim) if s.norm else None
             angle = torch.rand(t, 1, s.head_dim, device=device) * math.tau
             rotation = torch.cat((angle.cos(), angle.sin()), 1)
-            pool = new_pool(s, -(-t // BLOCK), device)
+            pool = new_pool(s.page, -(-t // BLOCK), device, s.cache)
             places = torch.randperm(t, device=device)
 
             def run(ops: ModuleType) -> tuple[torch.Tensor, ...]:
@@ -133,7 +147,8 @@ def rope_cases(s: Shape, tokens: tuple[int, ...] = (256, 8192)) -> Iterator[Case
 
             return Inputs(run)
 
-        moved = 2 * 2 * t * width * s.head_dim + t * (8 * s.head_dim + 8)
+        stored = 2 * s.heads + 2 * s.cache.itemsize * s.kv_heads
+        moved = (2 * width + stored) * t * s.head_dim + t * (8 * s.head_dim + 8)
         yield Case("qk_norm_rope_store", f"{t} x {width} heads", moved, 0, make)
 
 
@@ -154,23 +169,6 @@ def linear_cases(s: Shape, tokens: tuple[int, ...] = (1, 8, 32, 64)) -> Iterator
 
 
 # --------------------------------------------------------------------------------------------------------- attention
-
-
-def new_pool(s: Shape, blocks: int, device: str, layers: int = LAYERS[0]) -> torch.Tensor:
-    """A layer [blocks, 2, KV, BLOCK, D] of a pool; the other layers hold anything."""
-    page = 2, s.kv_heads, BLOCK, s.head_dim
-    layer = torch.empty(blocks, layers, *page, dtype=torch.bfloat16, device=device)[:, 1]
-    return layer.copy_(draw(device, blocks, *page))
-
-
-def paged(s: Shape, lengths: list[int], device: str, layers: int = LAYERS[0]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer of a pool that holds contexts of these lengths, and their block tables."""
-    counts = [-(-length // BLOCK) for length in lengths]
-    order = torch.randperm(sum(counts), device=device, dtype=torch.int32)
-    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32, device=device)
-    for row, part in zip(tables, order.split(counts), strict=True):
-        row[: len(part)] = part
-    return new_pool(s, sum(counts), device, layers), tables
 
 
 def contiguous(kv: torch.Tensor, tables: torch.Tensor, length: int) -> list[torch.Tensor]:
@@ -194,18 +192,19 @@ def decode_cases(s: Shape, batches: Any = DECODES, layers: tuple[int, ...] = LAY
 
         def make(device: str, lengths: list[int] = lengths, of: int = of) -> Inputs:
             rows = len(lengths)
-            kv, tables = paged(s, lengths, device, of)
+            kv, tables = paged(s.page, lengths, device, s.cache, of)
             q = draw(device, rows * tokens, s.heads, s.head_dim)
             slots, lens = ints(range(rows), device), ints(lengths, device)
             plans: dict[str, Any] = {}  # made once, as a step makes it once for all layers
 
             def run(ops: ModuleType) -> torch.Tensor:
                 if ops.__name__ not in plans:
-                    plans[ops.__name__] = ops.plan_decode(kv, tables, slots, lens, s.heads, 0, tokens)
+                    plans[ops.__name__] = ops.plan_decode(kv, tables, slots, lens, s.heads, 0, tokens, dtype=q.dtype)
                 return ops.attention_decode(q, kv, plans[ops.__name__], scale)
 
             libraries: dict[str, Run] = {}
-            if len(set(lengths)) == tokens == 1 and device == "cuda":
+            alike = tokens == 1 and kv.dtype == q.dtype and device == "cuda"  # so that a library takes them, too
+            if alike and len(set(lengths)) == 1:
                 k, v = contiguous(kv, tables, lengths[0])
                 one = q[:, :, None]
                 libraries["SDPA"] = lambda: F.scaled_dot_product_attention(one, k, v, scale=scale, enable_gqa=True)
@@ -216,13 +215,13 @@ def decode_cases(s: Shape, batches: Any = DECODES, layers: tuple[int, ...] = LAY
                     libraries["FlashAttention"] = lambda: flash_attn_with_kvcache(
                         q[:, None], k2, v2, cache_seqlens=lens, softmax_scale=scale
                     )
-            if tokens == 1 and device == "cuda" and importlib.util.find_spec("flashinfer"):
+            if alike and importlib.util.find_spec("flashinfer"):
                 libraries["FlashInfer"] = flashinfer_decode(s, q, kv, tables, lengths, scale)
             return Inputs(run, (), libraries)
 
         total = sum(lengths)
         pairs = tokens * total - len(lengths) * tokens * (tokens - 1) // 2
-        moved = 2 * (2 * total * s.kv_heads + 2 * len(lengths) * tokens * s.heads) * s.head_dim
+        moved = 2 * (s.cache.itemsize * total * s.kv_heads + 2 * len(lengths) * tokens * s.heads) * s.head_dim
         yield Case("attention_decode", f"{name}, 1 of {of} layers", moved, 4 * pairs * s.heads * s.head_dim, make)
 
 
@@ -282,7 +281,7 @@ def prefill_cases(s: Shape, batches: Any = PREFILLS) -> Iterator[Case]:
         counts = [new for new, _ in rows]
 
         def make(device: str, rows: Any = rows, lengths: list[int] = lengths, counts: list[int] = counts) -> Inputs:
-            kv, tables = paged(s, lengths, device)
+            kv, tables = paged(s.page, lengths, device, s.cache)
             q = draw(device, sum(counts), s.heads, s.head_dim)
             slots, lens = ints(range(len(counts)), device), ints(lengths, device)
             starts = ints([0, *torch.tensor(counts).cumsum(0).tolist()], device)
@@ -296,7 +295,7 @@ def prefill_cases(s: Shape, batches: Any = PREFILLS) -> Iterator[Case]:
                 return ops.attention_prefill(q[picked], kv, (tables, *pieces, CHECKED), scale, 0)
 
             libraries: dict[str, Run] = {}
-            if device == "cuda" and len(set(zip(lengths, counts, strict=True))) == 1:
+            if device == "cuda" and kv.dtype == q.dtype and len(set(zip(lengths, counts, strict=True))) == 1:
                 k, v = contiguous(kv, tables, lengths[0])
                 tall = q.view(len(counts), counts[0], s.heads, s.head_dim)
                 if lengths == counts:
@@ -314,7 +313,7 @@ def prefill_cases(s: Shape, batches: Any = PREFILLS) -> Iterator[Case]:
             return Inputs(run, (), libraries, (picked, part))
 
         pairs = sum(new * before + new * (new + 1) // 2 for new, before in rows)
-        moved = 2 * (2 * sum(lengths) * s.kv_heads + 2 * sum(counts) * s.heads) * s.head_dim
+        moved = 2 * (s.cache.itemsize * sum(lengths) * s.kv_heads + 2 * sum(counts) * s.heads) * s.head_dim
         yield Case("attention_prefill", name, moved, 4 * pairs * s.heads * s.head_dim, make)
 
 
@@ -428,8 +427,8 @@ def block_cases(s: Shape, blocks: int = 64) -> Iterator[Case]:
         return Inputs(lambda ops: ops.copy_blocks(pool, pairs), (pool,), {"torch": library})
 
     def swap(device: str) -> Inputs:
-        pool, host = draw(device, *pages), draw("cpu", *pages)
-        host = host.pin_memory() if device == "cuda" else host
+        pool, place = draw(device, *pages), "cpu" if device == "cuda" else device
+        host = torch.zeros(pages, dtype=pool.dtype, device=place, pin_memory=device == "cuda")
         order = torch.randperm(2 * blocks)[:blocks].tolist()
         pairs = ints([[i, j] for j, i in enumerate(order)], device, torch.int64)
 
@@ -447,17 +446,23 @@ GROUPS = (
     norm_cases, rope_cases, linear_cases, decode_cases, draft_cases, prefill_cases, sample_cases, state_cases,
     block_cases,
 )  # fmt: skip
+CACHE_GROUPS = (rope_cases, decode_cases, draft_cases, prefill_cases)  # which a cache of another type changes
 
 
-def cases(shape: Shape | Experts | Delta | Lora | Coded) -> Iterator[Case]:
+def cases(shape: Sizes) -> Iterator[Case]:
     """All cases of a shape."""
     if isinstance(shape, Experts):
         return expert_cases(shape)
+    if isinstance(shape, Latent):
+        return latent_cases(shape)
     if isinstance(shape, Lora):
         return lora_cases(shape)
     if isinstance(shape, Coded):
         return coded_cases(shape)
-    return delta_cases(shape) if isinstance(shape, Delta) else (case for group in GROUPS for case in group(shape))
+    if isinstance(shape, Delta):
+        return delta_cases(shape)
+    groups = GROUPS if shape.cache == torch.bfloat16 else CACHE_GROUPS
+    return (case for group in groups for case in group(shape))
 
 
 # --------------------------------------------------------------------------------------------- checking and measuring
@@ -499,7 +504,7 @@ def relative_error(case: Case, got: torch.Tensor, want: torch.Tensor) -> float:
     return error
 
 
-def seconds(runs: list[Run]) -> float:
+def seconds(runs: Sequence[Run]) -> float:
     """Seconds of a call on the GPU, without the host's part: the median of replays of a graph that makes all calls."""
     for run in runs:
         run()
@@ -534,9 +539,14 @@ def measure_limits() -> Limits:
     return Limits(2 * source.nbytes / copied, host.nbytes / sent, 2 * 8192**3 / seconds([lambda: a @ b]))
 
 
+def input_sets(case: Case) -> list[Inputs]:
+    """Inputs of a case on the GPU: so many of them that none is in a cache when it is used again."""
+    return [case.make("cuda") for _ in range(max(1, min(16, -(-CACHE // max(1, case.bytes)))))]
+
+
 def measure(case: Case, kernels: ModuleType, floor: float) -> dict[str, Any]:
     """Time a case and the libraries on the same inputs; `floor` is in seconds."""
-    sets = [case.make("cuda") for _ in range(max(1, min(16, -(-CACHE // max(1, case.bytes)))))]
+    sets = input_sets(case)
     took = seconds([functools.partial(inputs.run, kernels) for inputs in sets])
     ratios = []
     for name in sets[0].libraries:
@@ -549,49 +559,78 @@ def measure(case: Case, kernels: ModuleType, floor: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def rehearse(cases: Iterable[Case]) -> None:
+    """Compile what these cases launch, on all cores at the same time. Their tensors are on torch's `meta` device.
+
+    A kernel that does not compile fails once more where it is launched.
+    """
+    import kernels
+    from cpu.machine import available_cores
+    from device.compile_guard import CompileGuard
+
+    guard = CompileGuard(kernels)
+    if not (guard.runtime.interpret or torch.cuda.is_available()):
+        return
+    try:
+        with guard.rehearse(available_cores()):
+            for case in cases:
+                try:
+                    case.make("meta").run(kernels)
+                except Exception as error:
+                    print(f"{case.op} {case.size} is not rehearsed: {type(error).__name__}: {error}")
+    except Exception as error:
+        print(f"not all kernels were compiled: {type(error).__name__}: {error}")
+
+
 def kernel_figures(ops: list[str], shapes: list[str]) -> Iterator[dict[str, Any]]:
-    """A row for each case of the chosen ops and shapes (all, where none is chosen), as soon as it is known.
+    """A row for each case of the chosen ops and shapes, as soon as it is known; all, where none is chosen.
 
     On a GPU each case is checked and measured. A case that does not run, or whose result is wrong, says so under
     "failure" in its row, and the next ones go on. Without a GPU a row has what can be counted.
+
+    Raises:
+        ValueError: there is no such shape.
     """
+    every: tuple[Sizes, ...] = (*SHAPES, *E4M3, *EXPERTS, *LATENTS, *DELTAS, *LORAS, *CODED)
+    known = {shape.name: shape for shape in every}
+    if unknown := [name for name in shapes if name not in known]:
+        raise ValueError(f"there is no shape {unknown[0]!r}; known: {', '.join(known)}")
     cuda = torch.cuda.is_available()
     limits = measure_limits() if cuda else H200
     rates = f"copy {limits.copy / 1e12:.2f} TB/s, host {limits.host / 1e9:.0f} GB/s, {limits.flops / 1e12:.0f} TFLOP/s"
     print(f"{torch.cuda.get_device_name()}: {rates}" if cuda else f"No CUDA device: floors are an H200's ({rates}).")
-    for shape in (*SHAPES, *EXPERTS, *DELTAS, *LORAS, *CODED):
-        for case in cases(shape):
-            if (shapes and shape.name not in shapes) or (ops and case.op not in ops):
-                continue
-            floor = limits.floor(case)
-            figure: dict[str, Any] = {
-                "op": case.op, "model": shape.name, "size": case.size, "MB": round(case.bytes / 1e6, 2),
-                "GFLOP": round(case.flops / 1e9, 2), "floor us": round(floor * 1e6, 1),
-            }  # fmt: skip
-            if cuda:
-                try:
-                    figure |= check_and_measure(case, floor)
-                except Exception as error:  # whatever it is, the figures of the other cases must not be lost
-                    figure["failure"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            yield figure
+    pairs = [(name, case) for name in shapes or known for case in cases(known[name]) if not ops or case.op in ops]
+    rehearse(case for _, case in pairs)
+    if cuda:
+        gc.freeze()  # torch collects garbage before each capture, and need not look at all that was imported
+    for name, case in pairs:
+        floor = limits.floor(case)
+        yield {
+            "op": case.op, "model": name, "size": case.size, "MB": round(case.bytes / 1e6, 2),
+            "GFLOP": round(case.flops / 1e9, 2), "floor us": round(floor * 1e6, 1),
+        } | (check_and_measure(case, floor) if cuda else {})  # fmt: skip
 
 
 def check_and_measure(case: Case, floor: float) -> dict[str, Any]:
-    """What the GPU adds to a case's row: the error against the twin, and the times.
+    """What the GPU adds to a case's row: the error against the twin, and the times, also where the check fails.
 
     Args:
         case: what to run.
         floor: the least seconds that it can take.
-
-    Raises:
-        AssertionError: the result is wrong.
     """
     import kernels
     import reference
 
-    error = check(case, kernels, reference, "cuda")
-    figure = {"error": f"{error:.0e}"} | measure(case, kernels, floor)
-    torch.cuda.empty_cache()
+    figure: dict[str, Any] = {}
+    for add in (
+        lambda: {"error": f"{check(case, kernels, reference, 'cuda'):.0e}"},
+        lambda: measure(case, kernels, floor),
+    ):
+        try:
+            figure |= add()
+        except Exception as error:  # whatever it is, the figures of the other cases must not be lost
+            figure.setdefault("failure", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        torch.cuda.empty_cache()
     return figure
 
 

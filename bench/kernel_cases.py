@@ -1,5 +1,6 @@
-"""What a case of the benchmark of kernels is, and the cases of drafts and of what only some models have: experts, gated
-delta rules, products with adapters, and weights in codes.
+"""What a case of the benchmark of kernels is, and the cases of drafts and of what only some models have.
+
+These are experts, latent attention, gated delta rules, products with adapters, and weights in codes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import torch.nn.functional as F
 from reference import BITS
 
 Run = Callable[[], Any]
+
+BLOCK = 64  # tokens
+LAYERS = (2, 28)  # layers of the pool. A block's pages of one layer lie together, and those of all layers far apart
 
 
 class Inputs(NamedTuple):
@@ -47,6 +51,26 @@ def draw(device: str, *shape: int, scale: float = 1.0) -> torch.Tensor:
 
 def ints(values: Any, device: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device=device)
+
+
+def new_pool(
+    page: tuple[int, ...], blocks: int, device: str, cache: torch.dtype = torch.bfloat16, layers: int = LAYERS[0]
+) -> torch.Tensor:
+    """A layer [blocks, *page] of a pool; the other layers hold anything."""
+    layer = torch.empty(blocks, layers, *page, dtype=cache, device=device)[:, 1]
+    return layer.copy_(draw(device, blocks, *page).to(cache))
+
+
+def paged(
+    page: tuple[int, ...], lengths: list[int], device: str, cache: torch.dtype, layers: int = LAYERS[0]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer of a pool that holds contexts of these lengths, and their block tables."""
+    counts = [-(-length // BLOCK) for length in lengths]
+    order = torch.randperm(sum(counts), device=device, dtype=torch.int32)
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32, device=device)
+    for row, part in zip(tables, order.split(counts), strict=True):
+        row[: len(part)] = part
+    return new_pool(page, sum(counts), device, cache, layers), tables
 
 
 def guess_cases(rows: int, known: int, most: int = 4) -> Iterator[Case]:
@@ -93,6 +117,24 @@ EXPERTS = (
     Experts("qwen3-30b-a3b-w8a8-fp8-128", 128, 8, 2048, 768, "silu", "fp8", 128, "fp8"),
     Experts("gpt-oss-20b", 32, 4, 2880, 2880, "swigluoai"),
     Experts("gpt-oss-20b-mxfp4", 32, 4, 2880, 2880, "swigluoai", "fp4"),
+)
+
+
+class Latent(NamedTuple):
+    """The sizes of a layer with latent attention."""
+
+    name: str
+    heads: int
+    rank: int = 512  # R numbers of a latent
+    rope: int = 64  # P rotated ones
+    inner: int = 128  # numbers of a head's key that come from the latent
+    cache: torch.dtype = torch.bfloat16  # of latents
+
+
+LATENTS = (
+    Latent("deepseek-v3", 128),
+    Latent("deepseek-v3/8", 16),  # one of eight ranks
+    Latent("deepseek-v3/8-kv8", 16, cache=torch.float8_e4m3fn),
 )
 
 
@@ -182,7 +224,7 @@ def rounding(weight: Any, s: Coded | Experts) -> Any:
     return weight._replace(input_kind=s.rounding)
 
 
-def coded_cases(s: Coded, tokens: tuple[int, ...] = (1, 16, 64, 2048)) -> Iterator[Case]:
+def coded_cases(s: Coded, tokens: tuple[int, ...] = (1, 16, 64, 65, 128, 256, 2048)) -> Iterator[Case]:
     """Products with weights in codes, against cuBLAS with a weight in bfloat16."""
     for (name, inputs, outputs), t in itertools.product(s.products, tokens):
 
@@ -240,6 +282,56 @@ def expert_cases(s: Experts, tokens: tuple[int, ...] = (1, 32, 256, 4096)) -> It
         both_rounded, last_rounded = each * t * s.hidden, each * pairs * s.size
         yield Case("expert_gate_up", name, int(2 * read + both_rounded + hit * both), 2 * flops, gate_up)
         yield Case("expert_down", name, int(2 * read + last_rounded + hit * last), flops, down)
+
+
+def latent_cases(
+    s: Latent, batches: Any = (("8 x 8k", [8192] * 8), ("64 x 2k", [2048] * 64), ("256 x 512", [512] * 256)),
+    tokens: tuple[int, ...] = (256, 8192), new: int = 1024, before: int = 7168,
+) -> Iterator[Case]:  # fmt: skip
+    """The ops of a layer with latent attention: latents that are stored, queries that become latents, attention."""
+    width, scale, size = s.rank + s.rope, (s.inner + s.rope) ** -0.5, s.cache.itemsize
+    page, each = (1, 1, BLOCK, width), 2 * s.heads * (width + s.rank)  # bytes of a token's query and result
+    for t in tokens:
+
+        def store(device: str, t: int = t) -> Inputs:
+            latent, weight, places = draw(device, t, width), draw(device, s.rank), torch.randperm(t, device=device)
+            rotation = draw(device, t, 2, s.rope).float()
+            kv = new_pool(page, -(-t // BLOCK), device, s.cache)
+            return Inputs(lambda ops: ops.latent_store(latent, weight, 1e-6, rotation, places, kv), (kv,))
+
+        def absorb(device: str, t: int = t) -> Inputs:
+            x, weight = draw(device, t, s.heads, s.inner), draw(device, s.heads, s.inner, s.rank, scale=0.05).mT
+            return Inputs(lambda ops: ops.head_linear(x, weight))
+
+        yield Case("latent_store", f"{t} x {width}", t * (2 * width + size * width + 8 * s.rope + 8), 0, store)
+        moved, flops = t * s.heads * (s.inner + s.rank) + s.heads * s.inner * s.rank, t * s.heads * s.inner * s.rank
+        yield Case("head_linear", f"{t} x {s.heads} x {s.inner} -> {s.rank}", 2 * moved, 2 * flops, absorb)
+    for name, lengths in batches:
+
+        def decode(device: str, lengths: list[int] = lengths) -> Inputs:
+            kv, tables = paged(page, lengths, device, s.cache)
+            q, rows = (
+                draw(device, len(lengths), s.heads, width),
+                (ints(range(len(lengths)), device), ints(lengths, device)),
+            )
+            plan = functools.cache(lambda ops: ops.plan_decode(kv, tables, *rows, s.heads, 0, dtype=q.dtype))
+            return Inputs(lambda ops: ops.latent_decode(q, kv, plan(ops), scale, s.rank))
+
+        pairs = sum(lengths)
+        flops = 2 * pairs * s.heads * (width + s.rank)
+        yield Case("latent_decode", name, size * pairs * width + len(lengths) * each, flops, decode)
+
+    def prefill(device: str) -> Inputs:
+        kv, tables = paged(page, [before + new], device, s.cache)
+        q, rows = (
+            draw(device, new, s.heads, width),
+            (ints([0], device), ints([before + new], device), ints([0, new], device)),
+        )
+        return Inputs(lambda ops: ops.latent_prefill(q, kv, (tables, *rows, new), scale, s.rank))
+
+    pairs = new * before + new * (new + 1) // 2
+    moved = size * (before + new) * width + new * each
+    yield Case("latent_prefill", f"{new} after {before}", moved, 2 * pairs * s.heads * (width + s.rank), prefill)
 
 
 DELTA_ROWS = ((1, 1), (32, 1), (256, 1), (1, 2048))  # rows, and tokens of each

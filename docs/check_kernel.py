@@ -34,12 +34,6 @@ def coded(kind, device):
     return lambda ops: ops.Quantized(*fields)._replace(input_kind=rounds)
 
 
-def latents(device):
-    """Queries [2, 3, 48], a pool of latents of rank 32, and tables, slots and lengths of two rows."""
-    kv, tables = draw(device, 5, 1, 1, real.BLOCK, 48), ints([[4, 0], [2, 1]], device)
-    return draw(device, 2, 3, 48), kv, tables, ints([0, 1], device), ints([70, 128], device)
-
-
 def rotation(device):
     angle = torch.rand(5, 1, 16, device=device)
     return torch.cat((angle.cos(), angle.sin()), 1)
@@ -75,11 +69,6 @@ def put_prompts(device):
     return Inputs(lambda ops: ops.put_prompts(x, ids, prompts), (x,))
 
 
-def head_linear(device):
-    x, weight = draw(device, 5, 3, 64), draw(device, 3, 32, 64)
-    return Inputs(lambda ops: ops.head_linear(x, weight))
-
-
 def sigmoid_mul(device):
     x, gate = draw(device, 5, 64), draw(device, 5, 64)
     return Inputs(lambda ops: ops.sigmoid_mul(x, gate))
@@ -95,22 +84,6 @@ def rope_last(device):
     return Inputs(lambda ops: ops.rope_last(x, turn), (x,))
 
 
-def latent_store(device):
-    x, weight, turn, places = draw(device, 5, 48), draw(device, 32), rotation(device), torch.arange(3, 8, device=device)
-    kv = draw(device, 2, 1, 1, real.BLOCK, 48)
-    return Inputs(lambda ops: ops.latent_store(x, weight, 1e-6, turn, places, kv), (kv,))
-
-
-def latent_decode(device):
-    q, kv, *rows = latents(device)
-    return Inputs(lambda ops: ops.latent_decode(q, kv, ops.plan_decode(kv, *rows, 3, 0), 0.2, 32))
-
-
-def latent_prefill(device):
-    q, kv, *rows = latents(device)
-    return Inputs(lambda ops: ops.latent_prefill(q, kv, (*rows, ints([0, 1, 2], device), 1), 0.2, 32))
-
-
 def mask_words(device):
     bits = torch.full((1, 1, 10), -1, dtype=torch.int32, device=device)
     words, known, prompt = ints([[[-1, 9], [4, 7]]], device), ints([4], device), ints([2], device)
@@ -120,8 +93,7 @@ def mask_words(device):
 
 
 MADE = (
-    layer_norm, square_sums, act, round_inputs, quantized_rows, put_prompts, head_linear, sigmoid_mul, pool, rope_last,
-    latent_store, latent_decode, latent_prefill, mask_words,
+    layer_norm, square_sums, act, round_inputs, quantized_rows, put_prompts, sigmoid_mul, pool, rope_last, mask_words,
 )  # fmt: skip
 
 
@@ -138,6 +110,8 @@ def small_cases():
     yield from rare.expert_cases(rare.Experts("small", 8, 2, 64, 32, "silu"), (5,))
     yield from rare.expert_cases(rare.Experts("small", 8, 2, 64, 32, "silu", "int4", 32), (5,))
     yield from rare.delta_cases(rare.Delta("small", 1, 2, 32), ((3, 1), (1, 70)))
+    rows = [("70 and 128 tokens", [70, 128])]
+    yield from rare.latent_cases(rare.Latent("small", 3, 32, 16, 64), rows, (5,), 2, 69)
     yield from rare.lora_cases(rare.Lora("small", (("qkv", 64, (0, 64, 96)),), 16, 3), (5,))
     for kind, rounds in (("int4", ""), ("int8", "int8")):
         group = 32 if kind == "int4" else 1 << 20

@@ -271,7 +271,8 @@ def _prepare(weight: torch.Tensor | Quantized, x: torch.Tensor, rows: int, produ
         assert weight.is_contiguous() and weight.dtype == x.dtype and weight.shape[2] == x.shape[1]
         return Product((x, None), weight, PLAIN, _tile(rows, x.dtype, products))
     x, x_scales, codes, layout, (block_m, block_n, warps, stages) = _operands(x, weight, rows)
-    return Product((x, x_scales), codes, layout, (block_m, block_n // products, layout.step, warps, stages))
+    most = 64 if layout.step <= weight.group < x.shape[1] else 128  # columns; more spill where a step has its own sum
+    return Product((x, x_scales), codes, layout, (block_m, min(block_n // products, most), layout.step, warps, stages))
 
 
 def _tile(rows: int, dtype: torch.dtype, products: int) -> tuple[int, int, int, int, int]:
@@ -372,8 +373,7 @@ def expert_down(
     (tokens, k), size = plan.ids.shape, h.shape[1]
     rows, matrix, layout, (*block, warps, stages) = _prepare(weight, h, plan.rows, 1)
     experts, hidden = matrix.shape[:2]
-    assert len(h) == tokens * k and h.is_contiguous()
-    assert plan.starts.shape == (experts + 1,)
+    assert len(h) == tokens * k and h.is_contiguous() and plan.starts.shape == (experts + 1,)
     assert bias is None or (bias.shape == (experts, hidden) and bias.is_contiguous())
 
     parts = torch.empty(tokens * k, hidden, dtype=torch.float32, device=h.device)

@@ -82,6 +82,9 @@ def pytest_collection_finish() -> None:
             settle = machine.settle
             machine.settle = lambda threads, *more: settle(threads or 1, *more)
         torch.set_num_threads(THREADS)
+        if GPU and THREADS == 1:  # as many kernels compile at a time as there are cores
+            share = machine.available_cores() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+            machine.available_cores = lambda: max(1, share)
 
 
 @pytest.hookimpl(wrapper=True)

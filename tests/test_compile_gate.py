@@ -60,6 +60,8 @@ BRIEF: dict[int, tuple[str, ...]] = {
         "llama3-8b-w8a8-fp8-128",
         "qwen3-30b-a3b-w8a8-int8",
         "qwen3-30b-a3b-w8a8-fp8-128",
+        "qwen3-30b-a3b-int4",
+        "deepseek-v3-fp8",
         "d128-kv8",
     ),
     86: ("gemma3-4b",),  # whose prefill needs most of the shared memory there

@@ -510,16 +510,17 @@ def test_attention_leaves_blocks_alone_that_the_window_has_passed(device: str, o
         oracles.check_error(call(reference, op)(q, own, *args[2:]), want, naive)
 
 
-def test_attention_reads_blocks_beyond_32_bits(device: str) -> None:
+@pytest.mark.parametrize("d", [32, 128])  # a tile of keys has several blocks, or is in one
+def test_attention_reads_blocks_beyond_32_bits(device: str, d: int) -> None:
     """The last block lies 2^31 elements into the pool. On a CPU only the pages that are touched take memory."""
     if device == "cpu":
         memory = mmap.mmap(-1, 6 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
         pool = torch.frombuffer(memory, dtype=torch.bfloat16).view(3, 2**30)
     else:
         pool = torch.zeros(3, 2**30, dtype=torch.bfloat16, device=device)
-    paged, kv = oracles.paged(kernels, [150], 1, 32, 64, torch.bfloat16), pool[:, :4096].view(3, 2, 1, 64, 32)
+    paged, kv = oracles.paged(kernels, [150], 1, d, 64, torch.bfloat16), pool[:, : 128 * d].view(3, 2, 1, 64, d)
     kv[torch.tensor([2, 1, 0])] = paged.kv[paged.tables[0, :3].long()].to(device)
-    q, tables = torch.randn(1, 2, 32, dtype=torch.bfloat16), ints(2, 1, 0)[None]
+    q, tables = torch.randn(1, 2, d, dtype=torch.bfloat16), ints(2, 1, 0)[None]
     want, naive = (oracles.attention(q, paged.context[0], 0.2, 0, naive=naive) for naive in (False, True))
     for op, more in (("attention_decode", ()), ("attention_prefill", (ints(0, 1), 1))):
         got = run(op, device, q, kv, tables, ints(0), ints(150), *more, 0.2, 0)

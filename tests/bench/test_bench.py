@@ -263,8 +263,9 @@ def test_phases_of_a_step_add_up():
 
 
 def test_breakdown_of_the_demo():
-    figures, others = breakdown_figures(DEMO, 3, 5, {"device": "cpu"})
+    figures, others, one, _ = breakdown_figures(DEMO, [3, 1], 5, {"device": "cpu"})
     assert (figures["prompt"], others["prompt"]) == ("16", "16 to 18")
     assert figures["sequences"] == 3 and figures["steps"] == 7  # the very last one has no end
+    assert one["sequences"] == 1 and one["steps"] == 7
     for part in ("the engine's own", "model"):  # whose medians may add up to more than the median of their steps
         assert 0 < figures[part] < figures["step"]

@@ -22,6 +22,7 @@ import reference
 from bench_kernels import Shape
 
 TINY = Shape("tiny", 32, 4, 2, 16, 48, 100, True)
+TINY8 = TINY._replace(cache=torch.float8_e4m3fn)
 CASES = [
     *bench_kernels.norm_cases(TINY, (3,)),
     *bench_kernels.rope_cases(TINY, (70,)),
@@ -32,6 +33,9 @@ CASES = [
     *bench_kernels.expert_cases(bench_kernels.Experts("tiny", 3, 2, 32, 24, "silu", "int8", 1 << 20, "int8"), (3,)),
     *bench_kernels.expert_cases(bench_kernels.Experts("tiny", 6, 2, 32, 24, "silu"), (3,)),
     *bench_kernels.lora_cases(bench_kernels.Lora("tiny", (("qkv", 32, (0, 16, 24)),), 4, 3), (6,)),
+    *bench_kernels.latent_cases(bench_kernels.Latent("tiny", 2, 32, 16, 24), (("two", [70, 5]),), (3,), 3, 66),
+    *bench_kernels.decode_cases(TINY8, (("e4m3", [70, 5]),), (3,)),
+    *bench_kernels.prefill_cases(TINY8, (("e4m3", [(3, 66), (5, 0)]),)),
     *bench_kernels.decode_cases(TINY, (("drafts", [70, 5]),), (3,), 4),
     *bench_kernels.decode_cases(TINY, (("two", [70, 5]),), (3,)),
     *bench_kernels.prefill_cases(TINY, (("two", [(3, 66), (5, 0)]),)),
@@ -62,10 +66,16 @@ def test_each_case_is_checked_against_its_twin(case):
                 bench_kernels.relative_error(case, spoilt, found)
 
 
+@pytest.mark.interpreted
+def test_every_case_can_be_rehearsed(capsys):
+    bench_kernels.rehearse(CASES)
+    assert not capsys.readouterr().out
+
+
 def test_decode_reads_pages_of_a_pool_of_many_layers():
     """Pages of one layer lie as far apart as those of all layers take."""
     apart = []
-    read = {"plan_decode": lambda *_: None, "attention_decode": lambda q, kv, *_: apart.append(kv.stride(0))}
+    read = {"plan_decode": lambda *_, **__: None, "attention_decode": lambda q, kv, *_: apart.append(kv.stride(0))}
     cases = list(bench_kernels.decode_cases(TINY, (("two", [70, 5]),)))
     for case in cases:
         case.make("cpu").run(SimpleNamespace(__name__="op", **read))
@@ -92,6 +102,10 @@ def test_bytes_and_operations_are_counted():
     assert counted["lora_expand"] == (int(4 * 6 * 8 + 2 * hit * 24 * 4 + 4 * 6 * 24), 2 * 6 * 4 * 24)
     pairs = 67 + 68 + 69 + 1 + 2 + 3 + 4 + 5
     assert counted["attention_prefill"] == (2 * (74 * 2 * 2 * 16 + 2 * 8 * 4 * 16), 2 * 2 * pairs * 4 * 16)
+    cached = next(case for case in CASES if case.size.startswith("e4m3"))
+    assert (cached.bytes, cached.flops) == (75 * 2 * 2 * 16 + 2 * 2 * 2 * 4 * 16, counted["attention_decode"][1])
+    assert counted["latent_decode"] == (2 * (75 * 48 + 2 * 2 * (48 + 32)), 2 * 75 * 2 * (48 + 32))
+    assert counted["latent_prefill"] == (2 * (69 * 48 + 3 * 2 * (48 + 32)), 2 * (67 + 68 + 69) * 2 * (48 + 32))
     assert counted["logprobs"] == (3 * 100 * 2, 0)
     assert counted["put_drafts"] == (3 * 4 * (1 + 1 + 4 + 4 + 1), 0)  # slot, length, drafts; these again, their number
     assert counted["look_up"] == (counted["put_drafts"][0] + 3 * 600 * 4, 0)
@@ -121,26 +135,22 @@ def test_floors_without_a_gpu(capsys, monkeypatch):
 
 
 def test_a_case_that_fails_loses_no_other(tmp_path, capsys, monkeypatch):
-    """On a GPU that is made up: the device's part of each case is a stand-in, and one of them raises."""
+    """On a GPU that is made up: the device's part of each case is a stand-in, and the check of some raises."""
 
-    def stand_in(case, floor):
+    def check(case, *_):
         shown = capsys.readouterr().out
         assert case.op != "swap_blocks" or shown.endswith(" torch 2.00x\n")  # the row before has been printed already
         if case.op == "swap_blocks":
             raise RuntimeError("indices should be on the CPU\nand more lines")
-        return {
-            "error": "0e+00",
-            "us": 7.0,
-            "GB/s": 1,
-            "TFLOP/s": 0.0,
-            "of limit": 0.5,
-            "a library takes": "torch 2.00x",
-        }
+        return 0.0
 
+    measured = {"us": 7.0, "GB/s": 1, "TFLOP/s": 0.0, "of limit": 0.5, "a library takes": "torch 2.00x"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "made up")
+    monkeypatch.setattr(bench_kernels, "rehearse", lambda cases: None)
     monkeypatch.setattr(bench_kernels, "measure_limits", lambda: bench_kernels.H200)
-    monkeypatch.setattr(bench_kernels, "check_and_measure", stand_in)
+    monkeypatch.setattr(bench_kernels, "check", check)
+    monkeypatch.setattr(bench_kernels, "measure", lambda *_: measured)
     out = tmp_path / "out.json"
     chosen = ["--ops", "copy_blocks", "swap_blocks", "--shapes", "qwen3-0.6b", "llama3-8b"]
     monkeypatch.setattr("sys.argv", ["bench.py", "--json", str(out), "kernels", *chosen])
@@ -148,7 +158,7 @@ def test_a_case_that_fails_loses_no_other(tmp_path, capsys, monkeypatch):
         bench.main()
     assert ended.value.code == 1
     figures = json.loads(out.read_text())["figures"]
-    assert [f.get("us") for f in figures] == [7.0, None, 7.0, None]
+    assert [f["us"] for f in figures] == [7.0] * 4
     assert [f.get("failure") for f in figures] == [None, "RuntimeError: indices should be on the CPU"] * 2
     assert "failed: RuntimeError: indices should be on the CPU\n" in capsys.readouterr().out
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import reference
 from batch_state import BatchState, Rows
 from config import EngineConfig
-from device import warmup
+from device import startup, warmup
 from device.compile_guard import CompileGuard
 from device.startup import Start, start_worker
 from model_config import ModelConfig
@@ -94,10 +94,12 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def watched(self: Worker, shape, *args, **kwargs):
         found.append(shape.max_query_len)
-        with NoWaiting(captured=shape.max_query_len == 1):
+        verifies = shape.drafted > 0 and shape.num_decodes == shape.tokens
+        with NoWaiting(captured=shape.max_query_len == 1 or verifies):
             return forward(self, shape, *args, **kwargs)
 
     monkeypatch.setattr(warmup, "run_prompts", lambda start, worker: 1.0)
+    monkeypatch.setattr(startup, "time_rows", lambda start, worker: [])
     monkeypatch.setattr(Worker, "forward", watched)
     return found
 
@@ -120,6 +122,14 @@ def test_a_family_is_rehearsed_without_a_look_at_the_host(tmp_path: Path, steps:
         steps.clear()
         warmup.rehearse(made)
         assert len(steps) == 4 and min(steps) == 1 < max(steps)
+
+
+@pytest.mark.interpreted
+def test_a_step_that_verifies_drafts_is_rehearsed_as_it_is_captured(tmp_path: Path, steps: list[int]) -> None:
+    made = start(tmp_path, "qwen3", speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    steps.clear()
+    warmup.rehearse(made)
+    assert 4 in steps and 1 in steps
 
 
 # The files whose functions run in a step, and what in them may read the host's numbers or wait: it runs at load, has

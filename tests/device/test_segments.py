@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import gpu_check
+import gpu_models
 from bench_engine import longest, throughput_work
 from config import DEMO, EngineConfig
 from device.dry_run import MIB, Segments, count_step, dry_model, dry_worker
@@ -56,7 +56,7 @@ def test_a_step_takes_what_an_h200_has_measured(part: str, tmp_path: Path) -> No
     (measured,) = {figure["GiB"]["measured"] for figure in figures if figure["part"] == part and "GiB" in figure}
     folder, dtype, fields = DEMO, torch.float32, dict[str, Any]()
     if part != "demo":
-        shape, requests = {"small_model": (gpu_check.QWEN3_06B, 256), "large_model": (gpu_check.QWEN3_8B, 64)}[part]
+        shape, requests = {"small_model": (gpu_models.QWEN3_06B, 256), "large_model": (gpu_models.QWEN3_8B, 64)}[part]
         folder, dtype = str(tmp_path), torch.bfloat16
         (tmp_path / "config.json").write_text(json.dumps(shape))
         fields = {"max_num_seqs": 256, "max_model_len": longest(throughput_work(requests, 1.0, shape["vocab_size"]))}
