@@ -58,7 +58,7 @@ def test_each_case_is_checked_against_its_twin(case):
     with np.errstate(all="ignore"):  # the interpreter computes in numpy, which warns of log(0)
         assert bench_kernels.check(case, kernels, reference, "cpu") <= 1e-2
     for i, wrong in enumerate((50, float("nan"))):
-        found = bench_kernels.results(case.make("cpu"), reference)[-1].clone()
+        found = bench_kernels.results(case.make("cpu"), reference)[-1].clone(memory_format=torch.contiguous_format)
         if i == 0 or found.is_floating_point():
             spoilt = found.clone()
             spoilt.view(-1)[len(spoilt) // 2] += wrong
