@@ -26,6 +26,8 @@ class Reports:
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
         self.finished: OrderedDict[str, dict[str, Any]] = OrderedDict()  # reports of requests, the latest last
+        self.num_finished = 0  # requests
+        self.searches: dict[str, Any] = {}  # the beam searches that run, see `BeamSearches`
 
     def metrics(self) -> dict[str, Any]:
         """What is counted, by the names of `observe.metrics.SERIES`."""
@@ -58,8 +60,9 @@ class Reports:
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         """Where a request's time went, in seconds; None if it is unknown, or finished long ago."""
-        scheduler = self.scheduler
-        if (request := scheduler.requests.get(request_id)) is None:
+        scheduler, search = self.scheduler, self.searches.get(request_id)
+        request = search.request if search else scheduler.requests.get(request_id)
+        if request is None:
             return self.finished.get(request_id)
         report = self._report(request, scheduler.clock())
         instead = scheduler.policy.instead(request, scheduler.running)
@@ -71,7 +74,10 @@ class Reports:
         return report
 
     def keep(self, request: Request, now: float) -> None:
-        """Keep the report of a request that has finished."""
+        """Keep the report of a request that has finished, unless a beam search is told of instead."""
+        if request.beam:
+            return
+        self.num_finished += 1
         self.finished[request.request_id] = self._report(request, now)
         if len(self.finished) > MAX_REPORTS:
             self.finished.popitem(last=False)
