@@ -3,8 +3,8 @@
 A running group has block tables and slots of the workers' batch state. It gets both in `let_in` and gives them back in
 `release`. `preempt` takes them for another request, and puts the group back into a queue.
 
-All queues have one order, and no group overtakes the first one. It comes in when there are slots for all its sequences
-to come, some of the step's tokens, and blocks for its own tokens and for running groups to grow (`Reserve`).
+All queues have one order, and no group overtakes the first one. It comes in when there are a slot, some of the step's
+tokens, and blocks for its own tokens and for running groups to grow (`Reserve`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from config import EngineConfig, load_named
 from kv_cache import BlockSpaceManager, Entry
 from plan import NewRow, StepPlan
 from scheduling.adapters import AdapterSlots
-from scheduling.beam import blocks_to_fork
 from scheduling.fair import Fair
 from scheduling.policy import CHECKS, GroupQueue, Policy, Priority, place
 from scheduling.reserve import Reserve, allowance
@@ -41,7 +40,7 @@ class Admission:
     """The queues before the door and the free slots behind it.
 
     Args:
-        config, vocab_size, swap_cost: see `Scheduler`.
+        config, swap_cost: see `Scheduler`.
         space: the block tables of all sequences.
         counters: the scheduler's, by name, which this adds to.
     """
@@ -50,12 +49,10 @@ class Admission:
         self,
         config: EngineConfig,
         space: BlockSpaceManager,
-        vocab_size: int,
         swap_cost: float,
         counters: dict[str, float],
     ):
         self.config, self.counters = config, counters
-        self.vocab_size = vocab_size
         self.space, self.blocks = space, space.device
         self.waiting = self.policy = policy_of(config.scheduling_policy)(config)  # one object: a policy is a queue
         self.swapped = GroupQueue(Status.SWAPPED)
@@ -97,7 +94,7 @@ class Admission:
         """Take a group, which does not run, out of its queue for good."""
         if group.status is Status.SWAPPED:
             self.swapped.pop(group, Status.FINISHED)
-            self.swap.drop(group.seqs)
+            self.swap.drop(group.seq)
         elif group.status is Status.HELD:
             group.request.held.remove(group)
         else:
@@ -110,8 +107,8 @@ class Admission:
 
     def _start_over(self, group: SequenceGroup, now: float) -> None:
         self.swapped.pop(group, Status.WAITING)
-        self.swap.drop(group.seqs)
-        group.forget_computed()
+        self.swap.drop(group.seq)
+        group.seq.forget_computed()
         group.timeline.note(started_over=True)
         self.wait(group, now)
 
@@ -119,7 +116,7 @@ class Admission:
         """Trust nothing that these plans were to move, because nobody knows which moves were made."""
         self.space.forget_moves(plans)
         written = {host for plan in plans for _, host in plan.swap_out}  # most of them copies of the prefix cache
-        swapped = (block for group in self.swapped for seq in group.seqs for block in by_column(seq.host_tables))
+        swapped = (block for group in self.swapped for block in by_column(group.seq.host_tables))
         if any(plan.state_out for plan in plans) or not written.isdisjoint(swapped):
             self.drop_swapped(now)
 
@@ -141,14 +138,14 @@ class Admission:
     def entrant(self, plan: StepPlan, running: Items[SequenceGroup]) -> tuple[SequenceGroup, int] | None:
         """The group that comes in next, and the tokens that it has yet to compute; None if there is no room for it."""
         group = self.first()
-        if group is None or len(self.free_slots) < group.width:
+        if group is None or not self.free_slots:
             return None
-        length = len(group.seqs[0].tokens)
+        length = len(group.seq.tokens)
         if group.status is Status.WAITING:
-            entry, beam_blocks = self._entry(group, plan)
-            need, known = self.space.price(entry) + beam_blocks, entry.cached
+            entry = self._entry(group, plan)
+            need, known = self.space.price(entry), entry.cached
         else:
-            need, known = sum(self.space.goals(length, self.space.chunk)), group.seqs[0].num_computed
+            need, known = sum(self.space.goals(length, self.space.chunk)), group.seq.num_computed
         if need + self._kept(group, self.reserve.growth([*running, group])) > self.blocks.num_free:
             return None
         return group, length - known
@@ -174,10 +171,10 @@ class Admission:
             if group.status is Status.WAITING and self.samples.follows(group, plan):
                 self.samples.hold(self.waiting.pop(group, Status.HELD), self.now)
                 continue
-            length, chunked = len(group.seqs[0].tokens), self.config.enable_chunked_prefill
+            length, chunked = len(group.seq.tokens), self.config.enable_chunked_prefill
             # A prompt that becomes a vector may have a step of its own, however long it is.
             whole = self.config.makes_vectors and budget.tokens == self.config.token_budget
-            if not (chunked or whole) and length - group.seqs[0].num_computed > budget.tokens:
+            if not (chunked or whole) and length - group.seq.num_computed > budget.tokens:
                 self.obstacle = (group.name, "tokens")
                 return
             growth = self.reserve.growth(running) if growth is None else growth
@@ -198,7 +195,7 @@ class Admission:
             return short if self.free_slots else "slots"
         if any(name == group.name for name, _, _ in self.preempted):  # this plan has just preempted it
             return "step"
-        return "slots" if len(self.free_slots) < group.width else ""
+        return "" if self.free_slots else "slots"
 
     def _kept(self, group: SequenceGroup, growth: float) -> int:
         """Blocks that must be left free when `group` is let in and groups are expected to grow by `growth`."""
@@ -232,8 +229,8 @@ class Admission:
         with_adapter = self.adapters.to_preempt(group, lambda victim: self.policy.yields(victim, group))
         if with_adapter is None:
             return []
-        entry, beam_blocks = self._entry(group, plan)
-        left = self.blocks.num_free - self.blocks.watermark_blocks - self.space.price(entry) - beam_blocks
+        entry = self._entry(group, plan)
+        left = self.blocks.num_free - self.blocks.watermark_blocks - self.space.price(entry)
         shared, dropped = set(entry.shared), Counter[int]()  # dropped: references to each block
 
         def drop(tables: Iterable[list[int]]) -> int:
@@ -247,38 +244,37 @@ class Admission:
         left += sum(drop(request.prompt_tables) for request in holders)
         victims = dict[SequenceGroup, None]()
         for victim in [*with_adapter, *reversed(running)]:
-            enough = len(victims) >= len(with_adapter) and left >= 0 and slots >= group.width
+            enough = len(victims) >= len(with_adapter) and left >= 0 and slots > 0
             if enough or not self.policy.yields(victim, group):
                 break
             if victim not in victims:
-                left += drop(table for seq in victim.seqs for table in seq.tables)
-                slots += victim.width
+                left += drop(victim.seq.tables)
+                slots += 1
                 victims[victim] = None
-        if left < 0 or slots < group.width:
+        if left < 0 or not slots:
             return []
         for request in holders:
             self.samples.give_up(request)
         self.urgent = group
         return sorted(victims, key=place, reverse=True)
 
-    def _entry(self, group: SequenceGroup, plan: StepPlan, most: int | None = None) -> tuple[Entry, int]:
-        """How a waiting group's first sequence could come in, and how many blocks its other beams take.
+    def _entry(self, group: SequenceGroup, plan: StepPlan, most: int | None = None) -> Entry:
+        """How a waiting group could come in.
 
         The step computes at most `most` of its tokens, by default as many as a step has.
         """
-        entry = self.space.find(group.seqs[0], self.samples.prompt_tables(group, plan), most or self.space.chunk)
-        return entry, blocks_to_fork(self.space, group.births)
+        return self.space.find(group.seq, self.samples.prompt_tables(group, plan), most or self.space.chunk)
 
     # --- what a group gets ------------------------------------------------------------------------------------------
 
     def _find_room(self, group: SequenceGroup, plan: StepPlan, most: int, kept: int, alone: bool) -> bool:
-        """Give a group its slots, and blocks to compute `most` tokens, if `kept` more stay free.
+        """Give a group its slot, and blocks to compute `most` tokens, if `kept` more stay free.
 
         If it is `alone`, with nothing running, the prompt blocks that are kept for samples make room for it.
         """
         if group.status is Status.WAITING:
             fits = self._admit(group, plan, most, kept)
-        elif fits := self.swap.back(group.seqs, most, kept, plan):
+        elif fits := self.swap.back(group.seq, most, kept, plan):
             group.timeline.enter("running", self.now)
         if not fits:
             if not alone:
@@ -286,41 +282,35 @@ class Admission:
             assert self.samples.holders, f"request {group.name} fits the empty pool"
             self.samples.drop()
             return self._find_room(group, plan, most, kept, alone)
-        group.spare_slots = [self.free_slots.pop() for _ in range(group.width)]
+        group.seq.slot = self.free_slots.pop()
         self.adapters.take(group, plan)
-        for seq in group.seqs:
-            self.enter(seq, plan)
+        self._enter(group.seq, plan)
         if self.space.states:
-            self.space.states.resume(group.seqs, plan)
+            self.space.states.resume(group.seq, plan)
         return True
 
     def _admit(self, group: SequenceGroup, plan: StepPlan, most: int, kept: int) -> bool:
-        """Give a waiting group's first sequence its blocks, if they can be had."""
-        request, seq = group.request, group.seqs[0]
-        entry, beam_blocks = self._entry(group, plan, most)
-        if not self.space.admit(seq, entry, beam_blocks, kept, plan):
+        """Give a waiting group its blocks, if they can be had."""
+        request, seq = group.request, group.seq
+        entry = self._entry(group, plan, most)
+        if not self.space.admit(seq, entry, kept, plan):
             return False
         if request.time_in_queue is None:
             request.time_in_queue, request.num_cached = self.now - request.arrival, entry.cached
             self.counters["prefix_cache_queries_total"] += request.num_prompt
             self.counters["prefix_cache_hits_total"] += entry.cached
             self.counters["host_cache_hits_total"] += len(entry.fetched) * self.config.block_size
-        self.policy.admitted(group, len(seq.tokens) - entry.cached, allowance(group) * group.width)
+        self.policy.admitted(group, len(seq.tokens) - entry.cached, allowance(group))
         group.timeline.enter("running", self.now, cached_tokens=entry.cached)
         if request.score is not None and self.config.enable_prefix_caching:
             group.timeline.note(prefix_cache="not read: prompt_logprobs")
         self.samples.admitted(group)
         return True
 
-    def enter(self, seq: Sequence, plan: StepPlan) -> None:
-        """Put a sequence into a spare slot of its group; one that has a slot enters it again."""
+    def _enter(self, seq: Sequence, plan: StepPlan) -> None:
+        """Put a sequence into its slot."""
         group, request = seq.group, seq.group.request
         params = request.params
-        if seq.slot >= 0:  # the plan's `released` is applied before its `new`
-            self.released.append(seq.slot)
-        else:
-            seq.slot = group.spare_slots.pop()
-        seq.stale = False
         masked = params.constrained  # its mask covers what stays empty below
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         plan.new.append(
@@ -329,12 +319,12 @@ class Admission:
                 token_ids=self.adapters.known(seq),
                 num_computed=seq.num_computed,
                 blocks=[table.copy() for table in seq.tables],
-                temperature=0.0 if group.beams is not None else params.temperature,
+                temperature=params.temperature,
                 top_k=params.top_k,
                 top_p=params.top_p,
                 min_p=params.min_p,
                 seed=group.seed,
-                num_logprobs=group.num_logprobs(self.vocab_size),
+                num_logprobs=request.num_logprobs,
                 score=request.score,
                 name=group.name if self.config.sanitize_kv else "",
                 penalties=penalties if penalties != (1.0, 0.0, 0.0) else None,
@@ -346,7 +336,7 @@ class Admission:
                 min_tokens=0 if masked else max(0, params.min_tokens - (len(seq.tokens) - request.num_prompt)),
                 bad_words=[] if masked else [list(ids) for ids in params.bad_word_ids],
                 constrained=masked,
-                masked_logprobs=masked and (params.masked_logprobs or group.beams is not None),
+                masked_logprobs=masked and (params.masked_logprobs or request.beam is not None),
                 adapter=self.adapters.slot(group),
             )
         )
@@ -362,23 +352,24 @@ class Admission:
 
         By swap, its blocks move to host memory. By recompute they are freed, and it computes its tokens again.
         """
+        seq = group.seq
         # A recurrent state cannot go back: if it has seen the last token, which is computed again, it is of no use.
-        ahead = self.space.states is not None and any(seq.num_computed >= seq.num_tokens for seq in group.seqs)
-        for seq in group.seqs:  # what a step in flight is about to sample is dropped, and sampled again
-            self.leave_batch(seq)  # which counts its tokens; `release` would do so too late
-            seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
-            self.space.pass_windows(seq)
+        ahead = self.space.states is not None and seq.num_computed >= seq.num_tokens
+        self.leave_batch(seq)  # which counts its tokens; `release` would do so too late
+        # What a step in flight is about to sample is dropped, and sampled again.
+        seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
+        self.space.pass_windows(seq)
         group.num_preemptions += 1
         self.counters["num_preemptions_total"] += 1
         self.reserve.preempted()
-        blocks = self.swap.blocks_of(group.seqs)
-        tokens = min(sum(seq.num_computed for seq in group.seqs), len(blocks[0]) * self.config.block_size)
-        swaps = not ahead and self.swap.pays(group, blocks, tokens)
+        blocks = self.swap.blocks_of(seq)
+        tokens = min(seq.num_computed, len(blocks[0]) * self.config.block_size)
+        swaps = not ahead and self.swap.pays(blocks, tokens)
         how = "swap" if swaps else "recompute"
         self.preempted.append((group.name, how, cause.request_id))
         group.timeline.note(preempted={"for": cause.request_id, "by": how, "tokens": tokens})
         if swaps:
-            self.swap.out(group.seqs, plan)
+            self.swap.out(seq, plan)
             self.counters["num_swapped_blocks_total"] += sum(map(len, blocks))
             self.counters["num_swapped_tokens_total"] += tokens
             self.release(group)
@@ -390,26 +381,19 @@ class Admission:
     def recompute(self, group: SequenceGroup, now: float) -> None:
         """Have a running group wait again; it keeps its tokens, and computes them again."""
         self.release(group)
-        group.forget_computed()
+        group.seq.forget_computed()
         self.wait(group, now)
 
     def release(self, group: SequenceGroup) -> None:
-        """Take all blocks and slots of a group."""
+        """Take a running group's blocks and slot."""
+        seq = group.seq
         self.adapters.leave(group)
-        self.leave(group.seqs)
-        self.free_slots += group.spare_slots
-        group.spare_slots = []
-
-    def leave(self, seqs: Items[Sequence]) -> None:
-        """Take the blocks and slots of sequences; the slots become their groups' spare ones."""
-        for seq in seqs:
-            self.leave_batch(seq)
-            self.blocks.free(by_column(seq.tables))
-            seq.tables, seq.num_published, seq.num_unsure = [], 0, 0
-            if seq.slot >= 0:
-                seq.group.spare_slots.append(seq.slot)
-                self.released.append(seq.slot)
-                seq.slot = -1
+        self.leave_batch(seq)
+        self.blocks.free(by_column(seq.tables))
+        seq.tables, seq.num_published, seq.num_unsure = [], 0, 0
+        self.released.append(seq.slot)
+        self.free_slots.append(seq.slot)
+        seq.slot = -1
 
     def leave_batch(self, seq: Sequence) -> None:
         """Take a sequence out of its batch of decodes, if it is in one, and publish the blocks that it has filled."""

@@ -34,6 +34,7 @@ from ring import undisturbed
 from sampling_params import default_sampling
 from scheduler import Scheduler
 from scheduling.adapters import is_used
+from scheduling.beam_search import BeamSearches
 from scheduling.fair import step_tokens
 from scheduling.grammar import COMPILE_TIMEOUT, Grammars, awaits_token
 from sequence import Flight, Request
@@ -92,7 +93,7 @@ def may_plan_ahead(scheduler: Scheduler, ahead: int) -> bool:
     """Whether the next step may be planned now. Its lane (groups that run in the same steps) has fewer than `ahead`
     steps in flight, and at most half its groups wait for one of their tokens to make a grammar mask."""
     lane = scheduler.next_lane()
-    waiting = sum(awaits_token(group.seqs[0]) for group in lane.others if group.request.params.constrained)
+    waiting = sum(awaits_token(group.seq) for group in lane.others if group.request.params.constrained)
     return lane.flying < ahead and 2 * waiting <= len(lane.decodes) + len(lane.others)
 
 
@@ -123,6 +124,7 @@ class EngineCore:
         self.workers = Workers(self.executor, config, self.facts, self._start_over)
         sizes = scheduler_sizes(config, self.model_config, self.facts)
         self.scheduler = Scheduler(config, **sizes)
+        self.searches = BeamSearches(self.scheduler, self._observe)
         self.recorder, self.observers = observers_of(config, sizes, self.scheduler)
         self.profiles = Profiles(config, self.workers.call, self.observers)
         self.plans: deque[StepPlan] = deque()  # of the steps in flight, the oldest first
@@ -152,7 +154,7 @@ class EngineCore:
         """
         r = request
         places = self.paused, self.adapters.waiting, self.grammars.waiting, self.scheduler.requests
-        if any(r.request_id in place for place in places):
+        if any(r.request_id in place for place in (*places, self.searches.running)):
             raise ValueError(f"request id {r.request_id!r} is in use by a request in flight")
         if self.pausing:
             self.paused[r.request_id] = r
@@ -197,6 +199,9 @@ class EngineCore:
         """Hand a request to the scheduler, once its grammar is ready."""
         if request.params.constrained:
             self.grammars.check(request)
+        if request.params.use_beam_search:
+            self.searches.begin(request)
+            return
         self.scheduler.add(request)
         self._observe("added", request)
 
@@ -234,6 +239,7 @@ class EngineCore:
             self.paused.pop(request_id, None)
             self.adapters.abort(request_id)
             self.grammars.abort(request_id)
+            self.searches.abort(request_id, reason)
         self.scheduler.abort(request_id, index, reason)
         self._observe("aborted", request_id, index, reason)
 
@@ -242,7 +248,8 @@ class EngineCore:
         """End requests with an error, by their ids or those of their replies, or all of them; returns how many."""
         chosen = {*names}
         places = self.paused, self.adapters.waiting, self.grammars.waiting, self.scheduler.requests
-        ids = [id for id in chain(*places) if not chosen or chosen & {id, id.rpartition("-")[0]}]
+        all_ids = dict.fromkeys(map(self.searches.owner, chain(*places)))
+        ids = [id for id in all_ids if not chosen or chosen & {id, id.rpartition("-")[0]}]
         for id in ids:
             self.abort(id)
             self.news.outputs.append(error_output(id, "the request was aborted (/abort_requests)"))
@@ -326,9 +333,10 @@ class EngineCore:
     @undisturbed()
     def _give_up(self, failed: dict[Request, str], engine_fault: bool = False, lasting: bool = False) -> None:
         """End requests, each with its error."""
-        for request, why in failed.items():
-            self.abort(request.request_id, reason="error")
-            self.news.outputs.append(error_output(request.request_id, why, engine_fault, lasting))
+        errors = {self.searches.owner(request.request_id): why for request, why in failed.items()}
+        for request_id, why in errors.items():
+            self.abort(request_id, reason="error")
+            self.news.outputs.append(error_output(request_id, why, engine_fault, lasting))
 
     def _land(self) -> None:
         """Wait for the result of the oldest step in flight."""
@@ -350,7 +358,9 @@ class EngineCore:
                     self._give_up(wrong, engine_fault=True, lasting=True)
                 self._observe("landed", result)
                 with self.span("update", plan):
-                    self.news.add(self.scheduler.update(plan, result))
+                    news = self.scheduler.update(plan, result)
+                    news.outputs = self.searches.take(news.outputs)
+                    self.news.add(news)
         except WorkerError as error:
             self.workers.replace(error)
         except KeyboardInterrupt:  # all tokens are computed again
@@ -380,7 +390,7 @@ class EngineCore:
         self._observe("started_over", lost, cause)
         self.executor.forget()
         self.plans.clear()
-        self.news.outputs += self.scheduler.start_over(lost, cause)
+        self.news.outputs += self.searches.take(self.scheduler.start_over(lost, cause))
         return len(self.scheduler.requests)
 
     def busy(self) -> bool:

@@ -229,15 +229,11 @@ class BlockSpaceManager:
             return 0
         return sum(self.missing(seq.tables, tokens, reach))
 
-    def most(self, tokens: int, spread: int = 0, width: int = 1, shared: int = 0) -> int:
-        """Blocks that `width` sequences hold at most, until each of them has computed `tokens` tokens.
-
-        They share the first `shared` tokens. No window passes the last `spread` ones, in which they may differ.
-        """
-        size, full = self.block_size, shared // self.block_size
-        together = full + width * (self.device.blocks_for(tokens) - full)
-        kinds = most_blocks(self.windows, tokens, self.chunk + spread, size, self.device.num_lookahead_slots)
-        return sum(min(together, width * most) for most in kinds)
+    def most(self, tokens: int) -> int:
+        """Blocks that a sequence holds at most, until it has computed `tokens` tokens."""
+        whole = self.device.blocks_for(tokens)
+        kinds = most_blocks(self.windows, tokens, self.chunk, self.block_size, self.device.num_lookahead_slots)
+        return sum(min(whole, most) for most in kinds)
 
     # --- a sequence's way in ----------------------------------------------------------------------------------------
 
@@ -267,10 +263,10 @@ class BlockSpaceManager:
         revived = sum(self.device.ref_counts[block] == 0 for block in entry.shared)
         return sum(entry.missing) + len(entry.fetched) + revived
 
-    def admit(self, seq: Sequence, entry: Entry, extra: int, kept: int, plan: StepPlan) -> bool:
-        """Let a sequence in with `entry`, found just now, if `extra` + `kept` more blocks stay free."""
+    def admit(self, seq: Sequence, entry: Entry, kept: int, plan: StepPlan) -> bool:
+        """Let a sequence in with `entry`, found just now, if `kept` more blocks stay free."""
         device, tables = self.device, entry.tables
-        if device.can_allocate(self.price(entry) + extra, kept) is not AllocStatus.OK:
+        if device.can_allocate(self.price(entry), kept) is not AllocStatus.OK:
             return False
         seq.num_computed, seq.num_published = entry.cached, min(map(len, tables))
         device.share(entry.shared)
@@ -298,9 +294,8 @@ class BlockSpaceManager:
         chain(seq.hashes, seq.tokens, self.block_size, seq.group.request.salt)
         device, host = self.device.block_of, self.host.block_of
         size, states = self.block_size, self.states
-        branch = min((shared for _, _, shared in seq.group.births), default=last + 1)
-        if states:  # a beam branches off from the state at exactly that token, which is yet to come
-            last = min(last, branch - 1) // size * size
+        if states:
+            last = last // size * size
         hashes = seq.hashes[: -(-last // size)]
         most = len(hashes)
         for window, mark in zip(self.windows, self.marks, strict=True):
@@ -310,12 +305,11 @@ class BlockSpaceManager:
         if states:
             most = states.longest(hashes, most)
         # Only the last blocks of a window count. If one is missing, start over (kind = -1) with the shorter prefix.
-        # Beams that will branch off see a window before the first token that they do not share.
         begins = [0] * len(tables)
         known, kind = [most] * len(tables), 0  # by kind: from here up to `most` all blocks are found
         while kind < len(tables):
             if window := self.windows[kind]:
-                begins[kind] = max(0, min(most * size, last, branch) - window + 1) // size
+                begins[kind] = max(0, min(most * size, last) - window + 1) // size
                 i = min(known[kind], most)
                 while i > begins[kind] and ((key := hashes[i - 1] + self.marks[kind]) in device or key in host):
                     i -= 1
@@ -356,8 +350,8 @@ class BlockSpaceManager:
         )
 
     def pass_windows(self, seq: Sequence) -> None:
-        """Give back blocks that neither the sequence nor a beam that will branch off it can still see."""
-        computed = min([seq.num_computed - seq.num_unsure, *(shared for _, _, shared in seq.group.births)])
+        """Give back blocks that the sequence can no longer see."""
+        computed = seq.num_computed - seq.num_unsure
         for window, table in zip(self.windows, seq.tables, strict=True):
             passed = i = (computed - window) // self.block_size if window else 0
             while i > 0 and table[i - 1] >= 0:

@@ -89,7 +89,7 @@ class StepPlan:
     # Recurrent states to move in the same way, if the model has some: rows of the state pools, see `StateRoom`.
     state_out: list[tuple[int, int]] = field(default_factory=list)  # (slot, host row)
     state_in: list[tuple[int, int]] = field(default_factory=list)  # (host row, slot)
-    # (from, to): snapshot to slot, slot to snapshot, or slot of one beam to slot of another. No row is in both columns.
+    # (from, to): snapshot to slot, or slot to snapshot. No row is in both columns.
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     # (host row, slot) of adapters to load before the step
     adapters: list[tuple[int, int]] = field(default_factory=list)

@@ -43,7 +43,6 @@ from kv_cache import BlockManager, BlockSpaceManager
 from observe.freed_blocks import WatchedBlockManager
 from observe.metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, error_output
-from scheduling.beam import Beams
 from scheduling.classic import ClassicOrder
 from scheduling.drafts import AcceptanceStats, Drafting
 from scheduling.lanes import Lane, Lanes
@@ -97,11 +96,10 @@ class Scheduler:
         )
         self.blocks = self.space.device
         self.limits = RequestLimits(config, self.space, max_model_len, vocab_size, eos_token_ids)
-        self.admission = Admission(config, self.space, vocab_size, swap_cost, self.counters)
+        self.admission = Admission(config, self.space, swap_cost, self.counters)
         self.policy = self.waiting = self.admission.policy  # one object
         self.swapped = self.admission.swapped
         self.classic = None if config.enable_chunked_prefill else ClassicOrder(self, config.scheduler_delay_factor)
-        self.beams = Beams(self.space, self.admission, self._make_room, self._finish)
         self.running: list[SequenceGroup] = []  # in order of `key`
         self.lanes = Lanes(config)
         self.drafting = Drafting(config, self.counters, row_seconds)
@@ -121,19 +119,18 @@ class Scheduler:
             ValueError: it can never run, see `RequestLimits.settle`.
         """
         assert request.request_id not in self.requests, f"request id {request.request_id!r} is in use"
-        params = request.params
-        limit, width = self.limits.settle(request)
-        self.arrivals += 1
+        limit = self.limits.settle(request)
+        if (place := request.beam and request.beam.place) is None:
+            self.arrivals += 1
+        number, first = place or (self.arrivals, 0)
         request.arrival = self.clock()
         self.policy.arrived(request)
         rank = self.policy.rank(request)
-        for index in range(1 if params.use_beam_search else params.num_samples):
-            key = (rank, self.arrivals, index)
+        for index in range(request.params.num_samples):
+            key = (rank, number, first + index)
             seed = request.seed_of(index, self.config.seed)
-            group = SequenceGroup(request, index, Timeline(self.waits), key, limit, width, seed)
-            group.seqs[0].acceptance = AcceptanceStats(self.drafting.likely) if self.drafting.most else None
-            if params.use_beam_search:
-                group.beams = self.beams.search(group)
+            group = SequenceGroup(request, index, Timeline(self.waits), key, limit, seed)
+            group.seq.acceptance = AcceptanceStats(self.drafting.likely) if self.drafting.most else None
             request.groups.append(group)
             if index:  # it waits until the first sample has computed the prompt
                 self.admission.samples.hold(group, request.arrival)
@@ -141,7 +138,8 @@ class Scheduler:
                 self.admission.wait(group, request.arrival)
         request.leader = request.groups[0]
         self.requests[request.request_id] = request  # last, because a user's policy may have raised
-        self.counters["prompt_tokens_total"] += request.num_prompt
+        if not request.beam:
+            self.counters["prompt_tokens_total"] += request.num_prompt
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """Drop a request, or one of its samples; an unknown id has just finished.
@@ -158,7 +156,7 @@ class Scheduler:
     def _take_out(self, group: SequenceGroup) -> None:
         """Take `group` out of the running ones, and out of its lane."""
         self.running.remove(group)
-        if group.seqs[0].batch is None:  # it is not in the batch of decodes
+        if group.seq.batch is None:  # it is not in the batch of decodes
             assert group.lane
             group.lane.others.remove(group)
 
@@ -168,20 +166,27 @@ class Scheduler:
 
     def _finish(self, group: SequenceGroup, reason: str) -> None:
         """End a group; free its blocks and slots, and forget its request with the last group."""
-        request, now = group.request, self.clock()
-        group.status, group.finish_reason = Status.FINISHED, reason
-        if group.seqs[0].slot >= 0:
+        request = group.request
+        if group.seq.slot >= 0:
             self.admission.release(group)
-        group.timeline.leave(now)
-        request.finished_reports.append(report_of(group))
-        request.groups.remove(group)
-        self.stats.finished(group, now)
+        now = self.close(group, reason)
         self.admission.samples.ended(group, now)
         self.policy.ended(group)
         if not request.groups:
             del self.requests[request.request_id]
             self.admission.trial.suspects.pop(request, None)
             self.reports.keep(request, now)
+
+    def close(self, group: SequenceGroup, reason: str) -> float:
+        """Note what became of a group that has ended, and count it, but for a beam's; returns when."""
+        request, now = group.request, self.clock()
+        group.status, group.finish_reason = Status.FINISHED, reason
+        group.timeline.leave(now)
+        request.finished_reports.append(report_of(group))
+        request.groups.remove(group)
+        if not request.beam:
+            self.stats.finished(group, now)
+        return now
 
     @property
     def others(self) -> list[SequenceGroup]:
@@ -254,7 +259,7 @@ class Scheduler:
     def _preempt(self, victim: SequenceGroup, plan: StepPlan, cause: Request) -> SequenceGroup:
         """Preempt a running group, to make room for `cause`; returns it."""
         for flight in self.in_flight:  # what these steps bring it is dropped, even if it runs again first
-            flight.dropped.update(victim.seqs)
+            flight.dropped.add(victim.seq)
         self._take_out(victim)
         self.admission.preempt(victim, plan, cause)
         return victim
@@ -272,12 +277,9 @@ class Scheduler:
         for group in self.admission.let_in(flight.plan, flight.budget, self.running, statuses):
             insort(self.running, group, key=lambda group: group.key)
             flight.lane.put(group)
-            if group.beams is not None:
-                self.beams.schedule(group, flight, flight.budget.tokens, just_entered=True)
-            else:
-                seq = group.seqs[0]
-                count = len(seq.tokens) - seq.num_computed
-                flight.take(seq, self.space.cut(seq, min(count, flight.budget.tokens) if chunked else count))
+            seq = group.seq
+            count = len(seq.tokens) - seq.num_computed
+            flight.take(seq, self.space.cut(seq, min(count, flight.budget.tokens) if chunked else count))
 
     def schedule_running(self, flight: Flight) -> bool:
         """Give every running sequence its next tokens, preempting from the back if blocks run out.
@@ -298,18 +300,17 @@ class Scheduler:
         for group in sorted(lane.others + due, key=lambda group: group.key):
             if group.status is not Status.RUNNING or group in self.late:
                 continue
-            seq = group.seqs[0]
+            seq = group.seq
             if seq.batch is not None and seq.num_known + 1 >= group.limit:  # this step samples its last token
                 self.admission.leave_batch(seq)
                 lane.others.append(group)
             if seq.batch is None:
-                to_come -= group.width
+                to_come -= 1
             left = flight.budget.tokens
             most = left - to_come
             if shares or self.admission.urgent:
                 most = self._most_tokens(group, most, shares)
-            schedule = self._schedule_sequence if group.beams is None else self.beams.schedule
-            if not schedule(group, flight, most):  # it was preempted, after all groups behind it
+            if not self._schedule_sequence(group, flight, most):  # it was preempted, after all groups behind it
                 break
             if (taken := left - flight.budget.tokens) > 1 and group.request.client in shares:
                 shares[group.request.client] -= taken
@@ -323,18 +324,18 @@ class Scheduler:
         It leaves room for the prompt of a better class that is about to be let in, and keeps to its client's share.
         """
         if (share := shares.get(group.request.client)) is not None:
-            return min(left, max(group.width, share))
+            return min(left, max(1, share))
         urgent = self.admission.urgent
         if urgent and urgent.key[0] < group.key[0]:
-            return max(group.width, left - len(urgent.seqs[0].tokens))
+            return max(1, left - len(urgent.seq.tokens))
         return left
 
     def _schedule_sequence(self, group: SequenceGroup, flight: Flight, most: int) -> bool:
-        """Give a group of one sequence its next tokens, `most` at most, and blocks for them.
+        """Give a running group its next tokens, `most` at most, and blocks for them.
 
         Returns whether the group still runs; without enough blocks it may have been preempted itself.
         """
-        seq = group.seqs[0]
+        seq = group.seq
         known, computed, drafts = seq.num_known, seq.num_computed, 0
         if known >= group.limit:  # its last token is on its way
             return True
@@ -379,7 +380,6 @@ class Scheduler:
         if result.guesses:
             self.drafting.guessed(flight, result.guesses)
         news = self._take_decodes(flight, result.token_ids[:num_decodes], stopped)
-        beams: dict[str, list[tuple[Sequence, int, Logprobs]]] = {}
         for i, (seq, _, computed) in enumerate(flight.other_rows, num_decodes):
             request = seq.group.request
             if i in result.scores and request.groups and (scores := request.take_scores(computed, result.scores[i])):
@@ -394,12 +394,10 @@ class Scheduler:
                 seq.num_unsure -= drafts
                 seq.num_computed -= drafts + 1 - len(tokens)
                 self.drafting.landed(seq, row)
-            if group.beams is None:
-                seq.delivered += tokens
+            seq.delivered += tokens
             if computed >= (seq.num_published + 1) * self.config.block_size:
-                # The token that has just come is not computed yet. Beams have not chosen theirs.
-                most = computed if group.beams else len(seq.tokens) - bool(tokens)
-                self.space.publish(seq, min(computed, most))
+                # The token that has just come is not computed yet.
+                self.space.publish(seq, min(computed, len(seq.tokens) - bool(tokens)))
             if i in result.pooled:
                 self._finish(group, "stop")
                 output = EngineOutput(request.request_id, [], "stop", finished=True, pooled=result.pooled[i])
@@ -409,9 +407,6 @@ class Scheduler:
                 continue
             self.stats.sampled(group, len(tokens))
             logprobs = [result.logprobs[i]] if i in result.logprobs else []
-            if group.beams is not None:
-                beams.setdefault(request.request_id, []).append((seq, tokens[0], logprobs[0]))
-                continue
             if seq.slot in result.drafts:  # its grammar looks at as many of them as are wanted
                 seq.proposed = result.drafts[seq.slot]
                 del seq.proposed[self.drafting.wanted(seq) :]
@@ -424,12 +419,9 @@ class Scheduler:
             alone = seq.batch is None and group.lane is flight.lane and seq.only_decodes
             if alone and not (seq.num_unsure or self.drafting.wanted(seq)):
                 flight.lane.decodes.join(seq)
-        self.counters["generation_tokens_total"] += sum(len(o.token_ids) for o in news.outputs) + len(news.token_ids)
-        for rows in beams.values():
-            news.outputs += self.beams.advance(rows)
         for lane in self.lanes:  # a group may have moved to another lane meanwhile, see `Lanes.surplus`
-            lane.others = [g for g in lane.others if g.status is Status.RUNNING and g.seqs[0].batch is None]
-        if beams or any(output.finish_reason for output in news.outputs):
+            lane.others = [g for g in lane.others if g.status is Status.RUNNING and g.seq.batch is None]
+        if any(output.finish_reason for output in news.outputs):
             self.running = [group for group in self.running if group.status is Status.RUNNING]
         while found := self.lanes.surplus(flight.lane):
             seq, lane = found

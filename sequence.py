@@ -1,13 +1,12 @@
 """The records of what runs: a client's `Request`, its `SequenceGroup`s, and their `Sequence`s.
 
     Sequence        tokens, the KV blocks that they own, and how many of them are computed
-    SequenceGroup   what is scheduled as one: a single sequence, or all the beams of a beam search
+    SequenceGroup   a sequence's place in the queues, and what became of it
     Request         what a client asked for: one group, or one for each of `n` (or `best_of`) samples
     Flight          a step from its plan to its result
 
 Samples share nothing but their prompt, so each is a group of its own: they enter one by one, and no request needs room
-for all of them at once. Beams are chosen among each other, so they are one group and run in the same step or not at
-all. Two searches that are half let in therefore cannot block each other.
+for all of them at once. A beam search is many requests of one token, see `scheduling/beam_search.py`.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from plan import StepPlan
 from sampling_params import PoolingParams, SamplingParams
 from scheduling.timeline import Timeline
 
 if TYPE_CHECKING:
-    from scheduling.beam import BeamSearch
     from scheduling.decodes import DecodeBatch
     from scheduling.lanes import Lane
 
@@ -84,7 +82,6 @@ class Sequence:
     kept_state: bytes = b""  # hash of its latest state in the prefix cache, if that is after the prompt
     slot: int = -1  # a row of the workers' batch state while running
     num_forgotten: int = 0  # tokens that had been computed when it was preempted, to be computed again
-    stale: bool = False  # beam search chose another last token than the workers have
     num_unsure: int = 0  # of `num_computed`, drafts in flight: those that are refused are not computed
     num_drafts: int = 0  # that it has had,
     num_taken: int = 0  # and how many of them the model has sampled, too
@@ -124,6 +121,10 @@ class Sequence:
         """The number of tokens once the steps in flight have sampled."""
         return max(len(self.delivered), self.num_computed + 1)
 
+    def forget_computed(self) -> None:
+        """Its blocks are gone: it computes its tokens again."""
+        self.num_forgotten, self.num_computed = self.num_computed, 0
+
     @property
     def only_decodes(self) -> bool:
         """Whether it may join the batch of decodes: it has more to sample, without masks and log-probabilities."""
@@ -134,21 +135,17 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """Sequences that are scheduled as one."""
+    """One answer of a request: a sequence and its place in the queues."""
 
     request: Request
-    index: int  # which of the request's answers; a beam search has one group for all
+    index: int  # which of the request's answers
     timeline: Timeline
     key: Key = (0, 0, 0)  # its place in every queue
-    limit: int = 0  # tokens at which its sequences end
-    width: int = 1  # sequences that it may come to have
+    limit: int = 0  # tokens at which its sequence ends
     seed: int = 0
     status: Status = Status.HELD
-    seqs: list[Sequence] = field(default_factory=list)
-    spare_slots: list[int] = field(default_factory=list)  # for beams to come, while running
+    seq: Sequence = field(init=False)
     lane: Lane | None = None  # while running
-    beams: BeamSearch | None = None
-    births: list[tuple[Sequence, Sequence, int]] = field(default_factory=list)  # (new beam, parent, shared tokens)
     awaited: bool = False  # held samples of its request wait until it has computed the prompt
     num_preemptions: int = 0
     charged_prompt: int = 0  # tokens of the prompt that `fair` has charged its client with, at its first entry
@@ -158,31 +155,20 @@ class SequenceGroup:
     token_at: float = 0.0  # of its latest token; not kept up to date while it is in a batch
 
     def __post_init__(self) -> None:
-        self.seqs = [Sequence(self, [*self.request.prompt])]
+        self.seq = Sequence(self, [*self.request.prompt])
 
     @property
     def name(self) -> str:
         """For logs: the request's id, and which sample."""
         return f"{self.request.request_id}#{self.index}" if self.index else self.request.request_id
 
-    def num_logprobs(self, vocab_size: int) -> int:
-        """`NewRow.num_logprobs` of its rows."""
-        params = self.request.params
-        if self.beams is not None:
-            return min(self.beams.num_candidates, vocab_size)
-        if params.logprobs is not None:
-            return params.logprobs
-        return 0 if params.num_samples > params.n else -1
 
-    def forget_computed(self) -> None:
-        """Forget what is computed: the first beam computes its tokens again, then the others branch off it."""
-        first, *others = [*self.seqs, *(child for child, _, _ in self.births)]
-        for seq in (first, *others):
-            seq.num_forgotten, seq.num_computed = seq.num_computed, 0
-        self.seqs, self.births = [first], []
-        for seq in others:
-            shared = next(i for i, (a, b) in enumerate(zip(first.tokens, seq.tokens, strict=True)) if a != b)
-            self.births.append((seq, first, shared))
+class Beam(NamedTuple):
+    """What the request of a beam for one more token has beside others."""
+
+    written: int  # how many of the prompt's last tokens are the beam's output, which a grammar reads
+    candidates: int  # likeliest next tokens that the search wants
+    place: tuple[int, int] | None  # the search's number of arrival, and which of its requests this is; None: the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +197,7 @@ class Request:
     stops: dict[int, int] = field(default_factory=dict)  # `stop_ids` as `plan.bit_words`
     allowed: dict[int, int] | None = None  # the tokens that may be drawn, in the same form; None: all
     grammar: Any = None  # a future `scheduling.sandbox.Grammar`, where its output is structured
+    beam: Beam | None = None  # if it is one of a beam search, which is counted instead of it
     arrival: float = 0.0
     delay: float = 0.0  # from when its client sent it to `arrival`
     first_token_at: float | None = None  # kept by `EngineStats`
@@ -242,9 +229,19 @@ class Request:
     @property
     def has_begun(self) -> bool:
         """Whether a part of its answer was computed."""
-        seqs = [seq for group in self.groups for seq in group.seqs]
-        sampled = any(len(seq.tokens) > self.num_prompt for seq in seqs)
-        return sampled or bool(self.finished_reports) or self.params.prompt_logprobs is not None
+        sampled = (self.beam and self.beam.written) or any(
+            len(group.seq.tokens) > self.num_prompt for group in self.groups
+        )
+        return bool(sampled or self.finished_reports or self.params.prompt_logprobs is not None)
+
+    @property
+    def num_logprobs(self) -> int:
+        """`NewRow.num_logprobs` of its rows."""
+        if self.beam:
+            return self.beam.candidates
+        if self.params.logprobs is not None:
+            return self.params.logprobs
+        return 0 if self.params.num_samples > self.params.n else -1
 
     @property
     def score(self) -> tuple[int, int, int] | None:

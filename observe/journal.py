@@ -23,7 +23,7 @@ from observe.observer import Observer
 from plan import Logprobs, StateRoom, StepPlan, StepResult, Verified
 from sampling_params import PoolingParams, SamplingParams
 from scheduler import Scheduler
-from sequence import Adapter, Request, SequenceGroup
+from sequence import Adapter, Beam, Request, SequenceGroup
 
 
 class Journal(Observer):
@@ -57,7 +57,7 @@ class Journal(Observer):
         r, params = request, dataclasses.asdict(request.params)
         pooling = None if r.pooling is None else dataclasses.asdict(r.pooling)
         adapter = None if r.adapter is None else dataclasses.astuple(r.adapter)
-        told = r.request_id, r.prompt, params, r.salt, r.priority, r.client, pooling, adapter
+        told = r.request_id, r.prompt, params, r.salt, r.priority, r.client, pooling, adapter, r.beam
         self.events.append(["add", self.now, *told])
 
     def aborted(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
@@ -66,8 +66,8 @@ class Journal(Observer):
     def late(self, groups: Collection[SequenceGroup]) -> None:
         """Note which groups' masks are late, and how many drafts grammars have left the others."""
         names = [[group.request.request_id, group.index] for group in groups]
-        left = [g for g in self.scheduler.others if g.seqs[0].proposed]
-        drafts = [[g.request.request_id, g.index, len(g.seqs[0].proposed)] for g in left]
+        left = [g for g in self.scheduler.others if g.seq.proposed]
+        drafts = [[g.request.request_id, g.index, len(g.seq.proposed)] for g in left]
         self.events.append(["late", self.now, names, drafts])
 
     def reset_prefix_cache(self) -> None:
@@ -80,9 +80,8 @@ class Journal(Observer):
     def landed(self, result: StepResult) -> None:
         """Note what the oldest step in flight brought; the clock goes on to now, for the scheduler to time the step."""
         self.tick()
-        logprobs = [[row, *dataclasses.astuple(logprobs)] for row, logprobs in result.logprobs.items()]
         scores = [[row, len(scores)] for row, scores in result.scores.items()]  # what they are decides nothing
-        news = {"tokens": result.token_ids, "stopped": result.stopped, "logprobs": logprobs, "scores": scores}
+        news = {"tokens": result.token_ids, "stopped": result.stopped, "scores": scores}
         if result.verified:  # what their log-probabilities are decides nothing
             news["verified"] = [[row, found.drafts, found.token_ids] for row, found in result.verified.items()]
         if result.guesses:
@@ -151,10 +150,9 @@ def replay(lines: Sequence[str], watch: Callable[[Scheduler, dict[str, Any]], No
                 if decided != line[name]:
                     raise ValueError(f"step {line['step']}: {name} is {decided}; the journal says {line[name]}")
         elif "landed" in line:
-            logprobs = {row: Logprobs(*rest) for row, *rest in line["logprobs"]}
             scores = {row: [Logprobs(0.0, [], [])] * count for row, count in line["scores"]}
             pooled = dict.fromkeys(line.get("pooled", ()), b"")
-            result = StepResult(line["landed"], line["tokens"], line["stopped"], logprobs, scores=scores, pooled=pooled)
+            result = StepResult(line["landed"], line["tokens"], line["stopped"], scores=scores, pooled=pooled)
             result.verified = {row: Verified(drafts, ids) for row, drafts, ids in line.get("verified", ())}
             result.guesses = dict(line.get("guesses", ()))
             scheduler.update(scheduler.in_flight[0].plan, result)
@@ -169,11 +167,11 @@ def apply_event(scheduler: Scheduler, kind: str, rest: list[Any]) -> None:
     """Give the scheduler a request again, take one back, tell it who is late, or let it forget its cached prefixes."""
     if kind == "add":
         request_id, prompt, params, salt, priority, client, *more = rest
-        pooling, adapter, *_ = *more, None, None
+        pooling, adapter, beam, *_ = *more, None, None, None
         of_prompt = PoolingParams(**pooling) if pooling is not None else None
         with_adapter = Adapter(*adapter) if adapter is not None else None
-        whose = salt, priority, client
-        scheduler.add(Request(request_id, prompt, SamplingParams(**params), *whose, of_prompt, with_adapter))
+        whose = salt, priority, client, of_prompt, with_adapter
+        scheduler.add(Request(request_id, prompt, SamplingParams(**params), *whose, beam=beam and Beam(*beam)))
     elif kind == "abort":
         scheduler.abort(*rest)
     elif kind == "late":
@@ -181,9 +179,9 @@ def apply_event(scheduler: Scheduler, kind: str, rest: list[Any]) -> None:
         names = {(g.request.request_id, g.index): g for g in scheduler.others}
         scheduler.late = {names[request_id, index] for request_id, index in late}
         for group in scheduler.others:
-            group.seqs[0].proposed = []
+            group.seq.proposed = []
         for request_id, index, count in proposed:  # which they are decides nothing
-            names[request_id, index].seqs[0].proposed = [0] * count
+            names[request_id, index].seq.proposed = [0] * count
     else:
         scheduler.space.reset_prefix_cache()
 

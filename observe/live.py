@@ -107,7 +107,7 @@ class Recorder(Observer):
         begun = time.thread_time()  # which stands still while other processes have the core
         self.recording, self.until = True, self.clock() + LINGER
         s, counters = self.scheduler, self.scheduler.counters
-        totals = self.totals | {"finished": s.arrivals - len(s.requests)}
+        totals = self.totals | {"finished": s.reports.num_finished}
         then = before.get(self.rank, {})
         # A successor of the engine that said so counts from 0 again.
         new = {name: max(0, total - then.get(name, total)) for name, total in totals.items()}
@@ -120,7 +120,7 @@ class Recorder(Observer):
             "max_num_seqs": s.config.max_num_seqs,
             "counts": {"waiting": waiting, "running": len(s.running), "swapped": len(s.swapped)},
             "requests": [request_row(group, state) for group, state in islice(self._groups(), MAX_REQUESTS)],
-            "held": flat((group.key[1], (t for seq in group.seqs for t in seq.tables)) for group in s.running),
+            "held": flat((group.key[1], group.seq.tables) for group in s.running),
             # Prompts that samples are yet to come for; their tables refer to the blocks, whoever runs on them.
             "kept": flat((r.groups[0].key[1], r.prompt_tables) for r in s.admission.samples.holders),
             "findable": bytes(s.blocks.findable),
@@ -170,7 +170,7 @@ def flat(holders: Iterable[tuple[int, Iterable[list[int]]]]) -> tuple[bytes, lis
 
 def request_row(group: SequenceGroup, state: str) -> dict[str, Any]:
     """What is told of a group that has yet to finish. Its key is the number of the request's arrival."""
-    request, seq = group.request, group.seqs[0]
+    request, seq = group.request, group.seq
     return {
         "key": group.key[1],
         "id": request.request_id,

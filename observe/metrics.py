@@ -162,6 +162,7 @@ class EngineStats:
 
     def decoded(self, count: int) -> None:
         """The decodes of the step that has landed have brought this many tokens."""
+        self.counters["generation_tokens_total"] += count
         if self.together:
             self.observe("inter_token_latency_seconds", self.now - self.rows_at, count)
         else:
@@ -172,14 +173,15 @@ class EngineStats:
     def sampled(self, group: SequenceGroup, count: int = 1) -> None:
         """A row of the step that has landed, none of its decodes, has brought a token, or several at once."""
         request = group.request
-        if request.params.max_tokens == 0:  # it goes to nobody
+        if request.params.max_tokens == 0 or request.beam:  # it goes to nobody
             return
+        self.counters["generation_tokens_total"] += count
         if group.first_token_at is None:
             group.first_token_at = self.now
             if request.first_token_at is None:
                 request.first_token_at = self.now
             self.observe("time_to_first_token_seconds", request.delay + self.now - request.arrival)
-        elif group.beams is None:  # nobody sees beams grow
+        else:
             self.observe("inter_token_latency_seconds", self.now - group.token_at)
         if count > 1:
             self.observe("inter_token_latency_seconds", 0.0, count - 1)

@@ -133,7 +133,7 @@ class KVSanitizer:
         self.state_shadow.move(plan.state_out, self.host_state_shadow)
         self.host_state_shadow.move(plan.state_in, self.state_shadow)
         self.state_shadow.move(plan.state_copies, self.state_shadow)
-        if self.states.numel():  # a beam may go on in the slot that it, or its parent, has just left
+        if self.states.numel():  # but for slots that others come into at once
             left = [*set(plan.released).difference(row.slot for row in plan.new)]
             self.states[left], self.state_shadow.hashes[left] = torch.nan, POISON
         for row in plan.new:

@@ -1,1 +1,1 @@
-"""What the scheduler and its door decide beside the mixed step: policies, beams, samples, swap, the classic order."""
+"""What the scheduler and its door decide beside the mixed step: policies, samples, swap, the classic order."""

@@ -19,7 +19,7 @@ class DecodeBatch:
     from which their `num_computed` follows. A plan's rows for them are lists that stay the same until somebody joins or
     leaves. The tokens that a step brings are kept as they came, until a sequence's are delivered.
 
-    Prompts, beams, and sequences that need masks or log-probabilities (as for `best_of`) are not in it.
+    Prompts, and sequences that need masks or log-probabilities (as for `best_of`) are not in it.
 
     Args:
         width: sequences that it has at most.

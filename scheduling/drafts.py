@@ -116,7 +116,7 @@ class Drafting:
             likely = self.room > 0 and self.needed <= LIKELY
             return self.most if plan.drafts or likely or plan.step % REVIEW == 0 else 0
         seqs = flight.seqs
-        chances = [seq.acceptance.chance for seq in seqs if not seq.group.beams]
+        chances = [seq.acceptance.chance for seq in seqs if not seq.group.request.beam]
         if not chances:  # nor are drafts that were made used up
             return 0
         rows, self.made = len(seqs), 0  # a model makes drafts for beams, too
@@ -140,7 +140,7 @@ class Drafting:
             most = min(most, len(seq.proposed))
         elif params.min_tokens and seq.num_tokens - group.request.num_prompt < params.min_tokens:
             return 0  # a mask changes with the count of tokens
-        if most <= 0 or group.beams is not None:
+        if most <= 0:
             return 0
         return min(bisect_right(self.floors, stats.chance), int(most))
 
@@ -148,7 +148,7 @@ class Drafting:
         """Learn from drafts that were not verified, by the indices of a step's rows."""
         seqs = flight.seqs
         for row, right in guesses.items():
-            if (seq := seqs[row]).group.beams is None and flight.brings(seq):
+            if flight.brings(seq := seqs[row]):
                 seq.acceptance.learn(1, right)
 
     def counted(self, flight: Flight, rows: dict[int, Verified], policy: Policy) -> int:

@@ -140,7 +140,7 @@ class Fair(Policy):
         for at, first in enumerate(sorted((backlog[0] for backlog in client.backlogs.values()), key=arrival)):
             if rank < first.key[0] or (at and rank > first.key[0]):
                 self._move(first, rank)
-            rank += first.request.num_prompt + OUTPUT_WEIGHT * allowance(first) * first.width
+            rank += first.request.num_prompt + OUTPUT_WEIGHT * allowance(first)
 
     def _move(self, group: SequenceGroup, rank: int) -> None:
         self._remove(group)
@@ -162,12 +162,12 @@ class Fair(Policy):
         """Give a group's client back what the group has not had."""
         request, client = group.request, self.clients[group.request.client]
         if group.charged_prompt:
-            seq = group.seqs[0]
+            seq = group.seq
             output = seq.num_tokens - request.num_prompt
             # A request may be aborted within its prompt. `lost` is what it had computed before a preemption.
             left = 0 if output else request.num_prompt - max(seq.num_computed, seq.num_forgotten)
             left = max(0, min(left, group.charged_prompt))  # even if less of it is cached by now
-            client.counter -= left + OUTPUT_WEIGHT * (group.charged_output - output * group.width)
+            client.counter -= left + OUTPUT_WEIGHT * (group.charged_output - output)
             client.outstanding -= group.charged_prompt + OUTPUT_WEIGHT * group.charged_output
             self._place(client)
         if not request.groups:
@@ -186,9 +186,9 @@ class Fair(Policy):
         """
         tokens, wants = flight.budget.tokens - to_come, Counter[str]()
         for group in flight.lane.others:
-            if (seq := group.seqs[0]).batch is None and (want := seq.num_known - seq.num_computed) > 1:
+            if (seq := group.seq).batch is None and (want := seq.num_known - seq.num_computed) > 1:
                 wants[group.request.client] += want
-                tokens += group.width
+                tokens += 1
         if wants and (found := entrant()):
             first, want = found
             wants[first.request.client] += want
@@ -207,10 +207,8 @@ class Fair(Policy):
 
     def instead(self, request: Request, running: Items[SequenceGroup]) -> dict[str, Any]:
         """Which other client runs most sequences, by its number, and how many; None if none runs any."""
-        sequences = Counter[str]()
-        for group in running:
-            if (name := group.request.client) != request.client:
-                sequences[name] += len(group.seqs)
+        clients = (group.request.client for group in running)
+        sequences = Counter(name for name in clients if name != request.client)
         count, name = max(((count, name) for name, count in sequences.items()), default=(0, ""))
         return {"served_instead": {"client": self.clients[name].number, "sequences": count} if count else None}
 

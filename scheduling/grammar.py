@@ -357,7 +357,7 @@ class Grammars:
         Returns:
             the groups that lack a mask, or the token that it depends on; and why requests cannot go on at all.
         """
-        seqs = [seq for group in groups for seq in (*group.seqs, *(child for child, _, _ in group.births))]
+        seqs = [group.seq for group in groups]
         ready = [seq for seq in seqs if not awaits_token(seq)]
         wait([work for seq in ready if (work := self._work(seq))], PATIENCE)
         late = {seq.group for seq in seqs if awaits_token(seq) or self._of(seq).behind}
@@ -377,14 +377,15 @@ class Grammars:
 
     def _work(self, seq: Sequence) -> Future[None] | None:
         """The work on the masks after a sequence's latest token and after its drafts; None if they are there."""
-        constraint, num_prompt = self._of(seq), seq.group.request.num_prompt
-        length = len(seq.tokens) - num_prompt
+        constraint, request = self._of(seq), seq.group.request
+        begin = request.num_prompt - (request.beam.written if request.beam else 0)
+        length = len(seq.tokens) - begin
         if constraint.work is not None and constraint.work.done():
             constraint.work = None
         # There may be work on drafts that no longer matter; nobody waits for it.
         if constraint.num_read < length and (constraint.work is None or constraint.wanted < length):
             constraint.wanted, constraint.begun = length, time.monotonic()
-            constraint.work = submit(self.threads, constraint.follow, seq.tokens[num_prompt:], [*seq.proposed])
+            constraint.work = submit(self.threads, constraint.follow, seq.tokens[begin:], [*seq.proposed])
         return constraint.work
 
     def fill(self, plan: StepPlan, rows: Iterable[tuple[Sequence, int, int]]) -> dict[Request, str]:

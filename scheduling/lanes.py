@@ -23,8 +23,8 @@ class Lane:
 
     @property
     def width(self) -> int:
-        """Sequences that it may come to have."""
-        return len(self.decodes) + sum(group.width for group in self.others if group.status is Status.RUNNING)
+        """How many sequences it has."""
+        return len(self.decodes) + sum(group.status is Status.RUNNING for group in self.others)
 
     def put(self, group: SequenceGroup) -> None:
         """`group` runs in this lane's steps from now on."""

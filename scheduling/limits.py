@@ -30,16 +30,16 @@ class RequestLimits:
         self.max_model_len = max_model_len
         self.vocab_size, self.eos_token_ids = vocab_size, frozenset(eos_token_ids)
 
-    def settle(self, request: Request) -> tuple[int, int]:
+    def settle(self, request: Request) -> int:
         """Check a request, and settle which tokens end it and which may be drawn.
 
         Returns:
-            Tokens at which its sequences end, and how many beams it has at most.
+            Tokens at which its sequences end.
 
         Raises:
             ValueError: the prompt is empty; a token is outside of the vocabulary; there is no room for output within
-                `max_model_len`; it could outgrow the whole KV pool; a beam search is too wide; or it asks for more
-                log-probabilities than `max_logprobs`.
+                `max_model_len`; it could outgrow the whole KV pool; or it asks for more log-probabilities than
+                `max_logprobs`.
         """
         params = request.params
         params.check_vocabulary(self.vocab_size, self.eos_token_ids)
@@ -50,14 +50,13 @@ class RequestLimits:
         if bad := [token for token in (min(own), max(own)) if not 0 <= token < self.vocab_size]:
             raise ValueError(f"the prompt has token id {bad[0]}; allowed: 0 to {self.vocab_size - 1}")
         limit = self._limit_of(request)
-        width = params.num_sequences if params.use_beam_search else 1
-        self._check_size(request, limit, width)
+        self._check_size(limit)
         ended = params.structured_outputs is not None or not params.ignore_eos  # a complete structure ends in any case
         stop_ids = (*params.stop_token_ids, *(self.eos_token_ids if ended else ()))
         request.stop_ids = frozenset(token for token in stop_ids if token < self.vocab_size)
         request.stops = bit_words(request.stop_ids)
         request.allowed = bit_words(params.allowed_token_ids) if params.allowed_token_ids else None
-        return limit, width
+        return limit
 
     def _limit_of(self, request: Request) -> int:
         """Tokens at which a request's sequences end; without output, one more than the prompt, which never goes out."""
@@ -74,18 +73,12 @@ class RequestLimits:
             return num_prompt + 1
         return min(num_prompt + (params.max_tokens or self.max_model_len), self.max_model_len)
 
-    def _check_size(self, request: Request, limit: int, width: int) -> None:
-        """Check that a request can grow to `limit` tokens in each of `width` beams."""
-        if width > (most := min(self.config.max_num_seqs, self.vocab_size)):
-            raise ValueError(
-                f"beam_width is {width}; it must be at most {most}, the lower of max_num_seqs and the vocabulary's size"
-            )
-        spread, shared = (limit - request.num_prompt, request.num_prompt) if width > 1 else (0, 0)
+    def _check_size(self, limit: int) -> None:
+        """Check that a sequence can grow to `limit` tokens."""
         # The last token of a sequence is never computed, so it needs no place in the cache.
-        needed, pool = self.space.most(limit - 1, spread, width, shared), self.space.device
+        needed, pool = self.space.most(limit - 1), self.space.device
         if pool.can_allocate(needed) is AllocStatus.NEVER:
-            beams = f" in each of {width} beams" if width > 1 else ""
             raise ValueError(
-                f"the request may grow to {limit} tokens{beams}, {needed} KV blocks of {self.config.block_size}; "
+                f"the request may grow to {limit} tokens, {needed} KV blocks of {self.config.block_size}; "
                 f"the whole pool has {pool.num_blocks}: lower max_tokens or shorten the prompt"
             )

@@ -26,6 +26,8 @@ class Reports:
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
         self.finished: OrderedDict[str, dict[str, Any]] = OrderedDict()  # reports of requests, the latest last
+        self.num_finished = 0  # requests
+        self.searches: dict[str, Any] = {}  # the beam searches that run, see `BeamSearches`
 
     def metrics(self) -> dict[str, Any]:
         """What is counted, by the names of `observe.metrics.SERIES`."""
@@ -58,8 +60,9 @@ class Reports:
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         """Where a request's time went, in seconds; None if it is unknown, or finished long ago."""
-        scheduler = self.scheduler
-        if (request := scheduler.requests.get(request_id)) is None:
+        scheduler, search = self.scheduler, self.searches.get(request_id)
+        request = search.request if search else scheduler.requests.get(request_id)
+        if request is None:
             return self.finished.get(request_id)
         report = self._report(request, scheduler.clock())
         instead = scheduler.policy.instead(request, scheduler.running)
@@ -71,7 +74,10 @@ class Reports:
         return report
 
     def keep(self, request: Request, now: float) -> None:
-        """Keep the report of a request that has finished."""
+        """Keep the report of a request that has finished, unless a beam search is told of instead."""
+        if request.beam:
+            return
+        self.num_finished += 1
         self.finished[request.request_id] = self._report(request, now)
         if len(self.finished) > MAX_REPORTS:
             self.finished.popitem(last=False)
@@ -97,16 +103,13 @@ class Reports:
 
 def report_of(group: SequenceGroup) -> dict[str, Any]:
     """What became of a group."""
-    count = group.seqs[0].num_tokens - group.request.num_prompt
-    if group.beams and group.beams.answers and group.status is Status.FINISHED:
-        count = len(group.beams.answers[0].tokens)
     return {
         "index": group.index,
         "state": group.status.name.lower(),
         "finish_reason": group.finish_reason,
-        "output_tokens": count,
-        "draft_tokens": sum(seq.num_drafts for seq in group.seqs),
-        "accepted_tokens": sum(seq.num_taken for seq in group.seqs),
+        "output_tokens": group.seq.num_tokens - group.request.num_prompt,
+        "draft_tokens": group.seq.num_drafts,
+        "accepted_tokens": group.seq.num_taken,
         "preemptions": group.num_preemptions,
         "stays": [dict(stay) for stay in group.timeline.stays],
     }

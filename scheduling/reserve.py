@@ -18,7 +18,7 @@ PREEMPTED, FINISHED = 0.2, 0.98  # change the caution of admission; in balance o
 
 
 def allowance(group: SequenceGroup) -> int:
-    """The most output expected of each sequence of a group, in tokens."""
+    """The most output expected of a group, in tokens."""
     return min(group.limit - group.request.num_prompt, EXPECTED_TOKENS)
 
 
@@ -41,14 +41,16 @@ class Reserve:
         slots, to_come = 0.0, 0
         for group in groups:
             end = group.request.num_prompt + self.used_share * allowance(group)
-            slots += self._slots(group.seqs[0], end) * group.width
-            to_come += self._to_come(group.seqs[0])
+            slots += self._slots(group.seq, end)
+            to_come += self._to_come(group.seq)
         return to_come + slots * self.caution * self.conservativeness / self.block_size
 
     def learn(self, group: SequenceGroup) -> None:
-        """Learn from a group that has all its tokens."""
+        """Learn from a group that has all its tokens. One token more of a beam says nothing."""
+        if group.request.beam:
+            return
         if group.request.params.max_tokens != 0:
-            used = min(1.0, (group.seqs[0].num_tokens - group.request.num_prompt) / allowance(group))
+            used = min(1.0, (group.seq.num_tokens - group.request.num_prompt) / allowance(group))
             self.used_share += (used - self.used_share) / 16
         self.caution *= FINISHED
 

@@ -34,7 +34,7 @@ class Samples:
         request = group.request
         if len(request.groups) == 1 or self.prompt_tables(group, plan):
             return False
-        if request.leader is not group and self.space.finds_prompt(group.seqs[0]):
+        if request.leader is not group and self.space.finds_prompt(group.seq):
             return False
         if request.leader and request.leader is not group:
             if request.leader.status in (Status.RUNNING, Status.SWAPPED):
@@ -50,7 +50,7 @@ class Samples:
             return request.prompt_tables
         count = self._num_prompt_blocks(request)
         for other in request.groups:
-            seq = other.seqs[0]
+            seq = other.seq
             if other.status is Status.RUNNING and other is not request.leader and seq.num_tokens > request.num_prompt:
                 tables, targets = [table[:count] for table in seq.tables], {target for _, target in plan.copies}
                 copied = any(table[-1] in targets for table in tables)  # by this plan, so it cannot be copied again
@@ -61,7 +61,7 @@ class Samples:
     def prompt_done(self, group: SequenceGroup, now: float) -> None:
         """A sample has computed the prompt, and the others may branch off."""
         request, group.awaited = group.request, False
-        tables = [table[: self._num_prompt_blocks(request)] for table in group.seqs[0].tables]
+        tables = [table[: self._num_prompt_blocks(request)] for table in group.seq.tables]
         if self._has_more(request, group) and self.space.can_branch(tables, request.num_prompt):
             request.prompt_tables = tables
             self.space.device.share(by_column(tables))

@@ -44,14 +44,11 @@ class StateManager:
     def cut(self, seq: Sequence, count: int) -> int:
         """Tokens that a sequence computes, at most `count`, to end where its state is wanted.
 
-        That is where a beam branches off it, or the prompt's last border. Beams keep no states of their output.
+        That is the last border before its last token.
         """
-        begin, last = seq.num_computed, len(seq.tokens) - 1
-        group = seq.group
-        end = min([begin + count, *(shared for _, parent, shared in group.births if parent is seq)])
-        if group.beams is not None:
-            last = min(last, group.request.num_prompt)
-        border = min(end, last) // self.size * self.size
+        begin = seq.num_computed
+        end = begin + count
+        border = min(end, len(seq.tokens) - 1) // self.size * self.size
         return (border if self.cuts and begin < border and begin + 1 < end else end) - begin
 
     def keep(self, seq: Sequence, plan: StepPlan) -> None:
@@ -69,8 +66,6 @@ class StateManager:
         if digest in pool.block_of:
             return
         if count > request.num_prompt:
-            if seq.group.beams is not None:
-                return
             pool.forget(seq.kept_state)
             seq.kept_state = digest
         if pool.num_free:
@@ -78,24 +73,22 @@ class StateManager:
             plan.state_copies.append((seq.slot, self.num_slots + row))
             self.taken.append((row, digest))
 
-    def resume(self, seqs: Items[Sequence], plan: StepPlan) -> None:
-        """Bring states into the slots that `seqs` have got: from host memory, or from snapshots."""
-        for seq in seqs:
-            if seq.host_state >= 0:
-                plan.state_in.append((seq.host_state, seq.slot))
-                self.host_pinned.append(seq.host_state)
-                seq.host_state = -1
-            elif seq.num_computed:
-                row = self.snapshots.block_of[seq.hashes[seq.num_computed // self.size - 1]]
-                plan.state_copies.append((self.num_slots + row, seq.slot))
-                self.snapshots.share([row])
-                self.pinned.append(row)
+    def resume(self, seq: Sequence, plan: StepPlan) -> None:
+        """Bring a state into the slot that `seq` has got: from host memory, or from a snapshot."""
+        if seq.host_state >= 0:
+            plan.state_in.append((seq.host_state, seq.slot))
+            self.host_pinned.append(seq.host_state)
+            seq.host_state = -1
+        elif seq.num_computed:
+            row = self.snapshots.block_of[seq.hashes[seq.num_computed // self.size - 1]]
+            plan.state_copies.append((self.num_slots + row, seq.slot))
+            self.snapshots.share([row])
+            self.pinned.append(row)
 
-    def swap_out(self, seqs: Items[Sequence], plan: StepPlan) -> None:
-        """Copy the states of `seqs` to host memory, which has room for them."""
-        for seq, row in zip(seqs, self.host.allocate(len(seqs)), strict=True):
-            plan.state_out.append((seq.slot, row))
-            seq.host_state = row
+    def swap_out(self, seq: Sequence, plan: StepPlan) -> None:
+        """Copy the state of `seq` to host memory, which has room for it."""
+        (seq.host_state,) = self.host.allocate(1)
+        plan.state_out.append((seq.slot, seq.host_state))
 
     def drop(self, seq: Sequence) -> None:
         """Give up the state of a swapped sequence."""

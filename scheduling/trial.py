@@ -77,7 +77,7 @@ class Trial:
             flying.update({seq: count for seq, count in rows if seq not in flight.dropped})
         for request, suspicion in list(self.suspects.items()):
             live = [group for group in suspicion.goals if group.status is not Status.FINISHED]
-            landed = {group: group.seqs[0].num_computed - flying[group.seqs[0]] for group in live}
+            landed = {group: group.seq.num_computed - flying[group.seq] for group in live}
             suspicion.goals = {g: goal for g in live if landed[g] < (goal := suspicion.goals[g])}
             if not suspicion.goals:
                 del self.suspects[request]

@@ -18,7 +18,7 @@ from integrity import check_integrity
 from plan import Logprobs, StateRoom, StepPlan, StepResult, Verified
 from sampling_params import SamplingParams
 from scheduler import Scheduler
-from scheduling.beam import BeamSearch
+from scheduling.beam_search import Answer, BeamSearches, beam_search, num_candidates
 from sequence import Adapter, Request, SequenceGroup, derived_seed
 
 VOCAB, EOS = 50, 7
@@ -69,18 +69,28 @@ def adapted_seed(seed: int, adapter: int | None) -> int:
     return seed if adapter is None else seed ^ (adapter + 1) * 0x9E3779B9
 
 
-def expected_beams(prompt: list[int], max_tokens: int, limit: int, width: int, n: int) -> list[list[int]]:
-    search = BeamSearch(width, min(max_tokens, limit - len(prompt)), frozenset([EOS]), 1.0, False)
-    beams: list[tuple[list[int], float]] = [([], 0.0)]
-    while beams:
+def expected_beams(
+    prompt: list[int], max_tokens: int, limit: int, width: int, n: int, ignore_eos: bool = False
+) -> list[list[int]]:
+    stops = [] if ignore_eos else [EOS]
+    search = beam_search(width, min(max_tokens, limit - len(prompt)), stops)
+    answers = driven(search, lambda output: next_logprobs(prompt + output), num_candidates(width, stops))
+    return [answer.tokens for answer in answers[:n]]
+
+
+def driven(search, model: Callable[[list[int]], list[float]], most: int) -> list[Answer]:
+    """The answers of a search, which is told the `most` likeliest tokens after each output by `model`."""
+    nexts = None
+    while True:
+        try:
+            outputs = search.send(nexts)
+        except StopIteration as end:
+            return end.value
         nexts = []
-        for output, _ in beams:
-            values = next_logprobs(prompt + output)
-            ids = sorted(range(VOCAB), key=lambda token: -values[token])[: search.num_candidates]
+        for output in outputs:
+            values = model(output)
+            ids = sorted(range(len(values)), key=lambda token: -values[token])[:most]
             nexts.append((ids, [values[token] for token in ids]))
-        going = search.advance([output for output, _ in beams], [logprob for _, logprob in beams], nexts)
-        beams = [([*beams[c.parent][0], c.token], c.logprob) for c in going]
-    return [answer.tokens for answer in search.answers[:n]]
 
 
 def made_up_drafts(tokens: list[int], seed: int, most: int) -> list[int]:
@@ -265,6 +275,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.config, num_blocks, max_model_len, VOCAB, [EOS], num_host_blocks, windows, swap_cost, room,
             row_seconds, clock=lambda: self.now)  # fmt: skip
+        self.searches = BeamSearches(self.scheduler, lambda *event: None)
         self.worker_args = self.config, num_blocks, num_host_blocks, windows, room
         self.worker = FakeWorker(*self.worker_args)
         self.depth, self.flying = depth, deque[StepPlan]()
@@ -294,7 +305,7 @@ class Engine:
         request = Request(
             request_id, prompt, SamplingParams(**{"seed": 0} | params), salt, priority, client, None, chosen
         )
-        self.scheduler.add(request)
+        (self.searches.begin if request.params.use_beam_search else self.scheduler.add)(request)
         self.answers[request_id] = {i: [] for i in range(request.params.num_samples)}
         return request.groups[0]
 
@@ -322,7 +333,7 @@ class Engine:
 
     def land(self) -> None:
         plan = self.flying.popleft()
-        for output in self.scheduler.update(plan, self.worker.step(plan)):
+        for output in self.searches.take(self.scheduler.update(plan, self.worker.step(plan))):
             self.answers[output.request_id][output.index] += output.token_ids
             self.logprobs[output.request_id, output.index] = output.cumulative_logprob
             self.token_logprobs[output.request_id, output.index] += output.logprobs or ()
@@ -365,7 +376,7 @@ class Engine:
         if lost:
             trims, self.worker = self.worker.trims, FakeWorker(*self.worker_args)
             self.worker.trims = trims
-        for output in self.scheduler.start_over(lost, cause):
+        for output in self.searches.take(self.scheduler.start_over(lost, cause)):
             assert output.finished and cause and output.error.startswith(cause)
             assert output.request_id not in self.finished
             self.reasons[output.request_id], self.errors[output.request_id] = "error", output.error

@@ -25,7 +25,7 @@ def check_integrity(scheduler: Scheduler) -> None:
 
 def check_space(space: BlockSpaceManager, admission: Admission, groups: list[SequenceGroup]) -> None:
     """The books of all pools agree with the block tables, and with the host rows of states."""
-    seqs = [seq for group in groups for seq in group.seqs]
+    seqs = [group.seq for group in groups]
     kept = [table for request in admission.samples.holders for table in request.prompt_tables]
     check_pool(space.device, [*kept, *(table for seq in seqs for table in seq.tables)])
     check_pool(space.host, (table for seq in seqs for table in seq.host_tables))
@@ -71,18 +71,16 @@ def check_admission(admission: Admission, scheduler: Scheduler, groups: list[Seq
     assert admission.trial.suspects.keys() <= set(requests)
     places = [id(group) for group in (*waiting, *swapped, *aside, *held, *running)]
     assert sorted(places) == sorted(map(id, groups))
-    slots = [seq.slot for group in running for seq in group.seqs]
-    slots += [slot for group in running for slot in group.spare_slots]
+    slots = [group.seq.slot for group in running]
     assert sorted(slots + admission.free_slots) == list(range(admission.config.max_num_seqs))
     for group in (*waiting, *swapped, *aside, *held):
-        assert not group.spare_slots and all(seq.slot < 0 and not seq.tables for seq in group.seqs)
+        assert group.seq.slot < 0 and not group.seq.tables
     for group in held:
         assert group.status is Status.HELD and (leader := group.request.leader)
         assert leader.awaited or leader.status in (Status.WAITING, Status.ASIDE)
     for group in swapped:
-        for seq in group.seqs:
-            columns = admission.space.host.blocks_for(seq.num_computed)
-            assert [len(table) for table in seq.host_tables] == [columns] * len(admission.space.windows)
+        columns = admission.space.host.blocks_for(group.seq.num_computed)
+        assert [len(table) for table in group.seq.host_tables] == [columns] * len(admission.space.windows)
     adapters = admission.adapters
     with_adapter = {group: group.request.adapter for group in running if group.request.adapter}
     assert adapters.holders == with_adapter and adapters.users == Counter(with_adapter.values())
@@ -96,12 +94,11 @@ def check_running(scheduler: Scheduler) -> None:
     assert keys == sorted(keys)
     for group in scheduler.running:
         assert group.status is Status.RUNNING
-        assert len(group.seqs) + len(group.births) <= group.width
-        for seq in group.seqs:
-            assert not seq.host_tables and seq.num_computed < seq.num_known <= group.limit
-            assert len(seq.tables) == len(scheduler.space.windows)
-            assert all(len(table) * size >= seq.num_computed for table in seq.tables)
-            assert group.lane and (group in group.lane.others) == (seq.batch is None)
+        seq = group.seq
+        assert not seq.host_tables and seq.num_computed < seq.num_known <= group.limit
+        assert len(seq.tables) == len(scheduler.space.windows)
+        assert all(len(table) * size >= seq.num_computed for table in seq.tables)
+        assert group.lane and (group in group.lane.others) == (seq.batch is None)
 
 
 def check_lanes(scheduler: Scheduler) -> None:

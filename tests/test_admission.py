@@ -9,7 +9,7 @@ import random
 import pytest
 
 from config import EngineConfig
-from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
+from fake_worker import Engine, expected, prompt, sample_seed
 from integrity import check_integrity
 from scheduling.fair import step_tokens
 from sequence import SequenceGroup, Status
@@ -32,7 +32,7 @@ def test_the_last_to_arrive_is_preempted_first_and_resumes_first():
     late = engine.add("late", prompt(4, 9), max_tokens=2, ignore_eos=True)
     engine.run()
     assert requests[0].num_preemptions == 0 < requests[2].num_preemptions
-    assert len(late.seqs[0].tokens) == 6
+    assert len(late.seq.tokens) == 6
 
 
 def test_swapped_requests_give_the_same_tokens():
@@ -280,7 +280,7 @@ def test_auto_does_not_swap_what_others_have():
         engine.step()
         engine.step()
         low = engine.add("low", prompt(20, start), priority=1, max_tokens=8, ignore_eos=True)
-        while low.seqs[0].num_tokens < 22:
+        while low.seq.num_tokens < 22:
             engine.step()
         engine.add("urgent", prompt(4, 3), max_tokens=2)
         engine.step()
@@ -298,29 +298,6 @@ def test_blocks_ahead_of_the_tokens_are_not_swapped():
     engine.run()
     assert engine.outputs["low"] == expected(prompt(6), 8, 48, ignore_eos=True)
     assert engine.scheduler.space.host.num_free == 64
-
-
-def test_auto_swaps_groups_and_keeps_what_they_share():
-    engine = Engine(18, 40, 64, swap_cost=100.0, preemption_mode="auto")
-    for i in range(2):
-        engine.add(str(i), prompt(6, 3 + i), max_tokens=30, ignore_eos=True)
-    engine.add("a", prompt(9), n=4, use_beam_search=True, max_tokens=14)
-    while not engine.scheduler.swapped:
-        engine.step()
-    out = engine.plans[-1].swap_out
-    assert len(out) == len({block for block, _ in out}) < 4 * 4
-    engine.run()
-    assert list(engine.answers["a"].values()) == expected_beams(prompt(9), 14, 40, 4, 4)
-
-
-def test_two_half_admitted_groups_cannot_block_each_other():
-    """Beam searches of which the pool holds half: beams run all or none, so one search always goes on."""
-    engine = Engine(num_blocks=22, max_model_len=28, max_num_seqs=16, preemption_mode="recompute")
-    for i in range(4):
-        engine.add(str(i), prompt(8, i), n=4, use_beam_search=True, max_tokens=20, ignore_eos=True)
-    engine.run()
-    assert engine.scheduler.counters["num_preemptions_total"] > 0
-    assert [len(answers[0]) for answers in engine.answers.values()] == [20] * 4
 
 
 def test_admission_keeps_room_for_growth_once_it_knows_it():
@@ -508,14 +485,12 @@ def test_a_client_is_charged_with_what_it_has_had():
     engine = Engine(num_blocks=12, max_model_len=44, scheduling_policy="fair", preemption_mode="recompute")
     fair, counters = engine.scheduler.admission.policy, {}
     engine.add("plain", prompt(9), client="plain", max_tokens=30, ignore_eos=True)
-    engine.add("samples", prompt(10, 2), client="samples", n=3, max_tokens=5, ignore_eos=True)
-    engine.add("beams", prompt(9, 3), client="beams", use_beam_search=True, n=2, max_tokens=4, ignore_eos=True)
+    engine.add("samples", prompt(10, 2), client="samples", n=3, max_tokens=12, ignore_eos=True)
     while engine.scheduler.has_work():
         engine.step()
         counters |= {name: client.counter for name, client in fair.clients.items() if not client.num_requests}
     assert engine.scheduler.counters["num_preemptions_total"] > 0
-    # Of four tokens the beams went on with three.
-    assert counters == {"plain": 9 + 2 * 30, "samples": 10 + 2 + 2 * 3 * 5, "beams": 9 + 2 * 2 * 3}
+    assert counters == {"plain": 9 + 2 * 30, "samples": 10 + 2 + 2 * 3 * 12}
 
 
 def test_a_client_is_not_charged_with_what_is_cached_or_aborted():
@@ -531,6 +506,11 @@ def test_a_client_is_not_charged_with_what_is_cached_or_aborted():
     counter = fair.clients["b"].counter
     engine.run()
     assert fair.clients["b"].counter == counter + 1 + 2 * 2
+    engine.add("beams", prompt(9, 3), client="c", use_beam_search=True, n=2, max_tokens=4, ignore_eos=True)
+    counter = fair.clients["c"].counter
+    engine.run()
+    # After the first token each of two beams computes what follows the 8 tokens that are cached.
+    assert fair.clients["c"].counter == counter + 9 + 2 + sum(2 * (tokens + 2) for tokens in (2, 3, 4))
 
 
 def test_explain_says_who_was_served_instead_and_tells_no_name():
@@ -563,11 +543,9 @@ def test_explain_says_who_was_served_instead_and_tells_no_name():
 
 
 @pytest.mark.parametrize("policy", ["priority", "fair"])
-@pytest.mark.parametrize(
-    "shared", [{"n": 3}, {"n": 3, "use_beam_search": True}, {}], ids=["samples", "beams", "prefix"]
-)
+@pytest.mark.parametrize("shared", [{"n": 3}, {}], ids=["samples", "prefix"])
 def test_blocks_of_several_make_way_where_all_of_them_do(shared, policy):
-    """A worse class's samples, beams and requests of one prompt cannot keep a better one out until they have ended."""
+    """A worse class's samples and requests of one prompt cannot keep a better one out until they have ended."""
     engine = Engine(num_blocks=64, max_model_len=240, scheduling_policy=policy, max_num_batched_tokens=64)
     low = {"priority": 9, "client": "low", "max_tokens": 30, "ignore_eos": True}
     engine.add("first", prompt(8, 4), **low | {"max_tokens": 200})  # behind which all others of its client stand
@@ -582,11 +560,8 @@ def test_blocks_of_several_make_way_where_all_of_them_do(shared, policy):
         engine.step()
     assert "urgent" in engine.finished and "a" not in engine.finished
     engine.run()
-    if "use_beam_search" in shared:
-        assert list(engine.answers["a"].values()) == expected_beams(prompt(160), 30, 240, 3, 3)
-    else:
-        for index, tokens in engine.answers["a"].items():
-            assert tokens == expected(prompt(160), 30, 240, ignore_eos=True, seed=sample_seed(index))
+    for index, tokens in engine.answers["a"].items():
+        assert tokens == expected(prompt(160), 30, 240, ignore_eos=True, seed=sample_seed(index))
 
 
 def test_who_would_free_nothing_is_not_preempted():

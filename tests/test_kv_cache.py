@@ -7,7 +7,7 @@ from itertools import takewhile
 
 import pytest
 
-from fake_worker import VOCAB, Engine, expected, expected_beams, prompt, sample_seed
+from fake_worker import VOCAB, Engine, expected, prompt, sample_seed
 from integrity import check_pool
 from kv_cache import COPIES, AllocStatus, BlockManager
 from sequence import Status, chain
@@ -282,7 +282,7 @@ def test_blocks_that_a_window_has_passed_are_given_back(fields):
     for _ in range(12):
         engine.step()
     for group in engine.scheduler.running:
-        seq = group.seqs[0]
+        seq = group.seq
         assert sum(block >= 0 for block in seq.tables[0]) <= (9 + 4) // 4 + 1 or seq.num_computed < 20
     engine.run()
     assert any(group.num_preemptions for group in groups)
@@ -292,28 +292,6 @@ def test_blocks_that_a_window_has_passed_are_given_back(fields):
     assert engine.scheduler.blocks.num_free == 22
 
 
-@pytest.mark.parametrize(
-    ("mode", "window", "steps"),
-    [("recompute", 4, 9), ("swap", 5, 6)],
-    ids=["who branches off further back than the window sees", "who has just been swapped in"],
-)
-def test_a_window_passes_no_block_that_the_same_plan_moves(mode, window, steps):
-    """Two searches come back together: else what one gives back at once is where the other's blocks are moved to."""
-    engine = Engine(
-        15, 30, 30, (window,), max_num_seqs=4, max_num_batched_tokens=40, enable_prefix_caching=False,
-        preemption_mode=mode, scheduling_policy="priority",
-    )  # fmt: skip
-    for name in "ab":
-        engine.add(name, prompt(4, 2), priority=1, max_tokens=18, use_beam_search=True, n=2)
-    for _ in range(steps):
-        engine.step()
-    engine.add("c", prompt(3, 3), max_tokens=1, use_beam_search=True, n=4)
-    engine.run()
-    assert engine.scheduler.counters["num_preemptions_total"] == 2
-    for name in "ab":
-        assert list(engine.answers[name].values()) == expected_beams(prompt(4, 2), 18, 30, 2, 2)
-
-
 def test_lookahead_slots_are_owned_ahead_of_the_tokens():
     engine = Engine(num_blocks=16, max_model_len=40, num_lookahead_slots=5)
     for i in range(4):
@@ -321,7 +299,7 @@ def test_lookahead_slots_are_owned_ahead_of_the_tokens():
     while engine.scheduler.has_work():
         engine.step()
         for group in engine.scheduler.running:
-            seq = group.seqs[0]
+            seq = group.seq
             assert len(seq.tables[0]) * 4 >= min(seq.num_computed, seq.num_tokens) + 5
     for i in range(4):
         assert engine.outputs[str(i)] == expected(prompt(6, i), 20, 40, ignore_eos=True)

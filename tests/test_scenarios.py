@@ -16,7 +16,6 @@ from fake_worker import (
     Engine,
     adapted_seed,
     expected,
-    expected_beams,
     prompt,
     salt_of,
     sample_seed,
@@ -51,9 +50,7 @@ class Scenario:
     One request may kill the worker in every step that it is in: then it is ended, and nobody else is for it.
     """
 
-    SAMPLES = ({}, {}, MASKED, {"n": 2}, {"n": 4} | MASKED, {"n": 1, "best_of": 3},
-               {"use_beam_search": True, "n": 1, "beam_width": 2} | MASKED,
-               {"use_beam_search": True, "n": 3, "early_stopping": True})  # fmt: skip
+    SAMPLES = ({}, {}, MASKED, {"n": 2}, {"n": 4} | MASKED, {"n": 1, "best_of": 3})
 
     def __init__(self, blocks, host, size, seqs, tokens, caching, chunked, mode, policy, reserve, windows, ahead, depth,
                  poison=None, states=None, stages=1, loras=0, drafts=0):  # fmt: skip
@@ -78,7 +75,7 @@ class Scenario:
         self.engine.worker.trims = blocks % 2 > 0
         self.poison = str(poison)  # the name of the one that kills
         self.engine.kills = lambda ran: self.poison in ran
-        self.asked: dict[str, tuple[list[int], int, dict]] = {}
+        self.asked: dict[str, tuple[list[int], int]] = {}
         self.due: dict[str, int] = {}  # the step by which it must have ended
         # Of each class or client, and adapter, the latest arrival that was let in
         self.last_in: dict[tuple[int, str], int] = {}
@@ -104,14 +101,9 @@ class Scenario:
         name, ids = str(len(self.engine.answers)), prompt(min(length, self.limit - 1), start)
         self.adapter_of[name] = chosen = adapter - 1 if adapter and self.adapters else None
         params, self.prompts[name] = self.SAMPLES[samples], ids
-        try:
-            more = {"priority": priority, "client": str(priority), "adapter": chosen, "max_tokens": max_tokens}
-            group = self.engine.add(name, ids, **params, **more)
-        except ValueError as error:
-            assert "beam" in str(error)  # too wide for the slots or the pool
-            self.engine.answers[name] = {}
-            return
-        self.asked[name] = ids, max_tokens, params
+        more = {"priority": priority, "client": str(priority), "adapter": chosen, "max_tokens": max_tokens}
+        group = self.engine.add(name, ids, **params, **more)
+        self.asked[name] = ids, max_tokens
         for other in self.engine.scheduler.requests.values():
             if other is group.request or self.any_order or other.groups[0].key[0] > group.key[0]:
                 self.expect(other)
@@ -153,13 +145,13 @@ class Scenario:
         Of what was proposed, their grammars take some, or none.
         """
         masked = [group for group in self.engine.scheduler.others if group.request.params.constrained]
-        late = {group for group in masked if any(map(awaits_token, group.seqs))}
+        late = {group for group in masked if awaits_token(group.seq)}
         if masked and self.num_late < MOST_LATE and self.random.random() < 0.3:
             self.num_late += 1
             late.add(self.random.choice(masked))
             for name in self.due:  # a step that is missed may be a turn of all lanes
                 self.due[name] += self.engine.depth
-        for seq in (group.seqs[0] for group in masked if group not in late):
+        for seq in (group.seq for group in masked if group not in late):
             del seq.proposed[self.random.randrange(4) :]
         self.engine.scheduler.late = late
 
@@ -191,7 +183,7 @@ class Scenario:
         check_integrity(scheduler)
         if name not in scheduler.requests:
             del self.asked[name]
-        elif index is not None and not self.asked[name][2].get("use_beam_search"):
+        elif index is not None:
             self.engine.answers[name].pop(index, None)
 
     def lose(self, lost: bool, refuse: bool, whole: int = 9, moves: int = NUM_MOVES) -> None:
@@ -214,7 +206,7 @@ class Scenario:
         """What the scheduler's books say is so, by counting anew and by what the pools hold."""
         scheduler, worker, space = self.engine.scheduler, self.engine.worker, self.engine.scheduler.space
         groups = [group for request in scheduler.requests.values() for group in request.groups]
-        seqs = [seq for group in groups for seq in group.seqs]
+        seqs = [group.seq for group in groups]
         kept = [request.prompt_tables for request in scheduler.requests.values()]
         for pool, tables in (
             (space.device, [*kept, *(seq.tables for seq in seqs)]),
@@ -223,7 +215,7 @@ class Scenario:
             owners = Counter(block for kinds in tables for table in kinds for block in table if block >= 0)
             assert pool.ref_counts == [owners[block] for block in range(pool.num_blocks)]
             assert pool.idle.keys() == set(range(pool.num_blocks)) - owners.keys()
-        slots = [seq.slot for seq in seqs if seq.slot >= 0] + [slot for group in groups for slot in group.spare_slots]
+        slots = [seq.slot for seq in seqs if seq.slot >= 0]
         assert len(set(slots)) == len(slots) and not set(slots) & set(scheduler.admission.free_slots)
         admission, counts = scheduler.admission, Counter(group.status for group in groups)
         aside = [*admission.aside]
@@ -235,7 +227,7 @@ class Scenario:
         flying = self.engine.flying
         coming = {block for plan in flying for _, block in plan.swap_in}
         leaving = {block for plan in flying for _, block in plan.swap_out}
-        for seq in (*seqs, *(child for group in groups for child, _, _ in group.births)):
+        for seq in seqs:
             self.learn(seq.delivered, self.adapter_of[seq.group.request.request_id])
         for name in (*self.engine.finished[self.num_finished :], *scheduler.requests):
             for tokens in self.engine.answers[name].values():
@@ -264,12 +256,7 @@ class Scenario:
         while engine.scheduler.has_work():
             self.step()
         engine.run()
-        for name, (ids, max_tokens, params) in self.asked.items():
-            if params.get("use_beam_search"):
-                if "early_stopping" not in params:
-                    wanted = expected_beams(ids, max_tokens, self.limit, params["beam_width"], params["n"])
-                    assert list(engine.answers[name].values()) == wanted
-                continue
+        for name, (ids, max_tokens) in self.asked.items():
             for index, tokens in engine.answers[name].items():
                 seed = adapted_seed(sample_seed(index), self.adapter_of[name])
                 assert tokens == expected(ids, max_tokens, self.limit, seed=seed)
@@ -292,7 +279,7 @@ def run_scenario(seed: int, loras: int = 0, drafts: int = 0) -> Scheduler:
     for _ in range(rng.randint(3, 16)):
         action = rng.random()
         if action < 0.5:
-            drawn = rng.randint(1, 39), rng.randrange(3), rng.randint(1, 30), rng.randrange(3), rng.randrange(8)
+            drawn = rng.randint(1, 39), rng.randrange(3), rng.randint(1, 30), rng.randrange(3), rng.randrange(6)
             scenario.add(*drawn, rng.randrange(NUM_ADAPTERS + 1) if loras else 0)
         elif scenario.engine.scheduler.has_work():
             if action < 0.6:
@@ -318,14 +305,14 @@ PARTS += [pytest.param(range(i, i + 1000), marks=pytest.mark.long) for i in rang
 @pytest.mark.parametrize("seeds", PARTS, ids=lambda seeds: f"{seeds.start} to {seeds.stop - 1}")
 def test_random_scenarios(seeds):
     schedulers = map(run_scenario, seeds)
-    assert max(scheduler.counters["num_preemptions_total"] for scheduler in schedulers) > 8
+    assert max(scheduler.counters["num_preemptions_total"] for scheduler in schedulers) > 5
 
 
 @pytest.mark.parametrize("seeds", PARTS, ids=lambda seeds: f"{seeds.start} to {seeds.stop - 1}")
 def test_random_scenarios_with_adapters(seeds):
     """There are more of them than slots."""
     schedulers = [run_scenario(seed, 1 + seed % (NUM_ADAPTERS - 1)) for seed in seeds]
-    assert max(scheduler.counters["num_preemptions_total"] for scheduler in schedulers) > 8
+    assert max(scheduler.counters["num_preemptions_total"] for scheduler in schedulers) > 5
 
 
 @pytest.mark.parametrize("seeds", PARTS, ids=lambda seeds: f"{seeds.start} to {seeds.stop - 1}")
@@ -352,7 +339,7 @@ class Traffic(RuleBasedStateMachine):
         self.scenario = Scenario(**drawn)
 
     @rule(length=st.integers(1, 39), start=st.integers(0, 2), max_tokens=st.integers(1, 30),
-          priority=st.integers(0, 2), samples=st.integers(0, 7), adapter=st.integers(0, NUM_ADAPTERS))  # fmt: skip
+          priority=st.integers(0, 2), samples=st.integers(0, 5), adapter=st.integers(0, NUM_ADAPTERS))  # fmt: skip
     def add(self, **drawn):
         self.scenario.add(**drawn)
 

@@ -41,7 +41,7 @@ def test_stop_token_ids_end_a_request_and_are_named():
         plan = engine.scheduler.schedule()
         outputs += engine.scheduler.update(plan, engine.worker.step(plan))
     assert outputs[-1].finish_reason == "stop" and outputs[-1].stop_reason == wanted
-    assert len(request.seqs[0].tokens) <= 9 + 4
+    assert len(request.seq.tokens) <= 9 + 4
 
 
 def test_long_prompts_are_computed_in_chunks_beside_decodes():
@@ -181,39 +181,57 @@ def test_beam_search_finds_the_same_beams_however_it_is_scheduled(width):
             assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks
 
 
-def test_beams_that_come_back_with_too_few_tokens_left_wait_for_the_next_step():
-    """Beams step together or not at all: a prompt that goes first leaves one token of the budget for four of them."""
-    engine = Engine(20, 64, 64, preemption_mode="swap", scheduling_policy="priority")
-    search = engine.add("a", prompt(9, 22), n=4, use_beam_search=True, max_tokens=14, priority=1)
-    for _ in range(4):
-        engine.step()
-    engine.add("large", prompt(60), max_tokens=2, ignore_eos=True)
-    while search.status is not Status.SWAPPED:
-        engine.step()
-    while "large" not in engine.finished:
-        engine.step()
-    engine.add("small", prompt(15, 5), max_tokens=2, ignore_eos=True)
-    plan = engine.step()
-    assert not search.births and plan.swap_in and [count for _, count in plan.rows] == [15]
-    engine.run()
-    assert list(engine.answers["a"].values()) == expected_beams(prompt(9, 22), 14, 64, 4, 4)
-
-
-def test_beams_share_what_they_have_in_common():
-    engine = Engine(num_blocks=64, max_model_len=64)
+def test_a_beam_computes_no_more_than_its_last_block_again():
+    """Each step of a search has a request for each beam, and keeps its place: before all that came later."""
+    engine = Engine(256, max_num_batched_tokens=64, max_num_seqs=16)
     engine.add("a", prompt(30), n=4, use_beam_search=True, max_tokens=20, ignore_eos=True)
-    most = 0
-    while engine.scheduler.has_work():
-        engine.step()
-        most = max(most, 64 - engine.scheduler.blocks.num_free)
-    assert most <= 7 + 4 * 6 and any(plan.copies for plan in engine.plans)
+    for i in range(8):
+        engine.add(str(i), prompt(9, i), max_tokens=20, ignore_eos=True)
+    steps = []
+    engine.planned = lambda: steps.append(
+        [count for seq, count, _ in engine.scheduler.in_flight[-1].other_rows if seq.group.request.beam]
+    )
+    engine.run()
+    assert list(engine.answers["a"].values()) == expected_beams(prompt(30), 20, 64, 4, 4, ignore_eos=True)
+    # Of n tokens the last block has (n - 1) % 4 + 1.
+    assert steps[:20] == [[30], *([(n - 1) % 4 + 1] * 4 for n in range(31, 50))]
+    counters, ended = engine.scheduler.counters, engine.scheduler.stats.ended
+    assert counters["prompt_tokens_total"] == 30 + 8 * 9 and counters["generation_tokens_total"] == 12 * 20
+    assert sum(ended.values()) == 9 and engine.scheduler.reports.explain("a")["answers"][0]["output_tokens"] == 20
+
+
+def test_a_search_keeps_its_place_in_the_queue():
+    """Those that wait do not come between its steps. Its prompt is scored once."""
+    engine = Engine(max_num_seqs=4)
+    engine.add("a/3", prompt(3), max_tokens=1)  # a name that a beam's request would have
+    engine.add("a", prompt(9), n=4, use_beam_search=True, max_tokens=12, prompt_logprobs=1)
+    for i in range(20):
+        engine.add(str(i), prompt(3, i), max_tokens=1)
+    engine.run()
+    assert engine.finished.index("a") <= 7 and len(engine.scores["a"]) == 8
+    assert list(engine.answers["a"].values()) == expected_beams(prompt(9), 12, 64, 4, 4)
+
+
+def test_an_aborted_search_leaves_nothing_behind():
+    engine = Engine()
+    for steps in range(12):
+        engine.add("a", prompt(30), n=4, use_beam_search=True, max_tokens=20, ignore_eos=True)
+        for _ in range(steps):
+            engine.step()
+        assert engine.scheduler.reports.explain("a")["finished"] is False
+        engine.searches.abort("a")
+        while engine.flying or engine.scheduler.has_work():
+            engine.step()
+        assert not (engine.searches.running or engine.searches.of_beam or engine.answers["a"][0])
+        assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks
+    assert engine.scheduler.stats.ended == {"stop": 0, "length": 0, "abort": 12, "error": 0}
 
 
 @pytest.mark.parametrize(
     ("fields", "params", "message"),
     [
         ({"max_num_seqs": 3}, {"n": 4}, "beam_width is 4; it must be at most 3"),
-        ({"num_blocks": 20}, {"n": 4, "max_tokens": 40}, "54 tokens in each of 4 beams, .* the whole pool has 20"),
+        ({"num_blocks": 13}, {"n": 4, "max_tokens": 40}, "54 tokens, 14 KV blocks of 4; the whole pool has 13"),
     ],
 )
 def test_a_search_that_can_never_run_is_refused(fields, params, message):
@@ -238,7 +256,7 @@ def test_a_decode_step_looks_at_who_needs_it(depth):
     assert len(grown) == 2 and all(len(plan.new_blocks) == 5 for plan in grown)
     assert [step for step, _ in looked] == [plan.step for plan in grown for _ in range(5)]
     assert all(plan.rows is plans[0].rows for plan in plans) and len(plans[0].rows) == 5
-    seq = groups[2].seqs[0]
+    seq = groups[2].seq
     assert seq.num_undelivered > 0 and seq.num_tokens == len(seq.delivered) + seq.num_undelivered
     with pytest.raises(AssertionError):
         seq.tokens  # noqa: B018 (it is to be refused: some have not been delivered)
@@ -396,7 +414,7 @@ def test_a_request_that_kills_workers_is_found_and_ended(poison, place, chunked,
 
     def kills(ran: set[str]) -> bool:
         poisoned = engine.scheduler.requests.get("poison") if "poison" in ran else None
-        return poisoned is not None and all(at(group.seqs[0].num_known) for group in poisoned.groups)
+        return poisoned is not None and all(at(group.seq.num_known) for group in poisoned.groups)
 
     engine.kills = kills
     for i in range(12):

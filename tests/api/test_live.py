@@ -65,7 +65,7 @@ def owners_of(engine: Watched) -> list[int]:
     """The owner of each block, by the scheduler's own books."""
     holders: dict[int, list[int]] = {}
     for group in engine.scheduler.running:
-        for block in (block for seq in group.seqs for table in seq.tables for block in table if block >= 0):
+        for block in (block for table in group.seq.tables for block in table if block >= 0):
             holders.setdefault(block, []).append(group.key[1])
     for request in engine.scheduler.admission.samples.holders:
         for block in (block for table in request.prompt_tables for block in table if block >= 0):

@@ -116,7 +116,7 @@ def test_gemma_3_holds_a_fifth_of_what_full_attention_takes(layers, window):
     scheduler = Scheduler(config, 8192, length, VOCAB, [EOS], windows=layout.windows)
     request = Request("a", [1] * (length - 40), SamplingParams(max_tokens=40, ignore_eos=True))
     scheduler.add(request)
-    (seq,), peak = request.groups[0].seqs, 0
+    seq, peak = request.groups[0].seq, 0
     while seq.num_tokens < length - 1:
         plan = scheduler.schedule()
         done = seq.num_computed >= length - 40
@@ -169,7 +169,7 @@ def test_prompts_that_are_under_way_have_their_windows_reserved():
 def test_a_hit_needs_the_blocks_that_are_seen_from_its_end(gone, cached):
     engine = Engine(windows=(0, 7, 3), max_num_seqs=4, max_num_batched_tokens=4)
     first = engine.add("first", prompt(40), max_tokens=1)
-    hashes = first.seqs[0].hashes
+    hashes = first.seq.hashes
     engine.run()
     for kind, column in gone:
         engine.scheduler.blocks.forget(hashes[column] + engine.scheduler.space.marks[kind])
@@ -276,7 +276,7 @@ def test_tokens_are_the_same_however_the_blocks_went(make_core, cold, fields, de
     other = make_core(**fields)
     assert run(other, deaths=deaths) == cold
     if "num_gpu_blocks_override" in fields:
-        assert other.metrics()["num_preemptions_total"] > 3
+        assert other.metrics()["num_preemptions_total"] > 1
 
 
 def test_the_sanitizer_knows_kinds(make_core):

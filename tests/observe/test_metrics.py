@@ -340,8 +340,8 @@ def test_a_server_counts_how_its_requests_ended(tmp_path: Path) -> None:
         assert '"stop"' in server.post("/v1/chat/completions", question)[1]
         for fields in ({}, {"n": 2}, {"stream": True}):
             assert '"stop"' in complete(max_tokens=500, stop=text[10:20], **fields)
-        beams = {"prompt": "x", "max_tokens": 900, "use_beam_search": True, "beam_width": 8, "temperature": 0}
-        assert server.post("/v1/completions", beams)[0] == 400  # they could outgrow the pool, which the engine finds
+        beams = {"prompt": "x", "max_tokens": 3, "use_beam_search": True, "beam_width": 300, "temperature": 0}
+        assert server.post("/v1/completions", beams)[0] == 400  # wider than max_num_seqs, which the engine finds
         sock = server.connect("POST", "/v1/completions", {"prompt": "x", "max_tokens": 900, "ignore_eos": True})
         eventually(lambda: server.metric("num_requests_running") == 1)
         sock.close()

@@ -26,7 +26,6 @@ from kv_cache import BlockManager, BlockSpaceManager
 from observe.sanitizer import KVSanitizer, SanitizerError
 from plan import EngineCoreRequest, StateRoom, StepPlan, StepResult
 from scheduler import Scheduler
-from scheduling.beam import Beams
 from test_engine import FEW, GREEDY, STORY, tokens
 from worker import Worker
 from worker_steps import HYBRID, SHAPE, STATE
@@ -63,7 +62,7 @@ def test_a_block_freed_too_early(make_core, monkeypatch, caching):
 
     def free_too_early(self, plan, result):
         if plan.step == 5:
-            self.blocks.free(self.running[0].seqs[0].tables[0][:1])
+            self.blocks.free(self.running[0].seq.tables[0][:1])
         return update(self, plan, result)
 
     monkeypatch.setattr(Scheduler, "update", free_too_early)
@@ -87,7 +86,7 @@ def test_a_block_handed_to_somebody_else_too_early(make_core, monkeypatch, notic
 
     def admit_into_the_first_block(self, *args):
         for group in core.scheduler.running:
-            block = group.seqs[0].tables[0][0]
+            block = group.seq.tables[0][0]
             if noticed:
                 self.device.free([block])
             self.device.idle[block] = None
@@ -149,28 +148,6 @@ def test_a_slot_mapping_off_by_one(make_core, monkeypatch, decode, shift):
         rf"KV sanitizer: step {int(decode)}, request 'a': block \d, offset \d \(position \d\) holds .*, not this "
         r"sequence's token(; slot_mapping has the token at block -?\d, offset \d)?",
         str(violation.value),
-    )
-
-
-def test_a_beam_that_missed_its_copy_on_write(make_core, monkeypatch):
-    core, fork = make_core(), Beams._fork
-
-    def fork_without_copy(self, child, parent, shared, plan) -> None:
-        fork(self, child, parent, shared, plan)
-        if shared % self.space.block_size:
-            plan.copies.pop()
-            place = shared // self.space.block_size
-            self.space.device.free([child.tables[0][place]])
-            self.space.device.share([parent.tables[0][place]])
-            child.tables[0][place] = parent.tables[0][place]
-
-    monkeypatch.setattr(Beams, "_fork", fork_without_copy)
-    core.add(EngineCoreRequest("a", prompt(10), SamplingParams(use_beam_search=True, n=2, max_tokens=20)))
-    with pytest.raises(SanitizerError) as violation:
-        run(core)
-    assert str(violation.value) == (
-        "KV sanitizer: step 1, request 'a': block 2, offset 2 (position 10) holds position 10 of request 'a', written "
-        "in step 1, not this sequence's token"
     )
 
 
@@ -394,7 +371,7 @@ def test_no_false_alarm_in_random_scenarios(monkeypatch, count):
     ],
 )
 def test_no_false_alarm_on_a_random_model(make_core, mode, shape):
-    """Samples, beams, chunks and prefixes come and go in a pool that is far too small."""
+    """Samples, chunks and prefixes come and go in a pool that is far too small."""
     answers = []
     for checked in (True, False):
         core = make_core(
@@ -403,7 +380,7 @@ def test_no_false_alarm_on_a_random_model(make_core, mode, shape):
         )  # fmt: skip
         got: dict[tuple[str, int], list[int]] = {}
         for i in range(12):
-            kind = ({}, {"n": 3}, {"use_beam_search": True, "n": 3, "temperature": 0.0})[i % 3]
+            kind = ({}, {"n": 3})[i % 2]
             core.add(
                 EngineCoreRequest(
                     str(i), prompt(3 + i, i % 4), SamplingParams(**{"max_tokens": 18, "ignore_eos": True} | kind)

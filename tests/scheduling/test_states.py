@@ -124,7 +124,7 @@ def test_states_come_back_where_their_sequence_was_preempted():
     """By recompute it finds the latest state that it kept, instead of computing all its tokens again."""
     engine = Engine(num_blocks=12, max_model_len=40, states=(4, 0), scheduling_policy="priority")
     low = engine.add("low", prompt(15), priority=1, max_tokens=20, ignore_eos=True)
-    while low.seqs[0].num_computed < 26:
+    while low.seq.num_computed < 26:
         engine.step()
     engine.add("urgent", prompt(20, 9), max_tokens=2, ignore_eos=True)
     engine.run()
@@ -149,7 +149,7 @@ def swapped(depth: int = 1, host: int = 1) -> tuple[Engine, SequenceGroup]:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_state_goes_to_host_memory_and_comes_back(depth):
     engine, low = swapped(depth)
-    computed = low.seqs[0].num_computed
+    computed = low.seq.num_computed
     assert low.status is Status.SWAPPED and computed > 16
     assert sum(len(plan.state_out) for plan in engine.plans) == 1
     engine.run()
@@ -170,7 +170,7 @@ def test_host_rows_are_free_again_however_a_swapped_request_goes_on(end):
         engine.lose(lost=True)
     else:
         engine.scheduler.admission.drop_swapped(0.0)
-    assert pool.num_free == 1 and low.seqs[0].host_state == -1
+    assert pool.num_free == 1 and low.seq.host_state == -1
     check_integrity(engine.scheduler)
     engine.run()
     assert engine.outputs["urgent"] == expected(prompt(20, 9), 2, 32, ignore_eos=True)
@@ -179,8 +179,8 @@ def test_host_rows_are_free_again_however_a_swapped_request_goes_on(end):
 def test_copies_of_the_cache_that_were_lost_cost_a_swapped_sequence_nothing():
     """A step that ends in an error loses what it moved, and most of that is what the prefix cache copies."""
     engine, low = swapped()
-    admission, own = engine.scheduler.admission, low.seqs[0].host_tables[0][0]
-    other = next(block for block in range(32) if block not in low.seqs[0].host_tables[0])
+    admission, own = engine.scheduler.admission, low.seq.host_tables[0][0]
+    other = next(block for block in range(32) if block not in low.seq.host_tables[0])
     admission.forget_moves([StepPlan(9, swap_out=[(0, other)])], 0.0)
     assert low.status is Status.SWAPPED
     admission.forget_moves([StepPlan(9, swap_out=[(0, other), (1, own)])], 0.0)
@@ -227,63 +227,14 @@ def test_the_cost_of_a_swap_counts_the_state():
     assert preempted == {(True, Status.SWAPPED), (False, Status.WAITING)}
 
 
-@pytest.mark.parametrize("width", [1, 2, 5])
-@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
 @pytest.mark.parametrize("states", [(0, 0), (3, 8)])
-def test_beams_branch_off_their_parents_state(width, mode, states):
-    wanted = expected_beams(prompt(9), 14, 40, width, width)
-    engine = Engine(12 + 2 * width, 40, 40, preemption_mode=mode, states=states)
+def test_a_beam_goes_on_from_a_snapshot_of_its_own_tokens(states):
+    wanted = expected_beams(prompt(9), 14, 40, 5, 5)
+    engine = Engine(22, 40, 40, states=states)
     engine.add("first", prompt(6, 3), max_tokens=24, ignore_eos=True)
-    engine.add("a", prompt(9), n=width, use_beam_search=True, max_tokens=14)
-    engine.add("b", prompt(9), n=1, beam_width=width, use_beam_search=True, max_tokens=14)
+    engine.add("a", prompt(9), n=5, use_beam_search=True, max_tokens=14)
     engine.run()
-    assert list(engine.answers["a"].values()) == wanted and engine.answers["b"][0] == wanted[0]
-    slots = engine.config.max_num_seqs
-    forks = [pair for plan in engine.plans for pair in plan.state_copies if max(pair) < slots]
-    assert bool(forks) == (width > 1)
-
-
-def test_beams_that_compute_their_tokens_again_branch_off_one_by_one():
-    """Each where it differs from the first: a state that has gone further is of no use to it."""
-    engine = Engine(64, 40, states=(4, 0), preemption_mode="recompute", max_num_batched_tokens=40)
-    group = engine.add("a", prompt(9, 2), n=4, use_beam_search=True, max_tokens=14)
-    while len(group.seqs[0].tokens) < 15:
-        engine.step()
-    engine.lose(lost=True)
-    assert sorted(shared for _, _, shared in group.births) == [12, 14, 14]
-    first = len(engine.plans)
-    engine.run()
-    plans = [(sorted(count for _, count in plan.rows), len(plan.state_copies)) for plan in engine.plans[first:]]
-    # The prompt to its last border, whose state is kept, and on to where the first beam branches off, and the others.
-    assert plans[:4] == [([8], 0), ([4], 1), ([2, 2], 1), ([1, 1, 1, 1], 2)]
-    assert list(engine.answers["a"].values()) == expected_beams(prompt(9, 2), 14, 40, 4, 4)
-
-
-def test_beams_find_no_state_beyond_where_they_branch_off():
-    """Another request has kept one just there: the first beam would have nothing to do in the step that it enters."""
-    engine = Engine(64, 40, states=(8, 0), preemption_mode="recompute", scheduling_policy="priority", max_num_seqs=4)
-    group = engine.add("a", prompt(9, 2), n=4, priority=1, use_beam_search=True, max_tokens=14)
-    while len(group.seqs[0].tokens) < 15:
-        engine.step()
-    engine.add("twin", group.seqs[0].tokens, max_tokens=1)
-    engine.step()
-    assert min(shared for _, _, shared in group.births) == 12
-    engine.run()
-    assert [row.num_computed for plan in engine.plans for row in plan.new if len(row.token_ids) == 15] == [
-        8,
-        8,
-        12,
-        14,
-        14,
-    ]
-    assert list(engine.answers["a"].values()) == expected_beams(prompt(9, 2), 14, 40, 4, 4)
-
-
-def test_what_beams_write_is_not_kept():
-    engine = Engine(64, 60, states=(8, 0))
-    engine.add("a", prompt(9), n=4, use_beam_search=True, max_tokens=40, ignore_eos=True)
-    engine.run()
-    assert len(engine.scheduler.space.states.snapshots.block_of) == 1  # after 8 tokens of the prompt
+    assert list(engine.answers["a"].values()) == wanted
 
 
 @pytest.mark.parametrize("lost", [None, True, False], ids=["reset", "workers lost", "a result lost"])
@@ -356,7 +307,7 @@ def test_a_snapshot_that_a_plan_reads_is_not_overwritten_by_it():
     found = sequence(prompt(9), 8, slot=1)
     found.hashes = [*states.snapshots.block_of, *states.snapshots.block_of]
     plan = StepPlan(1)
-    states.resume([found], plan)
+    states.resume(found, plan)
     states.keep(sequence(prompt(9, 2), 4, slot=2), plan)
     assert plan.state_copies == [(8, 1)]
     states.planned()
@@ -367,10 +318,10 @@ def test_a_snapshot_that_a_plan_reads_is_not_overwritten_by_it():
 def test_a_host_row_that_a_plan_reads_is_not_overwritten_by_it():
     states, plan = manager(0, 1), StepPlan(0)
     seq = sequence(prompt(9), 5, slot=0)
-    states.swap_out([seq], plan)
+    states.swap_out(seq, plan)
     states.planned()
     seq.slot = 4
-    states.resume([seq], plan)
+    states.resume(seq, plan)
     assert plan.state_out == [(0, 0)] and plan.state_in == [(0, 4)] and not plan.state_copies
     assert states.host.num_free == 0
     states.planned()

@@ -348,9 +348,8 @@ def test_drafts_cease_where_they_do_not_pay() -> None:
 
 
 def flight_of(chances: list[float], step: int = 1) -> Any:
-    seqs = [
-        SimpleNamespace(acceptance=AcceptanceStats(chance), group=SimpleNamespace(beams=None)) for chance in chances
-    ]
+    group = SimpleNamespace(request=SimpleNamespace(beam=None))
+    seqs = [SimpleNamespace(acceptance=AcceptanceStats(chance), group=group) for chance in chances]
     return SimpleNamespace(plan=StepPlan(step), seqs=seqs)
 
 
@@ -379,7 +378,7 @@ def test_a_model_that_pays_again_is_asked_again() -> None:
     drafting = Drafting(model, {}, [(1, 1.0, 0.2), (2, 1.1, 0.2)])
     params = SimpleNamespace(constrained=False, min_tokens=0)
     request = SimpleNamespace(params=params, num_prompt=1)
-    group = SimpleNamespace(beams=None, limit=100, request=request)
+    group = SimpleNamespace(limit=100, request=request)
     seq: Any = SimpleNamespace(acceptance=AcceptanceStats(0.9), group=group, num_known=5, num_tokens=5, proposed=[])
     assert drafting.begin_step(9, 1, [seq]) == [seq]
     assert drafting.proposals(flight_of([0.1])) == 0 and drafting.begin_step(10, 1, [seq]) == []
@@ -414,7 +413,7 @@ def test_what_was_proposed_is_for_the_next_step_alone() -> None:
     """Its drafts are gone from the device then, so a grammar must not follow them again."""
     engine = Engine(speculative_config=json.dumps(NGRAM))
     group = engine.add("a", prompt(5, 0), max_tokens=50, ignore_eos=True, structured_outputs={"choice": ["any"]})
-    (seq,) = group.seqs
+    seq = group.seq
     while not seq.proposed:
         engine.step()
     engine.scheduler.drafting.proposals = lambda plan: 0

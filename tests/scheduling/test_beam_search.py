@@ -7,8 +7,9 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,13 +19,14 @@ from safetensors.torch import load_file
 
 from config import EngineConfig
 from engine import EngineCore
+from fake_worker import driven
 from integrity import check_integrity
 from plan import EngineCoreRequest, EngineOutput
 from random_checkpoints import BEAMS, Checkpoints
 from random_checkpoints import NEW_OF_BEAMS as NEW
 from random_checkpoints import SEARCHED as CASES
 from sampling_params import SamplingParams
-from scheduling.beam import BeamSearch
+from scheduling.beam_search import Answer, beam_search, num_candidates
 
 Model = Callable[[Sequence[int]], list[float]]  # output so far -> log-probability of each token
 
@@ -46,24 +48,31 @@ def fixed(*weights: float) -> Model:
     return lambda output: row
 
 
-def drive(search: BeamSearch, model: Model) -> int:
-    """Run a search to its end; returns how many steps it took."""
-    outputs: list[list[int]] = [[]]
-    logprobs = [0.0]
-    for step in itertools.count(1):
-        nexts = []
-        for output in outputs:
-            row = model(output)
-            ids = sorted(range(len(row)), key=lambda token: -row[token])[: search.num_candidates]
-            nexts.append((ids, [row[token] for token in ids]))
-        going = search.advance(outputs, logprobs, nexts)
-        if not going:
-            return step
-        outputs, logprobs = [[*outputs[c.parent], c.token] for c in going], [c.logprob for c in going]
-        assert len({tuple(output) for output in outputs}) == len(outputs) <= search.width
+class Search(NamedTuple):
+    """The arguments of `beam_search`."""
+
+    width: int
+    max_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
 
-def by_the_letter(model: Model, search: BeamSearch) -> tuple[list[tuple[float, tuple[int, ...]]], int]:
+def drive(search: Search, model: Model) -> tuple[list[Answer], int]:
+    """The answers of a search, and how many steps it took."""
+    steps: list[list[list[int]]] = []
+
+    def noted(output: list[int]) -> list[float]:
+        steps[-1:] = [*steps[-1:], [output]] if not steps or len(output) > len(steps[-1][0]) else [[*steps[-1], output]]
+        return model(output)
+
+    answers = driven(beam_search(*search), noted, num_candidates(search.width, search.stop_ids))
+    for outputs in steps:
+        assert len(set(map(tuple, outputs))) == len(outputs) <= search.width
+    return answers, len(steps)
+
+
+def by_the_letter(model: Model, search: Search) -> tuple[list[tuple[float, tuple[int, ...]]], int]:
     """transformers' `_beam_search` for one prompt, line by line in lists of (score, tokens), with its made-up beams of
     -1e9; returns the answers and the number of steps."""
     width, penalty, early = search.width, search.length_penalty, search.early_stopping
@@ -104,12 +113,12 @@ SEARCHES = given(
 def check_search(data, seed, width, stops, max_tokens, penalty, early):
     vocab = data.draw(st.integers(max(2, width + stops), 14))  # fewer tokens, and transformers makes beams up
     stop_ids = frozenset(random.Random(seed).sample(range(vocab), stops))
-    search, model = BeamSearch(width, max_tokens, stop_ids, penalty, early), toy(vocab, seed)
-    steps = drive(search, model)
+    search, model = Search(width, max_tokens, stop_ids, penalty, early), toy(vocab, seed)
+    found, steps = drive(search, model)
     expected, expected_steps = by_the_letter(model, search)
-    assert [tuple(answer.tokens) for answer in search.answers] == [tokens for _, tokens in expected]
-    assert [answer.score for answer in search.answers] == pytest.approx([score for score, _ in expected])
-    assert [answer.stopped for answer in search.answers] == [tokens[-1] in stop_ids for _, tokens in expected]
+    assert [tuple(answer.tokens) for answer in found] == [tokens for _, tokens in expected]
+    assert [answer.score for answer in found] == pytest.approx([score for score, _ in expected])
+    assert [answer.stopped for answer in found] == [tokens[-1] in stop_ids for _, tokens in expected]
     assert steps == expected_steps
 
 
@@ -135,11 +144,10 @@ def test_search_wide_enough_finds_everything(seed, vocab, stops, max_tokens, pen
             if stop_ids.isdisjoint(output[:-1]) and (stopped or length == max_tokens):
                 logprob = sum(model(output[:i])[token] for i, token in enumerate(output))
                 everything.append((logprob / length**penalty, list(output), stopped))
-    search = BeamSearch(vocab**max_tokens + len(everything), max_tokens, stop_ids, penalty, early)
-    drive(search, model)
+    found, _ = drive(Search(vocab**max_tokens + len(everything), max_tokens, stop_ids, penalty, early), model)
     everything.sort(key=lambda answer: -answer[0])
-    assert [(answer.tokens, answer.stopped) for answer in search.answers] == [answer[1:] for answer in everything]
-    assert [answer.score for answer in search.answers] == pytest.approx([score for score, _, _ in everything])
+    assert [(answer.tokens, answer.stopped) for answer in found] == [answer[1:] for answer in everything]
+    assert [answer.score for answer in found] == pytest.approx([score for score, _, _ in everything])
 
 
 @settings(max_examples=100)
@@ -148,15 +156,12 @@ def test_search_wide_enough_finds_everything(seed, vocab, stops, max_tokens, pen
 def test_as_many_answers_as_beams(data, seed, vocab, max_tokens, penalty, early):
     """However many of the tokens end a beam, if the vocabulary is as large as the search is wide."""
     width, stops = data.draw(st.integers(1, vocab)), data.draw(st.integers(0, vocab))
-    search = BeamSearch(width, max_tokens, frozenset(range(stops)), penalty, early)
-    drive(search, toy(vocab, seed))
-    assert len({tuple(answer.tokens) for answer in search.answers}) == len(search.answers) == width
+    found, _ = drive(Search(width, max_tokens, frozenset(range(stops)), penalty, early), toy(vocab, seed))
+    assert len({tuple(answer.tokens) for answer in found}) == len(found) == width
 
 
 def answers(model: Model, *args) -> list[tuple[list[int], bool]]:
-    search = BeamSearch(*args)
-    drive(search, model)
-    return [(answer.tokens, answer.stopped) for answer in search.answers]
+    return [(answer.tokens, answer.stopped) for answer in drive(Search(*args), model)[0]]
 
 
 def test_one_token():
@@ -181,9 +186,8 @@ def test_one_beam_is_greedy(seed):
 
 def test_score_divides_by_length():
     for penalty in (-1.0, 0.0, 0.5, 2.0):
-        search = BeamSearch(1, 4, frozenset(), penalty, False)
-        drive(search, fixed(0.5, 0.3, 0.2))
-        assert search.answers[0].score == pytest.approx(4 * math.log(0.5) / 4**penalty)
+        found, _ = drive(Search(1, 4, frozenset(), penalty), fixed(0.5, 0.3, 0.2))
+        assert found[0].score == pytest.approx(4 * math.log(0.5) / 4**penalty)
 
 
 def test_length_penalty_chooses_between_short_and_long():
@@ -210,9 +214,8 @@ def early_model(output: Sequence[int]) -> list[float]:
 @pytest.mark.parametrize(("early", "steps"), [(True, 1), (False, 1), ("never", 8)])
 def test_early_stopping(early, steps):
     """Two answers after one step: more can come only for who compares at full length."""
-    search = BeamSearch(2, 8, frozenset({0, 1}), 1.0, early)
-    assert drive(search, early_model) == steps
-    assert len(search.answers) == 2 and (search.answers[0].tokens == [0]) == (early != "never")
+    found, taken = drive(Search(2, 8, frozenset({0, 1}), 1.0, early), early_model)
+    assert taken == steps and len(found) == 2 and (found[0].tokens == [0]) == (early != "never")
 
 
 def test_early_stopping_true_does_not_wait_for_better():
@@ -224,46 +227,51 @@ def test_early_stopping_true_does_not_wait_for_better():
 
     taken = {}
     for early in (True, False):
-        search = BeamSearch(2, 6, frozenset({0}), 1.0, early)
-        taken[early] = (drive(search, model), [answer.tokens for answer in search.answers])
+        found, steps = drive(Search(2, 6, frozenset({0}), 1.0, early), model)
+        taken[early] = steps, [answer.tokens for answer in found]
     assert taken[True][0] < taken[False][0]
     assert taken[True][1] != taken[False][1]
 
 
+def step(search: Generator, *nexts: tuple[list[int], list[float]]) -> list[list[int]]:
+    """The beams that go on."""
+    if not nexts:
+        return next(search)
+    return search.send([*nexts])
+
+
 def test_enough_candidates_when_all_beams_would_rather_stop():
     """Three stop tokens ahead of all others: still `width` beams go on."""
-    search = BeamSearch(4, 5, frozenset({0, 1, 2}), 1.0, False)
-    assert search.num_candidates == 16
-    ids = list(range(8))
+    assert num_candidates(4, {0, 1, 2}) == 16
+    search = beam_search(4, 5, {0, 1, 2})
     values = [math.log(p) for p in (0.3, 0.25, 0.2, 0.1, 0.06, 0.04, 0.03, 0.02)]
-    going = search.advance([[]], [0.0], [(ids, values)])
-    assert [c.token for c in going] == [3, 4, 5, 6]
-    assert [answer.tokens for answer in search.answers] == [[0], [1], [2]]
+    assert step(search) == [[]] and step(search, ([*range(8)], values)) == [[3], [4], [5], [6]]
 
 
 def test_end_outside_of_the_best_is_dropped():
     """A candidate that ends counts only among the best `width`."""
-    search = BeamSearch(2, 5, frozenset({2}), 1.0, False)
-    going = search.advance([[]], [0.0], [([0, 1, 2, 3], [-1.0, -1.1, -1.2, -1.3])])
-    assert [c.token for c in going] == [0, 1] and search.answers == []
+    search = beam_search(2, 2, {2})
+    step(search)
+    assert step(search, ([0, 1, 2, 3], [-1.0, -1.1, -1.2, -1.3])) == [[0], [1]]
+    with pytest.raises(StopIteration) as end:
+        step(search, ([0], [-9.0]), ([0], [-9.5]))
+    assert [answer.tokens for answer in end.value.value] == [[0, 0], [1, 0]]
 
 
 def test_ties_go_to_the_earlier_beam_and_the_earlier_token():
-    search = BeamSearch(3, 5, frozenset({9}), 1.0, False)
+    search = beam_search(3, 5, {9})
+    step(search)
+    assert step(search, ([1, 2, 3], [-2.0] * 3)) == [[1], [2], [3]]
     nexts = [([4, 9], [-1.0, -1.0]), ([5, 9], [-1.0, -1.0]), ([6, 7], [-1.0, -1.0])]
-    going = search.advance([[1], [2], [3]], [-2.0, -2.0, -2.0], nexts)
-    assert [(c.parent, c.token) for c in going] == [(0, 4), (1, 5), (2, 6)]
-    assert [answer.tokens for answer in search.answers] == [[1, 9]]
+    assert step(search, *nexts) == [[1, 4], [2, 5], [3, 6]]
 
 
 def test_fewer_beams_than_width():
     """Of three tokens two go on: two beams, then four of eight; nothing is made up."""
-    search = BeamSearch(8, 3, frozenset({2}), 1.0, False)
-    nexts = ([0, 1, 2], [math.log(p) for p in (0.5, 0.3, 0.2)])
-    going = search.advance([[]], [0.0], [nexts])
-    assert [c.token for c in going] == [0, 1]
-    going = search.advance([[0], [1]], [c.logprob for c in going], [nexts, nexts])
-    assert [(c.parent, c.token) for c in going] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    search, nexts = beam_search(8, 3, {2}), ([0, 1, 2], [math.log(p) for p in (0.5, 0.3, 0.2)])
+    step(search)
+    assert step(search, nexts) == [[0], [1]]
+    assert step(search, nexts, nexts) == [[0, 0], [0, 1], [1, 0], [1, 1]]
 
 
 def test_nothing_but_stops():
@@ -288,6 +296,7 @@ def checkpoints(shared: Path) -> Checkpoints:
     return Checkpoints("beams", shared)
 
 
+FEW = 1, 3, 5  # settings: each `early_stopping`
 EAGER = {"schedule_conservativeness": 0.0}  # let in whoever fits now, so that many are preempted
 
 
@@ -379,9 +388,9 @@ def check_answer(core: EngineCore, name: str, i: int, j: int, found: list[Engine
     return {(output.finish_reason or "", len(output.token_ids)) for output in found}
 
 
-def check_beams(core: EngineCore, name: str, beside: bool = False) -> None:
-    """All prompts with all settings at the same time; if asked for, with greedy requests between them."""
-    places = [(i, j) for i in range(len(CASES[name]["prompts"])) for j in range(len(BEAMS))]
+def check_beams(core: EngineCore, name: str, beside: bool = False, settings: Sequence[int] = range(len(BEAMS))) -> None:
+    """All prompts with all `settings` at the same time; if asked for, with greedy requests between them."""
+    places = [(i, j) for i in range(len(CASES[name]["prompts"])) for j in settings]
     for i, j in places:
         add_beams(core, name, i, j)
         if beside:
@@ -395,7 +404,8 @@ def check_beams(core: EngineCore, name: str, beside: bool = False) -> None:
             assert tokens == said_of(core)[f"tokens{i}"].tolist()
     assert not outputs
     # Else the checkpoint would show little: beams that stop at several lengths, and beams that do not.
-    assert ("length", NEW) in ends and len({length for reason, length in ends if reason == "stop"}) > 3
+    lengths = {length for reason, length in ends if reason == "stop"}
+    assert len(settings) < len(BEAMS) or (("length", NEW) in ends and len(lengths) > 3)
     assert core.metrics()["kv_cache_usage_perc"] == 0
 
 
@@ -414,62 +424,36 @@ def test_beams_equal_transformers(checkpoints, name, beside):
     assert core.metrics()["prefix_cache_hits_total"] - hits >= 20 * len(BEAMS)
 
 
-FEW = [  # of these ways each is there once
-    ("llama", 1, 78, "recompute", True, True),
-    ("llama", 3, 32, "swap", False, True),
-    ("llama", 16, 11, "swap", True, False),
-]
-PREEMPTED = itertools.product(
-    ("llama", "mistral-window"), ((1, 78), (3, 32), (16, 11)), ("recompute", "swap"), (True, False), (True, False)
-)
-PREEMPTED = [(name, *pool, mode, cache, chunked) for name, pool, mode, cache, chunked in PREEMPTED]
-
-
-def described(way: tuple[str, int, int, str, bool, bool]) -> str:
-    name, block_size, num_blocks, mode, cache, chunked = way
-    words = "cache" if cache else "no cache", "chunked" if chunked else "classic"
-    return "-".join([name, str(block_size), str(num_blocks), mode, *words])
-
-
 @pytest.mark.parametrize(
-    ("name", "block_size", "num_blocks", "mode", "cache", "chunked"),
-    [pytest.param(*way, id=described(way), marks=[pytest.mark.full] * (way not in FEW)) for way in PREEMPTED],
+    ("block_size", "num_blocks", "mode", "cache", "chunked"),
+    [(1, 78, "recompute", True, True), (3, 32, "swap", False, True), (16, 11, "swap", True, False)],
+    ids=["1-recompute-cache-chunked", "3-swap-no cache-chunked", "16-swap-cache-classic"],
 )
-def test_preempted_beams_are_the_same(checkpoints, name, block_size, num_blocks, mode, cache, chunked):
-    """In a pool that just holds the widest search, with nothing kept free for growth."""
+def test_preempted_beams_are_the_same(checkpoints, block_size, num_blocks, mode, cache, chunked):
+    """In a small pool, with nothing kept free for growth."""
     core = make_core(
-        checkpoints / name, block_size=block_size, num_gpu_blocks_override=num_blocks, max_num_seqs=40,
+        checkpoints / "llama", block_size=block_size, num_gpu_blocks_override=num_blocks, max_num_seqs=40,
         preemption_mode=mode, enable_prefix_caching=cache, enable_chunked_prefill=chunked, **EAGER)  # fmt: skip
-    check_beams(core, name, beside=chunked)
-    assert core.metrics()["num_preemptions_total"] > 10
-    assert (core.metrics()["num_swapped_blocks_total"] > 0) == (mode == "swap")
+    check_beams(core, "llama", chunked, FEW)
 
 
 ELSEWISE = {
     "short steps": {"max_num_batched_tokens": 12},
     "as wide as the engine": {"max_num_batched_tokens": 5, "max_num_seqs": 5, "block_size": 3},
-    "lookahead": {"num_lookahead_slots": 3, "block_size": 3},
-    "little room to swap": {"num_gpu_blocks_override": 26, "preemption_mode": "swap", "swap_space": 6e-5} | EAGER,
-    "no host pool": {"num_gpu_blocks_override": 26, "swap_space": 0.0} | EAGER,
+    "lookahead": {"num_lookahead_slots": 3, "block_size": 3, "num_gpu_blocks_override": 26, "swap_space": 0.0} | EAGER,
 }
-# In a search as wide as the engine, its pool has no room for what beams with a window hold beside.
-ALL_ELSEWISE = [
-    pytest.param(
-        name, ELSEWISE[way], id=f"{name}-{way}",
-        marks=[pytest.mark.full] * (name != "llama" or way in ("short steps", "no host pool")))
-    for name in ("llama", "mistral-window")
-    for way in ELSEWISE
-    if (name, way) != ("mistral-window", "as wide as the engine")
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "fields"), ALL_ELSEWISE)
-def test_beams_are_the_same_however_they_are_computed(checkpoints, name, fields):
-    core = make_core(checkpoints / name, **fields)
-    check_beams(core, name, beside=True)
-    counted = core.metrics()
-    assert (counted["num_preemptions_total"] > 0) == ("num_gpu_blocks_override" in fields)
-    assert (counted["num_swapped_blocks_total"] > 0) == ("preemption_mode" in fields)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("llama", "as wide as the engine"),
+        ("mistral-window", "lookahead"),
+        pytest.param("llama", "short steps", marks=pytest.mark.full),
+    ],
+)
+def test_beams_are_the_same_however_they_are_computed(checkpoints, name, way):
+    check_beams(make_core(checkpoints / name, **ELSEWISE[way]), name, True, FEW)
 
 
 def test_search_to_the_end_of_the_context(checkpoints):

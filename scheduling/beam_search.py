@@ -1,0 +1,234 @@
+"""Beam search: which beams go on and when it is over (`beam_search`), and the requests that it makes (`BeamSearches`).
+
+The algorithm is that of transformers (`GenerationMixin._beam_search`), so that beams and scores can be compared. It
+looks at the best `num_candidates` continuations of all beams. Those that end are kept as answers if they are among the
+best `width`, and the best `width` that do not end go on. An answer's score is the sum of its tokens' log-probabilities,
+the one that ended it included, divided by length^length_penalty.
+
+transformers makes up missing beams and answers, of log-probability -1e9. Here there are fewer, and at first one beam,
+the empty output. That matters only if fewer than `width` tokens do not end a beam, because made-up beams then count.
+
+The scheduler knows nothing of this. Each beam of a step is a request of one token, whose prompt is the client's and the
+beam's output so far. The prefix cache has all full blocks of it, so the step computes the tokens of its last block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Generator, Iterable
+from dataclasses import dataclass, field, replace
+from heapq import merge
+from itertools import count, islice
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from plan import EngineOutput, error_output
+from sampling_params import SamplingParams
+from scheduling.timeline import Timeline
+from sequence import Beam, Request, SequenceGroup, Status
+
+if TYPE_CHECKING:
+    from scheduler import Scheduler
+
+Nexts = tuple[list[int], list[float]]  # a beam's likeliest next tokens and their log-probabilities, the likeliest first
+
+
+class Answer(NamedTuple):
+    """A beam that has ended."""
+
+    score: float
+    tokens: list[int]
+    stopped: bool  # by its last token, and not by its length
+
+
+def num_candidates(width: int, stop_ids: Collection[int]) -> int:
+    """Enough that `width` beams go on even if every beam's likeliest continuations are the tokens that end it."""
+    return max(2, 1 + len(stop_ids)) * width
+
+
+def beam_search(
+    width: int,
+    max_tokens: int,
+    stop_ids: Collection[int],
+    length_penalty: float = 1.0,
+    early_stopping: bool | Literal["never"] = False,
+) -> Generator[list[list[int]], list[Nexts], list[Answer]]:
+    """Search for the best outputs; returns the answers, the best first.
+
+    Yields each beam's output so far, the best beam first, and takes the `num_candidates` likeliest next tokens of each
+    (all, if the vocabulary is smaller). Those of minus infinity may not come.
+
+    Args:
+        width: beams that are kept, and answers at most.
+        max_tokens: length at which a beam ends in any case.
+        stop_ids: tokens that end it.
+        length_penalty: above 0 favours longer answers.
+        early_stopping: see `SamplingParams`.
+    """
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]  # each beam's log-probability and output
+    answers: list[Answer] = []
+    for length in count(1):
+        nexts = yield [output for _, output in beams]
+        continuations = (
+            [(logprob + value, output, id) for id, value in zip(ids, values, strict=True) if value > -math.inf]
+            for (logprob, output), (ids, values) in zip(beams, nexts, strict=True)
+        )
+        ranked = merge(*continuations, key=lambda c: -c[0])  # stable: among equals the earlier beam
+        going = []
+        for place, (logprob, output, id) in enumerate(islice(ranked, num_candidates(width, stop_ids))):
+            stopped = id in stop_ids
+            if not stopped and length < max_tokens:
+                going.append((logprob, [*output, id]))
+            elif place < width:
+                answers.append(Answer(logprob / length**length_penalty, [*output, id], stopped))
+        answers = sorted(answers, key=lambda answer: -answer.score)[:width]
+        beams = going[:width]
+        if not beams:
+            break
+        if len(answers) == width:  # is no beam that goes on expected among them?
+            hopeful = early_stopping == "never" and length_penalty > 0
+            reached = beams[0][0] / (max_tokens if hopeful else length) ** length_penalty
+            if early_stopping is True or reached <= answers[-1].score:
+                break
+    return answers
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """A client's request for a beam search, and the requests of its step."""
+
+    request: Request  # the client's, which the scheduler never has
+    group: SequenceGroup  # as what it is told of
+    params: SamplingParams  # of a beam's request
+    beams: Generator[list[list[int]], list[Nexts], list[Answer]]
+    width: int
+    asked: list[str] = field(default_factory=list)  # ids of the step's requests, one a beam
+    nexts: dict[str, Nexts] = field(default_factory=dict)  # what has come, by id
+    num_asked: int = 0  # requests of all steps
+
+
+class BeamSearches:
+    """The beam searches of an engine, each of which the client knows as one request.
+
+    Args:
+        scheduler: has their requests.
+        observe: is told of each that comes or is dropped, see `Observer`.
+    """
+
+    def __init__(self, scheduler: Scheduler, observe: Callable[..., None]):
+        self.scheduler, self.observe = scheduler, observe
+        self.running: dict[str, Search] = scheduler.reports.searches  # by the client's id
+        self.of_beam: dict[str, Search] = {}  # by the id of a beam's request
+
+    def begin(self, request: Request) -> None:
+        """Begin a search; raises a ValueError if it can never run, see `RequestLimits.settle`, or is too wide."""
+        scheduler, params = self.scheduler, request.params
+        limit, width = scheduler.limits.settle(request), params.num_sequences
+        if width > (most := min(scheduler.config.max_num_seqs, scheduler.limits.vocab_size)):
+            raise ValueError(
+                f"beam_width is {width}; it must be at most {most}, the lower of max_num_seqs and the vocabulary's size"
+            )
+        request.arrival = scheduler.clock()
+        group = SequenceGroup(request, 0, Timeline(scheduler.waits), limit=limit)
+        request.groups.append(group)
+        beams = beam_search(
+            width, limit - request.num_prompt, request.stop_ids, params.length_penalty, params.early_stopping
+        )
+        of_beam = replace(
+            params, use_beam_search=False, n=1, beam_width=None, length_penalty=1.0, early_stopping=False,
+            temperature=0.0, max_tokens=1,
+        )  # fmt: skip
+        search = Search(request, group, of_beam, beams, width)
+        self._ask(search, next(beams))
+        self.running[request.request_id] = search
+        scheduler.counters["prompt_tokens_total"] += request.num_prompt
+
+    def _ask(self, search: Search, outputs: list[list[int]]) -> None:
+        """Add the requests of a step, whose beams have these `outputs`."""
+        whole = search.request
+        candidates = min(num_candidates(search.width, whole.stop_ids), self.scheduler.limits.vocab_size)
+        search.nexts, search.asked = {}, []
+        for output in outputs:
+            while (name := f"{whole.request_id}/{search.num_asked}") in self.scheduler.requests:  # a client's own id
+                search.num_asked += 1
+            own = whole.salt, whole.priority, whole.client, None, whole.adapter
+            request = Request(name, [*whole.prompt, *output], search.params, *own, grammar=whole.grammar)
+            place = (search.group.key[1], search.num_asked) if output else None
+            request.delay, request.beam = whole.delay, Beam(len(output), candidates, place)
+            search.num_asked += 1
+            self.scheduler.add(request)
+            self.observe("added", request)
+            search.asked.append(name)
+            self.of_beam[name] = search
+            if not output:  # its steps keep the place in the queues that its arrival gave it
+                first = request.groups[0]
+                search.group.key, search.group.timeline, search.group.status = first.key, first.timeline, Status.RUNNING
+
+    def take(self, outputs: Iterable[EngineOutput]) -> list[EngineOutput]:
+        """Replace the outputs of beams by those of the searches that have ended; searches that go on ask for more."""
+        news = []
+        for output in outputs:
+            search = self.of_beam.get(output.request_id)
+            news += [output] if search is None else self._take(search, output)
+        return news
+
+    def _take(self, search: Search, output: EngineOutput) -> list[EngineOutput]:
+        """What a client is told after an output of one of its beams."""
+        request_id = search.request.request_id
+        if output.error:
+            self.abort(request_id, "error")
+            return [replace(output, request_id=request_id)]
+        if output.prompt_logprobs:
+            return [EngineOutput(request_id, [], prompt_logprobs=output.prompt_logprobs)]
+        assert output.logprobs and output.finished
+        del self.of_beam[output.request_id]
+        search.nexts[output.request_id] = output.logprobs[0].ids, output.logprobs[0].values
+        if search.request.time_in_queue is None:
+            search.request.time_in_queue, search.request.num_cached = output.time_in_queue, output.num_cached_tokens
+            search.params = replace(search.params, prompt_logprobs=None)
+            self.scheduler.stats.sampled(search.group, 0)
+        if len(search.nexts) < len(search.asked):
+            return []
+        try:
+            self._ask(search, search.beams.send([search.nexts[name] for name in search.asked]))
+        except StopIteration as end:
+            return self._answer(search, end.value)
+        return []
+
+    def _answer(self, search: Search, answers: list[Answer]) -> list[EngineOutput]:
+        """The answers of a search that is over, the best first; or the error that there are too few."""
+        request, outputs = search.request, list[EngineOutput]()
+        n = request.params.n
+        if len(answers) < n:
+            most = len(answers)
+            error = f"n is {n}, but the request's other fields allow only {most} answers; it must be at most {most}"
+            self.abort(request.request_id, "error")
+            return [error_output(request.request_id, error)]
+        for index, answer in enumerate(answers[:n]):
+            output = EngineOutput(request.request_id, answer.tokens, "stop" if answer.stopped else "length")
+            output.stop_reason = answer.tokens[-1] if answer.tokens[-1] in request.params.stop_token_ids else None
+            output.num_cached_tokens, output.index = request.num_cached, index
+            output.cumulative_logprob = answer.score
+            outputs.append(output)
+        self.scheduler.counters["generation_tokens_total"] += sum(len(output.token_ids) for output in outputs)
+        search.group.seq.tokens.extend(answers[0].tokens)
+        outputs[-1].finished, outputs[0].time_in_queue = True, request.time_in_queue
+        self._end(search, outputs[0].finish_reason or "")
+        return outputs
+
+    def _end(self, search: Search, reason: str) -> None:
+        del self.running[search.request.request_id]
+        self.scheduler.reports.keep(search.request, self.scheduler.close(search.group, reason))
+
+    def abort(self, request_id: str, reason: str = "abort") -> None:
+        """Drop a search, with all its requests; an unknown id has just finished. See `Scheduler.abort`."""
+        if search := self.running.get(request_id):
+            for name in search.asked:
+                if self.of_beam.pop(name, None):
+                    self.scheduler.abort(name, reason=reason)
+                    self.observe("aborted", name, None, reason)
+            self._end(search, reason)
+
+    def owner(self, request_id: str) -> str:
+        """The client's id of a request, which may be a beam's."""
+        search = self.of_beam.get(request_id)
+        return search.request.request_id if search else request_id
