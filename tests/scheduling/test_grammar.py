@@ -130,7 +130,7 @@ def test_parameters_are_checked(asked):
 
 
 def test_other_parameters_are_checked():
-    with pytest.raises(ValueError, match="'grammer'"):
+    with pytest.raises(ValueError, match="grammer; the nearest is grammar"):
         SamplingParams(structured_outputs={"grammer": "x"})
     with pytest.raises(ValueError, match="masked_logprobs"):
         SamplingParams(masked_logprobs=True)
@@ -334,7 +334,7 @@ class Stub:
 def test_a_mask_that_takes_long_holds_up_its_sequence_alone(grammars, constraint, monkeypatch):
     def group(c):
         seq = Stub(constraint=c, num_computed=1, tokens=[5, 6], proposed=[], group=None)
-        seq.group = Stub(request=Stub(num_prompt=1, params=c.params), seqs=[seq], births=[])
+        seq.group = Stub(request=Stub(num_prompt=1, params=c.params), seq=seq)
         return seq.group
 
     slow, quick, waits = (group(constraint({"regex": ".*"})) for _ in range(3))
