@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from natural import Spoken, is_held_back
 from skills import Message, SkillTasks, asks, exam, says
 from tasks import Tasks, read_corpus
 
@@ -107,6 +108,7 @@ class Rows:
     def __init__(self, tokenizer: Tokenizer, corpus: str, seed: int):
         self.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         self.tasks = SkillTasks(corpus, seed)
+        self.spoken = Spoken(self.tasks)
         self.text = self.encode(corpus)
         self.end, self.assistant = (self.encode(SPECIAL[i])[0] for i in (1, 4))
         environment = jinja2.Environment()
@@ -126,19 +128,25 @@ class Rows:
         if rng.random() < 0.06:
             start = rng.randrange(len(self.text) - length)
             return self.text[start : start + length], [TEXT_WEIGHT] * length
-        box = self.tasks.toolbox() if rng.random() < (0.7 if length < 512 else 0.3) else None
+        box = self.tasks.toolbox() if rng.random() < (0.45 if length < 512 else 0.3) else None
         known: dict[str, str] = {}
         ids: list[int] = []
         weights: list[float] = []
         head, tools = self.tasks.system(), box.tools if box else None
         while len(ids) < length:
-            if rng.random() < (0.08 if box else 0.14):
+            told = dict(known)
+            if rng.random() < (0.08 if box else 0.16):
                 messages = self.tasks.talk(box)
+            elif rng.random() < (0.15 if box else 0.6):
+                messages = self.spoken.turn(told, bool(box))
             elif rng.random() < (0.75 if box else 0.3):
                 messages = self.tasks.skill(box)
             else:
-                question, answer = self.tasks.turn(known, TURNS_WITH_TOOLS if box else TURNS)
+                question, answer = self.tasks.turn(told, TURNS_WITH_TOOLS if box else TURNS)
                 messages = [asks(question), says(answer)]
+            if is_held_back(messages):
+                continue
+            known = told
             turn = self.turn(head + messages, tools)
             ids, weights = ids + turn[0], weights + turn[1]
             head, tools = [], None  # these stand before the first turn alone
@@ -309,7 +317,7 @@ def save(model: Demo, tokenizer: Tokenizer, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     files = {
         "config.json": CONFIG,
-        "generation_config.json": {"eos_token_id": [1, 0], "pad_token_id": 0},
+        "generation_config.json": {"eos_token_id": [1, 0], "pad_token_id": 0, "temperature": 0.3},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": CONFIG["max_position_embeddings"],
             "bos_token": None, "eos_token": "<|end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE,
@@ -332,6 +340,7 @@ def main() -> None:
     parser.add_argument(
         "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="float32 is faster on old CPUs"
     )
+    parser.add_argument("--warmup", type=int, default=100, help="steps in which the rate rises")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens in a step")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -367,8 +376,8 @@ def main() -> None:
     while spent < args.minutes * 60:
         begun = time.monotonic()
         progress = spent / (args.minutes * 60)
-        # Constant, then linear to zero over the last 40% (a "WSD" schedule); 100 steps of warm-up.
-        scale = min(1.0, (step + 1) / 100, (1 - progress) / 0.4)
+        # Constant, then linear to zero over the last 40% (a "WSD" schedule), after the warm-up.
+        scale = min(1.0, (step + 1) / args.warmup, (1 - progress) / 0.4)
         # Short rows first: copying from nearby is learned at once there, and distance is then only a matter of degree.
         length = rows.tasks.rng.choices((256, 512, 1024), (4, 1, 1) if progress < 0.5 else (2, 1, 2))[0]
         ids, weights = rows.batch(args.tokens // length, length, device)
