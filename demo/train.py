@@ -2,10 +2,12 @@
 
     python demo/train.py --corpus tinyshakespeare.txt --minutes 120                               # from nothing
     python demo/train.py --corpus tinyshakespeare.txt --minutes 60 --init demo --rate 1e-3        # from what there is
+    python demo/train.py --corpus tinyshakespeare.txt --minutes 60 --init demo --blend 0.5        # halfway back to it
 
 Plain torch, one file, CPU or GPU. The schedule runs over wall-clock minutes, so the same command suits a laptop and a
 GPU; the checkpoint it leaves in `--work` lets a later run go on (`--resume`). The optimizer is Muon (Jordan et al.,
-2024) for the matrices and AdamW for the rest.
+2024) for the matrices and AdamW for the rest. What a model learns in a short training costs it some of what it knew: a
+mean of its weights before and after (`--blend`; Wortsman et al., 2022) keeps most of both.
 """
 
 from __future__ import annotations
@@ -336,6 +338,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/manta-demo.pt"), help="checkpoint to resume from")
     parser.add_argument("--resume", action="store_true", help="go on from --work")
     parser.add_argument("--init", type=Path, help="folder of a model to begin with, its weights and its tokenizer")
+    parser.add_argument("--blend", type=float, default=1.0, help="share of what was trained; the rest is --init's")
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate before it falls")
     parser.add_argument(
         "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="float32 is faster on old CPUs"
@@ -402,6 +405,12 @@ def main() -> None:
             torch.save({"model": model.state_dict(), "optimizers": states, "spent": spent, "step": step}, args.work)
             save(model, tokenizer, args.out)
             kept = reported = time.monotonic()
+    if args.init and args.blend < 1:
+        trained = {name: weight.detach().clone() for name, weight in model.weights.items()}
+        model.load(args.init)
+        with torch.no_grad():
+            for name, weight in model.weights.items():
+                weight.lerp_(trained[name], args.blend)
     save(model, tokenizer, args.out)
     with precision:
         print(grade(model, rows, corpus, device, each=400), flush=True)
