@@ -311,6 +311,15 @@ def grade(model: Demo, rows: Rows, corpus: str, device: str, each: int = 100) ->
     return {task: count / each for task, count in right.items()}
 
 
+@torch.no_grad()
+def blend(model: Demo, folder: Path, share: float) -> None:
+    """Take the mean of the model's weights, which count by `share`, and of the folder's."""
+    trained = {name: weight.clone() for name, weight in model.weights.items()}
+    model.load(folder)
+    for name, weight in model.weights.items():
+        weight.lerp_(trained[name], share)
+
+
 def save(model: Demo, tokenizer: Tokenizer, folder: Path) -> None:
     """Write the folder that `server.py --model` reads."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -405,12 +414,8 @@ def main() -> None:
             torch.save({"model": model.state_dict(), "optimizers": states, "spent": spent, "step": step}, args.work)
             save(model, tokenizer, args.out)
             kept = reported = time.monotonic()
-    if args.init and args.blend < 1:
-        trained = {name: weight.detach().clone() for name, weight in model.weights.items()}
-        model.load(args.init)
-        with torch.no_grad():
-            for name, weight in model.weights.items():
-                weight.lerp_(trained[name], args.blend)
+    if args.init:
+        blend(model, args.init, args.blend)
     save(model, tokenizer, args.out)
     with precision:
         print(grade(model, rows, corpus, device, each=400), flush=True)
