@@ -1,11 +1,16 @@
 """Ask a server held-out questions and print the share of right answers of each task.
 
     python demo/evaluate.py --url http://127.0.0.1:8000 --corpus tinyshakespeare.txt
+    python demo/evaluate.py --url http://127.0.0.1:8000 --natural               # what people type: natural.json
 
 The questions are those that `train.py` can never have drawn: see `held_out` in `tasks.py`. Answers are greedy. A right
 one is exact: to the letter, or for a call its function and its arguments. An object that is to be made up has the
 fields that were asked for, with sensible values. With `--text` no server is asked: the questions and the right answers
 are written as the model would see them, for measuring perplexity. `exam.txt` was made with `--questions 6`.
+
+With `--natural` the prompts of `natural.json` are asked instead, each with several seeds, at the temperature that the
+model's `generation_config.json` says. An answer is right if the whole of it is one of the prompt's marks: what is
+right, or what says honestly that the model cannot do that, or what it is.
 """
 
 from __future__ import annotations
@@ -13,12 +18,14 @@ from __future__ import annotations
 import argparse
 import json
 import urllib.request
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from natural import Prompt, prompts
 from skills import Question, exam, sensible
 from tasks import read_corpus
 
@@ -28,13 +35,41 @@ ANSWER_TOKENS = 128  # a word of many tokens nine times fits, and so does a call
 def ask(url: str, question: Question) -> tuple[dict[str, Any], int]:
     """The server's greedy answer, a message, and how many tokens the prompt had."""
     messages = [message | {"tool_calls": written(message)} for message in question.messages]
-    body = {"messages": messages, "tools": question.tools, "temperature": 0, "max_tokens": ANSWER_TOKENS}
+    answer = complete(url, {"messages": messages, "tools": question.tools, "temperature": 0})
+    return answer["choices"][0]["message"], answer["usage"]["prompt_tokens"]
+
+
+def complete(url: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """What the server answers to a chat with these fields."""
     request = urllib.request.Request(
-        url.rstrip("/") + "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        url.rstrip("/") + "/v1/chat/completions",
+        json.dumps(fields | {"max_tokens": ANSWER_TOKENS}).encode(),
+        {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=600) as response:
-        answer = json.load(response)
-    return answer["choices"][0]["message"], answer["usage"]["prompt_tokens"]
+        return json.load(response)
+
+
+def converse(url: str, prompt: Prompt, seed: int) -> str:
+    """The server's answer to the last turn of a prompt, after its own answers to the turns before."""
+    messages: list[dict[str, Any]] = []
+    for turn in prompt.turns:
+        messages.append({"role": "user", "content": turn})
+        messages.append(complete(url, {"messages": messages, "seed": seed})["choices"][0]["message"])
+    return messages[-1]["content"]
+
+
+def ask_natural(url: str, seeds: int, pool: ThreadPoolExecutor) -> None:
+    """Print the wrong answers to the prompts of `natural.json`, and the share of right ones in each group."""
+    drawn = [(prompt, seed) for prompt in prompts() for seed in range(seeds)]
+    answers = list(pool.map(lambda each: converse(url, *each), drawn))
+    graded = [(prompt, prompt.is_right(said)) for (prompt, _), said in zip(drawn, answers, strict=True)]
+    wrong = Counter((*prompt.turns, said) for (prompt, right), said in zip(graded, answers, strict=True) if not right)
+    for said, times in wrong.items():
+        print(f"wrong, {times} of {seeds}: {' | '.join(said)}")
+    for group in dict.fromkeys(prompt.group for prompt, _ in graded):
+        right = [right for prompt, right in graded if prompt.group == group]
+        print(f"{group:10} {sum(right) / len(right):6.1%} of {len(right)}")
 
 
 def written(message: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -71,13 +106,21 @@ def text_of(questions: list[Question]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="where the server listens")
-    parser.add_argument("--corpus", required=True, help="the text that the model was trained on")
+    parser.add_argument("--corpus", help="the text that the model was trained on")
+    parser.add_argument("--natural", action="store_true", help="ask the prompts of natural.json")
+    parser.add_argument("--seeds", type=int, default=5, help="how often each of these is asked")
     parser.add_argument("--questions", type=int, default=200, help="of each task")
     parser.add_argument("--concurrency", type=int, default=32, help="questions in flight")
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--save", type=Path, help="write every question and answer to this file, one JSON a line")
     parser.add_argument("--text", type=Path, help="only write questions and right answers to this file")
     args = parser.parse_args()
+    if args.natural:
+        with ThreadPoolExecutor(args.concurrency) as pool:
+            ask_natural(args.url, args.seeds, pool)
+        return
+    if not args.corpus:
+        parser.error("--corpus is missing: the held-out questions are made of it")
     drawn = exam(read_corpus(args.corpus), args.questions, args.seed)
     if args.text:
         args.text.write_text(text_of(drawn))

@@ -29,8 +29,11 @@ QUESTIONS = {  # by what they are answered; a | parts them
         Hi|Hello|Hey|Hi there|Hello there|Hey there|Good morning|Good evening|Good afternoon|Good day|Yo|Greetings
         |Howdy|Hiya|Hello Manta|Hi Manta|Hey Manta|Hello demo|Hello world|Hello friend|Hello, nice to meet you
         |Nice to meet you|Hello again|Hi again|Hello hello|Hey you|Hello my friend|Hi bot|Hello assistant|Test
-        |Testing|Is anyone there|Is anybody there|Are you there|Start|Let us start|Let us talk|Let's chat
-        |Can we talk|Welcome|Hola|Bonjour|Hallo|Ciao|Guten Tag|Salut|Ping|Good night to you|Wake up""",
+        |Hi everyone|Helo|Hello?|Heya|Sup|Oh hi|Hi, good morning|Well hello|Good morning to you|Hey hey
+        |Hello computer|Hi, can you hear me|Does this work|Is this working|Hello, are you there|Are you online
+        |Are you on|Knock knock|Testing|Is anyone there|Is anybody there|Are you there|Start|Let us start
+        |Let us talk|Let's chat|Can we talk|Welcome|Hola|Bonjour|Hallo|Ciao|Guten Tag|Salut|Ping|Good night to you
+        |Wake up""",
     "who": """
         Who are you|What are you|Who is this|What is this|Who am I talking to|Tell me about yourself
         |Introduce yourself|What is your name|What's your name|Do you have a name|Your name|Say who you are
@@ -49,7 +52,16 @@ QUESTIONS = {  # by what they are answered; a | parts them
         |Tell me who you are|Tell me what you can do|Menu|Tell me your name|May I ask who you are
         |What is your job here|What language model are you|Do you have a purpose|Hi, what is your name
         |And who are you|So what can you do|What else can you do|What else|Anything else|What tools do you have
-        |Which tools can you call|What questions can you answer|Are you a language model""",
+        |Are you a person or a machine|Who am I speaking to|Who am I speaking with|Tell me what you can help with
+        |What can I do here|What can I type|What are you able to do|Which things can you do|What stuff can you do
+        |How does one use you|How do I talk to you|Are you similar to GPT|Are you as good as ChatGPT
+        |Are you like Siri|Are you a large language model|What is your model|What is your size|What are you made of
+        |Are you open source|What is this chat|What is this page|What is this for|What is all this|So who are you
+        |What exactly is this|What should I say|I have no idea what to ask|I don't know what to say
+        |What do people ask you|Any suggestions|Can I ask a question|I have a question|May I ask something
+        |Do you have a body|Are you conscious|Are you free|Do you have feelings|Who is your creator
+        |Which company made you|When were you made|How were you trained|Which tools can you call
+        |What questions can you answer|Are you a language model""",
     "feeling": """
         How are you|How are you doing|How are you today|How do you do|How is it going|How's it going|You okay
         |What's up|What is up|Are you well|Are you okay|Are you fine|How do you feel|How have you been
@@ -60,11 +72,16 @@ QUESTIONS = {  # by what they are answered; a | parts them
         |Well done|Good|Very good|Good job|That is right|That's right|Correct|Perfect|Awesome|Thx|Ok thanks
         |Great thanks|That was nice|Wonderful|Amazing|Good answer|That helps|This is great|You are great|I like you
         |I love you|Wow|Excellent|Thank you for your help|Ok|Okay|Yes|Fine|Good bot|You are good|That is good
-        |Not bad|I see|Right|Yes, right|Bravo|Super|Lovely|Very nice|Impressive|I am impressed|Alright|Ok good""",
+        |Thank you, that is great|Thanks for that|Thanks, very useful|Good work|Nice one|Sweet|Cheers|Ty
+        |Thank you Manta|Haha thanks|Very helpful|Much appreciated|That was useful|Nice, thank you|Wonderful, thanks
+        |Thanks buddy|Not bad|I see|Right|Yes, right|Bravo|Super|Lovely|Very nice|Impressive|I am impressed|Alright
+        |Ok good""",
     "farewell": """
         Bye|Goodbye|Bye bye|See you|See you later|Good night|Farewell|Bye for now|Quit|Exit|I have to go|Stop
-        |The end|I am leaving|Talk to you later|See you soon|Have a nice day|Goodbye Manta|Until next time
-        |That is all|That's all|I am done|Later|See you tomorrow|Take care|Close|End|Enough|Bye Manta|Bye now""",
+        |The end|I am leaving|Talk to you later|See you soon|Have a nice day|Goodbye Manta|Until next time|Bye then
+        |Ok, goodbye|Bye for today|Have a good one|Until tomorrow|I have to leave|See you around|Catch you later
+        |Thanks, bye|Goodbye for now|I need to go|Good night Manta|See ya|So long|Bye, have a nice day|That is all
+        |That's all|I am done|Later|See you tomorrow|Take care|Close|End|Enough|Bye Manta|Bye now""",
     "beyond": """
         Tell me a joke|Tell me a story|Tell me a story about {}|Write a poem|Write a poem about {}|Write me a haiku
         |Write a short poem about {} and {}|Write a song about {}|Write an essay about {}|Write a letter to my {}
@@ -101,27 +118,52 @@ QUESTIONS = {  # by what they are answered; a | parts them
         |Can you draw|Can you speak French|Can you read|Can you sing|Could you {} this|Would you {} the {}
         |Should I {}|Should I {} the {}|May I {}|Will you {}|Did you {}|I want to {}|I want a {}|I need a {}
         |I would like to {}|I like {}|I have a {}|I am {}|I am sad|I am bored|I feel {}|I think {} is {}
-        |I do not understand|I don't know|I am hungry|I am {} and {}|I was {}|I live in {}|I hate {}|No|Let us {}
-        |Let's {}|Please {} the {}|Please {}|The {} is {}|The {} of the {} is {}|This is {}|That is {}|It is {}
-        |You are {}|You are wrong|You are stupid|That is wrong|That's wrong|This is wrong|Wrong|Nonsense|{}|{} {}
-        |{} {} {}|{} {} {} {}|{} {} {} {} {}|{} or {}|{} and {}|{}, {} and {}|{} {} the {}|a {} of {}|the {}
-        |what about {}|and {}|What is {n} times {n}|What is {n} * {n}|What is {n} x {n}|{n} * {n}|{n} x {n}
-        |What is {n} divided by {n}|{n} / {n}|What is {n} / {n}|Multiply {n} by {n}|Divide {n} by {n}
-        |What is {n} + {n} + {n}|{n} + {n} - {n}|{n} - {n} - {n}|{big} + {n}|{big} + {big}|{n} + {big}
-        |What is {big} + {n}|What is {n} + {big}|What is {big} - {n}|What is {big} plus {big}|{big} - {big}
-        |What is the square root of {n}|What is {n} squared|What is {n} percent of {n}|Is {n} a prime
-        |Is {n} a prime number|What is {n} to the power of {n}|Is {n} greater than {n}|Is {n} even|Is {n} odd
-        |What is half of {n}|Double {n}|{n}|How many letters are in {}|How many letters does {} have
-        |How do you spell {}|Spell {}|Reverse {}|Sort {}, {} and {}|What rhymes with {}|What is the opposite of {}
-        |What is the plural of {}|Use {} in a sentence|Define {}|Complete: {} {}|Continue: {} {} {}
-        |What comes after {}|Is {} a word|Find the error in {}|Write {}|Write about {}|Type {}|Print {}
-        |{} is my favorite {}|My favorite is {}|Once upon a time|To be or not to be|Romeo and Juliet|Shakespeare
-        |Who is Romeo|What did {} say|What did Romeo say to Juliet|Are you sure|Really|Why is that|How so|Again|More
-        |Go on|Continue|Maybe|Tell me more|Tell me more about {}|Tell me about {}|Tell me the {}|Tell me a fact
-        |Tell me something|Tell me {}|What|Tell me about the {} of {}|Tell me how to {}|Tell me what {} is
-        |Tell me something about {}|What should I {}|How|What if {}|Which {} is the best|Which is better, {} or {}
-        |Whose {} is this|Whom did the {} {}|Prove that {} is {}|Compare {} and {}|Convert {n} miles to km
-        |Convert {n} to {}|Pick a number|Guess a number|Flip a coin|Roll a die""",
+        |I do not understand|I don't know|I am hungry|I am {} and {}|I was {}|I hate {}|No|Let us {}|Let's {}
+        |Please {} the {}|Please {}|This is {}|That is {}|It is {}|You are {}|You are wrong|You are stupid
+        |That is wrong|That's wrong|This is wrong|Wrong|Nonsense|{}|{} {}|{} {} {}|{} {} {} {}|{} {} {} {} {}
+        |{} or {}|{} and {}|{}, {} and {}|{} {} the {}|a {} of {}|the {}|what about {}|and {}|What is {n} times {n}
+        |What is {n} * {n}|What is {n} x {n}|{n} * {n}|{n} x {n}|What is {n} divided by {n}|{n} / {n}
+        |What is {n} / {n}|Multiply {n} by {n}|Divide {n} by {n}|What is {n} + {n} + {n}|{n} + {n} - {n}
+        |{n} - {n} - {n}|{big} + {n}|{big} + {big}|{n} + {big}|What is {big} + {n}|What is {n} + {big}
+        |What is {big} - {n}|What is {big} plus {big}|{big} - {big}|What is the square root of {n}
+        |What is {n} squared|What is {n} percent of {n}|Is {n} a prime|Is {n} a prime number
+        |What is {n} to the power of {n}|Is {n} greater than {n}|Is {n} even|Is {n} odd|What is half of {n}
+        |Double {n}|{n}|How many letters are in {}|How many letters does {} have|How do you spell {}|Spell {}
+        |Sort {}, {} and {}|What rhymes with {}|What is the opposite of {}|What is the plural of {}
+        |Use {} in a sentence|Define {}|Complete: {} {}|Continue: {} {} {}|What comes after {}|Is {} a word
+        |Find the error in {}|Write {}|Write about {}|Type {}|Print {}|{} is my favorite {}|My favorite is {}
+        |Once upon a time|To be or not to be|Romeo and Juliet|Shakespeare|Who is Romeo|What did {} say
+        |What did Romeo say to Juliet|Are you sure|Really|Why is that|How so|Again|More|Go on|Continue|Maybe
+        |Tell me more|Tell me more about {}|Tell me about {}|Tell me the {}|Tell me a fact|Tell me something
+        |Tell me {}|What|Tell me about the {} of {}|Tell me how to {}|Tell me what {} is|Tell me something about {}
+        |What should I {}|How|What if {}|Which {} is the best|Which is better, {} or {}|What are {}|What is {} {}
+        |What is {} {} {}|What is the {} {}|What does {} do|What do {} do|Why is {}|How does {} {} work
+        |How do {} work|How is {} made|How do I install {}|How do I use {}|How do I learn {}|How do I fix {}
+        |How to {}|How to make {}|How to install {} on {}|How can I get {}|Explain {} {}|Explain how {} works
+        |Explain what {} is|Explain {} like I am five|Describe {} {}|Difference between {} and {}|{} vs {}
+        |What is better, {} or {}|Who is {} {}|Who discovered {}|Who won {}|Who was the first {}
+        |Who is the CEO of {}|When did {} {}|When was {}|When was {} invented|Where can I find {}
+        |Where do {} come from|Which {} should I use|Which country has {}|What is the population of {}
+        |What is the capital of the {}|What is the price of {}|What language do they speak in {}|Write {} code
+        |Write a {} program|Write a {} script that {}|Write a {} function to {}|Write a class for {} in {}
+        |Write a poem on {}|Write a rhyme|Write me an essay on {}|Write a tweet about {}|Write a joke about {}
+        |Make me laugh|Tell me a {} story|Tell me a {} joke|Tell a joke|Do you know a joke|Tell me a tale of {}
+        |Write {} in {}|Code a {}|Implement {} in {}|Fix my {} code|Debug my {}|Convert {} to {}
+        |Translate {} {} to {}|Translate {} to {}|How do you say {} in {}|Say {} in {}|Summarize {} {}
+        |Summarize the book {}|Plan a trip to {}|Recommend a {}|Recommend me a {} about {}|Suggest a {}
+        |Suggest some {}|Give me ideas for {}|Give me a tip|Give me {} ideas|Help me with {}|Help me write a {}
+        |Can you help me with {}|Can you explain {}|Can you tell me about {}|Can you give me a {}
+        |Could you help me {}|I need help with {}|I am looking for {}|I have a problem with {}
+        |I want to know about {}|What do you know about {}|Have you heard of {}|Did you know {}
+        |Do you like {} and {}|Do you eat|Do you sleep|Do you dream|Do you {}|Are you {}|Is {} {}|Is there a {}
+        |Will {} {}|Should I buy {}|What is the news|What is the time in {}|What is the date|Weather|Weather today
+        |What's new|What's the weather|What's {}|What's a {}|What's the {}|What's the {} of {}
+        |What's your favorite {}|What's the time|Lmao|Haha|Hahaha|Hmm|Hm|Um|Oh|Ah|Ok so|Well|Omg|Wtf|Idk|Please
+        |Sorry|Never mind|Whatever|Nothing|I don't care|Who cares|{} {} {} {} {} {}|{} {} {} {} {} {} {}
+        |The history of {}|A poem about {}|Best {}|Best {} in {}|Cheap {}|Good {} for {}|{} for beginners
+        |{} tutorial|{} recipe|{} meaning|{} definition|{} example|{} in {}|{} error|Whose {} is this
+        |Whom did the {} {}|Prove that {} is {}|Compare {} and {}|Convert {n} miles to km|Convert {n} to {}
+        |Pick a number|Guess a number|Flip a coin|Roll a die""",
 }
 OTHERS = {  # wordings that are only graded
     "greeting": """
@@ -144,6 +186,25 @@ OTHERS = {  # wordings that are only graded
         |I want to learn {}|What is {n} times {n} plus {n}|Where can I buy {}|Do you know any {}|Is {} better or {}
         |Let us go to the {}|Write a sad story|{} {} a {} {}""",
 }
+TERMS = (  # words and names of today, which the corpus lacks
+    "python", "javascript", "java", "rust code", "html", "linux", "windows", "android", "iphone", "laptop", "keyboard",
+    "computer", "internet", "website", "browser", "database", "server", "software", "hardware", "algorithm",
+    "compiler", "kernel", "cache", "memory", "token", "tokenizer", "embedding", "neural network", "deep learning",
+    "data science", "artificial intelligence", "language model", "attention", "gradient", "inference", "quantization",
+    "batching", "beam search", "sampling", "temperature", "docker compose", "kubernetes", "github", "google",
+    "wikipedia", "youtube", "netflix", "bitcoin", "blockchain", "crypto", "robot", "drone", "rocket", "planet",
+    "galaxy", "black hole", "gravity", "physics", "quantum mechanics", "chemistry", "biology", "evolution",
+    "photosynthesis", "vitamin", "protein", "virus", "vaccine", "climate change", "electric car", "airplane",
+    "train ticket", "hotel", "pizza", "pasta", "coffee", "chocolate", "banana", "tomato", "sandwich", "football",
+    "basketball", "tennis", "olympics", "chess", "guitar", "piano", "movie", "cinema", "album", "concert", "photo",
+    "camera", "economy", "inflation", "stock market", "tax", "mortgage", "startup", "marketing", "interview", "resume",
+    "vacation", "weekend", "birthday", "family", "children", "elephant", "giraffe", "penguin", "dolphin", "dinosaur",
+    "volcano", "earthquake", "tornado", "America", "China", "India", "Brazil", "Canada", "Australia", "Africa",
+    "Europe", "Mexico", "Germany", "Spain", "Einstein", "Newton", "Napoleon", "Mozart", "Picasso", "Obama",
+    "Harry Potter", "Star Wars", "Spanish", "Italian", "Chinese", "English", "PDF", "CPU", "TPU", "RAM", "API", "SQL",
+    "JSON", "HTTP", "CUDA", "RNN", "CNN", "BERT", "LoRA", "RLHF", "RAG", "USB", "DNA", "NASA", "NATO", "GDP", "LSTM",
+    "TCP", "JPEG", "C++", "vLLM", "PyTorch", "Triton",
+)  # fmt: skip
 ASKING = re.compile(
     "(who|what|where|when|why|how|which|whose|whom|is|are|am|do|does|did|can|could|would|should|may|will)\\b", re.I
 )
@@ -153,6 +214,20 @@ GREETINGS = ("Hi, ", "Hello, ", "Hello! ", "Hey, ")
 @functools.cache
 def wordings(text: str) -> list[str]:
     return [part.strip() for part in text.split("|")]
+
+
+def term(rng: random.Random) -> str:
+    """A word or name of today, or letters that may be one."""
+    if rng.random() < 0.8:
+        return rng.choice(TERMS)
+    return "".join(rng.choices("ABCDEFGHIKLMNOPRSTVWXY", k=rng.randint(2, 5)))
+
+
+def mistyped(rng: random.Random, text: str) -> str:
+    """The text with two letters swapped, or with one too few or twice."""
+    at = rng.randrange(len(text) - 1)
+    some = text[at : at + 2]
+    return text[:at] + rng.choice((some[::-1], some[0], some[0] + some)) + text[at + 2 :]
 
 
 def small_talk(rng: random.Random, word: Callable[[], str], tools: bool, graded: bool) -> tuple[str, str]:
@@ -171,11 +246,14 @@ def small_talk(rng: random.Random, word: Callable[[], str], tools: bool, graded:
             break
     question = re.sub("{n}", lambda _: str(rng.randint(2, 999)), question)
     question = re.sub("{big}", lambda _: str(rng.randint(1000, 99999)), question)
-    question = re.sub("{}", lambda _: word(), question)
+    modern = not graded and rng.random() < 0.5
+    question = re.sub("{}", lambda _: term(rng) if modern and rng.random() < 0.6 else word(), question)
     if not graded and kind in ("who", "feeling", "beyond") and rng.random() < 0.15:
         question = rng.choice(GREETINGS) + question
     elif not graded and kind == "beyond" and rng.random() < 0.15:
         question = "Please " + question[0].lower() + question[1:]
     asks = bool(ASKING.match(question))
     question += rng.choices(("?", ".", "", "!"), (6, 0, 2, 0) if asks else (1, 4, 4, 2))[0]
-    return question.lower() if rng.random() < 0.25 else question, ANSWERS[kind]
+    if not graded and len(question) > 5 and rng.random() < 0.06:
+        question = mistyped(rng, question)
+    return question.lower() if rng.random() < (0.25 if graded else 0.4) else question, ANSWERS[kind]

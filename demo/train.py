@@ -2,10 +2,12 @@
 
     python demo/train.py --corpus tinyshakespeare.txt --minutes 120                               # from nothing
     python demo/train.py --corpus tinyshakespeare.txt --minutes 60 --init demo --rate 1e-3        # from what there is
+    python demo/train.py --corpus tinyshakespeare.txt --minutes 60 --init demo --blend 0.5        # halfway back to it
 
 Plain torch, one file, CPU or GPU. The schedule runs over wall-clock minutes, so the same command suits a laptop and a
 GPU; the checkpoint it leaves in `--work` lets a later run go on (`--resume`). The optimizer is Muon (Jordan et al.,
-2024) for the matrices and AdamW for the rest.
+2024) for the matrices and AdamW for the rest. What a model learns in a short training costs it some of what it knew: a
+mean of its weights before and after (`--blend`; Wortsman et al., 2022) keeps most of both.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from natural import Spoken, is_held_back
 from skills import Message, SkillTasks, asks, exam, says
 from tasks import Tasks, read_corpus
 
@@ -107,6 +110,7 @@ class Rows:
     def __init__(self, tokenizer: Tokenizer, corpus: str, seed: int):
         self.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         self.tasks = SkillTasks(corpus, seed)
+        self.spoken = Spoken(self.tasks)
         self.text = self.encode(corpus)
         self.end, self.assistant = (self.encode(SPECIAL[i])[0] for i in (1, 4))
         environment = jinja2.Environment()
@@ -126,19 +130,25 @@ class Rows:
         if rng.random() < 0.06:
             start = rng.randrange(len(self.text) - length)
             return self.text[start : start + length], [TEXT_WEIGHT] * length
-        box = self.tasks.toolbox() if rng.random() < (0.7 if length < 512 else 0.3) else None
+        box = self.tasks.toolbox() if rng.random() < (0.45 if length < 512 else 0.3) else None
         known: dict[str, str] = {}
         ids: list[int] = []
         weights: list[float] = []
         head, tools = self.tasks.system(), box.tools if box else None
         while len(ids) < length:
-            if rng.random() < (0.08 if box else 0.14):
+            told = dict(known)
+            if rng.random() < (0.08 if box else 0.16):
                 messages = self.tasks.talk(box)
+            elif rng.random() < (0.15 if box else 0.6):
+                messages = self.spoken.turn(told, bool(box))
             elif rng.random() < (0.75 if box else 0.3):
                 messages = self.tasks.skill(box)
             else:
-                question, answer = self.tasks.turn(known, TURNS_WITH_TOOLS if box else TURNS)
+                question, answer = self.tasks.turn(told, TURNS_WITH_TOOLS if box else TURNS)
                 messages = [asks(question), says(answer)]
+            if is_held_back(messages):
+                continue
+            known = told
             turn = self.turn(head + messages, tools)
             ids, weights = ids + turn[0], weights + turn[1]
             head, tools = [], None  # these stand before the first turn alone
@@ -301,6 +311,15 @@ def grade(model: Demo, rows: Rows, corpus: str, device: str, each: int = 100) ->
     return {task: count / each for task, count in right.items()}
 
 
+@torch.no_grad()
+def blend(model: Demo, folder: Path, share: float) -> None:
+    """Take the mean of the model's weights, which count by `share`, and of the folder's."""
+    trained = {name: weight.clone() for name, weight in model.weights.items()}
+    model.load(folder)
+    for name, weight in model.weights.items():
+        weight.lerp_(trained[name], share)
+
+
 def save(model: Demo, tokenizer: Tokenizer, folder: Path) -> None:
     """Write the folder that `server.py --model` reads."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -309,7 +328,7 @@ def save(model: Demo, tokenizer: Tokenizer, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     files = {
         "config.json": CONFIG,
-        "generation_config.json": {"eos_token_id": [1, 0], "pad_token_id": 0},
+        "generation_config.json": {"eos_token_id": [1, 0], "pad_token_id": 0, "temperature": 0.3},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": CONFIG["max_position_embeddings"],
             "bos_token": None, "eos_token": "<|end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE,
@@ -328,10 +347,12 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/manta-demo.pt"), help="checkpoint to resume from")
     parser.add_argument("--resume", action="store_true", help="go on from --work")
     parser.add_argument("--init", type=Path, help="folder of a model to begin with, its weights and its tokenizer")
+    parser.add_argument("--blend", type=float, default=1.0, help="share of what was trained; the rest is --init's")
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate before it falls")
     parser.add_argument(
         "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="float32 is faster on old CPUs"
     )
+    parser.add_argument("--warmup", type=int, default=100, help="steps in which the rate rises")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens in a step")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -367,8 +388,8 @@ def main() -> None:
     while spent < args.minutes * 60:
         begun = time.monotonic()
         progress = spent / (args.minutes * 60)
-        # Constant, then linear to zero over the last 40% (a "WSD" schedule); 100 steps of warm-up.
-        scale = min(1.0, (step + 1) / 100, (1 - progress) / 0.4)
+        # Constant, then linear to zero over the last 40% (a "WSD" schedule), after the warm-up.
+        scale = min(1.0, (step + 1) / args.warmup, (1 - progress) / 0.4)
         # Short rows first: copying from nearby is learned at once there, and distance is then only a matter of degree.
         length = rows.tasks.rng.choices((256, 512, 1024), (4, 1, 1) if progress < 0.5 else (2, 1, 2))[0]
         ids, weights = rows.batch(args.tokens // length, length, device)
@@ -393,6 +414,8 @@ def main() -> None:
             torch.save({"model": model.state_dict(), "optimizers": states, "spent": spent, "step": step}, args.work)
             save(model, tokenizer, args.out)
             kept = reported = time.monotonic()
+    if args.init:
+        blend(model, args.init, args.blend)
     save(model, tokenizer, args.out)
     with precision:
         print(grade(model, rows, corpus, device, each=400), flush=True)

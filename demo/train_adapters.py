@@ -1,6 +1,7 @@
 """Train the demo's two adapters, and write them as PEFT folders in `demo/adapters`.
 
     python demo/train_adapters.py --corpus tinyshakespeare.txt --minutes 5
+    python demo/train_adapters.py --corpus tinyshakespeare.txt --minutes 3 --names products --trained    # go on
 
 `capitals` answers in capital letters; `products` multiplies numbers of one digit, which the demo itself cannot. The
 demo's weights stay as they are: only the adapters' A and B are trained (LoRA, Hu et al., 2021). Plain torch, and the
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from skills import FRAMES, SIGNS, Message, asks, says
@@ -46,20 +47,31 @@ class Adapted(Demo):
         weight = super().__getitem__(name)
         return weight + ALPHA / RANK * self.b[key] @ self.a[key] if key in self.a else weight
 
+    def take(self, folder: Path) -> None:
+        """Begin with the adapter of a folder, as `save` wrote it."""
+        tensors = load_file(folder / "adapter_model.safetensors")
+        for kind, matrices in (("A", self.a), ("B", self.b)):
+            for name, matrix in matrices.items():
+                matrix.data = tensors[tensor_name(name, kind)].float()
+
     def save(self, folder: Path, base: str) -> None:
         """Write the adapter as PEFT does."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {}
         for kind, matrices in (("A", self.a), ("B", self.b)):
             for name, matrix in matrices.items():
-                module = name.replace("/", ".").removesuffix(".weight")
-                tensors[f"base_model.model.{module}.lora_{kind}.weight"] = matrix.detach().bfloat16().contiguous()
+                tensors[tensor_name(name, kind)] = matrix.detach().bfloat16().contiguous()
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         config = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": RANK,
             "lora_alpha": ALPHA, "lora_dropout": 0.0, "bias": "none", "target_modules": list(MODULES),
         }  # fmt: skip
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def tensor_name(name: str, kind: str) -> str:
+    """PEFT's name for matrix A or B of a weight of the model."""
+    return f"base_model.model.{name.replace('/', '.').removesuffix('.weight')}.lora_{kind}.weight"
 
 
 def in_capitals(rows: Rows) -> list[Message]:
@@ -116,6 +128,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3e-3, help="learning rate at first; it falls to zero")
     parser.add_argument("--base", type=Path, default=Path(__file__).parent, help="the demo's folder")
     parser.add_argument("--names", nargs="+", default=[*ADAPTERS], choices=ADAPTERS, help="which of them")
+    parser.add_argument("--trained", action="store_true", help="go on with the adapters that are there")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     corpus = read_corpus(args.corpus)
@@ -124,6 +137,8 @@ def main() -> None:
         draw = ADAPTERS[name]
         torch.manual_seed(args.seed)
         model, rows = Adapted(args.base), Rows(tokenizer, corpus, args.seed)
+        if args.trained:
+            model.take(args.base / "adapters" / name)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=args.rate, betas=(0.9, 0.98), weight_decay=0.0)
         begun, step, spent = time.monotonic(), 0, 0.0

@@ -83,8 +83,8 @@ def test_generation_config_is_what_llm_takes_without_parameters(folder: Path) ->
     assert ignoring.get_default_sampling_params() == SamplingParams()
 
 
-def test_the_demo_has_no_sampling_values_of_its_own(llm: LLM) -> None:
-    assert llm.get_default_sampling_params() == SamplingParams()
+def test_the_demo_is_asked_at_a_low_temperature(llm: LLM) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.3)
 
 
 @pytest.mark.parametrize("value", [-1, "hot"])
