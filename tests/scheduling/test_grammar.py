@@ -334,7 +334,7 @@ class Stub:
 def test_a_mask_that_takes_long_holds_up_its_sequence_alone(grammars, constraint, monkeypatch):
     def group(c):
         seq = Stub(constraint=c, num_computed=1, tokens=[5, 6], proposed=[], group=None)
-        seq.group = Stub(request=Stub(num_prompt=1, params=c.params), seq=seq)
+        seq.group = Stub(request=Stub(num_prompt=1, params=c.params, beam=None), seq=seq)
         return seq.group
 
     slow, quick, waits = (group(constraint({"regex": ".*"})) for _ in range(3))

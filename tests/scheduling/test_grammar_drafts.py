@@ -90,7 +90,7 @@ def test_drafts_whose_masks_take_long_hold_up_nobody(grammars, constraint, token
     monkeypatch.setattr("scheduling.grammar.PATIENCE", 0.5)
     monkeypatch.setattr("scheduling.grammar.MASK_TIMEOUT", 0.0)
     seq = Stub(constraint=c, num_computed=1, tokens=[5, a], proposed=[slow, a], group=None)
-    seq.group = Stub(request=Stub(num_prompt=1, params=c.params), seq=seq)
+    seq.group = Stub(request=Stub(num_prompt=1, params=c.params, beam=None), seq=seq)
     assert grammars.look([seq.group]) == (set(), {})
     assert not seq.proposed and c.num_read == 1 and not c.work.done()
     monkeypatch.setattr("scheduling.grammar.MASK_TIMEOUT", 60.0)
