@@ -21,6 +21,7 @@ from heapq import merge
 from itertools import count, islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from config import HookError
 from plan import EngineOutput, error_output
 from sampling_params import SamplingParams
 from scheduling.timeline import Timeline
@@ -192,6 +193,9 @@ class BeamSearches:
             self._ask(search, search.beams.send([search.nexts[name] for name in search.asked]))
         except StopIteration as end:
             return self._answer(search, end.value)
+        except HookError as error:  # a user's policy has refused a beam's request
+            self.abort(request_id, "error")
+            return [error_output(request_id, error)]
         return []
 
     def _answer(self, search: Search, answers: list[Answer]) -> list[EngineOutput]:

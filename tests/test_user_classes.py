@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,6 +82,9 @@ def test_a_script_hears_of_it_and_may_go_on(make_llm):
                 llm.generate([[5] * 4, [5] * length, [5] * 4], SHORT, use_tqdm=False)
             assert not llm.core.has_work()
             assert len(llm.generate([5] * 4, SHORT, use_tqdm=False)[0].outputs[0].token_ids) == 2
+        with pytest.raises(ValueError, match=r"^bad_classes:Picky.rank returned None"):  # for the second step's beams
+            llm.generate([5] * (RANK - 1), replace(SHORT, use_beam_search=True, n=2, temperature=0), use_tqdm=False)
+        assert not llm.core.has_work()
         with pytest.raises(FatalHookError, match=r"^bad_classes:Picky.ended raised AssertionError: no nine \("):
             llm.generate([5] * END, SHORT, use_tqdm=False)
         with pytest.raises(EngineDeadError, match=r"^the engine has failed: bad_classes:Picky.ended raised"):
