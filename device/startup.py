@@ -19,14 +19,13 @@ from typing import Any
 import torch
 
 from batch_state import BatchState
-from checkpoints.hub import checkpoint_files
 from checkpoints.tied_head import settle_head
 from config import EngineConfig, lacking, load_module
 from cpu import machine
 from cpu import weights as cpu_weights
 from cpu.compiled import Builder, coded_forms, compile_ops, multiply_job
 from cpu.quantized import pack_quantized
-from device.coded import FP8_CAPABILITY, coded_as, kinds_of
+from device.coded import FP8_CAPABILITY, coded_as, files_of, kinds_of
 from device.compile_guard import CompileGuard, check_compiler
 from device.dry_run import new_state
 from device.loader import fill_dummy, load_weights
@@ -196,9 +195,7 @@ class Start:
             small = self.num_parameters * model.dtype.itemsize < cpu_weights.SMALL
             machine.settle(config.threads, small and config.beside_server, self.sharers)
             machine.keep_memory()
-        mapped = config.load_format != "dummy" and not config.weights
-        files = checkpoint_files(config.folder) if mapped else []
-        self.arrange(files)
+        self.arrange([] if config.weights else files_of(config))
 
     def list_parameters(self) -> None:
         """Note what fills the model, and what makes its drafts, before their weights are packed."""
