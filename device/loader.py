@@ -21,7 +21,7 @@ import torch
 from checkpoints.dequantize import Packed
 from checkpoints.hub import INDEX, checkpoint_files
 from checkpoints.rounding import rounded
-from checkpoints.storage import Storage, opened
+from checkpoints.storage import Storage, opened, read_ahead
 from checkpoints.tied_head import stand_in
 from config import read_json
 from cpu import machine
@@ -251,12 +251,6 @@ def skipped(saved: str, model: Transformer) -> bool:
             if reads and rest.startswith(tuple(f"{row.name(part)}." for part in ("k", "v", "k_norm"))):
                 return True
     return False
-
-
-def read_ahead(path: str) -> None:
-    """Have the system read a file before it is asked for, where there is a way to say so."""
-    with contextlib.suppress(OSError, AttributeError), open(path, "rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def copy(pair: Pair) -> torch.Tensor:

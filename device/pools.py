@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cpu import machine
-from device.memory import check_pool, count_snapshots, fit_pool, largest_step
+from device.memory import blocks_per_seq, check_pool, count_snapshots, fit_pool, largest_step
 from device.upkeep import KeptWorker
 from device.warmup import prompts, some_logits
 from observe.logs import logger
@@ -77,7 +77,8 @@ def new_host_pool(start: Start, states: torch.Tensor) -> torch.Tensor:
     space = max(0, host_bytes(start) - states.nbytes) if useful else 0
     count = min(space // start.memory.block, MAX_HOST_POOLS * start.num_blocks)
     if start.device == "cpu":  # cached prefixes that fill gigabytes of the same memory would look like a leak
-        count = min(count, start.blocks_per_seq() * config.max_num_seqs)
+        per_seq = blocks_per_seq(config, start.model.layout.windows, start.max_model_len)
+        count = min(count, per_seq * config.max_num_seqs)
     least = f"one KV block takes {start.memory.block * start.group.local_size} bytes"
     return new_host(start, "num_host_blocks", count, start.block_shape(), start.model.kv_dtype, "blocks", least)
 
