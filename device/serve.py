@@ -77,8 +77,8 @@ def work(
                 else:
                     send(answer(worker, message, codec, script))
         except (PeersGone, HookError) as error:
-            raised = "PeersGone" if isinstance(error, PeersGone) else "HookError"
-            return send(codec.encode(Reply(0, error=str(error), raised=raised)))
+            gone = isinstance(error, PeersGone)
+            return send(codec.encode(Reply(0, error=str(error), raised="PeersGone" if gone else "HookError")))
         except Exception as error:
             send(codec.encode(Reply(0, error=f"{type(error).__name__}: {error}")))
             raise
