@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 DTYPES = torch.float16, torch.bfloat16, torch.float32  # of plain numbers
+LOWEST = {"int4": -8, "int6": -32}  # numbers of codes, as in reference.py
 
 
 class Read(NamedTuple):
@@ -22,6 +23,29 @@ class Read(NamedTuple):
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
     factors: torch.Tensor | None = None
+
+    def with_zeros(self, kind: str, wanted: str) -> Read:
+        """The same numbers as a weight of the `wanted` kind with factors and zeros has them: counted from `LOWEST`."""
+        codes, scales, zeros, factors = self
+        if wanted != kind:
+            codes = unpaired(codes) + LOWEST[wanted] - LOWEST[kind]
+        if zeros is None:  # (number - lowest) scale f - scale (-lowest f)
+            assert factors is not None
+            zeros, factors = scales, torch.cat((factors, factors * -LOWEST[kind]), 2)
+        return Read(codes, scales, zeros, factors)
+
+    def without_factors(self, kind: str, group: int) -> Read:
+        """The same numbers, with the factors of each group multiplied into its scale and its zero."""
+        assert self.factors is not None
+        scales = self.scales * self.factors[..., 0]
+        if self.zeros is None:
+            return Read(self.codes, scales)
+        mins = self.zeros * self.factors[..., 1]
+        flat = (scales == 0) & (mins != 0)  # a group without a scale: its numbers are all alike
+        zeros = torch.where(flat, 1, torch.where(scales == 0, 0, mins / scales + LOWEST.get(kind, 0)))
+        many, codes = flat.repeat_interleave(group, 1), self.codes
+        codes = unpaired(codes) if kind == "int4" else codes
+        return Read(torch.where(many[:, : codes.shape[1]], 0, codes), torch.where(flat, mins, scales), zeros)
 
 
 class Codes(NamedTuple):
@@ -197,6 +221,11 @@ def apart(pairs: torch.Tensor) -> torch.Tensor:
     """The codes [n, K] uint8 of bytes [n, K / 2] as `paired` makes them."""
     halves = pairs.unflatten(1, (-1, 1, 16))
     return torch.cat((halves & 15, halves >> 4), 2).flatten(1)
+
+
+def unpaired(codes: torch.Tensor) -> torch.Tensor:
+    """The numbers of int4 codes, which may be in pairs."""
+    return apart(codes).view(torch.int8) - 8 if codes.dtype == torch.uint8 else codes
 
 
 def minifloat(bits: torch.Tensor, exponent: int, mantissa: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -43,6 +44,12 @@ def opened(path: str) -> Iterator[Any]:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def read_ahead(path: str) -> None:
+    """Have the system read a file before it is asked for, where there is a way to say so."""
+    with contextlib.suppress(OSError, AttributeError), open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 class Storage:

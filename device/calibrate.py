@@ -99,8 +99,7 @@ def calibrate(
     assert learners
     if (most := max(learner.tokens for learner in learners.values())) < tokens:
         raise ValueError(f"the calibration has {tokens} tokens, and a step has room for {most}; give a shorter text")
-    made = {name: gathered(part, learners) for name, part in parts.items()}
-    return {name: found for name, found in made.items() if found}
+    return {name: codes for name, part in parts.items() if (codes := gathered(part, learners))}
 
 
 def gathered(part: Part, learners: dict[int, Learner]) -> Found | None:
@@ -118,10 +117,6 @@ def gathered(part: Part, learners: dict[int, Learner]) -> Found | None:
         strides = [stride // size for stride in target.stride()[:-1]]
         rows = torch.arange(len(found.codes)).as_strided(target.shape[:-1], strides, target.storage_offset() // size)
         for whole, rows_of in zip(made, found, strict=True):
-            whole.view(bits_of(whole))[at] = rows_of.view(bits_of(rows_of))[rows]
+            bits = torch.uint8 if whole.itemsize == 1 else whole.dtype  # torch moves no 8-bit floats by index
+            whole.view(bits)[at] = rows_of.view(bits)[rows]
     return Found(*(x.flatten(0, -2) for x in made))
-
-
-def bits_of(x: torch.Tensor) -> torch.dtype:
-    """A dtype in which elements of x are moved: torch moves none of 8-bit floats by index."""
-    return torch.uint8 if x.itemsize == 1 else x.dtype

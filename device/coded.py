@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from checkpoints.dequantize import Codes, Packed, Read, apart, axes, common_group, in_quarters, paired
+from checkpoints.dequantize import Codes, Packed, Read, axes, common_group, in_quarters, paired, unpaired
 from checkpoints.hub import checkpoint_files
 from checkpoints.rounding import GROUPS, kind_of_head
 from config import EngineConfig
@@ -35,7 +35,7 @@ FINE = (16, 32)  # groups of these sizes may have factors
 LEAST_WIDE = 64  # all inputs share factors, or a multiple of so many
 PLAIN = ("router", "shared_gate")  # are not rounded: they are small, and choose among experts
 TABLES = ("embedding", "head")  # of a model
-LOWEST = {"int4": -8, "int6": -32}  # as in reference.py, and so are BITS
+# As in reference.py.
 BITS = {"int4": 4, "fp4": 4, "nf4": 4, "iq4": 4, "int6": 6, "int8": 8, "fp8": 8}
 
 Source = torch.Tensor | Packed
@@ -74,45 +74,15 @@ def read_for(weight: QuantizedWeight, part: Packed) -> Read:
     columns = columns if order is None else columns[order.to(columns.device)]
     read = part.codes.read(rows, columns, coded.group, coded.wide or coded.group)
     if coded.factors is None and read.factors is not None:
-        read = without_factors(read, part.codes.kind, coded.group)
+        read = read.without_factors(part.codes.kind, coded.group)
     elif coded.factors is not None and coded.zeros is not None:
-        read = with_zeros(read, part.codes.kind, coded.kind)
+        read = read.with_zeros(part.codes.kind, coded.kind)
     return read._replace(codes=stored(read.codes, coded.kind, len(columns)))
 
 
 def matrices_of(source: Source) -> list[Any]:
     """The matrices of a part, in order: it may have one for each head."""
     return [source] if len(source.shape) == 2 else [source[i] for i in range(source.shape[0])]
-
-
-def unpaired(codes: torch.Tensor) -> torch.Tensor:
-    """The numbers of int4 codes, which may be in pairs."""
-    return apart(codes).view(torch.int8) - 8 if codes.dtype == torch.uint8 else codes
-
-
-def with_zeros(found: Read, kind: str, wanted: str) -> Read:
-    """The same numbers as a weight of the `wanted` kind with factors and zeros has them: counted from `LOWEST`."""
-    codes, scales, zeros, factors = found
-    if wanted != kind:
-        codes = unpaired(codes) + LOWEST[wanted] - LOWEST[kind]
-    if zeros is None:  # (number - lowest) scale f - scale (-lowest f)
-        assert factors is not None
-        zeros, factors = scales, torch.cat((factors, factors * -LOWEST[kind]), 2)
-    return Read(codes, scales, zeros, factors)
-
-
-def without_factors(found: Read, kind: str, group: int) -> Read:
-    """The same numbers, with the factors of each group multiplied into its scale and its zero."""
-    assert found.factors is not None
-    scales = found.scales * found.factors[..., 0]
-    if found.zeros is None:
-        return Read(found.codes, scales)
-    mins = found.zeros * found.factors[..., 1]
-    flat = (scales == 0) & (mins != 0)  # a group without a scale: its numbers are all alike
-    zeros = torch.where(flat, 1, torch.where(scales == 0, 0, mins / scales + LOWEST.get(kind, 0)))
-    many, codes = flat.repeat_interleave(group, 1), found.codes
-    codes = unpaired(codes) if kind == "int4" else codes
-    return Read(torch.where(many[:, : codes.shape[1]], 0, codes), torch.where(flat, mins, scales), zeros)
 
 
 def stored(numbers: torch.Tensor, kind: str, inputs: int) -> torch.Tensor:
@@ -239,22 +209,18 @@ def key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def keys_to_round(model: Transformer) -> dict[int, str]:
-    """The kind, see `rounded`, that `--quantization` wants of each weight, by the weight's `key`; {} without it."""
-    found = matrices_to_round(model)
-    if found and model.config.head == "logits" and not model.row.head_norm:  # which needs plain numbers
-        table = model.embedding if model.config.tie_word_embeddings else model.head
-        found |= {key(table): kind_of_head(model.coded)} if torch.is_tensor(table) else {}
-    return found
-
-
-def matrices_to_round(model: Transformer) -> dict[int, str]:
-    """As `keys_to_round`, without the head."""
+def kinds_to_round(model: Transformer, wanted: dict[str, Part], head: bool = True) -> dict[str, str]:
+    """The kind, see `rounded`, to which `--quantization` rounds tensors, by our names. Others are not rounded."""
     if model.coded not in GROUPS:
         return {}
     places = ((owner, name) for owner in model.owners() for name in (*owner.matrices, *owner.stacks))
     weights = (getattr(owner, name) for owner, name in places if name not in PLAIN)
-    return {key(weight): model.coded for weight in weights if torch.is_tensor(weight)}
+    kinds = {key(weight): model.coded for weight in weights if torch.is_tensor(weight)}
+    if head and kinds and model.config.head == "logits" and not model.row.head_norm:  # which needs plain numbers
+        table = model.embedding if model.config.tie_word_embeddings else model.head
+        kinds |= {key(table): kind_of_head(model.coded)} if torch.is_tensor(table) else {}
+    keys = {name: key(part.pieces[0].target) for name, part in wanted.items() if part.pieces}
+    return {name: kinds[storage] for name, storage in keys.items() if storage in kinds}
 
 
 def coded_of(model: Transformer, weight: torch.Tensor, parts: list[tuple[torch.Tensor, Source]], fp8: bool) -> Any:

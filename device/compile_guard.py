@@ -193,8 +193,7 @@ def specialization(kernel: Any, name: str, value: Any) -> str:
         return f"*{value.dtype}" + (" aligned" if not unaligned and value.data_ptr() % ALIGNED == 0 else "")
     if isinstance(value, float):
         return "fp32"
+    width = "i32" if -(2**31) <= value < 2**31 else "i64"
     if name in (kernel.kwargs["do_not_specialize"] or ()):
-        return "i32" if -(2**31) <= value < 2**31 else "i64"
-    if value == 1:
-        return "1"
-    return ("i32" if -(2**31) <= value < 2**31 else "i64") + (" aligned" if value % ALIGNED == 0 else "")
+        return width
+    return "1" if value == 1 else width + (" aligned" if value % ALIGNED == 0 else "")

@@ -21,11 +21,11 @@ import torch
 from checkpoints.dequantize import Packed
 from checkpoints.hub import INDEX, checkpoint_files
 from checkpoints.rounding import rounded
-from checkpoints.storage import Storage, opened
+from checkpoints.storage import Storage, opened, read_ahead
 from checkpoints.tied_head import stand_in
 from config import read_json
 from cpu import machine
-from device.coded import Rows, Source, key, keys_to_round, settle
+from device.coded import Rows, Source, kinds_to_round, settle
 from model import Transformer
 from models.families import HALF_PREFIXES, PREFIXES, our_name
 from models.shares import Part
@@ -183,7 +183,7 @@ def find_slices(
         ValueError: the file is damaged, or a tensor of it is surplus, misshapen, of another dtype, or in two files.
     """
     slices: dict[str, list[Source]] = {}
-    rounding = keys_to_round(model)
+    kinds = kinds_to_round(model, wanted)
     with opened(path) as file:
         for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
             plain = storage.name_of(saved)
@@ -214,13 +214,8 @@ def find_slices(
             if (shape := list(whole.shape)) != list(part.shape):
                 raise ValueError(f"{path}: tensor {saved} has shape {shape}; config.json asks for {list(part.shape)}")
             found[name] = plain
-            slices[name] = slices_of(whole, part, kind_of(part, rounding))
+            slices[name] = slices_of(whole, part, kinds.get(name, ""))
     return slices
-
-
-def kind_of(part: Part, rounding: dict[int, str]) -> str:
-    """As which kind a tensor is rounded, of those of `keys_to_round`; empty: it is not."""
-    return rounding.get(key(part.pieces[0].target), "") if part.pieces else ""
 
 
 def slices_of(whole: Source, part: Part, kind: str = "") -> list[Source]:
@@ -256,12 +251,6 @@ def skipped(saved: str, model: Transformer) -> bool:
             if reads and rest.startswith(tuple(f"{row.name(part)}." for part in ("k", "v", "k_norm"))):
                 return True
     return False
-
-
-def read_ahead(path: str) -> None:
-    """Have the system read a file before it is asked for, where there is a way to say so."""
-    with contextlib.suppress(OSError, AttributeError), open(path, "rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def copy(pair: Pair) -> torch.Tensor:
@@ -341,8 +330,7 @@ def fill_dummy(model: Transformer, seed: int, wanted: dict[str, Part] | None = N
     """
     generator = torch.Generator(device=model.device).manual_seed(seed % 2**63)
     wanted = wanted or model.parameters()
-    rounding = keys_to_round(model)
-    kinds = {name: kind_of(part, rounding) for name, part in wanted.items()}
+    kinds = kinds_to_round(model, wanted)
     all_targets = settle_dummy(model, wanted)
     for name, part in wanted.items():
         if part.instead_of:  # the tensors that it stands for are made one by one
@@ -361,7 +349,7 @@ def fill_dummy(model: Transformer, seed: int, wanted: dict[str, Part] | None = N
         else:
             whole = torch.empty(part.shape, dtype=plain[0].dtype if plain else model.dtype, device=model.device)
         whole.normal_(0, part.shape[-2 if part.transposed else -1] ** -0.5, generator=generator)
-        kind = "" if len(plain) == len(targets) else kinds[name]
+        kind = "" if len(plain) == len(targets) else kinds.get(name, "")
         for target, source in zip(targets, slices_of(whole, part, kind), strict=True):
             if target is not whole:
                 copy((target, source))
@@ -370,8 +358,8 @@ def fill_dummy(model: Transformer, seed: int, wanted: dict[str, Part] | None = N
 
 def settle_dummy(model: Transformer, wanted: dict[str, Part]) -> dict[str, list[torch.Tensor | Rows]]:
     """Do what `settle` does, for weights that are made up."""
-    sources, rounding = {}, keys_to_round(model)
+    sources, kinds = {}, kinds_to_round(model, wanted)
     for name, part in wanted.items():
         if not part.instead_of:
-            sources[name] = slices_of(torch.empty(part.shape, device="meta"), part, kind_of(part, rounding))
+            sources[name] = slices_of(torch.empty(part.shape, device="meta"), part, kinds.get(name, ""))
     return settle(model, wanted, sources)

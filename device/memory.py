@@ -120,10 +120,14 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
         kept = kept_bytes(config, model)
         activations, logits, graphs = activations + kept, logits + kept, graphs + (kept if graphs else 0)
         reserved += kept
+    plain = model
+    if model.coded and config.enable_lora:  # adapters are as large as beside plain weights
+        shape = model.ops, model.dtype, model.max_model_len, model.group.pipeline
+        plain = dry_model(config, model.config, *shape)
     plan = MemoryPlan(
         weights=count_bytes(model.owners()),
         draft=count_bytes({*model.draft.owners()} - {*model.owners()}) if model.draft else 0,
-        adapters=config.max_loras * adapter_bytes(config, plain_shape(config, model)),
+        adapters=config.max_loras * adapter_bytes(config, plain),
         state=count_bytes([new_state(config, model, model.max_model_len, rows, "meta")]),
         states=4 * model.state_size * (rows + count_snapshots(config, model)),
         activations=activations,
@@ -135,13 +139,6 @@ def plan_memory(config: EngineConfig, model: Transformer, cuda: bool) -> MemoryP
         block=model.layout.size * config.block_size * model.kv_dtype.itemsize,
     )
     return replace(plan, fragments=max(0, reserved - plan.step)) if cuda else plan
-
-
-def plain_shape(config: EngineConfig, model: Transformer) -> Transformer:
-    """The model, or if it has weights in codes one of its shape that has none."""
-    if not (model.coded and config.enable_lora):
-        return model
-    return dry_model(config, model.config, model.ops, model.dtype, model.max_model_len, model.group.pipeline)
 
 
 def settle_tokens(config: EngineConfig, total: int) -> EngineConfig:
@@ -394,29 +391,25 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     Raises:
         ValueError: see `check_pool` and `fit_pool`; the lines that show why come before.
     """
-    parameters = model.num_parameters()
     max_model_len, rows = model.max_model_len, config.max_num_seqs
-    names = kinds_of(model) if model.coded else [str(model.dtype).removeprefix("torch.")]
-    name = " and ".join(names)
+    kinds = " and ".join(kinds_of(model) if model.coded else [str(model.dtype).removeprefix("torch.")])
 
     def line(what: str, size: int, remark: str = "") -> str:
         return f"  {what:<20}{size / MIB:>12,.1f} MiB  {remark}".rstrip()
 
-    yield f"{config.model}: {model.config.architecture}, {parameters:,} parameters in {name}, {where}"
+    yield f"{config.model}: {model.config.architecture}, {model.num_parameters():,} parameters in {kinds}, {where}"
     if model.group.world_size > 1:
         stages = model.group.pipeline.stages
         of = f" of stage {model.group.pipeline.stage}, which has the least room of {stages}" if stages > 1 else ""
         yield f"for each of {model.group.size} ranks{of}:"
-    plain = bool(model.config.quantization) and not model.coded
-    yield line(
-        "weights", plan.weights, "as plain numbers: no file is read that tells which have few bits" if plain else ""
-    )
+    plain = model.config.quantization and not model.coded
+    remark = "as plain numbers: no file is read that tells which have few bits" if plain else ""
+    yield line("weights", plan.weights, remark)
     if plan.draft and config.speculation:
         yield line("draft", plan.draft, config.speculation.method)
     if plan.adapters:
-        each_adapter = plan.adapters / config.max_loras / MIB
-        said = f"{config.max_loras} of {each_adapter:,.1f} MiB; the host's memory has {config.host_loras}"
-        yield line("adapters", plan.adapters, said)
+        remark = f"{config.max_loras} of {plan.adapters / config.max_loras / MIB:,.1f} MiB"
+        yield line("adapters", plan.adapters, f"{remark}; the host's memory has {config.host_loras}")
     yield line("batch state", plan.state, f"{rows:,} sequences of up to {max_model_len:,} tokens")
     if plan.states:
         count = plan.states // (4 * model.state_size) - rows
@@ -425,8 +418,9 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     if plan.activations and config.makes_vectors:
         yield line("largest step", plan.step, f"of {largest_step(config, max_model_len):,} tokens")
     elif plan.activations:
-        more = "the larger of activations, and logits with the larger of their workspaces"
-        yield line("largest step", plan.step, more)
+        yield line(
+            "largest step", plan.step, "the larger of activations, and logits with the larger of their workspaces"
+        )
         yield line("  activations", plan.activations, f"of {largest_step(config, max_model_len):,} tokens")
         yield line("  logits", plan.logits, f"of {config.max_samples:,} rows")
         yield line("  sampling", plan.sampling)
@@ -436,8 +430,8 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     if plan.context:
         yield line("CUDA graphs", plan.graphs, "an allowance")
         yield line("CUDA and libraries", plan.context, "an allowance")
-    layout = model.layout
     check_pool(config, model, plan, room)
+    layout = model.layout
     count, length = fit_pool(config, layout.windows, room // plan.block, max_model_len)
     per_seq = blocks_per_seq(config, layout.windows, length)
     held = " or ".join(map(str, sorted(set(layout.layers))))
@@ -451,8 +445,7 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         yield f"KV of a request at the full length: {per_seq:,} blocks, {share:.0%} of what it would be without windows"
     if length < max_model_len:
         yield f"max_model_len: {length:,}, for there is no room for {max_model_len:,} tokens"
-    at_length = count // per_seq
-    yield f"requests at the full length of {length:,} that fit: {at_length:,}, of max_num_seqs {rows:,}"
+    yield f"requests at the full length of {length:,} that fit: {count // per_seq:,}, of max_num_seqs {rows:,}"
     each = longest(config, layout.windows, count // rows, length)
     yield f"tokens that each of {rows:,} requests may have for all to fit: {each:,}"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cpu import machine
-from device.memory import check_pool, count_snapshots, fit_pool, largest_step
+from device.memory import blocks_per_seq, check_pool, count_snapshots, fit_pool, largest_step
 from device.upkeep import KeptWorker
 from device.warmup import prompts, some_logits
 from observe.logs import logger
@@ -55,53 +55,43 @@ def host_bytes(start: Start) -> int:
 
 
 def new_host_states(start: Start) -> torch.Tensor:
-    """Rows in the host's memory for the recurrent states of preempted sequences, in at most half of its bytes.
-
-    Raises:
-        ValueError: preemption by swap is asked for, and not one state fits.
-    """
-    config, size = start.config, 4 * start.model.state_size
-    if not size:
+    """Rows in the host's memory for the recurrent states of preempted sequences, in at most half of its bytes; raises
+    what `new_host` does."""
+    config, shape = start.config, (start.model.state_size,)
+    if not start.model.state_size:
         return torch.empty(0, 0)
-    count = min(host_bytes(start) // 2 // size, config.max_num_seqs) if config.preemption_mode != "recompute" else 0
-    shape = (start.model.state_size,)
-    states = new_host(start, "num_host_states", count, shape, torch.float32, "recurrent states")
-    if config.preemption_mode == "swap" and not len(states):
-        size *= 2 * start.group.local_size
-        raise ValueError(f"swap_space is {swap_space(start)} GiB; twice a recurrent state takes {size} bytes")
-    return states
+    size = 2 * 4 * start.model.state_size
+    count = min(host_bytes(start) // size, config.max_num_seqs) if config.preemption_mode != "recompute" else 0
+    least = f"twice a recurrent state takes {size * start.group.local_size} bytes"
+    return new_host(start, "num_host_states", count, shape, torch.float32, "recurrent states", least)
 
 
 def new_host_pool(start: Start, states: torch.Tensor) -> torch.Tensor:
     """A pool in the host's memory for blocks that the device has no room for, beside the host's `states`.
 
     The blocks belong to preempted sequences and to cached prefixes. On a CPU there are no more of them than all
-    sequences at full length can use.
-
-    Raises:
-        ValueError: preemption by swap is asked for, and not one block fits.
+    sequences at full length can use. Raises what `new_host` does.
     """
     config = start.config
     useful = config.preemption_mode != "recompute" or config.enable_prefix_caching
     space = max(0, host_bytes(start) - states.nbytes) if useful else 0
     count = min(space // start.memory.block, MAX_HOST_POOLS * start.num_blocks)
     if start.device == "cpu":  # cached prefixes that fill gigabytes of the same memory would look like a leak
-        count = min(count, start.blocks_per_seq() * config.max_num_seqs)
-    pool = new_host(start, "num_host_blocks", count, start.block_shape(), start.model.kv_dtype, "blocks")
-    if config.preemption_mode == "swap" and not len(pool):
-        size = start.memory.block * start.group.local_size
-        raise ValueError(f"swap_space is {swap_space(start)} GiB; one KV block takes {size} bytes")
-    return pool
+        per_seq = blocks_per_seq(config, start.model.layout.windows, start.max_model_len)
+        count = min(count, per_seq * config.max_num_seqs)
+    least = f"one KV block takes {start.memory.block * start.group.local_size} bytes"
+    return new_host(start, "num_host_blocks", count, start.block_shape(), start.model.kv_dtype, "blocks", least)
 
 
 def new_host(
-    start: Start, option: str, count: int, shape: tuple[int, ...], dtype: torch.dtype, what: str
+    start: Start, option: str, count: int, shape: tuple[int, ...], dtype: torch.dtype, what: str, least: str
 ) -> torch.Tensor:
     """Memory of the host [count, *shape], pinned beside a GPU, for so many of `what`, or for as many as an option says.
     All ranks have as many.
 
     Raises:
-        ValueError: there are fewer than the option says; the scheduler counts on them already.
+        ValueError: there are fewer than the option says; the scheduler counts on them already. Or preemption by swap
+            is asked for, and there is none; `least` says what one takes.
     """
     asked: int | None = getattr(start.config, option)
     count = start.group.min(count if asked is None else asked)
@@ -109,6 +99,8 @@ def new_host(
     pool = pool[: start.group.min(len(pool))]  # another rank may have got less
     if asked is not None and len(pool) < count:
         raise ValueError(f"{option} is {count}; the system lets {len(pool)} of them be pinned")
+    if start.config.preemption_mode == "swap" and not len(pool):
+        raise ValueError(f"swap_space is {swap_space(start)} GiB; {least}")
     return pool
 
 
@@ -150,12 +142,11 @@ def profile(start: Start) -> int:
     held = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     worker.execute(StepPlan(0, rows=[(slot, length) for slot in range(count)], new=prompts(count, length, blocks)))
-    if config.makes_vectors or not start.group.pipeline.last:
-        return torch.cuda.max_memory_reserved() - held
-    logits = some_logits(start)
-    slots = torch.zeros(config.max_samples, dtype=torch.int32, device=start.device)
-    sampled = worker.state.sample(start.ops, logits, slots, None)
-    start.ops.logprobs(logits.clone(), sampled, 1)  # on a copy, as in a step where not every row asks
+    if start.group.pipeline.last and not config.makes_vectors:
+        logits = some_logits(start)
+        slots = torch.zeros(config.max_samples, dtype=torch.int32, device=start.device)
+        sampled = worker.state.sample(start.ops, logits, slots, None)
+        start.ops.logprobs(logits.clone(), sampled, 1)  # on a copy, as in a step where not every row asks
     return torch.cuda.max_memory_reserved() - held
 
 

@@ -30,9 +30,8 @@ from checkpoints.tied_head import settle_head
 from config import DEMO, PROG, EngineConfig
 from core import EngineCore
 from device.calibrate import Found, calibrate
-from device.coded import matrices_to_round
+from device.coded import kinds_to_round
 from device.dry_run import dry_model
-from device.loader import kind_of
 from device.startup import pick_ops
 from model_config import ModelConfig
 from models.families import our_name
@@ -218,13 +217,14 @@ class Job:
         """Find `rounds` and `ignore`."""
         ops, kind, group = pick_ops("reference", "cpu"), self.options.recipe.kind, self.options.group
         model = dry_model(self.source, self.config, ops, self.dtype, 2, Pipeline(), kind)
-        wanted, rounding = model.parameters(), matrices_to_round(model)
+        wanted = model.parameters()
+        rounded = kinds_to_round(model, wanted, head=False)
         for path in self.paths:
             with opened(path) as file:
                 for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
                     shape, module = file.get_slice(saved).get_shape(), saved.removesuffix(".weight")
                     name = our_name(saved, wanted)
-                    if name and kind_of(wanted[name], rounding):
+                    if name in rounded:
                         if len(shape) != 2 or wanted[name].transposed or module == saved:
                             raise ValueError(
                                 f"tensor {saved} of {self.config.architecture} has shape {shape}; compressed-tensors "

@@ -76,10 +76,9 @@ def work(
                     launched.append(worker.launch(message))
                 else:
                     send(answer(worker, message, codec, script))
-        except PeersGone as error:
-            return send(codec.encode(Reply(0, error=str(error), raised="PeersGone")))
-        except HookError as error:
-            return send(codec.encode(Reply(0, error=str(error), raised="HookError")))
+        except (PeersGone, HookError) as error:
+            gone = isinstance(error, PeersGone)
+            return send(codec.encode(Reply(0, error=str(error), raised="PeersGone" if gone else "HookError")))
         except Exception as error:
             send(codec.encode(Reply(0, error=f"{type(error).__name__}: {error}")))
             raise

@@ -19,14 +19,13 @@ from typing import Any
 import torch
 
 from batch_state import BatchState
-from checkpoints.hub import checkpoint_files
 from checkpoints.tied_head import settle_head
 from config import EngineConfig, lacking, load_module
 from cpu import machine
 from cpu import weights as cpu_weights
 from cpu.compiled import Builder, coded_forms, compile_ops, multiply_job
 from cpu.quantized import pack_quantized
-from device.coded import FP8_CAPABILITY, coded_as, kinds_of
+from device.coded import FP8_CAPABILITY, coded_as, files_of, kinds_of
 from device.compile_guard import CompileGuard, check_compiler
 from device.dry_run import new_state
 from device.loader import fill_dummy, load_weights
@@ -196,9 +195,7 @@ class Start:
             small = self.num_parameters * model.dtype.itemsize < cpu_weights.SMALL
             machine.settle(config.threads, small and config.beside_server, self.sharers)
             machine.keep_memory()
-        mapped = config.load_format != "dummy" and not config.weights
-        files = checkpoint_files(config.folder) if mapped else []
-        self.arrange(files)
+        self.arrange([] if config.weights else files_of(config))
 
     def list_parameters(self) -> None:
         """Note what fills the model, and what makes its drafts, before their weights are packed."""
@@ -254,26 +251,20 @@ class Start:
 
     def new_pool(self, num_blocks: int) -> torch.Tensor:
         """A KV pool [num_blocks, *block_shape] of zeros."""
-        shape, dtype = (num_blocks, *self.block_shape()), self.model.kv_dtype
-        if self.device == "cpu":
-            return machine.zeros(shape, dtype)
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+        return self._zeros((num_blocks, *self.block_shape()), self.model.kv_dtype)
 
     def new_states(self, rows: int) -> torch.Tensor:
         """A pool of recurrent states [rows, size] of zeros; the size is 0 where the model has none."""
-        shape = rows, self.model.state_size
-        if self.device == "cpu" and shape[1]:
-            return machine.zeros(shape, torch.float32)
-        return torch.zeros(shape, device=self.device)
+        return self._zeros((rows, self.model.state_size), torch.float32)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        on_cpu = self.device == "cpu"
+        return machine.zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=self.device)
 
     def new_state(self, slots: int) -> BatchState:
         """The batch state of `slots` sequences, on this worker's device."""
         writes = cpu_weights.DirectWrites if self.device == "cpu" else None
         return new_state(self.config, self.model, self.max_model_len, slots, self.device, writes)
-
-    def blocks_per_seq(self) -> int:
-        """Blocks of a sequence at full length; see device/memory.py."""
-        return blocks_per_seq(self.config, self.model.layout.windows, self.max_model_len)
 
 
 def worker_with_pools(start: Start) -> KeptWorker:
@@ -296,7 +287,7 @@ def facts(
     of a prompt. `states` is what `StateRoom` has, if the model has states. `startup` has the seconds of each phase:
     `kernels` is compiling for a GPU, and `KV pool` includes measuring the largest step.
     """
-    auto = start.config.preemption_mode == "auto"
+    auto, windows = start.config.preemption_mode == "auto", start.model.layout.windows
     states: dict[str, float] | None = None
     if start.model.state_size:
         size = worker.states[0].nbytes / start.memory.block
@@ -315,8 +306,8 @@ def facts(
         "parameters": start.num_parameters,
         "kv_bytes": start.group.sum(worker.pool.nbytes),
         "memory": asdict(start.memory) | {"predicted": start.memory.step, "measured": start.measured},
-        "windows": list(start.model.layout.windows),
-        "blocks_per_request": start.blocks_per_seq(),
+        "windows": list(windows),
+        "blocks_per_request": blocks_per_seq(start.config, windows, start.max_model_len),
         "states": states,
         "swap_cost": float(f"{swap_seconds / token_seconds:.4g}") if auto else 0.0,
         "compile_seconds": compile_seconds,
@@ -337,21 +328,19 @@ def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) ->
     if config.num_state_snapshots and not model_config.delta:
         count, name = config.num_state_snapshots, model_config.architecture
         raise ValueError(f"num_state_snapshots is {count}; {name} has no recurrent states, so it must be 0 or left out")
-    max_model_len = config.max_model_len or model_config.max_position
-    if config.num_drafts and max_model_len < 4 + config.num_drafts:
+    drafts, most = config.num_drafts, model_config.max_position
+    max_model_len = config.max_model_len or most
+    if drafts and max_model_len < 4 + drafts:
         raise ValueError(
-            f"max_model_len is {max_model_len}; for num_speculative_tokens {config.num_drafts} it must be at least "
-            f"{4 + config.num_drafts}"
+            f"max_model_len is {max_model_len}; for num_speculative_tokens {drafts} it must be at least {4 + drafts}"
         )
-    if config.num_drafts and config.pipeline_parallel_size > 1 and model_config.delta:
+    if drafts and config.pipeline_parallel_size > 1 and model_config.delta:
         raise ValueError(
             f"pipeline_parallel_size is {config.pipeline_parallel_size}; with speculative_config and the recurrent "
             f"states of {model_config.architecture} it must be 1"
         )
-    if max_model_len > model_config.max_position:
-        raise ValueError(
-            f"max_model_len is {max_model_len}; the model was made for at most {model_config.max_position}"
-        )
+    if max_model_len > most:
+        raise ValueError(f"max_model_len is {max_model_len}; the model was made for at most {most}")
     return max_model_len
 
 

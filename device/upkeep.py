@@ -106,7 +106,11 @@ class KeptWorker(AdapterReader, Worker):
         if KV_CACHE in tags and KV_CACHE in self.asleep:
             self.asleep.discard(KV_CACHE)  # first, so that `sleep` takes back what there is if this fails
             self.new_pools()
-        if not self.asleep and self.graph_sizes and not self.graphs:
+        self.capture_missing()
+
+    def capture_missing(self) -> None:
+        """Capture the graphs that are not there, once nothing sleeps any more."""
+        if self.graph_sizes and not self.graphs and not self.asleep:
             with self.watch():
                 capture(self.start, self)
 
@@ -186,7 +190,7 @@ class KeptWorker(AdapterReader, Worker):
         Raises:
             ValueError: see `check_weights`, or a tensor is not finite. Then some of the weights are new.
         """
-        start, awake = self.start, not self.asleep
+        start = self.start
         if not self.packed:
             for storage, size, _ in self.emptied:
                 storage.resize_(size)
@@ -202,9 +206,7 @@ class KeptWorker(AdapterReader, Worker):
             # The embeddings are not served from the mapped files, because whoever updates weights writes files anew.
             start.arrange([])
             self.greedy_head, self.adapters = start.greedy_head, start.adapters
-            if awake and self.graph_sizes:
-                with self.watch():
-                    capture(start, self)
         self.dropped = False
         self.asleep.discard(WEIGHTS)
+        self.capture_missing()
         self.give_back()

@@ -44,9 +44,7 @@ class ExpertMlp(Owner):
         self.gate_up_bias = new(self.count, 2 * size) if r.bias else None
         self.down = new(self.count, c.hidden_size, size)
         self.down_bias = new(self.count, c.hidden_size) if r.bias else None
-        self.shared = None
-        if e.shared_size:
-            self.shared = Mlp(c, ops, e.shared_size // group.size, new, row.name("shared"))
+        self.shared = Mlp(c, ops, e.shared_size // group.size, new, row.name("shared")) if e.shared_size else None
         self.shared_gate = new(1, c.hidden_size) if r.shared_gate else None
 
     def parts(self, shares: Shares) -> Parts:

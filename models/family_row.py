@@ -147,7 +147,7 @@ class Family:
     # Some layers have the gated delta rule instead of attention (Qwen3-Next). How their tensors lie: `DeltaNet.slots`.
     delta: Literal["", "split", "by_heads"] = ""
 
-    attention: str = ""  # MODULE:CLASS of one's own, of a subclass of `layers.Attention` that takes its place,
+    attention: str = ""  # MODULE:CLASS of a user's own, a subclass of `layers.Attention` that takes its place;
     mlp: str = ""  # and of one of `layers.Mlp`
 
     def name(self, part: str) -> str:

@@ -110,8 +110,8 @@ class LogprobGatherer:
         for part in parts:
             at, slots, places = to_device(part, hidden.device.type)
             ids = token_ids[slots, places].long()
-            found = map(to_host, self.ops.logprobs(logits_of(hidden[at], slots), ids, k))
-            scoring.found.columns.append(tuple(found))
+            columns = self.ops.logprobs(logits_of(hidden[at], slots), ids, k)
+            scoring.found.columns.append(tuple(map(to_host, columns)))
 
 
 def logprob_bytes(k: int, vocab_size: int) -> int:

@@ -233,7 +233,6 @@ def check_pooling(
 
 def task_facts(config: EngineConfig, model_config: ModelConfig) -> dict[str, Any]:
     """What clients want to know of an engine's task."""
-    embeds = config.task == "embed"
     prompts, default = read_prompts(config.folder) if config.task in ("embed", "score") else ({}, None)
     return {
         "task": config.task,
@@ -244,5 +243,5 @@ def task_facts(config: EngineConfig, model_config: ModelConfig) -> dict[str, Any
         "vector_size": model_config.vector_size,
         "prompts": prompts,
         "default_prompt_name": default,
-        "cuts_texts": embeds and is_sentence_transformer(config.folder),
+        "cuts_texts": config.task == "embed" and is_sentence_transformer(config.folder),
     }

@@ -55,10 +55,9 @@ class Journal(Observer):
 
     def added(self, request: Request) -> None:
         r, params = request, dataclasses.asdict(request.params)
-        pooling = None if r.pooling is None else dataclasses.asdict(r.pooling)
-        adapter = None if r.adapter is None else dataclasses.astuple(r.adapter)
-        told = r.request_id, r.prompt, params, r.salt, r.priority, r.client, pooling, adapter, r.beam
-        self.events.append(["add", self.now, *told])
+        pooling, adapter = r.pooling and dataclasses.asdict(r.pooling), r.adapter and dataclasses.astuple(r.adapter)
+        fields = r.request_id, r.prompt, params, r.salt, r.priority, r.client, pooling, adapter, r.beam
+        self.events.append(["add", self.now, *fields])
 
     def aborted(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         self.events.append(["abort", self.now, request_id, index, reason])
@@ -166,10 +165,8 @@ def replay(lines: Sequence[str], watch: Callable[[Scheduler, dict[str, Any]], No
 def apply_event(scheduler: Scheduler, kind: str, rest: list[Any]) -> None:
     """Give the scheduler a request again, take one back, tell it who is late, or let it forget its cached prefixes."""
     if kind == "add":
-        request_id, prompt, params, salt, priority, client, *more = rest
-        pooling, adapter, beam, *_ = *more, None, None, None
-        of_prompt = PoolingParams(**pooling) if pooling is not None else None
-        with_adapter = Adapter(*adapter) if adapter is not None else None
+        request_id, prompt, params, salt, priority, client, pooling, adapter, beam = rest
+        of_prompt, with_adapter = pooling and PoolingParams(**pooling), adapter and Adapter(*adapter)
         whose = salt, priority, client, of_prompt, with_adapter
         scheduler.add(Request(request_id, prompt, SamplingParams(**params), *whose, beam=beam and Beam(*beam)))
     elif kind == "abort":

@@ -127,36 +127,32 @@ class StatLogger:
 
     def log_if_due(self) -> None:
         """Say it if STATS_INTERVAL has passed, and the engine was not idle all the time."""
-        if time.monotonic() < self.since + STATS_INTERVAL:
-            return
-        now = self.metrics()
-        busy = now["num_requests_running"] or now["num_requests_waiting"] or now["num_requests_swapped"]
-        if busy or any(now[name] != self.before[name] for name in GROWING):
-            self.log()
-        else:
-            self.since = time.monotonic()
+        if time.monotonic() >= self.since + STATS_INTERVAL:
+            self.log(if_idle=False)
 
-    def log(self) -> None:
-        """Say it."""
+    def log(self, if_idle: bool = True) -> None:
+        """Say it; if the engine was idle all the time, only with `if_idle`."""
         now, at = self.metrics(), time.monotonic()
         seconds = max(at - self.since, 1e-3)
         grown = {name: now[name] - self.before[name] for name in GROWING}
         self.before, self.since = now, at
+        running, waiting = now["num_requests_running"], now["num_requests_waiting"] + now["num_requests_swapped"]
+        if not (if_idle or running or waiting or any(grown.values())):
+            return
         asked = grown["prefix_cache_queries_total"]
         facts: dict[str, Any] = {
             "prompt_tokens_per_second": round(grown["prompt_tokens_total"] / seconds, 1),
             "generation_tokens_per_second": round(grown["generation_tokens_total"] / seconds, 1),
-            "requests_running": now["num_requests_running"],
-            "requests_waiting": now["num_requests_waiting"] + now["num_requests_swapped"],
+            "requests_running": running,
+            "requests_waiting": waiting,
             "kv_cache_usage": round(now["kv_cache_usage_perc"], 3),
             "prefix_cache_hit_rate": round(grown["prefix_cache_hits_total"] / asked, 3) if asked else None,
         }
-        running = f"{counted(int(now['num_requests_running']), 'request')} running"
         hits = f", {facts['prefix_cache_hit_rate']:.1%} of prompts cached" if asked else ""
         logger.info(
             f"prompt {facts['prompt_tokens_per_second']:,.1f} tok/s, generation "
-            f"{facts['generation_tokens_per_second']:,.1f} tok/s; {running}, "
-            f"{facts['requests_waiting']} waiting, {facts['kv_cache_usage']:.1%} of KV blocks in use{hits}",
+            f"{facts['generation_tokens_per_second']:,.1f} tok/s; {counted(int(running), 'request')} running, "
+            f"{waiting} waiting, {facts['kv_cache_usage']:.1%} of KV blocks in use{hits}",
             extra={"facts": facts},
         )
 

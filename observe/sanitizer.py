@@ -22,6 +22,7 @@ import torch
 from plan import StepPlan
 
 if TYPE_CHECKING:
+    from batch_state import BatchState
     from worker import Worker
 
 POISON = -0x5A5A5A5A5A5A5A5B  # a sequence hashes to it with a chance of one in 2^64
@@ -69,11 +70,9 @@ class KVSanitizer:
     Args:
         pool: the KV pool, [num_blocks, ..], which is filled with NaN here.
         num_host_blocks: blocks of the host pool.
-        token_ids: [slots, max_model_len + 1] int32, the worker's own tokens of each sequence.
-        block_tables: [kinds, slots, max_blocks] int32, the worker's own tables, which attention reads.
-        block_size: tokens in a block.
+        state: has the worker's own tokens of each sequence, and the tables that attention reads.
         windows: of each kind of layers, the most tokens that its attention sees; 0 for all.
-        states: the pool of recurrent states [rows, size], which is filled with NaN here, too; None: there are none.
+        states: the pool of recurrent states [rows, size or 0], which is filled with NaN here, too.
         num_host_states: rows of the host's.
     """
 
@@ -81,16 +80,15 @@ class KVSanitizer:
         self,
         pool: torch.Tensor,
         num_host_blocks: int,
-        token_ids: torch.Tensor,
-        block_tables: torch.Tensor,
-        block_size: int,
+        state: BatchState,
         windows: Sequence[int],
-        states: torch.Tensor | None = None,
-        num_host_states: int = 0,
+        states: torch.Tensor,
+        num_host_states: int,
     ):
-        (_, slots, columns), device = block_tables.shape, str(pool.device)
-        self.pool, self.token_ids, self.block_tables = pool, token_ids, block_tables
-        self.block_size, self.windows = block_size, tuple(windows)
+        (_, slots, columns), device = state.block_tables.shape, str(pool.device)
+        self.pool, self.states = pool, states
+        self.token_ids, self.block_tables = state.token_ids, state.block_tables
+        self.block_size, self.windows = block_size, windows = state.block_size, tuple(windows)
         self.shadow = Shadow(len(pool), block_size, device)
         self.host_shadow = Shadow(num_host_blocks, block_size, device)
         self.step = -1  # of the latest plan
@@ -98,21 +96,15 @@ class KVSanitizer:
         # [slot, i] is the hash of the sequence's first i tokens. The last row is for padding.
         self.hashes = torch.zeros(slots + 1, columns * block_size + 1, dtype=torch.int64, device=device)
         # A state is like a block of one place, which holds the hash of all tokens so far.
-        self.states = pool.new_empty(0, 0) if states is None else states
-        self.state_shadow, self.host_state_shadow = (
-            Shadow(rows, 1, device) for rows in (len(self.states), num_host_states)
-        )
-        for poisoned in (pool, self.states):
+        self.state_shadow, self.host_state_shadow = (Shadow(rows, 1, device) for rows in (len(states), num_host_states))
+        for poisoned in (pool, states):
             poisoned.fill_(torch.nan)
 
     @classmethod
     def of(cls, worker: Worker) -> KVSanitizer:
-        """That of a worker."""
-        state, windows = worker.state, worker.model.layout.windows
-        return cls(
-            worker.pool, len(worker.host_pool), state.token_ids, state.block_tables, state.block_size, windows,
-            worker.states, len(worker.host_states),
-        )  # fmt: skip
+        """The sanitizer of a worker whose pools are empty."""
+        pools = worker.pool, len(worker.host_pool), worker.state, worker.model.layout.windows
+        return cls(*pools, worker.states, len(worker.host_states))
 
     # --- what a plan changes ----------------------------------------------------------------------------------------
 
@@ -162,68 +154,48 @@ class KVSanitizer:
         Raises:
             SanitizerError: names the request, the block and the step.
         """
-        slots, counts = np.array(plan.rows).T
-        device = self.pool.device
-        owners = torch.from_numpy(np.repeat(slots, counts)).to(device)
-        rows = torch.from_numpy(slots).to(device)
+        slots, counts = torch.tensor(plan.rows, device=self.pool.device).unbind(1)  # [B]
+        owners, firsts = slots.repeat_interleave(counts), counts.cumsum(0) - counts
         # The device may have sampled the last of these tokens, or made drafts, and no plan has told them.
-        places, firsts = positions.long(), torch.from_numpy(counts.cumsum() - counts).to(device)
+        places = positions.long()
         mixed = mix(self.token_ids[owners, places], places)
         sums = mixed.cumsum(0)
-        before = self.hashes[rows, places[firsts]] - (sums - mixed)[firsts]
-        self.hashes[owners, places + 1] = sums + before.repeat_interleave(torch.from_numpy(counts).to(device))
+        before = self.hashes[slots, places[firsts]] - (sums - mixed)[firsts]
+        self.hashes[owners, places + 1] = sums + before.repeat_interleave(counts)
         if self.states.numel():
-            self._check_states(slots, seq_lens.long(), torch.from_numpy(counts).to(device))
+            self._check_states(slots, seq_lens.long(), counts)
         hashes = self.hashes[owners, places] + mix(input_ids, positions)
-        names = self.names[np.repeat(slots, counts)]
+        names = self.names[owners.cpu().numpy()]
         for kind, written in enumerate(slot_mapping):  # a slot of -1 stores nothing; here it is where nobody reads
             self.shadow.hashes.view(-1)[written] = hashes + kind * FACTORS[2]
             blocks = (written // self.block_size).cpu().numpy()
             self.shadow.writers[blocks], self.shadow.steps[blocks] = names, self.step
         for kind, window in enumerate(self.windows):
-            first = seq_lens - torch.from_numpy(counts).to(device) - window + 1 if window else 0 * seq_lens
-            self._check_reads(kind, slots, first, seq_lens, (owners, positions, slot_mapping[kind]))
+            first = seq_lens - counts - window + 1 if window else 0 * seq_lens  # that attention sees
+            tables = self.block_tables[kind, slots, : -(-int(seq_lens.max()) // self.block_size)].long()
+            held = self.shadow.hashes[tables].flatten(1) - kind * FACTORS[2]  # [B, positions]
+            position = torch.arange(held.shape[1], device=held.device)
+            wrong = held != self.hashes[slots, 1 : held.shape[1] + 1]
+            wrong &= (position < seq_lens[:, None]) & (position >= first[:, None])
+            if wrong.any():
+                row, place = wrong.nonzero()[0].tolist()
+                slot, block = int(slots[row]), int(tables[row, place // self.block_size])
+                mapped = slot_mapping[kind][(owners == slot) & (positions == place)].tolist()
+                raise self._wrong_read(slot, block, place, int(held[row, place]), mapped)
 
-    def _check_reads(
-        self,
-        kind: int,
-        slots: np.ndarray,
-        first: torch.Tensor,
-        seq_lens: torch.Tensor,
-        tokens: tuple[torch.Tensor, ...],
-    ) -> None:
-        """Check that the blocks of one kind hold each row's own tokens from `first` [B] on and below `seq_lens` [B]."""
-        rows = torch.from_numpy(slots).to(seq_lens.device)
-        tables = self.block_tables[kind, rows, : -(-int(seq_lens.max()) // self.block_size)].long()
-        held = self.shadow.hashes[tables].flatten(1) - kind * FACTORS[2]  # [B, positions]
-        position = torch.arange(held.shape[1], device=held.device)
-        wrong = held != self.hashes[rows, 1 : held.shape[1] + 1]
-        wrong &= (position < seq_lens[:, None]) & (position >= first[:, None])
-        if wrong.any():
-            row, place = wrong.nonzero()[0].tolist()
-            owners, positions, slot_mapping = tokens
-            block = int(tables[row, place // self.block_size])
-            mapped = slot_mapping[(owners == int(slots[row])) & (positions == place)].tolist()
-            raise self._wrong_read(int(slots[row]), block, place, int(held[row, place]), mapped)
-
-    def _check_states(self, slots: np.ndarray, seq_lens: torch.Tensor, counts: torch.Tensor) -> None:
+    def _check_states(self, slots: torch.Tensor, seq_lens: torch.Tensor, counts: torch.Tensor) -> None:
         """Check that the state of each row [B] has seen the tokens before the step's, and note that it sees these."""
-        rows = torch.from_numpy(slots).to(seq_lens.device)
-        held, begins = self.state_shadow.hashes[rows, 0], seq_lens - counts
-        wrong = (begins > 0) & (held != self.hashes[rows, begins])
+        shadow, begins = self.state_shadow, seq_lens - counts
+        held = shadow.hashes[slots, 0]
+        wrong = (begins > 0) & (held != self.hashes[slots, begins])
         if wrong.any():
             row = int(wrong.nonzero()[0])
-            slot, begin, writer = int(slots[row]), int(begins[row]), self.state_shadow.writers[slots[row]]
-            found = (self.hashes == held[row]).nonzero().tolist()
-            if held[row] == POISON:
-                what = "holds nothing that was written since it was given back"
-            elif found:
-                what = f"has seen the first {found[0][1]} tokens of request {self.names[found[0][0]]!r}"
-            else:
-                what = f"holds what request {writer!r} wrote in step {self.state_shadow.steps[slot]}"
-            raise self._error(slot, f"the recurrent state in row {slot} {what}, not this sequence's first {begin}")
-        self.state_shadow.hashes[rows, 0] = self.hashes[rows, seq_lens]
-        self.state_shadow.writers[slots], self.state_shadow.steps[slots] = self.names[slots], self.step
+            slot, seen = int(slots[row]), "has seen the first {tokens} tokens of request {name!r}"
+            what = f"the recurrent state in row {slot} {self._content(shadow, slot, 0, int(held[row]), seen)}"
+            raise self._error(slot, f"{what}, not this sequence's first {int(begins[row])}")
+        shadow.hashes[slots, 0] = self.hashes[slots, seq_lens]
+        rows = slots.cpu().numpy()
+        shadow.writers[rows], shadow.steps[rows] = self.names[rows], self.step
 
     def settle(self, slots: torch.Tensor, computed: torch.Tensor) -> None:
         """Note that the states of `slots` [B] have seen so many tokens [B]: of a row's drafts those that were taken."""
@@ -246,23 +218,22 @@ class KVSanitizer:
 
     def _wrong_read(self, slot: int, block: int, place: int, held: int, mapped: list[int]) -> SanitizerError:
         """What a sequence would have read as its token at position `place`."""
-        found = (self.hashes == held).nonzero().tolist()
-        writer, written = self.shadow.writers[block], self.shadow.steps[block]
-        if self.shadow.hashes[block, place % self.block_size] == POISON:
-            what = "holds nothing that was written since it was freed"
-        elif found:
-            whose = self.names[found[0][0]]
-            what = f"holds position {found[0][1] - 1} of request {whose!r}, written in step {written}"
-        else:
-            what = f"holds what request {writer!r} wrote in step {written}"
-        offset = place % self.block_size
-        where = ""
+        offset, seen = place % self.block_size, "holds position {position} of request {name!r}, written in step {step}"
+        what, where = self._content(self.shadow, block, offset, held, seen), ""
         if mapped and mapped != [block * self.block_size + offset]:
             where = "; slot_mapping has the token at block {}, offset {}".format(*divmod(mapped[0], self.block_size))
-        return self._error(
-            slot,
-            f"block {block}, offset {offset} (position {place}) {what}, not this sequence's token{where}",
-        )
+        at = f"block {block}, offset {offset} (position {place})"
+        return self._error(slot, f"{at} {what}, not this sequence's token{where}")
+
+    def _content(self, shadow: Shadow, block: int, offset: int, held: int, of_request: str) -> str:
+        """Says what a place of a shadow holds. `of_request` is the text if `held` is the hash of a request's tokens."""
+        step = shadow.steps[block]
+        if shadow.hashes[block, offset] == POISON:
+            return "holds nothing that was written since it was freed"
+        if found := (self.hashes == held).nonzero().tolist():
+            slot, tokens = found[0]
+            return of_request.format(name=self.names[slot], tokens=tokens, position=tokens - 1, step=step)
+        return f"holds what request {shadow.writers[block]!r} wrote in step {step}"
 
     def _error(self, slot: int, what: str) -> SanitizerError:
         return SanitizerError(f"KV sanitizer: step {self.step}, request {self.names[slot]!r}: {what}")

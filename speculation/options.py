@@ -6,10 +6,12 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any
 
-MODELS = {"mtp": False, "draft_model": True, "eagle": True, "eagle3": True}  # whether the option `model` names them
+# Methods by which a model makes the drafts, and whether the option `model` names it.
+MODELS = {"mtp": False, "draft_model": True, "eagle": True, "eagle3": True}
 METHODS = ("ngram", *MODELS)
 MOST_DRAFTS = 8
 MOST_NGRAM = 16  # tokens that a look-up compares
+LOOKUP_BOUNDS = ("prompt_lookup_min", "prompt_lookup_max")
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,10 @@ class SpeculativeConfig:
             raise ValueError(
                 f"speculative_config has no num_speculative_tokens; it must be a whole number from 1 to {MOST_DRAFTS}"
             )
-        bounds = {"prompt_lookup_min", "prompt_lookup_max"} & given.keys()
-        if len(bounds) == 1 and isinstance(
-            value := given[next(iter(bounds))], int
-        ):  # the other one follows, if need be
-            given.setdefault("prompt_lookup_min", min(cls.prompt_lookup_min, value))
-            given.setdefault("prompt_lookup_max", max(cls.prompt_lookup_max, value))
+        bounds = [given[name] for name in LOOKUP_BOUNDS if name in given]
+        if len(bounds) == 1 and isinstance(bounds[0], int):  # the other one follows, if need be
+            given.setdefault("prompt_lookup_min", min(cls.prompt_lookup_min, *bounds))
+            given.setdefault("prompt_lookup_max", max(cls.prompt_lookup_max, *bounds))
         model, method = str(given.get("model") or ""), given.get("method")
         if model and method is None:
             name = model.rstrip("/").rpartition("/")[2].lower()
@@ -80,17 +80,15 @@ class SpeculativeConfig:
             self._refuse("method", f"it must be one of {', '.join(METHODS)}, or MODULE:CLASS")
         if not isinstance(self.model, str):
             self._refuse("model", "it must be a folder or an id on the hub")
-        if bool(self.model) != (has_folder := MODELS.get(self.method, False)):
-            needs = "there must be one" if has_folder else "it must be left out"
-            self._refuse("model", f"with method {self.method!r} {needs}")
-        ranges = {
-            "num_speculative_tokens": (1, MOST_DRAFTS), "prompt_lookup_min": (1, MOST_NGRAM),
-            "prompt_lookup_max": (1, MOST_NGRAM),
-        }  # fmt: skip
-        for name, (least, most) in ranges.items():
+        names_model = MODELS.get(self.method, False)
+        if bool(self.model) != names_model:
+            rule = "there must be one" if names_model else "it must be left out"
+            self._refuse("model", f"with method {self.method!r} {rule}")
+        most = {"num_speculative_tokens": MOST_DRAFTS} | dict.fromkeys(LOOKUP_BOUNDS, MOST_NGRAM)
+        for name, largest in most.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                self._refuse(name, f"it must be a whole number from {least} to {most}")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+                self._refuse(name, f"it must be a whole number from 1 to {largest}")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             self._refuse("prompt_lookup_min", f"it must be at most prompt_lookup_max, {self.prompt_lookup_max}")
 

@@ -23,20 +23,20 @@ class OwnProposer:
     def __init__(self, options: SpeculativeConfig, model: Transformer):
         most = options.num_speculative_tokens
 
-        def wrong(returned: Any, state: BatchState) -> str:
+        def wrong_drafts(returned: Any, state: BatchState) -> str:
             return wrong_tensor(returned, state.num_known.new_empty(len(state.num_known), most), "drafts")
 
-        made = load_named("speculative_config's method", options.method, {"__init__": None, "propose": wrong})
-        self.made, self.ops, self.vocab_size = made(model.config, most), model.ops, model.config.vocab_size
+        checks = {"__init__": None, "propose": wrong_drafts}
+        self.own = load_named("speculative_config's method", options.method, checks)(model.config, most)
+        self.ops, self.vocab_size = model.ops, model.config.vocab_size
 
     def propose(self, state: BatchState, batch: Batch, hidden: torch.Tensor, pool: torch.Tensor, count: int) -> None:
         """See `Proposer`."""
         if not count:
             return
         slots = batch.slots.clamp(min=0).long()
-        drafts = self.made.propose(state)[slots]
-        goes_on = state.num_known[slots] != state.num_computed[slots] + 1  # the prompt
-        none = (drafts < 0) | (drafts >= self.vocab_size) | goes_on[:, None]
-        self.ops.put_drafts(
-            state.token_ids, state.num_known, state.num_drafts, batch.slots, drafts.masked_fill(none, -1)
-        )
+        drafts = self.own.propose(state)[slots]
+        in_prompt = state.num_known[slots] != state.num_computed[slots] + 1
+        no_token = (drafts < 0) | (drafts >= self.vocab_size)
+        drafts = drafts.masked_fill(no_token | in_prompt[:, None], -1)
+        self.ops.put_drafts(state.token_ids, state.num_known, state.num_drafts, batch.slots, drafts)

@@ -17,20 +17,17 @@ from text.tools import REASONING_PARSERS
 REASONING_STARTS = tuple(start for parser in REASONING_PARSERS.values() for start in parser.starts)
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
 PART_TEXTS = dict.fromkeys(("text", "input_text", "output_text"), "text") | {"refusal": "refusal"}
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # that every template gets
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # that any template may get
 SYSTEM_ROLES = ("system", "developer")
 ITEM_ROLES = ("user", "assistant", "system", "developer")
 ITEM_TEXTS = PART_TEXTS | dict.fromkeys(("reasoning_text", "summary_text"), "text")  # by a part's type: its words' key
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking", "reasoning_details", "thinking_blocks")  # of a message
 THOUGHT_TEXTS = {"thinking": "thinking", "reasoning.text": "text", "reasoning.summary": "summary", "text": "text"}
-ITEM_CALLS = {  # items that are calls, and the key of what each holds; likewise of outputs
-    "function_call": "arguments", "custom_tool_call": "input", "local_shell_call": "action",
-    "tool_search_call": "arguments",
-}  # fmt: skip
-ITEM_OUTPUTS = {
-    "function_call_output": "output", "custom_tool_call_output": "output", "local_shell_call_output": "output",
-    "tool_search_output": "tools",
-}  # fmt: skip
+# Items that are calls, and the key of what each holds; then those that are outputs.
+ITEM_CALLS = dict.fromkeys(("function_call", "tool_search_call"), "arguments")
+ITEM_CALLS |= {"custom_tool_call": "input", "local_shell_call": "action"}
+ITEM_OUTPUTS = dict.fromkeys(("function_call_output", "custom_tool_call_output", "local_shell_call_output"), "output")
+ITEM_OUTPUTS |= {"tool_search_output": "tools"}
 ITEM_NOTES = ("compaction", "context_compaction", "image_generation_call", "web_search_call")  # are shown as text
 ITEM_TOOLS = ("additional_tools", "tool_search_output")  # have more tools
 UNREADABLE = ("encrypted_content", "result")  # what only OpenAI can read, and a picture
@@ -152,10 +149,10 @@ def with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[
 
 def show_messages(template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
     """The text that a template writes of messages, in the first form that it shows in full; a ValueError if in none."""
-    known = dict.fromkeys((*ROLES, *sorted(template.roles)))
+    roles = dict.fromkeys((*ROLES, *sorted(template.roles)))
     for i, message in enumerate(messages):
-        if message["role"] not in known:
-            raise ValueError(f"message {i} has the role {message['role']!r:.80}; it must be one of {', '.join(known)}")
+        if (role := message["role"]) not in roles:
+            raise ValueError(f"message {i} has the role {role!r:.80}; it must be one of {', '.join(roles)}")
     trouble = None
     only_text = template._replace(takes_parts=False, takes_text=True)  # it may go through other things than it seems
     for form in forms(messages, template):

@@ -133,7 +133,7 @@ class ChatTemplate(NamedTuple):
     takes_parts: bool  # a message's content may be a list of parts
     takes_text: bool  # it may be a string
     knows_developer: bool  # the role `developer` has a meaning of its own
-    roles: frozenset[str]  # that it compares a message's with
+    roles: frozenset[str]  # with which it compares that of a message
     shows_one_call: bool  # of those of a message, the first
 
 
@@ -187,7 +187,7 @@ def read_template(environment: TemplateEnvironment, source: str) -> ChatTemplate
     one, all_ = (any(is_value(unfiltered(n), "tool_calls", calls) for n in group) for group in (firsts, walked))
     names = names_of(tree, "role")
     compared = [test for test in tree.find_all(nodes.Compare) if is_value(test.expr, "role", names)]
-    constants = (const.value for test in compared for each in test.ops for const in each.find_all(nodes.Const))
+    constants = (const.value for test in compared for operand in test.ops for const in operand.find_all(nodes.Const))
     roles = frozenset(value for value in constants if isinstance(value, str))
     return ChatTemplate(template, source, takes_parts, not takes_parts or asked, developer, roles, one and not all_)
 
@@ -201,9 +201,7 @@ def unfiltered(node: nodes.Node | None) -> nodes.Node | None:
 
 def run_template(template: Template, variables: dict[str, Any]) -> str:
     """The text that a template writes; a ValueError if it fails, refuses its variables, or goes beyond a limit."""
-    environment = template.environment
     pieces, chars = [], 0
-    assert isinstance(environment, TemplateEnvironment)
     try:
         context = template.new_context(variables)
         assert isinstance(context, TimedContext)
@@ -211,7 +209,7 @@ def run_template(template: Template, variables: dict[str, Any]) -> str:
             context.tick()
             pieces.append(piece)
             chars += len(piece)
-            environment.allow(chars)
+            context.environment.allow(chars)
     except Exception as error:  # a template is a program: str + None in it is a TypeError, and so on
         raise ValueError(f"chat template: {error}") from None
     return "".join(pieces)

@@ -186,8 +186,7 @@ def read_sentencepiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[
         inner = models.Unigram(scores, unk_id=unknown, byte_fallback=byte_fallback)
     else:
         merges = merges_of({piece.text: -piece.score for piece in pieces if piece.kind == NORMAL})
-        spelled = pieces[unknown].text
-        inner = models.BPE(vocab, merges, unk_token=spelled, fuse_unk=True, byte_fallback=byte_fallback)
+        inner = models.BPE(vocab, merges, unk_token=pieces[unknown].text, fuse_unk=True, byte_fallback=byte_fallback)
     tokenizer = Tokenizer(inner)
 
     charsmap, squeeze = rule.get(2, b""), bool(rule.get(4, 1))
@@ -298,8 +297,7 @@ def varint(message: bytes, at: int) -> tuple[int, int]:
 def read_tekken(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str]]:
     """A `tekken.json`: the special tokens have the first ids, the byte strings in the order of their ranks the next."""
     content = read_json(str(path.parent), path.name)
-    config = content["config"]
-    listed = content.get("special_tokens")
+    config, listed = content["config"], content.get("special_tokens")
     special = dict(enumerate(TEKKEN_SPECIAL)) if listed is None else {int(t["rank"]): t["token_str"] for t in listed}
     num_special = config.get("default_num_special_tokens", len(special))
     if not set(special) <= set(range(num_special)):
@@ -389,14 +387,11 @@ BYTE_OF_CHAR = {char: byte for byte, char in SPELLING.items()}
 
 def merges_of(ranks: dict[str, Any]) -> list[tuple[str, str]]:
     """The merges of a BPE that ranks tokens (SentencePiece, tiktoken): every pair that makes one, in their order."""
-    found = []
-    for text, rank in ranks.items():
-        for cut in range(1, len(text)):
-            pair = text[:cut], text[cut:]
-            if pair[0] in ranks and pair[1] in ranks:
-                found.append((rank, pair))
-    found.sort(key=lambda entry: entry[0])
-    return [pair for _, pair in found]
+    merges: list[tuple[str, str]] = []
+    for text in sorted(ranks, key=ranks.__getitem__):
+        pairs = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
+        merges += [(left, right) for left, right in pairs if left in ranks and right in ranks]
+    return merges
 
 
 def finish(

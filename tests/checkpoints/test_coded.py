@@ -18,7 +18,7 @@ from checkpoints.dequantize import Codes, axes, common_group
 from checkpoints.gguf_blocks import BLOCK_TYPES, BLOCKS
 from checkpoints.gguf_weights import packed
 from checkpoints.storage import Storage, opened
-from device.coded import Rows, coded_of, rounds_to_fp8, stored, without_factors
+from device.coded import Rows, coded_of, rounds_to_fp8, stored
 from device.coded import rounding_of as chosen_rounding
 from device.loader import fill_dummy, load_weights
 from model import Transformer
@@ -227,7 +227,7 @@ def test_blocks_of_gguf_stay_in_codes(kind: str, heads: int) -> None:
         assert torch.equal(read.scales.float(), read.scales.to(kept.dtype).float())
         forms = [(read, wide)]
         if wide:
-            forms.append((without_factors(kept.read(*found, group, group), kept.kind, group), 0))
+            forms.append((kept.read(*found, group, group).without_factors(kept.kind, group), 0))
         expected = part.float()
         size = expected.abs().max()
         for (codes, scales, zeros, factors), wide in forms:

@@ -298,10 +298,7 @@ class CheckedWorker(FakeWorker):
         self.kv, self.host_kv = (torch.zeros(n, self.size) for n in (num_blocks, num_host_blocks))
         self.sums = torch.zeros(len(self.states), 1)  # of the tokens that each state has seen
         self.host_sums = torch.zeros(len(self.host_states), 1)
-        self.sanitizer = KVSanitizer(
-            self.kv, num_host_blocks, self.state.token_ids, self.state.block_tables, self.size, windows,
-            self.sums if room else None, len(self.host_sums),
-        )  # fmt: skip
+        self.sanitizer = KVSanitizer(self.kv, num_host_blocks, self.state, windows, self.sums, len(self.host_sums))
 
     def step(self, plan: StepPlan) -> StepResult:
         state, sanitizer = self.state, self.sanitizer
