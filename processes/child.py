@@ -174,16 +174,13 @@ class Child:
         elif self.starting and self._said():
             if self._ready():
                 self.failures = 0
-                logger.warning(
-                    f"{self.name} is ready again after {time.monotonic() - self.begun:.1f} s (pid {self.process.pid})"
-                )
+                took = time.monotonic() - self.begun
+                logger.warning(f"{self.name} is ready again after {took:.1f} s (pid {self.process.pid})")
             else:
                 self.not_before = time.monotonic() + PAUSE * self.failures
                 self.failures += 1
                 if self.failures == MAX_FAILURES:
-                    raise ChildProcessError(
-                        f"{self.name} has failed to start {self.failures} times in a row: that is the most"
-                    )
+                    raise ChildProcessError(f"{self.name} has failed to start {MAX_FAILURES} times in a row, the most")
         else:
             self.look()
 
@@ -412,12 +409,6 @@ class Board(ctypes.Structure):
     PLACES, MOST_TASKS, MOST_TOLD, MOST_NAMES, MOST_NAME = 256, 16, 2**13, 2**10, 64
     draining: bool
     wanted: int
-    engines: Any
-    answers: Any
-    bytes: Any
-    told: Any
-    names: Any
-    counts: Any
     _fields_ = (
         ("draining", ctypes.c_bool), ("wanted", ctypes.c_int64), ("engines", ctypes.c_int64 * PLACES),
         ("answers", ctypes.c_int64 * PLACES), ("bytes", ctypes.c_int64 * PLACES),

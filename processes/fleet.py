@@ -156,10 +156,8 @@ class Fleet:
 
     def _launch(self, rank: int) -> None:
         self.board.engines[rank] = STARTING
-        config = dataclasses.replace(self.config, data_parallel_rank=rank)
-        if self.facts:
-            config = dataclasses.replace(config, **sizes_of(self.facts))
-        config = dataclasses.replace(config, **self._newest_weights(rank))
+        same = (sizes_of(self.facts) if self.facts else {}) | self._newest_weights(rank)
+        config = dataclasses.replace(self.config, data_parallel_rank=rank, **same)
         address = self.coordinator.address if self.coordinator else None
         self.engines[rank] = EngineProcess(config, address, self.ends[rank])
 
@@ -169,9 +167,8 @@ class Fleet:
             (rank,) = self.ranks
             return MPClient(self.ends[rank][0], rank, suspects)
         addresses = [self.ends[rank][0] for rank in self.ranks]
-        sizes = self.config.data_parallel_sizes
         coordinator, router = self.coordinator.address, self.new_router(routers)
-        return DPClient(addresses, coordinator, router, self.board, sizes, suspects=suspects)
+        return DPClient(addresses, coordinator, router, self.board, self.config.data_parallel_sizes, suspects=suspects)
 
     def new_router(self, routers: int = 1) -> Router:
         """A router, one of so many."""
@@ -334,17 +331,15 @@ def check_engines(config: EngineConfig) -> None:
             a rank, but not for what it would be.
     """
     if config.data_parallel_rank and not config.data_parallel_external_lb:
-        raise ValueError(
-            f"data_parallel_rank is {config.data_parallel_rank}; it is for --data-parallel-external-lb (for "
-            "--headless there is data_parallel_start_rank)"
-        )
+        why = "it is for --data-parallel-external-lb (for --headless there is data_parallel_start_rank)"
+        config.refuse("data_parallel_rank", why)
     size, ranks = config.local_engines, config.world_size
     if size <= 1 or config.device == "cpu" or config.distributed_executor_backend == "ray":
         return
-    found = visible_gpus()
-    if found and len(found) < size * ranks:
+    gpus = visible_gpus()
+    if gpus and len(gpus) < size * ranks:
         raise ValueError(
             f"data_parallel_size is {size} on this host, with tensor_parallel_size {config.tensor_parallel_size} and "
             f"pipeline_parallel_size {config.pipeline_parallel_size}, which takes {size * ranks} GPUs; there are "
-            f"{len(found)}"
+            f"{len(gpus)}"
         )

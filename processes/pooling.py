@@ -190,10 +190,7 @@ class PoolingFaces:
         return found
 
     def _pool(
-        self,
-        prompt_ids: list[list[int]],
-        params: PoolingParams | list[PoolingParams] | None,
-        use_tqdm: bool,
+        self, prompt_ids: list[list[int]], params: PoolingParams | list[PoolingParams] | None, use_tqdm: bool
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What the engine makes of each prompt; raises what `generate` does."""
         each = params if isinstance(params, list) else [params or PoolingParams()] * len(prompt_ids)

@@ -13,16 +13,7 @@ from typing import Any
 
 from plan import EngineCoreRequest, Health
 from processes.child import READY, Board, watch_over
-from processes.client import (
-    GONE,
-    BackgroundResources,
-    EngineCoreClient,
-    EngineDeadError,
-    MPClient,
-    Stream,
-    fixed_size,
-    weakly,
-)
+from processes.client import GONE, BackgroundResources, EngineCoreClient, EngineDeadError, MPClient, Stream, weakly
 from processes.connection import Connection
 from processes.coordinator import INTERVAL
 from processes.messages import Loads, Routed, Subscribe
@@ -120,6 +111,7 @@ class DPClient(EngineCoreClient):
         suspects: Suspects | None = None,
     ):
         self.addresses, self.router = addresses, router
+        self.num_engines = len(addresses)
         self.board, self.sizes = board, sizes
         self.clients: dict[int, MPClient] = {}
         self.suspects = suspects
@@ -237,12 +229,10 @@ class DPClient(EngineCoreClient):
         """Change the number of engines; `Fleet` starts and ends them in the main process."""
         self.resources.check()
         if not self.sizes:
-            raise fixed_size(new_data_parallel_size, len(self.addresses))
+            return super().scale_elastic_ep(new_data_parallel_size)
         if type(new_data_parallel_size) is not int or new_data_parallel_size not in self.sizes:
-            raise ValueError(
-                f"data_parallel_size is {reprlib.repr(new_data_parallel_size)}; it must be from {self.sizes[0]} to "
-                f"{self.sizes[-1]}"
-            )
+            allowed = f"from {self.sizes[0]} to {self.sizes[-1]}"
+            raise ValueError(f"data_parallel_size is {reprlib.repr(new_data_parallel_size)}; it must be {allowed}")
         self.board.wanted = new_data_parallel_size
 
     def shutdown(self) -> None:
