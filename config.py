@@ -125,9 +125,7 @@ class EngineConfig(ClusterOptions):
         "auto", "type of weights, activations and KV cache; auto: the checkpoint's, or one that a CPU is fast with"
     )
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = option(
-        "auto",
-        "type of the KV cache; auto: that of activations; fp8: e4m3, half of the bytes of bfloat16, with the "
-        "checkpoint's scales if it has any",
+        "auto", "the KV cache's type; auto: that of activations; fp8: e4m3, half as large, with the checkpoint's scales"
     )
     device: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs; auto takes a GPU if there is one")
     backend: Literal["auto", "triton", "cpu", "reference"] = option(
@@ -464,13 +462,13 @@ def load_named(option: str, name: str, checks: Mapping[str, Check | None], base:
 
 def wrong_tensor(returned: Any, like: Any, what: str) -> str:
     """For `load_named`: `what` of the shape, dtype and device of a tensor, unless `returned` is that."""
-    kinds = [[getattr(each, name, None) for name in ("shape", "dtype", "device")] for each in (returned, like)]
-    return "" if kinds[0] == kinds[1] else f"{what} {[*like.shape]} {like.dtype} on {like.device}"
+    same = all(getattr(returned, name, None) == getattr(like, name) for name in ("shape", "dtype", "device"))
+    return "" if same else f"{what} {[*like.shape]} {like.dtype} on {like.device}"
 
 
 def guarded(owner: type, name: str, check: Check | None) -> Callable[..., Any]:
     """Wrap a user's method, to blame it for what it raises, or for what the `check` finds wrong in what it returns."""
-    kind, method = HookError if name in REFUSING else FatalHookError, getattr(owner, name)
+    method, kind = getattr(owner, name), HookError if name in REFUSING else FatalHookError
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
@@ -482,8 +480,8 @@ def guarded(owner: type, name: str, check: Check | None) -> Callable[..., Any]:
             raise kind(blame(owner, name, error)) from error
         if check and (right := check(returned, *args)):
             shape = getattr(returned, "shape", None)
-            said = repr(returned) if shape is None else f"{[*shape]} {returned.dtype}"
-            raise kind(blame(owner, name, f"returned {said:.80}; it must return {right}"))
+            wrong = repr(returned) if shape is None else f"{[*shape]} {returned.dtype}"
+            raise kind(blame(owner, name, f"returned {wrong:.80}; it must return {right}"))
         return returned
 
     return call

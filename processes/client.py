@@ -116,8 +116,8 @@ class EngineCoreClient(ABC):
             TimeoutError, EngineDeadError: see `utility_on_all`.
         """
         name = method if isinstance(method, str) else reference_to(method)
-        found = self.utility_on_all("collective_rpc", name, timeout, [*args], dict(kwargs or {}))
-        return [one for each in found.values() for one in each]
+        by_engine = self.utility_on_all("collective_rpc", name, timeout, [*args], dict(kwargs or {}))
+        return [result for results in by_engine.values() for result in results]
 
     def dp_engines_running(self) -> bool:
         """Whether an engine has a request to run now, from whichever client; raises what `utility` does."""

@@ -102,15 +102,14 @@ class Fleet:
         facts = {rank: engine.facts for rank, engine in self.engines.items()}
         if self.gate:
             self._wait_for_hosts(self.gate)
-            facts |= {int(rank): told for rank, told in self.gate.facts.items()}
+            facts |= {int(rank): theirs for rank, theirs in self.gate.facts.items()}
             facts |= self._take_weights(facts)
         self.facts = facts[self.ranks[0]]
-        for rank, told in facts.items():
+        for rank, theirs in facts.items():
             for name in FACTS:
-                if told[name] != self.facts[name]:
-                    raise ValueError(
-                        f"{name} is {told[name]!r} in engine {rank} and {self.facts[name]!r} in engine {self.ranks[0]}"
-                    )
+                if theirs[name] != self.facts[name]:
+                    both = f"{theirs[name]!r} in engine {rank} and {self.facts[name]!r} in engine {self.ranks[0]}"
+                    raise ValueError(f"{name} is {both}")
             self.board.engines[rank] = READY
         self.board.wanted = len(facts)
 
@@ -141,7 +140,7 @@ class Fleet:
         Raises:
             ValueError: such weights are not on this host.
         """
-        newest = max(facts.values(), key=lambda told: told["weights_version"])
+        newest = max(facts.values(), key=lambda theirs: theirs["weights_version"])
         old = [rank for rank in self.engines if facts[rank]["weights"] != newest["weights"]]
         if old:
             stamp = stamp_of(newest["weights"])  # files may have other times on this host
