@@ -249,9 +249,13 @@ def quantize(argv: list[str]) -> None:
 
 
 RUNS: dict[str, Callable[[list[str]], None]] = {
-    "serve": serve, "chat": terminal.chat, "complete": terminal.complete, "batch": batch.main, "quantize": quantize,
+    "serve": serve,
+    "chat": terminal.chat,
+    "complete": terminal.complete,
+    "batch": batch.main,
+    "quantize": quantize,
     "bench": bench,
-}  # fmt: skip
+}
 
 
 def main(argv: list[str] | None = None) -> None:
