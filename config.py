@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from processes.options import ClusterOptions, check_fields, option
 from speculation.options import SpeculativeConfig
@@ -67,9 +67,9 @@ def naming_nearest(cls: type[T]) -> type[T]:
 
     @functools.wraps(init)
     def checked(self: T, *args: Any, **fields: Any) -> None:
-        for name in filter(lambda name: name not in known, fields):
-            names = nearest(name, known) or f"; there are {', '.join(known)}"
-            raise ValueError(f"{cls.__name__} has no {name}{names}")
+        if unknown := [name for name in fields if name not in known]:
+            names = nearest(unknown[0], known) or f"; there are {', '.join(known)}"
+            raise ValueError(f"{cls.__name__} has no {unknown[0]}{names}")
         init(self, *args, **fields)
 
     cls.__init__ = checked  # type: ignore[assignment, method-assign]
@@ -108,9 +108,7 @@ class EngineConfig(ClusterOptions):
             "sanitize_kv"),
     }  # fmt: skip
     model: str = option(
-        DEMO,
-        "folder of a model in Hugging Face layout, or a model's id on the hub, like Qwen/Qwen3-0.6B (default: the "
-        "bundled demo)",
+        DEMO, "folder in Hugging Face layout, GGUF file, or id on the hub, like Qwen/Qwen3-0.6B (default: the demo)"
     )
     _: KW_ONLY
     revision: str | None = option(
@@ -120,17 +118,14 @@ class EngineConfig(ClusterOptions):
         None, "folder that models are downloaded to (default: the hub's cache, which HF_HOME moves)"
     )
     hf_overrides: str | None = option(
-        None,
-        "JSON object of fields of config.json with other values, null to drop one; those of a text half are merged",
+        None, "JSON object of fields of config.json with other values, null drops one; those of a text half are merged"
     )
     snapshot: str = option("", "")  # the folder that the model was downloaded to, if it was; see `hub.find_model`
     dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] = option(
         "auto", "type of weights, activations and KV cache; auto: the checkpoint's, or one that a CPU is fast with"
     )
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = option(
-        "auto",
-        "type of the KV cache; auto: that of activations; fp8: e4m3, half of the bytes of bfloat16, with the "
-        "checkpoint's scales if it has any",
+        "auto", "the KV cache's type; auto: that of activations; fp8: e4m3, half as large, with the checkpoint's scales"
     )
     device: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs; auto takes a GPU if there is one")
     backend: Literal["auto", "triton", "cpu", "reference"] = option(
@@ -181,10 +176,7 @@ class EngineConfig(ClusterOptions):
         2.0**20,
     )
     schedule_conservativeness: float = option(
-        1.0,
-        "share of the running requests' expected growth that admission keeps free; 0 admits whatever fits now",
-        0.0,
-        10.0,
+        1.0, "share of running requests' expected growth that admission keeps free; 0 admits all that fits", 0.0, 10.0
     )
     async_scheduling: bool | None = option(
         None, "plan a step before the previous step's result is in; by default on cuda, and where workers are processes"
@@ -201,9 +193,7 @@ class EngineConfig(ClusterOptions):
         20, "times in a row, without a step that went through, that workers are started anew before the engine ends", 1
     )
     enforce_eager: bool = option(
-        False,
-        "on cuda: launch each kernel by itself, instead of a CUDA graph for all of a decode step; "
-        "on a CPU: make no C++",
+        False, "on cuda: launch kernels one by one, with no CUDA graph of a decode step; on a CPU: make no C++"
     )
     num_lookahead_slots: int = option(0, "KV slots that each sequence owns ahead of its tokens", 0, 1024)
     speculative_config: str | None = option(
@@ -257,8 +247,7 @@ class EngineConfig(ClusterOptions):
     max_logprobs: int = option(20, "likeliest tokens whose log-probabilities a request may ask for", 0, 1024)
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and outputs are token ids alone")
     quantization: Literal["auto", "int8", "int8_per_channel_weight_only", "int4", "fp8"] = option(
-        "auto",
-        "auto keeps matrices as the checkpoint has them; others round plain ones; int8 rounds products' inputs, too",
+        "auto", "auto keeps matrices as they are saved; others round plain ones; int8 rounds products' inputs, too"
     )
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
     compile: bool = option(
@@ -268,7 +257,7 @@ class EngineConfig(ClusterOptions):
     )
     threads: int | None = option(
         None,
-        "torch's threads in each rank on a CPU (default: one per core, but a small model leaves the server a core)",
+        "torch's threads in each rank on a CPU (default: a core each; a small model leaves the server one)",
         1,
         4096,
     )
@@ -351,80 +340,65 @@ class EngineConfig(ClusterOptions):
         if self.model == "demo" and not os.path.isdir(self.model):  # of any folder
             object.__setattr__(self, "model", DEMO)
         for name, others in OTHER_NAMES.items():
-            given = getattr(self, name)
-            object.__setattr__(self, name, others.get(given, given))
+            if (value := getattr(self, name)) in others:
+                object.__setattr__(self, name, others[value])
         if self.scheduling_policy not in POLICY_NAMES and not NAMED.fullmatch(self.scheduling_policy):
-            self._refuse("scheduling_policy", f"allowed: {', '.join(POLICY_NAMES)}, or MODULE:CLASS")
+            self.refuse("scheduling_policy", f"allowed: {', '.join(POLICY_NAMES)}, or MODULE:CLASS")
         if wrong := [name for name in self.logits_processors if not NAMED.fullmatch(name)]:
             raise ValueError(f"logits_processors has {wrong[0]!r:.80}; it must be MODULE:CLASS")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
-            self._refuse("max_cpu_loras", f"it must be at least max_loras, {self.max_loras}")
-        if self.max_prompt_adapter_token and not self.enable_lora:
-            self._refuse("max_prompt_adapter_token", "without enable_lora it must be 0")
-        if self.max_prompt_adapter_token and self.makes_vectors:
-            self._refuse("max_prompt_adapter_token", f"with task {self.task!r}, which makes vectors, it must be 0")
-        if self.logits_processors and self.makes_vectors:
-            self._refuse("logits_processors", f"with task {self.task!r}, which has no logits, it must be left out")
+            self.refuse("max_cpu_loras", f"it must be at least max_loras, {self.max_loras}")
         if self.token_budget < self.max_num_seqs:  # else the last of them would never get a token
             raise ValueError(
                 f"max_num_batched_tokens is {self.token_budget}; it must be at least max_num_seqs, {self.max_num_seqs}"
             )
-        if self.num_state_snapshots and not self.enable_prefix_caching:
-            self._refuse("num_state_snapshots", "without prefix caching it must be 0 or left out")
+        self._check_stages()
+        self._check_pairs()
+        self.check_hosts()
+
+    def _check_pairs(self) -> None:
+        """Refuse options that do not go together."""
+        if not self.enable_lora:
+            self.allow("without enable_lora", "max_prompt_adapter_token", 0)
+        if not self.enable_prefix_caching:
+            self.allow("without prefix caching", "num_state_snapshots", 0, None)
+        if self.enable_chunked_prefill:  # it would do nothing
+            self.allow("with chunked prefill", "scheduler_delay_factor", 0)
+        if self.makes_vectors:
+            vectors = f"with task {self.task!r}, which"
+            self.allow(f"{vectors} makes vectors,", "max_prompt_adapter_token", 0)
+            self.allow(f"{vectors} has no logits,", "logits_processors", ())
+            self.allow(f"{vectors} samples nothing,", "speculative_config", None)
         if self.distributed_executor_backend == "uni":
             for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-                if getattr(self, name) > 1:
-                    self._refuse(name, "with distributed_executor_backend 'uni', which has one worker, it must be 1")
-        self._check_stages()
-        if self.batch_invariant and self.tensor_parallel_size > 1:  # which rank adds first depends on a message's size
-            self._refuse("tensor_parallel_size", "with batch_invariant, which a sum over ranks is not, it must be 1")
+                self.allow("with distributed_executor_backend 'uni', which has one worker,", name, 1)
+        if self.batch_invariant:  # which rank adds first depends on a message's size
+            self.allow("with batch_invariant, which a sum over ranks is not,", "tensor_parallel_size", 1)
         if self.enable_expert_parallel and self.max_engines > 1:
             several = "with enable_expert_parallel and several engines"
-            if self.distributed_executor_backend not in ("auto", "mp"):
-                why = f"{several}, whose workers must be replaced together, it must be 'auto' or 'mp'"
-                self._refuse("distributed_executor_backend", why)
-            if self.batch_invariant:  # on a CPU it runs token by token, and then engines would not keep step
-                self._refuse("batch_invariant", f"{several} it must be False")
-        self._check_speculation()
-        self.check_hosts()
-        if self.scheduler_delay_factor and self.enable_chunked_prefill:  # it would do nothing
-            self._refuse("scheduler_delay_factor", "it must be 0 with chunked prefill")
-
-    def _refuse(self, name: str, why: str) -> NoReturn:
-        raise ValueError(f"{name} is {getattr(self, name)!r}; {why}")
-
-    def _check_speculation(self) -> None:
-        """Refuse what does not go together with drafts."""
-        if self.speculation is None:
-            return
-        if self.logits_processors:
-            why = "the state that they read ends before the drafts that a row comes after"
-            self._refuse("logits_processors", f"with speculative_config it must be (), because {why}")
-        if self.batch_invariant:
-            self._refuse("batch_invariant", "with speculative_config it must be False")
-        if self.pipeline_parallel_size > 1 and self.speculation.by_model:
-            why = f"whose method is {self.speculation.method!r}, which needs a model in one place, it must be 1"
-            self._refuse("pipeline_parallel_size", f"with speculative_config {why}")
-        if self.enable_expert_parallel and self.max_engines > 1:
-            self._refuse("speculative_config", "with enable_expert_parallel and several engines it must be left out")
-        if self.makes_vectors:
-            self._refuse("speculative_config", f"with task {self.task!r}, which samples nothing, it must be left out")
+            together = f"{several}, whose workers must be replaced together,"
+            self.allow(together, "distributed_executor_backend", "auto", "mp")
+            self.allow(f"{several}, which meet in every step,", "pipeline_parallel_size", 1)
+            self.allow(several, "batch_invariant", False)  # on a CPU it runs token by token, out of step with others
+            self.allow(several, "speculative_config", None)
+        if self.speculation:
+            drafts = "with speculative_config"
+            self.allow(f"{drafts}, whose drafts their state does not have,", "logits_processors", ())
+            self.allow(drafts, "batch_invariant", False)
+            if self.speculation.by_model:
+                why = f"{drafts} whose method is {self.speculation.method!r}, which needs a model in one place,"
+                self.allow(why, "pipeline_parallel_size", 1)
 
     def _check_stages(self) -> None:
         stages, listed = self.pipeline_parallel_size, self.pipeline_layer_partition
         if stages > self.max_num_seqs:
             why = f"it must be at most max_num_seqs, {self.max_num_seqs}, because each stage works for other sequences"
-            self._refuse("pipeline_parallel_size", why)
-        if stages > 1 and self.enable_expert_parallel and self.max_engines > 1:
-            why = "with enable_expert_parallel and several engines, which meet in every step, it must be 1"
-            self._refuse("pipeline_parallel_size", why)
+            self.refuse("pipeline_parallel_size", why)
         if listed is not None and not re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", listed, re.ASCII):
-            self._refuse("pipeline_layer_partition", "it must be counts of layers, like 12,16")
+            self.refuse("pipeline_layer_partition", "it must be counts of layers, like 12,16")
         if listed is not None and (count := len(listed.split(","))) != stages:
-            raise ValueError(
-                f"pipeline_layer_partition is {listed!r}, {count} counts; there must be one for each stage, and "
-                f"pipeline_parallel_size is {stages}"
-            )
+            why = f"these are {count} counts; there must be one for each stage, and pipeline_parallel_size is {stages}"
+            self.refuse("pipeline_layer_partition", why)
 
 
 class HookError(ValueError):
@@ -450,16 +424,16 @@ def load_module(option: str, name: str) -> Any:
     """What an option names as MODULE or MODULE:CLASS, for which the module is imported; a ValueError if that fails."""
     module, _, attribute = name.partition(":")
     try:
-        found = importlib.import_module(module)
+        loaded = importlib.import_module(module)
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         why = f"importing it raised {type(error).__name__}: {error} ({at.filename}, line {at.lineno})"
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             why = f"{error}; the module must be on PYTHONPATH"
         raise ValueError(f"{option} is {name!r:.80}: {why}") from error
-    if attribute and not hasattr(found, attribute):
+    if attribute and not hasattr(loaded, attribute):
         raise ValueError(f"{option} is {name!r:.80}: module {module!r} has no attribute {attribute!r}")
-    return getattr(found, attribute) if attribute else found
+    return getattr(loaded, attribute) if attribute else loaded
 
 
 def load_named(option: str, name: str, checks: Mapping[str, Check | None], base: type = object) -> Any:
@@ -474,27 +448,27 @@ def load_named(option: str, name: str, checks: Mapping[str, Check | None], base:
     Raises:
         ValueError: the module cannot be imported, or has no such class.
     """
-    found = load_module(option, name)
-    if not (isinstance(found, type) and issubclass(found, base)):
+    loaded = load_module(option, name)
+    if not (isinstance(loaded, type) and issubclass(loaded, base)):
         must = "a class" if base is object else f"a subclass of {base.__module__}.{base.__qualname__}"
         raise ValueError(f"{option} is {name!r:.80}; it must be {must}")
-    if lacking := [method for method in checks if not hasattr(found, method)]:
-        raise ValueError(f"{option} is {name!r:.80}; it must have a method {lacking[0]}")
-    methods = {method: getattr(found, method) for method in checks}
-    own = {name: each for name, each in methods.items() if each is not getattr(base, name, None)}
-    guards = {name: guarded(found, name, method, checks[name]) for name, method in own.items()}
-    return type(found.__name__, (found,), guards | {"__module__": found.__module__, "__qualname__": found.__qualname__})
+    if missing := [method for method in checks if not hasattr(loaded, method)]:
+        raise ValueError(f"{option} is {name!r:.80}; it must have a method {missing[0]}")
+    overridden = [method for method in checks if getattr(loaded, method) is not getattr(base, method, None)]
+    guards = {method: guarded(loaded, method, checks[method]) for method in overridden}
+    names = {"__module__": loaded.__module__, "__qualname__": loaded.__qualname__}
+    return type(loaded.__name__, (loaded,), guards | names)
 
 
 def wrong_tensor(returned: Any, like: Any, what: str) -> str:
     """For `load_named`: `what` of the shape, dtype and device of a tensor, unless `returned` is that."""
-    kinds = [[getattr(each, name, None) for name in ("shape", "dtype", "device")] for each in (returned, like)]
-    return "" if kinds[0] == kinds[1] else f"{what} {[*like.shape]} {like.dtype} on {like.device}"
+    same = all(getattr(returned, name, None) == getattr(like, name) for name in ("shape", "dtype", "device"))
+    return "" if same else f"{what} {[*like.shape]} {like.dtype} on {like.device}"
 
 
-def guarded(owner: type, name: str, method: Callable[..., Any], check: Check | None) -> Callable[..., Any]:
-    """A method of a user's class that tells of it where it raises, or returns what the `check` finds wrong."""
-    kind = HookError if name in REFUSING else FatalHookError
+def guarded(owner: type, name: str, check: Check | None) -> Callable[..., Any]:
+    """Wrap a user's method, to blame it for what it raises, or for what the `check` finds wrong in what it returns."""
+    method, kind = getattr(owner, name), HookError if name in REFUSING else FatalHookError
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
@@ -506,8 +480,8 @@ def guarded(owner: type, name: str, method: Callable[..., Any], check: Check | N
             raise kind(blame(owner, name, error)) from error
         if check and (right := check(returned, *args)):
             shape = getattr(returned, "shape", None)
-            said = repr(returned) if shape is None else f"{[*shape]} {returned.dtype}"
-            raise kind(blame(owner, name, f"returned {said:.80}; it must return {right}"))
+            wrong = repr(returned) if shape is None else f"{[*shape]} {returned.dtype}"
+            raise kind(blame(owner, name, f"returned {wrong:.80}; it must return {right}"))
         return returned
 
     return call

@@ -65,13 +65,12 @@ LARGE_VOCABULARY = 2**15  # tokens; llguidance takes seconds to read so many
 
 def client_facts(config: EngineConfig, model_config: ModelConfig, of_workers: dict[str, Any]) -> dict[str, Any]:
     """What clients need to know about the engine: what its workers measured, and what follows from its options."""
-    tokens = step_tokens(config, of_workers["max_num_batched_tokens"], of_workers["step_seconds"])
     options = (
         "model", "scheduling_policy", "max_logprobs", "data_parallel_size", "torch_profiler_dir",
         "max_prompt_adapter_token", "max_num_seqs",
     )  # fmt: skip
     return of_workers | {
-        "max_num_batched_tokens": tokens,
+        "max_num_batched_tokens": step_tokens(config, of_workers["max_num_batched_tokens"], of_workers["step_seconds"]),
         "architecture": model_config.architecture,
         "notes": notes_on(model_config, of_workers["max_model_len"]),
         "eos_token_ids": model_config.eos_token_ids,
@@ -84,8 +83,8 @@ def client_facts(config: EngineConfig, model_config: ModelConfig, of_workers: di
 def scheduler_sizes(config: EngineConfig, model_config: ModelConfig, known: dict[str, Any]) -> dict[str, Any]:
     """The scheduler's arguments that follow from the model and from its workers' facts."""
     names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "windows", "swap_cost", "row_seconds")
-    ends, states = () if config.makes_vectors else model_config.eos_token_ids, known.get("states")
-    room = StateRoom(**states) if states else None
+    ends = () if config.makes_vectors else model_config.eos_token_ids
+    room = StateRoom(**states) if (states := known.get("states")) else None
     return {name: known[name] for name in names} | {"eos_token_ids": ends, "states": room}
 
 
@@ -140,6 +139,8 @@ class EngineCore:
         self.stat_logger = StatLogger(self.metrics)
         # Called after an update of weights, with the options for this engine's replacement.
         self.on_weights: Callable[[dict[str, Any]], None] = lambda options: None
+
+    metrics = engine_metrics
 
     @property
     def config(self) -> EngineConfig:
@@ -327,8 +328,7 @@ class EngineCore:
             return
         self.scheduler.late, failed = self.grammars.look(groups)
         self._observe("late", self.scheduler.late)
-        if failed:
-            self._give_up(failed)
+        self._give_up(failed)
 
     @undisturbed()
     def _give_up(self, failed: dict[Request, str], engine_fault: bool = False, lasting: bool = False) -> None:
@@ -447,10 +447,6 @@ class EngineCore:
         self.grammars.close()
         self.executor.close()
         self._observe("close")
-
-    def metrics(self) -> dict[str, Any]:
-        """See `engine_metrics`."""
-        return engine_metrics(self)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""

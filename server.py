@@ -26,7 +26,7 @@ if sys.platform == "win32":  # gunicorn could not even be imported
     sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: Windows has no fork; use WSL, or LLM of engine.py\n")
     sys.exit(2)
 
-from commands.plan import COMMANDS, PACKAGES, answer_without, serve_parser, show_plan
+from commands.plan import COMMANDS, PACKAGES, answer_without, server_flags
 from config import PROG, lacking
 
 if __name__ == "__main__" and (lack := lacking(PACKAGES)):
@@ -201,10 +201,7 @@ def serve(argv: list[str]) -> None:
 
     If torchrun or `srun` has started this on every rank, rank 0 serves, and the other ranks end when it does.
     """
-    parser = serve_parser()
-    flags = parser.read(argv)
-    if "plan" in flags:
-        return show_plan(parser, flags)
+    parser, flags = server_flags(argv)
     with told_in_a_line(parser):
         engine_config, config = read_configs(flags)
         config = with_all_keys(config, os.environ)

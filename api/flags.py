@@ -202,6 +202,18 @@ def from_flags(cls: type[T], flags: argparse.Namespace) -> T:
         raise ValueError(f"{where}{error}") from None
 
 
+def words_of(cls: type[Options], flags: argparse.Namespace) -> list[str]:
+    """The options of `cls` that were given, as words of a command line."""
+    words = []
+    for f in flag_fields(cls):
+        value, flag = getattr(flags, f.name, None), f.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            words += [f"--{flag}={item}" for item in (value if isinstance(value, list | tuple) else [value])]
+    return words
+
+
 @contextlib.contextmanager
 def told_in_a_line(parser: OptionParser) -> Iterator[None]:
     """End the process where the `with` block raises: with code 2 and a line for a ValueError, with 130 after Ctrl-C."""

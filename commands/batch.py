@@ -97,8 +97,7 @@ def main(argv: list[str]) -> None:
         client, facts = fleet.new_client(), fleet.facts
         width = LINES_PER_SEQUENCE * engine_config.max_num_seqs * engine_config.data_parallel_size
         pause = 0.2 if sys.stderr.isatty() else 30.0  # seconds between two states of the bar; a log needs few of them
-        total = count_lines(file, config.max_body_bytes)
-        bar = tqdm(total=total, desc="Batch", unit="line", mininterval=pause)
+        bar = tqdm(total=count_lines(file, config.max_body_bytes), desc="Batch", unit="line", mininterval=pause)
         batch = Batch(Api(client, tokenizer, facts, config, names, board, adapters), answers, width, bar)
         for number in (signal.SIGINT, signal.SIGTERM):
             gevent.signal_handler(number, batch.ended.set_exception, SystemExit(128 + number))

@@ -10,10 +10,10 @@ import os
 import sys
 from typing import NoReturn
 
-import config
 from api.flags import OptionParser, from_flags, split_command, told_in_a_line
 from api.options import ServerConfig, with_all_keys
 from checkpoints.hub import find_model
+from config import PACKAGES as OF_ENGINES
 from config import PROG, EngineConfig, lacking
 from model_config import ModelConfig
 from observe.logs import set_up
@@ -31,10 +31,8 @@ COMMANDS = {
     "quantize": "write a model whose weights have few bits",
     "bench": "measure Manta; the rest is for bench/bench.py",
 }
-OF_PLANS = ("torch", "safetensors", "numpy", "psutil")  # packages that a plan needs
-PACKAGES = (  # that the server needs
-    *config.PACKAGES, "huggingface_hub", "flask", "gunicorn", "gevent", "msgspec", "llguidance", "prometheus_client",
-)  # fmt: skip
+# Packages that the server needs.
+PACKAGES = (*OF_ENGINES, "huggingface_hub", "flask", "gunicorn", "gevent", "msgspec", "llguidance", "prometheus_client")
 
 
 def size_or_model(text: str) -> float | str:
@@ -47,15 +45,19 @@ def size_or_model(text: str) -> float | str:
         return text
 
 
-def serve_parser() -> OptionParser:
-    """The command line of the server."""
+def server_flags(argv: list[str]) -> tuple[OptionParser, argparse.Namespace]:
+    """The command line of the server, and what it says. With `--plan`, the plan is printed and the process ends."""
     usage = "[COMMAND] [MODEL] [option ...]"
     parser = OptionParser(EngineConfig, ServerConfig, usage=usage, description=ABOUT, commands=COMMANDS)
     parser.add_argument(
         "--plan", nargs="?", type=size_or_model, metavar="GIB", default=argparse.SUPPRESS,
         help="only print what takes how much memory, on this machine or on a GPU of so many GiB; no GPU is touched",
     )  # fmt: skip
-    return parser
+    flags = parser.read(argv)
+    if "plan" in flags:
+        show_plan(parser, flags)
+        sys.exit()
+    return parser, flags
 
 
 def show_plan(parser: OptionParser, flags: argparse.Namespace) -> None:
@@ -69,7 +71,7 @@ def show_plan(parser: OptionParser, flags: argparse.Namespace) -> None:
         with_all_keys(from_flags(ServerConfig, flags), os.environ)
         set_up(options.log_level, options.log_format)
         options = find_model(options, weights=False)
-        if lack := lacking(OF_PLANS):
+        if lack := lacking(("torch", "safetensors", "numpy", "psutil")):
             raise ValueError(lack)
         from device.startup import print_plan
 
@@ -79,8 +81,5 @@ def show_plan(parser: OptionParser, flags: argparse.Namespace) -> None:
 def answer_without(argv: list[str], lack: str) -> NoReturn:
     """Do what can be done where packages are missing, and end the process; else with a line that says what to do."""
     command, rest = split_command(argv, COMMANDS)
-    parser = serve_parser() if command in ("", "serve") else OptionParser(command=command)
-    if command in ("", "serve") and "plan" in (flags := parser.read(rest)):
-        show_plan(parser, flags)
-        sys.exit()
+    parser = server_flags(rest)[0] if command in ("", "serve") else OptionParser(command=command)
     parser.error(lack)

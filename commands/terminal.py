@@ -25,10 +25,10 @@ from functools import partial
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 
 from api.adapters import read_module
-from api.flags import OF_REQUESTS, OptionParser, flag_fields, from_flags, refuse_given
+from api.flags import OF_REQUESTS, OptionParser, from_flags, refuse_given, told_in_a_line, words_of
 from checkpoints.hub import find_model
 from config import DEMO, PROG, EngineConfig
 from executor import end_with_parent
@@ -53,8 +53,6 @@ HELP = '''  /reset        forget what was said, but for the system message
 A line that ends with a backslash goes on in the next one, and """ opens and
 closes a text of several lines.
 Ctrl-C stops an answer; what it has said stays in the conversation.'''
-
-Prompt = str | list[dict[str, Any]]  # a text to go on from, or a conversation
 
 
 @dataclass(frozen=True)
@@ -217,17 +215,15 @@ class Model:
             too_long = code == "context_length_exceeded" or "maximum context length" in message  # vLLM has no such code
             raise (TooLongError if too_long else ValueError)(message) from None
         except (OSError, HTTPException) as error:
-            reason = error.reason if isinstance(error, URLError) else error
-            raise ValueError(f"{self.url} does not answer: {reason}") from None
+            raise ValueError(f"{self.url} does not answer: {getattr(error, 'reason', error)}") from None
 
-    def answer(self, prompt: Prompt, answer: Reply) -> None:
-        """Have an answer generated, and show it as it comes. KeyboardInterrupt stops it at once.
+    def answer(self, prompt: str | list[dict[str, Any]], answer: Reply) -> None:
+        """Answer a text or a conversation, and show the answer as it comes. KeyboardInterrupt stops it at once.
 
         A ValueError, if the prompt is refused; a `TooLongError`, if the context does not hold it; a RuntimeError, if
         the answer was begun and cannot go on.
         """
-        chats = not isinstance(prompt, str)
-        path, field = ("/v1/chat/completions", "messages") if chats else ("/v1/completions", "prompt")
+        path, field = ("/v1/completions", "prompt") if isinstance(prompt, str) else ("/v1/chat/completions", "messages")
         body = {"model": self.model, field: prompt, "stream": True, "stream_options": {"include_usage": True}}
         with self._open(path, body | self.fields) as response:
             for text, finish_reason, num_tokens in self._news(response):
@@ -294,9 +290,7 @@ class Chat:
             return input(prompt)
         if self.tty:  # stdout is a file, which gets answers alone
             print(prompt, end="", file=sys.stderr, flush=True)
-        if not (line := sys.stdin.readline()):
-            raise EOFError
-        return line.removesuffix("\n")
+        return input()
 
     def _whole(self, line: str) -> str:
         """The message that this line begins."""
@@ -336,10 +330,10 @@ class Chat:
     def _ask(self, text: str) -> None:
         """Send a message and show its answer. The conversation keeps both if there is an answer."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        conversation = [*system, *self.messages, {"role": "user", "content": text}]
+        messages = [*self.messages, {"role": "user", "content": text}]
         answer, trouble = Reply(), ""
         try:
-            self.model.answer(conversation, answer)
+            self.model.answer([*system, *messages], answer)
         except KeyboardInterrupt:
             if not self.tty:
                 raise
@@ -348,7 +342,7 @@ class Chat:
         except (ValueError, RuntimeError) as error:
             trouble = f"error: {error}"
         if answer.text or answer.finish_reason:
-            self.messages = [*conversation[len(system) :], {"role": "assistant", "content": answer.text}]
+            self.messages = [*messages, {"role": "assistant", "content": answer.text}]
             answer.end()
         elif not trouble:
             say("\nThere is no answer, so the question is forgotten.")
@@ -362,7 +356,7 @@ def chat(argv: list[str]) -> None:
     """Talk with a model in the terminal; see `run`."""
     about = "Talk with a model. Each line of stdin is a message; /help lists what else may be said."
     parser = OptionParser(ChatOptions, EngineConfig, command="chat", description=about)
-    run(parser, ChatOptions, lambda model, options: Chat(model, options.system).run(), argv)
+    run(parser, ChatOptions, lambda opened, options: Chat(opened(), options.system).run(), argv)
 
 
 def complete(argv: list[str]) -> None:
@@ -373,23 +367,17 @@ def complete(argv: list[str]) -> None:
     run(parser, CompleteOptions, go_on, argv)
 
 
-def read_prompt(prompt: str | None) -> str:
-    """The prompt, or else the text on stdin; a ValueError if it is empty."""
-    if prompt is None:
+def go_on(opened: Callable[[], Model], options: CompleteOptions) -> int:
+    """Go on from the prompt, or else the text on stdin; returns the exit code. A refused prompt is a ValueError."""
+    if (prompt := options.prompt) is None:
         if sys.stdin.isatty():
             say("The text ends with Ctrl-D at the beginning of a line.")
         prompt = sys.stdin.read().removesuffix("\n")
     if not prompt:
         raise ValueError("the prompt is empty; give -p TEXT, or a text on stdin")
-    return prompt
-
-
-def go_on(model: Model, options: CompleteOptions) -> int:
-    """Go on from the prompt; returns the exit code. A prompt that is refused is a ValueError."""
-    assert options.prompt
-    answer, code = Reply(), 0
+    model, answer, code = opened(), Reply(), 0
     try:
-        model.answer(options.prompt, answer)
+        model.answer(prompt, answer)
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except RuntimeError as error:
@@ -399,32 +387,25 @@ def go_on(model: Model, options: CompleteOptions) -> int:
     return code
 
 
-def run(parser: OptionParser, cls: type[AnswerOptions], act: Callable[[Model, Any], int], argv: list[str]) -> None:
-    """Open a model, act on it and exit.
+def run(parser: OptionParser, cls: type[AnswerOptions], act: Callable[..., int], argv: list[str]) -> None:
+    """Call `act` with what opens the model, and with the options, and exit.
 
     The exit code is what `act` returns; 2 where it cannot begin, after one line that says why; 1 where stdout cannot be
     written; and 130 after Ctrl-C.
     """
-    flags, code = parser.read(argv), 2
+    flags = parser.read(argv)
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # what the terminal has no character for must end nothing
     try:
-        options = from_flags(cls, flags)
-        if isinstance(options, CompleteOptions):
-            options = dataclasses.replace(options, prompt=read_prompt(options.prompt))  # before the model is loaded
-        with contextlib.ExitStack() as stack:
-            code = act(open_model(flags, options, stack), options)
-    except ValueError as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
+        with told_in_a_line(parser), contextlib.ExitStack() as stack:
+            options = from_flags(cls, flags)
+            sys.exit(act(partial(open_model, flags, options, stack), options))
     except OSError as error:  # stdout is full, or nobody reads it
         if not isinstance(error, BrokenPipeError):
             say(f"{parser.prog}: error: {error}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the interpreter still holds for it
-        code = 1
-    sys.exit(code)
+        sys.exit(1)
 
 
 def open_model(flags: argparse.Namespace, options: AnswerOptions, stack: contextlib.ExitStack) -> Model:
@@ -440,17 +421,15 @@ def open_model(flags: argparse.Namespace, options: AnswerOptions, stack: context
     refuse_given(flags, ["api_key"], "without --url there is no server that it could be for")
     vars(flags).setdefault("max_num_seqs", options.max_num_seqs)
     config = find_model(from_flags(EngineConfig, flags))
-    if config.task not in ("auto", "generate"):
-        raise ValueError(f"task is {config.task!r}; to get answers it must be 'generate'")
-    if config.skip_tokenizer_init:
-        raise ValueError("skip_tokenizer_init is True; where text comes and goes it must be False")
+    config.allow("to get answers", "task", "auto", "generate")
+    config.allow("where text comes and goes", "skip_tokenizer_init", False)
     if isinstance(options, ChatOptions) and not Tokenizer(config.folder).has_chat_template:
         raise ValueError(f"{config.model} has no chat template; `{PROG} complete` goes on from a text")
-    # Statistics would come between the lines of a conversation.
-    own = [*engine_flags(flags), "--disable-log-stats", *(f"--lora-modules={each}" for each in options.lora_modules)]
+    own = [*words_of(EngineConfig, flags), "--disable-log-stats"]  # they would come between the lines of a conversation
+    own += [f"--lora-modules={module}" for module in options.lora_modules]
     if config.distributed_executor_backend == "auto" and config.world_size == 1:
         own.append("--distributed-executor-backend=uni")
-    adapters = [read_module(each).name for each in options.lora_modules]
+    adapters = [read_module(module).name for module in options.lora_modules]
     url, key = stack.enter_context(own_server(own))
     # Answers are as long as the context holds, and tell how many tokens they have also where they are stopped.
     own_fields: dict[str, Any] = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
@@ -458,13 +437,3 @@ def open_model(flags: argparse.Namespace, options: AnswerOptions, stack: context
         say("This is the demo, a very small model. Try: Who are you?")
     own_fields |= {"max_tokens": -1} if isinstance(options, CompleteOptions) else {}
     return Model(url, key, adapters[0] if adapters else None, own_fields | options.sampling)
-
-
-def engine_flags(flags: argparse.Namespace) -> list[str]:
-    """The options of the engine that were given, as words of a command line."""
-    words = []
-    for name in (f.name for f in flag_fields(EngineConfig) if f.name in flags):
-        value, flag = getattr(flags, name), name.replace("_", "-")
-        given = [f"--{flag}={each}" for each in (value if isinstance(value, list | tuple) else [value])]
-        words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else given
-    return words

@@ -112,14 +112,14 @@ class Child:
         )  # fmt: skip
         assert self.process.stdin and self.process.stdout
         self.to_child, self.from_child = self.process.stdin, self.process.stdout
-        self.said = b""  # of a line that has no end yet
+        self.unread = b""  # the beginning of a line that has no end yet
         self._write({"fds": fds} | self.options)
 
     def _write(self, options: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # it is dead, and its successor is told
             self.to_child.write(json.dumps(options).encode() + b"\n")
 
-    def _said(self, timeout: float = 0) -> bool:
+    def _has_spoken(self, timeout: float = 0) -> bool:
         """Whether the process has said something, or ended, within so many seconds."""
         return bool(select.select([self.from_child], [], [], timeout)[0])
 
@@ -151,7 +151,7 @@ class Child:
 
     def progress(self, timeout: float = 0) -> bool | None:
         """Whether the process has become ready or failed to start; None: neither in so many seconds."""
-        if self._said(timeout):
+        if self._has_spoken(timeout):
             return self._ready()
         self.look()
         return None
@@ -171,19 +171,16 @@ class Child:
                 logger.warning(f"{self.name} has ended {how} (pid {self.process.pid}); another is started")
                 self._close_pipes()
                 self._launch()
-        elif self.starting and self._said():
+        elif self.starting and self._has_spoken():
             if self._ready():
                 self.failures = 0
-                logger.warning(
-                    f"{self.name} is ready again after {time.monotonic() - self.begun:.1f} s (pid {self.process.pid})"
-                )
+                took = time.monotonic() - self.begun
+                logger.warning(f"{self.name} is ready again after {took:.1f} s (pid {self.process.pid})")
             else:
                 self.not_before = time.monotonic() + PAUSE * self.failures
                 self.failures += 1
                 if self.failures == MAX_FAILURES:
-                    raise ChildProcessError(
-                        f"{self.name} has failed to start {self.failures} times in a row: that is the most"
-                    )
+                    raise ChildProcessError(f"{self.name} has failed to start {MAX_FAILURES} times in a row, the most")
         else:
             self.look()
 
@@ -201,13 +198,13 @@ class Child:
 
     def listen(self) -> None:
         """Take the heartbeats that have come, and what the process has told."""
-        while self._said() and (said := os.read(self.from_child.fileno(), 4096)):
-            self.beats += len(said)
-            self.idle = self.idle + len(said) if set(said) == set(IDLE) else 0
-            *lines, rest = (self.said + said).split(b"\n")
+        while self._has_spoken() and (data := os.read(self.from_child.fileno(), 4096)):
+            self.beats += len(data)
+            self.idle = self.idle + len(data) if set(data) == set(IDLE) else 0
+            *lines, rest = (self.unread + data).split(b"\n")
             for line in lines:
                 self.on_told(json.loads(line.strip(BUSY + IDLE)))
-            self.said = rest.lstrip(BUSY + IDLE)
+            self.unread = rest.lstrip(BUSY + IDLE)
 
     def _kill(self, why: str) -> None:
         logger.warning(f"{self.name} {why}; it is killed (pid {self.process.pid})")
@@ -412,12 +409,7 @@ class Board(ctypes.Structure):
     PLACES, MOST_TASKS, MOST_TOLD, MOST_NAMES, MOST_NAME = 256, 16, 2**13, 2**10, 64
     draining: bool
     wanted: int
-    engines: Any
-    answers: Any
-    bytes: Any
-    told: Any
-    names: Any
-    counts: Any
+    engines: MutableSequence[int]
     _fields_ = (
         ("draining", ctypes.c_bool), ("wanted", ctypes.c_int64), ("engines", ctypes.c_int64 * PLACES),
         ("answers", ctypes.c_int64 * PLACES), ("bytes", ctypes.c_int64 * PLACES),

@@ -25,19 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from plan import (
-    Abort,
-    Call,
-    EngineCoreRequest,
-    EngineOutput,
-    Health,
-    Kwargs,
-    Method,
-    Outputs,
-    Reply,
-    error_output,
-    reference_to,
-)
+from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Kwargs, Method, Outputs, Reply, reference_to
 from processes.connection import GRACE, Connection
 from processes.messages import Message
 from ring import undisturbed
@@ -67,6 +55,8 @@ class EngineCoreClient(ABC):
     Once a client is shut down, whatever asks something of an engine raises a ValueError; `shutdown` and `abort` do
     nothing then.
     """
+
+    num_engines = 1  # at the start
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -126,8 +116,8 @@ class EngineCoreClient(ABC):
             TimeoutError, EngineDeadError: see `utility_on_all`.
         """
         name = method if isinstance(method, str) else reference_to(method)
-        found = self.utility_on_all("collective_rpc", name, timeout, [*args], dict(kwargs or {}))
-        return [one for each in found.values() for one in each]
+        by_engine = self.utility_on_all("collective_rpc", name, timeout, [*args], dict(kwargs or {}))
+        return [result for results in by_engine.values() for result in results]
 
     def dp_engines_running(self) -> bool:
         """Whether an engine has a request to run now, from whichever client; raises what `utility` does."""
@@ -139,15 +129,10 @@ class EngineCoreClient(ABC):
         Raises:
             ValueError: their number is fixed, or this one is not allowed.
         """
-        raise fixed_size(new_data_parallel_size, 1)
-
-
-def fixed_size(asked: Any, size: int) -> ValueError:
-    """The error of a client whose number of engines, `size`, cannot be changed."""
-    return ValueError(
-        f"data_parallel_size is {reprlib.repr(asked)}; it must be {size}, because engines come and go only in a server "
-        "with --data-parallel-size-max"
-    )
+        raise ValueError(
+            f"data_parallel_size is {reprlib.repr(new_data_parallel_size)}; it must be {self.num_engines}, because "
+            "engines come and go only in a server with --data-parallel-size-max"
+        )
 
 
 def check_accepted(output: EngineOutput, begun: bool) -> None:
@@ -307,8 +292,8 @@ class MPClient(EngineCoreClient):
     def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
         target = stream or Stream()
         target.clients.add(self)
-        if self.suspects and (error := self.suspects.add(request)):
-            target.put(error_output(request.request_id, error))
+        if self.suspects and (refusal := self.suspects.add(request)):
+            target.put(refusal)
             return target
         try:
             self._send(request, lambda: self.streams.update({request.request_id: target}))

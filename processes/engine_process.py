@@ -78,23 +78,21 @@ class EngineServer:
         if self.lockstep:
             coordinator.send(self.lockstep.join())
 
-    def _load(self) -> Load:
-        scheduler = self.core.scheduler
-        queued = len(scheduler.waiting) + len(scheduler.swapped) + len(scheduler.admission.aside)
-        queued += len(self.core.paused) + len(self.core.adapters.waiting)
-        return Load(self.load.rank, queued, len(scheduler.running))
-
     def _report(self) -> None:
         """Tell the coordinator what has changed."""
         if not self.coordinator:
             return
-        if (load := self._load()) != self.load:
+        core, scheduler = self.core, self.core.scheduler
+        waiting = len(scheduler.waiting) + len(scheduler.swapped) + len(scheduler.admission.aside)
+        waiting += len(core.paused) + len(core.adapters.waiting)
+        load = Load(self.load.rank, waiting, len(scheduler.running))
+        if load != self.load:
             self.load = load
             self.coordinator.send(load)
         if self.lockstep and self.peers and self.lockstep.met != self.peers.met:  # all count from 0 again
             self.lockstep = Lockstep(self.load.rank, self.peers.met)
             self.coordinator.send(self.lockstep.join())
-        if self.lockstep and (report := self.lockstep.report(self.core.scheduler.has_work())):
+        if self.lockstep and (report := self.lockstep.report(scheduler.has_work())):
             self.coordinator.send(report)
 
     def run(self) -> None:

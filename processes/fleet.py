@@ -102,15 +102,14 @@ class Fleet:
         facts = {rank: engine.facts for rank, engine in self.engines.items()}
         if self.gate:
             self._wait_for_hosts(self.gate)
-            facts |= {int(rank): told for rank, told in self.gate.facts.items()}
+            facts |= {int(rank): theirs for rank, theirs in self.gate.facts.items()}
             facts |= self._take_weights(facts)
         self.facts = facts[self.ranks[0]]
-        for rank, told in facts.items():
+        for rank, theirs in facts.items():
             for name in FACTS:
-                if told[name] != self.facts[name]:
-                    raise ValueError(
-                        f"{name} is {told[name]!r} in engine {rank} and {self.facts[name]!r} in engine {self.ranks[0]}"
-                    )
+                if theirs[name] != self.facts[name]:
+                    both = f"{theirs[name]!r} in engine {rank} and {self.facts[name]!r} in engine {self.ranks[0]}"
+                    raise ValueError(f"{name} is {both}")
             self.board.engines[rank] = READY
         self.board.wanted = len(facts)
 
@@ -141,7 +140,7 @@ class Fleet:
         Raises:
             ValueError: such weights are not on this host.
         """
-        newest = max(facts.values(), key=lambda told: told["weights_version"])
+        newest = max(facts.values(), key=lambda theirs: theirs["weights_version"])
         old = [rank for rank in self.engines if facts[rank]["weights"] != newest["weights"]]
         if old:
             stamp = stamp_of(newest["weights"])  # files may have other times on this host
@@ -156,10 +155,8 @@ class Fleet:
 
     def _launch(self, rank: int) -> None:
         self.board.engines[rank] = STARTING
-        config = dataclasses.replace(self.config, data_parallel_rank=rank)
-        if self.facts:
-            config = dataclasses.replace(config, **sizes_of(self.facts))
-        config = dataclasses.replace(config, **self._newest_weights(rank))
+        same = (sizes_of(self.facts) if self.facts else {}) | self._newest_weights(rank)
+        config = dataclasses.replace(self.config, data_parallel_rank=rank, **same)
         address = self.coordinator.address if self.coordinator else None
         self.engines[rank] = EngineProcess(config, address, self.ends[rank])
 
@@ -169,9 +166,8 @@ class Fleet:
             (rank,) = self.ranks
             return MPClient(self.ends[rank][0], rank, suspects)
         addresses = [self.ends[rank][0] for rank in self.ranks]
-        sizes = self.config.data_parallel_sizes
         coordinator, router = self.coordinator.address, self.new_router(routers)
-        return DPClient(addresses, coordinator, router, self.board, sizes, suspects=suspects)
+        return DPClient(addresses, coordinator, router, self.board, self.config.data_parallel_sizes, suspects=suspects)
 
     def new_router(self, routers: int = 1) -> Router:
         """A router, one of so many."""
@@ -334,17 +330,15 @@ def check_engines(config: EngineConfig) -> None:
             a rank, but not for what it would be.
     """
     if config.data_parallel_rank and not config.data_parallel_external_lb:
-        raise ValueError(
-            f"data_parallel_rank is {config.data_parallel_rank}; it is for --data-parallel-external-lb (for "
-            "--headless there is data_parallel_start_rank)"
-        )
+        why = "it is for --data-parallel-external-lb (for --headless there is data_parallel_start_rank)"
+        config.refuse("data_parallel_rank", why)
     size, ranks = config.local_engines, config.world_size
     if size <= 1 or config.device == "cpu" or config.distributed_executor_backend == "ray":
         return
-    found = visible_gpus()
-    if found and len(found) < size * ranks:
+    gpus = visible_gpus()
+    if gpus and len(gpus) < size * ranks:
         raise ValueError(
             f"data_parallel_size is {size} on this host, with tensor_parallel_size {config.tensor_parallel_size} and "
             f"pipeline_parallel_size {config.pipeline_parallel_size}, which takes {size * ranks} GPUs; there are "
-            f"{len(found)}"
+            f"{len(gpus)}"
         )

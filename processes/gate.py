@@ -159,8 +159,7 @@ class Gate:
             except OSError as error:
                 if listener.fileno() < 0:
                     return
-                # Too many are open.
-                self.refusals.warn(f"no connection from another host can be taken: {error.strerror}")
+                self.refusals.warn(f"no connection from another host can be taken: {error.strerror}")  # too many open
                 time.sleep(PAUSE)
                 continue
             threading.Thread(target=self._receive, args=(sock, address[0]), daemon=True).start()

@@ -36,8 +36,7 @@ SECRET = "MANTA_DATA_PARALLEL_SECRET"
 SHARED = (
     "dtype", "quantization", "kv_cache_dtype", "max_model_len", "block_size", "max_logprobs", "generation_config",
     "task", "pooling_type", "load_format", "skip_tokenizer_init", "seed", "batch_invariant", "scheduling_policy",
-    "data_parallel_size", "hf_overrides", "logits_processors", "model_plugin", "enable_lora",
-    "max_lora_rank",
+    "data_parallel_size", "hf_overrides", "logits_processors", "model_plugin", "enable_lora", "max_lora_rank",
 )  # fmt: skip
 
 
@@ -64,10 +63,7 @@ def read_secret(config: EngineConfig, environ: MutableMapping[str, str]) -> str:
     if given is None and config.data_parallel_backend == "ray":
         return os.urandom(NONCE).hex()
     if given is None:
-        raise ValueError(
-            f"data_parallel_secret_file is not given, and neither is {SECRET}; engines on several hosts need one of "
-            "them, the same on all hosts"
-        )
+        raise ValueError(f"neither data_parallel_secret_file nor {SECRET} is given; all hosts need the same secret")
     if len(given) < SHORTEST_SECRET:  # the message does not show it
         raise ValueError(
             f"the secret (data_parallel_secret_file or {SECRET}) has {len(given)} characters; it must have at least "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 
 def option(default: Any, help: str, low: float | None = None, high: float | None = None) -> Any:
@@ -133,62 +133,55 @@ class ClusterOptions:
         """The first of this host's engines."""
         return self.data_parallel_rank if self.data_parallel_external_lb else self.data_parallel_start_rank or 0
 
+    def refuse(self, name: str, why: str) -> NoReturn:
+        """Raise a ValueError about an option's value."""
+        raise ValueError(f"{name} is {getattr(self, name)!r}; {why}")
+
+    def allow(self, when: str, name: str, *values: Any) -> None:
+        """Refuse another value of an option than these; the error says `when` that holds."""
+        if getattr(self, name) not in values:
+            words = ("left out" if value in (None, ()) else repr(value) for value in values)
+            self.refuse(name, f"{when} it must be {' or '.join(words)}")
+
     def check_hosts(self) -> None:
-        """Raises ValueError: two options do not go together."""
-        size, local = self.data_parallel_size, self.data_parallel_size_local
-        most = self.data_parallel_size_max
+        """Refuse options about engines and hosts that do not go together: a ValueError."""
+        size, local, most = self.data_parallel_size, self.data_parallel_size_local, self.data_parallel_size_max
         by_ray = self.data_parallel_backend == "ray"
         several = by_ray or self.headless or (local is not None and local < size)
-        if by_ray and (self.headless or local is not None or self.data_parallel_external_lb):
-            raise ValueError(
-                "data_parallel_backend is 'ray', which chooses nodes and starts engines there; headless, "
-                "data_parallel_size_local and data_parallel_external_lb must not be given"
-            )
-        if by_ray and self.distributed_executor_backend in ("ray", "external_launcher"):
-            raise ValueError(
-                "data_parallel_backend is 'ray', so the ranks of an engine are on one node; "
-                f"distributed_executor_backend is {self.distributed_executor_backend!r} and must be auto, mp or uni"
-            )
+        if by_ray:
+            when = "with data_parallel_backend 'ray', which starts each engine on a node that it chooses,"
+            self.allow(when, "headless", False)
+            self.allow(when, "data_parallel_size_local", None)
+            self.allow(when, "data_parallel_external_lb", False)
+            self.allow(when, "distributed_executor_backend", "auto", "mp", "uni")
         if local is not None and not self.headless <= local <= size:
-            raise ValueError(
-                f"data_parallel_size_local is {local}; it must be from {int(self.headless)} to data_parallel_size, "
-                f"{size}"
-            )
+            why = f"it must be from {int(self.headless)} to data_parallel_size, {size}"
+            self.refuse("data_parallel_size_local", why)
         if several and not by_ray and self.data_parallel_address is None:
             raise ValueError("data_parallel_address is not given; engines on several hosts need it")
-        if self.headless:
-            first = self.data_parallel_start_rank or 0
-            if first + (size if local is None else local) > size:
-                raise ValueError(
-                    f"data_parallel_start_rank is {first}, with {size if local is None else local} engines here "
-                    f"(data_parallel_size_local); the last one must be below data_parallel_size, {size}"
-                )
-        elif self.data_parallel_start_rank is not None:
+        first, here = self.data_parallel_start_rank or 0, size if local is None else local
+        if not self.headless:
+            self.allow("on the server's host, without headless,", "data_parallel_start_rank", None)
+        elif first + here > size:
             raise ValueError(
-                f"data_parallel_start_rank is {self.data_parallel_start_rank}; it is for --headless: on the server's "
-                "host it is 0"
+                f"data_parallel_start_rank is {first}, with {here} engines here (data_parallel_size_local); the last "
+                f"one must be below data_parallel_size, {size}"
             )
-        if self.data_parallel_external_lb and (several or local is not None or most is not None):
-            raise ValueError(
-                "data_parallel_external_lb is True, so this host serves one engine; headless, data_parallel_size_local "
-                "and data_parallel_size_max must not be given"
-            )
-        if self.data_parallel_rank >= max(size, most or 0):
-            raise ValueError(f"data_parallel_rank is {self.data_parallel_rank}; it must be below {size}")
+        if self.data_parallel_external_lb:
+            when = "with data_parallel_external_lb, where a host serves one engine,"
+            self.allow(when, "headless", False)
+            self.allow(when, "data_parallel_size_local", None)
+            self.allow(when, "data_parallel_size_max", None)
+        if self.data_parallel_rank >= self.max_engines:
+            self.refuse("data_parallel_rank", f"it must be below {self.max_engines}")
         if most is not None and most < size:
-            raise ValueError(f"data_parallel_size_max is {most}; it must be at least data_parallel_size, {size}")
-        if most is not None and (several or local is not None):
-            raise ValueError(
-                f"data_parallel_size_max is {most}; with data_parallel_size_local, or engines on several hosts, which "
-                "start and end there, it must not be given"
-            )
-        if self.enable_expert_parallel and (several or self.data_parallel_external_lb):
-            raise ValueError(
-                "enable_expert_parallel is True; engines that share experts must be on one host, behind one server: "
-                "headless, a smaller data_parallel_size_local and data_parallel_external_lb must not be given"
-            )
+            self.refuse("data_parallel_size_max", f"it must be at least data_parallel_size, {size}")
+        if several or local is not None:
+            when = "with data_parallel_size_local, or engines on several hosts, which start and end there,"
+            self.allow(when, "data_parallel_size_max", None)
+        if several or self.data_parallel_external_lb:
+            when = "with engines on several hosts, or behind several servers (data_parallel_external_lb),"
+            self.allow(when, "enable_expert_parallel", False)
         if self.local_engines > 1 and self.distributed_executor_backend == "external_launcher":
-            raise ValueError(
-                f"data_parallel_size is {self.data_parallel_size}; with distributed_executor_backend "
-                "'external_launcher', whose ranks are those of one engine, it must be 1"
-            )
+            why = "with distributed_executor_backend 'external_launcher', whose ranks are of one engine, it must be 1"
+            self.refuse("data_parallel_size", why)

@@ -94,8 +94,8 @@ class PoolingFaces:
             ValueError: the task of this engine is not to embed, or see `generate`.
         """
         self._check_task("embed", ("embed",))
-        found = self.encode(prompts, pooling_params, use_tqdm, "embed", tokenization_kwargs, prompt_name)
-        return [one.having(EmbeddingOutput(one.outputs.data)) for one in found]
+        results = self.encode(prompts, pooling_params, use_tqdm, "embed", tokenization_kwargs, prompt_name)
+        return [one.having(EmbeddingOutput(one.outputs.data)) for one in results]
 
     def classify(
         self,
@@ -110,8 +110,8 @@ class PoolingFaces:
             ValueError: the model has no classification head, or see `generate`.
         """
         self._check_task("classify", ("score", "classify"))
-        found = self.encode(prompts, pooling_params, use_tqdm, tokenization_kwargs=tokenization_kwargs)
-        return [one.having(ClassificationOutput(one.outputs.data)) for one in found]
+        results = self.encode(prompts, pooling_params, use_tqdm, tokenization_kwargs=tokenization_kwargs)
+        return [one.having(ClassificationOutput(one.outputs.data)) for one in results]
 
     def score(
         self,
@@ -144,8 +144,8 @@ class PoolingFaces:
                 encoder.encode_pair(*pair) if keep is None else encoder.encode_cut(pair, keep, "right")[0]
                 for pair in pairs
             ]
-            found = self._pool(ids, pooling_params, use_tqdm)
-            return [one.having(ScoringOutput(*one.outputs.data or [math.nan])) for one in found]  # it has one label
+            results = self._pool(ids, pooling_params, use_tqdm)
+            return [one.having(ScoringOutput(*one.outputs.data or [math.nan])) for one in results]  # it has one label
         distinct = list(dict.fromkeys(first + second))
         ids = self._pooled_ids(distinct, keep, prompt_name)
         vectors = dict(zip(distinct, self._pool(ids, pooling_params, use_tqdm), strict=True))
@@ -177,7 +177,7 @@ class PoolingFaces:
         before, cuts = opening(facts, name), keep is None and facts["cuts_texts"]
         keep = facts["max_model_len"] if cuts else keep
         texts = iter(tokenizer.encode_batch([before + item for item in prompts if isinstance(item, str)]))
-        found = []
+        token_ids = []
         for item in prompts:
             if isinstance(item, dict) and isinstance(item.get("prompt"), str) and "prompt_token_ids" not in item:
                 item = item | {"prompt": before + item["prompt"]}
@@ -186,37 +186,34 @@ class PoolingFaces:
                 if cuts:
                     warn_once(CUT.format(keep))
                 ids = ids[:keep] if text is None else tokenizer.encode_cut((text,), keep, "right")[0]
-            found.append(ids)
-        return found
+            token_ids.append(ids)
+        return token_ids
 
     def _pool(
-        self,
-        prompt_ids: list[list[int]],
-        params: PoolingParams | list[PoolingParams] | None,
-        use_tqdm: bool,
+        self, prompt_ids: list[list[int]], params: PoolingParams | list[PoolingParams] | None, use_tqdm: bool
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What the engine makes of each prompt; raises what `generate` does."""
         each = params if isinstance(params, list) else [params or PoolingParams()] * len(prompt_ids)
         if len(each) != len(prompt_ids):
             raise ValueError(f"pooling_params has {len(each)} entries for {len(prompt_ids)} prompts")
         self._check_awake()
-        found: dict[str, PoolingRequestOutput[PoolingOutput]] = {}
+        results: dict[str, PoolingRequestOutput[PoolingOutput]] = {}
         live, stream, client = set(), Stream(), self.llm_engine.client
         try:
             for ids, param in zip(prompt_ids, each, strict=True):
                 request = EngineCoreRequest(next(self.ids), ids, SamplingParams(), pooling=param)
                 client.add_request(request, stream)
                 live.add(request.request_id)
-                found[request.request_id] = PoolingRequestOutput(request.request_id, PoolingOutput([]), ids, False)
+                results[request.request_id] = PoolingRequestOutput(request.request_id, PoolingOutput([]), ids, False)
             with tqdm(total=len(live), desc="Pooling", unit="request", disable=not use_tqdm) as bar:
                 while live:
                     output = client.get_output(stream)
                     check_accepted(output, begun=False)
                     live.remove(output.request_id)
-                    done = found[output.request_id]
+                    done = results[output.request_id]
                     done.error, done.finished = output.error, output.error is None
                     done.outputs.data = numbers(output.pooled or b"")
                     bar.update()
         finally:  # as in `generate`
             drop(client, live)
-        return list(found.values())
+        return list(results.values())

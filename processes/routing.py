@@ -13,16 +13,7 @@ from typing import Any
 
 from plan import EngineCoreRequest, Health
 from processes.child import READY, Board, watch_over
-from processes.client import (
-    GONE,
-    BackgroundResources,
-    EngineCoreClient,
-    EngineDeadError,
-    MPClient,
-    Stream,
-    fixed_size,
-    weakly,
-)
+from processes.client import GONE, BackgroundResources, EngineCoreClient, EngineDeadError, MPClient, Stream, weakly
 from processes.connection import Connection
 from processes.coordinator import INTERVAL
 from processes.messages import Loads, Routed, Subscribe
@@ -120,6 +111,7 @@ class DPClient(EngineCoreClient):
         suspects: Suspects | None = None,
     ):
         self.addresses, self.router = addresses, router
+        self.num_engines = len(addresses)
         self.board, self.sizes = board, sizes
         self.clients: dict[int, MPClient] = {}
         self.suspects = suspects
@@ -204,45 +196,43 @@ class DPClient(EngineCoreClient):
 
     def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
         self.resources.check()
-        if not (found := self._ask(self.clients, method, args, timeout)):
+        if not (replies := self._ask(self.clients, method, args, timeout)):
             raise EngineDeadError(self.trouble or GONE)
-        return found
+        return replies
 
     def _ask(
         self, clients: dict[int, MPClient], method: str, args: Sequence[Any], timeout: float | None
     ) -> dict[int, Any]:
-        found: dict[int, Any] = {}
+        replies: dict[int, Any] = {}
         for _, client in sorted(clients.items()):
             if not client.connection.silent:
                 with contextlib.suppress(EngineDeadError):
-                    found |= client.utility(method, *args, timeout=timeout)
-        return found
+                    replies |= client.utility(method, *args, timeout=timeout)
+        return replies
 
     def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
         """Call a utility of all engines, also of those that become ready meanwhile (`Fleet._admit`)."""
         self.resources.check()
-        found: dict[int, Any] = {}
+        replies: dict[int, Any] = {}
         called: set[int] = set()
         while clients := {rank: client for rank, client in self.clients.items() if rank not in called}:
             called |= clients.keys()
-            found |= self._ask(clients, method, args, timeout)
+            replies |= self._ask(clients, method, args, timeout)
             self._look()
-        if not found:
+        if not replies:
             raise EngineDeadError(self.trouble or GONE)
-        if missing := sorted(self._ready().keys() - found.keys()):
+        if missing := sorted(self._ready().keys() - replies.keys()):
             raise EngineDeadError(f"{method} was not done by engines that do not answer: {missing}; ask again")
-        return found
+        return replies
 
     def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
         """Change the number of engines; `Fleet` starts and ends them in the main process."""
         self.resources.check()
         if not self.sizes:
-            raise fixed_size(new_data_parallel_size, len(self.addresses))
+            return super().scale_elastic_ep(new_data_parallel_size)
         if type(new_data_parallel_size) is not int or new_data_parallel_size not in self.sizes:
-            raise ValueError(
-                f"data_parallel_size is {reprlib.repr(new_data_parallel_size)}; it must be from {self.sizes[0]} to "
-                f"{self.sizes[-1]}"
-            )
+            allowed = f"from {self.sizes[0]} to {self.sizes[-1]}"
+            raise ValueError(f"data_parallel_size is {reprlib.repr(new_data_parallel_size)}; it must be {allowed}")
         self.board.wanted = new_data_parallel_size
 
     def shutdown(self) -> None:

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Collection
 
 from observe.logs import logger
-from plan import EngineCoreRequest
+from plan import EngineCoreRequest, EngineOutput, error_output
 from processes.client import GONE, EngineDeadError
 
 MIN_DEATHS = 3  # of engine processes before a request is held to be guilty: somebody may kill two by hand
@@ -31,8 +31,8 @@ class Suspects:
         self.deaths: dict[bytes, int] = {}  # of engine processes under what was not answered since
         self.guilty: dict[bytes, float] = {}  # until when it is refused
 
-    def add(self, request: EngineCoreRequest) -> str:
-        """A request is about to be sent. Returns why it is refused, or nothing.
+    def add(self, request: EngineCoreRequest) -> EngineOutput | None:
+        """A request is about to be sent. Returns an output if it is refused.
 
         Raises:
             EngineDeadError: another suspect is on its way.
@@ -41,11 +41,12 @@ class Suspects:
         kind = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes() + asked, digest_size=16).digest()
         with self.lock:
             if time.monotonic() < self.guilty.get(kind, 0.0):
-                return f"{MIN_DEATHS} engine processes have ended while they ran this request, so it is refused for now"
+                why = f"{MIN_DEATHS} engine processes have ended while they ran this request, so it is refused for now"
+                return error_output(request.request_id, why)
             if self._suspect(kind) and any(map(self._suspect, self.flying.values())):
                 raise EngineDeadError(f"{GONE} twice under this request; others that are suspect run before it")
             self.flying[request.request_id] = kind
-        return ""
+        return None
 
     def _suspect(self, kind: bytes) -> bool:
         return self.deaths.get(kind, 0) >= MIN_DEATHS - 1

@@ -288,7 +288,7 @@ def test_a_bad_prompt_is_refused_and_nothing_is_left(llm, bad):
         ({"max_num_batched_tokens": 8}, "max_num_batched_tokens is 8; .* max_num_seqs, 256"),
         ({"backend": "triton"}, "TRITON_INTERPRET=1|has no triton"),
         ({"preemption_mode": "swap", "swap_space": 0.0}, "swap_space is 0.0 GiB; one KV block takes"),
-        ({"scheduler_delay_factor": 0.5}, "scheduler_delay_factor is 0.5; it must be 0 with chunked prefill"),
+        ({"scheduler_delay_factor": 0.5}, "scheduler_delay_factor is 0.5; with chunked prefill it must be 0"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 512}, "without chunked prefill .* 1024"),
         ({"model": "/nowhere"}, "no folder /nowhere"),
     ],

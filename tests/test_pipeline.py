@@ -135,7 +135,7 @@ def test_layers_are_divided_as_asked_for(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said):
             stage_layers(EngineConfig(**fields), config, reference, torch.float32)
     for fields, said in (
-        ({"pipeline_layer_partition": "1,3"}, r"'1,3', 2 counts; .* pipeline_parallel_size is 1"),
+        ({"pipeline_layer_partition": "1,3"}, r"'1,3'; these are 2 counts; .* pipeline_parallel_size is 1"),
         ({"pipeline_layer_partition": "1;3"}, r"'1;3'; it must be counts of layers, like 12,16"),
         ({"pipeline_parallel_size": 0}, "must be at least 1"),
         ({"pipeline_parallel_size": 8, "max_num_seqs": 4}, "must be at most max_num_seqs, 4"),

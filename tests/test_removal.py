@@ -11,9 +11,8 @@ import pytest
 
 from served import ROOT, serving
 
-KEPT = {  # what the log says, what `/metrics` counts and tells, and the server's options
-    "observe/__init__.py", "observe/logs.py", "observe/metrics.py", "observe/prometheus.py", "commands/plan.py",
-}  # fmt: skip
+# What the log says, and what `/metrics` counts.
+KEPT = {"observe/__init__.py", "observe/logs.py", "observe/metrics.py", "observe/prometheus.py"}
 PARTS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {  # its files, and what becomes of lines at its doors
     "executors": (
         ["executors/*.py", "processes/ray_hosts.py"],
@@ -51,10 +50,13 @@ PARTS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {  # its files, 
     ),
     "quantize": (
         ["device/quantize.py", "device/calibrate.py", "checkpoints/compressed.py", "checkpoints/gptq.py"],
-        {"server.py": {'    "quantize": quantize,\n': ""}},
+        {
+            "server.py": {'    "quantize": quantize,\n': ""},
+            "commands/plan.py": {'    "quantize": "write a model whose weights have few bits",\n': ""},
+        },
     ),
     "faces": (
-        ["commands/*.py", "api/batch*.py", "api/anthropic*.py"],
+        ["commands/batch.py", "commands/terminal.py", "api/batch*.py", "api/anthropic*.py"],
         {
             "server.py": {
                 "from api import batches\n": "",
@@ -63,6 +65,11 @@ PARTS: dict[str, tuple[list[str], dict[str, dict[str, str]]]] = {  # its files, 
                 '    "chat": terminal.chat,\n': "",
                 '    "complete": terminal.complete,\n': "",
                 '    "batch": batch.main,\n': "",
+            },
+            "commands/plan.py": {
+                '    "chat": "talk with a model in the terminal",\n': "",
+                '    "complete": "go on from a text",\n': "",
+                '    "batch": "answer a file of requests",\n': "",
             },
             "api/paths.py": {"from api.batches import BATCH_PATHS\n": "", "    *BATCH_PATHS,\n": ""},
             "api/faces.py": {

@@ -289,7 +289,8 @@ def test_ranks_that_start_together_download_once(hub: Hub) -> None:
 def test_a_plan_and_made_up_weights_need_no_weights(hub: Hub, capsys: pytest.CaptureFixture) -> None:
     import server
 
-    server.main(["--plan", "--model", "manta/demo", "--device", "cpu"])
+    with pytest.raises(SystemExit):
+        server.main(["--plan", "--model", "manta/demo", "--device", "cpu"])
     assert capsys.readouterr().out.startswith("manta/demo: Qwen3ForCausalLM, 2,558,784 parameters")
     find_model(EngineConfig("manta/demo", load_format="dummy"))
     assert hub.downloaded("manta/demo") == CONFIGS

@@ -249,7 +249,7 @@ def test_an_engine_that_cannot_start_has_said_why():
         (["chat", "-p", "x"], "chat: error: there is no option -p"),
         (["complete", "--system", "x"], "complete: error: there is no option --system"),
         (["chat", "--skip-tokenizer-init"], "skip_tokenizer_init is True"),
-        (["chat", "--task", "embed"], "task is 'embed'; to get answers it must be 'generate'"),
+        (["chat", "--task", "embed"], "task is 'embed'; to get answers it must be 'auto' or 'generate'"),
         (["chat", "plain"], "plain has no chat template; `server.py complete` goes on from a text"),
         (["chat", "--api-key", "x"], "--api-key is given; without --url there is no server that it could be for"),
         (["chat", "--url", "127.0.0.1:8000"], "url is '127.0.0.1:8000'; it must be like http://127.0.0.1:8000"),

@@ -112,7 +112,7 @@ class PipedEngine(EngineProcess):
     """An engine process without a process: a test writes into the pipe what one would say."""
 
     def _launch(self) -> None:
-        self.begun, self.starting, self.watchdog, self.beats, self.said = time.monotonic(), True, Watchdog(), 0, b""
+        self.begun, self.starting, self.watchdog, self.beats, self.unread = time.monotonic(), True, Watchdog(), 0, b""
         out, self.pipe = os.pipe()
         self.code: int | None = None
         self.to_child, self.from_child = io.BytesIO(), os.fdopen(out, "rb", 0)

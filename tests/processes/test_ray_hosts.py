@@ -47,12 +47,12 @@ def all_answer(server: Server) -> bool:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"headless": True, "data_parallel_address": "10.0.0.1"}, "headless, data_parallel_size_local"),
-        ({"data_parallel_size_local": 1}, "must not be given"),
-        ({"data_parallel_external_lb": True}, "must not be given"),
-        ({"distributed_executor_backend": "ray"}, "must be auto, mp or uni"),
-        ({"distributed_executor_backend": "torchrun"}, "must be auto, mp or uni"),
-        ({"data_parallel_size_max": 3}, "data_parallel_size_max is 3"), ({"enable_expert_parallel": True}, "one host"),
+        ({"headless": True, "data_parallel_address": "10.0.0.1"}, "headless is True; .* it must be False"),
+        ({"data_parallel_size_local": 1}, "must be left out"),
+        ({"data_parallel_external_lb": True}, "must be False"),
+        ({"distributed_executor_backend": "ray"}, "must be 'auto' or 'mp' or 'uni'"),
+        ({"distributed_executor_backend": "torchrun"}, "must be 'auto' or 'mp' or 'uni'"),
+        ({"data_parallel_size_max": 3}, "data_parallel_size_max is 3"), ({"enable_expert_parallel": True}, "hosts"),
         ({"data_parallel_backend": "dask"}, "data_parallel_backend is 'dask'"),
     ],
 )  # fmt: skip
