@@ -452,7 +452,7 @@ def load_named(option: str, name: str, checks: Mapping[str, Check | None], base:
     if not (isinstance(loaded, type) and issubclass(loaded, base)):
         must = "a class" if base is object else f"a subclass of {base.__module__}.{base.__qualname__}"
         raise ValueError(f"{option} is {name!r:.80}; it must be {must}")
-    if missing := [method for method in checks if not hasattr(loaded, method)]:
+    if missing := [method for method in checks if not any(method in vars(cls) for cls in loaded.__mro__)]:
         raise ValueError(f"{option} is {name!r:.80}; it must have a method {missing[0]}")
     overridden = [method for method in checks if getattr(loaded, method) is not getattr(base, method, None)]
     guards = {method: guarded(loaded, method, checks[method]) for method in overridden}

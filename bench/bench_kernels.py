@@ -57,6 +57,7 @@ COUNTED = {"op": 18, "model": 13, "size": 38, "MB": 9, "GFLOP": 9, "floor us": 9
 MEASURED = {"error": 6, "us": 9, "GB/s": 6, "TFLOP/s": 7, "of limit": 8, "a library takes": 15}  # further ones on a GPU
 CACHE = 200 << 20  # bytes that pass between two uses of one input; more than any L2 cache holds
 REPLAYS = 20
+ALLOWED = 1e-2  # relative error, in which inputs and results have 8 bits
 
 
 class Shape(NamedTuple):
@@ -499,7 +500,7 @@ def relative_error(case: Case, got: torch.Tensor, want: torch.Tensor) -> float:
         error = float((got.double() - want.double()).norm() / norm)
     else:
         error = float((got != want).double().mean())
-    limit = 0 if case.exact else 1e-2
+    limit = 0 if case.exact else ALLOWED
     assert error <= limit, f"{case.op} {case.size}: error {error:.2e} where {limit} is allowed"
     return error
 

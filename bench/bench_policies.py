@@ -27,7 +27,7 @@ import numpy as np
 
 from admission import policy_of
 from bench_serve import Arrival, read_trace, rescale
-from config import EngineConfig
+from config import EngineConfig, FatalHookError, HookError
 from observe.journal import replay
 from scheduler import Scheduler
 from simulated import VOCAB, Device, ScheduledEngine, step_size
@@ -83,7 +83,7 @@ def read_requests(path: Path, most: int) -> list[TracedRequest]:
         raise ValueError(f"trace is {str(path)!r}, which cannot be read: {error}") from None
     if lines and lines[0].startswith("{"):
         return [read_mooncake(path, number, line) for number, line in enumerate(lines[:most], 1)]
-    if not lines or "ContextTokens" not in lines[0]:
+    if len(lines) < 2 or "ContextTokens" not in lines[0]:
         raise ValueError(
             f"trace is {str(path)!r}; it must be a CSV with TIMESTAMP,ContextTokens,GeneratedTokens (Azure's), or JSON "
             "lines with timestamp, input_length, output_length and hash_ids (Mooncake's)"
@@ -270,7 +270,10 @@ def policy_figures(
         try:
             run(jobs, ScheduledEngine(config, device, num_blocks, longest + 1))
         except Exception as error:
-            raise RuntimeError(f"policy {config.scheduling_policy} failed at {rate:g} requests/s") from error
+            failed = f"policy {config.scheduling_policy} failed at {rate:g} requests/s"
+            if isinstance(error, (HookError, FatalHookError)):
+                raise ValueError(f"{failed}: {error}") from error
+            raise RuntimeError(failed) from error
         counted = jobs[int(WARM_UP * len(jobs)) :]
         hits = sum(job.cached for job in counted) / max(1, sum(job.prompt for job in counted))
         for name, least, end in buckets:

@@ -13,6 +13,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(1, str(Path(__file__).parent.parent / "bench"))
+from config import lacking
+
+if lack := lacking(("torch", "triton", "numpy")):
+    sys.exit(lack)
 import torch
 
 os.environ["TRITON_INTERPRET"] = str(int(not torch.cuda.is_available()))  # before Triton is imported
@@ -131,7 +135,10 @@ def main():
     warnings.simplefilter("ignore", RuntimeWarning)  # of NumPy, in whose infinities the interpreter computes
     for case in (case for case in small_cases() if case.op == PLANS.get(name, name)):
         try:
-            print(f"{case.op}, {case.size}: error {real.check(case, kernels, reference, DEVICE):.1e}")
+            error = real.check(case, kernels, reference, DEVICE)
+            print(
+                f"{case.op}, {case.size}: error {error:.1e}, right ({0 if case.exact else real.ALLOWED:g} is allowed)"
+            )
         except AssertionError as error:
             print(f"{error}: WRONG")
             wrong = 1

@@ -11,6 +11,10 @@ import sys
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 sys.path.insert(0, os.getcwd())
+from config import lacking
+
+if lack := lacking(("torch", "triton", "numpy")):
+    sys.exit(lack)
 import torch
 
 import kernels

@@ -239,6 +239,7 @@ class MPClient(EngineCoreClient):
         self.calls: dict[int, queue.SimpleQueue[Reply | None]] = {}
         self.call_ids = itertools.count()
         self.said: str | None = GONE  # the engine's own word on its health
+        self.of_hook = False  # and whether that blames a user's class
         self.resources = BackgroundResources(self)
         self.connection = Connection(address, weakly(self._receive), lost=weakly(self._lost))
         self.resources.add(self.connection.close)
@@ -250,7 +251,7 @@ class MPClient(EngineCoreClient):
 
     def _receive(self, message: Health | Reply | Outputs) -> None:
         if isinstance(message, Health):
-            self.said = message.trouble
+            self.said, self.of_hook = message.trouble, message.of_hook
         elif isinstance(message, Reply):
             if waiter := self.calls.get(message.call_id):
                 waiter.put(message)
@@ -268,6 +269,8 @@ class MPClient(EngineCoreClient):
         self.said = (OUT_OF_REACH if connection.far else GONE) + words
         streams, self.streams = self.streams, {}
         if self.suspects and not (connection.far or connection.closed.is_set()):
+            for name in streams if self.of_hook else ():
+                self._end(name, False)
             self.suspects.died(streams)
         for stream in streams.values():
             stream.put(EngineDeadError(self.said))

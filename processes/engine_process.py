@@ -246,7 +246,7 @@ def engine_main() -> None:
         logger.error(str(error))
     except BaseException as error:
         logger.exception("the engine has failed")
-        server.frames.publish(Health(str(error) or repr(error)))
+        server.frames.publish(Health(str(error) or repr(error), isinstance(error, FatalHookError)))
     core.close()
     parent.end(code)
 

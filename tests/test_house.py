@@ -53,11 +53,11 @@ EVERY_FILE = [
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
-MOST_STORY_LINES = 6970
+MOST_STORY_LINES = 6850
 MOST_LINES = {
-    ".": 10800, "api": 6588, "checkpoints": 3149, "commands": 579, "cpu": 2742, "device": 3821, "executors": 962,
+    ".": 10770, "api": 6588, "checkpoints": 3149, "commands": 640, "cpu": 2742, "device": 3821, "executors": 962,
     "lora": 910, "models": 3744, "observe": 1552, "ops": 3007, "processes": 3805,
-    "scheduling": 2678, "speculation": 720, "text": 4082,
+    "scheduling": 2600, "speculation": 720, "text": 4082,
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "checkpoints.gguf_config", "checkpoints.gguf_file", "checkpoints.gguf_folder",
