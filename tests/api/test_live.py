@@ -81,12 +81,12 @@ def owners_of(engine: Watched) -> list[int]:
 
 @pytest.mark.parametrize("windows", [(0,), (0, 6)])
 def test_the_block_map_says_who_owns_each_block(windows: tuple[int, ...]) -> None:
-    """With prompts that share a beginning, samples that wait for their prompt, beams, and too few slots for all."""
+    """With prompts that share a beginning, samples that wait for their prompt, and too few slots for all."""
     engine, seen = Watched(windows=windows, max_num_seqs=4), set()
     for i in range(3):
         engine.add(f"{i}", prompt(20) + [i] * 5, max_tokens=8, ignore_eos=True)
     engine.add("samples", prompt(18, 3), n=5, max_tokens=6, ignore_eos=True)
-    engine.add("beams", prompt(9, 5), use_beam_search=True, beam_width=3, n=3, max_tokens=8, ignore_eos=True)
+    engine.add("last", prompt(9, 5), max_tokens=8, ignore_eos=True)
     kept = False
     while engine.scheduler.has_work():
         engine.step()
