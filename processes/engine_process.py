@@ -246,7 +246,8 @@ def engine_main() -> None:
         logger.error(str(error))
     except BaseException as error:
         logger.exception("the engine has failed")
-        server.frames.publish(Health(str(error) or repr(error), isinstance(error, FatalHookError)))
+        server.frames.health = Health(str(error) or repr(error), isinstance(error, FatalHookError))  # heartbeats say so
+        server.frames.publish(server.frames.health)
     core.close()
     parent.end(code)
 

@@ -283,16 +283,20 @@ def test_a_request_that_ends_engine_processes_is_found_among_others(engines):
     def send(prompt: int) -> Stream:
         return client.add_request(EngineCoreRequest(f"{prompt}-{next(names)}", [prompt], GREEDY))
 
-    def end_with(*prompts: int) -> None:
+    def end_with(*prompts: int, words: Health | None = None) -> None:
         eventually(lambda: client.trouble is None)
         streams = [send(prompt) for prompt in prompts]
+        if words:
+            server.publish(words)
         for sock in [*server.clients]:
             sock.shutdown(socket.SHUT_RDWR)
             server.drop(sock)
         for stream in streams:
-            with pytest.raises(EngineDeadError):
+            with pytest.raises(EngineDeadError, match=words and words.trouble):
                 stream.get(timeout=10)
 
+    end_with(1, words=Health("a user's class has failed", of_hook=True))
+    assert not suspects.deaths and not suspects.flying
     end_with(1, 2, 3)
     end_with(1, 2, 3)
     eventually(lambda: client.trouble is None)
