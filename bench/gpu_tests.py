@@ -128,6 +128,7 @@ def start_tests(checker: list[str], arguments: list[str], fifo: str) -> subproce
     """Start pytest, under a checker if there is one, so that it tells of its tests on the FIFO."""
     path = os.pathsep.join(filter(None, [str(ROOT / "bench"), os.environ.get("PYTHONPATH")]))
     environ = os.environ | {FIFO: fifo, "PYTHONPATH": path}
+    environ.pop("PYTEST_XDIST_WORKER", None)  # of this process, where a test calls it
     if checker:  # which sees each tensor's own memory then
         environ |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [*checker, sys.executable, "-m", "pytest", "-m", "gpu and not long" if has_gpu() else "not long"]

@@ -174,7 +174,7 @@ def test_an_op_is_compared_with_its_twin_by_name(monkeypatch, capsys):
             check_kernel.main()
         return ended.value.code, capsys.readouterr().out
 
-    assert said("rms_norm") == (0, "rms_norm, 5 x 64: error 0.0e+00\n")
+    assert said("rms_norm") == (0, "rms_norm, 5 x 64: error 0.0e+00, right (0.01 is allowed)\n")
     message, _ = said("rms_nrm")
     assert message.startswith("check_kernel.py: NAME is 'rms_nrm'; did you mean rms_norm?\nops: act, act_mul, ")
     made = {name for name, op in inspect.getmembers(reference, inspect.isfunction) if op.__module__ == "reference"}

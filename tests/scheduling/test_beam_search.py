@@ -448,7 +448,7 @@ ELSEWISE = {
     ("name", "way"),
     [
         ("llama", "as wide as the engine"),
-        ("mistral-window", "lookahead"),
+        pytest.param("mistral-window", "lookahead", marks=pytest.mark.full),
         pytest.param("llama", "short steps", marks=pytest.mark.full),
     ],
 )
