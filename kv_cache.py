@@ -268,7 +268,7 @@ class BlockSpaceManager:
         device, tables = self.device, entry.tables
         if device.can_allocate(self.price(entry), kept) is not AllocStatus.OK:
             return False
-        seq.num_computed, seq.num_published = entry.cached, min(map(len, tables))
+        seq.num_computed, seq.num_found, seq.num_published = entry.cached, entry.cached, min(map(len, tables))
         device.share(entry.shared)
         self.host.share(entry.fetched.values())
         self.host_pinned += entry.fetched.values()

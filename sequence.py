@@ -81,6 +81,7 @@ class Sequence:
     host_state: int = -1  # the row of its recurrent state in host memory
     kept_state: bytes = b""  # hash of its latest state in the prefix cache, if that is after the prompt
     slot: int = -1  # a row of the workers' batch state while running
+    num_found: int = 0  # tokens that it found computed when it came in last
     num_forgotten: int = 0  # tokens that had been computed when it was preempted, to be computed again
     num_unsure: int = 0  # of `num_computed`, drafts in flight: those that are refused are not computed
     num_drafts: int = 0  # that it has had,

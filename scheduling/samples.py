@@ -48,10 +48,13 @@ class Samples:
         request = group.request
         if request.prompt_tables or group is request.leader:
             return request.prompt_tables
-        count = self._num_prompt_blocks(request)
+        count, entered = self._num_prompt_blocks(request), {row.slot for row in plan.new}
         for other in request.groups:
             seq = other.seq
-            if other.status is Status.RUNNING and other is not request.leader and seq.num_tokens > request.num_prompt:
+            # An earlier step has computed its prompt, also if it has started over; the last token is its own.
+            computed = seq.batch is not None or seq.num_found >= request.num_prompt - (seq.slot not in entered)
+            running = other.status is Status.RUNNING and other is not request.leader
+            if running and computed and seq.num_tokens > request.num_prompt:
                 tables, targets = [table[:count] for table in seq.tables], {target for _, target in plan.copies}
                 copied = any(table[-1] in targets for table in tables)  # by this plan, so it cannot be copied again
                 if not copied and self.space.can_branch(tables, request.num_prompt):

@@ -450,9 +450,8 @@ def test_one_client_alone_is_served_as_by_arrival(seed):
             max_num_batched_tokens=rng.choice((8, 16)),
         )
         for i in range(30):
-            search = {"use_beam_search": True, "n": rng.choice((3, 4))} if rng.random() < 0.4 else None
-            params = search or {"n": rng.choice((1, 1, 2, 3))}
-            engine.add(str(i), prompt(rng.randint(2, 9), i), max_tokens=rng.randint(1, 50), **params)
+            length, n = rng.randint(2, 9), rng.choice((1, 1, 2, 3, 4))
+            engine.add(str(i), prompt(length, i), max_tokens=rng.randint(1, 50), n=n)
         engine.run()
         assert engine.scheduler.counters["num_preemptions_total"] == 0
         order[policy] = engine.finished

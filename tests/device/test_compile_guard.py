@@ -81,7 +81,13 @@ def plain(configure) -> EngineCore:
     [
         pytest.param(
             {},
-            {"preemption_mode": "swap", "schedule_conservativeness": 0.0, "num_gpu_blocks_override": 8},
+            {
+                "preemption_mode": "swap",
+                "schedule_conservativeness": 0.0,
+                "block_size": 4,
+                "max_model_len": 60,
+                "num_gpu_blocks_override": 15,
+            },
             marks=pytest.mark.full,
         ),
         pytest.param(WINDOWS, {"enforce_eager": True, "num_gpu_blocks_override": 20}, marks=pytest.mark.long),

@@ -16,7 +16,7 @@ from config import EngineConfig
 from device.startup import start_worker
 from engine import LLM, SamplingParams
 from forked import forked_workers, run_ranks
-from lora.adapter import WEIGHTS
+from lora.adapter import WEIGHTS, state_of
 from model_config import ModelConfig
 from plan import NewRow, StepPlan
 from random_checkpoints import DATA, FAMILIES
@@ -41,7 +41,7 @@ def answer(config: EngineConfig, adapter: Path, rank: int = 0, rendezvous: str =
     """Logits of the prompts, with the adapter and without, and the tokens that follow."""
     torch.set_num_threads(1)
     worker = start_worker(config, ModelConfig.from_folder(config.model), rank, rendezvous)
-    assert not worker.load_adapter(2, str(adapter))
+    assert worker.load_adapter(2, state_of(str(adapter))) in (0, VIRTUAL)
     seen, forward = [], worker.model.forward
     worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     prompts = FAMILIES[Path(config.model).name]["prompts"] * 2
