@@ -41,7 +41,7 @@ POLICY_NAMES = ("auto", "fcfs", "priority", "fair")
 MOST_DRAFTING = 32  # sequences; in a step with more of them none has drafts, so that its logits have room
 NAMED = re.compile(r"[\w.]+:\w+")  # MODULE:CLASS, see `load_named`
 # Methods of users' classes whose failure leaves the engine whole.
-REFUSING = "__init__", "__call__", "propose", "arrived", "rank", "account", "instead", "check_integrity"
+REFUSING = "__init__", "__call__", "propose", "arrived", "rank", "account", "instead"
 Check = Callable[..., str]  # see `load_named`
 MODEL_TAKES = "--model takes a folder in Hugging Face layout, a GGUF file, or an id on the hub, like Qwen/Qwen3-0.6B"
 PACKAGES = ("torch", "safetensors", "tokenizers", "jinja2", "numpy", "psutil", "tqdm")  # that every engine needs
