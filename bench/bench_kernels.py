@@ -593,23 +593,22 @@ def kernel_figures(ops: list[str], shapes: list[str]) -> Iterator[dict[str, Any]
         ValueError: there is no such shape.
     """
     every: tuple[Sizes, ...] = (*SHAPES, *E4M3, *EXPERTS, *LATENTS, *DELTAS, *LORAS, *CODED)
-    known = {shape.name: shape for shape in every}
-    if unknown := [name for name in shapes if name not in known]:
-        raise ValueError(f"there is no shape {unknown[0]!r}; known: {', '.join(known)}")
+    by_name = {shape.name: shape for shape in every}
+    if unknown := [name for name in shapes if name not in by_name]:
+        raise ValueError(f"there is no shape {unknown[0]!r}; there are {', '.join(by_name)}")
     cuda = torch.cuda.is_available()
     limits = measure_limits() if cuda else H200
     rates = f"copy {limits.copy / 1e12:.2f} TB/s, host {limits.host / 1e9:.0f} GB/s, {limits.flops / 1e12:.0f} TFLOP/s"
     print(f"{torch.cuda.get_device_name()}: {rates}" if cuda else f"No CUDA device: floors are an H200's ({rates}).")
-    pairs = [(name, case) for name in shapes or known for case in cases(known[name]) if not ops or case.op in ops]
+    pairs = [(name, case) for name in shapes or by_name for case in cases(by_name[name]) if not ops or case.op in ops]
     rehearse(case for _, case in pairs)
     if cuda:
         gc.freeze()  # torch collects garbage before each capture, and need not look at all that was imported
     for name, case in pairs:
         floor = limits.floor(case)
-        yield {
-            "op": case.op, "model": name, "size": case.size, "MB": round(case.bytes / 1e6, 2),
-            "GFLOP": round(case.flops / 1e9, 2), "floor us": round(floor * 1e6, 1),
-        } | (check_and_measure(case, floor) if cuda else {})  # fmt: skip
+        size = {"MB": round(case.bytes / 1e6, 2), "GFLOP": round(case.flops / 1e9, 2)}
+        row = {"op": case.op, "model": name, "size": case.size, **size, "floor us": round(floor * 1e6, 1)}
+        yield row | (check_and_measure(case, floor) if cuda else {})
 
 
 def check_and_measure(case: Case, floor: float) -> dict[str, Any]:

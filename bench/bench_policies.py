@@ -95,9 +95,11 @@ def read_requests(path: Path, most: int) -> list[TracedRequest]:
 def read_mooncake(path: Path, number: int, line: str) -> TracedRequest:
     """A line of a trace of Mooncake's. Its times are in milliseconds."""
     try:
-        told = json.loads(line)
-        pages = [int(page) for page in told["hash_ids"]]
-        request = TracedRequest(told["timestamp"] / 1e3, int(told["input_length"]), int(told["output_length"]), pages)
+        item = json.loads(line)
+        pages = [int(page) for page in item["hash_ids"]]
+        request = TracedRequest(
+            item["timestamp"] / 1e3, int(item["input_length"]), int(item["output_length"]), pages
+        )
         if not 0 < request.prompt <= PAGE * len(pages) or not 0 <= min(pages) <= max(pages) < VOCAB:
             raise ValueError(f"{request.prompt} tokens do not have {len(pages)} pages of {PAGE}")
     except (KeyError, TypeError, ValueError) as error:
@@ -134,15 +136,15 @@ def given_device(terms: str) -> Device:
     Raises:
         ValueError: there is no such term, or it is no such number.
     """
-    found = {}
+    values = {}
     for term in filter(None, terms.split(",")):
         name, _, value = term.partition("=")
         try:
-            found[name.strip()] = float(value)
+            values[name.strip()] = float(value)
         except ValueError:
-            found[name.strip()] = math.nan
-    device = Device()._replace(**{name: value for name, value in found.items() if name in Device._fields})
-    if found.keys() - set(Device._fields) or not all(0 <= term < math.inf for term in device) or not device.fixed:
+            values[name.strip()] = math.nan
+    device = Device()._replace(**{name: value for name, value in values.items() if name in Device._fields})
+    if values.keys() - set(Device._fields) or not all(0 <= term < math.inf for term in device) or not device.fixed:
         raise ValueError(f"device is {terms!r}; it must be like fixed=0.006,row=1e-5, of {', '.join(Device._fields)}")
     return device
 
@@ -192,16 +194,16 @@ def fit_device(steps: Steps) -> tuple[Device, float]:
     if len(table) < 8:
         raise ValueError(f"a device is fitted to 8 steps at least; there are {len(table)}")
     terms = np.column_stack((np.ones(len(table)), table[:, :3])) / table[:, 3:]
-    kept, found = list(range(4)), np.zeros(4)
+    kept, fitted = list(range(4)), np.zeros(4)
     while True:  # no term may be negative: the most negative goes first
         solved = np.linalg.lstsq(terms[:, kept], np.ones(len(terms)), rcond=None)[0]
         if solved.min() >= 0:
             break
         del kept[int(solved.argmin())]
-    found[kept] = solved
-    if not found[0]:
+    fitted[kept] = solved
+    if not fitted[0]:
         raise ValueError(f"the {len(table)} steps have no time of their own: more of them must have few tokens")
-    return Device(*map(float, found)), float(np.median(abs(terms @ found - 1)))
+    return Device(*map(float, fitted)), float(np.median(abs(terms @ fitted - 1)))
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -255,8 +257,8 @@ def policy_figures(
             raise ValueError(f"{name} is {wrong[0]:g}; it must be above 0")
     requests = read_requests(trace, most)
     try:
-        given = {"max_num_batched_tokens": 8192} | options
-        configs = [EngineConfig(**given, scheduling_policy=name) for name in policies]
+        fields = {"max_num_batched_tokens": 8192} | options
+        configs = [EngineConfig(**fields, scheduling_policy=name) for name in policies]
     except TypeError as error:
         raise ValueError(f"options is {options!r}: {error}") from None
     for name in policies:
@@ -300,9 +302,9 @@ def ticks(low: float, high: float) -> list[float]:
     """1, 2 and 5 times powers of ten, from at most `low` to at least `high`; without 2 and 5 where these are many."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1,) if len(decades) > 4 else (1, 2, 5)
-    found = [step * 10.0**decade for decade in decades for step in steps]
-    begin = max(i for i, tick in enumerate(found) if tick <= low)
-    return found[begin : 1 + next((i for i, tick in enumerate(found) if tick >= high), len(found))]
+    candidates = [step * 10.0**decade for decade in decades for step in steps]
+    begin = max(i for i, tick in enumerate(candidates) if tick <= low)
+    return candidates[begin : 1 + next((i for i, tick in enumerate(candidates) if tick >= high), len(candidates))]
 
 
 def panel(

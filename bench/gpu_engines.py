@@ -189,13 +189,13 @@ def profiled(core: Any, kind: str, steps: int, before_each: Callable[[], None]) 
             before_each()
             core.step()
         seconds = time.perf_counter() - begun
-    found = [event for event in profile.key_averages() if event.self_device_time_total]
-    found.sort(key=lambda event: -event.self_device_time_total)
-    busy = sum(event.self_device_time_total for event in found)
+    kernels = [event for event in profile.key_averages() if event.self_device_time_total]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    busy = sum(event.self_device_time_total for event in kernels)
     yield {"steps": kind, "us a step, profiled": round(seconds / steps * 1e6), "GPU busy us": round(busy / steps)}
-    for event in found[:SHOWN_KERNELS]:
-        each = {"us a step": round(event.self_device_time_total / steps, 1), "calls": event.count / steps}
-        yield {"steps": kind, "kernel": event.key[:70], **each}
+    for event in kernels[:SHOWN_KERNELS]:
+        taken = {"us a step": round(event.self_device_time_total / steps, 1), "calls": event.count / steps}
+        yield {"steps": kind, "kernel": event.key[:70], **taken}
 
 
 # ------------------------------------------------------------------------------------------------------------ features

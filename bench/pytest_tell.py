@@ -25,11 +25,11 @@ def tell(report: Any) -> None:
     """Write a report's outcome. The workers of pytest-xdist leave that to the process that started them."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
-    told = {"test": report.nodeid[:300], "outcome": report.outcome}
+    row = {"test": report.nodeid[:300], "outcome": report.outcome}
     if report.failed:
         crash = getattr(report.longrepr, "reprcrash", None)
-        told["failure"] = (crash.message if crash else str(report.longrepr)[-300:])[:300]
-    write_line(os.environ[FIFO], told)
+        row["failure"] = (crash.message if crash else str(report.longrepr)[-300:])[:300]
+    write_line(os.environ[FIFO], row)
 
 
 def write_line(fifo: str, row: dict[str, Any]) -> None:
