@@ -97,9 +97,7 @@ def read_mooncake(path: Path, number: int, line: str) -> TracedRequest:
     try:
         item = json.loads(line)
         pages = [int(page) for page in item["hash_ids"]]
-        request = TracedRequest(
-            item["timestamp"] / 1e3, int(item["input_length"]), int(item["output_length"]), pages
-        )
+        request = TracedRequest(item["timestamp"] / 1e3, int(item["input_length"]), int(item["output_length"]), pages)
         if not 0 < request.prompt <= PAGE * len(pages) or not 0 <= min(pages) <= max(pages) < VOCAB:
             raise ValueError(f"{request.prompt} tokens do not have {len(pages)} pages of {PAGE}")
     except (KeyError, TypeError, ValueError) as error:
