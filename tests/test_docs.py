@@ -16,7 +16,7 @@ from api.fields import Face
 from text.tools import REASONING_PARSERS, TOOL_PARSERS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 API = ROOT / "docs" / "api.md"
 TABLES = ("\n\nGeneration:\n\n", "\n\nOther routes:\n\n", "\n\n[//]: # (the end of the tables)\n")  # around them
