@@ -20,7 +20,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 
 API = ROOT / "docs" / "api.md"
 TABLES = ("\n\nGeneration:\n\n", "\n\nOther routes:\n\n", "\n\n[//]: # (the end of the tables)\n")  # around them
-WORDS = frozenset(("yes", "ignored", "no", ""))  # the others are names
 
 
 def anchors(page: Path) -> set[str]:
@@ -48,20 +47,17 @@ def test_links_lead_somewhere_and_files_are_there(page: Path) -> None:
 
 
 def kind_of(face: Face, name: str) -> str:
-    """What a route does with a field."""
+    """What a route does with a field: `yes`, `ignored`, or nothing if it refuses it."""
     if field := face.fields.get(face.aliases.get(name, name)):
         return "ignored" if field.ignored else "yes"
-    return face.elsewhere.get(name) or ("no" if name in face.not_yet else "")
+    return ""
 
 
 def table_of(faces: Sequence[Face]) -> str:
-    """A row for all fields of which these routes do the same, in Markdown."""
+    """A row for all fields of which these routes do the same, in Markdown; without fields that all of them refuse."""
     rows: dict[tuple[str, ...], list[str]] = {}
-    for name in dict.fromkeys(name for f in faces for name in (*f.fields, *f.aliases, *f.elsewhere, *f.not_yet)):
-        kinds = tuple(kind_of(face, name) for face in faces)
-        rows.setdefault(tuple(kind if kind in WORDS else "=" for kind in kinds), []).append(
-            f"`{name}`" + "".join(f" (`{kind}`)" for kind in sorted({*kinds} - WORDS))
-        )
+    for name in dict.fromkeys(name for face in faces for name in (*face.fields, *face.aliases)):
+        rows.setdefault(tuple(kind_of(face, name) for face in faces), []).append(f"`{name}`")
     head = ["| field |" + "".join(f" {face.name} |" for face in faces), "|---|" + "---|" * len(faces)]
     return "\n".join(head + [f"| {', '.join(names)} | {' | '.join(kinds)} |" for kinds, names in rows.items()])
 
