@@ -505,11 +505,11 @@ KNOWN = {  # what people know a family by, where its name does not say it
 BEGIN, END = "<!-- the table: python campaigns/family_campaign.py --table -->", "<!-- its end -->"
 TRAITS = {  # what a row's field says, in words
     "norm": {"layer": "LayerNorm", "either": "RMSNorm or LayerNorm"}, "unit_offset": {True: "norms stored minus 1"},
-    "norm_weight": {False: "norms without weights"}, "gated": {False: "MLP without gate"},
+    "norm_weight": {False: "norms without weights"}, "gated": {False: "ungated MLP"},
     "qk_norm": {"head": "q/k norm", "heads": "q/k norm by head", "all": "q/k norm over all heads",
                 "after": "q/k norm after RoPE", "unit": "q/k norm without weights"},
     "rope": {"listed": "some layers without RoPE", "windowed": "RoPE in window layers"},
-    "window": dict.fromkeys(("pattern", "attention_types"), "sliding windows in some layers"),
+    "window": dict.fromkeys(("pattern", "attention_types"), "windows in some layers"),
     "chunked": {True: "attention chunks"},
     "local_rope": {"rope_local_base_freq": "two RoPEs", "unscaled": "two RoPEs"}, "caps": {True: "soft-capping"},
     "sinks": {True: "attention sinks"}, "alibi": {True: "ALiBi", "alibi": "optional ALiBi"},
@@ -520,7 +520,7 @@ TRAITS = {  # what a row's field says, in words
     "kv_shared": {"num_kv_shared_layers": "shared keys and values"},
     "layer_inputs": {"hidden_size_per_layer_input": "per-layer embeddings"},
     "streams": {"altup_num_inputs": "AltUp, LAuReL, sparse gates"},
-    "delta": {"split": "gated delta rule in some layers", "by_heads": "gated delta rule in some layers"},
+    "delta": {"split": "delta rule in some layers", "by_heads": "delta rule in some layers"},
     "out_gate": {True: "gated attention"},
     "embed_scale": {"sqrt": "scaled embeddings", "mup_enabled": "optionally scaled embeddings"},
     "interleaved": {True: "interleaved RoPE"},
@@ -528,12 +528,9 @@ TRAITS = {  # what a row's field says, in words
 
 
 def table() -> str:
-    """The families, what sets each apart, and how many of its drawn shapes passed, as a table in Markdown."""
-    from random_checkpoints import REMOTE
-
-    found = json.loads(RESULT.read_text())
-    remote = {case["architecture"]: case["config"].replace("Config", "ForCausalLM") for case in REMOTE.values()}
-    lines = ["| `architectures` | known as | differences from Llama | shapes that passed |", "|---|---|---|---|"]
+    """The families and what sets each apart, as a table in Markdown. A star: tested on one shape alone."""
+    drawn = json.loads(RESULT.read_text())
+    lines = ["| `architectures` | known as | differences from Llama |", "|---|---|---|"]
     for name, row in FAMILIES.items():
         traits = [words.get(getattr(row, field)) for field, words in TRAITS.items()]
         if isinstance(row.parallel, str):
@@ -548,17 +545,14 @@ def table() -> str:
         if row.name("positions"):
             traits.append("learned positions")
         if row.names.get("attn_out"):
-            traits.append("norms after attention and MLP")
+            traits.append("post-norms")
         if r := row.routing:
             scoring = {"expert_selection_fn": "softmax or sigmoid", "mixer": "SparseMixer"}.get(r.scoring, r.scoring)
             traits.append(f"experts ({scoring}{', in groups' if r.grouped else ''}{', shared' if r.shared else ''})")
         base = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-        passed = found.get(name)
-        tried = f"{passed['passed']} of {passed['drawn']}" if passed else f"1, as `{remote.get(name, 'none')}`"
-        told = ", ".join(trait for trait in traits if trait) or "only biases, names or sizes"
-        told = "" if name == "LlamaForCausalLM" else told
+        star = "" if name in drawn else "\\*"
         names = ", ".join(f"`{each}`" for each in (name, *(alias for alias, of in ALIASES.items() if of == name)))
-        lines.append(f"| {names} | {KNOWN.get(name, base)} | {told} | {tried} |")
+        lines.append(f"| {names} | {KNOWN.get(name, base)}{star} | {', '.join(trait for trait in traits if trait)} |")
     return "\n".join(lines)
 
 
