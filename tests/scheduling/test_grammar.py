@@ -332,22 +332,21 @@ class Stub:
 
 
 def test_a_mask_that_takes_long_holds_up_its_sequence_alone(grammars, constraint, monkeypatch):
-    def group(c):
-        seq = Stub(constraint=c, num_computed=1, tokens=[5, 6], proposed=[], group=None)
-        seq.group = Stub(request=Stub(num_prompt=1, params=c.params, beam=None), seq=seq)
-        return seq.group
+    def sequence(c):
+        group = Stub(num_prompt=1, params=c.params, beam=None)
+        return Stub(constraint=c, num_computed=1, tokens=[5, 6], proposed=[], group=group)
 
-    slow, quick, waits = (group(constraint({"regex": ".*"})) for _ in range(3))
-    waits.seq.num_computed = 2  # a step in flight brings its next token
+    slow, quick, waits = (sequence(constraint({"regex": ".*"})) for _ in range(3))
+    waits.num_computed = 2  # a step in flight brings its next token
     go_on = threading.Event()
-    slow.seq.constraint.advance = lambda output: go_on.wait()
+    slow.constraint.advance = lambda output: go_on.wait()
     monkeypatch.setattr("scheduling.grammar.PATIENCE", 0.2)
     late, failed = grammars.look([slow, quick, waits])
     assert late == {slow, waits} and not failed
-    assert quick.seq.constraint.num_read == 1
+    assert quick.constraint.num_read == 1
     monkeypatch.setattr("scheduling.grammar.MASK_TIMEOUT", 0.0)
     _, failed = grammars.look([slow])
-    assert "more than 0 s" in failed[slow.request]
+    assert "more than 0 s" in failed[slow.group]
     go_on.set()
 
 
@@ -605,10 +604,10 @@ def test_an_answer_without_a_next_token_ends_with_an_error_once_and_no_token_of_
 def test_who_has_left_is_not_told_that_its_answer_cannot_go_on(llm, stuck):
     core = llm.core
     core.add(EngineCoreRequest("stuck", [5, 6, 7], stuck), at_once=True)
-    while not core.scheduler.running or len(core.scheduler.running[0].seq.tokens) < 6:
+    while not core.scheduler.running or len(core.scheduler.running[0].tokens) < 6:
         assert not any(output.finished for output in core.step())
-    (group,) = core.scheduler.others
-    group.seq.constraint.error = "it cannot go on"
+    (seq,) = core.scheduler.others
+    seq.constraint.error = "it cannot go on"
     core.abort("stuck")
     assert not core.scheduler.others and not run_to_the_end(core)
 
@@ -632,10 +631,10 @@ def test_a_mask_that_does_not_come_after_a_preemption_ends_its_answer_alone(make
         core = llm.core
         core.add(EngineCoreRequest("slow", [5, 6, 7], params), at_once=True)
         core.add(EngineCoreRequest("free", [5, 6], free))
-        while not core.scheduler.running or len(core.scheduler.running[0].seq.tokens) < 6:
+        while not core.scheduler.running or len(core.scheduler.running[0].tokens) < 6:
             core.step()
         core._start_over(False, None)  # as a preemption by recompute does, for all
-        seq = core.scheduler.requests["slow"].groups[0].seq
+        seq = core.scheduler.requests["slow"].seqs[0]
         seq.constraint.num_read -= 1
         seq.constraint.advance = lambda output: go_on.wait()
         news = run_to_the_end(core)

@@ -89,14 +89,14 @@ def test_drafts_whose_masks_take_long_hold_up_nobody(grammars, constraint, token
     monkeypatch.setattr(Constraint, "advance", lambda c, ids: go_on.wait() if slow in ids else advance(c, ids))
     monkeypatch.setattr("scheduling.grammar.PATIENCE", 0.5)
     monkeypatch.setattr("scheduling.grammar.MASK_TIMEOUT", 0.0)
-    seq = Stub(constraint=c, num_computed=1, tokens=[5, a], proposed=[slow, a], group=None)
-    seq.group = Stub(request=Stub(num_prompt=1, params=c.params, beam=None), seq=seq)
-    assert grammars.look([seq.group]) == (set(), {})
+    seq = Stub(constraint=c, num_computed=1, tokens=[5, a], proposed=[slow, a])
+    seq.group = Stub(num_prompt=1, params=c.params, beam=None)
+    assert grammars.look([seq]) == (set(), {})
     assert not seq.proposed and c.num_read == 1 and not c.work.done()
     monkeypatch.setattr("scheduling.grammar.MASK_TIMEOUT", 60.0)
     seq.tokens, seq.num_computed, seq.proposed, before = [5, a, a], 2, [a], c.work
     if THREADS > 1 and os.cpu_count() > 1:  # else it waits behind the other work
-        assert grammars.look([seq.group]) == (set(), {})
+        assert grammars.look([seq]) == (set(), {})
         assert c.num_read == 2 and seq.proposed == [a]
     go_on.set()
     wait([before, *filter(None, [c.work])])
