@@ -19,7 +19,7 @@ from plan import NewRow, StepPlan
 from scheduling.adapters import AdapterSlots
 from scheduling.crash_isolation import CrashIsolation
 from scheduling.fair import Fair
-from scheduling.policy import CHECKS, SequenceQueue, Policy, Priority, place
+from scheduling.policy import CHECKS, Policy, Priority, SequenceQueue, place
 from scheduling.reserve import Reserve, allowance
 from scheduling.samples import Samples
 from scheduling.swap import Swap

@@ -36,8 +36,8 @@ from scheduler import Scheduler
 from scheduling.adapters import is_used
 from scheduling.beam_search import BeamSearches
 from scheduling.fair import step_tokens
-from scheduling.grammar import COMPILE_TIMEOUT, Grammars, awaits_token
 from sequence import Flight, SequenceGroup
+from text.grammar import COMPILE_TIMEOUT, Grammars, awaits_token
 
 UTILITIES = {  # the methods that clients may call by name, and the path from the core to each
     "metrics": "metrics",

@@ -24,8 +24,8 @@ from integrity import check_integrity
 from models.kv_layout import most_blocks
 from plan import StepPlan
 from scheduler import Scheduler
-from scheduling.grammar import awaits_token
 from sequence import SequenceGroup, Status, chain
+from text.grammar import awaits_token
 
 MASKED = {"structured_outputs": {"choice": ["any"]}}  # the toy model heeds no mask, but waits for it
 MOST_LATE = 20  # steps of a scenario in which masks come late

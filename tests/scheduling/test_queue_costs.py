@@ -15,8 +15,8 @@ from lora.adapter import LoRARequest
 from lora.registry import HostAdapters
 from plan import EngineCoreRequest, StepResult
 from sampling_params import SamplingParams
-from scheduling.grammar import Grammars
 from sequence import Adapter, SequenceGroup
+from text.grammar import Grammars
 
 FEW, MANY = 40, 640  # requests that wait
 

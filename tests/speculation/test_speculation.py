@@ -27,8 +27,8 @@ from observe.journal import replay
 from outputs import RequestOutput
 from plan import StepPlan
 from scheduling.drafts import MARGIN, AcceptanceStats, Drafting
-from scheduling.grammar import Constraint, Grammars
 from speculation.options import SpeculativeConfig
+from text.grammar import Constraint, Grammars
 from worker import Worker
 
 ROOMY = {"threads": 1, "num_gpu_blocks_override": 600, "block_size": 4, "max_num_seqs": 16}
@@ -171,7 +171,7 @@ def test_tokens_are_those_without_drafts(
         monkeypatch.setattr(Constraint, "follow", lambda c, ids, drafts: follow(c, ids, drafts[: len(ids) % 4]))
         monkeypatch.setattr(Grammars, "fill", fill_less)
     monkeypatch.setattr(Drafting, "price", lambda drafting, rows: 0.0)  # so that all rows have drafts
-    monkeypatch.setattr("scheduling.grammar.PATIENCE", 60.0)  # so that masks along them are always there
+    monkeypatch.setattr("text.grammar.PATIENCE", 60.0)  # so that masks along them are always there
     answers = [[*one.prompt_token_ids, *o.token_ids] for one in plain for o in one.outputs]
     llm = make_llm(**ROOMY | options, speculative_config=NGRAM)
     llm.collective_rpc(guess, args=(answers, padded))
@@ -236,7 +236,7 @@ def test_a_grammar_takes_what_came_before(
 ) -> None:
     """And a journal of it can be replayed, without the grammar."""
     monkeypatch.setattr(Drafting, "price", lambda drafting, rows: 0.0)
-    monkeypatch.setattr("scheduling.grammar.PATIENCE", 60.0)
+    monkeypatch.setattr("text.grammar.PATIENCE", 60.0)
     asked = {"regex": r"(, to be|, or not to be|\.\nKING: to be){9}"}
     params, file = SamplingParams(temperature=0, max_tokens=80, structured_outputs=asked), tmp_path / "steps.jsonl"
     drafting = make_llm(**ROOMY | options, speculative_config=NGRAM, log_scheduler=str(file))

@@ -19,7 +19,7 @@ from conftest import DEMO
 from engine import SamplingParams, StructuredOutputsParams
 from integrity import check_integrity
 from plan import EngineCoreRequest, bit_words
-from scheduling.grammar import MAX_CHARS, Constraint, Grammars
+from text.grammar import MAX_CHARS, Constraint, Grammars
 from text.schemas import FORMATS, NAMED, grammar_text, negated, plain
 from tokenizer import Tokenizer
 
@@ -316,10 +316,10 @@ def test_a_panic_of_the_library_is_an_error_of_the_request(grammars, constraint,
         raise Panic("deep inside")
 
     c = constraint({"choice": ["yes"]})
-    monkeypatch.setattr("scheduling.grammar.mask_of", fail)
+    monkeypatch.setattr("text.grammar.mask_of", fail)
     c.advance([5])
     assert "deep inside" in c.error
-    monkeypatch.setattr("scheduling.sandbox.mask_of", fail)
+    monkeypatch.setattr("text.sandbox.mask_of", fail)
     with pytest.raises(ValueError, match="cannot be compiled: deep inside"):
         grammars.compile(StructuredOutputsParams(regex="ab")).result()
 
@@ -340,11 +340,11 @@ def test_a_mask_that_takes_long_holds_up_its_sequence_alone(grammars, constraint
     waits.num_computed = 2  # a step in flight brings its next token
     go_on = threading.Event()
     slow.constraint.advance = lambda output: go_on.wait()
-    monkeypatch.setattr("scheduling.grammar.PATIENCE", 0.2)
+    monkeypatch.setattr("text.grammar.PATIENCE", 0.2)
     late, failed = grammars.look([slow, quick, waits])
     assert late == {slow, waits} and not failed
     assert quick.constraint.num_read == 1
-    monkeypatch.setattr("scheduling.grammar.MASK_TIMEOUT", 0.0)
+    monkeypatch.setattr("text.grammar.MASK_TIMEOUT", 0.0)
     _, failed = grammars.look([slow])
     assert "more than 0 s" in failed[slow.group]
     go_on.set()
@@ -375,7 +375,7 @@ def test_the_cache_counts_bytes(grammars, monkeypatch):
     large, small = (StructuredOutputsParams(choice=[f"{i:020}" for i in range(n)]) for n in (2000, 2))
     size = grammars.compile(large).result(30).size
     assert size > 10 * large.size
-    monkeypatch.setattr("scheduling.grammar.MAX_CACHED", size)
+    monkeypatch.setattr("text.grammar.MAX_CACHED", size)
     grammars.compile(small)
     assert [*grammars.cache] == [small]
 
@@ -623,7 +623,7 @@ def test_beams_that_have_ended_are_looked_at_no_more(llm):
 
 def test_a_mask_that_does_not_come_after_a_preemption_ends_its_answer_alone(make_llm, monkeypatch):
     """Who was preempted may be let in while its mask is still being made: `fill` waits, but not for ever."""
-    monkeypatch.setattr("scheduling.grammar.MASK_TIMEOUT", 0.05)
+    monkeypatch.setattr("text.grammar.MASK_TIMEOUT", 0.05)
     asked = StructuredOutputsParams(regex="[a-z ]{400}")
     params = SamplingParams(max_tokens=30, seed=1, structured_outputs=asked)
     free, go_on = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True), threading.Event()

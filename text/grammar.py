@@ -3,7 +3,7 @@
     Constraint   where one sequence is: in hidden reasoning, or how far in its grammar
     Grammars     compiles grammars and makes the masks of a step, in threads beside the engine's loop
 
-A grammar may harm the process that compiles it, so it is first tried in another one (`scheduling/sandbox.py`).
+A grammar may harm the process that compiles it, so it is first tried in another one (`text/sandbox.py`).
 
 A constraint follows from a sequence's output alone, so preemption, chunks, swaps and dead workers do not matter to it:
 it reads the tokens that it has not read.
@@ -27,8 +27,8 @@ import numpy as np
 
 from plan import StepPlan, bit_words
 from sampling_params import SamplingParams, StructuredOutputsParams
-from scheduling.sandbox import LEAST_SIZE, Grammar, Sandbox, brief, compile_text, mask_of, open_vocabulary, text_of
 from sequence import Sequence, SequenceGroup
+from text.sandbox import LEAST_SIZE, Grammar, Sandbox, brief, compile_text, mask_of, open_vocabulary, text_of
 from text.schemas import is_small
 
 MAX_CHARS = 2**18  # of a grammar
