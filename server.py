@@ -38,8 +38,8 @@ from werkzeug.exceptions import MethodNotAllowed, NotFound
 
 from api import batches
 from api.adapters import Adapters
+from api.checks import ApiError, Face
 from api.faces import FACES, error_body_of
-from api.fields import ApiError, Face
 from api.flags import split_command, told_in_a_line
 from api.gunicorn_loop import Gunicorn
 from api.http import (

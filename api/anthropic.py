@@ -16,8 +16,7 @@ import msgspec
 from api import checks
 from api import fields as shared
 from api.chat import as_chat, conversation, renamed
-from api.checks import Asked, Refusal, ToolChoice
-from api.fields import ApiError, Face, Field
+from api.checks import ApiError, CheckContext, Face, Field, Refusal, ToolChoice
 from api.generation import generate
 from api.reading import CALL, CONTENT, REASONING, Block, Piece
 from api.replies import AnswerRun, Caller, ClientGone, as_api_error, typed_event
@@ -200,13 +199,13 @@ CLIENT_TOOLS: dict[str, dict[str, Any]] = {  # what is known of a type; that wit
 }  # fmt: skip
 
 
-def message_tools(value: list[dict[str, Any]], asked: Asked) -> list[dict[str, Any]]:
+def message_tools(value: list[dict[str, Any]], context: CheckContext) -> list[dict[str, Any]]:
     """The tools as functions, but for those of `SERVER_TOOLS`, which are left out."""
     functions = []
     for i, tool in enumerate(value):
         kind = str(tool.get("type") or "custom")
         if (plain := DATE.sub("", kind)) in SERVER_TOOLS:
-            asked.ignore(kind)
+            context.ignore(kind)
             continue
         if (known := CLIENT_TOOLS.get(kind, CLIENT_TOOLS.get(plain))) is None:
             words = f"tool {i} is of the type {reprlib.repr(kind)}; this server takes {', '.join(CLIENT_TOOLS)}"
@@ -215,7 +214,7 @@ def message_tools(value: list[dict[str, Any]], asked: Asked) -> list[dict[str, A
         checks.check_function(function, i)
         if "parameters" not in function:
             raise ValueError(f"tool {i} has no input_schema; it must have one, a JSON schema, which is an object")
-        checks.known_keys(tool, ("type", *TOOL_KEYS), asked, extended=True)
+        checks.known_keys(tool, ("type", *TOOL_KEYS), context, extended=True)
         functions.append({"type": "function", "function": function})
     return functions
 
@@ -223,26 +222,26 @@ def message_tools(value: list[dict[str, Any]], asked: Asked) -> list[dict[str, A
 # --- what it takes ---------------------------------------------------------------------------------------------------
 
 
-def turns(value: Any, asked: Asked) -> list[dict[str, Any]]:
+def turns(value: Any, context: CheckContext) -> list[dict[str, Any]]:
     found = joined_turns(value)
     for message in value:
-        checks.known_keys(message, ("role", "content"), asked, extended=True)
-        name_ignored(message["content"], asked)
+        checks.known_keys(message, ("role", "content"), context, extended=True)
+        name_ignored(message["content"], context)
     return found
 
 
-def name_ignored(blocks: Any, asked: Asked) -> None:
+def name_ignored(blocks: Any, context: CheckContext) -> None:
     """Name the keys of blocks, and of blocks within them, that are not read."""
     for block in blocks if isinstance(blocks, list) else ():
         if isinstance(block, dict) and (known := BLOCK_KEYS.get(block["type"])):
-            checks.known_keys(block, known, asked, extended=True)
-            name_ignored(block.get("content") if "content" in known else None, asked)
+            checks.known_keys(block, known, context, extended=True)
+            name_ignored(block.get("content") if "content" in known else None, context)
 
 
-def system_text(value: Any, asked: Asked) -> str | None:
-    text = turns([{"role": "system", "content": value}], asked)[0]["content"]
+def system_text(value: Any, context: CheckContext) -> str | None:
+    text = turns([{"role": "system", "content": value}], context)[0]["content"]
     if text.startswith(BILLING):  # Claude Code's note to its makers: before all else, and in each session another
-        asked.ignore(BILLING)
+        context.ignore(BILLING)
         return text.partition("\n")[2] or None
     return text
 
@@ -253,8 +252,8 @@ THINKING = checks.settings(
 )  # fmt: skip
 
 
-def thinking(value: Any, asked: Asked) -> dict[str, Any]:
-    found = THINKING(value, asked)
+def thinking(value: Any, context: CheckContext) -> dict[str, Any]:
+    found = THINKING(value, context)
     if found["type"] is None:
         raise ValueError("it must have a type")
     if (budget := found["budget_tokens"]) is not None and not 0 <= budget < 2**31:
@@ -262,9 +261,9 @@ def thinking(value: Any, asked: Asked) -> dict[str, Any]:
     return found
 
 
-def message_tool_choice(value: dict[str, Any], asked: Asked) -> ToolChoice:
+def message_tool_choice(value: dict[str, Any], context: CheckContext) -> ToolChoice:
     """Anthropic's."""
-    checks.known_keys(value, ("type", "name", "disable_parallel_tool_use"), asked)
+    checks.known_keys(value, ("type", "name", "disable_parallel_tool_use"), context)
     kind, name, single = value.get("type"), value.get("name"), value.get("disable_parallel_tool_use") or False
     modes = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
     fits = isinstance(name, str) if kind == "tool" else name is None
@@ -274,10 +273,10 @@ def message_tool_choice(value: dict[str, Any], asked: Asked) -> ToolChoice:
     return ToolChoice(modes[kind], None if name is None else (name,), single)
 
 
-def output_config(value: dict[str, Any], asked: Asked) -> dict[str, Any]:
+def output_config(value: dict[str, Any], context: CheckContext) -> dict[str, Any]:
     """Anthropic's, and as its `structure` what its format comes to."""
-    found: dict[str, Any] = checks.settings("task_budget", effort=str, format=dict, task_budget=dict)(value, asked)
-    return found | {"structure": found["format"] and flat_format(found["format"], asked)}
+    found: dict[str, Any] = checks.settings("task_budget", effort=str, format=dict, task_budget=dict)(value, context)
+    return found | {"structure": found["format"] and flat_format(found["format"], context)}
 
 
 NEEDED_KEYS = {kind: ("type", *row.needed) for kind, row in BLOCKS.items()}

@@ -32,8 +32,8 @@ from gevent.pool import Group
 from tqdm import tqdm
 
 from api.bodies import RAW_FIELDS, parse_json
+from api.checks import ApiError, Face
 from api.faces import FACES
-from api.fields import ApiError, Face
 from api.options import ServerConfig
 from api.replies import Caller, as_api_error
 from api.routes import Api, Events

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from api import checks
 from api import fields as shared
+from api.checks import ApiError, Face, Field
 from api.choices import ChoiceRun
-from api.fields import ApiError, Face, Field
 from api.generation import generate
 from api.logprobs import Token, chat_logprobs
 from api.prompts import Prompt
@@ -169,10 +169,10 @@ def renamed(**names: str) -> Iterator[None]:
 THINKS = {"enabled": True, "disabled": False, "adaptive": None, True: True, False: False}
 
 
-def thinking(value: bool | dict[str, Any], asked: checks.Asked) -> dict[str, Any]:
+def thinking(value: bool | dict[str, Any], context: checks.CheckContext) -> dict[str, Any]:
     """Whether a model thinks, as DeepSeek and GLM ask for it."""
     given = {"type": value} if isinstance(value, bool) else value
-    found: dict[str, Any] = checks.settings(type=[*THINKS], budget_tokens=int)(given, asked)
+    found: dict[str, Any] = checks.settings(type=[*THINKS], budget_tokens=int)(given, context)
     return found | {"type": THINKS.get(found["type"])}
 
 

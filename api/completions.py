@@ -9,8 +9,8 @@ from typing import Any
 
 from api import checks
 from api import fields as shared
+from api.checks import ApiError, Face, Field
 from api.choices import ChoiceRun
-from api.fields import ApiError, Face, Field
 from api.generation import generate
 from api.logprobs import EchoedPrompt, Token, completion_logprobs
 from api.replies import Caller

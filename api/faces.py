@@ -7,8 +7,8 @@ from typing import Any
 
 from api.anthropic import COUNT_TOKENS, MESSAGES
 from api.chat import CHAT
+from api.checks import ApiError
 from api.completions import COMPLETIONS
-from api.fields import ApiError
 from api.responses import INPUT_TOKENS, RESPONSES
 from api.tokenize import DETOKENIZE, TOKENIZE
 from api.vectors import CLASSIFY, EMBEDDINGS, POOLING, RERANK, SCORE

@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from api.fields import PARAMS, ApiError, too_long
+from api.checks import ApiError, too_long
+from api.fields import PARAMS
 from api.options import ServerConfig
 from api.prompts import Prompt
 from api.reading import Reading

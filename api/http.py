@@ -21,7 +21,7 @@ from gunicorn.http import errors
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from api.bodies import parse_json
-from api.fields import ApiError
+from api.checks import ApiError
 from api.options import ServerConfig
 from api.replies import ClientGone, as_api_error, json_of
 from api.routes import Api, Events

@@ -6,8 +6,7 @@ from typing import Any
 
 from gevent.threadpool import ThreadPool
 
-from api.checks import in_parts
-from api.fields import ApiError, too_long
+from api.checks import ApiError, in_parts, too_long
 from tokenizer import LONG_TEXT, Tokenizer
 
 CUT_MARGIN = 64  # tokens of a text beyond the ones that are kept, so that the place of the cut changes none of them

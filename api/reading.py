@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from api.checks import ToolChoice
-from api.fields import ApiError
+from api.checks import ApiError, ToolChoice
 from api.options import ServerConfig
 from api.structure import structure_of
 from outputs import Generation

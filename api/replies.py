@@ -19,8 +19,7 @@ from urllib.parse import quote
 import gevent
 import msgspec
 
-from api.checks import in_parts
-from api.fields import ApiError, without_folders
+from api.checks import ApiError, in_parts, without_folders
 from api.logprobs import TOKENS_AT_ONCE
 from api.prompts import Prompt
 from api.reading import CONTENT, Answer, Block, Piece, Reading

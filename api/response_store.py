@@ -12,7 +12,7 @@ import gevent
 import msgspec
 from gevent.event import Event
 
-from api.fields import ApiError
+from api.checks import ApiError
 from api.options import ServerConfig
 from api.replies import ClientGone
 

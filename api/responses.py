@@ -20,8 +20,7 @@ import msgspec
 from api import checks
 from api import fields as shared
 from api.chat import as_chat, conversation, renamed
-from api.checks import Asked
-from api.fields import ApiError, Face, Field
+from api.checks import ApiError, CheckContext, Face, Field
 from api.generation import generate
 from api.logprobs import Token, Tokens, chat_logprobs
 from api.reading import CALL, CONTENT, REASONING, Piece
@@ -103,7 +102,7 @@ def as_asked(api: Api, fields: dict[str, Any], caller: Caller) -> tuple[list[dic
     tools = fields["tools"] = fields["tools"] or Tools()
     for item in items:
         if item["type"] in ITEM_TOOLS:
-            tools.add(item["tools"], Asked(api.config))
+            tools.add(item["tools"], CheckContext(api.config))
     messages = item_messages(items)
     if fields["instructions"] is not None:
         messages = [{"role": "system", "content": fields["instructions"]}, *messages]
@@ -292,7 +291,7 @@ def part_of(kind: str, text: str, logprobs: Any) -> dict[str, Any]:
 # --- what it takes ---------------------------------------------------------------------------------------------------
 
 
-def input_items(value: Any, asked: Asked) -> list[dict[str, Any]]:
+def input_items(value: Any, context: CheckContext) -> list[dict[str, Any]]:
     items = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
     for i, item in enumerate(items):
         for key in ("content", "output", "summary"):
@@ -302,27 +301,27 @@ def input_items(value: Any, asked: Asked) -> list[dict[str, Any]]:
                     message = f"{NO_IMAGE}: {place} is of the type input_image, and this server reads text only"
                     raise ApiError(400, message, f"{place}.image_url", "invalid_value")
                 if isinstance(part, dict):
-                    checks.known_keys(part, ITEM_PART, asked, extended=True)
+                    checks.known_keys(part, ITEM_PART, context, extended=True)
     conversation_items = response_items(value)
     for item in items:
         is_own = ITEM_FORMS[item.get("type") or "message"] is own_item
-        checks.known_keys(item, item.keys() - {*UNREADABLE} if is_own else ITEM_KEYS, asked, extended=True)
+        checks.known_keys(item, item.keys() - {*UNREADABLE} if is_own else ITEM_KEYS, context, extended=True)
         if item.get("type") in ITEM_TOOLS:
-            Tools().add(item.get("tools"), asked)
+            Tools().add(item.get("tools"), context)
     return conversation_items
 
 
-def included(value: list[str], asked: Asked) -> list[str]:
+def included(value: list[str], context: CheckContext) -> list[str]:
     for name in value:
         if name != LOGPROBS:
-            asked.ignore(name)
+            context.ignore(name)
     return value
 
 
-def response_text(value: dict[str, Any], asked: Asked) -> dict[str, Any]:
+def response_text(value: dict[str, Any], context: CheckContext) -> dict[str, Any]:
     """What OpenAI's Responses API has as `text`, and as its `structure` what that comes to."""
-    found: dict[str, Any] = checks.settings("verbosity", format=dict, verbosity=str)(value, asked)
-    return found | {"structure": found["format"] and flat_format(found["format"], asked)}
+    found: dict[str, Any] = checks.settings("verbosity", format=dict, verbosity=str)(value, context)
+    return found | {"structure": found["format"] and flat_format(found["format"], context)}
 
 
 SUMMARIES = ["auto", "concise", "detailed"]  # there are none, as the reasoning itself is there

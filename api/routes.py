@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from api.adapters import Adapters, Module, request_of, virtual_tokens
-from api.checks import Asked
-from api.fields import ApiError, Face, read_fields, without_folders
+from api.checks import ApiError, CheckContext, Face, read_fields, without_folders
 from api.files import Files
 from api.options import ServerConfig
 from api.prompts import Prompts
@@ -63,7 +62,7 @@ class Api:
 
     def answer(self, face: Face, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """The reply to a request; an `ApiError` if it is refused. What else may end it is in `Job.run`."""
-        fields = read_fields(face, body, Asked(self.config, caller.ignored))
+        fields = read_fields(face, body, CheckContext(self.config, caller.ignored))
         del body  # it may be large
         if module := self._adapter(fields["model"] or self.names[0]):
             caller.lora = request_of(module)

@@ -6,7 +6,7 @@ from typing import Any
 
 from api import checks
 from api import fields as shared
-from api.fields import ApiError, Face, Field
+from api.checks import ApiError, Face, Field
 from api.replies import Caller
 from api.routes import Api
 

@@ -11,8 +11,7 @@ from msgspec import Meta
 
 from api import checks
 from api import fields as shared
-from api.checks import Asked
-from api.fields import ApiError, Face, Field, too_long
+from api.checks import ApiError, CheckContext, Face, Field, too_long
 from api.prompts import Prompt
 from api.replies import Caller, Job
 from api.routes import Api
@@ -155,22 +154,22 @@ def vectors(kind: str, key: str, found: list[bytes], fields: dict[str, Any]) -> 
 # --- what they take --------------------------------------------------------------------------------------------------
 
 
-def texts(value: Any, asked: Asked) -> list[str]:
+def texts(value: Any, context: CheckContext) -> list[str]:
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not found or not all(isinstance(text, str) and text for text in found):
         raise ValueError("it must be a string or a list of strings, none of them empty")
-    if len(found) > (most := asked.config.max_prompts):
+    if len(found) > (most := context.config.max_prompts):
         raise ValueError(f"it has {len(found)} texts; at most {most} are allowed (max_prompts)")
     return found
 
 
-def documents(value: Any, asked: Asked) -> list[str]:
+def documents(value: Any, context: CheckContext) -> list[str]:
     if not isinstance(value, list):
         raise ValueError("it must be a list of strings, or of objects with a text")
     for document in value:
         if isinstance(document, dict):
-            checks.known_keys(document, ("text",), asked)
-    return texts([document.get("text") if isinstance(document, dict) else document for document in value], asked)
+            checks.known_keys(document, ("text",), context)
+    return texts([document.get("text") if isinstance(document, dict) else document for document in value], context)
 
 
 TEXTS, TEXT = shared.shown(anyOf=shared.TEXT_OR_TEXTS), shared.STRING
