@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's Messages API, a thin translation to and from the one `Run`.
+"""/v1/messages: Anthropic's Messages API, a thin translation to and from a chat.
 
 Its types are in Anthropic's SDK, `anthropic.types`.
 """
@@ -17,10 +17,9 @@ from api import checks
 from api import fields as shared
 from api.chat import as_chat, conversation, renamed
 from api.checks import ApiError, CheckContext, Face, Field, Refusal, ToolChoice
-from api.generation import generate
-from api.reading import CALL, CONTENT, REASONING, Block, Piece
-from api.replies import AnswerRun, Caller, ClientGone, as_api_error, typed_event
-from api.routes import Api, Events
+from api.generation import Caller, ClientGone, Events, as_api_error, generate
+from api.replies import CALL, CONTENT, REASONING, Block, BlockReply, NewText, typed_event
+from api.routes import Api
 from api.structure import flat_format
 from text.messages import BLOCKS, joined_turns
 
@@ -40,7 +39,7 @@ def create_message(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str
     with renamed(prompt="messages", response_format="output_config.format"):
         chat = turns_as_chat(api, fields) | {"stop": fields["stop_sequences"]}
         prompt, reading = conversation(api, chat, caller)
-        return generate(api, chat, caller, [prompt], MessageRun, None, reading, clamp=True)
+        return generate(api, chat, caller, [prompt], MessageReply, None, reading, clamp=True)
 
 
 def count_tokens(api: Api, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
@@ -87,17 +86,15 @@ def message_error(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": told}
 
 
-class MessageRun(AnswerRun):
-    """A run whose reply is Anthropic's message."""
-
-    prefix = "msg_"
+class MessageReply(BlockReply):
+    """A reply that is Anthropic's message."""
 
     def whole(self) -> dict[str, Any]:
         self.answer.read()
         content = list(map(content_block, self.answer.blocks or [Block(CONTENT)]))
         return self._message(content, self._counts() | self._output()) | self._stop()
 
-    def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
+    def events(self, news: Iterator[tuple[int, int, str]]) -> Iterator[bytes]:
         """The server-sent events of a stream, whose last one is an error where it has failed."""
         try:
             yield typed_event("message_start", {"message": self._message([], self._counts() | {"output_tokens": 0})})
@@ -114,7 +111,7 @@ class MessageRun(AnswerRun):
         empty = content_block(dataclasses.replace(self._block(at), text=""))
         yield typed_event("content_block_start", {"index": at, "content_block": empty})
 
-    def _grow(self, piece: Piece) -> bytes:
+    def _grow(self, piece: NewText) -> bytes:
         kind, key = DELTAS[self._block(piece.at).kind]
         return typed_event("content_block_delta", {"index": piece.at, "delta": {"type": kind, key: piece.text}})
 
@@ -125,13 +122,13 @@ class MessageRun(AnswerRun):
         """The tokens of output, once it has ended."""
         thought = {}
         if self.reading and self.reading.reasoning_parser:
-            thought = {"output_tokens_details": {"thinking_tokens": self._reasoning_tokens()}}
-        return {"output_tokens": self.requests[0].num_generated, **thought}
+            thought = {"output_tokens_details": {"thinking_tokens": self.answer.reasoning_tokens}}
+        return {"output_tokens": self.call.requests[0].num_generated, **thought}
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         return {
-            "id": self.id, "type": "message", "role": "assistant", "model": self.fields["model"], "content": content,
-            "stop_reason": None, "stop_sequence": None, "usage": usage,
+            "id": self.call.id, "type": "message", "role": "assistant", "model": self.call.fields["model"],
+            "content": content, "stop_reason": None, "stop_sequence": None, "usage": usage,
         }  # fmt: skip
 
     def _stop(self) -> dict[str, Any]:
@@ -143,7 +140,7 @@ class MessageRun(AnswerRun):
 
     def _counts(self) -> dict[str, int]:
         """The tokens of the prompt; Anthropic does not count cached ones among the input tokens."""
-        prompt, cached, _ = self.counts().values()
+        prompt, cached, _ = self.call.counts().values()
         return {"input_tokens": prompt - cached, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
 
 
@@ -314,7 +311,7 @@ FIELDS = (
 )
 PROMPTS_ELSEWHERE = {"prompt": "messages", "input": "messages", "instructions": "system", "reasoning": "thinking"}
 MESSAGES = Face(
-    "messages", ("/v1/messages",), FIELDS, create_message, needed=("messages", "max_tokens"),
+    "messages", ("/v1/messages",), FIELDS, create_message, "msg_", ("messages", "max_tokens"), ("generate",),
     not_yet=shared.NOT_YET | {"container": (), "mcp_servers": ([],), "thread": ()} | shared.NOT_IN_ANSWERS,
     elsewhere=shared.ELSEWHERE | PROMPTS_ELSEWHERE | {
         "stop": "stop_sequences", "max_completion_tokens": "max_tokens", "reasoning_effort": "output_config.effort",

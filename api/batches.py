@@ -26,9 +26,9 @@ from api.batch_file import Answers, Batch, count_lines, run_to_end
 from api.checks import ApiError, CheckContext, Face, Field, read_fields, without_folders
 from api.fields import Name
 from api.files import BATCH, ENDED, FILE, new_object
+from api.generation import Caller, as_api_error
 from api.http import arriving, body_of, reply
 from api.openapi import Path
-from api.replies import Caller, as_api_error
 from api.response_store import PAGE_OF_ITEMS, page_of
 from api.routes import Api
 from observe.logs import logger

@@ -130,7 +130,10 @@ class Face:
     paths: tuple[str, ...]  # the first is the one in the schema, the others are those of other servers
     own: Sequence[Field]  # its fields, beside those of `HARMLESS`
     answer: Callable[..., Any]
+    prefix: str = ""  # of a reply's id
     needed: tuple[str, ...] = ()  # fields that must be there
+    tasks: tuple[str, ...] = ()  # the server must do one of these; () is any
+    together: Callable[[dict[str, Any]], None] = lambda fields: None  # checks fields against each other
     not_yet: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)  # see `NOT_YET`
     elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)  # see `ELSEWHERE`
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other names of its fields, which are read
@@ -206,6 +209,7 @@ def read_fields(face: Face, body: dict[str, Any], context: CheckContext) -> dict
             values[name] = value if check is None else check(value, context)
         except ValueError as error:
             raise refusal(name, value, str(error), error.code if isinstance(error, Refusal) else None) from None
+    face.together(values)
     return values
 
 
@@ -416,3 +420,14 @@ def metadata(value: dict[str, str], context: CheckContext) -> dict[str, str]:
 
 
 stream_options = settings(include_usage=bool, continuous_usage_stats=bool, include_obfuscation=[False])
+
+
+def check_generation(fields: dict[str, Any]) -> None:
+    """Refuse fields of completions and chats that do not go together."""
+    of_prompt = fields["prompt_logprobs"]
+    if fields["stream_options"] is not None and not fields["stream"]:
+        raise ApiError(400, "stream_options is only for stream: true", "stream_options")
+    if fields.get("top_logprobs") and not fields["logprobs"]:
+        raise ApiError(400, f"top_logprobs is {fields['top_logprobs']}; it needs logprobs: true", "top_logprobs")
+    if of_prompt is not None and fields["stream"]:
+        raise ApiError(400, f"prompt_logprobs is {of_prompt}; it is not for stream: true", "prompt_logprobs")

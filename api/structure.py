@@ -6,9 +6,7 @@ The check of each field of FORMS makes `StructuredOutputsParams`.
 from __future__ import annotations
 
 import dataclasses
-import json
 import reprlib
-from collections.abc import Mapping
 from typing import Any
 
 from api.checks import Check, CheckContext, known_keys
@@ -111,16 +109,3 @@ FORMS: dict[str, tuple[Any, Check, str]] = {  # by field: its type, its check, a
     "grammar": (str, of_kind("grammar"), "llama.cpp's: GBNF, or Lark as llguidance has it."),
     "format": (JSON_SCHEMA, output_format, 'Ollama\'s: "json", or a schema.'),
 }
-
-
-def structure_of(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """What the answer to a request must be, whichever of its fields says so; a ValueError if two of them do."""
-    given = [name for name in FORMS if fields[name] is not None]
-    if len(given) > 1:
-        raise ValueError(f"{given[0]} and {given[1]} are both given; only one may say what the answer must be")
-    found: StructuredOutputsParams | None = fields[given[0]] if given else None
-    if (pattern := fields["guided_whitespace_pattern"]) is not None:
-        if found is None or (found.json is None and found.json_object is None):
-            raise ValueError(f"guided_whitespace_pattern is {json.dumps(pattern)[:100]}; it is only for JSON")
-        found = dataclasses.replace(found, whitespace_pattern=pattern)
-    return found

@@ -34,7 +34,7 @@ from api.checks import ApiError, CheckContext, Face, read_fields  # noqa: E402
 from api.faces import FACES  # noqa: E402
 from api.fields import PARAMS  # noqa: E402
 from api.options import ServerConfig  # noqa: E402
-from api.structure import structure_of  # noqa: E402
+from api.prompts import structure_of  # noqa: E402
 from checkpoints.gguf_config import config_of  # noqa: E402
 from checkpoints.gguf_file import read_headers  # noqa: E402
 from checkpoints.gguf_tokenizer import Vocabulary  # noqa: E402
