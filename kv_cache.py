@@ -244,10 +244,10 @@ class BlockSpaceManager:
         another sample has computed the prompt, hold more, it shares these. Prompt tokens to be scored are recomputed.
         """
         last = len(seq.tokens) - 1  # must be computed in any case: its hidden state yields the next token
-        if seq.group.request.score is not None:
-            last = min(last, seq.group.request.num_scored - 1)
+        if seq.group.score is not None:
+            last = min(last, seq.group.num_scored - 1)
         cached, tables, fetched = self._find(seq, last)
-        if prompt_tables and (shared := min(seq.group.request.num_prompt, last)) > cached:
+        if prompt_tables and (shared := min(seq.group.num_prompt, last)) > cached:
             columns = -(-shared // self.block_size)
             cached, tables, fetched = shared, [table[:columns] for table in prompt_tables], {}
         # The block that it goes on in is copied if somebody else has it, too.
@@ -268,7 +268,7 @@ class BlockSpaceManager:
         device, tables = self.device, entry.tables
         if device.can_allocate(self.price(entry), kept) is not AllocStatus.OK:
             return False
-        seq.num_computed, seq.num_found, seq.num_published = entry.cached, entry.cached, min(map(len, tables))
+        seq.num_computed, seq.num_reused, seq.num_published = entry.cached, entry.cached, min(map(len, tables))
         device.share(entry.shared)
         self.host.share(entry.fetched.values())
         self.host_pinned += entry.fetched.values()
@@ -291,7 +291,7 @@ class BlockSpaceManager:
         fetched: dict[tuple[int, int], int] = {}
         if not self.device.enable_prefix_caching:
             return 0, tables, fetched
-        chain(seq.hashes, seq.tokens, self.block_size, seq.group.request.salt)
+        chain(seq.hashes, seq.tokens, self.block_size, seq.group.salt)
         device, host = self.device.block_of, self.host.block_of
         size, states = self.block_size, self.states
         if states:
@@ -332,7 +332,7 @@ class BlockSpaceManager:
         """In a model with states: whether the prefix cache has all of a sample's prompt that it can have."""
         if self.states is None:
             return False
-        last = seq.group.request.num_prompt - 1
+        last = seq.group.num_prompt - 1
         return not self.states.keeps or self._find(seq, last)[0] == last // self.block_size * self.block_size
 
     def cut(self, seq: Sequence, count: int) -> int:
@@ -351,7 +351,7 @@ class BlockSpaceManager:
 
     def pass_windows(self, seq: Sequence) -> None:
         """Give back blocks that the sequence can no longer see."""
-        computed = seq.num_computed - seq.num_unsure
+        computed = seq.num_computed - seq.num_unverified
         for window, table in zip(self.windows, seq.tables, strict=True):
             passed = i = (computed - window) // self.block_size if window else 0
             while i > 0 and table[i - 1] >= 0:
@@ -372,7 +372,7 @@ class BlockSpaceManager:
         if self.device.enable_prefix_caching:
             full = computed // self.block_size
             if len(seq.hashes) < full:
-                chain(seq.hashes, seq.tokens, self.block_size, seq.group.request.salt)
+                chain(seq.hashes, seq.tokens, self.block_size, seq.group.salt)
             for table, mark in zip(seq.tables, self.marks, strict=True):
                 for i in range(seq.num_published, full):
                     if table[i] >= 0:

@@ -11,8 +11,8 @@ from scheduling.policy import Policy
 class Shortest(Policy):
     """The request with the shortest prompt goes first."""
 
-    def rank(self, request):
-        return request.num_prompt
+    def rank(self, group):
+        return group.num_prompt
 
 
 if __name__ == "__main__":
