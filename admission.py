@@ -14,11 +14,12 @@ from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
 
 from config import EngineConfig, load_named
-from kv_cache import BlockSpaceManager, Entry
+from kv_cache import Entry
 from plan import NewRow, StepPlan
 from scheduling.adapters import AdapterSlots
 from scheduling.crash_isolation import CrashIsolation
 from scheduling.fair import Fair
+from scheduling.host_cache import TieredSpaceManager
 from scheduling.policy import CHECKS, Policy, Priority, SequenceQueue, place
 from scheduling.reserve import Reserve, allowance
 from scheduling.samples import Samples
@@ -48,7 +49,7 @@ class Admission:
     def __init__(
         self,
         config: EngineConfig,
-        space: BlockSpaceManager,
+        space: TieredSpaceManager,
         swap_cost: float,
         counters: dict[str, float],
     ):
@@ -292,14 +293,15 @@ class Admission:
     def _admit(self, seq: Sequence, plan: StepPlan, most: int, kept: int) -> bool:
         """Give a waiting sequence its blocks, if they can be had."""
         group = seq.group
-        entry = self._entry(seq, plan, most)
+        entry, num_moved = self._entry(seq, plan, most), len(plan.swap_in)
         if not self.space.admit(seq, entry, kept, plan):
             return False
         if group.time_in_queue is None:
             group.time_in_queue, group.num_cached = self.now - group.arrival, entry.cached
             self.counters["prefix_cache_queries_total"] += group.num_prompt
             self.counters["prefix_cache_hits_total"] += entry.cached
-            self.counters["host_cache_hits_total"] += len(entry.fetched) * self.config.block_size
+            num_brought_back = len(plan.swap_in) - num_moved
+            self.counters["host_cache_hits_total"] += num_brought_back * self.config.block_size
         self.policy.admitted(seq, len(seq.tokens) - entry.cached, allowance(seq))
         seq.timeline.enter("running", self.now, cached_tokens=entry.cached)
         if group.score is not None and self.config.enable_prefix_caching:

@@ -39,12 +39,13 @@ from itertools import compress
 
 from admission import Admission
 from config import EngineConfig
-from kv_cache import BlockManager, BlockSpaceManager
+from kv_cache import BlockManager
 from observe.freed_blocks import WatchedBlockManager
 from observe.metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, error_output
 from scheduling.classic import ClassicOrder
 from scheduling.drafts import AcceptanceStats, Drafting
+from scheduling.host_cache import TieredSpaceManager
 from scheduling.lanes import Lane, Lanes
 from scheduling.limits import RequestLimits
 from scheduling.reports import Reports, report_of
@@ -91,8 +92,9 @@ class Scheduler:
         self.stats = EngineStats(max_model_len)
         self.counters = self.stats.counters
         manager = WatchedBlockManager if config.sanitize_kv else BlockManager
-        self.space = BlockSpaceManager(
-            config, num_blocks, num_host_blocks, windows, states and StateManager(config, states), manager
+        kept_states = states and StateManager(config, states)
+        self.space = TieredSpaceManager(
+            config, num_blocks, num_host_blocks, windows, states=kept_states, manager=manager
         )
         self.blocks = self.space.device
         self.limits = RequestLimits(config, self.space, max_model_len, vocab_size, eos_token_ids)
@@ -199,15 +201,15 @@ class Scheduler:
         """Plan the next step: who runs, with how many tokens, and what moves in memory for it."""
         now, plan = self.clock(), StepPlan(self.step)
         self.admission.begin_step(now)
-        # After crashes suspects run alone, in turns (`CrashIsolation`). Between turns nothing may be in flight.
-        if self.admission.isolation.turn_over and not any(earlier.seqs for earlier in self.in_flight):
-            self._recompute_running(now)  # all queue again, so that they come in in order
+        isolation = self.admission.isolation
+        # After crashes suspects run alone, in turns. Between turns nothing may be in flight.
+        if isolation.turn_over and not any(earlier.seqs for earlier in self.in_flight):
+            self._recompute_running(now)  # all queue again, so that they are admitted in order
             self.admission.drop_swapped(now)
             self.admission.start_turn()
         lane, most = self.lanes.take_turn(len(self.waiting) + len(self.swapped))
-        budget = SchedulingBudget(self.config.token_budget, most)
-        flight = Flight(plan, lane, budget, now)
-        if self.admission.isolation.turn_over:
+        flight = Flight(plan, lane, SchedulingBudget(self.config.token_budget, most), now)
+        if isolation.turn_over:
             why_waiting = "trial"
         else:
             why_waiting = self.schedule_mixed(flight) if self.classic is None else self.classic.schedule(flight)
@@ -220,18 +222,11 @@ class Scheduler:
             plan.propose = self.drafting.proposals(flight)
         plan.released, self.admission.released = self.admission.released, []
         self.space.planned(plan)
-        if self.admission.obstacle:
-            why_waiting = self.admission.obstacle[1]
-        if self.admission.deferred:
-            why_waiting = "trial"
-        queued = self.waiting or self.swapped or self.admission.deferred
-        self.waits.advance(now, why_waiting if queued else "step")
-        computed = self.config.token_budget - budget.tokens - sum(flight.drafts.values())  # drafts count once they land
-        self.counters["num_computed_tokens_total"] += computed
-        self.policy.advance(computed, len(flight.decodes.seqs) + len(flight.drafts))
+        self.policy.advance(flight.num_tokens, len(flight.decodes.seqs) + len(flight.drafts))
         self.in_flight.append(flight)
         lane.flying += 1
         self.step += 1
+        self.reports.planned(flight, why_waiting)
         return plan
 
     def next_lane(self) -> Lane:
@@ -366,10 +361,8 @@ class Scheduler:
         flight = self.in_flight.popleft()
         flight.lane.flying -= 1
         assert flight.plan is plan and plan.step == result.step and len(result.token_ids) == len(plan.rows)
-        ran = self.config.token_budget - flight.budget.tokens
-        if flight.drafts:
-            ran += self.drafting.counted(flight, result.verified, self.policy)
-        self.stats.landed(ran, flight.decodes, self.clock())
+        num_drafts = self.drafting.counted(result.verified, self.policy) if flight.drafts else 0
+        self.stats.landed(flight.num_tokens + num_drafts, flight.decodes, self.clock())
         if self.classic is not None:
             self.classic.landed(flight, self.clock())
         num_decodes = len(flight.decodes.seqs)

@@ -285,6 +285,11 @@ class Flight:
         """The sequence of each row."""
         return [*self.decodes.seqs, *(seq for seq, _, _ in self.other_rows)]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes, without drafts, of which there may be fewer than planned."""
+        return len(self.decodes.seqs) + sum(count for _, count, _ in self.other_rows) - sum(self.drafts.values())
+
     def brings(self, seq: Sequence) -> bool:
         """Whether `seq` gets what the step has sampled: it was not aborted, preempted or ended meanwhile."""
         return seq.slot >= 0 and seq not in self.dropped

@@ -153,14 +153,14 @@ class Drafting:
             if flight.brings(seq := seqs[row]):
                 seq.acceptance.learn(1, right)
 
-    def counted(self, flight: Flight, rows: dict[int, Verified], policy: Policy) -> int:
-        """Count the drafts of a step that has landed as computed, and tell the policy of those that were taken; returns
-        how many tokens more the step has computed than was planned, which is 0 or less."""
+    def counted(self, rows: dict[int, Verified], policy: Policy) -> int:
+        """Count the drafts of a step that has landed, and tell the policy of those that were taken; returns how many
+        the step has computed."""
         drafts = sum(row.drafts for row in rows.values())
         taken = sum(len(row.token_ids) - 1 for row in rows.values())
         self.counters["num_computed_tokens_total"] += drafts
         policy.advance(taken, taken)
-        return drafts - sum(flight.drafts.values())
+        return drafts
 
     def landed(self, seq: Sequence, row: Verified) -> None:
         """Learn what a row with drafts has brought."""

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from admission import Admission
-from kv_cache import BlockManager, BlockSpaceManager
+from kv_cache import BlockManager
 from scheduler import Scheduler
 from scheduling.fair import OUTPUT_WEIGHT, UNPLACED, Fair
+from scheduling.host_cache import TieredSpaceManager
 from sequence import Sequence, Status
 
 
@@ -24,7 +25,7 @@ def check_integrity(scheduler: Scheduler) -> None:
     check_lanes(scheduler)
 
 
-def check_space(space: BlockSpaceManager, admission: Admission, seqs: list[Sequence]) -> None:
+def check_space(space: TieredSpaceManager, admission: Admission, seqs: list[Sequence]) -> None:
     """The books of all pools agree with the block tables, and with the host rows of states."""
     kept = [table for group in admission.samples.holders for table in group.prompt_tables]
     check_pool(space.device, [*kept, *(table for seq in seqs for table in seq.tables)])
