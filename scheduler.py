@@ -45,7 +45,7 @@ from observe.metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, error_output
 from scheduling.classic import ClassicOrder
 from scheduling.drafts import AcceptanceStats, Drafting
-from scheduling.host_cache import TieredSpaceManager
+from scheduling.host_memory import TieredSpaceManager
 from scheduling.lanes import Lane, Lanes
 from scheduling.limits import RequestLimits
 from scheduling.reports import Reports, report_of
@@ -93,12 +93,10 @@ class Scheduler:
         self.counters = self.stats.counters
         manager = WatchedBlockManager if config.sanitize_kv else BlockManager
         kept_states = states and StateManager(config, states)
-        self.space = TieredSpaceManager(
-            config, num_blocks, num_host_blocks, windows, states=kept_states, manager=manager
-        )
+        self.space = TieredSpaceManager(config, num_blocks, num_host_blocks, windows, swap_cost, kept_states, manager)
         self.blocks = self.space.device
-        self.limits = RequestLimits(config, self.space, max_model_len, vocab_size, eos_token_ids)
-        self.admission = Admission(config, self.space, swap_cost, self.counters)
+        self.limits = RequestLimits(config, self.space, max_model_len, vocab_size, frozenset(eos_token_ids))
+        self.admission = Admission(config, self.space, self.counters)
         self.policy = self.waiting = self.admission.policy  # one object
         self.swapped = self.admission.swapped
         self.classic = None if config.enable_chunked_prefill else ClassicOrder(self, config.scheduler_delay_factor)

@@ -10,7 +10,7 @@ from admission import Admission
 from kv_cache import BlockManager
 from scheduler import Scheduler
 from scheduling.fair import OUTPUT_WEIGHT, UNPLACED, Fair
-from scheduling.host_cache import TieredSpaceManager
+from scheduling.host_memory import TieredSpaceManager
 from sequence import Sequence, Status
 
 
