@@ -389,6 +389,6 @@ class Admission:
 
     def leave_batch(self, seq: Sequence) -> None:
         """Take a sequence out of its batch of decodes, if it is in one, and publish the blocks that it has filled."""
-        if seq.decoding:
-            seq.decoding.batch.leave(seq)
+        if seq.batch is not None:
+            seq.batch.leave(seq)
             self.space.publish(seq, len(seq.tokens) - 1)

@@ -181,7 +181,7 @@ class Fair(Policy):
         """
         tokens, wants = flight.budget.tokens - to_come, Counter[str]()
         for seq in flight.lane.others:
-            if seq.decoding is None and (want := seq.num_known - seq.num_computed) > 1:
+            if seq.batch is None and (want := seq.num_known - seq.num_computed) > 1:
                 wants[seq.group.client] += want
                 tokens += 1
         if wants and (found := entrant()):
