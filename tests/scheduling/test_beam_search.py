@@ -156,6 +156,19 @@ def test_as_many_answers_as_beams(data, seed, vocab, max_tokens, penalty, early)
     assert len({tuple(answer.tokens) for answer in found}) == len(found) == width
 
 
+def early_model(output: Sequence[int]) -> list[float]:
+    """Both first choices may end at once; who goes on twice is almost certain of the rest."""
+    rows = {0: (0.40, 0.25, 0.2, 0.15), 1: (0.3, 0.3, 0.2, 0.2), 2: (0.01, 0.01, 0.97, 0.01)}
+    return [math.log(p) for p in rows[min(len(output), 2)]]
+
+
+@pytest.mark.parametrize(("early", "steps"), [(True, 1), (False, 1), ("never", 8)])
+def test_early_stopping(early, steps):
+    """Two answers after one step: more can come only for who compares at full length."""
+    found, taken = drive(Search(2, 8, frozenset({0, 1}), 1.0, early), early_model)
+    assert taken == steps and len(found) == 2 and (found[0].tokens == [0]) == (early != "never")
+
+
 def step(search: Generator, *nexts: tuple[list[int], list[float]]) -> list[list[int]]:
     """The beams that go on."""
     if not nexts:
