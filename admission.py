@@ -14,15 +14,15 @@ from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
 
 from config import EngineConfig, load_named
-from kv_cache import BlockSpaceManager, Entry
+from kv_cache import Entry
 from plan import NewRow, StepPlan
 from scheduling.adapters import AdapterSlots
 from scheduling.crash_isolation import CrashIsolation
 from scheduling.fair import Fair
+from scheduling.host_memory import TieredSpaceManager
 from scheduling.policy import CHECKS, Policy, Priority, SequenceQueue, place
 from scheduling.reserve import Reserve, allowance
 from scheduling.samples import Samples
-from scheduling.swap import Swap
 from sequence import SchedulingBudget, Sequence, SequenceGroup, Status, by_column
 
 # By the names of `EngineConfig.scheduling_policy`.
@@ -40,18 +40,12 @@ class Admission:
     """The queues before the door and the free slots behind it.
 
     Args:
-        config, swap_cost: see `Scheduler`.
+        config: the engine's options.
         space: the block tables of all sequences.
         counters: the scheduler's, by name, which this adds to.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        space: BlockSpaceManager,
-        swap_cost: float,
-        counters: dict[str, float],
-    ):
+    def __init__(self, config: EngineConfig, space: TieredSpaceManager, counters: dict[str, float]):
         self.config, self.counters = config, counters
         self.space, self.blocks = space, space.device
         self.waiting = self.policy = policy_of(config.scheduling_policy)(config)  # one object: a policy is a queue
@@ -61,7 +55,6 @@ class Admission:
         self.samples = Samples(space, self.wait)
         self.adapters = AdapterSlots(config.max_loras, config.max_prompt_adapter_token)
         self.reserve = Reserve(config, space)
-        self.swap = Swap(config, space, swap_cost)
         self.free_slots = list(range(config.max_num_seqs))[::-1]
         self.released: list[int] = []  # slots that the next plan gives up
         self.begin_step(0.0)
@@ -94,7 +87,7 @@ class Admission:
         """Take a sequence, which does not run, out of its queue for good."""
         if seq.status is Status.SWAPPED:
             self.swapped.pop(seq, Status.FINISHED)
-            self.swap.drop(seq)
+            self.space.drop_swapped(seq)
         elif seq.status is Status.HELD:
             seq.group.held.remove(seq)
         else:
@@ -107,7 +100,7 @@ class Admission:
 
     def _start_over(self, seq: Sequence, now: float) -> None:
         self.swapped.pop(seq, Status.WAITING)
-        self.swap.drop(seq)
+        self.space.drop_swapped(seq)
         seq.forget_computed()
         seq.timeline.note(started_over=True)
         self.wait(seq, now)
@@ -274,7 +267,7 @@ class Admission:
         """
         if seq.status is Status.WAITING:
             fits = self._admit(seq, plan, most, kept)
-        elif fits := self.swap.back(seq, most, kept, plan):
+        elif fits := self.space.swap_in(seq, most, kept, plan):
             seq.timeline.enter("running", self.now)
         if not fits:
             if not alone:
@@ -292,14 +285,15 @@ class Admission:
     def _admit(self, seq: Sequence, plan: StepPlan, most: int, kept: int) -> bool:
         """Give a waiting sequence its blocks, if they can be had."""
         group = seq.group
-        entry = self._entry(seq, plan, most)
+        entry, num_moved = self._entry(seq, plan, most), len(plan.swap_in)
         if not self.space.admit(seq, entry, kept, plan):
             return False
         if group.time_in_queue is None:
             group.time_in_queue, group.num_cached = self.now - group.arrival, entry.cached
             self.counters["prefix_cache_queries_total"] += group.num_prompt
             self.counters["prefix_cache_hits_total"] += entry.cached
-            self.counters["host_cache_hits_total"] += len(entry.fetched) * self.config.block_size
+            num_brought_back = len(plan.swap_in) - num_moved
+            self.counters["host_cache_hits_total"] += num_brought_back * self.config.block_size
         self.policy.admitted(seq, len(seq.tokens) - entry.cached, allowance(seq))
         seq.timeline.enter("running", self.now, cached_tokens=entry.cached)
         if group.score is not None and self.config.enable_prefix_caching:
@@ -361,14 +355,14 @@ class Admission:
         seq.num_preemptions += 1
         self.counters["num_preemptions_total"] += 1
         self.reserve.preempted()
-        blocks = self.swap.blocks_of(seq)
+        blocks = self.space.computed_blocks(seq)
         tokens = min(seq.num_computed, len(blocks[0]) * self.config.block_size)
-        swaps = not ahead and self.swap.pays(blocks, tokens)
+        swaps = not ahead and self.space.swap_pays(blocks, tokens)
         how = "swap" if swaps else "recompute"
         self.preempted.append((seq.name, how, cause.request_id))
         seq.timeline.note(preempted={"for": cause.request_id, "by": how, "tokens": tokens})
         if swaps:
-            self.swap.out(seq, plan)
+            self.space.swap_out(seq, plan)
             self.counters["num_swapped_blocks_total"] += sum(map(len, blocks))
             self.counters["num_swapped_tokens_total"] += tokens
             self.release(seq)
@@ -395,6 +389,6 @@ class Admission:
 
     def leave_batch(self, seq: Sequence) -> None:
         """Take a sequence out of its batch of decodes, if it is in one, and publish the blocks that it has filled."""
-        if seq.decoding:
-            seq.decoding.batch.leave(seq)
+        if seq.batch is not None:
+            seq.batch.leave(seq)
             self.space.publish(seq, len(seq.tokens) - 1)

@@ -39,12 +39,13 @@ from itertools import compress
 
 from admission import Admission
 from config import EngineConfig
-from kv_cache import BlockManager, BlockSpaceManager
+from kv_cache import BlockManager
 from observe.freed_blocks import WatchedBlockManager
 from observe.metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, error_output
 from scheduling.classic import ClassicOrder
 from scheduling.drafts import AcceptanceStats, Drafting
+from scheduling.host_memory import TieredSpaceManager
 from scheduling.lanes import Lane, Lanes
 from scheduling.limits import RequestLimits
 from scheduling.reports import Reports, report_of
@@ -91,12 +92,11 @@ class Scheduler:
         self.stats = EngineStats(max_model_len)
         self.counters = self.stats.counters
         manager = WatchedBlockManager if config.sanitize_kv else BlockManager
-        self.space = BlockSpaceManager(
-            config, num_blocks, num_host_blocks, windows, states and StateManager(config, states), manager
-        )
+        kept_states = states and StateManager(config, states)
+        self.space = TieredSpaceManager(config, num_blocks, num_host_blocks, windows, swap_cost, kept_states, manager)
         self.blocks = self.space.device
-        self.limits = RequestLimits(config, self.space, max_model_len, vocab_size, eos_token_ids)
-        self.admission = Admission(config, self.space, swap_cost, self.counters)
+        self.limits = RequestLimits(config, self.space, max_model_len, vocab_size, frozenset(eos_token_ids))
+        self.admission = Admission(config, self.space, self.counters)
         self.policy = self.waiting = self.admission.policy  # one object
         self.swapped = self.admission.swapped
         self.classic = None if config.enable_chunked_prefill else ClassicOrder(self, config.scheduler_delay_factor)
@@ -156,7 +156,7 @@ class Scheduler:
     def _take_out(self, seq: Sequence) -> None:
         """Take `seq` out of the running ones, and out of its lane."""
         self.running.remove(seq)
-        if seq.decoding is None:  # it is not in the batch of decodes
+        if seq.batch is None:  # it is not in the batch of decodes
             assert seq.lane
             seq.lane.others.remove(seq)
 
@@ -199,15 +199,15 @@ class Scheduler:
         """Plan the next step: who runs, with how many tokens, and what moves in memory for it."""
         now, plan = self.clock(), StepPlan(self.step)
         self.admission.begin_step(now)
-        # After crashes suspects run alone, in turns (`CrashIsolation`). Between turns nothing may be in flight.
-        if self.admission.isolation.turn_over and not any(earlier.seqs for earlier in self.in_flight):
-            self._recompute_running(now)  # all queue again, so that they come in in order
+        isolation = self.admission.isolation
+        # After crashes suspects run alone, in turns. Between turns nothing may be in flight.
+        if isolation.turn_over and not any(earlier.seqs for earlier in self.in_flight):
+            self._recompute_running(now)  # all queue again, so that they are admitted in order
             self.admission.drop_swapped(now)
             self.admission.start_turn()
         lane, most = self.lanes.take_turn(len(self.waiting) + len(self.swapped))
-        budget = SchedulingBudget(self.config.token_budget, most)
-        flight = Flight(plan, lane, budget, now)
-        if self.admission.isolation.turn_over:
+        flight = Flight(plan, lane, SchedulingBudget(self.config.token_budget, most), now)
+        if isolation.turn_over:
             why_waiting = "trial"
         else:
             why_waiting = self.schedule_mixed(flight) if self.classic is None else self.classic.schedule(flight)
@@ -220,18 +220,11 @@ class Scheduler:
             plan.propose = self.drafting.proposals(flight)
         plan.released, self.admission.released = self.admission.released, []
         self.space.planned(plan)
-        if self.admission.obstacle:
-            why_waiting = self.admission.obstacle[1]
-        if self.admission.deferred:
-            why_waiting = "trial"
-        queued = self.waiting or self.swapped or self.admission.deferred
-        self.waits.advance(now, why_waiting if queued else "step")
-        computed = self.config.token_budget - budget.tokens - sum(flight.drafts.values())  # drafts count once they land
-        self.counters["num_computed_tokens_total"] += computed
-        self.policy.advance(computed, len(flight.decodes.seqs) + len(flight.drafts))
+        self.policy.advance(flight.num_tokens, len(flight.decodes.seqs) + len(flight.drafts))
         self.in_flight.append(flight)
         lane.flying += 1
         self.step += 1
+        self.reports.planned(flight, why_waiting)
         return plan
 
     def next_lane(self) -> Lane:
@@ -299,10 +292,10 @@ class Scheduler:
         for seq in sorted(lane.others + due, key=lambda seq: seq.key):
             if seq.status is not Status.RUNNING or seq in self.awaiting_masks:
                 continue
-            if seq.decoding and seq.num_known + 1 >= seq.limit:  # this step samples its last token
+            if seq.batch is not None and seq.num_known + 1 >= seq.limit:  # this step samples its last token
                 self.admission.leave_batch(seq)
                 lane.others.append(seq)
-            if seq.decoding is None:
+            if seq.batch is None:
                 to_come -= 1
             left = flight.budget.tokens
             most = left - to_come
@@ -312,8 +305,7 @@ class Scheduler:
                 break
             if (taken := left - flight.budget.tokens) > 1 and seq.group.client in shares:
                 shares[seq.group.client] -= taken
-        flight.decodes, flight.decode_step = decodes.run(), decodes.steps
-        flight.budget.take(len(decodes), seqs=len(decodes))
+        flight.take_decodes(decodes)
         return len(self.running) < before
 
     def _most_tokens(self, seq: Sequence, left: int, shares: dict[str, int]) -> int:
@@ -341,7 +333,7 @@ class Scheduler:
         count = known - computed
         if count > 1:
             count = self.space.cut(seq, min(count, most))
-        elif self.drafting.most and seq.decoding is None:
+        elif self.drafting.most and seq.batch is None:
             drafts = self.drafting.wanted(seq, most - 1)
         reach = computed + count  # drafts lie in the look-ahead slots behind it
         missing = self.space.lacks(seq, reach, reach)
@@ -349,13 +341,13 @@ class Scheduler:
             return False
         if missing:
             flight.plan.new_blocks.append((seq.slot, self.space.grow(seq, reach, reach)))
-            if seq.decoding:
+            if seq.batch is not None:
                 flight.grown.append(seq)
-        if seq.decoding:
-            seq.decoding.batch.expect(seq)
+        if seq.batch is not None:
+            seq.batch.expect(seq)
         if self.space.states:
             self.space.states.keep(seq, flight.plan)
-        if seq.decoding is None:
+        if seq.batch is None:
             flight.take(seq, count + drafts, drafts)
         return True
 
@@ -366,10 +358,8 @@ class Scheduler:
         flight = self.in_flight.popleft()
         flight.lane.flying -= 1
         assert flight.plan is plan and plan.step == result.step and len(result.token_ids) == len(plan.rows)
-        ran = self.config.token_budget - flight.budget.tokens
-        if flight.drafts:
-            ran += self.drafting.counted(flight, result.verified, self.policy)
-        self.stats.landed(ran, flight.decodes, self.clock())
+        num_drafts = self.drafting.counted(result.verified, self.policy) if flight.drafts else 0
+        self.stats.landed(flight.num_tokens + num_drafts, flight.decodes, self.clock())
         if self.classic is not None:
             self.classic.landed(flight, self.clock())
         num_decodes = len(flight.decodes.seqs)
@@ -413,11 +403,11 @@ class Scheduler:
             news.outputs.append(self._output_of(seq, i in stopped, tokens, logprobs))
             if drafts:  # it may join the batch once a step has wanted no drafts for it
                 continue
-            alone = seq.decoding is None and seq.lane is flight.lane and seq.only_decodes
+            alone = seq.batch is None and seq.lane is flight.lane and seq.only_decodes
             if alone and not (seq.num_unverified or self.drafting.wanted(seq)):
                 flight.lane.decodes.join(seq)
         for lane in self.lanes:  # a sequence may have moved to another lane meanwhile, see `Lanes.surplus`
-            lane.others = [seq for seq in lane.others if seq.status is Status.RUNNING and seq.decoding is None]
+            lane.others = [seq for seq in lane.others if seq.status is Status.RUNNING and seq.batch is None]
         if any(output.finish_reason for output in news.outputs):
             self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
         while found := self.lanes.surplus(flight.lane):
@@ -439,7 +429,7 @@ class Scheduler:
         names, token_ids = decodes.land(flight, token_ids)
         self.stats.decoded(len(token_ids))
         for seq in flight.grown:
-            if seq.decoding:
+            if seq.batch is not None:
                 decodes.deliver(seq)
                 self.space.publish(seq, len(seq.tokens) - 1)
         for seq in ends:

@@ -60,8 +60,7 @@ class Drafting:
     Drafts may also be made and not verified: then the next token says for nothing whether the first one was right.
 
     Args:
-        config: the engine's options.
-        counters: of the scheduler, which count drafts, too.
+        config, counters: the engine's options, and the scheduler's counters.
         row_seconds: (n, c(n), d(n)) for rising numbers of rows; empty: drafts cost nothing.
     """
 
@@ -153,14 +152,14 @@ class Drafting:
             if flight.brings(seq := seqs[row]):
                 seq.acceptance.learn(1, right)
 
-    def counted(self, flight: Flight, rows: dict[int, Verified], policy: Policy) -> int:
-        """Count the drafts of a step that has landed as computed, and tell the policy of those that were taken; returns
-        how many tokens more the step has computed than was planned, which is 0 or less."""
+    def counted(self, rows: dict[int, Verified], policy: Policy) -> int:
+        """Count the drafts of a step that has landed, and tell the policy of those that were taken; returns how many
+        the step has computed."""
         drafts = sum(row.drafts for row in rows.values())
         taken = sum(len(row.token_ids) - 1 for row in rows.values())
         self.counters["num_computed_tokens_total"] += drafts
         policy.advance(taken, taken)
-        return drafts - sum(flight.drafts.values())
+        return drafts
 
     def landed(self, seq: Sequence, row: Verified) -> None:
         """Learn what a row with drafts has brought."""

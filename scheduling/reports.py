@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from sequence import Sequence, SequenceGroup, Status
+from sequence import Flight, Sequence, SequenceGroup, Status
 
 if TYPE_CHECKING:
     from scheduler import Scheduler
@@ -21,13 +21,24 @@ def names_of(seqs: Iterable[Sequence]) -> Iterator[str]:
 
 
 class Reports:
-    """Looks at a scheduler and changes nothing."""
+    """Counts what a scheduler plans, and tells of it; it changes no decision."""
 
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
         self.finished: OrderedDict[str, dict[str, Any]] = OrderedDict()  # reports of requests, the latest last
         self.num_finished = 0  # requests
         self.searches: dict[str, Any] = {}  # the beam searches that run, see `BeamSearches`
+
+    def planned(self, flight: Flight, why_waiting: str) -> None:
+        """Count a step that was planned. What waits does so for `why_waiting`, unless admission knows better."""
+        scheduler, admission = self.scheduler, self.scheduler.admission
+        scheduler.counters["num_computed_tokens_total"] += flight.num_tokens
+        if admission.obstacle:
+            why_waiting = admission.obstacle[1]
+        if admission.deferred:
+            why_waiting = "trial"
+        queued = scheduler.waiting or scheduler.swapped or admission.deferred
+        scheduler.waits.advance(flight.planned_at, why_waiting if queued else "step")
 
     def metrics(self) -> dict[str, Any]:
         """What is counted, by the names of `observe.metrics.SERIES`."""

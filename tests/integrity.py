@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from admission import Admission
-from kv_cache import BlockManager, BlockSpaceManager
+from kv_cache import BlockManager
 from scheduler import Scheduler
 from scheduling.fair import OUTPUT_WEIGHT, UNPLACED, Fair
+from scheduling.host_memory import TieredSpaceManager
 from sequence import Sequence, Status
 
 
@@ -24,7 +25,7 @@ def check_integrity(scheduler: Scheduler) -> None:
     check_lanes(scheduler)
 
 
-def check_space(space: BlockSpaceManager, admission: Admission, seqs: list[Sequence]) -> None:
+def check_space(space: TieredSpaceManager, admission: Admission, seqs: list[Sequence]) -> None:
     """The books of all pools agree with the block tables, and with the host rows of states."""
     kept = [table for group in admission.samples.holders for table in group.prompt_tables]
     check_pool(space.device, [*kept, *(table for seq in seqs for table in seq.tables)])
@@ -98,14 +99,13 @@ def check_running(scheduler: Scheduler) -> None:
         assert not seq.host_tables and seq.num_computed < seq.num_known <= seq.limit
         assert len(seq.tables) == len(scheduler.space.windows)
         assert all(len(table) * size >= seq.num_computed for table in seq.tables)
-        assert seq.lane and (seq in seq.lane.others) == (seq.decoding is None)
+        assert seq.lane and (seq in seq.lane.others) == (seq.batch is None)
 
 
 def check_lanes(scheduler: Scheduler) -> None:
     """The batches of decodes agree with their sequences."""
     for lane in scheduler.lanes:
         seqs, rows = lane.decodes.current.seqs, lane.decodes.current.rows
-        places = [seq.decoding for seq in seqs]
-        assert all(place and place.batch is lane.decodes and place.row == i for i, place in enumerate(places))
-        assert all(seq.lane is lane and seq.slot >= 0 for seq in seqs)
+        assert [seq.row for seq in seqs] == list(range(len(seqs)))
+        assert all(seq.batch is lane.decodes and seq.lane is lane and seq.slot >= 0 for seq in seqs)
         assert rows == [(seq.slot, 1) for seq in seqs]
