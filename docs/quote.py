@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 STORY = ROOT / "docs" / "story.md"
 MOST_LINES = 40
-QUOTE = re.compile(r"(<!-- ([\w/]+\.py): ([\w.]+) -->\n```python\n)(.*?)(?=```$)", re.DOTALL | re.MULTILINE)
+QUOTE = re.compile(r"(<!-- ([\w/]+\.py): ([\w.]+) -->\n```python\n)(.*?)(?=^```$)", re.DOTALL | re.MULTILINE)
 
 
 def source_of(file: str, name: str) -> str:
