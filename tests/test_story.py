@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
 from config import EngineConfig
 from plan import StepResult
+from quote import QUOTE, STORY, quoted, source_of
 from ring import Codec
 from sampling_params import SamplingParams
 from scheduler import Scheduler
 from sequence import Sequence, SequenceGroup, Status
-
-ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "docs"))
-
-from quote import QUOTE, STORY, quoted, source_of
 
 STOPS = 8
 
@@ -26,15 +20,14 @@ STOPS = 8
 def test_the_quotes_are_the_code():
     page = STORY.read_text()
     assert page == quoted(page), "python docs/quote.py writes them anew"
-    assert (
-        len(QUOTE.findall(page)) == page.count("```python") == STOPS == len(re.findall(r"^## \d", page, re.MULTILINE))
-    )
+    assert len(QUOTE.findall(page)) == page.count("```python") == STOPS
+    assert len(re.findall(r"^## \d", page, re.MULTILINE)) == STOPS
 
 
 def test_what_cannot_be_quoted_is_refused():
     with pytest.raises(ValueError, match=r"scheduler\.py has no Scheduler\.nothing"):
         source_of("scheduler.py", "Scheduler.nothing")
-    with pytest.raises(ValueError, match="Scheduler of scheduler.py has .* lines; at most 40"):
+    with pytest.raises(ValueError, match=r"Scheduler of scheduler\.py has .* lines; at most 40"):
         source_of("scheduler.py", "Scheduler")
 
 
