@@ -1,6 +1,6 @@
 """Quotes functions of the code in docs/story.md: `python docs/quote.py` writes them anew.
 
-A line `<!-- scheduler.py: Scheduler.add -->` has a block of Python after it: the function or class of that name, as that
+A line `<!-- scheduler.py: Scheduler.add -->` has a block of Python after it: the function or class of that name, as the
 file has it. A test fails while the page and the code differ.
 """
 
