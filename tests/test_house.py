@@ -359,7 +359,8 @@ def test_the_readme_is_short():
 
 def test_every_option_is_described_in_one_line():
     import config
-    from api import flags, options
+    from api import options
+    from commands import flags
 
     text = flags.OptionParser(config.EngineConfig, options.ServerConfig).format_help()
     assert "--max-num-seqs" in text and "--no-enable-prefix-caching" in text

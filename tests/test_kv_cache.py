@@ -177,16 +177,6 @@ def test_stale_hash_after_reuse_is_not_found():
     assert engine.outputs["again"] == engine.outputs["first"]
 
 
-def test_prefixes_are_not_shared_across_salts():
-    engine = Engine()
-    engine.add("first", prompt(16), salt="one", max_tokens=2)
-    engine.run()
-    second = engine.add("second", prompt(16), salt="two", max_tokens=2)
-    engine.run()
-    assert second.group.num_cached == 0
-    assert engine.scheduler.reports.metrics()["prefix_cache_hits_total"] == 0
-
-
 def test_prefix_caching_can_be_off():
     engine = Engine(enable_prefix_caching=False)
     for name in ("first", "again"):
