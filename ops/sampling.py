@@ -118,9 +118,9 @@ def _scale(heat):
 
 
 @triton.jit
-def _filters(p_params, heat, peak, V: tl.constexpr):
+def _filters(p_columns, heat, peak, V: tl.constexpr):
     """(top_k, or 0 where it is off; top_p; the least logit that the other filters keep; whether any filter is on)."""
-    k, share, least = tl.load(p_params + TOP_K), tl.load(p_params + TOP_P), tl.load(p_params + MIN_P)
+    k, share, least = tl.load(p_columns + TOP_K), tl.load(p_columns + TOP_P), tl.load(p_columns + MIN_P)
     k = tl.where((k > 0) & (k < V), k, 0.0).to(tl.int32)
     on = (k > 0) | (share < 1.0) | (least > 0.0)
     bottom = tl.where(least > 0.0, peak + heat * tl.log(least), float("-inf"))
@@ -129,8 +129,8 @@ def _filters(p_params, heat, peak, V: tl.constexpr):
 
 @triton.jit
 def sample_chunks_kernel(
-    logits, slots, params, adjustments, penalties, token_counts, bias_ids, biases, bitmask, drafts,
-    chunk_max, chunk_sum, chunk_id, summary, V: tl.constexpr, PARAMS: tl.constexpr, MASKS: tl.constexpr,
+    logits, slots, columns, adjustments, penalties, token_counts, bias_ids, biases, bitmask, drafts,
+    chunk_max, chunk_sum, chunk_id, summary, V: tl.constexpr, COLUMNS: tl.constexpr, MASKS: tl.constexpr,
     DRAFTS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """max, its lowest id and sum(exp((x - max) / temperature)) of each chunk of each row of adjusted logits x [R, V].
@@ -143,8 +143,8 @@ def sample_chunks_kernel(
     i_slot = tl.load(slots + i_r)
     if i_slot < 0:
         return
-    p_params = params + i_slot * PARAMS
-    heat = tl.load(p_params + TEMPERATURE)
+    p_columns = columns + i_slot * COLUMNS
+    heat = tl.load(p_columns + TEMPERATURE)
     o_g = i_c * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
     o_l = tl.arange(0, GROUP)
     o_v = (o_g * GROUP)[:, None] + o_l[None, :]
@@ -160,7 +160,7 @@ def sample_chunks_kernel(
     if heat > 0:
         b_p = tl.exp2((b_x - tl.maximum(peak, -FLOAT_MAX)) * _scale(heat))
         tl.store(chunk_sum + i_r * CHUNKS + i_c, tl.sum(tl.sum(b_p, 1), 0))
-        _, _, _, filtered = _filters(p_params, heat, peak, V)
+        _, _, _, filtered = _filters(p_columns, heat, peak, V)
         if filtered:
             p_summary = summary + i_r.to(tl.int64) * (3 * GROUPS)
             tl.store(p_summary + o_g, b_top, mask=o_g < GROUPS)
@@ -313,9 +313,9 @@ def _draw(row, p_values, n, held, b_mass, u, scale, peak, floor, CHUNK: tl.const
 
 @triton.jit
 def sample_pick_kernel(
-    logits, slots, params, seeds, num_known, adjustments, penalties, token_counts, bias_ids, biases, bitmask, drafts,
+    logits, slots, columns, seeds, num_known, adjustments, penalties, token_counts, bias_ids, biases, bitmask, drafts,
     chunk_max, chunk_sum, chunk_id, summary, groups, values, value_ids, ids,
-    V: tl.constexpr, PARAMS: tl.constexpr, MASKS: tl.constexpr, DRAFTS: tl.constexpr, CHUNKS: tl.constexpr,
+    V: tl.constexpr, COLUMNS: tl.constexpr, MASKS: tl.constexpr, DRAFTS: tl.constexpr, CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_A: tl.constexpr,
     BUFFER: tl.constexpr, GATHER: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
@@ -332,8 +332,8 @@ def sample_pick_kernel(
     if i_slot < 0:
         tl.store(ids + i_r, tl.zeros([], tl.int64))
         return
-    p_params = params + i_slot * PARAMS
-    heat = tl.load(p_params + TEMPERATURE)
+    p_columns = columns + i_slot * COLUMNS
+    heat = tl.load(p_columns + TEMPERATURE)
     o_c = tl.arange(0, BLOCK_C)
     m_c = o_c < CHUNKS
     b_max = tl.load(chunk_max + i_r * CHUNKS + o_c, mask=m_c, other=float("-inf"))
@@ -349,7 +349,7 @@ def sample_pick_kernel(
     scale = _scale(heat)
     b_mass = tl.load(chunk_sum + i_r * CHUNKS + o_c, mask=m_c, other=0.0)
     b_mass *= tl.exp2((tl.maximum(b_max, -FLOAT_MAX) - peak) * scale)
-    k, share, least, filtered = _filters(p_params, heat, peak, V)
+    k, share, least, filtered = _filters(p_columns, heat, peak, V)
     p_values, p_ids = values + i_r.to(tl.int64) * BUFFER, value_ids + i_r.to(tl.int64) * BUFFER
     no = heat <= 0  # False as a value, so that an `if` may change it
     floor, n, held = _key(float("-inf")), V, no
