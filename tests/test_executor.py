@@ -26,7 +26,6 @@ from executor import (
     MIN_STEP_TIMEOUT,
     SLOWEST,
     MpExecutor,
-    UniExecutor,
     WorkerError,
     is_stopped,
     start_alone,
@@ -34,7 +33,6 @@ from executor import (
 )
 from forked import forked_workers
 from integrity import check_integrity
-from observe.journal import replay
 from plan import EngineCoreRequest, Met, StepPlan
 from processes.client import EngineDeadError
 from ring import Watchdog
@@ -240,19 +238,6 @@ def test_how_long_a_step_may_take_is_learned_or_given(slow_llm, mp_llm):
     assert step_timeout(EngineConfig(step_timeout=0.5), {"step_seconds": 7.0}) == 0.5
 
 
-@pytest.mark.long
-def test_a_worker_that_stays_stopped_while_idle_is_replaced(mp_llm, answers):
-    first = worker(mp_llm)
-    mp_llm.core.workers.collective_rpc("block_bytes")
-    os.kill(first, signal.SIGSTOP)
-    deadline = time.monotonic() + 60
-    while worker(mp_llm) == first:
-        mp_llm.core.workers.check()
-        time.sleep(0.2)
-        assert time.monotonic() < deadline
-    assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
-
-
 def test_a_worker_whose_main_thread_is_stuck_while_idle_is_noticed(monkeypatch):
     """Its process runs, but nothing would read a plan."""
     executor = object.__new__(MpExecutor)
@@ -451,22 +436,6 @@ def test_ctrl_c_leaves_nothing_behind(make_llm, mp_llm, answers, backend, undist
     assert tokens(llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
 
 
-@pytest.mark.long
-def test_a_journal_with_deaths_in_it_replays(mp_llm, make_llm, tmp_path):
-    path = tmp_path / "journal"
-    llm = make_llm(distributed_executor_backend="mp", threads=1, log_scheduler=str(path))
-    when(llm, [5], lambda: os.kill(worker(llm), signal.SIGKILL))
-    llm.generate(PROMPTS, MIXED, use_tqdm=False)
-    os.kill(worker(llm), signal.SIGKILL)
-    eventually(lambda: not llm.core.executor.processes[0].is_alive())
-    llm.core.workers.check()
-    llm.generate(PROMPTS, MIXED, use_tqdm=False)
-    llm.core.close()
-    lines = path.read_text().splitlines()
-    assert sum("start_over" in json.loads(line) for line in lines) == 2  # a death in a step, and one while idle
-    assert replay(lines).step == sum("step" in json.loads(line) for line in lines)
-
-
 def test_a_call_while_a_step_runs_loses_neither(mp_llm):
     core = mp_llm.core
     core.add(EngineCoreRequest("a", [5, 6, 7], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)))
@@ -604,7 +573,3 @@ def test_an_idle_worker_process_takes_no_time(mp_llm):
     before = seconds(worker(mp_llm))
     time.sleep(3)
     assert seconds(worker(mp_llm)) - before <= 0.03
-
-
-def test_one_device_needs_no_process(llm):
-    assert isinstance(llm.core.executor, UniExecutor)

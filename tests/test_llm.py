@@ -14,6 +14,7 @@ import pytest
 import engine
 from config import DEMO, EngineConfig
 from engine import LLM, BeamSearchParams, EngineArgs, LLMEngine, LoRARequest, SamplingParams
+from outputs import cosine
 from plan import EngineOutput, StepResult
 from processes.client import EngineDeadError
 
@@ -66,6 +67,10 @@ def test_prompts_of_another_salt_do_not_share_cached_prefixes(make_llm):
         ([{"prompt_token_ids": []}], "the prompt is empty"),
         ([[5, -1]], "a prompt has the token id -1; it must be from 0 to 2147483647"),
         ({"prompt_token_ids": [2**31]}, "a prompt has the token id 2147483648"),
+        ("", "the prompt is empty"),
+        ([["a"]], "a prompt is .'a'.; it must be"),
+        ([[5], [99999]], "the prompt has token id 99999"),
+        ([[5]] * 3 + [[5] * 1024], "the prompt has 1024 tokens; at most 1023"),
     ],
 )
 def test_what_is_no_prompt_is_refused_by_name(llm, bad, message):
@@ -152,6 +157,19 @@ def test_chat_takes_another_template(llm):
 def test_a_bad_conversation_is_refused_by_name(llm, messages, template, message):
     with pytest.raises(ValueError, match=message):
         llm.chat(messages, GREEDY, use_tqdm=False, chat_template=template)
+
+
+def test_texts_are_scored_in_pairs_or_one_against_all(make_llm):
+    questions, answers = ["What is the capital of France?", "And of Germany?"], ["It is Paris.", "It is Berlin."]
+    with make_llm(task="embed", max_model_len=128) as embedder:
+        left, right = ([one.outputs.embedding for one in embedder.embed(each)] for each in (questions, answers))
+        for first, pairs in ((questions, [(0, 0), (1, 1)]), (questions[0], [(0, 0), (0, 1)])):
+            scores = [output.outputs.score for output in embedder.score(first, answers, use_tqdm=False)]
+            assert scores == pytest.approx([cosine(left[i], right[j]) for i, j in pairs], abs=1e-4)
+        (encoded,) = embedder.encode(answers[0], pooling_task="embed", use_tqdm=False)
+        assert list(encoded.outputs.data) == pytest.approx(right[0], abs=1e-5)
+        with pytest.raises(ValueError, match=r"token_embed.* this one's is 'embed'"):
+            embedder.encode(answers[0], pooling_task="token_embed", use_tqdm=False)
 
 
 def test_a_text_is_a_conversation_whose_answer_may_fill_the_context(llm, monkeypatch):

@@ -79,6 +79,7 @@ def claude_blocks(message: dict[str, Any]) -> list[Block]:
 def claude_joined(found: list[dict[str, Any]]) -> dict[str, Any]:
     """As its SDK joins them: each event must be where it expects it."""
     parts = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
+    assert found[1]["type"] == "ping"
     rest = iter(event for event in found if event["type"] != "ping")
     first = next(rest)
     message = first["message"]

@@ -144,20 +144,6 @@ def test_usage_in_streams(http_client: FlaskClient, route: str) -> None:
         assert not any("usage" in event for event in sent)
 
 
-@pytest.mark.parametrize("stop", [None, "wör", "ld 日", "lo,", "nothing", ["本! H", "rld"]])
-@pytest.mark.parametrize("route", BODIES)
-def test_joined_stream_equals_the_whole(http_client: FlaskClient, route: str, stop: Any) -> None:
-    whole = post(http_client, route, max_tokens=30, stop=stop).json["choices"][0]
-    choices = [event["choices"][0] for event in events(post(http_client, route, max_tokens=30, stop=stop, stream=True))]
-    if route == CHAT:
-        assert "".join(choice["delta"].get("content", "") for choice in choices) == whole["message"]["content"]
-    else:
-        assert "".join(choice["text"] for choice in choices) == whole["text"]
-    for name in ("finish_reason", "stop_reason"):
-        assert choices[-1][name] == whole[name]
-    assert whole["stop_reason"] is None or whole["stop_reason"] in stop
-
-
 @pytest.mark.parametrize("route", BODIES)
 def test_a_stop_string_of_the_first_tokens_ends_no_stream(http_client: FlaskClient, route: str) -> None:
     """The engine's answer is one text again and again, so that what does not count at first does so the next time."""
@@ -176,23 +162,6 @@ def test_a_stop_string_of_the_first_tokens_ends_no_stream(http_client: FlaskClie
             pieces, answer = [choice["text"] for choice in choices], whole["text"]
         assert "".join(pieces) == answer == text
         assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", stop)
-
-
-def test_a_stop_string_aborts_in_the_engine(http_client: FlaskClient, engine: ScriptedClient) -> None:
-    choice = post(http_client, COMPLETIONS, max_tokens=30, stop="wör").json["choices"][0]
-    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("Hello, ", "stop", "wör")
-    assert len(engine.aborted) == 1 and not engine.open
-
-
-def test_batches(http_client: FlaskClient) -> None:
-    prompts = ["a", "b", "c"]
-    whole = post(http_client, COMPLETIONS, prompt=prompts, max_tokens=6).json
-    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
-    assert whole["usage"]["completion_tokens"] == 18
-    sent = events(post(http_client, COMPLETIONS, prompt=prompts, max_tokens=6, stream=True))
-    for choice in whole["choices"]:
-        texts = [c["text"] for event in sent for c in event["choices"] if c["index"] == choice["index"]]
-        assert "".join(texts) == choice["text"]
 
 
 def test_token_prompts(http_client: FlaskClient, engine: ScriptedClient) -> None:

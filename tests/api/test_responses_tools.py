@@ -184,32 +184,6 @@ def test_log_probabilities_are_those_of_the_text_alone(
     assert [entry for logprobs in deltas for entry in logprobs] == (told if stream else [])
 
 
-def test_openais_sdk_runs_responses_with_tools(served: Any, engine: ScriptedClient) -> None:
-    import httpx2
-    import openai
-    from pydantic import BaseModel
-
-    class Sum(BaseModel):
-        x: int
-
-    app = served(THINKS).application
-    with (
-        httpx2.Client(transport=httpx2.WSGITransport(app=app)) as http,
-        openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=http) as client,
-    ):
-        engine.says = f"<think>hm</think>{ADD}"
-        with client.responses.stream(model="manta", input="Hi", tools=FLAT) as stream:
-            kinds = [event.type for event in stream]
-            final = stream.get_final_response()
-        assert "response.function_call_arguments.done" in kinds and "response.reasoning_text.delta" in kinds
-        thought, call = final.output
-        assert thought.content[0].text == "hm" and json.loads(call.arguments) == {"x": 1}
-        engine.says = '{"x": 2}'
-        given = [*final.output, {"type": "function_call_output", "call_id": call.call_id, "output": "2"}]
-        found = client.responses.parse(model="manta", input=given, tools=FLAT, tool_choice="none", text_format=Sum)
-        assert found.output_parsed == Sum(x=2)
-
-
 # --- the tools of Codex -----------------------------------------------------------------------------------------------
 
 READ = {"type": "function", "name": "read", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}

@@ -97,12 +97,6 @@ def test_ids_and_texts_are_those_of_sentencepiece(both: Both, text: str) -> None
 
 
 @pytest.mark.full
-def test_rows_of_spaces_are_cut_as_by_sentencepiece(both: Both) -> None:
-    for i in range(60):
-        check_text(both, LINES[i][:5] + " " * (i // 3) + LINES[-i][:5] + "\n" * (i % 3) + LINES[i][5:10])
-
-
-@pytest.mark.full
 @given(data=st.data())
 def test_any_ids_have_the_text_of_sentencepiece(both: Both, data: st.DataObject) -> None:
     """But the `tokenizers` library shows a U+FFFD for each byte of a row that is not UTF-8, and strips a byte, too."""
@@ -128,52 +122,6 @@ def agreeing(llama: bytes, tmp_path_factory: pytest.TempPathFactory) -> tuple[To
     folder = tmp_path_factory.mktemp("llama")
     reads = ours(llama, folder, tokenizer_config={"tokenizer_class": "LlamaTokenizer", "add_bos_token": True})
     return reads, transformers.LlamaTokenizer.from_pretrained(str(folder))
-
-
-@pytest.mark.full
-def test_a_model_alone_is_enough(tmp_path: Path, llama: bytes) -> None:
-    both = Both(llama, tmp_path)
-    assert both.ours.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    assert both.ours.special_ids == {0, 1, 2} and both.ours.vocab_size == len(both.theirs)
-    assert both.ours.encode("the cache") == [1, *both.theirs.encode("the cache")]
-    assert both.ours.encode_pair("the", "cache") == [1, *both.theirs.encode("the"), 1, *both.theirs.encode("cache")]
-    assert both.ours.decode(both.ours.encode(" 日本 the\n")) == " 日本 the\n"
-
-
-@pytest.mark.full
-def test_the_files_beside_a_model_count(tmp_path: Path, llama: bytes) -> None:
-    """A token after the vocabulary, one that takes the place of a piece, and what goes around a text."""
-    import sentencepiece
-
-    size = len(sentencepiece.SentencePieceProcessor(model_proto=llama))
-    config = {
-        "add_bos_token": False, "add_eos_token": True, "eos_token": {"content": "<|im_end|>"},
-        "added_tokens_decoder": {str(size): {"content": "<|im_end|>", "special": True},
-                                 str(size - 1): {"content": "<|im_start|>", "special": True}},
-    }  # fmt: skip
-    added = {"<|tool|>": size + 1}
-    both = Both(llama, tmp_path, tokenizer_config=config, added_tokens=added)
-    assert both.ours.encode("<|im_start|><|tool|>")[::2] == [size - 1, size]
-    assert both.ours.special_ids == {0, 1, 2, size - 1, size} and both.ours.special_tokens["bos_token"] == "<s>"
-    assert both.ours.decode(both.ours.encode("<|im_start|>the<|tool|>")) == "the<|tool|>"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("legacy", [True, False])
-def test_the_prefix_goes_before_the_text_or_before_each_part(tmp_path: Path, llama: bytes, legacy: bool) -> None:
-    both = Both(llama, tmp_path, tokenizer_config={"legacy": legacy})
-    assert both.ours.encode("the</s>the", False)[0] == both.theirs.encode("the")[0]
-    inner = both.ours.encode("the</s>the", False)
-    after = inner[inner.index(2) + 1 :]
-    assert both.ours.token(after[0]).startswith("▁") == legacy
-    assert both.ours.decode(both.ours.encode("  the")) == "  the"
-
-
-@pytest.mark.full
-def test_a_prefix_that_the_files_turn_off(tmp_path: Path, llama: bytes) -> None:
-    both = Both(llama, tmp_path, tokenizer_config={"add_prefix_space": False})
-    assert both.ours.encode("the", False) != both.theirs.encode("the")
-    assert both.ours.decode(both.ours.encode(" the")) == " the"
 
 
 # --- SentencePiece models that are written by hand --------------------------------------------------------------------
@@ -550,18 +498,6 @@ def test_vocab_and_merges_give_the_ids_of_tokenizer_json(tmp_path: Path, kind: s
     reads = Tokenizer(str(tmp_path))
     for line in [*LINES, " 日本\n\n  the", ""]:
         assert reads.encode(line) == inner.encode(line).ids and reads.decode(reads.encode(line)) == line
-
-
-@pytest.mark.full
-def test_gpt2_is_that_of_transformers(tmp_path: Path) -> None:
-    import transformers
-
-    inner = byte_level()
-    inner.model.save(str(tmp_path))
-    vocab = json.loads((tmp_path / "vocab.json").read_text())
-    (tmp_path / "vocab.json").write_text(json.dumps(vocab | {"<|endoftext|>": inner.get_vocab_size()}))
-    gpt2, theirs = Tokenizer(str(tmp_path)), transformers.GPT2Tokenizer.from_pretrained(str(tmp_path))
-    assert all(gpt2.encode(line + "<|endoftext|>") == theirs.encode(line + "<|endoftext|>") for line in LINES[:50])
 
 
 def test_vocab_and_merges_as_of_opt_and_gpt2(tmp_path: Path) -> None:
