@@ -37,7 +37,7 @@ from plan import EngineCoreRequest, Met, StepPlan
 from processes.client import EngineDeadError
 from ring import Watchdog
 from served import alive, eventually, tell_time
-from test_ring import SlowRing, TinyRing
+from test_ring import TinyRing
 from test_worker import HYBRID, SHAPE
 from worker_functions import double_of, fail, itself, lose_peers, run_out_once, slow
 
@@ -109,13 +109,10 @@ def test_the_same_tokens_from_a_worker_process(mp_llm, answers):
     ]
 
 
-SIGNALS = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "with_signal",
     [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.full)],
 )
-
-
-@SIGNALS
 def test_a_workers_death_is_noticed_by_the_clock_alone(mp_llm, answers, undisturbed, monkeypatch, caplog, with_signal):
     said: list[str | None] = []
     mp_llm.core.workers.on_trouble = said.append
@@ -294,10 +291,8 @@ def test_a_request_that_kills_every_worker_is_refused_and_the_others_go_on(mp_ll
     assert f"{deaths:.0f} steps that this request ran in have ended so" in outputs[1].error
 
 
-@pytest.mark.parametrize(
-    "refuses", [ValueError("no memory for them"), pytest.param(OSError("no room for them"), marks=pytest.mark.long)]
-)
-def test_workers_that_do_not_come_up_are_started_again(mp_llm, answers, undisturbed, monkeypatch, refuses, caplog):
+def test_workers_that_do_not_come_up_are_started_again(mp_llm, answers, undisturbed, monkeypatch, caplog):
+    refuses = ValueError("no memory for them")
     core, restart, pauses, said = mp_llm.core, mp_llm.core.executor.restart, [], []
     core.workers.on_trouble = said.append
     sleep, here = time.sleep, threading.get_ident()  # other threads sleep between their beats
@@ -343,10 +338,9 @@ def test_workers_that_never_come_up_end_the_engine_with_what_they_said(make_llm,
     llm.close()
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.long), True], ids=["", "as on a GPU"])
-def test_out_of_memory_costs_the_latest_request_alone(make_llm, answers, monkeypatch, ahead):
-    llm = make_llm(async_scheduling=ahead)
-    llm.core.executor.overlaps = ahead
+def test_out_of_memory_costs_the_latest_request_alone(make_llm, answers, monkeypatch):
+    llm = make_llm(async_scheduling=True)
+    llm.core.executor.overlaps = True  # as on a GPU
     model, count = llm.core.executor.worker.model, 0
     forward = model.forward
 
@@ -373,17 +367,6 @@ def test_a_rank_that_runs_out_of_memory_costs_the_latest_request_alone(make_llm)
     outputs = llm.generate(PROMPTS, STORY, use_tqdm=False)
     assert tokens(outputs)[:3] == want[:3] and outputs[3].error == "CUDA out of memory. Tried to allocate 2 GiB."
     assert tokens(llm.generate(PROMPTS, STORY, use_tqdm=False)) == want
-    assert llm.core.metrics()["num_worker_restarts_total"] == 0
-    llm.core.close()
-
-
-@pytest.mark.full
-def test_plans_that_fit_no_chunk_of_the_ring_cost_no_worker(make_llm, answers, monkeypatch):
-    """A long prompt's plan is too large for a chunk. Here chunks are small, and what does not fit comes slowly."""
-    monkeypatch.setattr(executor_module, "RingBuffer", SlowRing)
-    llm = make_llm(distributed_executor_backend="mp", threads=1)
-    assert llm.core.depth == 2
-    assert tokens(llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     assert llm.core.metrics()["num_worker_restarts_total"] == 0
     llm.core.close()
 
@@ -505,40 +488,6 @@ def test_functions_and_timeouts_of_calls(llm, mp_llm):
         mp_llm.collective_rpc(itself)
 
 
-@pytest.mark.full
-def test_what_comes_after_a_call_that_was_given_up_waits_for_it(mp_llm, answers, monkeypatch):
-    """Be it a step, or a method that would have the workers started anew if it were late."""
-    core, busy = mp_llm.core, []
-    first, before = worker(mp_llm), core.workers.num_restarts
-    for act in ("look", "sleep"):
-        with pytest.raises(TimeoutError, match=r"rank 0 has not replied within 0\.1 s"):
-            mp_llm.collective_rpc(slow, 0.1, (2.5,))
-        if act == "look":
-            until = time.monotonic() + 2.2
-            while time.monotonic() < until:  # as an idle engine does; longer than a step may take
-                core.workers.check()
-                time.sleep(0.1)
-        else:
-            with monkeypatch.context() as patch:
-                patch.setattr(core.executor, "collective_rpc", lambda *args: busy.append({*core.executor.owing}) or [])
-                mp_llm.sleep()
-                mp_llm.wake_up()
-            assert busy == [set(), set()]  # so their own clocks have not begun before
-        assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
-        assert worker(mp_llm) == first and core.workers.num_restarts == before
-
-
-@SIGNALS
-def test_a_worker_that_is_lost_in_a_call_that_was_given_up_is_replaced(mp_llm, answers, monkeypatch, with_signal):
-    core, before, suspects = mp_llm.core, mp_llm.core.workers.num_restarts, []
-    monkeypatch.setattr(core.scheduler.admission.trial, "blame", lambda *of: suspects.extend(of[2]))
-    with pytest.raises(TimeoutError):
-        mp_llm.collective_rpc(slow, 0.1, (2.5,))
-    os.kill(worker(mp_llm), with_signal)
-    assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
-    assert core.workers.num_restarts == before + 1 and not suspects
-
-
 @pytest.mark.parametrize("after", [0.0, pytest.param(0.4, marks=pytest.mark.full)], ids=["in time", "given up"])
 def test_a_worker_in_which_a_call_has_failed_is_replaced(mp_llm, answers, after):
     """However often: these starts do not count as ones that came to nothing."""
@@ -560,16 +509,3 @@ def test_an_llm_that_is_gone_has_no_processes(make_llm):
     del llm
     gc.collect()
     assert not alive(pid)
-
-
-@pytest.mark.full
-def test_an_idle_worker_process_takes_no_time(mp_llm):
-    def seconds(pid: int) -> float:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    mp_llm.core.workers.collective_rpc("block_bytes")
-    time.sleep(0.1)
-    before = seconds(worker(mp_llm))
-    time.sleep(3)
-    assert seconds(worker(mp_llm)) - before <= 0.03

@@ -278,37 +278,6 @@ def test_n_through_the_sdk(server: Server, llm: Any) -> None:
     assert counts[0] == sum(len(llm.tokenizer.encode(prompt)) for prompt in prompts)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"n": 2, "best_of": 6},
-        pytest.param({"n": 2, "use_beam_search": True, "beam_width": 5}, marks=pytest.mark.full),
-    ],
-)
-def test_best_of_and_beam_search_through_the_sdk(server: Server, llm: Any, fields: dict[str, Any]) -> None:
-    import openai
-
-    client, question = server.client(), "What is 23 + 58?"
-    extra = {name: fields[name] for name in fields if name != "n"}
-    sampled = SAMPLED | {"temperature": 3.0 if "best_of" in fields else 1.0}
-    params = SamplingParams(temperature=sampled["temperature"], seed=7, max_tokens=16, **fields)
-    answer = client.completions.create(prompt="Enter", n=2, extra_body=extra, **sampled)
-    (wanted,) = llm.generate("Enter", params, use_tqdm=False)
-    assert [choice.text for choice in answer.choices] == [completion.text for completion in wanted.outputs]
-    messages = [{"role": "user", "content": question}]
-    chat = client.chat.completions.create(messages=messages, n=2, extra_body=extra, **sampled)
-    (wanted,) = llm.chat(messages, params, use_tqdm=False)
-    assert [choice.message.content for choice in chat.choices] == [completion.text for completion in wanted.outputs]
-    if "best_of" in fields:
-        assert answer.usage.completion_tokens > 4 * max(len(c.token_ids) for c in wanted.outputs)
-    for stream in (client.completions, client.chat.completions):
-        asked = {"prompt": "Enter"} if stream is client.completions else {"messages": messages}
-        with pytest.raises(openai.BadRequestError, match="stream is true"):
-            stream.create(n=2, extra_body=extra, stream=True, **asked, **sampled)
-    with pytest.raises(openai.BadRequestError, match=r"beam_width is 257; .* 256.* max_num_seqs"):
-        client.completions.create(prompt="a", extra_body={"use_beam_search": True, "beam_width": 257}, model="demo")
-
-
 def test_explain_tells_of_running_and_finished_requests(server: Server) -> None:
     sock = server.connect("POST", COMPLETIONS, LONG | {"prompt": ["a", "b"], "stream": True, "n": 2})
     with contextlib.closing(sock), sock.makefile("rb") as file:
@@ -347,22 +316,6 @@ def test_a_client_that_leaves_is_out_of_the_engine(server: Server, fields: dict[
     # that polled ten times a second made over 15 more.
     answers = 3 if {"prompt", "n"} & fields.keys() else 1
     assert sorted(later)[1] <= 10 * answers
-
-
-def test_the_sdk_sees_errors_as_its_own(server: Server) -> None:
-    import openai
-
-    client = server.client()
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="demo", prompt="x", max_tokens=5000)
-    assert "5000" in str(caught.value) and "1024" in str(caught.value)
-    with pytest.raises(openai.NotFoundError):
-        client.completions.create(model="gpt-4", prompt="x")
-    with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(model="demo", messages=[], stream=True)
-    assert client.models.retrieve("demo").id == client.models.list().data[0].id == "demo"
-    usage = client.completions.create(model="demo", prompt=["a", "b"], max_tokens=3).usage
-    assert usage.prompt_tokens_details.cached_tokens >= 0 and usage.completion_tokens <= 6
 
 
 def test_a_chunked_body_is_measured(server: Server) -> None:

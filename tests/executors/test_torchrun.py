@@ -51,16 +51,8 @@ print(json.dumps([[o.outputs[0].token_ids for o in outputs + long], sizes, refus
 @pytest.mark.full
 def test_a_script_on_two_stages_gives_the_tokens_of_one_rank(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.replace("STAGES", "2"))
-    command = [
-        sys.executable,
-        *TORCHRUN,
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--log-dir",
-        str(tmp_path),
-        "script.py",
-    ]
+    flags = ["--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path)]
+    command = [sys.executable, *TORCHRUN, *flags, "script.py"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

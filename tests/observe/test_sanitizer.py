@@ -26,7 +26,6 @@ from kv_cache import BlockManager, BlockSpaceManager
 from observe.sanitizer import KVSanitizer, SanitizerError
 from plan import EngineCoreRequest, StateRoom, StepPlan, StepResult
 from scheduler import Scheduler
-from test_engine import FEW, GREEDY, STORY, tokens
 from worker import Worker
 from worker_steps import HYBRID, SHAPE, STATE
 
@@ -391,33 +390,6 @@ def test_no_false_alarm_on_a_random_model(make_core, mode, shape):
         assert metrics["num_preemptions_total"] > 4 and (metrics["num_swapped_blocks_total"] > 0) == (mode == "swap")
         answers.append(got)
     assert answers[0] == answers[1]
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param(FEW | {"preemption_mode": "recompute", "swap_space": 0.0}, marks=pytest.mark.full),
-        pytest.param(FEW | {"preemption_mode": "swap", "swap_space": 0.01}, marks=pytest.mark.full),
-        {"num_gpu_blocks_override": 70, "block_size": 16, "preemption_mode": "recompute"},
-        pytest.param({"kv_cache_dtype": "fp8", "block_size": 16}, marks=pytest.mark.full),
-        pytest.param(
-            {"enable_prefix_caching": False, "max_num_batched_tokens": 32, "max_num_seqs": 32}, marks=pytest.mark.long
-        ),
-        pytest.param(
-            {"enable_chunked_prefill": False, "scheduler_delay_factor": 0.5, "block_size": 7}, marks=pytest.mark.long
-        ),
-    ],
-    ids=["recompute", "swap", "host tier", "fp8", "chunks of 32", "classic order"],
-)
-def test_no_false_alarm_on_the_demo(llm, make_llm, conversations, fields):
-    prompts = [llm.tokenizer.encode(llm.tokenizer.render(c), add_special_tokens=False) for c in conversations[:5]]
-    work = prompts * 2, [GREEDY] * 5 + [replace(STORY, max_tokens=40)] * 5
-    checked = make_llm(sanitize_kv=True, threads=1, **{"max_num_seqs": 32} | fields)
-    llm = make_llm(kv_cache_dtype="fp8") if "kv_cache_dtype" in fields else llm
-    wanted = tokens(llm.generate(*work, use_tqdm=False))
-    for _ in range(2):
-        assert tokens(checked.generate(*work, use_tqdm=False)) == wanted
-    check_integrity(checked.core.scheduler)
 
 
 def test_nothing_is_told_when_it_is_off(make_core):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -37,9 +35,6 @@ from processes.messages import Attach, Join, Load, Loads
 from ring import Codec
 from sampling_params import SamplingParams
 from served import ROOT, alive, command, eventually
-
-LONG = pytest.mark.long
-
 
 # --- who is let in ----------------------------------------------------------------------------------------------------
 
@@ -369,8 +364,6 @@ for thread in threads:
     thread.join()
 print(json.dumps(found))
 """
-GONE = "the engine process has ended"
-FAR = GONE + ", or its host is out of reach"
 
 
 class TwoHosts:
@@ -481,61 +474,6 @@ def test_two_hosts_answer_and_a_short_cut_costs_nobody_anything(two: TwoHosts) -
     eventually(two.both_serve, 60)
     two.processes[0].terminate()
     assert two.processes[0].wait(30) == 0, two.log(0)
-
-
-@LONG
-def test_a_long_cut_ends_what_was_there_and_the_host_comes_back(two: TwoHosts) -> None:
-    load = two.load(8, 70)
-    time.sleep(4)
-    two.cut(60)
-    found = answers_of(load)
-    lost = [one for one in found if one["error"]]
-    assert 0 < len(lost) <= 8 + 8 and {one["error"] for one in lost} == {FAR}
-    assert {one["status"] for one in lost} <= {200, 503} and max(one["seconds"] for one in lost) < 30
-    later = [one for one in found if 10 < one["begun"] < 60]
-    assert len(later) > 50 and not any(one["error"] for one in later)  # by the other engine
-    eventually(two.both_serve, 30)
-
-
-KILLS = {  # host and process, and what those who read may be told
-    (0, "gate"): set(), (0, "coordinator"): set(), (0, "worker"): set(), (1, "worker"): set(), (0, "engine"): {GONE},
-    (1, "engine"): {FAR}, (1, "node"): {FAR}, (0, "api"): {None, "RemoteDisconnected", "ConnectionReset"},
-}  # fmt: skip
-
-
-@LONG
-@pytest.mark.parametrize("victim", KILLS, ids=lambda victim: f"{('server', 'node')[victim[0]]}-{victim[1]}")
-def test_whoever_is_killed_takes_only_its_own_along(two: TwoHosts, victim: tuple[int, str], capsys) -> None:
-    """At ten moments under 100 streams."""
-    rng, (host, name) = random.Random(str(victim)), victim
-    ends: Counter[str] = Counter()
-    for _ in range(10):
-        load = two.load(100, 8)
-        time.sleep(rng.uniform(1, 6))
-        os.kill(two.find(host, name), signal.SIGKILL)
-        if name == "node":
-            two.processes[1].wait(10)
-            two.processes[1] = two.start(1)
-        found = answers_of(load)
-        lost = [one for one in found if one["error"] or not one["ended"]]
-        ends += Counter({"answered": len(found) - len(lost), "cut": sum(one["status"] == 200 for one in lost)})
-        ends += Counter({"refused": sum(one["status"] != 200 for one in lost)})
-        for one in lost:
-            assert any(one["error"] == word or (word and word in (one["error"] or "")) for word in KILLS[victim]), one
-        assert len(lost) <= 110
-        eventually(two.both_serve, 90)
-    with capsys.disabled():
-        print(f"\n{host} {name}: {dict(ends)}")
-
-
-@LONG
-def test_when_the_server_is_killed_its_successor_finds_the_host(two: TwoHosts) -> None:
-    engine = two.find(1, "engine")
-    two.processes[0].kill()
-    two.processes[0].wait(10)
-    two.processes[0] = two.start(0)
-    eventually(two.both_serve, 90)
-    assert two.find(1, "engine") == engine  # which was kept, with its weights
 
 
 # --- several engines of a script --------------------------------------------------------------------------------------

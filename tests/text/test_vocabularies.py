@@ -7,7 +7,7 @@ import io
 import json
 import struct
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,13 @@ def ours(model: bytes, folder: Path, **files: Any) -> Tokenizer:
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     return Tokenizer(str(folder))
+
+
+def check_refused(read: Callable[[], Tokenizer], message: str, file: str) -> None:
+    """The files are refused in one line, which has this message and names the file."""
+    with pytest.raises(ValueError, match=message) as caught:
+        read()
+    assert "\n" not in str(caught.value) and file in str(caught.value)
 
 
 class Both:
@@ -127,18 +134,7 @@ def agreeing(llama: bytes, tmp_path_factory: pytest.TempPathFactory) -> tuple[To
 # --- SentencePiece models that are written by hand --------------------------------------------------------------------
 
 NORMAL, UNKNOWN, CONTROL, UNUSED, BYTE = 1, 2, 3, 5, 6
-LETTERS_AND_PAIRS = {
-    "▁": -10,
-    "t": -10,
-    "h": -10,
-    "e": -10,
-    "c": -10,
-    "a": -10,
-    "▁t": -4,
-    "he": -5,
-    "▁the": -6,
-    "ca": -7,
-}
+LETTERS_AND_PAIRS = dict.fromkeys("▁theca", -10) | {"▁t": -4, "he": -5, "▁the": -6, "ca": -7}
 PIECES = [("<unk>", 0, UNKNOWN), ("<s>", 0, CONTROL), ("</s>", 0, CONTROL)]
 PIECES += [(f"<0x{byte:02X}>", 0, BYTE) for byte in range(256)]
 PIECES += [(text, score, NORMAL) for text, score in LETTERS_AND_PAIRS.items()]
@@ -247,9 +243,7 @@ def with_parts(**parts: Any) -> Any:
 def test_a_model_that_cannot_be_converted_is_refused(
     tmp_path: Path, damage: Any, files: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        ours(damage(by_hand()), tmp_path, **files)
-    assert "\n" not in str(caught.value) and str(tmp_path / "tokenizer.model") in str(caught.value)
+    check_refused(lambda: ours(damage(by_hand()), tmp_path, **files), message, str(tmp_path / "tokenizer.model"))
 
 
 # --- byte-level BPE ---------------------------------------------------------------------------------------------------
@@ -355,9 +349,7 @@ def test_a_tekken_names_its_special_tokens(mistral: Tokenizer, tmp_path: Path, r
 )
 def test_a_tekken_that_is_wrong_is_refused(tmp_path: Path, ranks: Any, change: Any, message: str) -> None:
     (tmp_path / "tekken.json").write_text(json.dumps(tekken(ranks, **change)))
-    with pytest.raises(ValueError, match=message) as caught:
-        Tokenizer(str(tmp_path))
-    assert "\n" not in str(caught.value) and "tekken.json" in str(caught.value)
+    check_refused(lambda: Tokenizer(str(tmp_path)), message, "tekken.json")
 
 
 # --- tiktoken.model ---------------------------------------------------------------------------------------------------
@@ -426,9 +418,7 @@ def test_a_tiktoken_model_that_is_wrong_is_refused(
     kimi(tmp_path, ranks, **change)
     if spoiled:
         (tmp_path / "tiktoken.model").write_bytes(spoiled)
-    with pytest.raises(ValueError, match=message) as caught:
-        Tokenizer(str(tmp_path))
-    assert "\n" not in str(caught.value) and "tiktoken.model" in str(caught.value)
+    check_refused(lambda: Tokenizer(str(tmp_path)), message, "tiktoken.model")
 
 
 # The file of a class, how it splits digits, tokens that the files beside it name, and texts of some special ids.
@@ -531,6 +521,4 @@ def test_vocab_and_merges_that_are_wrong_are_refused(tmp_path: Path, name: str, 
     (tmp_path / name).unlink(missing_ok=True)
     if content is not None:
         (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=message) as caught:
-        Tokenizer(str(tmp_path))
-    assert "\n" not in str(caught.value) and "vocab.json" in str(caught.value)
+    check_refused(lambda: Tokenizer(str(tmp_path)), message, "vocab.json")

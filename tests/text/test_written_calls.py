@@ -141,30 +141,7 @@ WRITERS: dict[type, Any] = {
     JsonFormat: write_json, HeaderFormat: write_header, TagFormat: write_tags, NestedFormat: write_tags,
     PythonFormat: write_python, HarmonyFormat: write_harmony,
 }  # fmt: skip
-ODD = [
-    '"',
-    "'",
-    "\\",
-    "\n",
-    "\r\n",
-    "\t",
-    "\x00",
-    "\x1b",
-    "{",
-    "}",
-    "[",
-    "]",
-    ",",
-    ":",
-    "é",
-    "日本",
-    "😀",
-    "\u2028",
-    "</",
-    "<",
-    "\\u00e9",
-    "\\n",
-]
+ODD = [*"\"'\\\n\t\x00\x1b{}[],:é😀\u2028<", "\r\n", "日本", "</", "\\u00e9", "\\n"]
 
 
 def text_of(rng: random.Random, marks: list[str], size: int) -> str:
