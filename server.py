@@ -38,9 +38,10 @@ from werkzeug.exceptions import MethodNotAllowed, NotFound
 
 from api import batches
 from api.adapters import Adapters
-from api.faces import FACES, error_body_of
-from api.fields import ApiError, Face
+from api.checks import ApiError, Face
+from api.faces import FACES
 from api.flags import split_command, told_in_a_line
+from api.generation import Caller, ClientGone, Events, Remote, log_request
 from api.gunicorn_loop import Gunicorn
 from api.http import (
     NO_ROUTE,
@@ -51,6 +52,7 @@ from api.http import (
     body_of,
     check_address,
     check_host,
+    error_body_of,
     is_preflight,
     reply,
     stream,
@@ -58,8 +60,7 @@ from api.http import (
 )
 from api.options import ServerConfig, with_all_keys
 from api.paths import paths_of
-from api.replies import Caller, ClientGone, Remote, log_request
-from api.routes import Api, Events
+from api.routes import Api
 from api.start import engines, read_configs, with_policy
 from api.telemetry import Spans, check_telemetry
 from commands import batch, terminal
@@ -186,8 +187,8 @@ def log_requests(app: Flask, api: Api, spans: Spans | None) -> None:
 
         def log() -> None:
             log_request(name, client, target, status, begun, caller, error, level)
-            if spans and caller and caller.job:
-                spans.add(caller.job, headers, status, begun)
+            if spans and caller and caller.call:
+                spans.add(caller.call, headers, status, begun)
 
         response.call_on_close(log)  # not now, because a stream has only begun
         return allow_origin(response, api.config)

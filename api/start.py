@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from api.flags import from_flags
 from api.options import ServerConfig
-from api.reading import check_parsers
+from api.prompts import check_parsers
 from config import EngineConfig
 from executor import name_process
 from observe.logs import set_up

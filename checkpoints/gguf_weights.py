@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpoints.dequantize import Codes, Packed, Read, apart, coordinates, distinct
+from checkpoints.dequantize import CodedRows, Packed, apart, coordinates, distinct
 from checkpoints.gguf_blocks import BLOCK_TYPES, BLOCKS, DTYPES, split, unpack
 from checkpoints.gguf_config import Saved, architecture_of, saved_names
 from checkpoints.gguf_file import FLOATS, parts_of, read_header
@@ -103,28 +103,28 @@ def packed(table: torch.Tensor, kind: str, heads: int) -> Packed:
 
     if kind not in BLOCK_TYPES:
         return Packed(coordinates(shape), values)
-    own = BLOCK_TYPES[kind]
+    coded_as = BLOCK_TYPES[kind][1]
 
-    def read(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> Read:
+    def read_codes(rows: tuple[torch.Tensor, ...], columns: torch.Tensor, group: int, wide: int) -> CodedRows:
         first, end = int(columns[0]) // numbers, int(columns[-1]) // numbers + 1
         *outer, row = rows
         places = [*outer, in_file(row) if heads else row]
         codes, scales, mins, factors = split(at_rows(table[..., first:end, :], places), kind)
         columns = columns - first * numbers  # among those of these blocks
         begin, count, gaps = int(columns[0]), len(columns), bool((columns.diff() != 1).any())
-        if own.paired and not gaps and begin % 32 == count % 32 == 0:
+        pairs = codes.dtype == torch.uint8
+        if pairs and not gaps and begin % 32 == count % 32 == 0:
             codes = codes.narrow(1, begin // 2, count // 2)  # which copies nothing
         else:
-            if own.paired:
-                codes = apart(codes).view(torch.int8) - (8 if own.kind == "int4" else 0)
+            if pairs:
+                codes = apart(codes).view(torch.int8) - (8 if coded_as.kind == "int4" else 0)
             codes = codes.index_select(1, columns) if gaps else codes.narrow(1, begin, count)
-        at = columns[::group] // own.group
+        at = columns[::group] // coded_as.group
         mins = None if mins is None else mins[:, at]
         factors = None if factors is None else factors[:, columns[::wide] // numbers]
-        return Read(codes, scales[:, at], mins, factors)
+        return CodedRows(codes, scales[:, at], mins, factors)
 
-    wide = numbers if own.factors else 0
-    return Packed(coordinates(shape), values, Codes(own.kind, own.group, own.factors == 2, own.dtype, read, wide=wide))
+    return Packed(coordinates(shape), values, coded_as, read_codes)
 
 
 def at_rows(table: torch.Tensor, places: list[torch.Tensor]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from checkpoints.dequantize import Packed
+from checkpoints.dequantize import Packed, Stored
 from checkpoints.gguf_weights import opened_gguf
 from checkpoints.quantization import Format
 from checkpoints.schemes import FLOATS, SCHEMES, Scheme
@@ -108,7 +108,7 @@ class Storage:
         stem = saved.removesuffix("bias")
         return stem != saved and stem + "weight" in self.names and not file.get_tensor(saved).any()
 
-    def open(self, file: Any, saved: str) -> torch.Tensor | Packed:
+    def open(self, file: Any, saved: str) -> Stored:
         """A tensor of an open file. It is a view of the mapped file, or will be read from there.
 
         Raises:
@@ -147,9 +147,10 @@ class Storage:
         if form.static and not (scales and all(scale.numel() == 1 and 0 < float(scale) < math.inf for scale in scales)):
             has = f"the {INPUT_SCALES[0]} {scales[0].tolist()!s:.80}" if scales else f"no {names[0]}"
             raise ValueError(f"has {has} beside it, and config.json says that there is a positive number")
-        assert packed.codes
+        assert packed.coded_as
         scale = scales[0].reshape(()) if scales else None
-        return Packed(packed.views, packed.values, packed.codes._replace(input_kind=form.input_kind, input_scale=scale))
+        packed.coded_as = packed.coded_as._replace(input_kind=form.input_kind, input_scale=scale)
+        return packed
 
     def parts(self, saved: str, dtype: str, scheme: Scheme) -> dict[str, torch.Tensor]:
         """What is beside the codes of a tensor.

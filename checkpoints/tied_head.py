@@ -9,14 +9,14 @@ import dataclasses
 
 import torch
 
-from checkpoints.dequantize import Packed
+from checkpoints.dequantize import Stored
 from checkpoints.hub import checkpoint_files
 from checkpoints.storage import Storage, opened
 from model_config import ModelConfig
 from models.families import our_name
 
 ROWS = 512  # are compared at a time
-Tables = dict[str, tuple[str, torch.Tensor | Packed]]
+Tables = dict[str, tuple[str, Stored]]
 
 
 def settle_head(source: str, config: ModelConfig) -> ModelConfig:
@@ -54,13 +54,13 @@ def stand_in(paths: list[str], config: ModelConfig, storage: Storage) -> dict[st
     return {saved: table for saved, _ in found.values()} if table not in found else {}
 
 
-def nearly_equal(one: torch.Tensor | Packed, other: torch.Tensor) -> bool:
+def nearly_equal(one: Stored, other: torch.Tensor) -> bool:
     """Whether two matrices have the same numbers, but for what rounding to a dtype of 16 bits changes."""
     pairs = zip(one.split(ROWS), other.split(ROWS), strict=False)
     return one.shape == other.shape and all(torch.allclose(a.float(), b.float(), 2**-8, 2**-24) for a, b in pairs)
 
 
-def equal(one: torch.Tensor | Packed, other: torch.Tensor | Packed) -> bool:
+def equal(one: Stored, other: Stored) -> bool:
     """Whether two matrices have the same numbers."""
     pairs = zip(one.split(ROWS), other.split(ROWS), strict=False)
     return one.shape == other.shape and all(torch.equal(a.float(), b.float()) for a, b in pairs)

@@ -43,7 +43,7 @@ from cpu import quantized as cpu_quantized
 from cpu import weights as cpu_weights
 from cpu.machine import has_bfloat16
 from cpu.ops import _store, _unit
-from cpu.quantized import Form, Forms, multiply_codes, unpack_codes
+from cpu.quantized import CodedKernels, Formula, multiply_codes, unpack_codes
 from cpu.weights import multiply
 from observe.logs import logger
 from reference import Quantized
@@ -400,25 +400,25 @@ def multiply_job() -> Job:
     return Job(multiply.__name__, (), like, ((0,), (0, 1), (), (0, 1), (0, 1)), torch.get_num_threads(), ONE_LOOP)
 
 
-def coded_forms(builder: Builder, dtype: torch.dtype) -> Callable[[Quantized], Forms]:
+def coded_forms(builder: Builder, dtype: torch.dtype) -> Callable[[Quantized], CodedKernels]:
     """What finds the C++ for a weight in codes, and has it made, in a model of this dtype."""
     slab = dtype if dtype == torch.bfloat16 and has_bfloat16() else torch.float32
-    made: dict[Form, Forms] = {}
+    made: dict[Formula, CodedKernels] = {}
     lock, threads = threading.Lock(), torch.get_num_threads()  # weights are packed by several, of one each
 
-    def find(weight: Quantized) -> Forms:
-        key = Form.of(weight)
+    def find(weight: Quantized) -> CodedKernels:
+        key = Formula.of(weight)
         with lock:
             if key not in made:
                 one, several, unpack = (builder.ask(job) for job in coded_jobs(key, slab, threads))
-                made[key] = Forms(one, several, unpack, slab)
+                made[key] = CodedKernels(one, several, unpack, slab)
             return made[key]
 
     return find
 
 
-def coded_jobs(form: Form, slab: torch.dtype, threads: int) -> list[Job]:
-    """The jobs for a `Forms`, with weights of any shape, whose C++ runs on so many threads."""
+def coded_jobs(form: Formula, slab: torch.dtype, threads: int) -> list[Job]:
+    """The jobs for a `CodedKernels`, with weights of any shape, whose C++ runs on so many threads."""
     panels, lanes, count = 64, cpu_quantized.LANES, 1 + form.has_zeros  # an example that is large enough for threads
     shape: tuple[int, ...] = panels, 8, 16
     loops: tuple[int, ...] = 0, 1, 2  # dimensions

@@ -31,7 +31,7 @@ Product = Callable[..., torch.Tensor]  # what multiplies inputs, or their codes,
 WARNINGS = threading.Lock()  # held while warnings are caught, which is for all threads
 
 
-class Form(NamedTuple):
+class Formula(NamedTuple):
     """What makes one formula of weights."""
 
     kind: str
@@ -39,14 +39,14 @@ class Form(NamedTuple):
     small: str  # dtype of the scales and zeros that have factors; empty: they have none
 
     @classmethod
-    def of(cls, weight: Quantized) -> Form:
+    def of(cls, weight: Quantized) -> Formula:
         """The one of a weight."""
         small = "" if weight.factors is None else str(weight.scales.dtype).removeprefix("torch.")
         return cls(weight.kind, weight.zeros is not None, small)
 
 
-class Forms(NamedTuple):
-    """The C++ for weights of a `Form`. Each has a `run`, which is None until it is there."""
+class CodedKernels(NamedTuple):
+    """The C++ for weights of a `Formula`. Each has a `run`, which is None until it is there."""
 
     one: Any  # `multiply_codes` for one row
     several: Any  # `multiply_codes` for ROWS at a time
@@ -111,7 +111,7 @@ def numbers(kind: str, words: torch.Tensor) -> list[torch.Tensor]:
 
 
 def decoded(
-    form: Form, words: torch.Tensor, tables: Sequence[torch.Tensor]
+    form: Formula, words: torch.Tensor, tables: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """The numbers of the codes in words, less zeros, and the scale of their products; None: they are multiplied by it.
 
@@ -130,7 +130,7 @@ def decoded(
     return [number * scale - shift for number in found], None
 
 
-def multiply_codes(form: Form, x: torch.Tensor, words: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
+def multiply_codes(form: Formula, x: torch.Tensor, words: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
     """x W^T [P, B, R, LANES] for x [B, R, .., n, step] float32 and a `CodedLinear`'s tensors; to be compiled.
 
     B is a loop, whose rounds find a panel in the cache. The R rows are written out, so that a code becomes a number
@@ -151,7 +151,7 @@ def multiply_codes(form: Form, x: torch.Tensor, words: torch.Tensor, *tables: to
     return torch.stack(sums, 2).flatten(2).unflatten(2, (-1, LANES))
 
 
-def unpack_codes(form: Form, dtype: torch.dtype, words: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
+def unpack_codes(form: Formula, dtype: torch.dtype, words: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
     """The numbers [.., n, step, P, LANES] of panels of a `CodedLinear`; to be compiled, or to serve as it is."""
     found, scale = decoded(form, words, tables)
     scaled = found if scale is None else [number * scale for number in found]
@@ -201,8 +201,8 @@ class CodedLinear:
         ValueError: see `in_order`.
     """
 
-    def __init__(self, weight: Quantized, forms: Forms | None = None):
-        self.form, self.forms, self.outputs = Form.of(weight), forms, len(weight.codes)
+    def __init__(self, weight: Quantized, forms: CodedKernels | None = None):
+        self.form, self.forms, self.outputs = Formula.of(weight), forms, len(weight.codes)
         self.inputs, self.step = weight.codes.shape[1] * 8 // BITS[weight.kind], step_of(weight.kind)
         factors = () if weight.factors is None else weight.factors.unbind(-1)
         # A group is a multiple of 16, or all inputs. Beside factors four are together.
@@ -412,7 +412,7 @@ def middle_of_bytes() -> int | None:
 
 
 def pack_quantized(
-    weight: Quantized, is_head: bool = False, find: Callable[[Quantized], Forms] | None = None
+    weight: Quantized, is_head: bool = False, find: Callable[[Quantized], CodedKernels] | None = None
 ) -> Product | CodedExperts:
     """A weight, or a layer's stack of experts, in a layout that serves any number of rows.
 

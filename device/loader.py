@@ -18,16 +18,17 @@ from itertools import chain, islice
 
 import torch
 
-from checkpoints.dequantize import Packed
+from checkpoints.dequantize import Packed, Stored
 from checkpoints.hub import INDEX, checkpoint_files
 from checkpoints.rounding import rounded
 from checkpoints.storage import Storage, opened, read_ahead
 from checkpoints.tied_head import stand_in
 from config import read_json
 from cpu import machine
-from device.coded import Rows, Source, kinds_to_round, settle
+from device.coded import fill, kinds_to_round, settle
 from model import Transformer
 from models.families import HALF_PREFIXES, PREFIXES, our_name
+from models.quantized import QuantizedWeight
 from models.shares import Part
 
 # Constants that old checkpoints have: RoPE's frequencies, masks, and two of xIELU's numbers. And scales of keys and
@@ -42,7 +43,8 @@ READERS = 2  # one copies while the other waits for the disk; torch divides each
 PIECE_BYTES = 4 * 2**20  # are copied and added up at a time on a CPU, so that the sum finds them in its cache
 BUFFERS, BUFFER_BYTES = 4, 32 * 2**20  # two are filled and two emptied; a call's time is small beside that of its bytes
 
-Pair = tuple[torch.Tensor | Rows, Source]  # target and source, of equal shapes
+Target = torch.Tensor | QuantizedWeight
+Pair = tuple[Target, Stored]  # target and source, of equal shapes
 
 
 def load_weights(
@@ -123,7 +125,7 @@ def readers(model: Transformer, stage: Stage | None) -> Iterator[int]:
 
 def find_weights(
     model: Transformer, folder: str, paths: list[str], wanted: dict[str, Part]
-) -> tuple[dict[str, str], list[dict[str, list[Source]]]]:
+) -> tuple[dict[str, str], list[dict[str, list[Stored]]]]:
     """Our names of the checkpoint's tensors and its own, and what is to be copied out of each file, by piece. Only
     headers are read. Raises what `find_slices` and `check_complete` do."""
     found: dict[str, str] = {}
@@ -170,7 +172,7 @@ def check_complete(folder: str, wanted: dict[str, Part], found: dict[str, str]) 
 def find_slices(
     path: str, wanted: dict[str, Part], model: Transformer, found: dict[str, str], storage: Storage,
     index: dict[str, str] | None, instead: dict[str, str],
-) -> dict[str, list[Source]]:  # fmt: skip
+) -> dict[str, list[Stored]]:  # fmt: skip
     """What is to be copied out of a file, by name. The sources are views of the mapped file; only its header is read.
 
     Args:
@@ -182,7 +184,7 @@ def find_slices(
     Raises:
         ValueError: the file is damaged, or a tensor of it is surplus, misshapen, of another dtype, or in two files.
     """
-    slices: dict[str, list[Source]] = {}
+    slices: dict[str, list[Stored]] = {}
     kinds = kinds_to_round(model, wanted)
     with opened(path) as file:
         for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
@@ -218,7 +220,7 @@ def find_slices(
     return slices
 
 
-def slices_of(whole: Source, part: Part, kind: str = "") -> list[Source]:
+def slices_of(whole: Stored, part: Part, kind: str = "") -> list[Stored]:
     """What is to be copied out of a whole tensor of the checkpoint for each piece, rounded if plain to a `kind`."""
     if kind and isinstance(whole, torch.Tensor):
         axis = [*range(whole.ndim - 2), -1, -2] if part.transposed else [*range(whole.ndim)]
@@ -256,16 +258,16 @@ def skipped(saved: str, model: Transformer) -> bool:
 def copy(pair: Pair) -> torch.Tensor:
     """Copy straight from the mapping; returns the sum of what was copied."""
     target, source = pair
-    if isinstance(target, Rows):
+    if isinstance(target, QuantizedWeight):
         assert isinstance(source, Packed)
-        return target.fill(source)
+        return fill(target, source)
     total = torch.zeros(())
     for to, of in pieces(target, source, PIECE_BYTES):
         total += to.copy_(of).sum()
     return total
 
 
-def pieces(target: torch.Tensor, source: Source, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def pieces(target: torch.Tensor, source: Stored, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Target and source row by row, in parts of at most `size` bytes of the target, or of one row; packed ones are
     unpacked."""
     size = size if isinstance(source, torch.Tensor) else min(size, PIECE_BYTES)  # unpacking takes several times as much
@@ -298,7 +300,7 @@ class Stage:
         convert would first do so on the host, into memory that is not pinned, and wait for it.
         """
         target, source = pair
-        if isinstance(target, Rows):
+        if isinstance(target, QuantizedWeight):
             return copy(pair)
         assert target.is_contiguous() and math.prod(target.shape[1:]) * target.itemsize <= BUFFER_BYTES
         total = torch.zeros((), device=target.device)
@@ -356,7 +358,7 @@ def fill_dummy(model: Transformer, seed: int, wanted: dict[str, Part] | None = N
     model.finish()
 
 
-def settle_dummy(model: Transformer, wanted: dict[str, Part]) -> dict[str, list[torch.Tensor | Rows]]:
+def settle_dummy(model: Transformer, wanted: dict[str, Part]) -> dict[str, list[Target]]:
     """Do what `settle` does, for weights that are made up."""
     sources, kinds = {}, kinds_to_round(model, wanted)
     for name, part in wanted.items():

@@ -23,13 +23,14 @@ from typing import NoReturn
 import torch
 
 from checkpoints import compressed
+from checkpoints.dequantize import CodedRows
 from checkpoints.hub import checkpoint_files, find_model
 from checkpoints.rounding import codes_of, nearest_of
 from checkpoints.storage import opened
 from checkpoints.tied_head import settle_head
 from config import DEMO, PROG, EngineConfig
 from core import EngineCore
-from device.calibrate import Found, calibrate
+from device.calibrate import calibrate
 from device.coded import kinds_to_round
 from device.dry_run import dry_model
 from device.startup import pick_ops
@@ -157,15 +158,15 @@ def quantize(options: Options) -> list[str]:
     job = Job(options, source)
     lessons, exam = job.chunks(texts)
     before = perplexity(source, exam)
-    found: dict[str, Found] = {}
+    learned: dict[str, CodedRows] = {}
     if options.calibration:
-        found = calibrate(source, lessons, options.recipe.kind, options.group, job.dtype)
-    size, new_size = job.write(target, found)
+        learned = calibrate(source, lessons, options.recipe.kind, options.group, job.dtype)
+    size, new_size = job.write(target, learned)
     after = perplexity(EngineConfig(str(target)), exam)
     tokens = sum(map(len, exam))
-    method = f"by GPTQ with {sum(map(len, lessons)):,} tokens" if found else "to the nearest"
-    left = len(job.rounds) - len(found)
-    also = f", but {left} (experts, and what no token reached) to the nearest" if found and left else ""
+    method = f"by GPTQ with {sum(map(len, lessons)):,} tokens" if learned else "to the nearest"
+    left = len(job.rounds) - len(learned)
+    also = f", but {left} (experts, and what no token reached) to the nearest" if learned and left else ""
     return [
         f"{target}: {len(job.rounds)} matrices in {options.scheme}, rounded {method}{also}",
         f"  perplexity  {before:.4f} before, {after:.4f} after, of {tokens:,} tokens",
@@ -266,11 +267,11 @@ class Job:
             )
         return spread(learned, CALIBRATED), spread(measured, MEASURED)
 
-    def write(self, target: Path, found: dict[str, Found]) -> tuple[int, int]:
+    def write(self, target: Path, learned: dict[str, CodedRows]) -> tuple[int, int]:
         """Write the folder; returns the bytes of the weights' files before and after.
 
         Args:
-            found: by our names, the codes and scales that are chosen already; the other matrices are rounded now.
+            learned: by our names, the codes and scales that are chosen already; the other matrices are rounded now.
         """
         source, recipe = Path(self.source.folder), self.options.recipe
         with compressed.new_folder(target) as folder:
@@ -282,19 +283,19 @@ class Job:
                         if saved not in self.rounds:
                             shards.add({saved: tensor})
                             continue
-                        codes, scales = found.get(self.rounds[saved]) or self.to_nearest(tensor)
-                        shards.add(compressed.tensors_of(saved, codes, scales, recipe))
+                        rows = learned.get(self.rounds[saved]) or self.to_nearest(tensor)
+                        shards.add(compressed.tensors_of(saved, rows.codes, rows.scales, recipe))
             shards.finish()
             compressed.copy_beside(source, folder)
             compressed.write_config(source, folder, compressed.config_of(recipe, self.options.group, self.ignore))
             sizes = [sum(map(os.path.getsize, paths)) for paths in (self.paths, folder.glob("*.safetensors"))]
         return sizes[0], sizes[1]
 
-    def to_nearest(self, matrix: torch.Tensor) -> Found:
+    def to_nearest(self, matrix: torch.Tensor) -> CodedRows:
         """The nearest codes of a matrix, and their scales."""
         kind, group = self.options.recipe.kind, self.options.group
         values, scales = nearest_of(matrix.float(), kind, group if group > 0 else matrix.shape[1], self.dtype)
-        return Found(codes_of(values, kind), scales.to(self.dtype))
+        return CodedRows(codes_of(values, kind), scales.to(self.dtype))
 
 
 def spread(chunks: Chunks, most: int) -> Chunks:

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
+from dataclasses import dataclass
 from itertools import compress
 
 from sequence import DecodeRows, Flight, Sequence
 
 MAX_IN_FLIGHT = 4  # at least the steps of a lane that may be without a result: 2, see `EngineCore.ahead`
+
+
+@dataclass(slots=True, eq=False)
+class DecodePlace:
+    """A sequence's place in a batch of decodes."""
+
+    batch: DecodeBatch
+    row: int  # its index among the rows of the batch
+    next_delivery: int  # the step of the batch whose token is delivered next
+    due: int = 0  # the step of the batch in which it needs a block, or samples its last token
+
+    @property
+    def num_undelivered(self) -> int:
+        """How many tokens that steps have brought it are still kept by the batch."""
+        return max(0, self.batch.latest + 1 - self.next_delivery)
 
 
 class DecodeBatch:
@@ -44,29 +60,28 @@ class DecodeBatch:
     def join(self, seq: Sequence) -> None:
         """`seq` computes a token in every step from the next one on."""
         seq.computed_before -= self.steps
-        seq.batch, seq.row = self, len(self)
-        seq.next_delivery = self.steps + 1
+        seq.decoding = DecodePlace(self, len(self), self.steps + 1)
         own = self._own()
         own.seqs.append(seq)
         own.rows.append((seq.slot, 1))
-        own.names.append((seq.group.request.request_id, seq.group.index))
+        own.names.append((seq.group.request_id, seq.index))
         self.expect(seq)
 
     def leave(self, seq: Sequence) -> None:
         """`seq` is in no step after those already planned; the last of the batch takes its place."""
-        self.calendar.get(seq.due, {}).pop(seq, None)
-        for moved in (seq, self.current.seqs[-1]):  # the tokens in their rows so far are theirs
-            self.deliver(moved)
+        place, moved = seq.decoding, self.current.seqs[-1]
+        assert place and moved.decoding
+        self.calendar.get(place.due, {}).pop(seq, None)
+        for changed in (seq, moved):  # the tokens in their rows so far are theirs
+            self.deliver(changed)
+        moved.decoding.row = place.row
         seq.computed_before += self.steps
-        seq.batch = None
+        seq.decoding = None
         own = self._own()
         columns: tuple[list, ...] = own.seqs, own.rows, own.names
         for column in columns:
-            last = column.pop()
-            if seq.row < len(column):
-                column[seq.row] = last
-        if seq.row < len(self):
-            own.seqs[seq.row].row = seq.row
+            column[place.row] = column[-1]
+            column.pop()
         own.departures += 1
 
     def _own(self) -> DecodeRows:
@@ -79,12 +94,13 @@ class DecodeBatch:
     def expect(self, seq: Sequence) -> None:
         """Put `seq` down for the step in which it needs its next block, or samples its last token."""
         self.deliver(seq)  # before `kept` comes round
-        computed = seq.num_computed
+        place, computed = seq.decoding, seq.num_computed
+        assert place
         border = computed // self.block_size * self.block_size + self.block_size  # where its state may be kept
         slots = min(border, min(map(len, seq.tables)) * self.block_size - self.ahead)
-        steps = max(0, min(slots, seq.group.limit - 2) - computed)  # drafts that were taken may fill `ahead`
-        seq.due = self.steps + 1 + steps
-        self.calendar[seq.due][seq] = None
+        steps = max(0, min(slots, seq.limit - 2) - computed)  # drafts that were taken may fill `ahead`
+        place.due = self.steps + 1 + steps
+        self.calendar[place.due][seq] = None
 
     def pop_due(self) -> list[Sequence]:
         """Those that need a look in the step that is being planned; `expect` them again after that."""
@@ -109,14 +125,15 @@ class DecodeBatch:
             for seq, token in zip(compress(ran.seqs, live), token_ids, strict=True):
                 self.deliver(seq)
                 seq.tokens.append(token)
-                seq.next_delivery = step + 1
+                if seq.decoding:
+                    seq.decoding.next_delivery = step + 1
         self.latest = step
         return names, token_ids
 
     def deliver(self, seq: Sequence) -> None:
         """Give `seq` the tokens that steps have brought it, if it is in this batch."""
-        if count := seq.num_undelivered:
+        if (place := seq.decoding) and (count := place.num_undelivered):
             assert count <= self.num_kept
-            tokens, first = self.kept[seq.row :: self.width], seq.next_delivery % self.num_kept
+            tokens, first = self.kept[place.row :: self.width], place.next_delivery % self.num_kept
             seq.delivered += (tokens + tokens)[first : first + count]
-            seq.next_delivery = self.latest + 1
+            place.next_delivery = self.latest + 1

@@ -1,4 +1,4 @@
-"""Lanes: the groups that run in the same steps, one lane for each pipeline stage."""
+"""Lanes: the sequences that run in the same steps, one lane for each pipeline stage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from config import EngineConfig
 from scheduling.decodes import DecodeBatch
-from sequence import Sequence, SequenceGroup, Status
+from sequence import Sequence, Status
 
 
 class Lane:
@@ -18,18 +18,18 @@ class Lane:
     """
 
     def __init__(self, decodes: DecodeBatch):
-        self.decodes, self.others = decodes, list[SequenceGroup]()
+        self.decodes, self.others = decodes, list[Sequence]()
         self.flying = 0  # its steps in flight
 
     @property
     def width(self) -> int:
         """How many sequences it has."""
-        return len(self.decodes) + sum(group.status is Status.RUNNING for group in self.others)
+        return len(self.decodes) + sum(seq.status is Status.RUNNING for seq in self.others)
 
-    def put(self, group: SequenceGroup) -> None:
-        """`group` runs in this lane's steps from now on."""
-        group.lane = self
-        self.others.append(group)
+    def put(self, seq: Sequence) -> None:
+        """`seq` runs in this lane's steps from now on."""
+        seq.lane = self
+        self.others.append(seq)
 
 
 class Lanes:

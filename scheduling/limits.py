@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from config import EngineConfig
 from kv_cache import AllocStatus, BlockSpaceManager
 from plan import bit_words
-from sequence import Request
+from sequence import SequenceGroup
 
 
 class RequestLimits:
@@ -30,7 +30,7 @@ class RequestLimits:
         self.max_model_len = max_model_len
         self.vocab_size, self.eos_token_ids = vocab_size, frozenset(eos_token_ids)
 
-    def settle(self, request: Request) -> int:
+    def settle(self, group: SequenceGroup) -> int:
         """Check a request, and settle which tokens end it and which may be drawn.
 
         Returns:
@@ -41,31 +41,31 @@ class RequestLimits:
                 `max_model_len`; it could outgrow the whole KV pool; or it asks for more log-probabilities than
                 `max_logprobs`.
         """
-        params = request.params
+        params = group.params
         params.check_vocabulary(self.vocab_size, self.eos_token_ids)
         params.check_logprobs(self.config.max_logprobs)
-        own = request.prompt[request.num_virtual :]
+        own = group.prompt[group.num_virtual :]
         if not own:
             raise ValueError("the prompt is empty; it must have at least 1 token")
         if bad := [token for token in (min(own), max(own)) if not 0 <= token < self.vocab_size]:
             raise ValueError(f"the prompt has token id {bad[0]}; allowed: 0 to {self.vocab_size - 1}")
-        limit = self._limit_of(request)
+        limit = self._limit_of(group)
         self._check_size(limit)
         ended = params.structured_outputs is not None or not params.ignore_eos  # a complete structure ends in any case
         stop_ids = (*params.stop_token_ids, *(self.eos_token_ids if ended else ()))
-        request.stop_ids = frozenset(token for token in stop_ids if token < self.vocab_size)
-        request.stops = bit_words(request.stop_ids)
-        request.allowed = bit_words(params.allowed_token_ids) if params.allowed_token_ids else None
+        group.stop_ids = frozenset(token for token in stop_ids if token < self.vocab_size)
+        group.stops = bit_words(group.stop_ids)
+        group.allowed = bit_words(params.allowed_token_ids) if params.allowed_token_ids else None
         return limit
 
-    def _limit_of(self, request: Request) -> int:
+    def _limit_of(self, group: SequenceGroup) -> int:
         """Tokens at which a request's sequences end; without output, one more than the prompt, which never goes out."""
-        params, num_prompt = request.params, request.num_prompt
-        silent = request.pooling is not None or params.max_tokens == 0
+        params, num_prompt = group.params, group.num_prompt
+        silent = group.pooling is not None or params.max_tokens == 0
         most = self.max_model_len - (not silent)
         if num_prompt > most:
             fit = "fit" if silent else "leave room for output within"
-            among = f", {request.num_virtual} of them its adapter's" if request.num_virtual else ""
+            among = f", {group.num_virtual} of them its adapter's" if group.num_virtual else ""
             raise ValueError(
                 f"the prompt has {num_prompt} tokens{among}; at most {most} {fit} the context of {self.max_model_len}"
             )

@@ -57,15 +57,15 @@ class StateManager:
         Only the latest border in an output keeps one, so that a long output does not flush the cache.
         """
         count, pool = seq.num_computed, self.snapshots
-        request = seq.group.request
+        group = seq.group
         # With drafts or more than two steps in flight, the tokens that the state has seen may not be known yet.
         if not (self.keeps and count) or count % self.size or count > len(seq.tokens):
             return
-        chain(seq.hashes, seq.tokens, self.size, request.salt)
+        chain(seq.hashes, seq.tokens, self.size, group.salt)
         digest = seq.hashes[count // self.size - 1]
         if digest in pool.block_of:
             return
-        if count > request.num_prompt:
+        if count > group.num_prompt:
             pool.forget(seq.kept_state)
             seq.kept_state = digest
         if pool.num_free:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from config import EngineConfig
-from kv_cache import AllocStatus, BlockSpaceManager
+from kv_cache import AllocStatus
 from plan import StepPlan
+from scheduling.host_cache import TieredSpaceManager
 from sequence import Sequence, by_column
 
 
 class Swap:
     """Moves the blocks of sequences, and their recurrent states, to the host and back."""
 
-    def __init__(self, config: EngineConfig, space: BlockSpaceManager, cost: float):
+    def __init__(self, config: EngineConfig, space: TieredSpaceManager, cost: float):
         self.mode, self.cost = config.preemption_mode, cost  # see `swap_cost` of `Scheduler`
         self.block_size, self.space = config.block_size, space
         self.device, self.host = space.device, space.host

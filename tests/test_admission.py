@@ -12,7 +12,7 @@ from config import EngineConfig
 from fake_worker import Engine, expected, prompt, sample_seed
 from integrity import check_integrity
 from scheduling.fair import step_tokens
-from sequence import SequenceGroup, Status
+from sequence import Sequence, Status
 
 
 def test_preempted_requests_give_the_same_tokens():
@@ -32,7 +32,7 @@ def test_the_last_to_arrive_is_preempted_first_and_resumes_first():
     late = engine.add("late", prompt(4, 9), max_tokens=2, ignore_eos=True)
     engine.run()
     assert requests[0].num_preemptions == 0 < requests[2].num_preemptions
-    assert len(late.seq.tokens) == 6
+    assert len(late.tokens) == 6
 
 
 def test_swapped_requests_give_the_same_tokens():
@@ -124,7 +124,7 @@ def test_a_preempted_request_comes_back_before_later_ones(mode):
     while engine.scheduler.has_work():
         engine.step()
         if second.num_preemptions and second.status in (Status.WAITING, Status.SWAPPED):
-            assert {group.name for group in engine.scheduler.running} <= {"first"}
+            assert {seq.name for seq in engine.scheduler.running} <= {"first"}
     assert second.num_preemptions > 0 and len(engine.finished) == 5
 
 
@@ -252,9 +252,9 @@ def test_samples_enter_as_room_permits():
 @pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
 def test_preempted_samples_find_the_prompt_again(caching):
     engine = Engine(num_blocks=16, max_model_len=48, enable_prefix_caching=caching, preemption_mode="recompute")
-    groups = engine.add("a", prompt(22), n=6, max_tokens=20, ignore_eos=True).request.groups[:]
+    seqs = engine.add("a", prompt(22), n=6, max_tokens=20, ignore_eos=True).group.seqs[:]
     engine.run()
-    assert sum(group.num_preemptions for group in groups) > 2
+    assert sum(seq.num_preemptions for seq in seqs) > 2
     assert all(row.num_computed >= 21 for plan in engine.plans[2:] for row in plan.new)
     for index, tokens in engine.answers["a"].items():
         assert tokens == expected(prompt(22), 20, 48, ignore_eos=True, seed=sample_seed(index))
@@ -280,7 +280,7 @@ def test_auto_does_not_swap_what_others_have():
         engine.step()
         engine.step()
         low = engine.add("low", prompt(20, start), priority=1, max_tokens=8, ignore_eos=True)
-        while low.seq.num_tokens < 22:
+        while low.num_tokens < 22:
             engine.step()
         engine.add("urgent", prompt(4, 3), max_tokens=2)
         engine.step()
@@ -647,8 +647,8 @@ def test_what_is_given_up_while_it_waits_does_not_stay_in_memory(policy):
         engine.scheduler.abort(f"goes {i}")
     check_integrity(engine.scheduler)
     gc.collect()
-    alive = [thing for thing in gc.get_objects() if type(thing) is SequenceGroup]
-    assert sum(group.request.request_id.startswith("goes") for group in alive) < 80
+    alive = [thing for thing in gc.get_objects() if type(thing) is Sequence]
+    assert sum(seq.group.request_id.startswith("goes") for seq in alive) < 80
     engine.scheduler.abort("runs")
     engine.run()
     assert all(f"stays {i}" in engine.finished for i in range(7))

@@ -27,8 +27,8 @@ from observe.journal import replay
 from outputs import RequestOutput
 from plan import StepPlan
 from scheduling.drafts import MARGIN, AcceptanceStats, Drafting
-from scheduling.grammar import Constraint, Grammars
 from speculation.options import SpeculativeConfig
+from text.grammar import Constraint, Grammars
 from worker import Worker
 
 ROOMY = {"threads": 1, "num_gpu_blocks_override": 600, "block_size": 4, "max_num_seqs": 16}
@@ -171,7 +171,7 @@ def test_tokens_are_those_without_drafts(
         monkeypatch.setattr(Constraint, "follow", lambda c, ids, drafts: follow(c, ids, drafts[: len(ids) % 4]))
         monkeypatch.setattr(Grammars, "fill", fill_less)
     monkeypatch.setattr(Drafting, "price", lambda drafting, rows: 0.0)  # so that all rows have drafts
-    monkeypatch.setattr("scheduling.grammar.PATIENCE", 60.0)  # so that masks along them are always there
+    monkeypatch.setattr("text.grammar.PATIENCE", 60.0)  # so that masks along them are always there
     answers = [[*one.prompt_token_ids, *o.token_ids] for one in plain for o in one.outputs]
     llm = make_llm(**ROOMY | options, speculative_config=NGRAM)
     llm.collective_rpc(guess, args=(answers, padded))
@@ -236,7 +236,7 @@ def test_a_grammar_takes_what_came_before(
 ) -> None:
     """And a journal of it can be replayed, without the grammar."""
     monkeypatch.setattr(Drafting, "price", lambda drafting, rows: 0.0)
-    monkeypatch.setattr("scheduling.grammar.PATIENCE", 60.0)
+    monkeypatch.setattr("text.grammar.PATIENCE", 60.0)
     asked = {"regex": r"(, to be|, or not to be|\.\nKING: to be){9}"}
     params, file = SamplingParams(temperature=0, max_tokens=80, structured_outputs=asked), tmp_path / "steps.jsonl"
     drafting = make_llm(**ROOMY | options, speculative_config=NGRAM, log_scheduler=str(file))
@@ -348,7 +348,7 @@ def test_drafts_cease_where_they_do_not_pay() -> None:
 
 
 def flight_of(chances: list[float], step: int = 1) -> Any:
-    group = SimpleNamespace(request=SimpleNamespace(beam=None))
+    group = SimpleNamespace(beam=None)
     seqs = [SimpleNamespace(acceptance=AcceptanceStats(chance), group=group) for chance in chances]
     return SimpleNamespace(plan=StepPlan(step), seqs=seqs)
 
@@ -377,9 +377,8 @@ def test_a_model_that_pays_again_is_asked_again() -> None:
     model = EngineConfig(speculative_config='{"num_speculative_tokens": 4, "method": "mtp"}')
     drafting = Drafting(model, {}, [(1, 1.0, 0.2), (2, 1.1, 0.2)])
     params = SimpleNamespace(constrained=False, min_tokens=0)
-    request = SimpleNamespace(params=params, num_prompt=1)
-    group = SimpleNamespace(limit=100, request=request)
-    seq: Any = SimpleNamespace(acceptance=AcceptanceStats(0.9), group=group, num_known=5, num_tokens=5, proposed=[])
+    group, stats = SimpleNamespace(params=params, num_prompt=1), AcceptanceStats(0.9)
+    seq: Any = SimpleNamespace(acceptance=stats, group=group, limit=100, num_known=5, num_tokens=5, proposed=[])
     assert drafting.begin_step(9, 1, [seq]) == [seq]
     assert drafting.proposals(flight_of([0.1])) == 0 and drafting.begin_step(10, 1, [seq]) == []
     assert drafting.wanted(seq) == 0 < drafting.proposals(flight_of([0.9]))
@@ -412,10 +411,9 @@ def test_only_drafts_that_were_computed_count() -> None:
 def test_what_was_proposed_is_for_the_next_step_alone() -> None:
     """Its drafts are gone from the device then, so a grammar must not follow them again."""
     engine = Engine(speculative_config=json.dumps(NGRAM))
-    group = engine.add("a", prompt(5, 0), max_tokens=50, ignore_eos=True, structured_outputs={"choice": ["any"]})
-    seq = group.seq
+    seq = engine.add("a", prompt(5, 0), max_tokens=50, ignore_eos=True, structured_outputs={"choice": ["any"]})
     while not seq.proposed:
         engine.step()
     engine.scheduler.drafting.proposals = lambda plan: 0
     engine.step()
-    assert seq.proposed == [] and group in engine.scheduler.running
+    assert seq.proposed == [] and seq in engine.scheduler.running
