@@ -89,10 +89,6 @@ def test_a_body_is_json_whatever_its_content_type_says(engine: ScriptedClient, c
         refusal(client_of(engine).post(COMPLETIONS, headers=page, **ask), 415)
 
 
-def test_a_form_with_files_is_415(http_client: FlaskClient) -> None:
-    refusal(http_client.post(COMPLETIONS, data=b"--a--", content_type="multipart/form-data; boundary=a"), 415)
-
-
 # --- pages of other origins ------------------------------------------------------------------------------------------
 
 PAGE = "https://page.example:8443"

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from engine import LLM, SamplingParams
-from fake_worker import EOS, VOCAB, Engine, expected, known_logprobs, prompt, sample_seed
+from fake_worker import Engine, expected, known_logprobs, prompt, sample_seed
 from integrity import check_integrity
-from observe.journal import Journal, replay
 from outputs import Choices, Generation, RequestOutput
 from plan import EngineOutput, Logprobs, NewRow, StepPlan
 
@@ -175,23 +174,6 @@ def test_rows_that_want_none_decode_in_the_batch():
         engine.step()
     assert [seq.name for seq in engine.scheduler.lanes.all[0].decodes.current.seqs] == ["a"]
     engine.run()
-
-
-def test_a_journal_with_scores_is_replayed(tmp_path):
-    engine = Engine(num_blocks=16, max_model_len=48)
-    sizes = {"num_blocks": 16, "max_model_len": 48, "vocab_size": VOCAB, "eos_token_ids": [EOS]}
-    journal = Journal(str(tmp_path / "journal"), sizes, engine.scheduler)
-    for i in range(5):
-        journal.added(engine.add(str(i), prompt(24), max_tokens=9, prompt_logprobs=i % 3, logprobs=i).request)
-    while engine.scheduler.has_work():
-        journal.tick()
-        plan = engine.scheduler.schedule()
-        result = engine.worker.step(plan)
-        journal.planned(plan)
-        journal.landed(result)
-        engine.scheduler.update(plan, result)
-    scheduler = replay((tmp_path / "journal").read_text().splitlines())
-    assert not scheduler.has_work() and scheduler.step == engine.scheduler.step > 10
 
 
 # --- what a caller gets -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from api.generation import ClientGone
 from api.options import ServerConfig
 from api.response_store import Kept, Store
 from api.responses import RESPONSES
-from scripted import BROKEN, CHAT, FACTS, MISSING, TEXT, TOKENIZER, ScriptedClient, client_of, refusal, told
+from scripted import BROKEN, FACTS, MISSING, TEXT, TOKENIZER, ScriptedClient, client_of, refusal, told
 from test_protocol import BAD, BAD_MESSAGES, IMAGE
 
 ASK, TALK, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
@@ -597,9 +597,3 @@ def test_an_answer_is_bounded_by_the_context(http_client: FlaskClient, engine: S
     assert not engine.added
     ask(http_client, max_output_tokens=None)
     assert engine.added[0][1].max_tokens == FACTS["max_model_len"] - len(prompt_of(("user", "Hi")))
-
-
-def test_other_routes_do_not_know_these_fields(http_client: FlaskClient) -> None:
-    for name in ("input", "instructions", "system", "previous_response_id", "text", "include"):
-        error = refusal(http_client.post(CHAT, json={"messages": HI, name: "x"}))
-        assert (error["param"], error["code"]) == (name, "unknown_parameter")

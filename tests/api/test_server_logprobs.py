@@ -386,33 +386,6 @@ def test_a_token_that_ends_an_answer_is_told_with_the_last_event(
 # --- what does not go together ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("route", "fields", "param", "words"),
-    [
-        (COMPLETIONS, {"logprobs": 21}, "logprobs", ["logprobs is 21", "0 to 20 (max_logprobs)"]),
-        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", ["top_logprobs is 21", "20 (max_logprobs)"]),
-        (COMPLETIONS, {"prompt_logprobs": 21}, "prompt_logprobs", ["prompt_logprobs is 21", "20 (max_logprobs)"]),
-        (CHAT, {"top_logprobs": 2}, "top_logprobs", ["top_logprobs is 2", "logprobs: true"]),
-        (CHAT, {"logprobs": False, "top_logprobs": 2}, "top_logprobs", ["top_logprobs is 2", "logprobs: true"]),
-        (COMPLETIONS, {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", ["prompt_logprobs is 0", "stream"]),
-        (CHAT, {"prompt_logprobs": 2, "stream": True}, "prompt_logprobs", ["prompt_logprobs is 2", "stream"]),
-        (COMPLETIONS, {"max_tokens": 0}, "max_tokens", ["max_tokens is 0", "echo and prompt_logprobs"]),
-        (COMPLETIONS, {"max_tokens": 0, "logprobs": 1}, "max_tokens", ["max_tokens is 0"]),
-        (CHAT, {"max_tokens": 0, "echo": True}, "max_tokens", ["max_tokens is 0"]),
-        (COMPLETIONS, {"use_beam_search": True, "logprobs": 1}, "logprobs", ["logprobs is 1", "use_beam_search"]),
-        (CHAT, {"use_beam_search": True, "logprobs": True}, "logprobs", ["logprobs is 0", "use_beam_search"]),
-        (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "messages", ["continue_final_message"]),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_together_is_400(
-    http_client: FlaskClient, engine: ScriptedClient, route: str, fields: dict[str, Any], param: str, words: list[str]
-) -> None:
-    error = refusal(post(http_client, route, **fields))
-    assert error["param"] == param and all(word in error["message"] for word in words), error
-    assert not engine.added
-    assert choice_of(http_client, CHAT, top_logprobs=0)["logprobs"] is None  # as vLLM takes it
-
-
 def test_caps(engine: ScriptedClient) -> None:
     http_client = client_of(engine, FACTS | {"max_logprobs": 2}, max_prompt_logprobs=60)
     assert "0 to 2 (max_logprobs)" in refusal(post(http_client, COMPLETIONS, logprobs=3))["message"]
