@@ -398,9 +398,13 @@ def test_an_engine_ends_at_a_stop_string_and_lets_requests_go(llm, engine_of_min
 
 def test_an_engine_refuses_by_name(engine_of_mine):
     for args, name in (
-        ((5, "a", GREEDY), "request_id"), (("a", 5, GREEDY), "prompt"), (("a", [10**6], GREEDY), "prompt"),
-        (("a", "a", None), "sampling_params"), (("a", "a", GREEDY, 1), "priority"), (("a", "a", GREEDY, "high"), "number"),
-    ):  # fmt: skip
+        ((5, "a", GREEDY), "request_id"),
+        (("a", 5, GREEDY), "prompt"),
+        (("a", [10**6], GREEDY), "prompt"),
+        (("a", "a", None), "sampling_params"),
+        (("a", "a", GREEDY, 1), "priority"),
+        (("a", "a", GREEDY, "high"), "priority"),
+    ):
         with pytest.raises(ValueError, match=name):
             engine_of_mine.add_request(*args)
     assert not engine_of_mine.has_unfinished_requests() and not engine_of_mine.client.core.has_work()
