@@ -130,16 +130,9 @@ def test_a_workers_death_is_noticed_by_the_clock_alone(mp_llm, answers, undistur
     assert bool(suspects) == (with_signal == signal.SIGKILL)  # no request stops a worker
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param({}, marks=pytest.mark.long),
-        pytest.param(
-            {"num_gpu_blocks_override": 24, "block_size": 32, "preemption_mode": "swap"}, marks=pytest.mark.full
-        ),
-    ],
-)
-def test_the_same_tokens_whether_a_step_is_planned_ahead_or_not(mp_llm, make_llm, answers, fields):
+@pytest.mark.full
+def test_the_same_tokens_whether_a_step_is_planned_ahead_or_not(mp_llm, make_llm, answers):
+    fields = {"num_gpu_blocks_override": 24, "block_size": 32, "preemption_mode": "swap"}
     assert mp_llm.core.depth == 2
     for ahead, overlaps in ((True, False), (False, False), (True, True)):
         llm = make_llm(async_scheduling=ahead, **fields)
