@@ -4,27 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import compress
 
 from sequence import DecodeRows, Flight, Sequence
 
 MAX_IN_FLIGHT = 4  # at least the steps of a lane that may be without a result: 2, see `EngineCore.ahead`
-
-
-@dataclass(slots=True, eq=False)
-class DecodePlace:
-    """A sequence's place in a batch of decodes."""
-
-    batch: DecodeBatch
-    row: int  # its index among the rows of the batch
-    next_delivery: int  # the step of the batch whose token is delivered next
-    due: int = 0  # the step of the batch in which it needs a block, or samples its last token
-
-    @property
-    def num_undelivered(self) -> int:
-        """How many tokens that steps have brought it are still kept by the batch."""
-        return max(0, self.batch.latest + 1 - self.next_delivery)
 
 
 class DecodeBatch:
@@ -35,21 +19,17 @@ class DecodeBatch:
     from which their `num_computed` follows. A plan's rows for them are lists that stay the same until somebody joins or
     leaves. The tokens that a step brings are kept as they came, until a sequence's are delivered.
 
-    Prompts, and sequences that need masks or log-probabilities (as for `best_of`) are not in it.
-
     Args:
         width: sequences that it has at most.
-        block_size, num_lookahead_slots: see `EngineConfig`.
+        block_size, ahead: see `EngineConfig`, where `ahead` is `lookahead`.
     """
 
-    def __init__(self, width: int, block_size: int, num_lookahead_slots: int):
-        self.width, self.block_size = width, block_size
-        self.ahead = num_lookahead_slots
+    def __init__(self, width: int, block_size: int, ahead: int):
+        self.width, self.block_size, self.ahead = width, block_size, ahead
         self.steps = 0  # that it has run
         self.current, self.shared = DecodeRows(), False  # whether they were handed out
         self.calendar: defaultdict[int, dict[Sequence, None]] = defaultdict(dict)  # by step: who needs a look
-        # The token that a step brought to each row, for the latest steps: each sequence's tokens are delivered at
-        # least once a block.
+        # The token that each of the latest steps brought to each row; sequences get theirs at least once a block.
         self.num_kept = block_size + MAX_IN_FLIGHT
         self.kept = array("i", bytes(4 * width * self.num_kept))
         self.latest = 0  # step whose tokens are there
@@ -60,7 +40,8 @@ class DecodeBatch:
     def join(self, seq: Sequence) -> None:
         """`seq` computes a token in every step from the next one on."""
         seq.computed_before -= self.steps
-        seq.decoding = DecodePlace(self, len(self), self.steps + 1)
+        seq.batch, seq.row = self, len(self)
+        seq.next_delivery = self.steps + 1
         own = self._own()
         own.seqs.append(seq)
         own.rows.append((seq.slot, 1))
@@ -69,18 +50,17 @@ class DecodeBatch:
 
     def leave(self, seq: Sequence) -> None:
         """`seq` is in no step after those already planned; the last of the batch takes its place."""
-        place, moved = seq.decoding, self.current.seqs[-1]
-        assert place and moved.decoding
-        self.calendar.get(place.due, {}).pop(seq, None)
+        self.calendar.get(seq.due, {}).pop(seq, None)
+        moved = self.current.seqs[-1]
         for changed in (seq, moved):  # the tokens in their rows so far are theirs
             self.deliver(changed)
-        moved.decoding.row = place.row
+        moved.row = seq.row
         seq.computed_before += self.steps
-        seq.decoding = None
+        seq.batch = None
         own = self._own()
         columns: tuple[list, ...] = own.seqs, own.rows, own.names
         for column in columns:
-            column[place.row] = column[-1]
+            column[seq.row] = column[-1]
             column.pop()
         own.departures += 1
 
@@ -94,13 +74,12 @@ class DecodeBatch:
     def expect(self, seq: Sequence) -> None:
         """Put `seq` down for the step in which it needs its next block, or samples its last token."""
         self.deliver(seq)  # before `kept` comes round
-        place, computed = seq.decoding, seq.num_computed
-        assert place
-        border = computed // self.block_size * self.block_size + self.block_size  # where its state may be kept
+        computed = seq.num_computed
+        border = (computed // self.block_size + 1) * self.block_size  # where its state may be kept
         slots = min(border, min(map(len, seq.tables)) * self.block_size - self.ahead)
         steps = max(0, min(slots, seq.limit - 2) - computed)  # drafts that were taken may fill `ahead`
-        place.due = self.steps + 1 + steps
-        self.calendar[place.due][seq] = None
+        seq.due = self.steps + 1 + steps
+        self.calendar[seq.due][seq] = None
 
     def pop_due(self) -> list[Sequence]:
         """Those that need a look in the step that is being planned; `expect` them again after that."""
@@ -125,15 +104,14 @@ class DecodeBatch:
             for seq, token in zip(compress(ran.seqs, live), token_ids, strict=True):
                 self.deliver(seq)
                 seq.tokens.append(token)
-                if seq.decoding:
-                    seq.decoding.next_delivery = step + 1
+                seq.next_delivery = step + 1
         self.latest = step
         return names, token_ids
 
     def deliver(self, seq: Sequence) -> None:
         """Give `seq` the tokens that steps have brought it, if it is in this batch."""
-        if (place := seq.decoding) and (count := place.num_undelivered):
+        if count := seq.num_undelivered:
             assert count <= self.num_kept
-            tokens, first = self.kept[place.row :: self.width], place.next_delivery % self.num_kept
+            tokens, first = self.kept[seq.row :: self.width], seq.next_delivery % self.num_kept
             seq.delivered += (tokens + tokens)[first : first + count]
-            place.next_delivery = self.latest + 1
+            seq.next_delivery = self.latest + 1

@@ -12,9 +12,8 @@ from sequence import Sequence, Status
 class Lane:
     """Groups that run in the same steps: in the batch of `decodes`, or the `others`, which each step looks at.
 
-    There are as many lanes as pipeline stages, and their steps take turns: while one lane's step is in the first stage,
-    that of the lane before it is in the second. A sequence cannot be in two stages at a time, because its next token
-    needs its last one. These are vLLM's virtual engines, but all lanes share the queues and the blocks.
+    There are as many lanes as pipeline stages, and their steps take turns, because a sequence cannot be in two stages
+    at a time. These are vLLM's virtual engines, but all lanes share the queues and the blocks.
     """
 
     def __init__(self, decodes: DecodeBatch):

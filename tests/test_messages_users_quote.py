@@ -68,8 +68,8 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"lora_request": LoRARequest("sql", 1, "/a")}, "lora_request is 'sql'; it needs an engine with enable_lora"),
 ]
 TALKS: list[tuple[Any, str]] = [
-    (5, "messages is 5; it must be a text, a conversation or several of these"),
-    (["hello"], "messages: it must be a list of at least one message"),
+    (5, "messages is 5; it must be a text, a list of messages, or a list of such lists"),
+    (["a", "b"], "messages is ['a', 'b']; it must be a text, a list of messages, or a list of such lists"),
     ([{"content": "a"}], "messages: message 0 must be an object with a role, which is a string"),
     (
         [{"role": "user", "content": 5}],

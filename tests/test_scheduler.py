@@ -4,32 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from fake_worker import EOS, Engine, expected, expected_beams, next_logprobs, prompt, sample_seed
+from fake_worker import Engine, expected, expected_beams, next_logprobs, prompt, sample_seed
 from integrity import check_integrity
 from plan import NewRow, StepPlan, bit_words
 from ring import Codec
 from scheduling.crash_isolation import MIN_DEATHS
 from sequence import Status, derived_seed
-
-
-def test_a_request_runs_to_its_end():
-    engine = Engine()
-    engine.add("a", prompt(9), max_tokens=20, ignore_eos=True)
-    engine.run()
-    assert engine.outputs["a"] == expected(prompt(9), 20, 64, ignore_eos=True)
-    assert engine.reasons["a"] == "length"
-    assert engine.scheduler.blocks.num_free == 64
-
-
-def test_eos_ends_a_request_and_is_its_last_token():
-    engine = Engine(max_model_len=250)
-    for i in range(8):
-        engine.add(str(i), prompt(5, i), max_tokens=None)
-    engine.run()
-    ended = [i for i in range(8) if engine.reasons[str(i)] == "stop"]
-    assert ended
-    for i in ended:
-        assert engine.outputs[str(i)][-1] == EOS and EOS not in engine.outputs[str(i)][:-1]
 
 
 def test_stop_token_ids_end_a_request_and_are_named():
