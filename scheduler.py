@@ -23,8 +23,8 @@ request takes at most as many steps as it and all before it have tokens. There a
 be made before the last result is in: it must know that a token will come (`num_known`), not which. If that token ends
 its sequence, what the next step samples for it is dropped.
 
-`Admission` decides which sequences are let in. Sequences that decode form a batch (`scheduling/decodes.py`), so a step
-looks only at those that need a block or end. Groups are in lanes, whose steps take turns (`scheduling/lanes.py`).
+`Admission` decides which sequences are let in. Sequences that decode form a batch (`scheduling/lanes.py`), so a step
+looks only at those that need a block or end. There is a lane for each pipeline stage, and their steps take turns.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ from scheduling.drafts import AcceptanceStats, Drafting
 from scheduling.host_memory import TieredSpaceManager
 from scheduling.lanes import Lane, Lanes
 from scheduling.limits import RequestLimits
-from scheduling.reports import Reports, report_of
+from scheduling.reports import Reports, Timeline, WaitClock, report_of
 from scheduling.states import StateManager
-from scheduling.timeline import Timeline, WaitClock
 from sequence import Flight, SchedulingBudget, Sequence, SequenceGroup, Status
 
 

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from plan import StepPlan
 from sampling_params import PoolingParams, SamplingParams
-from scheduling.timeline import Timeline
 
 if TYPE_CHECKING:
-    from scheduling.decodes import DecodeBatch
-    from scheduling.lanes import Lane
+    from scheduling.lanes import DecodeBatch, Lane
+    from scheduling.reports import Timeline
 
 Key = tuple[int, int, int]  # (class, which the policy sets; number of arrival; index)
 
@@ -63,7 +62,7 @@ class Sequence:
     num_prompt |    len(delivered) |   num_tokens |  num_known |    num_computed = num_known - 1 while it decodes
 
     Only a batch of decodes keeps undelivered tokens. The fields from `batch` to `computed_before` can wait until
-    `scheduling/decodes.py`, and those after `logprob` until grammars, recurrent states and drafts.
+    `scheduling/lanes.py`, and those after `logprob` until grammars, recurrent states and drafts.
     """
 
     group: SequenceGroup

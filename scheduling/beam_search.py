@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from config import HookError
 from plan import EngineOutput, error_output
 from sampling_params import SamplingParams
-from scheduling.timeline import Timeline
+from scheduling.reports import Timeline
 from sequence import Beam, Sequence, SequenceGroup, Status
 
 if TYPE_CHECKING:
