@@ -41,8 +41,8 @@ def ask(api: Api, utility: str, *args: Any, patience: float = 0) -> list[Any]:
 def scaling(api: Api) -> dict[str, int]:
     """How many engines there are to be, and how many are ready, start or drain."""
     states = list(api.board.engines)
-    told = {"ready": READY, "starting": STARTING, "draining": DRAINING}
-    return {"data_parallel_size": api.board.wanted} | {name: states.count(state) for name, state in told.items()}
+    names = {"ready": READY, "starting": STARTING, "draining": DRAINING}
+    return {"data_parallel_size": api.board.wanted} | {name: states.count(state) for name, state in names.items()}
 
 
 def scale(api: Api) -> dict[str, int]:

@@ -104,8 +104,8 @@ class Api:
 
     def explain(self, id: str, client: str) -> dict[str, Any]:
         """Where the time of a request went, prompt by prompt."""
-        found = self.client.utility("explain_prompts", id, self.config.max_prompts, client).values()
-        prompts = sorted(itertools.chain(*found), key=lambda story: int(story["request_id"].rpartition("-")[2]))
+        stories = self.client.utility("explain_prompts", id, self.config.max_prompts, client).values()
+        prompts = sorted(itertools.chain(*stories), key=lambda story: int(story["request_id"].rpartition("-")[2]))
         if not prompts:
             known = "the engine knows those that run and the latest that have finished"
             raise ApiError(404, f"there is no request {repr(id)[:100]}; {known}", "id")

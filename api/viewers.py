@@ -138,7 +138,7 @@ def named(engine: dict[str, Any], client: str) -> dict[str, Any]:
     """What a viewer is told of an engine: only this client's requests have ids."""
 
     def name(row: dict[str, Any]) -> dict[str, Any]:
-        whose, told = row["client"], {field: value for field, value in row.items() if field != "client"}
-        return told | {"id": row["id"].rpartition("-")[0] if client == whose else None}
+        whose, facts = row["client"], {field: value for field, value in row.items() if field != "client"}
+        return facts | {"id": row["id"].rpartition("-")[0] if client == whose else None}
 
     return engine | {part: [name(row) for row in engine[part]] for part in ("requests", "finished")}

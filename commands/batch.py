@@ -15,7 +15,7 @@ from gevent import monkey
 from tqdm import tqdm
 
 from api.adapters import Adapters
-from api.batch_file import Answers, Batch, count_lines, run_to_end
+from api.batch_file import Answers, BatchRun, count_lines, run_to_end
 from api.options import ServerConfig
 from api.routes import Api
 from commands.flags import OptionParser, refuse_given, told_in_a_line
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> None:
         width = LINES_PER_SEQUENCE * engine_config.max_num_seqs * engine_config.data_parallel_size
         pause = 0.2 if sys.stderr.isatty() else 30.0  # seconds between two states of the bar; a log needs few of them
         bar = tqdm(total=count_lines(file, config.max_body_bytes), desc="Batch", unit="line", mininterval=pause)
-        batch = Batch(Api(client, tokenizer, facts, config, names, board, adapters), answers, width, bar)
+        batch = BatchRun(Api(client, tokenizer, facts, config, names, board, adapters), answers, width, bar)
         for number in (signal.SIGINT, signal.SIGTERM):
             gevent.signal_handler(number, batch.ended.set_exception, SystemExit(128 + number))
         try:

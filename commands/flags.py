@@ -25,7 +25,7 @@ HABITS = {"run": "chat", "run-batch": "batch", "start": "serve", "generate": "co
 FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}  # letters after a number, as in vLLM
 
 
-class Options(Protocol):
+class OptionClass(Protocol):
     """A dataclass of `config.option`s."""
 
     GROUPS: ClassVar[dict[str, tuple[str, ...]]]  # the names of its options, by their titles in the help
@@ -53,8 +53,8 @@ class OptionParser(argparse.ArgumentParser):
     """
 
     def __init__(
-        self, *classes: type[Options], command: str = "", usage: str = "[MODEL] [option ...]", description: str = "",
-        commands: dict[str, str] | None = None,
+        self, *classes: type[OptionClass], command: str = "", usage: str = "[MODEL] [option ...]",
+        description: str = "", commands: dict[str, str] | None = None,
     ):  # fmt: skip
         prog = f"{PROG} {command}".strip()
         self.commands = commands or {}
@@ -202,7 +202,7 @@ def from_flags(cls: type[T], flags: argparse.Namespace) -> T:
         raise ValueError(f"{where}{error}") from None
 
 
-def words_of(cls: type[Options], flags: argparse.Namespace) -> list[str]:
+def words_of(cls: type[OptionClass], flags: argparse.Namespace) -> list[str]:
     """The options of `cls` that were given, as words of a command line."""
     words = []
     for f in flag_fields(cls):

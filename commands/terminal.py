@@ -114,7 +114,7 @@ def printable(text: str) -> str:
     return text.translate(CONTROLS)
 
 
-class Reply:
+class ShownAnswer:
     """An answer as it arrives."""
 
     def __init__(self) -> None:
@@ -217,7 +217,7 @@ class Model:
         except (OSError, HTTPException) as error:
             raise ValueError(f"{self.url} does not answer: {getattr(error, 'reason', error)}") from None
 
-    def answer(self, prompt: str | list[dict[str, Any]], answer: Reply) -> None:
+    def answer(self, prompt: str | list[dict[str, Any]], answer: ShownAnswer) -> None:
         """Answer a text or a conversation, and show the answer as it comes. KeyboardInterrupt stops it at once.
 
         A ValueError, if the prompt is refused; a `TooLongError`, if the context does not hold it; a RuntimeError, if
@@ -331,7 +331,7 @@ class Chat:
         """Send a message and show its answer. The conversation keeps both if there is an answer."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*self.messages, {"role": "user", "content": text}]
-        answer, trouble = Reply(), ""
+        answer, trouble = ShownAnswer(), ""
         try:
             self.model.answer([*system, *messages], answer)
         except KeyboardInterrupt:
@@ -375,7 +375,7 @@ def go_on(opened: Callable[[], Model], options: CompleteOptions) -> int:
         prompt = sys.stdin.read().removesuffix("\n")
     if not prompt:
         raise ValueError("the prompt is empty; give -p TEXT, or a text on stdin")
-    model, answer, code = opened(), Reply(), 0
+    model, answer, code = opened(), ShownAnswer(), 0
     try:
         model.answer(prompt, answer)
     except KeyboardInterrupt:

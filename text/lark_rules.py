@@ -191,8 +191,8 @@ def schema_value(text: str, schema: Schema) -> str:
 
 def brief(text: str, what: str, *barred: str) -> str:
     """A name, a key or a value that a format can write; a ValueError if it has a text that would end it."""
-    if wrong := next((each for each in barred if each and each in text), None):
-        raise ValueError(f"{what} {text!r} has {wrong!r}, which this model's format of calls cannot write")
+    if end := next((each for each in barred if each and each in text), None):
+        raise ValueError(f"{what} {text!r} has {end!r}, which this model's format of calls cannot write")
     return text
 
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from text.json_mending import mend
 from text.lark_rules import Lark, Schema, brief, property_schema, repeated, schema_value, texts_of, then, types_of
-from text.scanning import NoCall, Part, Source, Steps, Waiting, content, markers, nothing, reasoning
+from text.scanning import AnswerPart, NoCall, Source, Steps, Waiting, content, markers, nothing, reasoning
 from text.schemas import NOTES
 
 BARRED = "=:\n\"'(){}[], "  # characters that no name of Python's has
@@ -93,18 +93,18 @@ class Calls:
             raise NoCall
         self.name, self._id, self.bare, self.unknown = name, id, True, False
 
-    def arguments(self, text: str) -> Part:
+    def arguments(self, text: str) -> AnswerPart:
         """More of the latest call's arguments. The first begin it, and what is read is no content any more.
 
         NoCall if they are not those of an object.
         """
         if not self.bare:
-            return Part(call=self.count - 1, arguments=text)
+            return AnswerPart(call=self.count - 1, arguments=text)
         if not text.startswith("{"):
             raise NoCall
         self.bare, self.source.mark = False, None
         self.count += 1
-        return Part(call=self.count - 1, name=self.name, arguments=text, id=self._id)
+        return AnswerPart(call=self.count - 1, name=self.name, arguments=text, id=self._id)
 
 
 @dataclass(frozen=True)
