@@ -354,7 +354,7 @@ class Choices:
         self.metrics.finished_time = time.monotonic()
 
     def best(self) -> list[Generation]:
-        """The `n` answers to return: as they were drawn, or those of the highest mean log-probability, best first."""
+        """The `n` answers to return: as they were drawn, or by the highest mean log-probability, best first."""
         if len(self.drawn) == self.params.n:
             return self.drawn
         return sorted(self.drawn, key=lambda generation: -generation.mean_logprob)[: self.params.n]

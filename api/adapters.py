@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 LOOK = 0.05  # seconds between two questions whether an adapter has been read
 LOOK_AGAIN = 10  # seconds after which the folders of `lora_dir` are listed anew even if none has come or gone
-FOLDERS_AT_ONCE = 64  # of which it is seen whether they are adapters, in some 2 ms
+FOLDERS_AT_ONCE = 64  # folders that are looked into, in some 2 ms, before others are served
 MOST_NAME = 1024  # characters, as of a request's model
 
 

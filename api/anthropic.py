@@ -174,14 +174,14 @@ RENAMED = {key: TEXT | {"description": "For rename."} for key in ("old_path", "n
 
 
 def file_tool(about: str, needed: list[str], commands: list[str], more: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What is known of a tool that has these commands and keys beside those of all tools for files."""
+    """The description and schema of a tool for files, with its commands and keys beside the common ones."""
     command = TEXT | {"enum": ["view", "create", "str_replace", "insert", *commands]}
     schema = {"type": "object", "properties": {"command": command, **FILE_KEYS, **more}, "required": needed}
     return {"description": about, "parameters": schema}
 
 
 OLD_EDITOR = file_tool("Views and edits files.", ["command", "path"], ["undo_edit"], {})
-CLIENT_TOOLS: dict[str, dict[str, Any]] = {  # what is known of a type; that without a date is the newest
+CLIENT_TOOLS: dict[str, dict[str, Any]] = {  # by type; the one without a date is the newest
     "custom": {},
     "bash": {
         "description": "Runs a command in a shell that keeps its state, or with restart starts the shell anew.",
@@ -197,7 +197,7 @@ CLIENT_TOOLS: dict[str, dict[str, Any]] = {  # what is known of a type; that wit
 
 
 def message_tools(value: list[dict[str, Any]], context: CheckContext) -> list[dict[str, Any]]:
-    """The tools as functions, but for those of `SERVER_TOOLS`, which are left out."""
+    """The tools as functions; the ones in `SERVER_TOOLS` are left out."""
     functions = []
     for i, tool in enumerate(value):
         kind = str(tool.get("type") or "custom")

@@ -49,7 +49,7 @@ HARMLESS = (
 
 
 class ApiError(Exception):
-    """A reply other than 200; the message names what arrived and what is allowed.
+    """A reply other than 200; the message names the value that arrived and the ones that are allowed.
 
     `param` is the field that is wrong, and `code` is OpenAI's word for the mistake, by which programs know it.
     """
@@ -84,7 +84,7 @@ def without_folders(message: str) -> str:
 
 @dataclass
 class CheckContext:
-    """A request as its checks know it: the server's options, and what is accepted although it changes nothing."""
+    """Gives the checks of a request the server's options, and collects names that are accepted and change nothing."""
 
     config: ServerConfig
     ignored: list[str] = dataclasses.field(default_factory=list)  # names, which the log and a header of the reply tell
@@ -123,12 +123,12 @@ class Field(NamedTuple):
 class Face:
     """A route that takes a body. Its path, its checks, its lines of a batch and its schema are made from this row.
 
-    `answer` takes the routes' `Api`, the checked fields and who asks, and returns a reply or its events.
+    `answer` takes the routes' `Api`, the checked fields and the `Caller`, and returns a reply or its events.
     """
 
     name: str
-    paths: tuple[str, ...]  # the first is the one in the schema, the others are those of other servers
-    own: Sequence[Field]  # its fields, beside those of `HARMLESS`
+    paths: tuple[str, ...]  # the first is the one in the schema, the others are other servers' names of it
+    own: Sequence[Field]  # its fields, beside `HARMLESS`
     answer: Callable[..., Any]
     prefix: str = ""  # of a reply's id
     needed: tuple[str, ...] = ()  # fields that must be there

@@ -289,7 +289,7 @@ class Keys:
 
     The endpoints `control` change the server for everybody or show its options, and need an admin key. If there is
     none, they answer at a loopback address alone, and need what others need. An admin key opens all that an API key
-    opens, and what is no route needs none.
+    opens. Paths that are no route need none.
     """
 
     def __init__(self, config: ServerConfig, address: str, control: Collection[str]):

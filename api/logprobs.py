@@ -39,7 +39,7 @@ class Tokens:
 
     Text is held back where it may begin a stop string, and a token may be a part of a character. So the tokens are
     turned into text a second time, without stop strings, which tells where the text of each begins and ends. `offset`
-    counts the characters of the choice's text before the answer's: those of the prompt, where it is echoed.
+    counts the characters of the choice's text before the answer's: the prompt, where it is echoed.
     """
 
     def __init__(self, generation: Generation, prompt_token_ids: list[int], tokenizer: Tokenizer, offset: int = 0):

@@ -139,7 +139,7 @@ class ServerConfig:
 
 
 def with_all_keys(config: ServerConfig, environ: MutableMapping[str, str]) -> ServerConfig:
-    """The options with the keys of `api_key_file`, and with those of MANTA_API_KEY and MANTA_ADMIN_KEY, between commas.
+    """The options with the keys of `api_key_file`, and of MANTA_API_KEY and MANTA_ADMIN_KEY, between commas.
 
     The variables are taken out of `environ`, so that no other process inherits them. A ValueError, if the file cannot
     be read or has no key, or a key is empty.

@@ -72,7 +72,7 @@ class Prompts:
             raise ApiError(400, str(error), "messages") from None
 
     def _compile(self, source: str) -> str | None:
-        """Compile a request's chat template, which takes up to seconds; returns what is wrong with it.
+        """Compile a request's chat template, which takes up to seconds; returns the error, or None.
 
         It is not raised, because gevent would write the traceback of what a thread raises to stderr.
         """

@@ -263,7 +263,7 @@ class ChoiceReply:
 
     def _head(self, kind: str) -> dict[str, Any]:
         head = {"id": self.call.id, "object": kind, "created": self.created, "model": self.fields["model"]}
-        if version := self.requests[0].weights_version:  # as long as they are those of the start, it is left out
+        if version := self.requests[0].weights_version:  # the weights of the start have none
             head["system_fingerprint"] = f"weights-{version}"
         return head
 

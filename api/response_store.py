@@ -100,7 +100,7 @@ class Store:
         self.held = Counter[str](), Counter[str]()  # how many of these each owner has, and how large they are
 
     def put(self, kept: StoredResponse, is_new: bool = False) -> None:
-        """Keep a response as it is now, as the latest, and drop what is too much then. One that is gone stays so."""
+        """Keep a response as it is now, as the latest, and make room. One that is gone stays so."""
         if not self._take_out(key := (kept.owner, kept.id)) and not is_new:
             return
         if kept.length > self.limits[1]:  # the older half is forgotten, which readers that keep up have had
@@ -188,7 +188,7 @@ class Store:
         return self.entries[owner, id]
 
     def _make_room(self, newest: str) -> None:
-        """Drop what is too much, now that an owner has got another response."""
+        """Drop responses beyond the limits, now that an owner has got another one."""
         for held, limit in zip(self.held, self.limits, strict=True):
             owners = [newest] if self.shares else self.held[0].keys()
             while sum(held[owner] for owner in owners) > limit:

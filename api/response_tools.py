@@ -36,7 +36,7 @@ class Tools:
         return tools[0] if choice.single else {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
 
     def add(self, tools: Any, context: CheckContext, space: str | None = None) -> None:
-        """Add a list of tools, which may be those of a namespace. A ValueError says which of them is wrong."""
+        """Add a list of tools, which may belong to a namespace. A ValueError says which of them is wrong."""
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise ValueError(f"tools is {reprlib.repr(tools)}; it must be a list of objects")
         for i, tool in enumerate(tools):

@@ -199,7 +199,7 @@ class ResponseReply(BlockReply):
             yield self._numbered("response.content_part.added", **self._where(at), part=part_of(kind, "", []))
 
     def _grow(self, piece: NewText, whole: bool = False) -> bytes:
-        """The event of more text; nothing if that of a custom tool's call, of which this is JSON, has not grown."""
+        """The event of more text; empty if the JSON has grown, but not the custom tool's text in it."""
         (at, text, _), (_, _, name, key) = piece, self._row(piece.at)
         if key == "input":
             text, self.sent[at] = custom_input(self._block(at).text, self.sent.get(at, 0), whole)

@@ -42,7 +42,7 @@ MALFORMED = (ValueError, LookupError, TypeError, AttributeError)  # what comes o
 CONNECT_TIMEOUT = 10  # seconds that a server may take to say which models it has
 SERVER = Path(__file__).parents[1] / "server.py"
 ADDRESS = re.compile(r"  server    (http://\S+)")  # what a server says when it is ready
-# A server's words about requests and its end, which would come between those of a conversation.
+# A server's words about requests and its end, which would come between the lines of a conversation.
 NEWS = re.compile(r' INFO |"level": "info"|  goodbye')
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 HELP = '''  /reset        forget what was said, but for the system message

@@ -143,7 +143,7 @@ def is_text(schema: Schema) -> bool:
 
 
 class Held:
-    """What a schema says of a value that is written as tags, each of which is looked up once."""
+    """The types of a value that is written as tags, from its schema; each tag is looked up once."""
 
     def __init__(self, schema: Schema, root: Schema):
         steps = [(each, is_leaf) for each, is_leaf in followed(schema, root) if isinstance(each, dict)]

@@ -15,7 +15,7 @@ from tokenizer import NoTokenizer, Tokenizer
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text. Requests share cached prefixes only with those of the same `cache_salt`."""
+    """A prompt as text. Requests share cached prefixes only under the same `cache_salt`."""
 
     prompt: str
     cache_salt: NotRequired[str]

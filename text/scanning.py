@@ -79,7 +79,7 @@ class Markers:
         return len(text), len(text)
 
 
-markers = lru_cache(maxsize=64)(Markers)  # those of the same texts are made once
+markers = lru_cache(maxsize=64)(Markers)  # made once for the same texts
 
 
 @dataclass(slots=True)

@@ -41,9 +41,9 @@ class Tool(NamedTuple):
 
 @dataclass(slots=True)
 class Ahead:
-    """What has been looked up in an answer ahead of what is read, so that it is looked up once; see `TagFormat`.
+    """What `TagFormat` has looked up in an answer ahead of its reading, so that it is looked up once.
 
-    Places are those of `Source.place`.
+    Places count as `Source.place` does.
     """
 
     searched: int = 0  # place up to which values' ends and calls' beginnings are in `ends`
@@ -94,9 +94,9 @@ class Calls:
         self.name, self._id, self.bare, self.unknown = name, id, True, False
 
     def arguments(self, text: str) -> AnswerPart:
-        """More of the latest call's arguments. The first begin it, and what is read is no content any more.
+        """More of the latest call's arguments. The first begin it, and its text is no content any more.
 
-        NoCall if they are not those of an object.
+        NoCall if they do not begin an object.
         """
         if not self.bare:
             return AnswerPart(call=self.count - 1, arguments=text)
@@ -312,7 +312,7 @@ class HeaderFormat(ToolParser):
 
 @dataclass(frozen=True)
 class PythonFormat(ToolParser):
-    """Calls like those of Python, with named arguments."""
+    """Calls in Python's syntax, with named arguments."""
 
     listed: bool = True  # the calls stand in brackets, with commas between them
     prefix: str = ""  # before the function's name

@@ -375,7 +375,7 @@ class AnswerReader:
         return self._read()
 
     def _read(self) -> list[AnswerPart]:
-        """The parts up to where more text is needed, with those of one kind joined."""
+        """The parts up to where more text is needed; neighbours of one kind are joined."""
         parts: list[AnswerPart] = []
         for part in self._steps:
             if part is None:
