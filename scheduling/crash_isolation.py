@@ -42,8 +42,7 @@ class CrashIsolation:
         Args:
             lost: the workers have died. Else a step did not fit, and the latest request is ended.
             cause: what happened.
-            seqs: that the steps ran, also of requests that have ended or were preempted meanwhile.
-            requests: that have not ended, the first to come first.
+            seqs, requests: those that the steps ran, and all that have not ended, the first to come first.
         """
         if not lost:
             live = [seq for seq in seqs if seq.slot >= 0]

@@ -142,7 +142,7 @@ class Fair(Policy):
         group, client = seq.group, self.clients[seq.group.client]
         if charged := self.charged.pop(seq, None):
             output = seq.num_tokens - group.num_prompt
-            # A request may be aborted within its prompt. `lost` is what it had computed before a preemption.
+            # A request may be aborted within its prompt, also after a preemption.
             left = 0 if output else group.num_prompt - max(seq.num_computed, seq.num_forgotten)
             left = max(0, min(left, charged[0]))  # even if less of it is cached by now
             client.counter -= left + OUTPUT_WEIGHT * (charged[1] - output)
