@@ -25,7 +25,7 @@ from models.latent_attention import LatentAttention
 from models.layer_inputs import LayerGate, LayerInputs
 from models.pooled import LabelHead
 from models.rope import rope_tables
-from models.shares import Part, Parts, Shares, check_division, is_absent
+from models.shares import Parts, Shares, TensorPart, check_division, is_absent
 from parallel import Group
 
 NORMS = ("attn_in", "attn_out", "mlp_in", "mlp_out")  # of a layer
@@ -158,7 +158,7 @@ class Transformer(Owner):
         if incoming is None:
             residual = self.embed(batch.input_ids, batch.positions)
             if own := self.layer_inputs:
-                inputs = own(residual, self.look_up(own.known(batch.input_ids), own.table))
+                inputs = own(residual, self.look_up(own.table_ids(batch.input_ids), own.table))
         else:
             residual = incoming[:, : self.width].contiguous()
             if size:
@@ -308,7 +308,7 @@ class Transformer(Owner):
         for i in self.span:
             yield from self.layers[i].owners()
 
-    def parameters(self) -> dict[str, Part]:
+    def parameters(self) -> dict[str, TensorPart]:
         """What this rank takes of each tensor of a checkpoint, by names without the prefix of the model's body. If
         experts may come one by one or stacked, both are listed, and the stacked tensor names those that it stands for.
         """

@@ -37,7 +37,7 @@ from flask import Flask, Response, g, request
 from werkzeug.exceptions import MethodNotAllowed, NotFound
 
 from api import batches
-from api.adapters import Adapters
+from api.adapters import AdapterNames
 from api.faces import FACES, error_body_of
 from api.fields import ApiError, Face
 from api.flags import split_command, told_in_a_line
@@ -212,7 +212,7 @@ def serve(argv: list[str]) -> None:
             return follow_server(engine_config, secret)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
         names = config.served_model_name or (engine_config.model_name,)
-        adapters = Adapters(config, names)
+        adapters = AdapterNames(config, names)
         adapters.check_folders(engine_config)
         listener = listen(config.host, config.port, "--host and --port")
         address = listener.getsockname()[0]

@@ -32,7 +32,7 @@ from plan import StepPlan, StepResult
 if TYPE_CHECKING:
     from cpu.weights import GreedyHead
     from device.piecewise import PiecewiseGraphs
-    from lora.stacks import Adapters
+    from lora.stacks import AdapterPool
     from models.logprobs import LogprobGatherer, Scoring
     from models.pooled import Pooler
     from speculation.proposer import Proposer
@@ -59,7 +59,7 @@ class Worker(Profiled):
         watch: a context in which kernels are launched; see `CompileGuard`.
     """
 
-    adapters: Adapters | None = None  # where there may be some
+    adapters: AdapterPool | None = None  # where there may be some
     proposer: Proposer | None = None  # makes drafts for later steps
 
     def __init__(

@@ -41,7 +41,7 @@ def answer(config: EngineConfig, adapter: Path, rank: int = 0, rendezvous: str =
     """Logits of the prompts, with the adapter and without, and the tokens that follow."""
     torch.set_num_threads(1)
     worker = start_worker(config, ModelConfig.from_folder(config.model), rank, rendezvous)
-    assert worker.load_adapter(2, state_of(str(adapter))) in (0, VIRTUAL)
+    assert worker.adapters.load(2, state_of(str(adapter))) in (0, VIRTUAL)
     seen, forward = [], worker.model.forward
     worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     prompts = FAMILIES[Path(config.model).name]["prompts"] * 2

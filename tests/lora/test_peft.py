@@ -113,7 +113,7 @@ def test_logits_equal_pefts(checkpoints: Checkpoints, made: Path, name: str, ran
     folder, prompts = made / f"{name}-{rank}-{what}", FAMILIES[name]["prompts"] * 2
     oracle = load_file(folder / "oracle.safetensors")
     worker = make_worker(checkpoints / name, enable_lora=True, max_loras=2, max_cpu_loras=2, max_lora_rank=64)
-    assert not worker.load_adapter(1, str(folder))
+    assert not worker.adapters.load(1, str(folder))
     seen, forward = [], worker.model.forward
     worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     kinds, _, per_seq = worker.state.block_tables.shape
@@ -152,8 +152,8 @@ def test_adapters_of_experts_are_refused_by_name(checkpoints: Checkpoints, made:
     worker = make_worker(checkpoints / "mixtral", enable_lora=True)
     folder = made / "mixtral-4"
     with pytest.raises(ValueError, match=r"target_parameters is \[.*'gate_up_proj'.*; it must be None"):
-        worker.adapters.load(0, str(folder))
+        worker.adapters.fill_row(0, str(folder))
     fields = json.loads((folder / CONFIG).read_text())  # whoever leaves the field out is told of a tensor
     (folder / CONFIG).write_text(json.dumps(fields | {"target_parameters": None}))
     with pytest.raises(ValueError, match=r"tensor '.*experts.*' is"):
-        worker.adapters.load(0, str(folder))
+        worker.adapters.fill_row(0, str(folder))

@@ -62,7 +62,7 @@ def test_logits_and_tokens_equal_pefts(checkpoints: Checkpoints, made: Path, nam
     oracle = load_file(folder / "oracle.safetensors")
     room = {"max_loras": 2, "max_cpu_loras": 2, "max_prompt_adapter_token": VIRTUAL + 2}
     worker = make_worker(checkpoints / name, enable_lora=True, **room)
-    assert worker.load_adapter(1, state_of(str(folder))) == VIRTUAL
+    assert worker.adapters.load(1, state_of(str(folder))) == VIRTUAL
     seen, forward = [], worker.model.forward
     worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     virtual = [-1 - (VIRTUAL + 2) - j for j in range(VIRTUAL)]
