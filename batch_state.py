@@ -37,6 +37,11 @@ class StepShape(NamedTuple):
     drafted: int = 0  # the rows with these tokens, if some of them have drafts
     queries: int = 1  # tokens of each row, if all rows have as many drafts as there may be
 
+    @property
+    def num_short(self) -> int:
+        """How many rows come first that `attention_decode` has."""
+        return (self.drafted or self.num_decodes) if self.num_decodes else 0
+
 
 class Writes:
     """Changes of the batch state, gathered on the host: see `reference.apply_writes`."""
@@ -381,6 +386,18 @@ class BatchState:
         return ops.sample(
             logits, slots, self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.num_known, adjust,
             drafts,
+        )  # fmt: skip
+
+    def update(
+        self, ops: ModuleType, slots: torch.Tensor, query_starts: torch.Tensor, sample_starts: torch.Tensor,
+        ids: torch.Tensor, adjust: Any = None, drafted: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """Take in what the rows in `slots` [B] have computed and sampled; returns what the host gets. See
+        `reference.post_update`. Drafts are verified if the step has `drafted` some."""
+        drafts = (self.num_drafts, self.most_drafts if drafted else 0) if self.most_drafts else ()
+        return ops.post_update(
+            self.token_ids, self.num_known, self.num_computed, slots, query_starts, sample_starts, ids, self.stop_bits,
+            adjust, *drafts,
         )  # fmt: skip
 
 

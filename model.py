@@ -53,7 +53,7 @@ class Transformer(Owner):
     unread: tuple[str, ...] = ()  # tensors of its checkpoint that it has no use for
     counted = 0  # elements of all weights, once `parameters` no longer works
     reads: tuple[int, ...] = ()  # layers whose input it sees, if it is a draft: of the model that it is for
-    # What `Adapters` sets: the embeddings of a step's virtual tokens, and what changes x by its ids, in place.
+    # What `AdapterPool` sets: the embeddings of a step's virtual tokens, and what changes x by its ids, in place.
     prompts: torch.Tensor | None = None
     adapt_embeddings: Callable[[torch.Tensor, torch.Tensor], None] | None = None
     serve = serve_experts  # a method

@@ -276,11 +276,7 @@ class Sampled:
             if pipeline.stage + 2 < pipeline.stages:
                 pipeline.send(news)
             owners, begins = to_device(slots, state.device), to_device(starts, state.device)
-            drafts = (state.num_drafts, state.most_drafts) if drafted else ()
-            ops.post_update(
-                state.token_ids, state.num_known, state.num_computed, owners, torch.zeros_like(begins), begins,
-                news[drafted:].long(), state.stop_bits, None, *drafts,
-            )  # fmt: skip
+            state.update(ops, owners, torch.zeros_like(begins), begins, news[drafted:].long(), None, drafted > 0)
             if drafted:
                 made = news[:drafted].view(len(slots), state.most_drafts)
                 ops.put_drafts(state.token_ids, state.num_known, state.num_drafts, owners, made)

@@ -54,9 +54,11 @@ class KeptWorker(Worker):
         config, model = start.config, start.model
         gatherer = LogprobGatherer(model.ops, model.config.vocab_size, config.max_samples)
         watch = start.guard.watch if start.guard else contextlib.nullcontext
-        super().__init__(config, model, *pools, state, gatherer, Pooler.of(config, model), start.greedy_head, watch)
+        super().__init__(config, model, pools, state, gatherer, watch)
         self.start, self.lengths = start, [*map(len, pools)]
-        self.adapters, self.proposer = start.adapters, new_proposer(config, model)
+        self.adapters, self.greedy_head = start.adapters, start.greedy_head
+        self.pooler, self.proposer = Pooler.of(config, model), new_proposer(config, model)
+        self.arrange()
         self.asleep: set[str] = set()
         self.packed = self.ops.BACKEND == "cpu" or bool(model.coded)  # whether weights are not plain tensors
         self.dropped = False  # whether there are no weights
@@ -82,6 +84,7 @@ class KeptWorker(Worker):
         elif self.device == "cuda" and not self.dropped:
             self.empty(keep=True)
         self.asleep.add(WEIGHTS)
+        self.arrange()
         self.give_back()
 
     def wake_up(self, tags: list[str], source: str) -> None:
@@ -204,5 +207,6 @@ class KeptWorker(Worker):
             self.greedy_head, self.adapters = start.greedy_head, start.adapters
         self.dropped = False
         self.asleep.discard(WEIGHTS)
+        self.arrange()
         self.capture_missing()
         self.give_back()

@@ -13,12 +13,13 @@ from config import MOST_DRAFTING
 from cpu import machine
 from device.dry_run import dry_worker
 from device.memory import captures_graphs, piece_sizes
+from device.phases import incoming_of
 from device.piecewise import PiecewiseGraphs
 from layers import Batch
 from model import Transformer
 from plan import NewRow, StepPlan
 from sampling_params import PoolingParams
-from worker import Worker
+from worker import StepRun, Worker
 
 if TYPE_CHECKING:
     from device.startup import Start
@@ -43,9 +44,10 @@ def rehearse(start: Start) -> None:
                     each = np.ones(count, dtype=np.int32)
                     shape = dry.shape_of(each * length, each * (1 + drafts), each * drafts)
                     shape = shape._replace(adjusted=adjusted, adapted=dry.adapters is not None)
-                    brought, logits = dry.forward(shape, incoming=dry.receive(shape))
+                    run = StepRun(shape=shape, incoming=incoming_of(dry, shape.tokens))
+                    brought = dry.forward(run)
                     if last and not config.makes_vectors:
-                        ops.logprobs(logits, brought[0].long(), int(adjusted))
+                        ops.logprobs(run.logits, brought[0].long(), int(adjusted))
             if dry.adapters:
                 ops.swap_blocks(dry.adapters.host, dry.adapters.pool, pairs)
             if config.makes_vectors:
@@ -63,7 +65,10 @@ def run_layers(model: Transformer, rows: int, pool: torch.Tensor) -> None:
     x = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
     zeros = torch.zeros(rows, dtype=torch.int64)
     nowhere = torch.full((len(model.layout.windows), rows), -1)
-    batch = Batch(zeros, zeros, nowhere, zeros, zeros, zeros[None, None], 0, zeros, zeros, 1, [])
+    batch = Batch(
+        input_ids=zeros, positions=zeros, slot_mapping=nowhere, seq_lens=zeros, slots=zeros,
+        block_tables=zeros[None, None], starts=zeros, query_starts=zeros,
+    )  # fmt: skip
     step = model.new_step(batch, pool, x.new_empty(0, model.state_size, dtype=torch.float32))
     model.enter(x)
     for i in model.span:
@@ -216,15 +221,16 @@ def capture(start: Start, worker: Worker) -> None:
             experts.exchange(shape.rows)
         incoming = None if pipeline.first else worker.incoming[: shape.tokens]
         # This compiles kernels, and lets libraries allocate what they cannot during a capture.
-        worker.forward(shape, incoming=incoming)
+        worker.forward(StepRun(shape=shape, incoming=incoming))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):  # the next graph reuses the memory of all that nobody refers to
-            result = worker.forward(shape, incoming=incoming)[0]
+            result = worker.forward(StepRun(shape=shape, incoming=incoming))
             if not pipeline.last:
                 result = outgoing[: shape.tokens].copy_(result)
         worker.graphs[shape] = graph, result
     if sizes := piece_sizes(start.config, start.model):
         worker.pieces = PiecewiseGraphs(start.model, worker.pool, sizes, pool)
+        worker.arrange()
     worker.rows = None  # the batch state holds the rows of the last graph
     if experts:
         experts.exchange(None)

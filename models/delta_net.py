@@ -79,19 +79,19 @@ class DeltaNet(Owner):
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]. States change."""
-        batch, unsure, states = step.batch, step.batch.unsure, step.states[self.place]
+        batch, drafts, states = step.batch, step.batch.drafts, step.states[self.place]
         projected = linear(x, self.inputs)
         # Where all rows have one token, padding rows may be among them, whichever kernel of attention has them.
         decodes = len(batch.slots) if batch.max_query_len == 1 else batch.num_decodes
         rows = batch.slots, batch.starts, batch.seq_lens, decodes, batch.max_query_len
-        if unsure is None:
+        if drafts is None:
             y, z = self.mix(projected, states, rows)
         else:
-            count, most, seen = unsure
-            y, z = self.mix(projected, states, (*rows[:3], count, rows[4]), seen)
+            count, most = drafts.decodes[0], drafts.most
+            y, z = self.mix(projected, states, (*rows[:3], count, rows[4]), drafts.seen)
             kept = projected if len(projected) <= count * most else projected[: count * most].clone()
             drafted = batch.slots[:count], batch.starts[: count + 1], batch.seq_lens[:count], count, most
-            batch.later.append(partial(self.mix, kept, states, drafted))
+            drafts.later.append(partial(self.mix, kept, states, drafted))
         return linear(self.ops.gated_norm(y, z, self.norm, self.eps), self.o)
 
     def mix(

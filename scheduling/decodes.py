@@ -19,21 +19,17 @@ class DecodeBatch:
     from which their `num_computed` follows. A plan's rows for them are lists that stay the same until somebody joins or
     leaves. The tokens that a step brings are kept as they came, until a sequence's are delivered.
 
-    Prompts, and sequences that need masks or log-probabilities (as for `best_of`) are not in it.
-
     Args:
         width: sequences that it has at most.
-        block_size, num_lookahead_slots: see `EngineConfig`.
+        block_size, ahead: see `EngineConfig`, where `ahead` is `lookahead`.
     """
 
-    def __init__(self, width: int, block_size: int, num_lookahead_slots: int):
-        self.width, self.block_size = width, block_size
-        self.ahead = num_lookahead_slots
+    def __init__(self, width: int, block_size: int, ahead: int):
+        self.width, self.block_size, self.ahead = width, block_size, ahead
         self.steps = 0  # that it has run
         self.current, self.shared = DecodeRows(), False  # whether they were handed out
         self.calendar: defaultdict[int, dict[Sequence, None]] = defaultdict(dict)  # by step: who needs a look
-        # The token that a step brought to each row, for the latest steps: each sequence's tokens are delivered at
-        # least once a block.
+        # The token that each of the latest steps brought to each row; sequences get theirs at least once a block.
         self.num_kept = block_size + MAX_IN_FLIGHT
         self.kept = array("i", bytes(4 * width * self.num_kept))
         self.latest = 0  # step whose tokens are there
@@ -49,24 +45,23 @@ class DecodeBatch:
         own = self._own()
         own.seqs.append(seq)
         own.rows.append((seq.slot, 1))
-        own.names.append((seq.group.request.request_id, seq.group.index))
+        own.names.append((seq.group.request_id, seq.index))
         self.expect(seq)
 
     def leave(self, seq: Sequence) -> None:
         """`seq` is in no step after those already planned; the last of the batch takes its place."""
         self.calendar.get(seq.due, {}).pop(seq, None)
-        for moved in (seq, self.current.seqs[-1]):  # the tokens in their rows so far are theirs
-            self.deliver(moved)
+        moved = self.current.seqs[-1]
+        for changed in (seq, moved):  # the tokens in their rows so far are theirs
+            self.deliver(changed)
+        moved.row = seq.row
         seq.computed_before += self.steps
         seq.batch = None
         own = self._own()
         columns: tuple[list, ...] = own.seqs, own.rows, own.names
         for column in columns:
-            last = column.pop()
-            if seq.row < len(column):
-                column[seq.row] = last
-        if seq.row < len(self):
-            own.seqs[seq.row].row = seq.row
+            column[seq.row] = column[-1]
+            column.pop()
         own.departures += 1
 
     def _own(self) -> DecodeRows:
@@ -80,9 +75,9 @@ class DecodeBatch:
         """Put `seq` down for the step in which it needs its next block, or samples its last token."""
         self.deliver(seq)  # before `kept` comes round
         computed = seq.num_computed
-        border = computed // self.block_size * self.block_size + self.block_size  # where its state may be kept
+        border = (computed // self.block_size + 1) * self.block_size  # where its state may be kept
         slots = min(border, min(map(len, seq.tables)) * self.block_size - self.ahead)
-        steps = max(0, min(slots, seq.group.limit - 2) - computed)  # drafts that were taken may fill `ahead`
+        steps = max(0, min(slots, seq.limit - 2) - computed)  # drafts that were taken may fill `ahead`
         seq.due = self.steps + 1 + steps
         self.calendar[seq.due][seq] = None
 

@@ -30,6 +30,8 @@ class AcceptanceStats:
     tried: float = 0.0  # drafts that were compared with what the model has sampled
     taken: float = 0.0
     found: float = 1.0  # how often there were any, of late
+    num_drafts: int = 0  # all that were verified,
+    num_taken: int = 0  # and those that the model has sampled, too
     chance: float = field(init=False)  # the probability that its next draft is taken
 
     def __post_init__(self) -> None:
@@ -58,8 +60,7 @@ class Drafting:
     Drafts may also be made and not verified: then the next token says for nothing whether the first one was right.
 
     Args:
-        config: the engine's options.
-        counters: of the scheduler, which count drafts, too.
+        config, counters: the engine's options, and the scheduler's counters.
         row_seconds: (n, c(n), d(n)) for rising numbers of rows; empty: drafts cost nothing.
     """
 
@@ -116,7 +117,7 @@ class Drafting:
             likely = self.room > 0 and self.needed <= LIKELY
             return self.most if plan.drafts or likely or plan.step % REVIEW == 0 else 0
         seqs = flight.seqs
-        chances = [seq.acceptance.chance for seq in seqs if not seq.group.request.beam]
+        chances = [seq.acceptance.chance for seq in seqs if not seq.group.beam]
         if not chances:  # nor are drafts that were made used up
             return 0
         rows, self.made = len(seqs), 0  # a model makes drafts for beams, too
@@ -134,11 +135,11 @@ class Drafting:
         stats = seq.acceptance
         if not self.floors or stats.found * stats.chance < self.needed:
             return 0
-        group, params = seq.group, seq.group.request.params
-        most = min(room, group.limit - seq.num_known - 1)
+        params = seq.group.params
+        most = min(room, seq.limit - seq.num_known - 1)
         if params.constrained:  # those that its grammar takes; it has masks for each count of tokens
             most = min(most, len(seq.proposed))
-        elif params.min_tokens and seq.num_tokens - group.request.num_prompt < params.min_tokens:
+        elif params.min_tokens and seq.num_tokens - seq.group.num_prompt < params.min_tokens:
             return 0  # a mask changes with the count of tokens
         if most <= 0:
             return 0
@@ -151,21 +152,21 @@ class Drafting:
             if flight.brings(seq := seqs[row]):
                 seq.acceptance.learn(1, right)
 
-    def counted(self, flight: Flight, rows: dict[int, Verified], policy: Policy) -> int:
-        """Count the drafts of a step that has landed as computed, and tell the policy of those that were taken; returns
-        how many tokens more the step has computed than was planned, which is 0 or less."""
+    def counted(self, rows: dict[int, Verified], policy: Policy) -> int:
+        """Count the drafts of a step that has landed, and tell the policy of those that were taken; returns how many
+        the step has computed."""
         drafts = sum(row.drafts for row in rows.values())
         taken = sum(len(row.token_ids) - 1 for row in rows.values())
         self.counters["num_computed_tokens_total"] += drafts
         policy.advance(taken, taken)
-        return drafts - sum(flight.drafts.values())
+        return drafts
 
     def landed(self, seq: Sequence, row: Verified) -> None:
         """Learn what a row with drafts has brought."""
         taken = len(row.token_ids) - 1
         seq.acceptance.learn(row.drafts, taken)
-        seq.num_drafts += row.drafts
-        seq.num_taken += taken
+        seq.acceptance.num_drafts += row.drafts
+        seq.acceptance.num_taken += taken
         self.taken_counts[taken] += row.drafts > 0
         self.counters["spec_decode_num_drafts_total"] += row.drafts > 0
         self.counters["spec_decode_num_draft_tokens_total"] += row.drafts

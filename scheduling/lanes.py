@@ -1,4 +1,4 @@
-"""Lanes: the groups that run in the same steps, one lane for each pipeline stage."""
+"""Lanes: the sequences that run in the same steps, one lane for each pipeline stage."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ from collections.abc import Iterator
 
 from config import EngineConfig
 from scheduling.decodes import DecodeBatch
-from sequence import Sequence, SequenceGroup, Status
+from sequence import Sequence, Status
 
 
 class Lane:
     """Groups that run in the same steps: in the batch of `decodes`, or the `others`, which each step looks at.
 
-    There are as many lanes as pipeline stages, and their steps take turns: while one lane's step is in the first stage,
-    that of the lane before it is in the second. A sequence cannot be in two stages at a time, because its next token
-    needs its last one. These are vLLM's virtual engines, but all lanes share the queues and the blocks.
+    There are as many lanes as pipeline stages, and their steps take turns, because a sequence cannot be in two stages
+    at a time. These are vLLM's virtual engines, but all lanes share the queues and the blocks.
     """
 
     def __init__(self, decodes: DecodeBatch):
-        self.decodes, self.others = decodes, list[SequenceGroup]()
+        self.decodes, self.others = decodes, list[Sequence]()
         self.flying = 0  # its steps in flight
 
     @property
     def width(self) -> int:
         """How many sequences it has."""
-        return len(self.decodes) + sum(group.status is Status.RUNNING for group in self.others)
+        return len(self.decodes) + sum(seq.status is Status.RUNNING for seq in self.others)
 
-    def put(self, group: SequenceGroup) -> None:
-        """`group` runs in this lane's steps from now on."""
-        group.lane = self
-        self.others.append(group)
+    def put(self, seq: Sequence) -> None:
+        """`seq` runs in this lane's steps from now on."""
+        seq.lane = self
+        self.others.append(seq)
 
 
 class Lanes:

@@ -11,9 +11,8 @@ MAX_CHUNKS = 64  # of a prompt that are listed one by one: enough for 128k token
 class WaitClock:
     """Seconds that the queues stood still, by reason.
 
-    A step costs the same however many groups wait, because it does not look at all of them. Yet each can learn what it
-    waited for: what holds up the first in line holds up all behind it. So this clock sums the seconds that the line
-    stood still for each reason, and a group only remembers the sums at its beginning.
+    What holds up the first in line holds up all behind it. So this clock sums the seconds for each reason, and a
+    sequence only remembers the sums at its beginning: a step does not look at all that wait.
 
     The reasons: `step` (the step in progress must end first), `slots` (`max_num_seqs` sequences run), `tokens` (the
     step's budget is spent), `blocks` (the KV pool is full, or kept free for growth), `delay`
@@ -37,7 +36,7 @@ class WaitClock:
 
 @dataclass(slots=True)
 class Timeline:
-    """The stays of a group, for `/explain`: held, waiting, running, swapped. Each ends when the next begins."""
+    """The stays of a sequence, for `/explain`: held, waiting, running, swapped. Each ends when the next begins."""
 
     clock: WaitClock
     begun: float = 0.0  # when the latest stay began
@@ -45,7 +44,7 @@ class Timeline:
     stays: list[dict[str, Any]] = field(default_factory=list)
 
     def enter(self, state: str, now: float, waits: bool = False, **facts: Any) -> None:
-        """A stay begins at `now`; if the group `waits`, it says what for."""
+        """A stay begins at `now`; if the sequence `waits`, it says what for."""
         self.leave(now)
         self.begun, self.sums = now, self.clock.read(now) if waits else None
         self.stays.append({"state": state} | facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -9,6 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 class Paged(NamedTuple):
@@ -254,6 +259,24 @@ def decode(
 def prefill(ops: ModuleType, q: torch.Tensor, kv: torch.Tensor, *args: Any) -> torch.Tensor:
     """attention_prefill of the module `ops` for rows whose five parts come first among the arguments."""
     return ops.attention_prefill(q, kv, args[:5], *args[5:])
+
+
+def call(ops: ModuleType, op: str) -> Callable[..., Any]:
+    """ops.<op>; attention_decode makes its own plan, and attention_prefill its rows."""
+    made = {"attention_decode": decode, "attention_prefill": prefill}
+    return functools.partial(made[op], ops) if op in made else getattr(ops, op)
+
+
+def run(ops: ModuleType, op: str, place: str, *args: Any) -> Any:
+    """Call ops.<op> at a place. The result comes back to the CPU, and so does what was written in place."""
+    moved = [x.to(place) if isinstance(x, torch.Tensor) and place != "cpu" else x for x in args]
+    moved = [type(x)(*(y.to(place) for y in x)) if isinstance(x, tuple) else x for x in moved]
+    result = call(ops, op)(*moved)
+    for x, there in zip(args, moved, strict=True):
+        for y, back in zip(x, there, strict=True) if isinstance(x, tuple) else [(x, there)]:
+            if isinstance(y, torch.Tensor) and y is not back:
+                y.copy_(back)
+    return [x.cpu() for x in result] if isinstance(result, tuple) else None if result is None else result.cpu()
 
 
 def product(

@@ -123,7 +123,7 @@ def test_a_workers_death_is_noticed_by_the_clock_alone(mp_llm, answers, undistur
     mp_llm.core.workers.on_trouble = said.append
     before = mp_llm.core.metrics()["num_worker_restarts_total"]
     when(mp_llm, [3, 20], lambda: os.kill(worker(mp_llm), with_signal))
-    first, trial, suspects = worker(mp_llm), mp_llm.core.scheduler.admission.trial, []
+    first, trial, suspects = worker(mp_llm), mp_llm.core.scheduler.admission.isolation, []
     blame = trial.blame
     monkeypatch.setattr(trial, "blame", lambda *of: suspects.extend(of[2]) or blame(*of))
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
@@ -296,7 +296,7 @@ def test_a_request_that_kills_every_worker_is_refused_and_the_others_go_on(mp_ll
 
     def submit_and_kill(plan: StepPlan) -> None:
         submit(plan)
-        lengths = [seq.num_known for seq in core.scheduler.in_flight[-1].seqs if seq.group.request.params.n == 3]
+        lengths = [seq.num_known for seq in core.scheduler.in_flight[-1].seqs if seq.group.params.n == 3]
         if lengths and max(lengths) > 20:
             os.kill(worker(mp_llm), signal.SIGKILL)
 
@@ -487,7 +487,7 @@ def test_errors_of_the_worker_are_the_callers(make_llm, mp_llm):
 
 def test_no_request_is_to_blame_when_other_engines_are_gone(mp_llm, answers, undisturbed, monkeypatch, caplog):
     core, suspects = mp_llm.core, list[Any]()
-    monkeypatch.setattr(core.scheduler.admission.trial, "blame", lambda *of: suspects.extend(of[2]))
+    monkeypatch.setattr(core.scheduler.admission.isolation, "blame", lambda *of: suspects.extend(of[2]))
     when(mp_llm, [3], lambda: mp_llm.collective_rpc(lose_peers, 60.0))
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     assert "engine 0 has lost the other engines: new workers after" in caplog.text and not suspects
@@ -562,7 +562,7 @@ def test_what_comes_after_a_call_that_was_given_up_waits_for_it(mp_llm, answers,
 @SIGNALS
 def test_a_worker_that_is_lost_in_a_call_that_was_given_up_is_replaced(mp_llm, answers, monkeypatch, with_signal):
     core, before, suspects = mp_llm.core, mp_llm.core.workers.num_restarts, []
-    monkeypatch.setattr(core.scheduler.admission.trial, "blame", lambda *of: suspects.extend(of[2]))
+    monkeypatch.setattr(core.scheduler.admission.isolation, "blame", lambda *of: suspects.extend(of[2]))
     with pytest.raises(TimeoutError):
         mp_llm.collective_rpc(slow, 0.1, (2.5,))
     os.kill(worker(mp_llm), with_signal)

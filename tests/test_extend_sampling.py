@@ -17,8 +17,7 @@ import random
 import torch
 import cpu.sampling, kernels, reference
 from api.completions import COMPLETIONS
-from api.checks import Asked
-from api.fields import read_fields
+from api.checks import CheckContext, read_fields
 from api.options import ServerConfig
 from engine import LLM, SamplingParams
 
@@ -35,7 +34,7 @@ for wrong, names in ((-1, {}), (101, {}), (2, {"use_beam_search": True, "tempera
         assert f"top_gap is {float(wrong) if names else wrong}" in str(error), error
     else:
         raise AssertionError(wrong)
-assert read_fields(COMPLETIONS, {"prompt": "a", "top_gap": 2}, Asked(ServerConfig()))["top_gap"] == 2
+assert read_fields(COMPLETIONS, {"prompt": "a", "top_gap": 2}, CheckContext(ServerConfig()))["top_gap"] == 2
 
 rows, vocab = 6, 100
 torch.manual_seed(0)

@@ -16,7 +16,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from api.options import ServerConfig
-from api.start import with_policy
+from commands.start import with_policy
 from config import VERSION, EngineConfig
 from sampling_params import SamplingParams
 from scripted import (

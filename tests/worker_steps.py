@@ -12,7 +12,7 @@ from config import EngineConfig
 from device.startup import start_worker
 from model_config import ModelConfig
 from plan import NewRow
-from worker import Worker
+from worker import StepRun, Worker
 
 SHAPE = {
     "architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 97, "hidden_size": 32,
@@ -47,9 +47,9 @@ class FakeGraph:
 
     def __init__(self, worker: Worker, shape: StepShape):
         self.worker, self.shape, self.replays = worker, shape, 0
-        self.ids = worker.forward(shape)[0].zero_()
+        self.ids = worker.forward(StepRun(shape=shape)).zero_()
 
     def replay(self) -> None:
         self.replays += 1
         with torch.inference_mode():
-            self.ids.copy_(self.worker.forward(self.shape)[0])
+            self.ids.copy_(self.worker.forward(StepRun(shape=self.shape)))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from api.flags import OptionParser, flag_fields, from_flags, refuse_given, split_command
 from api.options import ServerConfig
+from commands.flags import OptionParser, flag_fields, from_flags, refuse_given, split_command
 from commands.plan import COMMANDS, PACKAGES, size_or_model
 from commands.terminal import ChatOptions
 from config import EngineConfig

@@ -23,8 +23,8 @@ from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
 from api.anthropic import COUNT_TOKENS, MESSAGES
+from api.checks import Face
 from api.faces import FACES
-from api.fields import Face
 from api.options import ServerConfig
 from api.routes import Api
 from config import DEMO

@@ -31,7 +31,7 @@ from processes.client import EngineDeadError
 from ring import Codec
 from sampling_params import SamplingParams
 from scripted import FACTS, TOKENIZER, ScriptedClient, refusal
-from sequence import Adapter, Request
+from sequence import Adapter, SequenceGroup
 from served import Server, engine_of, eventually, serving
 from server import create_app
 
@@ -64,12 +64,12 @@ class Watched(Engine):
 def owners_of(engine: Watched) -> list[int]:
     """The owner of each block, by the scheduler's own books."""
     holders: dict[int, list[int]] = {}
-    for group in engine.scheduler.running:
-        for block in (block for table in group.seq.tables for block in table if block >= 0):
-            holders.setdefault(block, []).append(group.key[1])
+    for seq in engine.scheduler.running:
+        for block in (block for table in seq.tables for block in table if block >= 0):
+            holders.setdefault(block, []).append(seq.key[1])
     for request in engine.scheduler.admission.samples.holders:
         for block in (block for table in request.prompt_tables for block in table if block >= 0):
-            holders.setdefault(block, [request.groups[0].key[1]])
+            holders.setdefault(block, [request.seqs[0].key[1]])
     pool, owners = engine.scheduler.blocks, []
     for block, count in enumerate(pool.ref_counts):
         mine = holders.get(block, [])
@@ -230,7 +230,7 @@ def test_whoever_has_an_adapter_or_waits_for_it_is_told() -> None:
     engine.look()
     for i, name in enumerate(("shout", "whisper")):
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-        engine.scheduler.add(Request(name[0], prompt(9), params, name, adapter=Adapter(name, i, name)))
+        engine.scheduler.add(SequenceGroup(name[0], prompt(9), params, name, adapter=Adapter(name, i, name)))
         engine.answers[name[0]] = {0: []}
     reports = engine.scheduler.reports
     engine.now += 1.0

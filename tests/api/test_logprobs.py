@@ -185,7 +185,7 @@ def test_rows_that_want_none_decode_in_the_batch():
     engine.add("b", prompt(9), max_tokens=20, ignore_eos=True, logprobs=0)
     for _ in range(4):
         engine.step()
-    assert [seq.group.name for seq in engine.scheduler.lanes.all[0].decodes.current.seqs] == ["a"]
+    assert [seq.name for seq in engine.scheduler.lanes.all[0].decodes.current.seqs] == ["a"]
     engine.run()
 
 

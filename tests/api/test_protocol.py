@@ -13,9 +13,9 @@ import pytest
 import tokenizers
 from flask.testing import FlaskClient
 
-from api.checks import MAX_IGNORED
+from api.checks import HARMLESS, MAX_IGNORED
 from api.faces import FACES
-from api.fields import ELSEWHERE, HARMLESS, NOT_YET, PARAMS
+from api.fields import ELSEWHERE, NOT_YET, PARAMS
 from api.options import ServerConfig
 from api.routes import Api
 from api.structure import FORMS

@@ -12,8 +12,8 @@ from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
 from api.anthropic import MESSAGES
+from api.generation import ClientGone
 from api.options import ServerConfig
-from api.replies import ClientGone
 from api.response_store import Kept, Store
 from api.responses import RESPONSES
 from scripted import BROKEN, CHAT, FACTS, MISSING, TEXT, TOKENIZER, ScriptedClient, client_of, refusal, told

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from api.checks import Asked
+from api.checks import CheckContext
 from api.options import ServerConfig
 from api.responses import input_items
 from counting import Compared
@@ -398,7 +398,7 @@ def test_a_history_of_codex_is_shown(served: Any, engine: ScriptedClient) -> Non
 
 def test_the_keys_of_an_item_are_not_sought_one_by_one() -> None:
     before, item = Compared.count, {"type": "web_search_call"} | {Compared(f"k{i}"): 1 for i in range(500)}
-    input_items([item], Asked(ServerConfig()))
+    input_items([item], CheckContext(ServerConfig()))
     assert Compared.count - before < 8 * len(item)
 
 

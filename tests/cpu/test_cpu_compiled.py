@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
@@ -37,6 +40,8 @@ from engine import LLM, SamplingParams
 from oracles import HeadNorm
 
 ROOT = Path(__file__).parent.parent.parent
+F32, BF16 = torch.float32, torch.bfloat16
+FULL, LONG = pytest.mark.full, pytest.mark.long
 
 pytestmark = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 
@@ -80,14 +85,16 @@ class Uncompiled(Builder):
         return PendingLibrary(run)
 
 
-@pytest.fixture(scope="module")
-def compiled_ops():
-    return compile_ops(Here(1))
+@functools.cache
+def ops_of(builder: type[Builder]) -> ModuleType:
+    return compile_ops(builder(1))
 
 
-@pytest.fixture(scope="module")
-def uncompiled_ops():
-    return compile_ops(Uncompiled(1))
+def both(name: str, cases: list[tuple], brief: Callable[[tuple], bool]) -> pytest.MarkDecorator:
+    """Cases of functions as they are, and of their C++, which takes long: only the `brief` ones are full."""
+    plain = [pytest.param(Uncompiled, *case, id=f"plain {case}") for case in cases]
+    made = [pytest.param(Here, *case, id=f"C++ {case}", marks=FULL if brief(case) else LONG) for case in cases]
+    return pytest.mark.parametrize(f"builder, {name}", plain + made)
 
 
 def small_job(size: int = 4) -> CompileJob:
@@ -326,23 +333,9 @@ def test_compiled_steps_in_bfloat16_read_compressed_weights_and_compile_nothing_
 SIZES = [1, 2, MANY - 1, MANY, 3 * MANY + 1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens", SIZES)
-def test_ops_of_what_is_compiled_are_the_plain_ones(uncompiled_ops, dtype, tokens):
-    check_ops(uncompiled_ops, dtype, tokens)
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(torch.float32, marks=pytest.mark.full), pytest.param(torch.bfloat16, marks=pytest.mark.long)],
-    ids=str,
-)
-@pytest.mark.parametrize("tokens", SIZES)
-def test_compiled_ops_are_the_plain_ones(compiled_ops, dtype, tokens):
-    check_ops(compiled_ops, dtype, tokens)
-
-
-def check_ops(compiled_ops, dtype, tokens):
+@both("dtype, tokens", [*itertools.product((F32, BF16), SIZES)], lambda case: case[0] == F32)
+def test_compiled_ops_are_the_plain_ones(builder, dtype, tokens):
+    compiled_ops = ops_of(builder)
     torch.manual_seed(0)
     x, weight, gate_up = (torch.randn(*shape).to(dtype) for shape in ((tokens, 96), (96,), (tokens, 66)))
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-6, "rtol": 2**-7}  # both round once
@@ -359,28 +352,10 @@ def check_ops(compiled_ops, dtype, tokens):
         assert got.shape == want.shape and got.is_contiguous()
 
 
-KINDS = {"one type": (torch.bfloat16, None), "two types": (torch.float32, torch.bfloat16)}
-
-
-@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
-def test_norms_of_what_is_compiled_take_weights_of_other_types(uncompiled_ops, kinds):
-    check_norms(uncompiled_ops, kinds)
-
-
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        pytest.param(KINDS["one type"], marks=pytest.mark.full),
-        pytest.param(KINDS["two types"], marks=pytest.mark.long),
-    ],
-    ids=KINDS,
-)
-def test_compiled_norms_take_weights_of_other_types(compiled_ops, kinds):
-    check_norms(compiled_ops, kinds)
-
-
-def check_norms(compiled_ops, kinds):
+@both("kinds", [((BF16, None),), ((F32, BF16),)], lambda case: case[0][0] == BF16)
+def test_compiled_norms_take_weights_of_other_types(builder, kinds):
     """The first call has no bias and compiles for weights of x's own type, which the second must not be given to."""
+    compiled_ops = ops_of(builder)
     x, weight, bias = (None if kind is None else torch.randn(96).to(kind) for kind in (torch.bfloat16, *kinds))
     x, sums = x.expand(5, -1).contiguous(), [torch.ones(5, 96).bfloat16() for _ in range(4)]
     for i, ops in enumerate((compiled_ops, cpu_ops)):
@@ -403,20 +378,9 @@ ROPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("tokens", "norm", "rotated", "interleaved"), ROPES)
-def test_rope_of_what_is_compiled_is_the_plain_one(uncompiled_ops, tokens, norm, rotated, interleaved):
-    check_rope(uncompiled_ops, tokens, norm, rotated, interleaved)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "norm", "rotated", "interleaved"),
-    [pytest.param(*case, marks=pytest.mark.long if i else pytest.mark.full) for i, case in enumerate(ROPES)],
-)
-def test_compiled_rope_is_the_plain_one(compiled_ops, tokens, norm, rotated, interleaved):
-    check_rope(compiled_ops, tokens, norm, rotated, interleaved)
-
-
-def check_rope(compiled_ops, tokens, norm, rotated, interleaved):
+@both("tokens, norm, rotated, interleaved", ROPES, lambda case: case is ROPES[0])
+def test_compiled_rope_is_the_plain_one(builder, tokens, norm, rotated, interleaved):
+    compiled_ops = ops_of(builder)
     torch.manual_seed(0)
     qkv, rotation = torch.randn(tokens, (4 + 2 * 2) * 32).bfloat16(), torch.randn(tokens, 2, rotated)
     norms = [norm.weights(heads, 32, torch.bfloat16) for heads in (4, 2)]

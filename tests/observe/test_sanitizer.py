@@ -62,7 +62,7 @@ def test_a_block_freed_too_early(make_core, monkeypatch, caching):
 
     def free_too_early(self, plan, result):
         if plan.step == 5:
-            self.blocks.free(self.running[0].seq.tables[0][:1])
+            self.blocks.free(self.running[0].tables[0][:1])
         return update(self, plan, result)
 
     monkeypatch.setattr(Scheduler, "update", free_too_early)
@@ -85,8 +85,8 @@ def test_a_block_handed_to_somebody_else_too_early(make_core, monkeypatch, notic
     core, admit = make_core(enable_prefix_caching=False), BlockSpaceManager.admit
 
     def admit_into_the_first_block(self, *args):
-        for group in core.scheduler.running:
-            block = group.seq.tables[0][0]
+        for seq in core.scheduler.running:
+            block = seq.tables[0][0]
             if noticed:
                 self.device.free([block])
             self.device.idle[block] = None

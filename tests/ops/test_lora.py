@@ -11,7 +11,6 @@ import torch
 from hypothesis import strategies as st
 
 import oracles
-import reference
 from cpu import lora as cpu_lora
 from cpu import ops as cpu_ops
 from examples import tried
@@ -34,17 +33,6 @@ CHOSEN = [
     (20, [(20, 1), (19, 2), (0, 3), (19, 1)], (0, 33, 34), 65, 100, BF16, True),
     (2, [(1, 16), (2, 1)], (0, 40), 16, 530, F16, True),
 ]
-
-
-@pytest.fixture(params=[reference, cpu_ops, kernels], ids=lambda ops: ops.__name__)
-def ops(request: pytest.FixtureRequest) -> ModuleType:
-    return request.param
-
-
-@pytest.fixture
-def place(ops: ModuleType, device: str) -> str:
-    """Where the backend's tensors lie."""
-    return "cpu" if ops is cpu_ops else device
 
 
 class Step(NamedTuple):
