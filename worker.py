@@ -43,7 +43,7 @@ from plan import StepPlan, StepResult
 if TYPE_CHECKING:
     from cpu.weights import GreedyHead
     from device.piecewise import PiecewiseGraphs
-    from lora.stacks import Adapters
+    from lora.stacks import AdapterPool
     from models.logprobs import LogprobGatherer, Scoring
     from models.pooled import Pooler
     from speculation.proposer import Proposer
@@ -97,7 +97,7 @@ class Worker(Profiled):
     """
 
     # What options bring; None without them.
-    adapters: Adapters | None = None
+    adapters: AdapterPool | None = None
     proposer: Proposer | None = None  # makes drafts for later steps
     pooler: Pooler | None = None  # makes one vector of each prompt; nothing is sampled
     greedy_head: GreedyHead | None = None  # finds greedy tokens on a CPU without all logits
