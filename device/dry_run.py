@@ -18,7 +18,6 @@ from batch_state import BatchState
 from config import MOST_DRAFTING, EngineConfig, load_named, wrong_tensor
 from device.coded import unwrapped
 from device.compile_guard import kernels_of, unlaunched
-from device.phases import incoming_of
 from layers import Owner
 from lora.stacks import AdapterPool
 from model import Transformer
@@ -28,7 +27,7 @@ from models.logprobs import LogprobGatherer
 from models.packing import be_batch_invariant
 from models.pooled import Pooler
 from models.quantized import QuantizedWeight
-from parallel import Group, Pipeline
+from parallel import Group, Pipeline, incoming_of
 from plan import StepPlan
 from speculation.proposer import add_draft, new_proposer
 from worker import StepRun, Worker
