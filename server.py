@@ -20,14 +20,13 @@ import time
 import uuid
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 if sys.platform == "win32":  # gunicorn could not even be imported
     sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: Windows has no fork; use WSL, or LLM of engine.py\n")
     sys.exit(2)
 
 from commands.plan import COMMANDS, PACKAGES, answer_without, server_flags
-from config import PROG, lacking
+from config import lacking
 
 if __name__ == "__main__" and (lack := lacking(PACKAGES)):
     answer_without(sys.argv[1:], lack)
@@ -40,7 +39,6 @@ from api import batches
 from api.adapters import Adapters
 from api.checks import ApiError, Face
 from api.faces import FACES
-from api.flags import split_command, told_in_a_line
 from api.generation import Caller, ClientGone, Events, Remote, log_request
 from api.gunicorn_loop import Gunicorn
 from api.http import (
@@ -61,10 +59,10 @@ from api.http import (
 from api.options import ServerConfig, with_all_keys
 from api.paths import paths_of
 from api.routes import Api
-from api.start import engines, read_configs, with_policy
 from api.telemetry import Spans, check_telemetry
-from commands import batch, terminal
-from observe.logs import console
+from commands import batch, others, terminal
+from commands.flags import split_command, told_in_a_line
+from commands.start import engines, read_configs, with_policy
 from processes.child import Board, listen
 from processes.fleet import prepare
 from processes.headless import follow_server
@@ -233,29 +231,13 @@ def serve(argv: list[str]) -> None:
         Gunicorn(make_app, listener, fleet, config).run()
 
 
-def bench(argv: list[str]) -> None:
-    """Become `bench/bench.py` with these arguments."""
-    script = Path(__file__).parent / "bench" / "bench.py"
-    if not script.exists():
-        console.error(f"{PROG} bench: error: there is no {script}; the benchmarks come with the source")
-        sys.exit(2)
-    os.execv(sys.executable, [sys.executable, str(script), *argv])
-
-
-def quantize(argv: list[str]) -> None:
-    """Write a model in few bits; this loads torch, which the server does without."""
-    from device.quantize import main
-
-    main(argv)
-
-
 RUNS: dict[str, Callable[[list[str]], None]] = {
     "serve": serve,
     "chat": terminal.chat,
     "complete": terminal.complete,
     "batch": batch.main,
-    "quantize": quantize,
-    "bench": bench,
+    "quantize": others.quantize,
+    "bench": others.bench,
 }
 
 

@@ -81,6 +81,9 @@ def choose(model: str, files: Collection[str], quantization: str = "") -> str:
     ending = rf"(.*[-._/])?{wanted}(-00001-of-\d{{5}})?\.gguf" if quantization else r".*"
     known = sorted(file for file in files if is_gguf(file) and parts_of(file)[0] == file and "mmproj" not in file)
     found = [file for file in known if re.fullmatch(ending, file, re.IGNORECASE)]
+    if not found and quantization:
+        others = f"its GGUF files are {', '.join(known)}" if known else "it has no GGUF file at all"
+        raise ValueError(f"{model} has no GGUF file of {quantization!r:.80}; {others}")
     if len(found) != 1:
         told = f"{len(found)} of them are of {quantization!r:.80}" if quantization else f"they are {len(found)}"
         raise ValueError(f"{model} has the GGUF files {', '.join(known) or 'of no kind'}: {told}; name one")

@@ -16,10 +16,10 @@ from tqdm import tqdm
 
 from api.adapters import Adapters
 from api.batch_file import Answers, Batch, count_lines, run_to_end
-from api.flags import OptionParser, refuse_given, told_in_a_line
 from api.options import ServerConfig
 from api.routes import Api
-from api.start import engines, read_configs, with_policy
+from commands.flags import OptionParser, refuse_given, told_in_a_line
+from commands.start import engines, read_configs, with_policy
 from config import EngineConfig
 from observe.logs import console
 from processes.child import Board

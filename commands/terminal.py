@@ -28,8 +28,8 @@ from typing import Any, ClassVar
 from urllib.error import HTTPError
 
 from api.adapters import read_module
-from api.flags import OF_REQUESTS, OptionParser, from_flags, refuse_given, told_in_a_line, words_of
 from checkpoints.hub import find_model
+from commands.flags import OF_REQUESTS, OptionParser, from_flags, refuse_given, told_in_a_line, words_of
 from config import DEMO, PROG, EngineConfig
 from executor import end_with_parent
 from processes.options import check_fields, option

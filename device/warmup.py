@@ -18,7 +18,7 @@ from device.piecewise import PiecewiseGraphs
 from layers import Batch
 from model import Transformer
 from plan import NewRow, StepPlan
-from sampling_params import PoolingParams
+from sampling_params import PoolingParams, SamplingParams
 from worker import StepRun, Worker
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def run_prompts(start: Start, worker: Worker) -> float:
     blocks = some_blocks(start, min(length + 3 + start.config.num_drafts, start.max_model_len))
     adapters = [(0, 0)] if worker.adapters else []  # of zeros
     asked: list[dict[str, Any]] = [{"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}]
-    asked.append({"temperature": 1.0, "num_logprobs": 1})
+    asked.append({"sampling": SamplingParams().columns, "num_logprobs": 1})
     if start.device == "cuda":  # which loads kernels at their first launch, so the last prompts are timed without
         asked.append(asked[-1])
     for fields in tqdm(asked, desc="Warming up", leave=False, disable=None):

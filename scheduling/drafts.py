@@ -60,8 +60,7 @@ class Drafting:
     Drafts may also be made and not verified: then the next token says for nothing whether the first one was right.
 
     Args:
-        config: the engine's options.
-        counters: of the scheduler, which count drafts, too.
+        config, counters: the engine's options, and the scheduler's counters.
         row_seconds: (n, c(n), d(n)) for rising numbers of rows; empty: drafts cost nothing.
     """
 

@@ -59,21 +59,16 @@ class Fair(Policy):
     After "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). Each client has a counter of the tokens
     that it has had. Cached tokens are free, and a token of output counts `OUTPUT_WEIGHT`. Only the first to arrive of
     each client stands in line, and the client's counter is its class. The first for each other adapter stands in line,
-    too, behind those before it as if these had been let in. A sequence that is let in keeps its class for life.
-    Its client is charged at once with all that it may come to have, so that the client's next sequence stands further
-    back, as in start-time fair queueing (Goyal et al., SIGCOMM 1996). When a sequence ends, its client gets back what
-    it did not have, and the client's sequence in line may move forward.
+    too, behind those before it as if these had been admitted. A sequence that is admitted keeps its class for life, so
+    no two can push each other out by turns. Its client is charged at once with all that it may come to have, as in
+    start-time fair queueing (Goyal et al., SIGCOMM 1996), and gets back what it did not have when it ends.
 
-    So the order never changes among sequences that have been let in, and no two can push each other out by turns.
-    A sequence that was never let in falls back behind earlier ones of its client, and further when later ones, whose
+    A sequence that was never admitted falls back behind earlier ones of its client, and further when later ones, whose
     adapters have slots, pass it. The earliest never does, or it might wait for ever.
 
-    A client that comes back starts with a counter of at least `virtual_time`, so it cannot save up its share while it
-    asks for nothing. That time is what a client has had that always got an equal part of each step, and at least what
-    the client of the sequence that was let in last has had, because some clients leave a part of theirs to others. It
-    moves on with every step: however many new clients come, nobody waits for ever.
-
-    A step costs the same however many sequences wait.
+    A client that comes back starts with a counter of at least `virtual_time`, so it cannot save up its share. That time
+    is what a client has had that always got an equal part of each step, and at least what the client of the latest
+    sequence admitted has had. It moves on with every step, so that nobody waits for ever.
     """
 
     def __init__(self, config: EngineConfig):
@@ -186,7 +181,7 @@ class Fair(Policy):
         """
         tokens, wants = flight.budget.tokens - to_come, Counter[str]()
         for seq in flight.lane.others:
-            if seq.decoding is None and (want := seq.num_known - seq.num_computed) > 1:
+            if seq.batch is None and (want := seq.num_known - seq.num_computed) > 1:
                 wants[seq.group.client] += want
                 tokens += 1
         if wants and (found := entrant()):

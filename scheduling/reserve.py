@@ -25,9 +25,9 @@ def allowance(seq: Sequence) -> int:
 class Reserve:
     """The blocks that sequences are expected to need beyond those they have.
 
-    Without this reserve a burst of prompts fills the pool, all of them grow at once, and most are preempted, some many
-    times. As outputs end, it learns how much of their allowance they use. The part of that growth that is kept free
-    rises with each preemption and falls as requests end (after SGLang's new_token_ratio).
+    Without them a burst of prompts fills the pool, all grow at once, and most are preempted. As outputs end, it learns
+    how much of their allowance they use. The part of that growth that is kept free rises with each preemption and falls
+    as requests end (after SGLang's new_token_ratio).
     """
 
     def __init__(self, config: EngineConfig, space: BlockSpaceManager):

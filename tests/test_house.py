@@ -66,10 +66,9 @@ STDLIB_ONLY = {
     "models.pooling", "models.read_config", "models.read_rope", "models.text_halves", "observe.freed_blocks",
     "observe.live", "observe.logs", "observe.metrics", "plan", "processes.options", "sampling_params", "scheduler",
     "scheduling.adapters", "scheduling.beam_search", "scheduling.classic", "scheduling.crash_isolation",
-    "scheduling.decodes", "scheduling.drafts", "scheduling.fair", "scheduling.host_cache", "scheduling.lanes",
-    "scheduling.limits",
+    "scheduling.lanes", "scheduling.drafts", "scheduling.fair", "scheduling.host_memory", "scheduling.limits",
     "scheduling.policy", "scheduling.reports", "scheduling.reserve", "scheduling.samples", "scheduling.states",
-    "scheduling.swap", "scheduling.timeline", "sequence", "speculation.options",
+    "sequence", "speculation.options",
 }  # fmt: skip
 TORCH_FREE_ROOMS = ("api", "commands", "text", "scheduling", "processes", "executors")
 TORCH_FREE = (
@@ -360,7 +359,8 @@ def test_the_readme_is_short():
 
 def test_every_option_is_described_in_one_line():
     import config
-    from api import flags, options
+    from api import options
+    from commands import flags
 
     text = flags.OptionParser(config.EngineConfig, options.ServerConfig).format_help()
     assert "--max-num-seqs" in text and "--no-enable-prefix-caching" in text

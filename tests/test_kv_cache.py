@@ -10,7 +10,7 @@ import pytest
 from fake_worker import VOCAB, Engine, expected, prompt, sample_seed
 from integrity import check_pool
 from kv_cache import AllocStatus, BlockManager
-from scheduling.host_cache import COPIES
+from scheduling.host_memory import COPIES
 from sequence import Status, chain
 
 

@@ -246,7 +246,7 @@ def test_a_gpus_prompts_are_timed_once_their_kernels_are_loaded(make, monkeypatc
     ready, loaded, now = make().start, set(), [0.0]
 
     def execute(plan: StepPlan) -> SimpleNamespace:
-        kinds = {row.temperature for row in plan.new} - loaded
+        kinds = {row.sampling for row in plan.new} - loaded
         loaded.update(kinds)
         now[0] += len(kinds) + 0.003
         return SimpleNamespace(result=lambda: None)
