@@ -19,11 +19,10 @@ from plan import NewRow, StepPlan
 from scheduling.adapters import AdapterSlots
 from scheduling.crash_isolation import CrashIsolation
 from scheduling.fair import Fair
-from scheduling.host_cache import TieredSpaceManager
+from scheduling.host_memory import TieredSpaceManager
 from scheduling.policy import CHECKS, Policy, Priority, SequenceQueue, place
 from scheduling.reserve import Reserve, allowance
 from scheduling.samples import Samples
-from scheduling.swap import Swap
 from sequence import SchedulingBudget, Sequence, SequenceGroup, Status, by_column
 
 # By the names of `EngineConfig.scheduling_policy`.
@@ -41,18 +40,12 @@ class Admission:
     """The queues before the door and the free slots behind it.
 
     Args:
-        config, swap_cost: see `Scheduler`.
+        config: the engine's options.
         space: the block tables of all sequences.
         counters: the scheduler's, by name, which this adds to.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        space: TieredSpaceManager,
-        swap_cost: float,
-        counters: dict[str, float],
-    ):
+    def __init__(self, config: EngineConfig, space: TieredSpaceManager, counters: dict[str, float]):
         self.config, self.counters = config, counters
         self.space, self.blocks = space, space.device
         self.waiting = self.policy = policy_of(config.scheduling_policy)(config)  # one object: a policy is a queue
@@ -62,7 +55,6 @@ class Admission:
         self.samples = Samples(space, self.wait)
         self.adapters = AdapterSlots(config.max_loras, config.max_prompt_adapter_token)
         self.reserve = Reserve(config, space)
-        self.swap = Swap(config, space, swap_cost)
         self.free_slots = list(range(config.max_num_seqs))[::-1]
         self.released: list[int] = []  # slots that the next plan gives up
         self.begin_step(0.0)
@@ -95,7 +87,7 @@ class Admission:
         """Take a sequence, which does not run, out of its queue for good."""
         if seq.status is Status.SWAPPED:
             self.swapped.pop(seq, Status.FINISHED)
-            self.swap.drop(seq)
+            self.space.drop_swapped(seq)
         elif seq.status is Status.HELD:
             seq.group.held.remove(seq)
         else:
@@ -108,7 +100,7 @@ class Admission:
 
     def _start_over(self, seq: Sequence, now: float) -> None:
         self.swapped.pop(seq, Status.WAITING)
-        self.swap.drop(seq)
+        self.space.drop_swapped(seq)
         seq.forget_computed()
         seq.timeline.note(started_over=True)
         self.wait(seq, now)
@@ -275,7 +267,7 @@ class Admission:
         """
         if seq.status is Status.WAITING:
             fits = self._admit(seq, plan, most, kept)
-        elif fits := self.swap.back(seq, most, kept, plan):
+        elif fits := self.space.swap_in(seq, most, kept, plan):
             seq.timeline.enter("running", self.now)
         if not fits:
             if not alone:
@@ -321,10 +313,7 @@ class Admission:
                 token_ids=self.adapters.known(seq),
                 num_computed=seq.num_computed,
                 blocks=[table.copy() for table in seq.tables],
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                min_p=params.min_p,
+                sampling=params.columns,
                 seed=seq.seed,
                 num_logprobs=group.num_logprobs,
                 score=group.score,
@@ -363,14 +352,14 @@ class Admission:
         seq.num_preemptions += 1
         self.counters["num_preemptions_total"] += 1
         self.reserve.preempted()
-        blocks = self.swap.blocks_of(seq)
+        blocks = self.space.computed_blocks(seq)
         tokens = min(seq.num_computed, len(blocks[0]) * self.config.block_size)
-        swaps = not ahead and self.swap.pays(blocks, tokens)
+        swaps = not ahead and self.space.swap_pays(blocks, tokens)
         how = "swap" if swaps else "recompute"
         self.preempted.append((seq.name, how, cause.request_id))
         seq.timeline.note(preempted={"for": cause.request_id, "by": how, "tokens": tokens})
         if swaps:
-            self.swap.out(seq, plan)
+            self.space.swap_out(seq, plan)
             self.counters["num_swapped_blocks_total"] += sum(map(len, blocks))
             self.counters["num_swapped_tokens_total"] += tokens
             self.release(seq)
@@ -397,6 +386,6 @@ class Admission:
 
     def leave_batch(self, seq: Sequence) -> None:
         """Take a sequence out of its batch of decodes, if it is in one, and publish the blocks that it has filled."""
-        if seq.decoding:
-            seq.decoding.batch.leave(seq)
+        if seq.batch is not None:
+            seq.batch.leave(seq)
             self.space.publish(seq, len(seq.tokens) - 1)

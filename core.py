@@ -17,7 +17,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from config import EngineConfig, FatalHookError, blame
+from config import EngineConfig, FatalHookError, blame, step_tokens
 from device.workers import Workers, check_reloadable
 from executor import Peers, WorkerError
 from executors.choose import new_executor
@@ -33,10 +33,8 @@ from plan import PLACEHOLDER, EngineCoreRequest, Outputs, StateRoom, StepPlan, e
 from ring import undisturbed
 from sampling_params import default_sampling
 from scheduler import Scheduler
-from scheduling.adapters import is_used
 from scheduling.beam_search import BeamSearches
-from scheduling.fair import step_tokens
-from sequence import Flight, SequenceGroup
+from sequence import Adapter, Flight, SequenceGroup
 from text.grammar import COMPILE_TIMEOUT, Grammars, awaits_token
 
 UTILITIES = {  # the methods that clients may call by name, and the path from the core to each
@@ -462,3 +460,10 @@ def not_finite(flight: Flight, rows: list[int]) -> dict[SequenceGroup, str]:
         wrong[request] = f"{maker} has made numbers that are not finite: NaN, or minus infinity for every token allowed"
         warn_once(f"{wrong[request]}; requests for which it does so end with this error")
     return wrong
+
+
+def is_used(core: EngineCore, adapter: Adapter) -> bool:
+    """Whether a request that has yet to finish has this adapter."""
+    admission, compiling = core.scheduler.admission, core.grammars.waiting.values()
+    lines = (queue.lines for queue in (admission.waiting, admission.swapped, admission.deferred))
+    return adapter in chain(admission.adapters.users, *lines) or any(r.adapter == adapter for r in compiling)

@@ -23,8 +23,8 @@ request takes at most as many steps as it and all before it have tokens. There a
 be made before the last result is in: it must know that a token will come (`num_known`), not which. If that token ends
 its sequence, what the next step samples for it is dropped.
 
-`Admission` decides which sequences are let in. Sequences that decode form a batch (`scheduling/decodes.py`), so a step
-looks only at those that need a block or end. Groups are in lanes, whose steps take turns (`scheduling/lanes.py`).
+`Admission` decides which sequences are let in. Sequences that decode form a batch (`scheduling/lanes.py`), so a step
+looks only at those that need a block or end. There is a lane for each pipeline stage, and their steps take turns.
 """
 
 from __future__ import annotations
@@ -45,12 +45,11 @@ from observe.metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, error_output
 from scheduling.classic import ClassicOrder
 from scheduling.drafts import AcceptanceStats, Drafting
-from scheduling.host_cache import TieredSpaceManager
+from scheduling.host_memory import TieredSpaceManager
 from scheduling.lanes import Lane, Lanes
 from scheduling.limits import RequestLimits
-from scheduling.reports import Reports, report_of
+from scheduling.reports import Reports, Timeline, WaitClock, report_of
 from scheduling.states import StateManager
-from scheduling.timeline import Timeline, WaitClock
 from sequence import Flight, SchedulingBudget, Sequence, SequenceGroup, Status
 
 
@@ -93,12 +92,10 @@ class Scheduler:
         self.counters = self.stats.counters
         manager = WatchedBlockManager if config.sanitize_kv else BlockManager
         kept_states = states and StateManager(config, states)
-        self.space = TieredSpaceManager(
-            config, num_blocks, num_host_blocks, windows, states=kept_states, manager=manager
-        )
+        self.space = TieredSpaceManager(config, num_blocks, num_host_blocks, windows, swap_cost, kept_states, manager)
         self.blocks = self.space.device
-        self.limits = RequestLimits(config, self.space, max_model_len, vocab_size, eos_token_ids)
-        self.admission = Admission(config, self.space, swap_cost, self.counters)
+        self.limits = RequestLimits(config, self.space, max_model_len, vocab_size, frozenset(eos_token_ids))
+        self.admission = Admission(config, self.space, self.counters)
         self.policy = self.waiting = self.admission.policy  # one object
         self.swapped = self.admission.swapped
         self.classic = None if config.enable_chunked_prefill else ClassicOrder(self, config.scheduler_delay_factor)
@@ -158,7 +155,7 @@ class Scheduler:
     def _take_out(self, seq: Sequence) -> None:
         """Take `seq` out of the running ones, and out of its lane."""
         self.running.remove(seq)
-        if seq.decoding is None:  # it is not in the batch of decodes
+        if seq.batch is None:  # it is not in the batch of decodes
             assert seq.lane
             seq.lane.others.remove(seq)
 
@@ -193,7 +190,7 @@ class Scheduler:
     @property
     def others(self) -> list[Sequence]:
         """The running sequences outside the batches of decodes: each step of their lane handles them one by one."""
-        return [seq for lane in self.lanes for seq in lane.others]
+        return [seq for lane in self.lanes.all for seq in lane.others]
 
     # --- planning ---------------------------------------------------------------------------------------------------
 
@@ -294,10 +291,10 @@ class Scheduler:
         for seq in sorted(lane.others + due, key=lambda seq: seq.key):
             if seq.status is not Status.RUNNING or seq in self.awaiting_masks:
                 continue
-            if seq.decoding and seq.num_known + 1 >= seq.limit:  # this step samples its last token
+            if seq.batch is not None and seq.num_known + 1 >= seq.limit:  # this step samples its last token
                 self.admission.leave_batch(seq)
                 lane.others.append(seq)
-            if seq.decoding is None:
+            if seq.batch is None:
                 to_come -= 1
             left = flight.budget.tokens
             most = left - to_come
@@ -307,8 +304,7 @@ class Scheduler:
                 break
             if (taken := left - flight.budget.tokens) > 1 and seq.group.client in shares:
                 shares[seq.group.client] -= taken
-        flight.decodes, flight.decode_step = decodes.run(), decodes.steps
-        flight.budget.take(len(decodes), seqs=len(decodes))
+        flight.take_decodes(decodes)
         return len(self.running) < before
 
     def _most_tokens(self, seq: Sequence, left: int, shares: dict[str, int]) -> int:
@@ -336,7 +332,7 @@ class Scheduler:
         count = known - computed
         if count > 1:
             count = self.space.cut(seq, min(count, most))
-        elif self.drafting.most and seq.decoding is None:
+        elif self.drafting.most and seq.batch is None:
             drafts = self.drafting.wanted(seq, most - 1)
         reach = computed + count  # drafts lie in the look-ahead slots behind it
         missing = self.space.lacks(seq, reach, reach)
@@ -344,13 +340,13 @@ class Scheduler:
             return False
         if missing:
             flight.plan.new_blocks.append((seq.slot, self.space.grow(seq, reach, reach)))
-            if seq.decoding:
+            if seq.batch is not None:
                 flight.grown.append(seq)
-        if seq.decoding:
-            seq.decoding.batch.expect(seq)
+        if seq.batch is not None:
+            seq.batch.expect(seq)
         if self.space.states:
             self.space.states.keep(seq, flight.plan)
-        if seq.decoding is None:
+        if seq.batch is None:
             flight.take(seq, count + drafts, drafts)
         return True
 
@@ -406,11 +402,11 @@ class Scheduler:
             news.outputs.append(self._output_of(seq, i in stopped, tokens, logprobs))
             if drafts:  # it may join the batch once a step has wanted no drafts for it
                 continue
-            alone = seq.decoding is None and seq.lane is flight.lane and seq.only_decodes
+            alone = seq.batch is None and seq.lane is flight.lane and seq.only_decodes
             if alone and not (seq.num_unverified or self.drafting.wanted(seq)):
                 flight.lane.decodes.join(seq)
-        for lane in self.lanes:  # a sequence may have moved to another lane meanwhile, see `Lanes.surplus`
-            lane.others = [seq for seq in lane.others if seq.status is Status.RUNNING and seq.decoding is None]
+        for lane in self.lanes.all:  # a sequence may have moved to another lane meanwhile, see `Lanes.surplus`
+            lane.others = [seq for seq in lane.others if seq.status is Status.RUNNING and seq.batch is None]
         if any(output.finish_reason for output in news.outputs):
             self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
         while found := self.lanes.surplus(flight.lane):
@@ -432,7 +428,7 @@ class Scheduler:
         names, token_ids = decodes.land(flight, token_ids)
         self.stats.decoded(len(token_ids))
         for seq in flight.grown:
-            if seq.decoding:
+            if seq.batch is not None:
                 decodes.deliver(seq)
                 self.space.publish(seq, len(seq.tokens) - 1)
         for seq in ends:
@@ -479,7 +475,7 @@ class Scheduler:
         seqs = [seq for flight in self.in_flight for seq in flight.seqs]
         plans = [flight.plan for flight in self.in_flight]
         self.in_flight.clear()
-        for lane in self.lanes:
+        for lane in self.lanes.all:
             lane.flying = 0
         if cause and (blamed := self.admission.isolation.blame(lost, cause, seqs, self.requests.values())):
             guilty, error = blamed
@@ -497,7 +493,7 @@ class Scheduler:
     def _recompute_running(self, now: float) -> None:
         """Have all running sequences compute their tokens again; no step may be in flight."""
         running, self.running = self.running, []
-        for lane in self.lanes:
+        for lane in self.lanes.all:
             lane.others = []
         for seq in running:
             seq.timeline.note(started_over=True)

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from plan import StepPlan
 from sampling_params import PoolingParams, SamplingParams
-from scheduling.timeline import Timeline
 
 if TYPE_CHECKING:
-    from scheduling.decodes import DecodePlace
-    from scheduling.lanes import Lane
+    from scheduling.lanes import DecodeBatch, Lane
+    from scheduling.reports import Timeline
 
 Key = tuple[int, int, int]  # (class, which the policy sets; number of arrival; index)
 
@@ -62,7 +61,8 @@ class Sequence:
         prompt |  output delivered |  undelivered |  in flight |
     num_prompt |    len(delivered) |   num_tokens |  num_known |    num_computed = num_known - 1 while it decodes
 
-    Only a batch of decodes keeps undelivered tokens; `decoding` can wait until `scheduling/decodes.py`.
+    Only a batch of decodes keeps undelivered tokens. The fields from `batch` to `computed_before` can wait until
+    `scheduling/lanes.py`, and those after `logprob` until grammars, recurrent states and drafts.
     """
 
     group: SequenceGroup
@@ -75,8 +75,11 @@ class Sequence:
     delivered: list[int] = field(init=False)  # see `tokens`
     slot: int = -1  # a row of the workers' batch state while running
     lane: Lane | None = None  # while running
-    decoding: DecodePlace | None = None  # its place in the batch of decodes, if it is in one
-    computed_before: int = 0  # `num_computed` without the steps of that batch
+    batch: DecodeBatch | None = None  # in which it decodes; it sets the next four
+    row: int = 0  # its index among the rows of the batch
+    due: int = 0  # the step of the batch in which it needs a block, or samples its last token
+    next_delivery: int = 0  # the step of the batch whose token is delivered next
+    computed_before: int = 0  # `num_computed` without the steps of `batch`
     tables: list[list[int]] = field(default_factory=list)  # blocks for each kind of layers; -1: a window has passed it
     host_tables: list[list[int]] = field(default_factory=list)  # the same in host memory, while swapped
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks, see `chain`
@@ -112,7 +115,7 @@ class Sequence:
     @property
     def num_undelivered(self) -> int:
         """How many tokens that steps have brought it are still kept by its batch."""
-        return 0 if self.decoding is None else self.decoding.num_undelivered
+        return 0 if self.batch is None else max(0, self.batch.latest + 1 - self.next_delivery)
 
     @property
     def num_tokens(self) -> int:
@@ -122,11 +125,11 @@ class Sequence:
     @property
     def num_computed(self) -> int:
         """How many tokens are computed once the latest plan has run."""
-        return self.computed_before + (0 if self.decoding is None else self.decoding.batch.steps)
+        return self.computed_before + (0 if self.batch is None else self.batch.steps)
 
     @num_computed.setter
     def num_computed(self, count: int) -> None:
-        assert self.decoding is None, "a sequence in a batch computes a token in each step of the batch"
+        assert self.batch is None, "a sequence in a batch computes a token in each step of the batch"
         self.computed_before = count
 
     @property
@@ -274,6 +277,7 @@ class Flight:
     planned_at: float  # in the clock's seconds
     decodes: DecodeRows = field(default_factory=DecodeRows)  # the plan's first rows
     decode_step: int = 0  # `DecodeBatch.steps` after this step
+    num_tokens: int = 0  # that it computes, without drafts, of which there may be fewer than planned
     other_rows: list[tuple[Sequence, int, int]] = field(default_factory=list)  # (sequence, tokens, `num_computed` then)
     drafts: dict[Sequence, int] = field(default_factory=dict)  # how many of the tokens of a row may be drafts
     grown: list[Sequence] = field(default_factory=list)  # decodes that get a new block, because their last is full
@@ -285,14 +289,15 @@ class Flight:
         """The sequence of each row."""
         return [*self.decodes.seqs, *(seq for seq, _, _ in self.other_rows)]
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the step computes, without drafts, of which there may be fewer than planned."""
-        return len(self.decodes.seqs) + sum(count for _, count, _ in self.other_rows) - sum(self.drafts.values())
-
     def brings(self, seq: Sequence) -> bool:
         """Whether `seq` gets what the step has sampled: it was not aborted, preempted or ended meanwhile."""
         return seq.slot >= 0 and seq not in self.dropped
+
+    def take_decodes(self, decodes: DecodeBatch) -> None:
+        """All sequences of a batch compute a token in this step."""
+        self.decodes, self.decode_step = decodes.run(), decodes.steps
+        self.num_tokens += len(decodes)
+        self.budget.take(len(decodes), seqs=len(decodes))
 
     def take(self, seq: Sequence, count: int, drafts: int = 0) -> None:
         """`seq`, which is not among the decodes, computes `count` more tokens in this step, `drafts` among them."""
@@ -303,6 +308,7 @@ class Flight:
             seq.timeline.chunk(count)
         seq.num_computed += count
         seq.proposed = []
+        self.num_tokens += count - drafts
         self.budget.take(count)
         self.other_rows.append((seq, count, seq.num_computed))
 

@@ -1,12 +1,9 @@
 """Beam search: which beams go on and when it is over (`beam_search`), and the requests that it makes (`BeamSearches`).
 
-The algorithm is that of transformers (`GenerationMixin._beam_search`), so that beams and scores can be compared. It
-looks at the best `num_candidates` continuations of all beams. Those that end are kept as answers if they are among the
-best `width`, and the best `width` that do not end go on. An answer's score is the sum of its tokens' log-probabilities,
-the one that ended it included, divided by length^length_penalty.
-
-transformers makes up missing beams and answers, of log-probability -1e9. Here there are fewer, and at first one beam,
-the empty output. That matters only if fewer than `width` tokens do not end a beam, because made-up beams then count.
+The algorithm is that of transformers (`GenerationMixin._beam_search`). It looks at the best `num_candidates`
+continuations of all beams. Those that end are kept as answers if they are among the best `width`, and the best `width`
+that do not end go on. A score is the sum of all tokens' log-probabilities divided by length^length_penalty.
+transformers makes up missing beams of log-probability -1e9, which count if fewer than `width` tokens do not end a beam.
 
 The scheduler knows nothing of this. Each beam of a step is a request of one token, whose prompt is the client's and the
 beam's output so far. The prefix cache has all full blocks of it, so the step computes the tokens of its last block.
@@ -24,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from config import HookError
 from plan import EngineOutput, error_output
 from sampling_params import SamplingParams
-from scheduling.timeline import Timeline
+from scheduling.reports import Timeline
 from sequence import Beam, Sequence, SequenceGroup, Status
 
 if TYPE_CHECKING:
@@ -62,8 +59,7 @@ def beam_search(
         width: beams that are kept, and answers at most.
         max_tokens: length at which a beam ends in any case.
         stop_ids: tokens that end it.
-        length_penalty: above 0 favours longer answers.
-        early_stopping: see `SamplingParams`.
+        length_penalty, early_stopping: see `SamplingParams`.
     """
     beams: list[tuple[float, list[int]]] = [(0.0, [])]  # each beam's log-probability and output
     answers: list[Answer] = []
@@ -101,7 +97,6 @@ class Search:
     seq: Sequence  # as what it is told of
     params: SamplingParams  # of a beam's request
     beams: Generator[list[list[int]], list[Nexts], list[Answer]]
-    width: int
     asked: list[str] = field(default_factory=list)  # ids of the step's requests, one a beam
     nexts: dict[str, Nexts] = field(default_factory=dict)  # what has come, by id
     num_asked: int = 0  # requests of all steps
@@ -110,9 +105,7 @@ class Search:
 class BeamSearches:
     """The beam searches of an engine, each of which the client knows as one request.
 
-    Args:
-        scheduler: has their requests.
-        observe: is told of each that comes or is dropped, see `Observer`.
+    `observe` is called when the scheduler gets or drops a beam's request, see `Observer`.
     """
 
     def __init__(self, scheduler: Scheduler, observe: Callable[..., None]):
@@ -138,7 +131,7 @@ class BeamSearches:
             params, use_beam_search=False, n=1, beam_width=None, length_penalty=1.0, early_stopping=False,
             temperature=0.0, max_tokens=1,
         )  # fmt: skip
-        search = Search(group, seq, of_beam, beams, width)
+        search = Search(group, seq, of_beam, beams)
         self._ask(search, next(beams))
         self.running[group.request_id] = search
         scheduler.counters["prompt_tokens_total"] += group.num_prompt
@@ -146,7 +139,7 @@ class BeamSearches:
     def _ask(self, search: Search, outputs: list[list[int]]) -> None:
         """Add the requests of a step, whose beams have these `outputs`."""
         whole = search.group
-        candidates = min(num_candidates(search.width, whole.stop_ids), self.scheduler.limits.vocab_size)
+        candidates = min(num_candidates(whole.params.num_sequences, whole.stop_ids), self.scheduler.limits.vocab_size)
         search.nexts, search.asked = {}, []
         for output in outputs:
             while (name := f"{whole.request_id}/{search.num_asked}") in self.scheduler.requests:  # a client's own id
@@ -200,13 +193,12 @@ class BeamSearches:
 
     def _answer(self, search: Search, answers: list[Answer]) -> list[EngineOutput]:
         """The answers of a search that is over, the best first; or the error that there are too few."""
-        group, outputs = search.group, list[EngineOutput]()
-        n = group.params.n
-        if len(answers) < n:
-            most = len(answers)
+        group, most = search.group, len(answers)
+        if most < (n := group.params.n):
             error = f"n is {n}, but the request's other fields allow only {most} answers; it must be at most {most}"
             self.abort(group.request_id, "error")
             return [error_output(group.request_id, error)]
+        outputs = []
         for index, answer in enumerate(answers[:n]):
             output = EngineOutput(group.request_id, answer.tokens, "stop" if answer.stopped else "length")
             output.stop_reason = answer.tokens[-1] if answer.tokens[-1] in group.params.stop_token_ids else None

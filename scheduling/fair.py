@@ -17,18 +17,6 @@ from sequence import Adapter, Flight, Sequence, SequenceGroup, Status
 
 UNPLACED = 2**62  # class of a sequence that stands behind another one of its client
 OUTPUT_WEIGHT = 2  # what a token of output counts, where one of the prompt counts 1 (as in the paper of `Fair`)
-FAIR_STEP = 0.1  # seconds
-
-
-def step_tokens(config: EngineConfig, most: int, seconds: float) -> int:
-    """Tokens of a step: `most`, which take `seconds`, or by default under `fair` as many as take FAIR_STEP.
-
-    A decode gets its next token when the step ends, so the prompts of others must not make the step long.
-    """
-    given = config.max_num_batched_tokens is not None
-    if config.scheduling_policy != "fair" or given or config.makes_vectors or not config.enable_chunked_prefill:
-        return most
-    return max(config.max_num_seqs, min(most, int(most * FAIR_STEP / max(seconds, FAIR_STEP))))
 
 
 def arrival(seq: Sequence) -> tuple[int, int]:
@@ -47,11 +35,6 @@ class Client:
     # By adapter, its sequences that wait and were never let in, in the order of arrival. None is empty.
     backlogs: dict[Adapter | None, list[Sequence]] = field(default_factory=dict)
 
-    @property
-    def settled(self) -> int:
-        """The tokens that its finished sequences have had."""
-        return self.counter - self.outstanding
-
 
 class Fair(Policy):
     """The client that has had the least goes first: virtual token counters.
@@ -59,21 +42,16 @@ class Fair(Policy):
     After "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). Each client has a counter of the tokens
     that it has had. Cached tokens are free, and a token of output counts `OUTPUT_WEIGHT`. Only the first to arrive of
     each client stands in line, and the client's counter is its class. The first for each other adapter stands in line,
-    too, behind those before it as if these had been let in. A sequence that is let in keeps its class for life.
-    Its client is charged at once with all that it may come to have, so that the client's next sequence stands further
-    back, as in start-time fair queueing (Goyal et al., SIGCOMM 1996). When a sequence ends, its client gets back what
-    it did not have, and the client's sequence in line may move forward.
+    too, behind those before it as if these had been admitted. A sequence that is admitted keeps its class for life, so
+    no two can push each other out by turns. Its client is charged at once with all that it may come to have, as in
+    start-time fair queueing (Goyal et al., SIGCOMM 1996), and gets back what it did not have when it ends.
 
-    So the order never changes among sequences that have been let in, and no two can push each other out by turns.
-    A sequence that was never let in falls back behind earlier ones of its client, and further when later ones, whose
+    A sequence that was never admitted falls back behind earlier ones of its client, and further when later ones, whose
     adapters have slots, pass it. The earliest never does, or it might wait for ever.
 
-    A client that comes back starts with a counter of at least `virtual_time`, so it cannot save up its share while it
-    asks for nothing. That time is what a client has had that always got an equal part of each step, and at least what
-    the client of the sequence that was let in last has had, because some clients leave a part of theirs to others. It
-    moves on with every step: however many new clients come, nobody waits for ever.
-
-    A step costs the same however many sequences wait.
+    A client that comes back starts with a counter of at least `virtual_time`, so it cannot save up its share. That time
+    is what a client has had that always got an equal part of each step, and at least what the client of the latest
+    sequence admitted has had. It moves on with every step, so that nobody waits for ever.
     """
 
     def __init__(self, config: EngineConfig):
@@ -153,7 +131,7 @@ class Fair(Policy):
         if seq in self.charged:
             return
         client = self.clients[seq.group.client]
-        self.virtual_time = max(self.virtual_time, client.settled)
+        self.virtual_time = max(self.virtual_time, client.counter - client.outstanding)  # what ended ones have had
         self.charged[seq] = prompt, output
         cost = prompt + OUTPUT_WEIGHT * output
         client.counter += cost
@@ -164,7 +142,7 @@ class Fair(Policy):
         group, client = seq.group, self.clients[seq.group.client]
         if charged := self.charged.pop(seq, None):
             output = seq.num_tokens - group.num_prompt
-            # A request may be aborted within its prompt. `lost` is what it had computed before a preemption.
+            # A request may be aborted within its prompt, also after a preemption.
             left = 0 if output else group.num_prompt - max(seq.num_computed, seq.num_forgotten)
             left = max(0, min(left, charged[0]))  # even if less of it is cached by now
             client.counter -= left + OUTPUT_WEIGHT * (charged[1] - output)
@@ -181,12 +159,11 @@ class Fair(Policy):
     ) -> dict[str, int]:
         """Share a step among all clients with prompts, equally but for those who want less (max-min fairness).
 
-        Else a long prompt would take whole steps, and others would wait for all of them. The first in line counts, too,
-        if there is room for it.
+        Else others would wait for all steps of a long prompt. The first in line counts, too, if there is room for it.
         """
         tokens, wants = flight.budget.tokens - to_come, Counter[str]()
         for seq in flight.lane.others:
-            if seq.decoding is None and (want := seq.num_known - seq.num_computed) > 1:
+            if seq.batch is None and (want := seq.num_known - seq.num_computed) > 1:
                 wants[seq.group.client] += want
                 tokens += 1
         if wants and (found := entrant()):

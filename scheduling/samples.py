@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Samples:
-    """One sample of a request, the leader, computes the prompt, and the others are held until it has.
+    """One sample of a group, the leader, computes the prompt, and the others are held until it has.
 
-    Then they take the prompt's blocks by reference. The request keeps these until its last sample has come in, or until
-    another request needs them. `wait` is `Admission.wait`.
+    Then they take the prompt's blocks by reference. The group keeps these until its last sample is admitted, or until
+    another group needs them. `wait` is `Admission.wait`.
     """
 
     def __init__(self, space: BlockSpaceManager, wait: Callable[[Sequence, float], None]):
@@ -52,7 +52,7 @@ class Samples:
             # An earlier step has computed its prompt, also if it has started over; the last token is its own.
             reused = other.num_reused >= group.num_prompt - (other.slot not in entered)
             running = other.status is Status.RUNNING and other is not group.leader
-            if running and (other.decoding or reused) and other.num_tokens > group.num_prompt:
+            if running and (other.batch is not None or reused) and other.num_tokens > group.num_prompt:
                 tables, targets = [table[:count] for table in other.tables], {target for _, target in plan.copies}
                 copied = any(table[-1] in targets for table in tables)  # by this plan, so it cannot be copied again
                 if not copied and self.space.can_branch(tables, group.num_prompt):

@@ -10,7 +10,7 @@ from admission import Admission
 from kv_cache import BlockManager
 from scheduler import Scheduler
 from scheduling.fair import OUTPUT_WEIGHT, UNPLACED, Fair
-from scheduling.host_cache import TieredSpaceManager
+from scheduling.host_memory import TieredSpaceManager
 from sequence import Sequence, Status
 
 
@@ -56,7 +56,7 @@ def check_fair(policy: Fair, scheduler: Scheduler) -> None:
         seqs = [seq for group in requests if group.client == name for seq in group.seqs]
         charges = [policy.charged[seq] for seq in seqs if seq in policy.charged]
         charged = sum(prompt + OUTPUT_WEIGHT * output for prompt, output in charges)
-        assert client.outstanding == charged and client.settled >= 0
+        assert client.outstanding == charged and client.counter >= charged
         for backlog in client.backlogs.values():
             assert {seq.status for seq in backlog} == {policy.status}
             assert [seq.key[0] < UNPLACED for seq in backlog] == [True] + [False] * (len(backlog) - 1)
@@ -99,14 +99,13 @@ def check_running(scheduler: Scheduler) -> None:
         assert not seq.host_tables and seq.num_computed < seq.num_known <= seq.limit
         assert len(seq.tables) == len(scheduler.space.windows)
         assert all(len(table) * size >= seq.num_computed for table in seq.tables)
-        assert seq.lane and (seq in seq.lane.others) == (seq.decoding is None)
+        assert seq.lane and (seq in seq.lane.others) == (seq.batch is None)
 
 
 def check_lanes(scheduler: Scheduler) -> None:
     """The batches of decodes agree with their sequences."""
-    for lane in scheduler.lanes:
+    for lane in scheduler.lanes.all:
         seqs, rows = lane.decodes.current.seqs, lane.decodes.current.rows
-        places = [seq.decoding for seq in seqs]
-        assert all(place and place.batch is lane.decodes and place.row == i for i, place in enumerate(places))
-        assert all(seq.lane is lane and seq.slot >= 0 for seq in seqs)
+        assert [seq.row for seq in seqs] == list(range(len(seqs)))
+        assert all(seq.batch is lane.decodes and seq.lane is lane and seq.slot >= 0 for seq in seqs)
         assert rows == [(seq.slot, 1) for seq in seqs]

@@ -8,22 +8,34 @@ import random
 
 import pytest
 
-from config import EngineConfig
+from config import EngineConfig, step_tokens
 from fake_worker import Engine, expected, prompt, sample_seed
 from integrity import check_integrity
-from scheduling.fair import step_tokens
 from sequence import Sequence, Status
 
 
-def test_preempted_requests_give_the_same_tokens():
-    engine = Engine(num_blocks=16, max_model_len=48)
+@pytest.mark.parametrize(
+    ("host", "fields"),
+    [(0, {}), (64, {"preemption_mode": "swap", "enable_prefix_caching": False}),
+     (3, {"preemption_mode": "swap", "enable_prefix_caching": False})],
+    ids=["recompute", "swap", "too little host memory to swap all"],
+)  # fmt: skip
+def test_preempted_requests_give_the_same_tokens(host, fields):
+    engine = Engine(16, 48, host, **fields)
     prompts = {str(i): prompt(6 + i, i) for i in range(8)}
     for name, ids in prompts.items():
         engine.add(name, ids, max_tokens=30, ignore_eos=True)
     engine.run()
-    assert engine.scheduler.reports.metrics()["num_preemptions_total"] > 5
+    metrics, plans = engine.scheduler.reports.metrics(), engine.plans
+    moved = sum(len(plan.swap_out) for plan in plans)
+    assert moved == sum(len(plan.swap_in) for plan in plans) == metrics["num_swapped_blocks_total"]
+    assert metrics["num_preemptions_total"] > 5 and (moved > 5 or host < 64) and (moved > 0) == (host > 0)
+    assert (sum(bool(plan.swap_out) for plan in plans) < metrics["num_preemptions_total"]) == (host < 64)
+    for plan in plans if host == 64 else ():  # nothing is computed twice: who comes back goes on where it was
+        assert all(row.num_computed >= len(row.token_ids) - 16 for row in plan.new if plan.swap_in)
     for name, ids in prompts.items():
         assert engine.outputs[name] == expected(ids, 30, 48, ignore_eos=True)
+    assert engine.scheduler.space.host.num_free == host
 
 
 def test_the_last_to_arrive_is_preempted_first_and_resumes_first():
@@ -35,42 +47,14 @@ def test_the_last_to_arrive_is_preempted_first_and_resumes_first():
     assert len(late.tokens) == 6
 
 
-def test_swapped_requests_give_the_same_tokens():
-    engine = Engine(16, 48, 64, preemption_mode="swap", enable_prefix_caching=False)
-    prompts = {str(i): prompt(6 + i, i) for i in range(8)}
-    for name, ids in prompts.items():
-        engine.add(name, ids, max_tokens=30, ignore_eos=True)
-    engine.run()
-    moved = sum(len(plan.swap_out) for plan in engine.plans)
-    assert moved == sum(len(plan.swap_in) for plan in engine.plans) > 5
-    assert engine.scheduler.reports.metrics()["num_swapped_blocks_total"] == moved
-    for plan in engine.plans:  # nothing is computed twice: who comes back goes on where it was
-        assert all(row.num_computed >= len(row.token_ids) - 16 for row in plan.new if plan.swap_in)
-    for name, ids in prompts.items():
-        assert engine.outputs[name] == expected(ids, 30, 48, ignore_eos=True)
-    assert engine.scheduler.space.host.num_free == 64
-
-
-def test_no_host_room_falls_back_to_recompute():
-    engine = Engine(16, 48, 3, preemption_mode="swap", enable_prefix_caching=False)
-    prompts = {str(i): prompt(6 + i, i) for i in range(8)}
-    for name, ids in prompts.items():
-        engine.add(name, ids, max_tokens=30, ignore_eos=True)
-    engine.run()
-    assert 0 < sum(bool(plan.swap_out) for plan in engine.plans) < engine.scheduler.counters["num_preemptions_total"]
-    for name, ids in prompts.items():
-        assert engine.outputs[name] == expected(ids, 30, 48, ignore_eos=True)
-
-
-def test_priority_goes_first_and_equals_by_arrival():
-    engine = Engine(max_num_seqs=1, scheduling_policy="priority")
-    order = []
+@pytest.mark.parametrize(("policy", "ended"), [("priority", ["a1", "a2", "b", "c"]), ("fcfs", ["c", "a1", "b", "a2"])])
+def test_priority_goes_first_and_equals_by_arrival(policy, ended):
+    """Under `fcfs` priorities mean nothing."""
+    engine = Engine(max_num_seqs=1, scheduling_policy=policy)
     for name, priority in (("c", 2), ("a1", 0), ("b", 1), ("a2", 0)):
         engine.add(name, prompt(4), priority=priority, max_tokens=1)
-    while engine.scheduler.has_work():
-        engine.step()
-        order += [name for name in engine.reasons if name not in order]
-    assert order == ["a1", "a2", "b", "c"]
+    engine.run()
+    assert list(engine.reasons) == ended
 
 
 def test_priority_inversion_cannot_last():
@@ -104,14 +88,6 @@ def test_a_long_prompt_of_worse_priority_leaves_room_in_the_step():
     engine.add("urgent too", prompt(6, 4), priority=0, max_tokens=1)
     engine.step()
     assert "urgent too" in engine.finished and search.status is Status.RUNNING
-
-
-def test_priorities_mean_nothing_under_fcfs():
-    engine = Engine(max_num_seqs=1)
-    engine.add("first", prompt(4), priority=9, max_tokens=1)
-    engine.add("second", prompt(4, 1), priority=0, max_tokens=1)
-    engine.run()
-    assert list(engine.reasons) == ["first", "second"]
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -150,20 +126,7 @@ def test_classic_order_needs_a_budget_for_the_longest_prompt():
 
 
 def test_delay_factor_lets_prompts_gather():
-    engine = Engine(depth=2, enable_chunked_prefill=False, max_num_batched_tokens=64, scheduler_delay_factor=2.0)
-    engine.add("first", prompt(5), max_tokens=20, ignore_eos=True)
-    engine.step()
-    engine.now = 1.0
-    engine.land()  # the prefill took a second
-    engine.add("second", prompt(5, 2), max_tokens=20, ignore_eos=True)
-    assert [count for _, count in engine.step().rows] == [1]
-    engine.now = 2.9
-    assert [count for _, count in engine.step().rows] == [1]
-    engine.now = 3.1
-    assert [count for _, count in engine.step().rows] == [5]
-
-
-def test_delay_factor_times_a_step_of_prompts_and_not_the_planning_beside_it():
+    """It is times a step of prompts, and not the planning beside it."""
     engine = Engine(depth=2, enable_chunked_prefill=False, max_num_batched_tokens=64, scheduler_delay_factor=2.0)
     engine.add("first", prompt(5), max_tokens=20, ignore_eos=True)
     engine.flying.append(engine.scheduler.schedule())

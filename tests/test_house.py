@@ -66,10 +66,9 @@ STDLIB_ONLY = {
     "models.pooling", "models.read_config", "models.read_rope", "models.text_halves", "observe.freed_blocks",
     "observe.live", "observe.logs", "observe.metrics", "plan", "processes.options", "sampling_params", "scheduler",
     "scheduling.adapters", "scheduling.beam_search", "scheduling.classic", "scheduling.crash_isolation",
-    "scheduling.decodes", "scheduling.drafts", "scheduling.fair", "scheduling.host_cache", "scheduling.lanes",
-    "scheduling.limits",
+    "scheduling.lanes", "scheduling.drafts", "scheduling.fair", "scheduling.host_memory", "scheduling.limits",
     "scheduling.policy", "scheduling.reports", "scheduling.reserve", "scheduling.samples", "scheduling.states",
-    "scheduling.swap", "scheduling.timeline", "sequence", "speculation.options",
+    "sequence", "speculation.options",
 }  # fmt: skip
 TORCH_FREE_ROOMS = ("api", "commands", "text", "scheduling", "processes", "executors")
 TORCH_FREE = (

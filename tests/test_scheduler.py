@@ -4,32 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from fake_worker import EOS, Engine, expected, expected_beams, next_logprobs, prompt, sample_seed
+from fake_worker import Engine, expected, expected_beams, next_logprobs, prompt, sample_seed
 from integrity import check_integrity
 from plan import NewRow, StepPlan, bit_words
 from ring import Codec
+from sampling_params import COLUMNS
 from scheduling.crash_isolation import MIN_DEATHS
 from sequence import Status, derived_seed
-
-
-def test_a_request_runs_to_its_end():
-    engine = Engine()
-    engine.add("a", prompt(9), max_tokens=20, ignore_eos=True)
-    engine.run()
-    assert engine.outputs["a"] == expected(prompt(9), 20, 64, ignore_eos=True)
-    assert engine.reasons["a"] == "length"
-    assert engine.scheduler.blocks.num_free == 64
-
-
-def test_eos_ends_a_request_and_is_its_last_token():
-    engine = Engine(max_model_len=250)
-    for i in range(8):
-        engine.add(str(i), prompt(5, i), max_tokens=None)
-    engine.run()
-    ended = [i for i in range(8) if engine.reasons[str(i)] == "stop"]
-    assert ended
-    for i in ended:
-        assert engine.outputs[str(i)][-1] == EOS and EOS not in engine.outputs[str(i)][:-1]
 
 
 def test_stop_token_ids_end_a_request_and_are_named():
@@ -355,12 +336,12 @@ def test_no_more_are_preempted_than_make_room():
 
 def test_what_chooses_tokens_travels_with_the_row():
     engine = Engine()
-    fields = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25, "logit_bias": {3: 2.0}}
+    fields, bias = {"temperature": 0.5, "top_k": 3, "top_p": 0.75, "min_p": 0.25}, {3: 2.0}
     penalties = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": -0.5}
-    engine.add("a", prompt(5), max_tokens=1, **fields, **penalties)
+    engine.add("a", prompt(5), max_tokens=1, logit_bias=bias, **fields, **penalties)
     engine.add("plain", prompt(5, 2), max_tokens=1)
     row, plain = engine.step().new
-    assert {name: getattr(row, name) for name in fields} == fields
+    assert dict(zip(COLUMNS, row.sampling, strict=True)) == fields and row.logit_bias == bias
     assert row.penalties == tuple(penalties.values()) and plain.penalties is None
 
 

@@ -11,7 +11,7 @@ from integrity import check_integrity
 from plan import PLACEHOLDER, StepPlan
 from sampling_params import SamplingParams
 from scheduling.adapters import AdapterSlots
-from scheduling.timeline import Timeline, WaitClock
+from scheduling.reports import Timeline, WaitClock
 from sequence import Adapter, Sequence, SequenceGroup, Status
 
 

@@ -192,35 +192,7 @@ def test_tokens_are_those_without_drafts(
     core.close()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        pytest.param({"distributed_executor_backend": "mp"}, marks=pytest.mark.full),
-        pytest.param({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, marks=pytest.mark.full),
-        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
-def test_what_came_before_is_proposed(
-    options: dict[str, Any], make_llm: Callable[..., LLM], llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A repeated word is taken at a stroke, and a journal of it can be replayed."""
-    monkeypatch.setattr(Drafting, "price", lambda drafting, rows: 0.0)  # whatever else the machine does
-    params, file = SamplingParams(temperature=0, max_tokens=40), tmp_path / "steps.jsonl"
-    drafting = make_llm(**ROOMY | options, speculative_config=NGRAM, log_scheduler=str(file))
-    found = drafting.chat(REPEAT_TASK, params, use_tqdm=False)
-    assert_equal(found, llm.chat(REPEAT_TASK, params, use_tqdm=False))
-    scheduler = drafting.client.core.scheduler
-    tokens, taken = len(found[0].outputs[0].token_ids), scheduler.counters[TAKEN]
-    assert taken > tokens / 2 and scheduler.step <= tokens / 2 + 1
-    assert replay(file.read_text().splitlines()).counters == scheduler.counters
-    told = drafting.client.utility("metrics")[0]["spec_decode_num_accepted_tokens_per_pos_total"]
-    assert list(told) == ["0", "1", "2", "3"] and sum(told.values()) == taken
-    (answer,) = drafting.client.utility("explain", found[0].request_id)[0]["answers"]
-    assert answer["accepted_tokens"] == taken <= answer["draft_tokens"] == scheduler.counters[DRAFTED]
-
-
+@pytest.mark.parametrize("grammar", [False, True], ids=["free", "grammar"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -231,20 +203,33 @@ def test_what_came_before_is_proposed(
     ],
     ids=str,
 )
-def test_a_grammar_takes_what_came_before(
-    options: dict[str, Any], make_llm: Callable[..., LLM], llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And a journal of it can be replayed, without the grammar."""
-    monkeypatch.setattr(Drafting, "price", lambda drafting, rows: 0.0)
-    monkeypatch.setattr("text.grammar.PATIENCE", 60.0)
-    asked = {"regex": r"(, to be|, or not to be|\.\nKING: to be){9}"}
-    params, file = SamplingParams(temperature=0, max_tokens=80, structured_outputs=asked), tmp_path / "steps.jsonl"
+def test_what_came_before_is_proposed(
+    options: dict[str, Any], grammar: bool, make_llm: Callable[..., LLM], llm: LLM, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A repeated word is taken at a stroke, and a journal of it can be replayed, without the grammar."""
+    monkeypatch.setattr(Drafting, "price", lambda drafting, rows: 0.0)  # whatever else the machine does
+    monkeypatch.setattr("scheduling.grammar.PATIENCE", 60.0)
+    file = tmp_path / "steps.jsonl"
+
+    def ask(of: LLM) -> list[RequestOutput]:
+        if not grammar:
+            return of.chat(REPEAT_TASK, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
+        asked = {"regex": r"(, to be|, or not to be|\.\nKING: to be){9}"}
+        params = SamplingParams(temperature=0, max_tokens=80, structured_outputs=asked)
+        return of.generate([LINE * 2 + "KING: to be"], params, use_tqdm=False)
+
     drafting = make_llm(**ROOMY | options, speculative_config=NGRAM, log_scheduler=str(file))
-    found = drafting.generate([LINE * 2 + "KING: to be"], params, use_tqdm=False)
-    assert_equal(found, llm.generate([LINE * 2 + "KING: to be"], params, use_tqdm=False))
-    scheduler, tokens = drafting.client.core.scheduler, len(found[0].outputs[0].token_ids)
-    assert scheduler.counters[TAKEN] > tokens / 2 and scheduler.step <= tokens / 2 + 1
+    found = ask(drafting)
+    assert_equal(found, ask(llm))
+    scheduler = drafting.client.core.scheduler
+    tokens, taken = len(found[0].outputs[0].token_ids), scheduler.counters[TAKEN]
+    assert taken > tokens / 2 and scheduler.step <= tokens / 2 + 1
     assert replay(file.read_text().splitlines()).counters == scheduler.counters
+    told = drafting.client.utility("metrics")[0]["spec_decode_num_accepted_tokens_per_pos_total"]
+    assert list(told) == ["0", "1", "2", "3"] and sum(told.values()) == taken
+    (answer,) = drafting.client.utility("explain", found[0].request_id)[0]["answers"]
+    assert answer["accepted_tokens"] == taken <= answer["draft_tokens"] == scheduler.counters[DRAFTED]
 
 
 @pytest.mark.parametrize(

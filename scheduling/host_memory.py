@@ -1,37 +1,44 @@
-"""Host memory as the second tier of the prefix cache: blocks that the device drops can come back from there."""
+"""Host memory: a second tier of the prefix cache, and a place for sequences that are preempted by swap."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence as Items
 from itertools import islice
-from typing import Any
 
 from config import EngineConfig
-from kv_cache import BlockManager, BlockSpaceManager, Entry
+from kv_cache import AllocStatus, BlockManager, BlockSpaceManager, Entry
 from plan import StepPlan
-from sequence import Sequence
+from scheduling.states import StateManager
+from sequence import Sequence, by_column
 
 COPIES = 8  # cached blocks that a step may copy to the host, beside as many as its tokens fill
 ON_HOST = -2  # stands in an `Entry`'s tables for a block to bring back
 
 
 class TieredSpaceManager(BlockSpaceManager):
-    """The block tables, with a pool of host blocks: for cached prefixes, and for sequences preempted by swap.
+    """The block tables, with a pool of host blocks; for the arguments see `Scheduler` and `BlockSpaceManager`."""
 
-    Args:
-        config, num_blocks, windows, more: see `BlockSpaceManager`.
-        num_host_blocks: size of the host pool.
-    """
-
-    def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int, windows: Items[int], **more: Any):
-        super().__init__(config, num_blocks, windows, **more)
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        num_host_blocks: int,
+        windows: Items[int],
+        swap_cost: float,
+        states: StateManager | None,
+        manager: type[BlockManager],
+    ):
+        super().__init__(config, num_blocks, windows, states, manager)
+        self.mode, self.swap_cost = config.preemption_mode, swap_cost
         self.dropped: list[tuple[int, bytes]] = []  # blocks that the device has reused, and their keys
         self.device.evicted = self.dropped if num_host_blocks else None
         self.host = BlockManager(num_host_blocks, config.block_size, config.enable_prefix_caching)
         self.host_pinned: list[int] = []  # the host's blocks to free once the plan is made
         self.copies_left = num_host_blocks  # copies to the host until a prompt asks for a dropped block
         self.uncopied: OrderedDict[bytes, None] = OrderedDict()  # the keys of blocks that were dropped without a copy
+
+    # --- cached prefixes ----------------------------------------------------------------------------------------------
 
     def look_up(self, key: bytes) -> int | None:
         block = super().look_up(key)
@@ -110,3 +117,65 @@ class TieredSpaceManager(BlockSpaceManager):
                         pool.forget(digest)
         if self.states:
             self.states.snapshots.reset_prefix_cache()
+
+    # --- preemption by swap -----------------------------------------------------------------------------------------
+
+    def computed_blocks(self, seq: Sequence) -> list[list[int]]:
+        """The blocks of what a sequence has computed, by kind."""
+        columns = self.host.blocks_for(seq.num_computed)
+        return [[block for block in table[:columns] if block >= 0] for table in seq.tables]
+
+    def swap_pays(self, blocks: list[list[int]], tokens: int) -> bool:
+        """Whether a sequence that holds these blocks of `tokens` tokens is preempted by swap.
+
+        In mode `auto` it is if moving its blocks and state takes less time than computing what nobody else has, by the
+        kind of layers that sees most.
+        """
+        count, states = sum(map(len, blocks)), self.states
+        if self.mode == "recompute" or not count or self.host.can_allocate(count, kept=0) is not AllocStatus.OK:
+            return False
+        if states and states.host.can_allocate(1, kept=0) is not AllocStatus.OK:
+            return False
+        if self.mode == "swap":
+            return True
+        alone = sum(self.device.ref_counts[block] == 1 for block in blocks[0]) * self.block_size
+        size = count + (states.room.blocks if states else 0)
+        return size * self.swap_cost < min(tokens, alone)
+
+    def swap_out(self, seq: Sequence, plan: StepPlan) -> None:
+        """Copy a sequence's computed blocks and state to host memory, where the prefix cache can find them, too."""
+        blocks = [block for block in by_column(self.computed_blocks(seq)) if block >= 0]
+        moved = dict(zip(blocks, self.host.allocate(len(blocks)), strict=True))
+        plan.swap_out += moved.items()
+        columns = self.host.blocks_for(seq.num_computed)
+        seq.host_tables = [[moved.get(block, -1) for block in table[:columns]] for table in seq.tables]
+        for block, host_block in moved.items():
+            if (key := self.device.hashes[block]) is not None:
+                self.host.publish(host_block, key)
+        if self.states:
+            self.states.swap_out(seq, plan)
+
+    def swap_in(self, seq: Sequence, most: int, kept: int, plan: StepPlan) -> bool:
+        """Bring back a sequence's blocks, if there are enough for its tokens with `kept` more left free.
+
+        The next step computes `most` of these tokens at most.
+        """
+        reach = seq.num_computed + most
+        moved = [block for block in by_column(seq.host_tables) if block >= 0]
+        grown = sum(self.missing(seq.host_tables, len(seq.tokens), reach))
+        if self.device.can_allocate(len(moved) + grown, kept) is not AllocStatus.OK:
+            return False
+        device = dict(zip(moved, self.device.allocate(len(moved)), strict=True))
+        plan.swap_in += device.items()
+        seq.tables = [[device.get(block, -1) for block in table] for table in seq.host_tables]
+        self.host_pinned += by_column(seq.host_tables)
+        seq.host_tables = []
+        self.grow(seq, len(seq.tokens), reach)
+        return True
+
+    def drop_swapped(self, seq: Sequence) -> None:
+        """Give up a sequence's blocks and state in host memory."""
+        self.host.free(by_column(seq.host_tables))
+        seq.host_tables = []
+        if self.states:
+            self.states.drop(seq)
