@@ -15,7 +15,7 @@ from collections.abc import Sequence as Items
 
 from config import EngineConfig, load_named
 from kv_cache import BlockSpaceManager, Entry
-from plan import NewRow, StepPlan
+from plan import Adapter, NewRow, StepPlan
 from scheduling.adapters import AdapterSlots
 from scheduling.fair import Fair
 from scheduling.policy import CHECKS, GroupQueue, Policy, Priority, place
@@ -89,6 +89,11 @@ class Admission:
         self.trial.turn()
         for group in [queue.pop(group, Status.HELD) for queue in (self.waiting, self.aside) for group in [*queue]]:
             self._queue(group)
+
+    def uses_adapter(self, adapter: Adapter) -> bool:
+        """Whether an unfinished group has this adapter."""
+        lines = (queue.lines for queue in (self.waiting, self.swapped, self.aside))
+        return any(adapter in groups for groups in (self.adapters.users, *lines))
 
     def withdraw(self, group: SequenceGroup) -> None:
         """Take a group, which does not run, out of its queue for good."""

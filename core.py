@@ -11,9 +11,8 @@ import dataclasses
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -29,11 +28,10 @@ from observe.logs import StatLogger, logger, warn_once
 from observe.metrics import engine_metrics
 from observe.observers import observers_of
 from observe.profiles import Profiles
-from plan import PLACEHOLDER, EngineCoreRequest, Outputs, StateRoom, StepPlan, error_output
+from plan import PLACEHOLDER, Adapter, EngineCoreRequest, Outputs, StateRoom, StepPlan, error_output
 from ring import undisturbed
 from sampling_params import default_sampling
 from scheduler import Scheduler
-from scheduling.adapters import is_used
 from scheduling.beam_search import BeamSearches
 from scheduling.fair import step_tokens
 from scheduling.grammar import COMPILE_TIMEOUT, Grammars, awaits_token
@@ -132,15 +130,13 @@ class EngineCore:
         self.ahead = 2 if overlap else 1
         self.depth = config.pipeline_parallel_size - 1 + self.ahead
         self.paused: dict[str, EngineCoreRequest] = {}  # requests that wait for new weights
-        self.adapters = HostAdapters(config, self.workers.call, partial(is_used, self))
+        self.adapters = HostAdapters(config, self.workers.call, self._uses_adapter)
         self.workers.on_restart = self._reload_adapters
         self.pausing = False  # whether new requests must wait, because an update of weights is about to begin
         self.news = Outputs()  # what `tell` has not returned yet
         self.stat_logger = StatLogger(self.metrics)
         # Called after an update of weights, with the options for this engine's replacement.
         self.on_weights: Callable[[dict[str, Any]], None] = lambda options: None
-
-    metrics = engine_metrics
 
     @property
     def config(self) -> EngineConfig:
@@ -154,8 +150,7 @@ class EngineCore:
             ValueError: it can never run; see `Scheduler.add` and `check_pooling`.
         """
         r = request
-        places = self.paused, self.adapters.waiting, self.grammars.waiting, self.scheduler.requests
-        if any(r.request_id in place for place in (*places, self.searches.running)):
+        if any(r.request_id in requests for requests in (*self._unfinished(), self.searches.running)):
             raise ValueError(f"request id {r.request_id!r} is in use by a request in flight")
         if self.pausing:
             self.paused[r.request_id] = r
@@ -184,6 +179,11 @@ class EngineCore:
         except ValueError:
             self.scheduler.stats.refused()
             raise
+
+    def _uses_adapter(self, adapter: Adapter) -> bool:
+        """Whether an unfinished request has this adapter."""
+        compiling = self.grammars.waiting.values()
+        return self.scheduler.admission.uses_adapter(adapter) or any(r.adapter == adapter for r in compiling)
 
     def _reload_adapters(self) -> None:
         """New workers read the adapters anew; requests whose adapter is gone end.
@@ -248,13 +248,16 @@ class EngineCore:
     def abort_requests(self, names: list[str]) -> int:
         """End requests with an error, by their ids or those of their replies, or all of them; returns how many."""
         chosen = {*names}
-        places = self.paused, self.adapters.waiting, self.grammars.waiting, self.scheduler.requests
-        all_ids = dict.fromkeys(map(self.searches.owner, chain(*places)))
+        all_ids = dict.fromkeys(map(self.searches.owner, chain(*self._unfinished())))
         ids = [id for id in all_ids if not chosen or chosen & {id, id.rpartition("-")[0]}]
         for id in ids:
             self.abort(id)
             self.news.outputs.append(error_output(id, "the request was aborted (/abort_requests)"))
         return len(ids)
+
+    def _unfinished(self) -> tuple[Collection[str], ...]:
+        """The ids of requests that wait for new weights, for an adapter, for a grammar, and those in the scheduler."""
+        return self.paused, self.adapters.waiting, self.grammars.waiting, self.scheduler.requests
 
     def has_work(self) -> bool:
         """Whether a step would do anything, if only tell news."""
@@ -431,6 +434,15 @@ class EngineCore:
         self.on_weights(options)
         logger.info(f"weights updated from {options['weights']}: version {self.config.weights_version}")
         return self.config.weights_version
+
+    def metrics(self) -> dict[str, Any]:
+        """All of the engine's metrics, by their names in `observe.metrics.SERIES`."""
+        reports = self.scheduler.reports
+        metrics = engine_metrics(reports.metrics(), self.config, self.facts, self.workers.num_restarts)
+        if self.config.enable_lora:
+            waiting = [request.lora.lora_name for request in self.adapters.waiting.values() if request.lora]
+            metrics["lora_requests_info"] = reports.adapters(waiting)
+        return metrics
 
     def utility(self, method: str, *args: Any) -> Any:
         """Call one of `UTILITIES`; returns its result.

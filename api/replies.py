@@ -24,13 +24,12 @@ from api.fields import ApiError, without_folders
 from api.logprobs import TOKENS_AT_ONCE
 from api.prompts import Prompt
 from api.reading import CONTENT, Answer, Block, Piece, Reading
-from lora.adapter import LoRARequest
 from observe.logs import logger
 from outputs import Choices, Vector
 from plan import EngineCoreRequest, EngineOutput
 from processes.client import EngineDeadError, MPClient, Stream
 from processes.routing import DPClient
-from sampling_params import SamplingParams
+from sampling_params import LoRARequest, SamplingParams
 from tokenizer import Tokenizer
 
 EngineClient = MPClient | DPClient

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from api.adapters import Adapters
 from api.batch_file import Answers, Batch, count_lines, run_to_end
-from api.flags import OptionParser, refuse_given, told_in_a_line
+from api.flags import OptionParser, option_groups, refuse_given, told_in_a_line
 from api.options import ServerConfig
 from api.routes import Api
 from api.start import engines, read_configs, with_policy
@@ -29,7 +29,7 @@ from tokenizer import Tokenizer
 LINES_PER_SEQUENCE = 2  # lines in flight for each sequence that runs, so that the next ones wait in the engine
 # Options of the server that mean nothing where there is no HTTP.
 HTTP_ONLY = (
-    *(name for name in ServerConfig.GROUPS["server"] if name != "served_model_name"),
+    *(name for name in option_groups(ServerConfig)["server"] if name != "served_model_name"),
     "otlp_traces_endpoint", "max_queue", "body_timeout", "write_timeout",
 )  # fmt: skip
 SERVER_ONLY = (

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +26,7 @@ from checkpoints.tied_head import settle_head
 from cpu import machine
 from device.coded import coded_tensors
 from device.loader import find_weights
+from device.start import Start
 from device.warmup import capture
 from lora.loads import AdapterReader
 from lora.stacks import Adapters
@@ -37,9 +37,6 @@ from parallel import Sampled
 from plan import KV_CACHE, WEIGHTS
 from speculation.proposer import add_draft, new_proposer, wanted_of
 from worker import Worker
-
-if TYPE_CHECKING:
-    from device.startup import Start
 
 READERS = 4  # threads that read adapters
 Pools = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -30,7 +30,7 @@ import subprocess
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from io import FileIO
 from typing import Any, NoReturn
 
@@ -236,6 +236,11 @@ class Child:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def weights_in(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options or facts by which another engine loads the same weights."""
+    return {name: options[name] for name in ("weights", "weights_stamp", "weights_version")}
 
 
 def watch_over(check: Callable[[], None], ended: threading.Event, seconds: float = LOOK) -> None:

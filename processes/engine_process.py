@@ -15,12 +15,12 @@ import time
 from collections import defaultdict, deque
 from typing import Any
 
-from config import PROG, TENSORS, VERSION, EngineConfig, FatalHookError, weights_in
+from config import PROG, TENSORS, VERSION, EngineConfig, FatalHookError
 from core import GLANCE, EngineCore
 from executor import MpExecutor, WorkerError, end_with_parent, name_process, visible_gpus
 from observe.logs import console, logger, set_up, start_log
 from plan import Abort, Call, EngineCoreRequest, Health, Met, Outputs, Reply, error_output
-from processes.child import Child, FrameServer, ParentPipe
+from processes.child import Child, FrameServer, ParentPipe, weights_in
 from processes.client import patience
 from processes.connection import Connection
 from processes.lockstep import Lockstep, Peers

@@ -19,12 +19,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from checkpoints.hub import find_model
-from config import PROG, EngineConfig, stamp_of, weights_in
+from config import PROG, EngineConfig, stamp_of
 from executor import visible_gpus
 from executors.torchrun import lead_or_follow
 from model_config import ModelConfig
 from observe.logs import console, logger
-from processes.child import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, listen, watch_over
+from processes.child import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, listen, watch_over, weights_in
 from processes.client import BackgroundResources, MPClient
 from processes.coordinator import CoordinatorProcess
 from processes.engine_process import EngineProcess, sizes_of

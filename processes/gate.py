@@ -21,10 +21,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from config import EngineConfig, weights_in
+from config import EngineConfig
 from executor import name_process
 from observe.logs import Repeated, logger, set_up
-from processes.child import Child, ParentPipe
+from processes.child import Child, ParentPipe, weights_in
 from processes.connection import accept, to_frame
 from processes.handshake import (
     HANDSHAKE_TIMEOUT,

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from itertools import chain
-from typing import TYPE_CHECKING
 
-from plan import StepPlan
+from plan import Adapter, StepPlan
 from scheduling.policy import place
-from sequence import Adapter, Sequence, SequenceGroup
-
-if TYPE_CHECKING:
-    from core import EngineCore
+from sequence import Sequence, SequenceGroup
 
 
 class AdapterSlots:
@@ -100,10 +95,3 @@ class AdapterSlots:
         assert not self.holders
         self.free += self.slots.values()
         self.slots.clear()
-
-
-def is_used(core: EngineCore, adapter: Adapter) -> bool:
-    """Whether a request that has yet to finish has this adapter."""
-    admission, compiling = core.scheduler.admission, core.grammars.waiting.values()
-    lines = (queue.lines for queue in (admission.waiting, admission.swapped, admission.aside))
-    return adapter in chain(admission.adapters.users, *lines) or any(r.adapter == adapter for r in compiling)

@@ -11,7 +11,8 @@ from operator import attrgetter
 from typing import Any
 
 from config import Check, EngineConfig
-from sequence import Adapter, Flight, Request, SequenceGroup, Status
+from plan import Adapter
+from sequence import Flight, Request, SequenceGroup, Status
 
 place = attrgetter("key")  # of a group: what queues are sorted by
 

@@ -11,12 +11,11 @@ import pytest
 from config import DEMO, EngineConfig
 from counting import lines_run
 from fake_worker import VOCAB, Engine, prompt
-from lora.adapter import LoRARequest
 from lora.registry import HostAdapters
-from plan import EngineCoreRequest, StepResult
-from sampling_params import SamplingParams
+from plan import Adapter, EngineCoreRequest, StepResult
+from sampling_params import LoRARequest, SamplingParams
 from scheduling.grammar import Grammars
-from sequence import Adapter, Request
+from sequence import Request
 
 FEW, MANY = 40, 640  # requests that wait
 
