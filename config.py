@@ -171,7 +171,7 @@ class EngineConfig:
     )
     threads: int | None = option(
         None,
-        "torch's threads in each rank on a CPU (default: a core each; a small model leaves the server one)",
+        "threads of each rank on a CPU (default: one for each core, but a small model leaves a core free)",
         1,
         4096,
     )

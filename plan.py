@@ -353,7 +353,7 @@ Message = EngineCoreRequest | Abort | Call | Outputs | Reply | Health | StepPlan
 
 
 @dataclass(slots=True)
-class Met:
+class Rendezvous:
     """Coordinator to engines that share experts: all of them wait, so start workers that connect at `place`.
 
     Without a place, another engine has left, or waits, or there are to be fewer: break off, and wait for the next one.

@@ -40,7 +40,7 @@ from api import batches
 from api.adapters import Adapters
 from api.faces import FACES, error_body_of
 from api.fields import ApiError, Face
-from api.flags import split_command, told_in_a_line
+from api.flags import exit_on_mistake, split_command
 from api.gunicorn_loop import Gunicorn
 from api.http import (
     NO_ROUTE,
@@ -202,7 +202,7 @@ def serve(argv: list[str]) -> None:
     If torchrun or `srun` has started this on every rank, rank 0 serves, and the other ranks end when it does.
     """
     parser, flags = server_flags(argv)
-    with told_in_a_line(parser):
+    with exit_on_mistake(parser):
         engine_config, config = read_configs(flags)
         config = with_all_keys(config, os.environ)
         if config.otlp_traces_endpoint:
@@ -219,7 +219,7 @@ def serve(argv: list[str]) -> None:
         check_address(config, address)
     board = Board()
     with engines("server", engine_config, board, secret) as fleet:
-        with told_in_a_line(parser):
+        with exit_on_mistake(parser):
             adapters.check(fleet)
 
         def make_app() -> Flask:

@@ -226,7 +226,7 @@ def words_of(cls: type[Options], flags: argparse.Namespace) -> list[str]:
 
 
 @contextlib.contextmanager
-def told_in_a_line(parser: OptionParser) -> Iterator[None]:
+def exit_on_mistake(parser: OptionParser) -> Iterator[None]:
     """End the process where the `with` block raises: with code 2 and a line for a ValueError, with 130 after Ctrl-C."""
     try:
         yield

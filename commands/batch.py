@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from api.adapters import Adapters
 from api.batch_file import Answers, Batch, count_lines, run_to_end
-from api.flags import OptionParser, option_groups, refuse_given, told_in_a_line
+from api.flags import OptionParser, exit_on_mistake, option_groups, refuse_given
 from api.options import ServerConfig
 from api.routes import Api
 from api.start import engines, read_configs, with_policy
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
     """
     parser = new_parser()
     flags = parser.read(argv)
-    with told_in_a_line(parser):
+    with exit_on_mistake(parser):
         engine_config, config = read_flags(flags)
         engine_config, secret = prepare(engine_config)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> None:
         file, answers = open_files(flags.input_file, flags.output_file)
     board = Board()
     with engines("batch", engine_config, board, secret) as fleet:
-        with told_in_a_line(parser):
+        with exit_on_mistake(parser):
             adapters.check(fleet)
         # Each line is a greenlet, as each request is in an API process. Those are gunicorn's workers, which it patches.
         monkey.patch_all(os=False, signal=False, ssl=False, subprocess=False)

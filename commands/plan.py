@@ -10,7 +10,7 @@ import os
 import sys
 from typing import NoReturn
 
-from api.flags import OptionParser, from_flags, split_command, told_in_a_line
+from api.flags import OptionParser, exit_on_mistake, from_flags, split_command
 from api.options import ServerConfig, with_all_keys
 from checkpoints.hub import find_model
 from config import PACKAGES as OF_ENGINES
@@ -62,7 +62,7 @@ def server_flags(argv: list[str]) -> tuple[OptionParser, argparse.Namespace]:
 
 def show_plan(parser: OptionParser, flags: argparse.Namespace) -> None:
     """Print the plan that the flags ask for. Where there is none, end with a line that says why."""
-    with told_in_a_line(parser):
+    with exit_on_mistake(parser):
         if isinstance(size := flags.plan, str):
             if getattr(flags, "model", size) != size:
                 raise ValueError(f"--plan is followed by {size!r}, and the model is {flags.model!r}; give one of them")

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 from urllib.error import HTTPError
 
 from api.adapters import read_module
-from api.flags import OF_REQUESTS, OptionParser, from_flags, refuse_given, told_in_a_line, words_of
+from api.flags import OF_REQUESTS, OptionParser, exit_on_mistake, from_flags, refuse_given, words_of
 from checkpoints.hub import find_model
 from config import DEMO, PROG, EngineConfig, check_fields, option
 from executor import end_with_parent
@@ -397,7 +397,7 @@ def run(parser: OptionParser, cls: type[AnswerOptions], act: Callable[..., int],
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # what the terminal has no character for must end nothing
     try:
-        with told_in_a_line(parser), contextlib.ExitStack() as stack:
+        with exit_on_mistake(parser), contextlib.ExitStack() as stack:
             options = from_flags(cls, flags)
             sys.exit(act(partial(open_model, flags, options, stack), options))
     except OSError as error:  # stdout is full, or nobody reads it

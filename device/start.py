@@ -81,7 +81,7 @@ class Start:
         self.num_parameters = model.num_parameters()
         if self.device == "cpu":
             small = self.num_parameters * model.dtype.itemsize < cpu_weights.SMALL
-            machine.settle(config.threads, small and config.beside_server, self.sharers)
+            machine.settle(config.threads, small, self.sharers)
             machine.keep_memory()
         self.arrange([] if config.weights else files_of(config))
 

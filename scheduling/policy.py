@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 from itertools import chain
 from numbers import Real
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 from config import Check, EngineConfig
 from plan import Adapter
@@ -61,8 +61,14 @@ class Policy(GroupQueue):
     `yields` do nothing here: they tell a policy what becomes of requests.
     """
 
+    def __new__(cls, *args: Any) -> Self:
+        """Make the queue here, so that a class of a user's may have an `__init__` that calls no other."""
+        policy = super().__new__(cls)
+        GroupQueue.__init__(policy, Status.WAITING)
+        return policy
+
     def __init__(self, config: EngineConfig):
-        super().__init__(Status.WAITING)
+        """Read the options that the policy needs."""
 
     def rank(self, request: Request) -> int:
         """The class of a request, the first part of its groups' keys: the lowest goes first."""
